@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from composable_fsdp.comm.mesh_names import MODEL_PARALLEL, divide_mesh
 from composable_fsdp.comm.nodes import PEERLESS, node_groups, node_size
 from composable_fsdp.comm.operations import operation_log
 from composable_fsdp.config import HYBRID, ShardingStrategy
@@ -331,8 +332,6 @@ def resolve_ranks(
 
 # Layouts by group; the key is whether the caller gave no group. A layout references its
 # group weakly (``GroupRef``), so that the entry is deleted together with the group.
-_MODEL_PARALLEL = frozenset({"tp", "ep", "pp", "tensor", "expert", "pipeline"})
-"""Usual names of mesh dims whose ranks hold different parts of the model."""
 _layouts: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[bool, RankLayout]] = (
     weakref.WeakKeyDictionary()
 )
@@ -366,7 +365,7 @@ def _member(group: object) -> dist.ProcessGroup:
 
 
 def _from_mesh(mesh: DeviceMesh) -> RankLayout:
-    """Return the layout of a 1-D mesh, or of a 2-D mesh (replicate, shard)."""
+    """Return the layout of a 1-D mesh, a 2-D mesh (replicate, shard), or by names."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"device_mesh expects a DeviceMesh, got {type(mesh).__name__}. Make one "
@@ -388,11 +387,11 @@ def _from_mesh(mesh: DeviceMesh) -> RankLayout:
         return RankLayout(
             _member(mesh.get_group(1)), _member(mesh.get_group(0)), mesh.device_type
         )
-    raise PlanError(
-        "device_mesh expects a 1-D mesh, or a 2-D mesh (replicate, shard); got "
-        f"{mesh.ndim}-D: {mesh}. Of a larger mesh take those dims by name: "
-        "init_device_mesh(..., mesh_dim_names=(..., 'replicate', 'shard'))"
-        "['replicate', 'shard']."
+    shard, replicate = divide_mesh(mesh)
+    return RankLayout(
+        _member(shard.get_group()),
+        None if replicate is None else _member(replicate.get_group()),
+        mesh.device_type,
     )
 
 
@@ -403,9 +402,9 @@ def _refuse_model_parallel(mesh: DeviceMesh, *names: str) -> None:
     """
     # Ranks of such a dim compute other values: as shard ranks they would silently
     # average gradients of different parameters.
-    parallel = [name for name in names if name in _MODEL_PARALLEL]
+    parallel = [name for name in names if name in MODEL_PARALLEL]
     if parallel:
-        others = [name for name in names if name not in _MODEL_PARALLEL]
+        others = [name for name in names if name not in MODEL_PARALLEL]
         rest = f"mesh[{others[0]!r}]" if others else "a mesh of data-parallel ranks"
         raise PlanError(
             "A 2-D device_mesh expects dimensions that replicate and shard; got a "

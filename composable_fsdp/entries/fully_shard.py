@@ -90,7 +90,8 @@ def _shard(
             Default: the default process group; hybrid units then shard within a node
             (LOCAL_WORLD_SIZE ranks) and replicate across nodes.
         device_mesh: The ranks as a mesh instead of ``process_group``: a 1-D mesh
-            shards, a 2-D mesh is (replicate, shard).
+            shards, a 2-D mesh is (replicate, shard), and dims of a larger mesh are
+            taken by their names (``comm.mesh_names``).
         policy: Selects the modules below ``module`` that become units: a policy object,
             a function ``(module, recurse, nonwrapped_numel) -> bool``, or a function
             that returns ``{module: options}``. The policy does not enter units made by

@@ -82,7 +82,7 @@ class FullyShardedDataParallel(Attributes, nn.Module):
         use_orig_params: Always treated as True, the default: the parameters are the
             original objects. False gives a warning.
         ignored_states: Parameters or modules that are not sharded. Default None.
-        device_mesh: The ranks as a mesh: 1-D, or 2-D (replicate, shard). Default None.
+        device_mesh: The ranks as a mesh, as for ``fully_shard``. Default None.
         tied_params: As in ``fully_shard``; FSDP1 does not have this argument. Default
             "error".
         check_weights: As in ``fully_shard``; FSDP1 does not have this argument. Default
