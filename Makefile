@@ -18,7 +18,7 @@ DEV := $(VENV)/.stamp-dev
 DOCS := $(VENV)/.stamp-docs
 SHARED := -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 PYTEST := $(PY) -m pytest $(SHARED)
-# Lightning, accelerate and peft have an environment of their own: the package and all
+# Lightning, accelerate, peft, s3fs and moto have an environment of their own: the package and all
 # other tests must work without them.
 INTEGRATIONS := .venv-integrations
 
@@ -36,7 +36,7 @@ demo: $(DEV) ## train a small language model on two ranks and check it against o
 test: $(DEV) ## run all tests
 	$(PYTEST)
 
-test-integrations: $(INTEGRATIONS)/.stamp ## run the tests that need lightning, accelerate or peft
+test-integrations: $(INTEGRATIONS)/.stamp ## run the tests that need lightning, accelerate, peft or an S3 server
 	$(INTEGRATIONS)/bin/python -m pytest $(SHARED) tests/integrations_env
 
 lint: $(DEV) ## lint, format and types
@@ -94,7 +94,7 @@ $(DEV): pyproject.toml constraints.txt | $(PY)
 $(INTEGRATIONS)/.stamp: pyproject.toml constraints.txt | $(INTEGRATIONS)/bin/python
 	@echo "installing torch 2.13.0, lightning and accelerate into $(INTEGRATIONS) (once, minutes)"
 	@$(INTEGRATIONS)/bin/python $(INSTALL) torch==2.13.0
-	@$(INTEGRATIONS)/bin/python $(INSTALL) -e '.[dev,cli,lightning,hf]'
+	@$(INTEGRATIONS)/bin/python $(INSTALL) -e '.[dev,cli,lightning,hf,remote]' 'moto[server]>=5.1'
 	@touch $@
 
 $(DOCS): $(DEV)

@@ -126,17 +126,20 @@ from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.storage.async_save import async_save
 from composable_fsdp.storage.compare import LoadReport
 from composable_fsdp.storage.convert import convert
-from composable_fsdp.storage.directory import remove_stale, stale_directories
 from composable_fsdp.storage.export import export_safetensors
 from composable_fsdp.storage.listing import (
     CheckpointInfo,
     best_checkpoint,
     checkpoints,
+    remove_stale,
+    stale_directories,
 )
 from composable_fsdp.storage.load import load
 from composable_fsdp.storage.opening import open_source
+from composable_fsdp.storage.remote import Storage, StoredObject, Upload
 from composable_fsdp.storage.save import save
 from composable_fsdp.storage.source import Source, TensorInfo
+from composable_fsdp.storage.storages import register_storage
 from composable_fsdp.storage.verify import Verification, verify
 
 __all__ = [
@@ -186,8 +189,11 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "Storage",
+    "StoredObject",
     "TensorInfo",
     "UnshardHandle",
+    "Upload",
     "Verification",
     "allreduce_hook",
     "always_wrap_policy",
@@ -231,6 +237,7 @@ __all__ = [
     "register_comm_hook",
     "register_forward_method",
     "register_fsdp_forward_method",
+    "register_storage",
     "rekey_optim_state_dict",
     "remove_stale",
     "replan",

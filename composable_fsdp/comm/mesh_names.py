@@ -48,6 +48,8 @@ def divide_mesh(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
     shard = [name for name in names if name in SHARD]
     replicate = [name for name in names if name in REPLICATE]
     others = [name for name in names if name not in SHARD + REPLICATE]
+    # Unknown names are refused and not guessed: a wrong guess would average
+    # gradients of different parameters.
     if not shard or others:
         told = f"dims named {', '.join(map(quoted, names))}" if names else "no names"
         # The dims that may stay, if other dims are cut off.

@@ -7,7 +7,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,8 +39,8 @@ _Read = Callable[[int, int], Tensor]
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Add the arguments of ``diff`` to its parser."""
-    command.add_argument("first", type=Path, metavar="A", help="a checkpoint")
-    command.add_argument("second", type=Path, metavar="B", help="the other checkpoint")
+    command.add_argument("first", metavar="A", help="a checkpoint; a path or URL")
+    command.add_argument("second", metavar="B", help="the other checkpoint")
     command.add_argument(
         "--weights-only",
         action="store_true",

@@ -39,6 +39,7 @@ from composable_fsdp.storage.convert import (
     convert,
     open_whole,
 )
+from composable_fsdp.storage.native import read_manifest
 from composable_fsdp.storage.opening import (
     DCP,
     FORMATS,
@@ -185,10 +186,10 @@ def _parser() -> argparse.ArgumentParser:
 def _add_checkpoint_commands(commands: Any) -> None:
     """Add the commands of this module."""
     verify = _command(commands, "verify", _verify, "read all of a checkpoint, check it")
-    verify.add_argument("path", type=Path, metavar="PATH", help="the checkpoint")
+    verify.add_argument("path", metavar="PATH", help="the checkpoint; a path or URL")
 
     change = _command(commands, "convert", _convert, "write it in another format")
-    change.add_argument("source", type=Path, metavar="SRC", help="the checkpoint")
+    change.add_argument("source", metavar="SRC", help="the checkpoint; a path or URL")
     change.add_argument(
         "destination", type=Path, metavar="DST", help="what to make; must not exist"
     )
@@ -197,7 +198,7 @@ def _add_checkpoint_commands(commands: Any) -> None:
     export = _command(
         commands, "export", _export, "write the weights as safetensors, for inference"
     )
-    export.add_argument("source", type=Path, metavar="SRC", help="the checkpoint")
+    export.add_argument("source", metavar="SRC", help="the checkpoint; a path or URL")
     export.add_argument(
         "destination",
         type=Path,
@@ -281,7 +282,11 @@ def _verify_native(path: str, given: argparse.Namespace) -> int:
 
     Raises: CheckpointError, listing all damage.
     """
-    total = sum(file.stat().st_size for file in Path(path).iterdir())
+    # The manifest has the sizes, wherever the files lie; a damaged one has none.
+    try:
+        total = sum(file.payload_nbytes for file in read_manifest(path)[0].files)
+    except CheckpointError:
+        total = 0
     with progress("reading", total, wanted=not given.json) as advance:
         before = 0
 

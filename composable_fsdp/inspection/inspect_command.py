@@ -25,7 +25,7 @@ exit status: 0 good, 1 no checkpoint there, or damaged, 2 wrong usage
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Add the arguments of ``inspect`` to its parser."""
-    command.add_argument("path", type=Path, metavar="PATH", help="the checkpoint")
+    command.add_argument("path", metavar="PATH", help="the checkpoint; a path or URL")
     command.add_argument(
         "--html", type=Path, metavar="FILE", help="write a page with pictures"
     )

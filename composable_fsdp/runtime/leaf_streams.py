@@ -89,6 +89,7 @@ def make_nodes_on_current_stream(context: RuntimeContext) -> None:
     A node that a living graph holds stays on its stream. Without gradients (evaluation)
     nothing is changed. Collective: none.
     """
+    # Evaluation on a stream of its own must not move the nodes of training.
     if not torch.is_grad_enabled():
         return
     current, stay = context.streams.compute, False

@@ -8,17 +8,18 @@
 
 from __future__ import annotations
 
-import os
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage.direct import named_errors
-from composable_fsdp.storage.directory import open_plain
+from composable_fsdp.storage.file_bytes import FileBytes, open_bytes
 from composable_fsdp.storage.manifest import BLOCK, File
 from composable_fsdp.storage.writer import bytes_of
 
@@ -28,6 +29,10 @@ DescribeRequest = Callable[[tuple[Any, ...]], str]
 """Returns the name of the wanted slice, from a ``ReadRequest``'s ``what``."""
 _LISTED = 500
 """The number of buffers that a single ``preadv`` may fill; systems allow 1024."""
+_READERS = 4
+"""The number of reads in flight, for disks and storages that serve several at once."""
+_AHEAD_BYTES = BLOCK
+"""The number of bytes of a read."""
 _GAP = 4096
 """The largest gap between two slices, in bytes, that is read and dropped."""
 
@@ -61,55 +66,102 @@ class BlockFile:
         file: the sizes and checksums that the manifest says.
         blame: names the tensors in an interval of bytes, for error messages.
         told: names the wanted slice, for error messages.
+        block: the bytes of payload that a checksum covers.
     """
 
     def __init__(
-        self, path: str, file: File, blame: DescribeBytes, told: DescribeRequest
+        self,
+        path: str,
+        file: File,
+        blame: DescribeBytes,
+        told: DescribeRequest,
+        block: int = BLOCK,
     ) -> None:
         self.path, self.file, self.blame, self.told = path, file, blame, told
-        self._handle = -1
+        self.block = block
+        self._bytes: FileBytes | None = None
         # Numbers of the blocks whose checksum has been verified.
         self._good: set[int] = set()
 
     @property
     def is_open(self) -> bool:
         """Whether the file exists and has the expected size and the expected header."""
-        return self._handle >= 0
+        return self._bytes is not None
 
     def check(self, wants: Sequence[ReadRequest]) -> None:
         """Verify the header and each block that ``wants`` touch; fill their ``into``.
 
         ``wants`` are in file order. Requests without ``into`` are only verified.
+        Several blocks are read at the same time, and used in file order.
 
         Raises: CheckpointError, for a missing, short or damaged file.
         """
         if not wants:
             return
         self._open()
-        # The only block in memory, even for a large file. As ``wants`` are in file
-        # order, the buffer still holds the block that two neighbouring requests share.
-        buffer, loaded = memoryview(b""), -1
+        blocks = self._blocks(wants)
+        numbers = [number for number, _ in blocks if number not in self._good]
+        # Small blocks are verified alone, and read together: a call per block would
+        # cost more than the bytes.
+        step = max(1, _AHEAD_BYTES // self.block)
+        # Blocks that follow one another are read by one call.
+        runs = list(_runs(numbers, step))
+        with _ahead(runs, self._read_run) as read:
+            held: dict[int, memoryview] = {}
+            for number, touching in blocks:
+                if number not in self._good:
+                    if number not in held:
+                        held = next(read)
+                    self._verify(number, held[number], touching[0])
+                for want in touching:
+                    if want.into is not None:
+                        self._copy(want, number, held.get(number))
+
+    def _blocks(
+        self, wants: Sequence[ReadRequest]
+    ) -> list[tuple[int, list[ReadRequest]]]:
+        """Return the numbers of the blocks, each with the requests that touch it."""
+        found: dict[int, list[ReadRequest]] = {}
         for want in wants:
-            begin, end = want.begin, want.end
-            data = None if want.into is None else want.data()
-            if begin == end:
-                continue
-            for block in range(begin // BLOCK, -(-end // BLOCK)):
-                start = block * BLOCK
-                low, high = max(begin, start), min(end, start + BLOCK)
-                if block not in self._good:
-                    buffer = buffer or memoryview(bytearray(BLOCK))
-                    self._verify(block, buffer, want)
-                    loaded = block
-                if data is None:
-                    continue
-                part = data[low - begin : high - begin]
-                # Copy the verified bytes; a block that was verified in an earlier call
-                # is not in the buffer, so the bytes are read again.
-                if block == loaded:
-                    part[:] = buffer[low - start : high - start]
-                else:
-                    self._read(part, low)
+            for number in range(want.begin // self.block, -(-want.end // self.block)):
+                if want.begin < want.end:
+                    found.setdefault(number, []).append(want)
+        return sorted(found.items(), key=lambda pair: pair[0])
+
+    def _copy(self, want: ReadRequest, number: int, loaded: memoryview | None) -> None:
+        """Copy the part of a request that lies in a block.
+
+        Args:
+            want: the request.
+            number: the number of the block.
+            loaded: the verified bytes of the block; None: read them again, because the
+                block was verified in an earlier call.
+        """
+        start = number * self.block
+        low, high = max(want.begin, start), min(want.end, start + self.block)
+        part = want.data()[low - want.begin : high - want.begin]
+        if loaded is None:
+            self._read(part, low)
+        else:
+            part[:] = loaded[low - start : high - start]
+
+    def _read_run(self, run: tuple[int, int]) -> dict[int, memoryview]:
+        """Return the bytes of the blocks ``[first, last]``; called in a thread."""
+        first, last = run
+        # The last block of a file may be shorter.
+        begin = first * self.block
+        end = min((last + 1) * self.block, self.file.payload_nbytes)
+        assert self._bytes is not None
+        data = self._bytes.load(self.file.header_nbytes + begin, end - begin)
+        if data is None:
+            # Read in pieces, and raise the error that names the tensors.
+            data = memoryview(bytearray(end - begin))
+            self._read(data, begin)
+        size = self.block
+        return {
+            n: data[(n - first) * size : (n - first + 1) * size]
+            for n in range(first, last + 1)
+        }
 
     def fill(self, wants: Sequence[ReadRequest]) -> None:
         """Fill the ``into`` of all requests, verified by ``check``, in file order."""
@@ -125,8 +177,9 @@ class BlockFile:
                 at = want.end
             # A single system call fills many destinations: a call per small parameter
             # would cost more than reading the bytes.
+            assert self._bytes is not None
             try:
-                count = os.preadv(self._handle, parts, self.file.header_nbytes + begin)
+                count = self._bytes.read(parts, self.file.header_nbytes + begin)
             except OSError:
                 count = -1
             if count < size:
@@ -137,19 +190,15 @@ class BlockFile:
 
     def close(self) -> None:
         """Close the file, if open."""
-        if self._handle >= 0:
-            # Nothing was written, so a failure of the system loses nothing.
-            with suppress(OSError):
-                os.close(self._handle)
-            self._handle = -1
+        if self._bytes is not None:
+            self._bytes.close()
+            self._bytes = None
 
-    def _verify(self, block: int, buffer: memoryview, want: ReadRequest) -> None:
-        """Read the block into ``buffer`` and verify the checksum."""
-        start = block * BLOCK
-        size = min(BLOCK, self.file.payload_nbytes - start)
-        self._read(buffer[:size], start)
-        if zlib.crc32(buffer[:size]) != self.file.blocks[block]:
-            raise self._damaged(start, start + size, self.told(want.what))
+    def _verify(self, block: int, data: memoryview, want: ReadRequest) -> None:
+        """Compare the bytes of a block with the checksum."""
+        start = block * self.block
+        if zlib.crc32(data) != self.file.blocks[block]:
+            raise self._damaged(start, start + len(data), self.told(want.what))
         self._good.add(block)
 
     def _read(self, data: memoryview, begin: int) -> None:
@@ -159,7 +208,8 @@ class BlockFile:
         while done < len(data):
             at = self.file.header_nbytes + begin + done
             try:
-                count = os.preadv(self._handle, [data[done:]], at)
+                assert self._bytes is not None
+                count = self._bytes.read([data[done:]], at)
             except OSError as error:
                 raise CheckpointError(
                     f"{self.path} cannot be read at byte {at} ({error.strerror}), "
@@ -175,23 +225,23 @@ class BlockFile:
 
     def _open(self) -> None:
         """Open the file and verify size and header, if not open yet."""
-        if self._handle >= 0:
+        if self._bytes is not None:
             return
-        handle = open_plain(self.path)
+        opened = open_bytes(self.path)
         try:
             with named_errors(self.path):
-                self._check_header(handle)
+                self._check_header(opened)
         except BaseException:
-            # ``close`` would not find the handle: ``self._handle`` is set below.
-            os.close(handle)
+            # ``close`` would not find the file: ``self._bytes`` is set below.
+            opened.close()
             raise
-        self._handle = handle
+        self._bytes = opened
 
-    def _check_header(self, handle: int) -> None:
+    def _check_header(self, opened: FileBytes) -> None:
         """Raise CheckpointError if size or header differ from the manifest."""
         file = self.file
         size, expected = (
-            os.fstat(handle).st_size,
+            opened.nbytes,
             file.header_nbytes + file.payload_nbytes,
         )
         if size != expected:
@@ -200,7 +250,11 @@ class BlockFile:
                 f"{self.blame(max(size - file.header_nbytes, 0), file.payload_nbytes)} "
                 "are damaged. Use another checkpoint."
             )
-        header = os.pread(handle, file.header_nbytes, 0)
+        header = bytearray(file.header_nbytes)
+        done, view = 0, memoryview(header)
+        # A read may return fewer bytes than asked for.
+        while done < len(view) and (count := opened.read([view[done:]], done)):
+            done += count
         if zlib.crc32(header) != file.header_crc32:
             raise CheckpointError(
                 f"{self.path}: the header has another checksum than the manifest says. "
@@ -215,6 +269,48 @@ class BlockFile:
             f"than the manifest says; they hold {self.blame(begin, end)}.{asked} "
             "Use another checkpoint."
         )
+
+
+def _runs(numbers: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """Yield the first and last of numbers that follow one another, ``most`` a time."""
+    first = last = -1
+    for number in numbers:
+        if last < 0 or number != last + 1 or number - first >= most:
+            if last >= 0:
+                yield first, last
+            first = number
+        last = number
+    if last >= 0:
+        yield first, last
+
+
+@contextmanager
+def _ahead(
+    runs: Sequence[tuple[int, int]],
+    read: Callable[[tuple[int, int]], dict[int, memoryview]],
+) -> Iterator[Iterator[dict[int, memoryview]]]:
+    """Yield an iterator over the results of ``read``, some of them read ahead."""
+    # A thread costs more than a single read.
+    # Two reads in a row keep the disk as busy as threads would.
+    if len(runs) < 3:
+        yield map(read, runs)
+        return
+    pool = ThreadPoolExecutor(_READERS, "composable_fsdp load")
+
+    def results() -> Iterator[dict[int, memoryview]]:
+        waiting = deque(pool.submit(read, run) for run in runs[:_READERS])
+        for run in (*runs[_READERS:], *[None] * len(waiting)):
+            done = waiting.popleft().result()
+            # Submitted before the bytes are used, so that the disk never waits.
+            if run is not None:
+                waiting.append(pool.submit(read, run))
+            yield done
+
+    try:
+        yield results()
+    finally:
+        # After an error, reads that have not begun are dropped.
+        pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _neighbours(wants: Sequence[ReadRequest]) -> Iterator[list[ReadRequest]]:

@@ -242,6 +242,18 @@ def number_of(name: str) -> int | None:
     return int(match["number"]) if match else None
 
 
+def is_of_series(name: str, other: str) -> bool:
+    """Return whether two names differ in the last number only, or are equal.
+
+    >>> is_of_series("lr0.1-step-1", "lr0.1-step-20"), is_of_series("a-1", "b-1")
+    (True, False)
+    """
+    own, match = _NUMBER.match(name), _NUMBER.match(other)
+    if own is None or match is None:
+        return other == name
+    return all(match[end] == own[end] for end in ("before", "after"))
+
+
 def remove_older(
     path: str,
     keep: int | None,
@@ -268,22 +280,22 @@ def remove_older(
     problems: list[str] = []
     older: list[tuple[int, str]] = []
 
-    def is_of_series(other: str) -> bool:
-        match = _NUMBER.match(other)
-        if keep is None or own is None or match is None:
-            return other == name
-        ends = ("before", "after")
-        return all(match[end] == own[end] for end in ends)
-
     for entry in list(os.scandir(parent)):
         # Only directories, and never the target of a link.
         if not entry.is_dir(follow_symlinks=False):
             continue
         # Left by a removal that failed or was interrupted.
         old = re.match(r"\.(.+)\.old-[0-9a-f]{16}\Z", entry.name)
-        if old and is_of_series(old[1]):
+        if old and (
+            old[1] == name or (keep is not None and is_of_series(name, old[1]))
+        ):
             _remove(entry.path, problems)
-        elif entry.name != name and is_of_series(entry.name) and own is not None:
+        elif (
+            entry.name != name
+            and keep is not None
+            and is_of_series(name, entry.name)
+            and own is not None
+        ):
             number = number_of(entry.name)
             has_manifest = os.path.lexists(os.path.join(entry.path, MANIFEST))
             # Never one with a larger number: the run may have gone back to an older

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
-from os import PathLike
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from composable_fsdp.storage.opening import (
     find_checkpoint,
     open_source,
 )
+from composable_fsdp.storage.remote import require_local
 from composable_fsdp.storage.source import Read, Source, TensorInfo
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -79,6 +80,7 @@ def convert(
     """
     if to not in FORMATS:
         raise ValueError(f"convert expects to= one of {FORMATS}, got {to!r}.")
+    require_local(fspath(destination), "convert to another format")
     with opened(source) as found:
         # Rank 0 of 1 rank: a source has random states of all ranks or of no rank.
         left_out = [] if found.rng(0, 1) is None else ["random states"]

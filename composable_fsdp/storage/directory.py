@@ -188,14 +188,8 @@ def follow_latest(path: str) -> str:
     return os.path.join(path, name)
 
 
-def stale_directories(directory: str | os.PathLike[str]) -> list[Path]:
-    """Return the leftovers of interrupted saves in ``directory``, sorted by name.
-
-    Leftovers are temporary directories, replaced checkpoints that were to be removed,
-    and temporary files that were to become ``latest``. A directory whose commit was
-    interrupted is no leftover: the next save finishes the commit. The directory of a
-    running save looks like a leftover, so call this only when no save runs.
-    """
+def stale_local(directory: str) -> list[Path]:
+    """Return the leftovers of interrupted saves; see ``stale_directories``."""
     found = []
     # The record of an interrupted commit carries the name of the directory.
     records = [n for n in os.listdir(directory) if ".commit-" in n]
@@ -214,9 +208,9 @@ def stale_directories(directory: str | os.PathLike[str]) -> list[Path]:
     return sorted(found)
 
 
-def remove_stale(directory: str | os.PathLike[str]) -> list[Path]:
-    """Remove the paths that ``stale_directories`` returns, and return them."""
-    found = stale_directories(directory)
+def remove_local(directory: str) -> list[Path]:
+    """Remove the paths that ``stale_local`` returns, and return them."""
+    found = stale_local(directory)
     for each in found:
         if each.is_dir():
             shutil.rmtree(each)
@@ -229,7 +223,7 @@ def stale_copies(path: str) -> list[str]:
     """Return the leftovers of interrupted saves of the checkpoint ``path``."""
     parent, name = os.path.split(path)
     try:
-        found = stale_directories(parent)
+        found = stale_local(parent)
     except OSError:
         return []
     return [

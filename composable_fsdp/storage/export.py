@@ -31,6 +31,7 @@ from composable_fsdp.storage.directory import (
 )
 from composable_fsdp.storage.formats.safetensors_write import SafetensorsWriter
 from composable_fsdp.storage.opening import SAFETENSORS
+from composable_fsdp.storage.remote import require_local
 from composable_fsdp.storage.source import Source, TensorInfo
 from composable_fsdp.storage.team import Team, meet_team, team_of
 from composable_fsdp.tree.state import _FSDPState
@@ -178,7 +179,9 @@ class _Writing:
 
         Raises: CheckpointError, if the units have different first ranks.
         """
-        self._path = Path(path_text(path, "export_safetensors"))
+        text = path_text(path, "export_safetensors")
+        require_local(text, "export_safetensors")
+        self._path = Path(text)
         # The full parameters of a unit reach the first rank of that unit. A single
         # writer needs the same first rank for all units.
         if any(s.handle.groups.is_first != self._wanted for s in states):

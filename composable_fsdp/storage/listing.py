@@ -6,12 +6,41 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from typing import Any
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage.commit import number_of
-from composable_fsdp.storage.directory import MANIFEST
+from composable_fsdp.storage.directory import MANIFEST, remove_local, stale_local
 from composable_fsdp.storage.metric import Metric, best_of
 from composable_fsdp.storage.native import read_manifest
+from composable_fsdp.storage.remote import is_url, split, whole_path
+from composable_fsdp.storage.remote_commit import (
+    Marked,
+    folders_in,
+    remove_stale_remote,
+    stale_remote,
+)
+
+
+def stale_directories(directory: str | os.PathLike[str]) -> list[Any]:
+    """Return the leftovers of interrupted saves in ``directory``, sorted by name.
+
+    Leftovers are temporary directories, replaced checkpoints that were to be removed,
+    and temporary files that were to become ``latest``; at a URL, folders with files of
+    checkpoints and without a manifest. A directory whose commit was interrupted is no
+    leftover: the next save finishes the commit. The files of a running save look like a
+    leftover, so call this only when no save runs.
+
+    Returns: paths; for a URL, URLs as texts.
+    """
+    place = whole_path(directory)
+    return stale_remote(place) if is_url(place) else stale_local(place)
+
+
+def remove_stale(directory: str | os.PathLike[str]) -> list[Any]:
+    """Remove the paths that ``stale_directories`` returns, and return them."""
+    place = whole_path(directory)
+    return remove_stale_remote(place) if is_url(place) else remove_local(place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +53,7 @@ class CheckpointInfo:
     """
 
     path: str
-    """The absolute path."""
+    """The absolute path, or the URL."""
     step: int | None
     """The last number in the name, or None."""
     time: datetime
@@ -40,6 +69,8 @@ class CheckpointInfo:
 def checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
     """Return the native checkpoints in ``directory``, by step and then by time.
 
+    ``directory`` may be a URL.
+
     Reads manifests and sizes, and no payload; ``verify`` reads each byte. Checkpoints
     that are being written are not listed. No process group is needed.
 
@@ -50,7 +81,11 @@ def checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
     [(100, True)]
     """
     found = []
-    for entry in os.scandir(os.path.abspath(directory)):
+    place = whole_path(directory)
+    if is_url(place):
+        found = [_at_url(each) for each in folders_in(place) if each.is_committed]
+        return sorted(found, key=_order)
+    for entry in os.scandir(place):
         # Temporary directories, and checkpoints that are being removed.
         hidden = entry.name.startswith(".")
         if hidden or not entry.is_dir(follow_symlinks=False):
@@ -64,8 +99,22 @@ def checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
             found.append(
                 CheckpointInfo(entry.path, step, time, nbytes, is_whole, value)
             )
-    # Names without a number come first.
-    return sorted(found, key=lambda each: (each.step or -1, each.time))
+    return sorted(found, key=_order)
+
+
+def _order(info: CheckpointInfo) -> tuple[int, datetime]:
+    """Return the key to sort by: names without a number come first."""
+    return info.step or -1, info.time
+
+
+def _at_url(marked: Marked) -> CheckpointInfo:
+    """Return a checkpoint in a storage."""
+    sizes = {name: each.nbytes for name, each in marked.files.items()}
+    step = number_of(split(marked.url)[1])
+    is_whole, metric = _judged(marked.url, sizes)
+    value = None if metric is None else metric.value
+    nbytes = sum(sizes.values())
+    return CheckpointInfo(marked.url, step, marked.time, nbytes, is_whole, value)
 
 
 def best_checkpoint(directory: str | os.PathLike[str]) -> CheckpointInfo:
@@ -87,13 +136,13 @@ def best_checkpoint(directory: str | os.PathLike[str]) -> CheckpointInfo:
         found = best_of({path: _metric(path) for path in infos}, 1)
     except ValueError as error:
         raise CheckpointError(
-            f"{os.path.abspath(directory)}: {error} (save(.., best=..)). Name the "
+            f"{whole_path(directory)}: {error} (save(.., best=..)). Name the "
             "checkpoint to load, or keep the runs in directories of their own."
         ) from None
     # No fall-back to the newest, which the caller has not asked for.
     if not found:
         raise CheckpointError(
-            f"{os.path.abspath(directory)} holds no whole checkpoint with a metric "
+            f"{whole_path(directory)} holds no whole checkpoint with a metric "
             f"({len(infos)} without). Pass save(.., metric=validation_loss), or load "
             "the newest."
         )
@@ -143,14 +192,22 @@ def _examined(path: str) -> tuple[int, bool, Metric | None]:
         for entry in os.scandir(path)
         if entry.is_file(follow_symlinks=False)
     }
+    return sum(sizes.values()), *_judged(path, sizes)
+
+
+def _judged(path: str, sizes: dict[str, int]) -> tuple[bool, Metric | None]:
+    """Return whether manifest and sizes of the files are sound, and the metric.
+
+    ``sizes`` are those of the files that are there, by name.
+    """
     # The manifest has a checksum of its own; the payload is compared by size, because
     # to read each byte of a series of checkpoints takes minutes.
     try:
         manifest, _ = read_manifest(path)
     except CheckpointError:
-        return sum(sizes.values()), False, None
+        return False, None
     whole = all(
         sizes.get(file.name) == file.header_nbytes + file.payload_nbytes
         for file in manifest.files
     )
-    return sum(sizes.values()), whole, Metric.saved(manifest.metric)
+    return whole, Metric.saved(manifest.metric)

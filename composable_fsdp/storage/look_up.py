@@ -9,6 +9,8 @@ from composable_fsdp.storage.directory import path_text
 from composable_fsdp.storage.listing import best_checkpoint
 from composable_fsdp.storage.opening import find_checkpoint
 from composable_fsdp.storage.pending import PendingOutcome, raise_unseen
+from composable_fsdp.storage.remote import is_url, join, split, whole_path
+from composable_fsdp.storage.remote_commit import folder_at
 from composable_fsdp.storage.source import Source
 from composable_fsdp.storage.team import Team
 
@@ -24,6 +26,8 @@ class Found(NamedTuple):
 
     def is_gone(self) -> bool:
         """Return whether a save with ``keep`` has removed the path."""
+        if self.newest and is_url(self.what):
+            return not folder_at(str(self.what)).is_committed
         # A checkpoint disappears by one rename of its directory, so no file of the
         # directory needs a look. A path that the caller has named is never looked up
         # again: its loss is an error.
@@ -59,11 +63,11 @@ def look_up(
                 f"load expects which={NEWEST!r} or which={BEST!r}, got {which!r}."
             )
         if not isinstance(path, Source):
-            own = os.path.abspath(path_text(path, "load"))
+            own = whole_path(path_text(path, "load"))
             # Ranks that looked for themselves would differ beside a job that saves.
             if team.rank == 0:
                 found = find_checkpoint(own)[0] if which == NEWEST else ""
-                name = os.path.relpath(found or best_checkpoint(own).path, own)
+                name = _relative(found or best_checkpoint(own).path, own)
     except Exception as raised:
         error = raised
     # Also ranks with an open source take part: the call may differ between ranks.
@@ -73,4 +77,13 @@ def look_up(
         return Found(path, newest=False)
     # A name, and not the path: each rank may have a disk of its own.
     name = answers[0][1]
+    if is_url(own):
+        return Found(own if name == "." else join(own, name), newest=name != ".")
     return Found(os.path.normpath(os.path.join(own, name)), newest=name != ".")
+
+
+def _relative(found: str, own: str) -> str:
+    """Return the path of ``found`` seen from ``own``, which is a path or a URL."""
+    if not is_url(own):
+        return os.path.relpath(found, own)
+    return "." if found == own else split(found)[1]

@@ -37,7 +37,27 @@ SINCE: dict[int, dict[str, Any]] = {
 # To verify a slice, a reader reads whole blocks: larger blocks cost more for small
 # slices, and smaller blocks make a larger manifest.
 BLOCK = 4 * 1024 * 1024
-"""Bytes of payload that a single checksum covers."""
+"""The largest number of bytes of payload that a single checksum covers."""
+SMALLEST_BLOCK = 1 << 14
+"""The smallest number of bytes that a checksum covers."""
+_MOST_BLOCKS = 1 << 16
+"""The number of checksums above which a checkpoint gets larger blocks."""
+
+
+def block_size(nbytes: int) -> int:
+    """Return the bytes that a checksum covers in a checkpoint of ``nbytes``.
+
+    Small blocks let a rank read a small slice without its neighbours; many blocks make
+    the manifest large.
+
+    >>> block_size(10**8) >> 10, block_size(10**11) >> 10, block_size(10**13) >> 10
+    (16, 2048, 4096)
+    """
+    size = SMALLEST_BLOCK
+    while size < BLOCK and nbytes > size * _MOST_BLOCKS:
+        size *= 2
+    return size
+
 
 # safetensors has no code for complex128 and for quantized dtypes.
 CODES: dict[torch.dtype, str] = {
@@ -122,8 +142,14 @@ Size = Annotated[int, _up_to(LARGEST)]
 Crc = Annotated[int, _up_to(2**32 - 1)]
 # The largest header in bytes that the safetensors library reads.
 HeaderSize = Annotated[int, _up_to(100_000_000)]
-# All readers use the constant, so another block size cannot be verified.
-BlockSize = Annotated[int, Rule(str(BLOCK), lambda n: type(n) is int and n == BLOCK)]
+# Powers of two, so blocks of two sizes never overlap in part.
+BlockSize = Annotated[
+    int,
+    Rule(
+        f"a power of two from {SMALLEST_BLOCK} to {BLOCK}",
+        lambda n: type(n) is int and SMALLEST_BLOCK <= n <= BLOCK and n & (n - 1) == 0,
+    ),
+]
 Shape = Annotated[
     tuple[Size, ...], Rule("a shape that fits into a file", _fits_into_a_file)
 ]

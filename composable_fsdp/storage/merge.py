@@ -22,6 +22,7 @@ from composable_fsdp.storage.file_part import (
 )
 from composable_fsdp.storage.local import merge_local
 from composable_fsdp.storage.manifest import (
+    BLOCK,
     EntryPlace,
     File,
     Json,
@@ -49,8 +50,10 @@ RankPart = tuple[FilePart, File, dict[str, int]]
 """A rank's part, the rank's file, and the first payload byte of each entry, by key."""
 
 
-def merge(told: Sequence[RankPart]) -> Manifest:
+def merge(told: Sequence[RankPart], block: int = BLOCK) -> Manifest:
     """Return the manifest of the parts of all ranks; ``told`` is in rank order.
+
+    ``block`` are the bytes of payload that a checksum covers (default ``BLOCK``).
 
     Collective: none.
     Raises: CheckpointError, if a shard was written by no rank or by two ranks, or if
@@ -87,6 +90,7 @@ def merge(told: Sequence[RankPart]) -> Manifest:
         library=_library_version(),
         torch=str(torch.__version__),
         world_size=len(told),
+        block_nbytes=block,
         files=tuple(file for _, file, _ in told),
         regions=tuple(_regions(told, shifts)),
         singles=tuple(single_of(0, single) for single in first.singles),

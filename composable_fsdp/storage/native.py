@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.naming import listed, quoted
-from composable_fsdp.planning.boxes import interval_boxes
+from composable_fsdp.naming import quoted
 from composable_fsdp.storage.blocks import BlockFile, ReadRequest
 from composable_fsdp.storage.bounds import read_document, within_limits
 from composable_fsdp.storage.directory import MANIFEST
@@ -29,8 +28,24 @@ from composable_fsdp.storage.manifest import (
     Slot,
     Stored,
 )
+from composable_fsdp.storage.remote import is_url, join, whole_path
+from composable_fsdp.storage.remote_commit import read_marker
+from composable_fsdp.storage.runs import (
+    BytesDescription,
+    Run,
+    boxes_of,
+    cut_runs,
+    part_runs,
+    whole_runs,
+)
 from composable_fsdp.storage.source import Copy, Source, TensorInfo
-from composable_fsdp.storage.validate import Entry, entries_by_file, parse
+from composable_fsdp.storage.staging import (
+    aligned,
+    fits_in_memory,
+    host_buffer,
+    parts_of,
+)
+from composable_fsdp.storage.validate import parse
 from composable_fsdp.storage.values import decode
 
 # The file is a JSON object of the manifest's crc32 and the manifest. The frame has
@@ -57,8 +72,8 @@ def read_manifest(path: str) -> tuple[Manifest, str]:
 
     Raises: CheckpointError, naming the file.
     """
-    file = os.path.join(path, MANIFEST)
-    data = read_document(file)
+    file = join(path, MANIFEST)
+    data = read_marker(path) if is_url(path) else read_document(file)
     size = len(_HEAD % 0)
     body = data[size : len(data) - len(_TAIL)]
     # Compare all bytes of the file: a change outside of the manifest counts as damage,
@@ -77,141 +92,6 @@ def read_manifest(path: str) -> tuple[Manifest, str]:
         return parse(document, file), data[:size].decode()
 
 
-class Run(NamedTuple):
-    """Elements ``[start, stop)`` of a tensor, and bytes ``[begin, end)`` of a file."""
-
-    start: int
-    stop: int
-    file: int
-    begin: int
-    end: int
-
-
-def whole_runs(stored: Stored, start: int, stop: int) -> list[Run]:
-    """Return the place of elements ``[start, stop)`` of a tensor in a single entry.
-
-    Args:
-        stored: the tensor.
-        start: the first element.
-        stop: the element after the last.
-
-    Returns: a list of a single run.
-    """
-    size, at = stored.dtype.itemsize, stored.at
-    return [Run(start, stop, at.file, at.begin + start * size, at.begin + stop * size)]
-
-
-def cut_runs(
-    region: Region,
-    slot: Slot,
-    shards: tuple[EntryPlace, ...],
-    itemsize: int,
-    start: int,
-    stop: int,
-) -> list[Run]:
-    """Return the places of elements ``[start, stop)`` of a parameter, shard by shard.
-
-    Args:
-        region: the region of the parameter.
-        slot: the parameter's slot in the region.
-        shards: the places of the shards: of the region, or of an optimizer state.
-        itemsize: the bytes of an element.
-        start: the first element, counted in the flattened parameter.
-        stop: the element after the last.
-
-    Returns: a run for each shard that holds some of the elements, in order.
-    """
-    size = region.shard_numel
-    runs = []
-    # A parameter may span several shards. Each shard is an entry of its own, usually in
-    # another file.
-    while start < stop:
-        at = slot.offset + start
-        shard, inner = divmod(at, size)
-        count = min(stop - start, size - inner)
-        place = shards[shard]
-        begin = place.begin + inner * itemsize
-        end = begin + count * itemsize
-        runs.append(Run(start, start + count, place.file, begin, end))
-        start += count
-    return runs
-
-
-def part_runs(
-    cut: Cut, places: tuple[EntryPlace, ...], itemsize: int, start: int, stop: int
-) -> list[Run]:
-    """Return the places of elements ``[start, stop)`` of a cut, part by part.
-
-    Args:
-        cut: the parameter.
-        places: the places of the parts: of the cut, or of an optimizer state.
-        itemsize: the bytes of an element.
-        start: the first element, counted in the flattened parameter.
-        stop: the element after the last.
-
-    Returns: a run for each part that holds some of the elements, in order.
-    """
-    # A saved cut has a part per rank of its unit, so a search is not worth a table.
-    runs = []
-    for (first, last), place in zip(cut.bounds(), places, strict=True):
-        low, high = max(start, first), min(stop, last)
-        if low < high:
-            begin = place.begin + (low - first) * itemsize
-            end = begin + (high - low) * itemsize
-            runs.append(Run(low, high, place.file, begin, end))
-    return runs
-
-
-def boxes_of(shape: tuple[int, ...], start: int, stop: int) -> str:
-    """Return the interval of a flattened tensor as rectangles, as text for messages.
-
-    Args:
-        shape: the shape of the tensor.
-        start: the first element.
-        stop: the element after the last.
-    """
-    boxes = interval_boxes(shape, start, stop)
-    return ", ".join(f"[offsets {b.offsets} sizes {b.sizes}]" for b in boxes)
-
-
-class BytesDescription:
-    """A function that names the tensors in some bytes of a file, with boxes."""
-
-    def __init__(self, manifest: Manifest, file: int) -> None:
-        self.manifest, self.file = manifest, file
-
-    def __call__(self, begin: int, end: int) -> str:
-        found = []
-        # Computed on each call and not stored: only error messages need the entries.
-        for entry in entries_by_file(self.manifest, "")[self.file]:
-            low, high = max(begin, entry.begin), min(end, entry.end)
-            if low < high:
-                found += list(_inside(entry, low, high)) or [f"padding of {entry.what}"]
-        return listed(found) or "nothing"
-
-
-def _inside(entry: Entry, low: int, high: int) -> Iterator[str]:
-    """Yield the tensors of an entry that have elements in bytes ``[low, high)``."""
-    region, state = entry.region, entry.state
-    if region is None:
-        size = entry.itemsize
-        # Round outwards: an element counts if any byte is in the interval.
-        start, stop = (low - entry.begin) // size, -((entry.begin - high) // size)
-        yield f"{entry.what} {boxes_of(entry.shape, start, stop)}"
-        return
-    # Positions in the flat buffer, rounded outwards to whole elements.
-    base = entry.shard * region.shard_numel
-    first = base + (low - entry.begin) // entry.itemsize
-    last = base - (entry.begin - high) // entry.itemsize
-    for i, slot in enumerate(region.slots):
-        start = max(first - slot.offset, 0)
-        stop = min(last - slot.offset, slot.numel)
-        # Parameters without the state have zeros in the entry, which are not named.
-        if start < stop and (state is None or i in state.slots):
-            of = f"state {state.name!r} of " if state else ""
-            yield f"{of}{quoted(slot.fqns[0])} {boxes_of(slot.shape, start, stop)}"
-
-
 class NativeSource(Source):
     """A directory that ``save`` wrote; ``manifest`` gives the place of every entry.
 
@@ -222,15 +102,16 @@ class NativeSource(Source):
     """
 
     def __init__(self, path: str | os.PathLike[str], *, values: bool = True) -> None:
-        self.path = os.path.abspath(path)
+        self.path = whole_path(path)
         self.manifest, self.fingerprint = read_manifest(self.path)
         manifest = self.manifest
         self.files = [
             BlockFile(
-                os.path.join(self.path, file.name),
+                join(self.path, file.name),
                 file,
                 BytesDescription(manifest, i),
                 self._told,
+                manifest.block_nbytes,
             )
             for i, file in enumerate(manifest.files)
         ]
@@ -239,11 +120,11 @@ class NativeSource(Source):
         self._cut: dict[_Key, tuple[Region, Slot, tuple[EntryPlace, ...]]] = {}
         self._wholes: dict[_Key, Stored] = {}
         self._parts: dict[_Key, tuple[Cut, tuple[EntryPlace, ...]]] = {}
+        self._staged: list[Tensor] | None = None
         self._local = LocalNames(manifest)
         self.local_ranks = len(manifest.local)
         self.local_tensors = self._local.tensors
         self.local_states = self._local.states
-        self._values = values
         self._index(self._local.of_rank(None))
         self.param_groups = self.extra = None
         self.saved_ranks = len(manifest.per_rank)
@@ -261,7 +142,8 @@ class NativeSource(Source):
         if self.local_ranks:
             own = self._local.of_rank(rank)
             self._index(own)
-            if self._values:
+            # Set by ``_decode``: without it, the object was made without values.
+            if "own_states" in vars(self):
                 self._decode(own)
 
     def _index(self, own: Local) -> None:
@@ -387,7 +269,16 @@ class NativeSource(Source):
         # so these bytes are read once. A destination in use must stay unchanged until
         # all ranks agree.
         new = [self._is_direct(copy) and copy.is_new for copy in copies]
-        for file, wants in zip(self.files, self._wants(copies, new), strict=True):
+        used = [copy for copy in copies if not copy.is_new]
+        self._staged = self._stage(used)
+        # ``zip`` of the staged memory with the copies that are not new, in order.
+        nowhere: list[Tensor | None] = [None] * len(used)
+        waiting = iter(self._staged or nowhere)
+        targets = [
+            next(waiting) if not copy.is_new else copy.into if filled else None
+            for copy, filled in zip(copies, new, strict=True)
+        ]
+        for file, wants in zip(self.files, self._wants(copies, targets), strict=True):
             file.check(wants)
         for copy, filled in zip(copies, new, strict=True):
             # The destination is on another device or of another dtype: read into host
@@ -398,10 +289,16 @@ class NativeSource(Source):
     def finish(self, copies: Sequence[Copy]) -> None:
         """Fill the destinations that ``prepare`` has not filled; see ``Source``."""
         left = [copy for copy in copies if not copy.is_new]
+        if self._staged is not None:
+            for copy, staged in zip(left, self._staged, strict=True):
+                dtype = self._info(copy.name, copy.state).dtype
+                copy.into.copy_(staged.view(dtype).view(copy.into.shape))
+            self._staged = None
+            return
         # A CPU destination of the saved dtype is filled by the read itself, without a
         # buffer in between.
         direct = [copy for copy in left if self._is_direct(copy)]
-        wants = self._wants(direct, [True] * len(direct))
+        wants = self._wants(direct, [copy.into for copy in direct])
         for file, wanted in zip(self.files, wants, strict=True):
             file.fill(wanted)
         for copy in direct:
@@ -428,16 +325,29 @@ class NativeSource(Source):
         dtype = self._info(copy.name, copy.state).dtype
         return into.dtype == dtype and not into.is_conj() and not into.is_neg()
 
+    def _stage(self, copies: Sequence[Copy]) -> list[Tensor] | None:
+        """Return host memory for ``copies``, or None if this rank has not enough.
+
+        With this memory each byte is read once: verified, kept until all ranks agree,
+        and then copied. Without the memory ``finish`` reads again.
+        """
+        sizes = [
+            (copy.stop - copy.start) * self._info(copy.name, copy.state).dtype.itemsize
+            for copy in copies
+        ]
+        total = sum(map(aligned, sizes))
+        return parts_of(host_buffer(total), sizes) if fits_in_memory(total) else None
+
     def _wants(
-        self, copies: Sequence[Copy], filled: Sequence[bool]
+        self, copies: Sequence[Copy], targets: Sequence[Tensor | None]
     ) -> list[list[ReadRequest]]:
         """Return the read requests per file, in file order.
 
-        A request has a destination only if ``filled`` is True for the copy.
+        ``targets`` are the destinations of the copies; None: only verify.
         """
         found: list[list[ReadRequest]] = [[] for _ in self.files]
-        for copy, is_filled in zip(copies, filled, strict=True):
-            into, at = (copy.into if is_filled else None), 0
+        for copy, into in zip(copies, targets, strict=True):
+            at = 0
             for run in self._runs(copy.name, copy.state, copy.start, copy.stop):
                 found[run.file].append(ReadRequest(run.begin, run.end, into, at, copy))
                 at += run.end - run.begin

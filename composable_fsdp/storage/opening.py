@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from composable_fsdp.errors import CheckpointError
+from composable_fsdp.naming import listed
 from composable_fsdp.storage.bounds import within_limits
 from composable_fsdp.storage.commit import has_newest, interrupted, newest_in
 from composable_fsdp.storage.directory import LATEST, MANIFEST, no_checkpoint_text
@@ -21,6 +22,12 @@ from composable_fsdp.storage.formats.safetensors_read import (
 )
 from composable_fsdp.storage.formats.torch_read import is_torch_file, open_torch
 from composable_fsdp.storage.native import NativeSource
+from composable_fsdp.storage.remote import is_url, split, whole_path
+from composable_fsdp.storage.remote_commit import (
+    folder_at,
+    folders_in,
+    newest_remote,
+)
 from composable_fsdp.storage.source import Source
 
 
@@ -87,7 +94,9 @@ def find_checkpoint(path: str | os.PathLike[str]) -> tuple[str, str]:
 
     Raises: CheckpointError, if there is no checkpoint.
     """
-    asked = path = os.path.abspath(path)
+    asked = path = whole_path(path)
+    if is_url(path):
+        return _find_at_url(path), NATIVE
     name = _format_at(path)
     # A checkpoint at ``path`` itself takes precedence over ``latest``. ``latest`` is
     # followed only once, so no chain of directories can lead in a circle.
@@ -105,6 +114,27 @@ def find_checkpoint(path: str | os.PathLike[str]) -> tuple[str, str]:
     raise CheckpointError(
         f"{text} Expected {', '.join(words[:-1])} or {words[-1]}, or a directory with "
         f"a file {LATEST!r} that names one beside it."
+    )
+
+
+def _find_at_url(url: str) -> str:
+    """Return the URL of the checkpoint at ``url``, or of the newest below ``url``.
+
+    Raises: CheckpointError, if there is none; OSError.
+    """
+    if folder_at(url).is_committed:
+        return url
+    # There is no file ``latest``, which could not be replaced in the same request as
+    # the marker is written.
+    newest = newest_remote(url)
+    if newest:
+        return newest
+    found = [split(each.url)[1] for each in folders_in(url)]
+    uploads = f"holds uploads without a {MANIFEST} ({listed(found)})" if found else ""
+    raise CheckpointError(
+        f"{url} {uploads or 'holds nothing'}, and no checkpoint. Expected a checkpoint "
+        f"of this library ({MANIFEST}), or a folder of such. Copy checkpoints of other "
+        "formats to a local directory first."
     )
 
 

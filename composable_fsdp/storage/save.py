@@ -45,12 +45,19 @@ from composable_fsdp.storage.directory import (
 )
 from composable_fsdp.storage.file_part import FilePart, digest
 from composable_fsdp.storage.listing import spared
-from composable_fsdp.storage.manifest import Manifest
+from composable_fsdp.storage.manifest import BLOCK, Manifest, block_size
 from composable_fsdp.storage.merge import merge
 from composable_fsdp.storage.metric import Metric, agreed
 from composable_fsdp.storage.native import manifest_bytes
 from composable_fsdp.storage.part import PartMaker, add_missing
 from composable_fsdp.storage.pending import raise_unseen, wait_for_pending
+from composable_fsdp.storage.remote import is_url, join, whole_path
+from composable_fsdp.storage.remote_commit import (
+    begin_remote,
+    commit_remote,
+    discard_remote,
+    remove_older_remote,
+)
 from composable_fsdp.storage.same_on_ranks import RankValues, require_same
 from composable_fsdp.storage.selection import Patterns, Selection
 from composable_fsdp.storage.team import Team, meet_team, team_of
@@ -84,7 +91,8 @@ def save(
     checkpoint itself was committed).
 
     Args:
-        path: the directory to make. Rank 0's ``path`` is used.
+        path: the directory to make, or a URL such as ``s3://bucket/runs/step-100``.
+            Rank 0's ``path`` is used.
         module: a module that ``fully_shard`` or the wrapper was applied to, or a plain
             module.
         optim: an optimizer over the parameters of ``module``, or a list of optimizers
@@ -183,7 +191,10 @@ class Job:
     path: str
     """The checkpoint's final directory, absolute: rank 0's, the same on every rank."""
     temporary: str
-    """The directory that the files are written to before the rename."""
+    """The directory that the files are written to before the rename.
+
+    At a URL, a token in the names of the files.
+    """
     part: FilePart
     """The description of this rank's file; rank 0 merges the parts of all ranks."""
     pieces: list[Piece]
@@ -194,6 +205,16 @@ class Job:
     """See ``save``."""
     keep_best: int = 0
     """See ``save``."""
+    block: int = BLOCK
+    """The bytes of payload that a checksum covers, the same on every rank."""
+
+    def file_of(self, rank: int) -> str:
+        """Return the path or URL of the file that a rank of the save writes."""
+        if is_url(self.path):
+            # A new name in each attempt: files of an attempt that was interrupted may
+            # be there, and a checkpoint that is replaced stays whole until the commit.
+            return join(self.path, f"rank{rank:05d}-{self.temporary}.safetensors")
+        return os.path.join(self.temporary, f"rank{rank:05d}.safetensors")
 
 
 def prepare(
@@ -226,7 +247,7 @@ def prepare(
     metric: Metric | None = None
     try:
         require_module(module, "save")
-        target = os.path.abspath(path_text(path, "save"))
+        target = whole_path(path_text(path, "save"))
         given.require_types(keep)
         metric = Metric.of(*given.metric)
         optims = optimizers_in(given.optim, "save")
@@ -241,10 +262,7 @@ def prepare(
         part, pieces = maker.make(optims, given.extra, given.per_rank)
         values = maker.told
         if team.rank == 0:
-            # Before ``latest`` can name anything newer than the interrupted commit.
-            finish_commits(os.path.dirname(target))
-            require_place(target, overwrite)
-            temporary = make_temporary(target)
+            temporary = _begin(target, overwrite, team.world_size)
     # Do not raise yet: the other ranks would wait in the exchange below for this rank.
     except Exception as raised:
         error = raised
@@ -254,7 +272,9 @@ def prepare(
         # digests tell every rank whether a second exchange is needed, so all ranks
         # decide alike.
         kinds = part.kinds()
-        mine = target, temporary, before, digest(kinds), values.digest(), metric
+        nbytes = sum(piece.nbytes for piece in pieces)
+        told = digest(kinds), values.digest()
+        mine = target, temporary, before, *told, metric, nbytes
         answers = team.agree(error, mine)
         raise_unseen(team, [each[2] for each in answers])
         # Each rank has all metrics, so all raise alike.
@@ -273,12 +293,13 @@ def prepare(
                 if text and team.rank == 0:
                     warnings.warn(text, stacklevel=3)
     except BaseException:
-        _discard(temporary)
+        _discard(target, temporary)
         raise
     # Only rank 0 has made a directory; the other ranks write into the same directory.
     target, temporary, *_ = answers[0]
-    pieces = in_order(pieces)
-    return Job(target, temporary, part, pieces, keep, overwrite, given.keep_best)
+    block = block_size(sum(each[6] for each in answers))
+    pieces, best = in_order(pieces), given.keep_best
+    return Job(target, temporary, part, pieces, keep, overwrite, best, block)
 
 
 def write(team: Team, job: Job, error: Exception | None = None) -> None:
@@ -299,8 +320,7 @@ def write(team: Team, job: Job, error: Exception | None = None) -> None:
         if error is not None:
             raise error
         begins = places_of(job.pieces)
-        name = f"rank{team.rank:05d}.safetensors"
-        file = write_file(os.path.join(job.temporary, name), job.pieces)
+        file = write_file(job.file_of(team.rank), job.pieces, job.block)
         told = job.part, file, begins
     except Exception as raised:
         error = raised
@@ -324,26 +344,31 @@ def write(team: Team, job: Job, error: Exception | None = None) -> None:
         # Also after a lost rank or an interrupt, no half-written directory stays
         # behind.
         if team.rank == 0 and not committed:
-            _discard(job.temporary)
+            _discard(job.path, job.temporary)
 
 
 def _finish(job: Job, told: list[Any]) -> tuple[bool, Exception | None]:
     """Merge, check and commit on rank 0; return whether committed, and any error."""
     committed = False
     try:
-        manifest = merge(told)
+        manifest = merge(told, job.block)
         _require_sound(manifest, job.path)
-        # The manifest is written and synced before the rename, so a directory with its
-        # final name is always complete.
-        write_synced(os.path.join(job.temporary, MANIFEST), manifest_bytes(manifest))
-        with named_errors(job.path):
-            commit(job.temporary, job.path, job.overwrite)
+        data = manifest_bytes(manifest)
+        if is_url(job.path):
+            commit_remote(job.path, data, job.overwrite)
+        else:
+            # The manifest is written and synced before the rename, so a directory with
+            # its final name is always complete.
+            write_synced(os.path.join(job.temporary, MANIFEST), data)
+            with named_errors(job.path):
+                commit(job.temporary, job.path, job.overwrite)
         committed = True
         # ``latest`` must name a checkpoint that exists, so the file changes after the
         # rename. Older checkpoints go last: at every moment at least one complete
         # checkpoint exists.
-        finish_commit(job.path)
-        _tidy(job)
+        if not is_url(job.path):
+            finish_commit(job.path)
+        _tidy(job, {file.name for file in manifest.files})
     except Exception as raised:
         # The checkpoint is valid although a later step failed; the message must say so.
         if committed:
@@ -352,11 +377,36 @@ def _finish(job: Job, told: list[Any]) -> tuple[bool, Exception | None]:
     return True, None
 
 
-def _tidy(job: Job) -> None:
-    """Remove older checkpoints; warn of those that stay, and of leftovers."""
+def _begin(target: str, overwrite: bool, ranks: int) -> str:
+    """Return the directory to write to, or the token of the new files at a URL.
+
+    Args:
+        target: the checkpoint's final path, absolute.
+        overwrite: see ``save``.
+        ranks: the number of ranks of the save.
+
+    Raises: CheckpointError, if nothing can be saved at ``target``; OSError.
+    Collective: none.
+    """
+    if is_url(target):
+        return begin_remote(target, overwrite, ranks)
+    # Before ``latest`` can name anything newer than the interrupted commit.
+    finish_commits(os.path.dirname(target))
+    require_place(target, overwrite)
+    return make_temporary(target)
+
+
+def _tidy(job: Job, files: set[str]) -> None:
+    """Remove older checkpoints; warn of those that stay, and of leftovers.
+
+    ``files`` are the names of the files of the new checkpoint.
+    """
     # ``spared`` reads manifests only if the caller asks for best ones.
     best = partial(spared, count=job.keep_best)
-    problems = remove_older(job.path, job.keep, best)
+    if is_url(job.path):
+        problems = remove_older_remote(job.path, job.keep, files, best)
+    else:
+        problems = remove_older(job.path, job.keep, best)
     if problems:
         # The checkpoint itself is good, so training must go on.
         warnings.warn(
@@ -364,7 +414,8 @@ def _tidy(job: Job) -> None:
             f"{listed(problems)}. The next save tries again.",
             stacklevel=2,
         )
-    stale = stale_copies(job.path)
+    # At a URL, files of other attempts at the same place are gone by now.
+    stale = [] if is_url(job.path) else stale_copies(job.path)
     if stale:
         warnings.warn(
             f"{', '.join(stale)} were left by saves of {job.path} that were "
@@ -376,7 +427,7 @@ def _tidy(job: Job) -> None:
 
 def _require_sound(manifest: Manifest, path: str) -> None:
     """Check the manifest as a load would: an unreadable checkpoint is not committed."""
-    parse(manifest.to_json(), os.path.join(path, MANIFEST))
+    parse(manifest.to_json(), join(path, MANIFEST))
 
 
 def _after_commit(job: Job, error: Exception) -> Exception:
@@ -389,7 +440,9 @@ def _after_commit(job: Job, error: Exception) -> Exception:
     )
 
 
-def _discard(temporary: str) -> None:
-    """Remove the temporary directory, if this rank has made a directory."""
-    if temporary:
+def _discard(path: str, temporary: str) -> None:
+    """Remove the files of a save that was not committed, if this rank has begun it."""
+    if temporary and is_url(path):
+        discard_remote(path, temporary)
+    elif temporary:
         shutil.rmtree(temporary, ignore_errors=True)

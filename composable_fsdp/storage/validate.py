@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.storage.manifest import (
-    BLOCK,
     Cut,
     EntryPlace,
     Json,
@@ -76,7 +75,7 @@ def _check_files(manifest: Manifest, file: str) -> None:
                 file,
                 f"file name {each.name[:80]!r} is no plain name inside the directory",
             )
-        blocks = -(-each.payload_nbytes // BLOCK)
+        blocks = -(-each.payload_nbytes // manifest.block_nbytes)
         # Without a checksum for every block, a part of the payload could not be
         # verified.
         if len(each.blocks) != blocks:

@@ -12,6 +12,8 @@ from composable_fsdp.storage.commit import has_newest, interrupted, newest_in
 from composable_fsdp.storage.directory import MANIFEST, no_checkpoint_text
 from composable_fsdp.storage.manifest import BLOCK
 from composable_fsdp.storage.native import NativeSource
+from composable_fsdp.storage.opening import find_checkpoint
+from composable_fsdp.storage.remote import is_url, whole_path
 
 Progress = Callable[[int, int], object]
 """A callback that gets the number of bytes read so far, and of all bytes."""
@@ -51,7 +53,8 @@ def verify(
 ) -> Verification:
     """Verify a native checkpoint completely: manifest, file sizes, every checksum.
 
-    ``path`` is the checkpoint, or a directory whose file ``latest`` names a checkpoint.
+    ``path`` is the checkpoint, or a directory of checkpoints, of which the newest is
+    verified; a path or a URL.
     ``progress`` is called after each block of 4 MiB; the default None calls nothing.
     Every file is read block by block. No process group is needed. Damage is reported in
     the result, and does not raise.
@@ -60,15 +63,14 @@ def verify(
 
     >>> assert verify("runs/step-100")
     """
-    path = os.path.abspath(path)
+    path = whole_path(path)
     problems: list[str] = []
     files, done = 0, 0
     try:
-        if not os.path.lexists(os.path.join(path, MANIFEST)):
-            path = newest_in(path) if has_newest(path) else interrupted(path) or path
+        path = _newest(path)
         # Without the loose tensors: reading them would raise at the first damaged
         # block, before the other blocks are verified.
-        if not os.path.lexists(os.path.join(path, MANIFEST)):
+        if not is_url(path) and not os.path.lexists(os.path.join(path, MANIFEST)):
             text = no_checkpoint_text(path)
             raise CheckpointError(
                 f"{text} verify expects a checkpoint that save wrote ({MANIFEST})."
@@ -81,6 +83,7 @@ def verify(
                 size = reader.file.payload_nbytes
                 # ``max``: an empty payload still has a header to verify.
                 for begin in range(0, max(size, 1), BLOCK):
+                    # Several checksums may cover these bytes.
                     end = min(begin + BLOCK, size)
                     try:
                         reader.check([ReadRequest(begin, end, None, 0, ())])
@@ -95,7 +98,20 @@ def verify(
                         progress(done, total)
     except CheckpointError as error:
         problems.append(_text(error))
+    except OSError as error:
+        if not is_url(path):
+            raise
+        problems.append(f"{path} cannot be read: {error}.")
     return Verification(path, tuple(problems), files, done)
+
+
+def _newest(path: str) -> str:
+    """Return the checkpoint at ``path``, or the newest in ``path``, or ``path``."""
+    if is_url(path):
+        return find_checkpoint(path)[0]
+    if os.path.lexists(os.path.join(path, MANIFEST)):
+        return path
+    return newest_in(path) if has_newest(path) else interrupted(path) or path
 
 
 def _text(error: CheckpointError) -> str:

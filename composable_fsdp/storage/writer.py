@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,8 @@ from torch import Tensor
 
 from composable_fsdp.storage.direct import DirectFile
 from composable_fsdp.storage.manifest import BLOCK, CODES, File
+from composable_fsdp.storage.remote import is_url, split
+from composable_fsdp.storage.storages import RemoteFile
 
 ALIGNMENT = 64
 """The payload begins at a multiple of this many bytes, for readers that map files."""
@@ -81,12 +82,13 @@ def places_of(pieces: Sequence[Piece]) -> dict[str, int]:
     return begins
 
 
-def write_file(path: str, pieces: Sequence[Piece]) -> File:
+def write_file(path: str, pieces: Sequence[Piece], block: int = BLOCK) -> File:
     """Write ``pieces`` as a new file; on return, the file is on the disk.
 
     Args:
-        path: the path of the file, which must not exist.
+        path: the path or URL of the file, which must not exist.
         pieces: the entries, in file order.
+        block: the bytes of payload that a checksum covers. Default ``BLOCK``.
 
     Returns: the sizes and checksums of the file.
     Raises: OSError; the file may then exist in part.
@@ -94,14 +96,14 @@ def write_file(path: str, pieces: Sequence[Piece]) -> File:
     """
     header = _header(pieces)
     total = sum(piece.nbytes for piece in pieces)
-    with DirectFile(path) as out:
+    with _new_file(path) as out:
         out.write(header)
-        payload = _Payload(out)
+        payload = _Payload(out, block)
         for piece in pieces:
             _write_piece(payload, piece)
         out.finish()
     return File(
-        name=os.path.basename(path),
+        name=split(path)[1],
         header_nbytes=len(header),
         header_crc32=zlib.crc32(header),
         payload_nbytes=total,
@@ -132,18 +134,23 @@ def header_bytes(table: dict[str, object], alignment: int) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
+def _new_file(path: str) -> DirectFile | RemoteFile:
+    """Return a new file to write, at a path or URL."""
+    return RemoteFile(path) if is_url(path) else DirectFile(path)
+
+
 class _Payload:
     """Passes bytes on to the file and computes the checksum of each block."""
 
-    def __init__(self, out: DirectFile) -> None:
-        self.out, self.done = out, 0
+    def __init__(self, out: DirectFile | RemoteFile, block: int) -> None:
+        self.out, self.block, self.done = out, block, 0
         self.crc, self.blocks = 0, list[int]()
 
     def write(self, data: memoryview) -> None:
         """Append ``data`` to the payload."""
         at = 0
         while at < len(data):
-            left = BLOCK - self.done % BLOCK
+            left = self.block - self.done % self.block
             # Block by block: the checksum then reads bytes that the write has left in
             # the cache.
             part = data[at : at + left]
@@ -151,13 +158,13 @@ class _Payload:
             self.crc = zlib.crc32(part, self.crc)
             at += len(part)
             self.done += len(part)
-            if self.done % BLOCK == 0:
+            if self.done % self.block == 0:
                 self.blocks.append(self.crc)
                 self.crc = 0
 
     def finish(self) -> tuple[int, ...]:
         """Return the checksums of all blocks, the last incomplete block included."""
-        rest = [self.crc] if self.done % BLOCK else []
+        rest = [self.crc] if self.done % self.block else []
         return (*self.blocks, *rest)
 
 

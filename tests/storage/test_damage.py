@@ -149,17 +149,25 @@ def test_what_a_rank_does_not_need_is_not_read(tmp_path: Path) -> None:
 
     with open_source(tmp_path) as source:
         first = source.read_model("weight", 0, 2048)
-        text = message_of(lambda: source.read_model("weight", 2048 * 1400, 2048 * 1450))
+        text = message_of(lambda: source.read_model("weight", 2048 * 1490, 2048 * 1500))
+        rows = re.search(
+            r"'weight' \[offsets \((\d+), 0\) sizes \((\d+), 2048\)\]", text
+        )
 
     assert torch.equal(first, big.weight.detach()[0])
-    assert "'weight' [offsets (1024, 0) sizes (476, 2048)]" in text
+    # A block of few rows, and not the whole file.
+    assert rows is not None
+    assert int(rows[1]) >= 1490
+    assert int(rows[2]) < 10
 
 
 def test_a_damaged_block_names_the_box_that_was_asked_for(tmp_path: Path) -> None:
     """Loading says what it was reading for whom."""
     big = torch.nn.Linear(8, 4)
     save(tmp_path / "run", big)
-    flip(tmp_path / "run" / "rank00000.safetensors", -40)
+    file = tmp_path / "run" / "rank00000.safetensors"
+    header = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+    flip(file, header + 5)
 
     text = message_of(lambda: load(tmp_path, big))
 

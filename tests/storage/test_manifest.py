@@ -345,6 +345,7 @@ def test_a_file_of_another_size_than_claimed_is_refused_before_it_is_read(
     document = manifest.to_json()
     size = 2**40
     document["singles"][0]["tensor"]["shape"] = [size]
+    document["block_nbytes"] = 4 * 2**20
     extra = size * 4 - 16
     begin = document["singles"][0]["tensor"]["at"][1]
     for each in [*document["singles"][1:], *document["loose"]]:

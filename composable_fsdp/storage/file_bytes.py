@@ -1,0 +1,147 @@
+"""Reads intervals of bytes of a file or of an object in a storage.
+
+::
+
+    in the page cache     copied from there
+    not there             read past the cache (O_DIRECT), by several threads
+    at a URL              a request per interval
+
+After a save, which writes past the page cache, nothing of a checkpoint is in the cache.
+Reading through the cache would then cost a copy and a page for each 4 KiB.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import suppress
+
+from composable_fsdp.errors import CheckpointError
+from composable_fsdp.storage.directory import open_plain
+from composable_fsdp.storage.remote import is_url, split
+from composable_fsdp.storage.storages import storage_of
+
+_PAGE = 4096
+"""The unit of reads past the page cache, in bytes."""
+_SMALL = 1 << 16
+"""Reads of fewer bytes go through the page cache, which reads ahead."""
+_DIRECT = getattr(os, "O_DIRECT", 0)
+_NOWAIT = getattr(os, "RWF_NOWAIT", 0)
+
+
+class FileBytes(ABC):
+    """An open file; methods may be called from several threads."""
+
+    nbytes: int
+    """The size of the file."""
+
+    @abstractmethod
+    def read(self, parts: Sequence[memoryview], at: int) -> int:
+        """Fill ``parts`` from byte ``at``; return the number of bytes. Raises: OSError.
+
+        Fewer bytes than asked for may be read.
+        """
+
+    @abstractmethod
+    def load(self, at: int, nbytes: int) -> memoryview | None:
+        """Return ``nbytes`` from byte ``at``; None if they cannot be read at once."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the file."""
+
+
+def open_bytes(path: str) -> FileBytes:
+    """Open a file of a checkpoint, at a path or URL.
+
+    Raises: CheckpointError, naming ``path``, if the file is missing or not regular.
+    """
+    return _RemoteBytes(path) if is_url(path) else _LocalBytes(path)
+
+
+class _LocalBytes(FileBytes):
+    """A regular file."""
+
+    def __init__(self, path: str) -> None:
+        self._handle = open_plain(path)
+        self._direct = -1
+        self.nbytes = os.fstat(self._handle).st_size
+        # Without O_DIRECT (tmpfs, macOS), all reads go through the page cache.
+        if _DIRECT and _NOWAIT and self.nbytes >= _SMALL:
+            with suppress(OSError):
+                flags = os.O_RDONLY | os.O_NOFOLLOW | _DIRECT
+                self._direct = os.open(path, flags)
+
+    def read(self, parts: Sequence[memoryview], at: int) -> int:
+        """Fill ``parts``; see ``FileBytes``."""
+        return os.preadv(self._handle, parts, at)
+
+    def load(self, at: int, nbytes: int) -> memoryview | None:
+        """Return ``nbytes`` from byte ``at``; see ``FileBytes``."""
+        # Whole pages around the interval, in mapped memory, which begins at a page.
+        low = at // _PAGE * _PAGE
+        high = -(-(at + nbytes) // _PAGE) * _PAGE
+        buffer = memoryview(mmap.mmap(-1, high - low))
+        wanted = at - low + nbytes
+        # Only what is in the page cache, without waiting for the disk.
+        ways = [(self._handle, _NOWAIT), (self._direct, 0)]
+        if nbytes < _SMALL or self._direct < 0:
+            ways = [(self._handle, 0)]
+        for handle, flags in ways:
+            # A file system may refuse either way; the caller reads plainly then.
+            with suppress(OSError):
+                given = (flags,) if flags else ()
+                if os.preadv(handle, [buffer], low, *given) >= wanted:
+                    return buffer[at - low : wanted]
+        return None
+
+    def close(self) -> None:
+        """Close the file."""
+        for handle in (self._handle, self._direct):
+            # Nothing was written, so a failure of the system loses nothing.
+            with suppress(OSError):
+                if handle >= 0:
+                    os.close(handle)
+
+
+class _RemoteBytes(FileBytes):
+    """An object in a storage."""
+
+    def __init__(self, url: str) -> None:
+        self._storage, self._name = storage_of(url)
+        folder, _ = split(self._name)
+        found = [each for each in self._storage.list(folder) if self._is(each.name)]
+        if not found:
+            raise CheckpointError(
+                f"{url} cannot be opened (there is no such object); expected a file of "
+                "a checkpoint. Use another checkpoint."
+            )
+        self.nbytes = found[0].nbytes
+
+    def _is(self, name: str) -> bool:
+        """Return whether ``name`` is the name of the object."""
+        # Memory of fsspec begins names with a slash.
+        return name.strip("/") == self._name.strip("/")
+
+    def read(self, parts: Sequence[memoryview], at: int) -> int:
+        """Fill ``parts`` by one request; see ``FileBytes``."""
+        data = self._storage.read(self._name, at, at + sum(map(len, parts)))
+        begin = 0
+        for part in parts:
+            piece = data[begin : begin + len(part)]
+            part[: len(piece)] = piece
+            begin += len(part)
+        return len(data)
+
+    def load(self, at: int, nbytes: int) -> memoryview | None:
+        """Return ``nbytes`` from byte ``at``; see ``FileBytes``."""
+        try:
+            data = self._storage.read(self._name, at, at + nbytes)
+        except OSError:
+            return None
+        return memoryview(data) if len(data) == nbytes else None
+
+    def close(self) -> None:
+        """Do nothing: a storage has no open files."""

@@ -1,0 +1,283 @@
+"""Commits, lists and removes checkpoints in a ``Storage``, on the writing rank.
+
+::
+
+    runs/step-100/rank00000-9f3a..77.safetensors    names are new in each attempt
+    runs/step-100/rank00001-9f3a..77.safetensors
+    runs/step-100/manifest.json                     the marker, written last
+
+A folder without the marker is no checkpoint, and the marker names the files. ``latest``
+is not a file there: the newest marker is the newest checkpoint. No function here uses a
+collective.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import datetime
+from typing import NamedTuple
+
+from composable_fsdp.errors import CheckpointError
+from composable_fsdp.storage.bounds import require_document
+from composable_fsdp.storage.commit import is_of_series, number_of
+from composable_fsdp.storage.directory import LATEST, MANIFEST
+from composable_fsdp.storage.remote import (
+    StoredObject,
+    join,
+    split,
+)
+from composable_fsdp.storage.storages import storage_of
+
+
+class Marked(NamedTuple):
+    """A folder in a storage: a checkpoint if there is a marker, else an upload."""
+
+    url: str
+    files: dict[str, StoredObject]
+    """All objects of the folder, by the name within the folder."""
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether the marker is there."""
+        return MANIFEST in self.files
+
+    @property
+    def time(self) -> datetime:
+        """The time of the commit."""
+        return self.files[MANIFEST].time
+
+
+def folders_in(url: str) -> list[Marked]:
+    """Return the folders below ``url`` that hold files of checkpoints, by name.
+
+    Raises: OSError.
+    """
+    storage, name = storage_of(url)
+    found: defaultdict[str, dict[str, StoredObject]] = defaultdict(dict)
+    start = name.strip("/")
+    for each in storage.list(name):
+        inner = each.name.strip("/")[len(start) :].strip("/")
+        folder, _, file = inner.rpartition("/")
+        # Only folders directly below: others belong to other runs.
+        if folder and "/" not in folder and (file == MANIFEST or is_part(file)):
+            found[folder][file] = each
+    return [Marked(join(url, name), found[name]) for name in sorted(found)]
+
+
+def folder_at(url: str) -> Marked:
+    """Return the folder ``url`` itself, which may be empty. Raises: OSError."""
+    storage, name = storage_of(url)
+    start = name.strip("/")
+    files = {
+        inner: each
+        for each in storage.list(name)
+        # A deeper folder is another checkpoint.
+        if "/" not in (inner := each.name.strip("/")[len(start) :].strip("/"))
+    }
+    return Marked(url, files)
+
+
+def is_part(file: str) -> bool:
+    """Return whether ``file`` is the name of a rank's file."""
+    return file.startswith("rank") and file.endswith(".safetensors")
+
+
+def begin_remote(url: str, overwrite: bool, ranks: int) -> str:
+    """Return the token of a new attempt to save at ``url``.
+
+    Args:
+        url: the checkpoint's final URL.
+        overwrite: whether a checkpoint at ``url`` may be replaced.
+        ranks: the number of ranks of the save.
+
+    Raises: CheckpointError, if the save cannot be committed at ``url``.
+    """
+    if split(url)[1] in ("", LATEST):
+        raise CheckpointError(f"{url} has no name of a checkpoint, such as step-100.")
+    # Every process has a memory of its own, so the marker would name files that
+    # no other process sees.
+    if url.startswith("memory://") and ranks > 1:
+        raise CheckpointError(
+            f"{url} lies in the memory of a single process, and {ranks} ranks save. "
+            "Save to a file system or an object store that all ranks reach."
+        )
+    found = folder_at(url)
+    if found.is_committed and not overwrite:
+        raise exists(url)
+    # A folder of the user is never mixed with files of a checkpoint.
+    others = sorted(n for n in found.files if n != MANIFEST and not is_part(n))
+    if others:
+        raise CheckpointError(
+            f"{url} holds {others[0]!r}, which is no file of a checkpoint. Choose "
+            "another name, or remove it first."
+        )
+    # A token per attempt: a writer of an interrupted attempt that is still alive
+    # cannot change the files of this attempt.
+    return secrets.token_hex(8)
+
+
+def exists(url: str) -> CheckpointError:
+    """Return the error for a checkpoint that would be overwritten."""
+    return CheckpointError(
+        f"{url} exists already, and nothing is overwritten. Choose another name, or "
+        "remove it first, or pass save(..., overwrite=True)."
+    )
+
+
+def commit_remote(url: str, marker: bytes, overwrite: bool) -> None:
+    """Write the marker, which makes the files at ``url`` a checkpoint.
+
+    Args:
+        url: the checkpoint's final URL, with all files.
+        marker: the content of the manifest, which names the files.
+        overwrite: replace a checkpoint there.
+
+    Raises: CheckpointError, if another save has committed there meanwhile; OSError.
+    """
+    storage, name = storage_of(join(url, MANIFEST))
+    try:
+        # A replaced marker is a single request, so that readers see the old checkpoint
+        # or the new one, whose files lie beside each other until then.
+        storage.put(name, marker, absent=not overwrite)
+    except FileExistsError as error:
+        # The answer to a marker may be lost, and the client then writes again.
+        if _same_content(url, marker):
+            return
+        raise exists(url) from error
+    except OSError:
+        if not _same_content(url, marker):
+            raise
+
+
+def _same_content(url: str, marker: bytes) -> bool:
+    """Return whether the marker at ``url`` is ``marker``."""
+    storage, name = storage_of(join(url, MANIFEST))
+    try:
+        # A byte more than the marker has: a longer object differs, too.
+        return storage.read(name, 0, len(marker) + 1) == marker
+    except OSError:
+        return False
+
+
+def discard_remote(url: str, token: str) -> None:
+    """Remove the files of an attempt that was not committed; errors are ignored."""
+    with suppress(OSError):
+        storage, _ = storage_of(url)
+        for name, each in folder_at(url).files.items():
+            # Files of other attempts have other tokens, and may belong to the marker.
+            if token in name:
+                storage.delete(each.name)
+
+
+def read_marker(url: str) -> bytes:
+    """Return the content of the marker at ``url``.
+
+    Raises: CheckpointError, if there is none, or its size is no marker's.
+    """
+    file = join(url, MANIFEST)
+    found = folder_at(url).files.get(MANIFEST)
+    if found is None:
+        raise CheckpointError(
+            f"{url} has no {MANIFEST}, which a save writes last; expected a checkpoint "
+            "that was committed."
+        )
+    require_document(file, found.nbytes)
+    storage, name = storage_of(file)
+    return storage.read(name, 0, found.nbytes)
+
+
+def newest_remote(url: str) -> str:
+    """Return the checkpoint below ``url`` that was committed last, or "".
+
+    Among markers of the same second, the larger number is the newer checkpoint.
+    """
+    # A folder without a marker may be an upload that is still running.
+    marked = [each for each in folders_in(url) if each.is_committed]
+    # Object stores tell times in seconds.
+    newest = max(
+        marked,
+        key=lambda each: (
+            each.time.replace(microsecond=0),
+            number_of(split(each.url)[1]) or -1,
+        ),
+        default=None,
+    )
+    return newest.url if newest else ""
+
+
+def remove_older_remote(
+    url: str,
+    keep: int | None,
+    files: set[str],
+    spared: Callable[[list[str]], Mapping[str, str]] = lambda urls: {},
+) -> list[str]:
+    """Remove files at ``url`` that its marker does not name, and older checkpoints.
+
+    Args:
+        url: the checkpoint that was just committed.
+        keep: the number of checkpoints of the series to keep; None: all.
+        files: the names of the files of the checkpoint at ``url``.
+        spared: see ``remove_older``. Default: none.
+
+    Returns: texts about checkpoints that could not be removed.
+    Collective: none.
+    """
+    problems: list[str] = []
+    parent, name = split(url)
+    mine = number_of(name)
+    try:
+        # Left by a checkpoint that was replaced, or by an attempt that was interrupted.
+        _delete(folder_at(url), problems, spare={MANIFEST, *files})
+        if keep is None or mine is None:
+            return problems
+        older = [
+            (number, each)
+            for each in folders_in(parent)
+            if each.is_committed
+            and is_of_series(name, other := split(each.url)[1])
+            and other != name
+            and (number := number_of(other)) is not None
+            and number <= mine
+        ]
+        for _, each in sorted(older, key=lambda pair: pair[0], reverse=True)[
+            keep - 1 :
+        ]:
+            _delete(each, problems)
+    except OSError as error:
+        problems.append(f"{parent} ({error})")
+    return problems
+
+
+def _delete(found: Marked, problems: list[str], spare: set[str] | None = None) -> None:
+    """Delete the files of a folder but ``spare``; errors go to ``problems``."""
+    storage, _ = storage_of(found.url)
+    # The marker first: a folder that is removed in part must be no checkpoint.
+    order = sorted(found.files, key=lambda file: file != MANIFEST)
+    try:
+        for file in order:
+            if file not in (spare or ()):
+                storage.delete(found.files[file].name)
+    except OSError as error:
+        problems.append(f"{found.url} ({error.strerror or error})")
+
+
+def stale_remote(url: str) -> list[str]:
+    """Return the folders below ``url`` with files of saves that were not committed."""
+    return [each.url for each in folders_in(url) if not each.is_committed]
+
+
+def remove_stale_remote(url: str) -> list[str]:
+    """Remove the folders that ``stale_remote`` returns, and return them.
+
+    Raises: OSError, if a folder cannot be removed.
+    """
+    found = [each for each in folders_in(url) if not each.is_committed]
+    for each in found:
+        problems: list[str] = []
+        _delete(each, problems)
+        if problems:
+            raise OSError(f"{problems[0]} could not be removed.")
+    return [each.url for each in found]
