@@ -80,6 +80,8 @@ def trained(world: World, seed: int, *, shape: bool = False) -> Pair:
     fully_shard(model, ignored_states=[*experts, *norm])
     rate = torch.tensor(0.1 * (world.rank + 1 + seed))
     own: dict[str, Any] = {"params": experts, "lr": rate, "eps": 1e-3 + seed}
+    # An option of the user, which is stored as a tensor in the rank's file.
+    own["order"] = torch.arange(world.rank + 2 + seed)
     groups = [{"params": [*model.trunk.parameters(), *norm]}, own]
     optimizer = optim.AdamW(groups, lr=0.01)
     for at in range(2):
@@ -364,3 +366,30 @@ def test_a_comparison_and_a_description_have_the_values_of_each_rank(
     assert same["equal"]
     assert same["model"]["tensors"] == 4 + 2 * 5
     assert "experts.own.up.weight    tensor of rank 1 float32 (4, 4)" in text
+
+
+def save_stale(world: World, folder: Path) -> None:
+    """Rank 0 has no element of the bias, and a part of its state from elsewhere."""
+    model, optimizer = scaled(world.rank, 0, 0.1)
+    for param in model.parameters():
+        optimizer.state[param].setdefault("norm", torch.tensor(-1.0))
+    save(folder / "a", model, optimizer, local=["weight", "bias"])
+
+
+def load_scaled(world: World, folder: Path) -> list[Any]:
+    model, optimizer = scaled(0, 5, 9.0)
+    load(folder / "a", model, optimizer, local=["weight", "bias"])
+    return [sorted(state) for state in optimizer.state.values()] + numbers(optimizer)
+
+
+@pytest.mark.req("K-01")
+def test_state_of_a_parameter_without_elements_is_not_saved(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """Another rank has it; a rank alone gets the bias's from there."""
+    ranks(2).run(save_stale, tmp_path)
+
+    (found,) = ranks(1).run(load_scaled, tmp_path)
+
+    names = ["exp_avg", "exp_avg_sq", "norm", "step"]
+    assert found == [names, names, 0.0, 1.0, 0.1]

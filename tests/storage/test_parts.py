@@ -26,6 +26,7 @@ from composable_fsdp import (
     verify,
 )
 from composable_fsdp.storage.formats.safetensors_read import SafetensorsSource
+from composable_fsdp.storage.rename import renaming
 from tests.storage.training import everything
 from tests.support.on_ranks import on_ranks
 from tests.support.place import _same
@@ -431,3 +432,69 @@ def test_damage_in_a_part_is_told_by_its_name(ranks: RankCount, tmp_path: Path) 
         load(
             tmp_path / "part", make(0, sharded=False), include=["0.lora_a", "1.lora_b"]
         )
+
+
+class Labelled(nn.Linear):
+    """A layer with an extra state."""
+
+    def get_extra_state(self) -> Any:
+        return {"label": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        raise AssertionError("the extra state was not asked for")
+
+
+@pytest.mark.req("K-09")
+def test_an_extra_state_that_is_not_asked_for_stays(tmp_path: Path) -> None:
+    """By ``trainable_only`` and by a pattern; the checkpoint has it."""
+    model = nn.Sequential(Labelled(2, 2))
+    save(tmp_path / "a", model)
+
+    load(tmp_path / "a", model, trainable_only=True)
+    load(tmp_path / "a", model, exclude="*_extra_state")
+
+
+@pytest.mark.req("K-09")
+@on_ranks(2)
+def test_an_optimizer_of_a_part_takes_its_state_from_a_whole_checkpoint(
+    world: World, tmp_path: Path
+) -> None:
+    """State of parameters that are left alone is not missed."""
+    model, optimizer = trained(0)
+    save(tmp_path / "a", model, optimizer)
+    other, _ = trained(1)
+    adapter = optim.AdamW([other[0].lora_a, other[1].lora_b])
+
+    load(tmp_path / "a", other, adapter, include=["0.lora_a", "1.lora_b"])
+
+    saved = state(model, optimizer, r"0\.lora_a|1\.lora_b")
+    assert _same(state(other, adapter, r"0\.lora_a|1\.lora_b"), saved)
+
+
+@pytest.mark.req("K-09")
+@on_ranks(2)
+def test_state_that_is_no_tensor_of_a_parameter_stored_alone(
+    world: World, tmp_path: Path
+) -> None:
+    """Once in the checkpoint, although both ranks hold parts of the parameter."""
+    model, optimizer = trained(0, block=Block.ELEMENT)
+    kept = [model[0].lora_a, model[0].lora_b]
+    for param in kept:
+        if optimizer.state[param]:
+            optimizer.state[param]["history"] = (torch.arange(3.0),)
+    save(tmp_path / "a", model, optimizer, include=["0.lora_a", "0.lora_b"])
+    other, fresh = trained(1, block=Block.ELEMENT)
+
+    load(tmp_path / "a", other, fresh, include=["0.lora_a", "0.lora_b"])
+
+    held = [param for param in (other[0].lora_a, other[0].lora_b) if param.numel()]
+    assert held or world.rank
+    for param in held:
+        assert _same(fresh.state[param]["history"], (torch.arange(3.0),))
+
+
+def test_the_longest_prefix_renames() -> None:
+    """A module inside a renamed module can go elsewhere."""
+    new = renaming({"a": "x", "a.b": "y", "": "z"}, ["a.b.c", "a.d", "e"])
+
+    assert [new(name) for name in ("a.b.c", "a.d", "e")] == ["y.c", "x.d", "z.e"]

@@ -448,3 +448,18 @@ def test_sets_are_written_alike_on_every_rank() -> None:
     texts = [json.dumps(encode(each, "s", lambda *_: 0)) for each in (first, second)]
 
     assert texts[0] == texts[1]
+
+
+@pytest.mark.req("K-08")
+def test_an_open_checkpoint_gives_the_same_state_twice(tmp_path: Path) -> None:
+    """An object that changes what it was given does not change the checkpoint."""
+    loader, model = Loader(1), nn.Linear(2, 2)
+    loader.draw()
+    save(tmp_path / "a", model, extra=loader)
+    drawn = loader.draw()
+
+    with open_source(tmp_path / "a") as source:
+        for _ in range(2):
+            again = Loader(5)
+            load(source, model, extra=again)
+            assert again.draw() == drawn
