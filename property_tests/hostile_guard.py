@@ -50,8 +50,10 @@ class Guard:
 
     def __init__(self) -> None:
         self.roots: tuple[str, ...] = ()
-        # Modules of Python and torch are imported late.
-        places = [sys.prefix, sys.base_prefix, *sys.path]
+        # Modules of Python and torch are imported late; a load asks how much memory is
+        # free (``storage.staging``).
+        places = [sys.prefix, sys.base_prefix, "/proc/meminfo", "/sys/fs/cgroup"]
+        places += sys.path
         self.own = [os.path.realpath(place) for place in places if place]
         self.broken: list[str] = []
         sys.addaudithook(self._hear)

@@ -56,10 +56,11 @@ def divide_mesh(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
         kept = ", ".join(map(quoted, (n for n in names if n not in others)))
         rest = f" Of this mesh pass mesh[{kept}]." if shard else ""
         raise PlanError(
-            f"A {mesh.ndim}-D device_mesh expects dims named {', '.join(SHARD)}, which "
-            f"shard, and {', '.join(REPLICATE)}, which replicate; got {told}: {mesh}. "
-            "Dims whose ranks hold different parts of the model (tp, ep, pp) must not "
-            f"be passed.{rest}"
+            "device_mesh expects a 1-D mesh, a 2-D mesh (replicate, shard), or more "
+            f"dims with mesh_dim_names {', '.join(SHARD)}, which "
+            f"shard, and {', '.join(REPLICATE)}, which replicate; got "
+            f"{mesh.ndim}-D, {told}: {mesh}. Dims whose ranks hold different parts of "
+            f"the model (tp, ep, pp) must not be passed.{rest}"
         )
     return _one_dim(mesh, shard), _one_dim(mesh, replicate) if replicate else None
 

@@ -172,5 +172,5 @@ def test_dims_of_other_names_are_refused_with_the_mesh_to_pass() -> None:
 
         fully_shard(model_of(None), device_mesh=mesh["dp_replicate", "dp_shard"])
         nameless = init_device_mesh("cpu", (2, 2, 2))
-        with pytest.raises(PlanError, match="got no names"):
+        with pytest.raises(PlanError, match="got 3-D, no names"):
             fully_shard(model_of(None), device_mesh=nameless)
