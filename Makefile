@@ -18,13 +18,13 @@ DEV := $(VENV)/.stamp-dev
 DOCS := $(VENV)/.stamp-docs
 SHARED := -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 PYTEST := $(PY) -m pytest $(SHARED)
-# Lightning, accelerate, peft, s3fs and moto have an environment of their own: the package and all
+# Lightning, accelerate, peft, s3fs, moto, torchao and torchft have an environment of their own: the package and all
 # other tests must work without them.
 INTEGRATIONS := .venv-integrations
 
 .DEFAULT_GOAL := help
 .PHONY: help demo examples examples-integrations test test-integrations lint check \
-	test-gpu bench bench-full docs long clean
+	test-gpu gpu-report bench bench-full docs long clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -36,7 +36,7 @@ demo: $(DEV) ## train a small language model on two ranks and check it against o
 test: $(DEV) ## run all tests
 	$(PYTEST)
 
-test-integrations: $(INTEGRATIONS)/.stamp ## run the tests that need lightning, accelerate, peft or an S3 server
+test-integrations: $(INTEGRATIONS)/.stamp ## run the tests that need lightning, accelerate, peft, torchao or an S3 server
 	$(INTEGRATIONS)/bin/python -m pytest $(SHARED) tests/integrations_env
 
 lint: $(DEV) ## lint, format and types
@@ -48,9 +48,12 @@ check: lint ## lint, format, types and the fast tests
 	$(PYTEST) -m "not slow"
 
 # For a machine that brings its own CUDA build of torch and pytest: no .venv, nothing
-# installed.
+# installed. Its libraries may warn of what they like.
 test-gpu: ## run the CUDA tests with the system's python3
-	$(PYTHON) -m pytest -m gpu -rs
+	$(PYTHON) -m pytest -m gpu -rs -W default
+
+gpu-report: ## run the CUDA tests and benchmarks, and write benchmarks/reports/DATE-cuda.md
+	$(PYTHON) -m benchmarks.cuda
 
 examples: $(DEV) ## run every example twice, and on 1, 2 and 3 ranks
 	$(PY) examples/run_all.py
@@ -94,7 +97,7 @@ $(DEV): pyproject.toml constraints.txt | $(PY)
 $(INTEGRATIONS)/.stamp: pyproject.toml constraints.txt | $(INTEGRATIONS)/bin/python
 	@echo "installing torch 2.13.0, lightning and accelerate into $(INTEGRATIONS) (once, minutes)"
 	@$(INTEGRATIONS)/bin/python $(INSTALL) torch==2.13.0
-	@$(INTEGRATIONS)/bin/python $(INSTALL) -e '.[dev,cli,lightning,hf,remote]' 'moto[server]>=5.1'
+	@$(INTEGRATIONS)/bin/python $(INSTALL) -e '.[dev,cli,lightning,hf,remote,replicas]' 'moto[server]>=5.1' 'torchao>=0.18'
 	@touch $@
 
 $(DOCS): $(DEV)

@@ -76,6 +76,17 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture
+def few_objects() -> None:
+    """Collections from here on look at no object that earlier tests have left.
+
+    Garbage among these is collected first. A collection of all objects of a whole run
+    takes seconds.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 # Two threads would change the order of sums, and ranks have one each.
 torch.set_num_threads(1)
 

@@ -213,7 +213,11 @@ def _forget(path: str) -> None:
 
 
 def _values(model: nn.Module, optim: torch.optim.Optimizer) -> list[Tensor]:
-    """What this rank holds of the parameters and their moments."""
+    """What this rank holds of the parameters and their moments.
+
+    Without empty tensors: where a rank has no elements of a parameter, a load leaves
+    empty moments that a step does not make.
+    """
     found: list[Tensor] = []
     for parameter in model.parameters():
         state = optim.state.get(parameter, {})
@@ -221,7 +225,7 @@ def _values(model: nn.Module, optim: torch.optim.Optimizer) -> list[Tensor]:
         found += [
             getattr(each, "_local_tensor", each) for each in held if each is not None
         ]
-    return found
+    return [each for each in found if each.numel()]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

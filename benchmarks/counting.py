@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.measure import warm_trainee
 from benchmarks.null_group import is_collective, null_world
-from benchmarks.variants import PARAMETERS, Trainee, Variant
+from benchmarks.variants import PARAMETERS, TinyModel, Trainee, Variant
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,38 @@ def counts(
         found = {v.name: _count(warm_trainee(v, units, parameters)) for v in variants}
     plain = found[variants[0].name]
     return {n: c if c is plain else c.over(plain) for n, c in found.items()}
+
+
+@dataclass(frozen=True)
+class SetUpCounts:
+    """Calls of sharding, and of the first step beyond those of a later step."""
+
+    shard: float
+    first_forward_backward: float
+
+    def over(self, fewer: SetUpCounts, units: int) -> SetUpCounts:
+        """What each of ``units`` more units adds."""
+        return SetUpCounts(
+            (self.shard - fewer.shard) / units,
+            (self.first_forward_backward - fewer.first_forward_backward) / units,
+        )
+
+
+def set_up_counts(variant: Variant, *, units: int, world_size: int) -> SetUpCounts:
+    """Count the calls of sharding and of the first forward and backward."""
+    with null_world(world_size):
+        # What is made once per process or per kind of unit is made here.
+        Trainee.of(variant, 2, PARAMETERS).forward_backward()
+        model = TinyModel(units)
+        sharded: list[torch.nn.Module] = []
+        shard, _ = _calls_in(lambda: sharded.append(variant.shard(model)))
+        trainee = Trainee(variant, sharded[0])
+        first, _ = _calls_in(trainee.forward_backward)
+        # The second forward still searches; its gradients are summed up.
+        trainee.step()
+        trainee.step()
+        later, _ = _calls_in(trainee.forward_backward)
+    return SetUpCounts(shard, first - later)
 
 
 def _count(trainee: Trainee) -> Counts:

@@ -1,7 +1,10 @@
-"""On one GPU: step time in bf16 beside FSDP2, constant peaks, and overlap in a trace.
+"""On one GPU: the whole report, dated, into ``benchmarks/reports``.
+
+The GPU tests, step time in bf16 beside FSDP1 and FSDP2, constant peaks, overlap in a
+trace, and a step in a CUDA graph::
 
     python -m benchmarks.cuda                 # a few minutes; says if there is no GPU
-    python -m benchmarks.cuda --device cpu    # the same code at a tiny size
+    python -m benchmarks.cuda --device cpu    # the same code at a tiny size, no report
 
 Two worlds: one NCCL rank, where nothing is sent and casts and copies go by the side
 streams; and rank 0 of 8 on torch's ``fake`` backend, whose all-gather copies this
@@ -12,11 +15,18 @@ measured is what the library makes the host and the GPU do.
 from __future__ import annotations
 
 import argparse
+import io
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from datetime import date
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 
+from benchmarks.captured import captured_step
 from benchmarks.device_steps import (
     SIZES,
     WARM_UP,
@@ -31,6 +41,9 @@ from benchmarks.tables import say, say_versions, table
 from benchmarks.trace import StreamUse, hidden_part, record, stream_uses
 
 MIB = 2**20
+REPORTS = Path(__file__).parent / "reports"
+TESTS = (sys.executable, "-m", "pytest", "-m", "gpu", "-rs", "-q", "-W", "default")
+"""As ``make test-gpu``."""
 
 
 def trace_of(size: Size, device: torch.device) -> list[StreamUse]:
@@ -66,6 +79,7 @@ def run(kind: str, device: torch.device, options: argparse.Namespace) -> None:
         _run_peaks(world_size, device, options.steps)
         for size in sizes:
             _run_trace(size, device)
+            _run_captured(size, device, options.rounds)
 
 
 def _run_peaks(world_size: int, device: torch.device, steps: int) -> None:
@@ -86,7 +100,7 @@ def _run_peaks(world_size: int, device: torch.device, steps: int) -> None:
     )
     size = SIZES[device.type][-1]
     rows = []
-    for name in ("fsdp2", "ours"):
+    for name in ("fsdp1", "fsdp2", "ours"):
         peaks = peaks_of(lambda n=name: Trainee(n, size, device).step, device, steps)  # type: ignore[misc]  # lambda
         top = max(peaks.peaks)
         rows.append((name, f"{top / MIB:.1f}", f"{peaks.varies / MIB:.3f}"))
@@ -113,6 +127,72 @@ def _run_trace(size: Size, device: torch.device) -> None:
     )
 
 
+def _run_captured(size: Size, device: torch.device, rounds: int) -> None:
+    found = captured_step(size, device, rounds)
+    name = "a CUDA graph" if device.type == "cuda" else "no graph: a CPU captures none"
+    table(
+        f"{size.name}: a step with AdamW, in {name}; milliseconds",
+        ("", "eager", "replayed", "largest difference of a weight"),
+        [("ours", f"{found.eager:.2f}", f"{found.replayed:.2f}", str(found[2]))],
+    )
+
+
+def _run_tests() -> bool:
+    """Run the GPU tests in a process of their own, which leaves no memory behind."""
+    say(f"\nTests: {' '.join(TESTS[1:])}")
+    root = Path(__file__).parents[1]
+    done = subprocess.run(
+        TESTS,
+        cwd=root,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    # The summary: failures, reasons of skipped tests, numbers.
+    say("\n".join(f"  {line}" for line in done.stdout.splitlines()[-60:]))
+    # 5: no test was collected, as where no GPU is.
+    return done.returncode in (0, 5)
+
+
+class _Both(io.TextIOBase):
+    """Writes to two streams."""
+
+    def __init__(self, *streams: io.TextIOBase) -> None:
+        self.streams = streams
+
+    def write(self, text: str) -> int:
+        """Write to both."""
+        for stream in self.streams:
+            stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush both."""
+        for stream in self.streams:
+            stream.flush()
+
+
+@contextmanager
+def _reported(folder: Path | None, device: torch.device) -> Iterator[None]:
+    """Write what is printed into a dated report as well, if there is a folder."""
+    if folder is None:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{date.today().isoformat()}-{device.type}.md"
+    # Line by line, so that a run that is cut off leaves what it measured.
+    with path.open("w", encoding="utf-8", buffering=1) as file:
+        file.write(f"# One {device.type} device, {date.today().isoformat()}\n\n```\n")
+        both: Any = _Both(cast("Any", sys.stdout), cast("Any", file))
+        try:
+            with redirect_stdout(both):
+                yield
+        finally:
+            file.write("```\n")
+    say(f"\nreport: {path}")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; without the device that was asked for, say so."""
     parser = argparse.ArgumentParser(prog="benchmarks.cuda")
@@ -121,19 +201,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--world", choices=("one", "fake"), nargs="+", default=["one", "fake"])
     add("--rounds", type=int, default=20, help="timed steps of each library (20)")
     add("--steps", type=int, default=20, help="steps whose peaks are compared (20)")
+    add("--no-tests", action="store_true", help="leave out the tests marked gpu")
+    add("--report", type=Path, help="folder of the report (on CUDA: its usual place)")
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         say("no CUDA device: nothing was measured. --device cpu tries the code.")
         return 0
+    folder = options.report or (REPORTS if device.type == "cuda" else None)
+    with _reported(folder, device):
+        return _measure(device, options)
+
+
+def _measure(device: torch.device, options: argparse.Namespace) -> int:
+    """Print the whole report; return 1 if a test failed."""
     where = ""
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
         where = f", {torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
     say_versions(where)
+    passed = options.no_tests or _run_tests()
     for kind in options.world:
         run(kind, device, options)
-    return 0
+    return 0 if passed else 1
 
 
 if __name__ == "__main__":

@@ -16,8 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp import MixedPrecision as Precision1
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from composable_fsdp import CustomPolicy, MixedPrecision, fully_shard, plan
 from composable_fsdp.planning.memory import PeakMemory
@@ -26,7 +29,7 @@ from tests.support import seam
 from tests.support.memory import LiveBytes
 from tests.support.tiny import TinyBlock
 
-NAMES = ("plain", "fsdp2", "ours")
+NAMES = ("plain", "fsdp1", "fsdp2", "ours")
 WARM_UP = 4
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -78,13 +81,16 @@ class Trainee:
 
     def __init__(self, name: str, size: Size, device: torch.device) -> None:
         torch.manual_seed(0)
-        model = Blocks(size, device)
+        blocks = Blocks(size, device)
+        model: nn.Module = blocks
         if name == "plain":
-            model = model.to(torch.bfloat16)
+            model = blocks.to(torch.bfloat16)
+        elif name == "fsdp1":
+            model = _sharded_by_fsdp1(blocks, device)
         elif name == "fsdp2":
-            _shard_by_fsdp2(model, device)
+            _shard_by_fsdp2(blocks, device)
         else:
-            for block in model.blocks:
+            for block in blocks.blocks:
                 fully_shard(block, mixed_precision=BF16)
             fully_shard(model, mixed_precision=BF16)
         self.model = model
@@ -106,6 +112,16 @@ class Trainee:
         """Both."""
         self.forward_backward()
         self.update()
+
+
+def _sharded_by_fsdp1(model: Blocks, device: torch.device) -> nn.Module:
+    return FSDP1(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({TinyBlock}),
+        mixed_precision=Precision1(torch.bfloat16, torch.float32),
+        use_orig_params=True,
+        device_id=device,
+    )
 
 
 def _shard_by_fsdp2(model: Blocks, device: torch.device) -> None:
@@ -235,10 +251,18 @@ def peaks_of(
     return _peaks(
         make(),
         steps,
-        lambda: torch.cuda.memory_allocated(device),
+        # Requested bytes: the allocator counts the rest of a block that is too small to
+        # be split as allocated, and equal requests may meet different blocks.
+        lambda: _requested(device, "current"),
         lambda: torch.cuda.reset_peak_memory_stats(device),
-        lambda: torch.cuda.max_memory_allocated(device),
+        lambda: _requested(device, "peak"),
     )
+
+
+def _requested(device: torch.device, which: str) -> int:
+    """Bytes that tensors asked for, now or at the peak since the last reset."""
+    found: int = torch.cuda.memory_stats(device)[f"requested_bytes.all.{which}"]
+    return found
 
 
 def _peaks(

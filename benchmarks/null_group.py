@@ -171,7 +171,7 @@ def equal_tags() -> Iterator[None]:
     """Take the other ranks to send this rank's tags; fake tensors have no values."""
 
     def tags(peers: Peers, tag: int) -> list[int]:
-        return [tag] * len(peers.ranks)
+        return [tag] * peers.group.size()
 
     def digests(digest: Sequence[int], group: dist.ProcessGroup) -> list[int]:
         return [*digest] * group.size()

@@ -27,6 +27,7 @@ from composable_fsdp.access.settings import (
     set_reduce_scatter_unused_params,
     set_requires_all_reduce,
     set_requires_gradient_sync,
+    set_separate_reduce_scatter_group,
 )
 from composable_fsdp.access.single import (
     get_full_grad,
@@ -35,10 +36,13 @@ from composable_fsdp.access.single import (
     set_full_param,
 )
 from composable_fsdp.access.unshard_params import unshard_params
+from composable_fsdp.comm.int8_exchange import int8_all_to_all_hook
 from composable_fsdp.comm.operations import OperationRecord, recent_operations
 from composable_fsdp.comm.simulated_world import Machine
+from composable_fsdp.comm.wires import Float8Wire, Int8Wire, WireFormat, WireLayout
 from composable_fsdp.compose.contract import contract
 from composable_fsdp.config import (
+    Arena,
     BackwardPrefetch,
     Block,
     CPUOffload,
@@ -67,6 +71,7 @@ from composable_fsdp.entries.checkpoint_wrapper import (
 from composable_fsdp.entries.elsewhere import missing_name as _  # noqa: F401  # sets __getattr__
 from composable_fsdp.entries.even_batches import even_batches
 from composable_fsdp.entries.fully_shard import fully_shard
+from composable_fsdp.entries.open_wrapped_params import open_wrapped_params
 from composable_fsdp.entries.plan import plan
 from composable_fsdp.entries.replicate import replicate
 from composable_fsdp.entries.simulate import simulate
@@ -90,8 +95,10 @@ from composable_fsdp.integrations.foreign_strategies import (
 )
 from composable_fsdp.optim.flat_parameters import flat_parameter_groups, flat_parameters
 from composable_fsdp.optim.load import optim_state_dict_to_load
+from composable_fsdp.optim.owner_state import OwnerState
 from composable_fsdp.optim.owners import map_on_owners
 from composable_fsdp.optim.rekey import rekey_optim_state_dict
+from composable_fsdp.optim.replicas import load_replica_state_dict, replica_state_dict
 from composable_fsdp.optim.save import optim_state_dict
 from composable_fsdp.optim.single import get_full_optim_state, set_full_optim_state
 from composable_fsdp.planning.activations import Activations, measure_activations
@@ -112,10 +119,12 @@ from composable_fsdp.planning.replan import replan
 from composable_fsdp.runtime.comm_hooks import (
     DefaultState,
     LowPrecisionState,
+    ReplicaState,
     allreduce_hook,
     bf16_compress_hook,
     fp16_compress_hook,
     reduce_scatter_hook,
+    replica_hook,
 )
 from composable_fsdp.state_dict.settings import (
     get_state_dict_type,
@@ -138,12 +147,14 @@ from composable_fsdp.storage.load import load
 from composable_fsdp.storage.opening import open_source
 from composable_fsdp.storage.remote import Storage, StoredObject, Upload
 from composable_fsdp.storage.save import save
+from composable_fsdp.storage.snapshot import free_save_memory
 from composable_fsdp.storage.source import Source, TensorInfo
 from composable_fsdp.storage.storages import register_storage
 from composable_fsdp.storage.verify import Verification, verify
 
 __all__ = [
     "Activations",
+    "Arena",
     "BackwardPrefetch",
     "Block",
     "CPUOffload",
@@ -159,10 +170,12 @@ __all__ = [
     "DesyncError",
     "FSDPError",
     "FlatParameter",
+    "Float8Wire",
     "Forecast",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",
+    "Int8Wire",
     "LoadReport",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
@@ -175,8 +188,10 @@ __all__ = [
     "OperationRecord",
     "OptimStateDictConfig",
     "OptimStateKeyType",
+    "OwnerState",
     "PhaseError",
     "PlanError",
+    "ReplicaState",
     "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
@@ -195,6 +210,8 @@ __all__ = [
     "UnshardHandle",
     "Upload",
     "Verification",
+    "WireFormat",
+    "WireLayout",
     "allreduce_hook",
     "always_wrap_policy",
     "apply_activation_checkpointing",
@@ -215,20 +232,24 @@ __all__ = [
     "flat_parameters",
     "forecast",
     "fp16_compress_hook",
+    "free_save_memory",
     "full_shape",
     "fully_shard",
     "get_full_grad",
     "get_full_optim_state",
     "get_full_param",
     "get_state_dict_type",
+    "int8_all_to_all_hook",
     "is_sharded",
     "lambda_auto_wrap_policy",
     "load",
+    "load_replica_state_dict",
     "map_on_owners",
     "measure_activations",
     "no_sync",
     "offload_wrapper",
     "open_source",
+    "open_wrapped_params",
     "optim_state_dict",
     "optim_state_dict_to_load",
     "plan",
@@ -241,6 +262,8 @@ __all__ = [
     "rekey_optim_state_dict",
     "remove_stale",
     "replan",
+    "replica_hook",
+    "replica_state_dict",
     "replicate",
     "reshard",
     "save",
@@ -256,6 +279,7 @@ __all__ = [
     "set_requires_gradient_sync",
     "set_reshard_after_backward",
     "set_reshard_after_forward",
+    "set_separate_reduce_scatter_group",
     "set_state_dict_type",
     "simulate",
     "size_based_auto_wrap_policy",

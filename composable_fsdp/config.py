@@ -60,10 +60,50 @@ class Block(Enum):
       sharded parameter has shape ``(k, *trailing)``.
     * ``ELEMENT``: a single element, for the least padding; a sharded parameter is
       one-dimensional.
+    * ``TENSOR``: a whole parameter, which then lies on a single rank, for optimizers
+      of whole matrices. A parameter that is larger than a rank's share of its unit (all
+      elements of its dtype divided by the ranks) is cut by rows. The plan prints the
+      padding.
+    * ``Block.rows(n)``: ``n`` indices of dim 0, such as the rows of an attention head,
+      or a block of 32 rows that a quantizer scales together.
     """
 
     ROW = auto()
     ELEMENT = auto()
+    TENSOR = auto()
+
+    @staticmethod
+    def rows(n: int) -> RowBlock:
+        """Return the block of ``n`` indices of dim 0.
+
+        Of a one-dimensional parameter these are ``n`` elements. Rows behind the last
+        whole block are a block, too.
+
+        Raises: ValueError, if ``n`` is no positive int.
+
+        >>> Block.rows(64)
+        Block.rows(64)
+        """
+        return RowBlock(n)
+
+
+@dataclass(frozen=True)
+class RowBlock:
+    """The value of ``Block.rows(n)``."""
+
+    n: int
+
+    def __post_init__(self) -> None:
+        # A bool is an int in Python, and says no number of rows.
+        if type(self.n) is not int or self.n < 1:
+            raise ValueError(
+                f"Block.rows(n) expects a number of rows from 1, got {self.n!r}."
+            )
+
+    def __repr__(self) -> str:
+        return f"Block.rows({self.n})"
+
+    __str__ = __repr__
 
 
 @dataclass(frozen=True)
@@ -132,6 +172,51 @@ class CPUOffload:
             raise TypeError(
                 "CPUOffload(offload_params=...) expects True or False, got "
                 f"{self.offload_params!r}."
+            )
+
+
+@dataclass(frozen=True)
+class Arena:
+    """Selects memory with stable addresses for the full parameters.
+
+    Without an arena each unit allocates its full parameters at every all-gather. With
+    an arena they lie in a slot, whose memory is kept, so the addresses of the full
+    parameters stay the same from step to step.
+
+    Args:
+        shared: units that are never full at the same time, by the plan, use the same
+            slot. False: each unit has a slot of its own, which needs the memory of the
+            unsharded model, and leaves the order of the units free. Default True.
+        poison: fill a slot when a unit gives the slot back: floating point numbers
+            become NaN, so that a read of parameters behind their use shows; bits of
+            other dtypes are 1. Default False.
+        reduce: keep memory for reduce buffers, too: a slot as large as those of the
+            largest unit, which units use in turn. Gradients of further units that wait
+            for a reduction, as under ``no_sync``, lie elsewhere. Default False.
+        comm_memory: "nccl" allocates the slots with the allocator of the NCCL backend
+            and registers them with each communicator (user buffers). Default None: the
+            allocator of torch.
+
+    Raises: TypeError, if ``shared``, ``poison`` or ``reduce`` is not a bool;
+    ValueError, for an unknown ``comm_memory``.
+    """
+
+    shared: bool = True
+    poison: bool = False
+    reduce: bool = False
+    comm_memory: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("shared", "poison", "reduce"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(
+                    f"Arena({name}=...) expects True or False, got "
+                    f"{getattr(self, name)!r}."
+                )
+        if self.comm_memory not in (None, "nccl"):
+            raise ValueError(
+                f"Arena(comm_memory=...) expects None or 'nccl', got "
+                f"{self.comm_memory!r}."
             )
 
 

@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_fsdp import (
     BackwardPrefetch,
-    Block,
     CheckpointImpl,
     CPUOffload,
     CustomPolicy,
@@ -33,6 +32,7 @@ from composable_fsdp import (
 from composable_fsdp.planning.wrapping import post_order_apply
 from property_tests.combination_recipes import HYBRID, Combination, Unit
 from tests.support.models import Node, legal_units, module_at
+from tests.support.strategies import block_named
 from tests.support.world import World
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -150,7 +150,7 @@ def keywords(unit: Unit, path: str) -> dict[str, Any]:
     }
     if path == "wrapper":
         return {**given, "sharding_strategy": strategy}
-    return {**given, "strategy": strategy, "block": Block[unit.block]}
+    return {**given, "strategy": strategy, "block": block_named(unit.block)}
 
 
 def mesh_of(combination: Combination, world: World) -> DeviceMesh | None:

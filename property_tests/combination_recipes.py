@@ -28,7 +28,7 @@ class Unit(_Short):
     """The options of one unit; ``mixed`` names one of ``combination_models.MIXED``."""
 
     strategy: Strategy = "FULL_SHARD"
-    block: Literal["ROW", "ELEMENT"] = "ROW"
+    block: Literal["ROW", "ELEMENT", "TENSOR", "rows(3)"] = "ROW"
     mixed: Mixed = "none"
     offload: bool = False
     prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST"] | None = "BACKWARD_PRE"

@@ -29,7 +29,7 @@ def units(world_size: int) -> st.SearchStrategy[Unit]:
     return st.builds(
         Unit,
         strategy=st.sampled_from(strategies),
-        block=st.sampled_from(["ROW", "ELEMENT"]),
+        block=st.sampled_from(["ROW", "ELEMENT", "TENSOR", "rows(3)"]),
         mixed=st.sampled_from(MIXED),
         offload=st.sampled_from([False, False, True]),
         prefetch=st.sampled_from(["BACKWARD_PRE", "BACKWARD_POST", None]),

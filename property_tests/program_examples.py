@@ -852,6 +852,14 @@ EXAMPLES: dict[str, list[Program]] = {
         for call in ("jvp", "vjp", "vmap")
         for core in ("dataclamp", "clamp")
     ],
+    "a wire format inside a transform, and parameters that leave their region": [
+        Program(
+            Part(children=(Part(call=call), Part())),
+            options=Options(wire=True),
+            actions=(("forward", 0), ("backward",), ("freeze", 1), *STEPS),
+        )
+        for call in ("jvp", "vjp", "vmap")
+    ],
     "optimizers and full parameters": [
         below(Part(), actions=(("inside_summon", what),)) for what in ("make", "step")
     ],

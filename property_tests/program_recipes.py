@@ -52,7 +52,7 @@ class Options(_Short):
     forward_prefetch: bool = False
     offload: bool = False
     limit: bool = True
-    block: Literal["ROW", "ELEMENT"] = "ROW"
+    block: Literal["ROW", "ELEMENT", "TENSOR", "rows(3)"] = "ROW"
     optimizer: str = "sgd"
     early: bool = False
     """The optimizer is made before the model is sharded."""
@@ -70,6 +70,10 @@ class Options(_Short):
     """Units compute in float32 (``MixedPrecision``), the plain model in float64."""
     methods: bool = False
     """``compute`` of every unit is a forward, too (``register_forward_method``)."""
+    wire: bool = False
+    """All-gathers are encoded, by a format that loses nothing (``Verbatim``)."""
+    arena: Literal["", "shared", "apart"] = ""
+    """Full parameters lie in poisoned slots, shared or one per unit (``Arena``)."""
     groups: bool = False
     """The optimizer has two groups, with every other parameter and another rate."""
 

@@ -43,13 +43,15 @@ REFUSALS: list[tuple[set[str], str]] = [
     ),
     ({"form:generator"}, "returned a generator, which computes when"),
     ({"core:maxnorm"}, "it renormalises rows inside forward"),
-    # Under MixedPrecision the full parameters are copies in another dtype.
+    # Under MixedPrecision, or a wire format, full parameters are copies.
     (
-        {"core:clamp", "core:dataclamp", "core:normalized"},
+        {"core:clamp", "core:dataclamp", "core:normalized", "option:wire"},
         r"wrote to its weights.* where they are copies",
     ),
+    # Units that the plan does not expect to be full at the same time.
+    ({"option:shared"}, "both have their full parameters in the same slot"),
     # A copy that is in another dtype than the shards.
-    ({"option:low"}, "where it is a copy in torch.float32 of shards"),
+    ({"option:low", "option:wire"}, r"where it is a copy in torch.float\d+ of shards"),
     (
         {"option:fill", "action:fill"},
         "while set_reduce_scatter_unused_params gives every parameter one",

@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_fsdp import (
+    Arena,
     BackwardPrefetch,
-    Block,
     CPUOffload,
     MixedPrecision,
     ShardedGradScaler,
     ShardingStrategy,
+    WireFormat,
+    WireLayout,
     fully_shard,
     register_forward_method,
     set_reduce_scatter_unused_params,
@@ -30,6 +32,7 @@ from property_tests.program_model import Piece, build, unit_paths
 from property_tests.program_recipes import Options, Program
 from tests.support.models import legal_units
 from tests.support.reference import apply_units
+from tests.support.strategies import block_named
 from tests.support.world import World
 
 if TYPE_CHECKING:
@@ -147,6 +150,34 @@ def forget_meshes() -> None:
     _meshes.clear()
 
 
+@dataclass(frozen=True)
+class Verbatim(WireFormat):
+    """Sends floating point matrices in float64, with the number of the rank behind."""
+
+    grid = 3
+
+    def nbytes(self, layout: WireLayout) -> int:
+        return 16 * (layout.shard_numel // 2 + 2)
+
+    def encode(
+        self,
+        shard: Tensor,
+        out: Tensor,
+        layout: WireLayout,
+        rank: int,
+        largest: Tensor | None,
+    ) -> None:
+        assert shard.shape == (layout.shard_numel,)
+        out.fill_(rank)
+        out[: 8 * layout.shard_numel].view(torch.float64).copy_(shard)
+
+    def decode(self, wire: Tensor, full: Tensor, layout: WireLayout) -> None:
+        slices = wire.view(layout.world_size, -1)
+        assert slices[:, -1].tolist() == list(range(layout.world_size))
+        sent = slices[:, : 8 * layout.shard_numel].view(torch.float64)
+        full.view(layout.world_size, -1).copy_(sent)
+
+
 def mesh_of(world: World, replicas: int) -> DeviceMesh:
     """Made once per shape, because each makes groups."""
     replicas = math.gcd(replicas, world.world_size)
@@ -178,8 +209,12 @@ def shard(
         for module in model.modules():
             if isinstance(module, Piece):
                 module.low = True
+    if options.wire:
+        arguments["wire"] = Verbatim()
+    if options.arena:
+        arguments["arena"] = Arena(options.arena == "shared", poison=True, reduce=True)
     if options.door == "composable":
-        arguments["block"] = Block[options.block]
+        arguments["block"] = block_named(options.block)
     below = [unit for unit in units if unit]
     if options.door == "composable" and (options.pairs or options.apart):
         for group in families(units, 2 if options.pairs else 1):

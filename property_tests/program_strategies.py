@@ -63,7 +63,7 @@ def options() -> st.SearchStrategy[Options]:
         forward_prefetch=ON,
         offload=st.sampled_from([False, False, False, True]),
         limit=ON,
-        block=st.sampled_from(["ROW", "ELEMENT"]),
+        block=st.sampled_from(["ROW", "ELEMENT", "TENSOR", "rows(3)"]),
         optimizer=st.sampled_from(list(OPTIMIZERS)),
         early=st.sampled_from([False, False, True]),
         keep_full=st.sampled_from([False, False, False, True]),
@@ -72,6 +72,8 @@ def options() -> st.SearchStrategy[Options]:
         fill=st.sampled_from([False, False, False, True]),
         replicas=st.sampled_from([1, 2, 12]),
         low=st.sampled_from([False] * 7 + [True]),
+        wire=st.sampled_from([False, False, False, True]),
+        arena=st.sampled_from(["", "", "shared", "apart"]),
         methods=st.sampled_from([False, False, False, True]),
         groups=st.sampled_from([False, False, False, True]),
     )

@@ -12,6 +12,7 @@ import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
+from composable_fsdp.config import Block
 from composable_fsdp.planning.layout import (
     ParameterSpec,
     RegionLayout,
@@ -19,6 +20,7 @@ from composable_fsdp.planning.layout import (
     row_block,
     sharded_shape,
 )
+from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.partition import EXACT_CLASSES, SHARD_ALIGNMENT
 from tests.support.strategies import shapes, world_sizes
 
@@ -38,11 +40,10 @@ def units(draw: st.DrawFn, max_size: int = 8) -> list[ParameterSpec]:
     one = st.tuples(
         shapes(max_dims=3, max_side=9), st.sampled_from(DTYPES), st.booleans()
     )
-    rows = draw(st.booleans())
+    block = draw(st.sampled_from([Block.ROW, *Block, Block.rows(2), Block.rows(5)]))
+    options = UnitOptions(block=block)
     return [
-        ParameterSpec(
-            (f"p{i}",), shape, dtype, trainable, row_block(shape) if rows else 1
-        )
+        options.spec((f"p{i}",), shape, dtype, trainable, None, None, None)
         for i, (shape, dtype, trainable) in enumerate(
             draw(st.lists(one, max_size=max_size))
         )
@@ -122,6 +123,7 @@ def test_every_element_lies_in_exactly_one_shard(
         assert sorted([*held, *gaps]) == list(range(region.padded_numel))
 
 
+@pytest.mark.req("U-14")
 @given(specs=units(), world_size=st.one_of(world_sizes(), st.integers(1, 1024)))
 def test_no_shard_boundary_cuts_a_block(
     specs: list[ParameterSpec], world_size: int
@@ -136,7 +138,27 @@ def test_no_shard_boundary_cuts_a_block(
                 # Alone a rank holds everything, and an empty part cuts nothing.
                 if world_size > 1 and stop > start:
                     assert start % blocks[slot.fqn] == 0
-                    assert stop % blocks[slot.fqn] == 0
+                    # Rows behind the last whole block of rows are a block, too.
+                    assert stop % blocks[slot.fqn] == 0 or stop == slot.numel
+
+
+@pytest.mark.req("M-05")
+@given(specs=units(), world_size=st.one_of(world_sizes(), st.integers(2, 64)))
+def test_parameters_of_at_most_a_share_lie_on_a_single_rank(
+    specs: list[ParameterSpec], world_size: int
+) -> None:
+    """And their shards have at most twice the elements of a share, up to alignment."""
+    specs = [spec._replace(uncut=True) for spec in specs]
+    kinds: Counter[tuple[torch.dtype, bool]] = Counter()
+    for spec in specs:
+        kinds[spec.dtype, spec.trainable] += spec.numel
+    for region in plan_regions(specs, world_size=world_size):
+        share = -(-kinds[region.dtype, region.trainable] // world_size)
+        for slot in region.parameters:
+            if world_size > 1 and slot.numel <= share:
+                assert len(region.holders(slot)) == 1 or not slot.numel
+                aligned = 16 * len(region.parameters) + 16
+                assert region.shard_numel <= 2 * share + aligned
 
 
 @given(specs=classed_units(2, 3, max_block=9), world_size=st.integers(2, 5))

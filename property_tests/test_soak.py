@@ -48,6 +48,7 @@ def test_forwards_that_all_raise_leave_no_key(ranks: RankCount, tmp_path: Path) 
         assert after["keys of the store"] == before["keys of the store"]
 
 
+@pytest.mark.usefixtures("few_objects")
 def test_what_fills_a_bounded_table_is_no_growth(one_rank: World) -> None:
     """A leak beside the table is."""
     calls = round_order(one_rank.group).calls

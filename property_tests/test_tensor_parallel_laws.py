@@ -25,6 +25,7 @@ from composable_fsdp import (
     optim_state_dict,
 )
 from property_tests.live import examples
+from property_tests.program_side import Verbatim
 from tests.parallel.models import (
     Recipe,
     average,
@@ -56,12 +57,14 @@ OPTIONS = st.fixed_dictionaries(
                 ShardingStrategy.NO_SHARD,
             ]
         ),
-        "block": st.sampled_from(Block),
+        "block": st.sampled_from([*Block, Block.rows(3)]),
         "cpu_offload": st.sampled_from([None, CPUOffload(offload_params=True)]),
         # A wider dtype is exact, so that the law can hold for each element.
         "mixed_precision": st.sampled_from(
             [None, MixedPrecision(reduce_dtype=torch.float64)]
         ),
+        # Encoded all-gathers that lose nothing.
+        "wire": st.sampled_from([None, Verbatim()]),
     }
 )
 

@@ -138,6 +138,7 @@ def test_every_name_in_a_handle_starts_at_the_units_module(recipe: ModelRecipe) 
 
 
 @pytest.mark.req("S1-30")
+@pytest.mark.usefixtures("few_objects")
 @settings(
     max_examples=5,
     phases=[Phase.explicit, Phase.generate],

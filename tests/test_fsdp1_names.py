@@ -41,7 +41,14 @@ DIFFERENCES = {
 }
 ADDED = {
     # Ours alone, after torch's, so that they can be given by keyword and left out.
-    "FullyShardedDataParallel.__init__": ["tied_params", "check_weights", "if_sharded"],
+    "FullyShardedDataParallel.__init__": [
+        "expert_mesh",
+        "tied_params",
+        "check_weights",
+        "wire",
+        "arena",
+        "if_sharded",
+    ],
     # As torch.nn.utils.clip_grad_norm_ has them.
     "FullyShardedDataParallel.clip_grad_norm_": ["error_if_nonfinite", "foreach"],
     "MixedPrecision.__init__": ["output_dtype"],

@@ -10,16 +10,16 @@ from functools import cache
 
 import pytest
 
-from benchmarks.counting import Counts, counts
+from benchmarks.counting import Counts, counts, set_up_counts
 from benchmarks.variants import PLAIN, load_flat, load_ours
 
 # Per unit and step over plain with torch 2.13 and Python 3.11, of 64 units with six
-# parameters: 233.8 and 42.2 calls, 9.1 and -0.9 operators. The goals are 300 and 25.
+# parameters: 233.8 and 36.9 calls, 9.1 and -0.9 operators. The goals are 300 and 25.
 # Of these 8 set and compare the version counters of full leaves, four times a step: a
 # read of weights outside their window is an error and not garbage. 18 record the three
 # collectives with the times of issue, wait and end.
 CALLS_FORWARD_BACKWARD = 236
-CALLS_STEP = 44
+CALLS_STEP = 38
 OPS = 10
 # Per parameter of a unit beyond six, measured: 4.6 and -8.9 calls, half an operator
 # (a matrix's gradient is viewed in its shape; clipping goes over flat gradients,
@@ -27,6 +27,10 @@ OPS = 10
 CALLS_PER_PARAMETER_FORWARD_BACKWARD = 6
 CALLS_PER_PARAMETER_STEP = -7
 OPS_PER_PARAMETER = 0.5
+# Set-up, per unit: calls of ``fully_shard``, and of the first forward and backward
+# beyond those of a later step.
+CALLS_SHARD = 854
+CALLS_FIRST = 346
 
 HELP = (
     "{what}: {got:.2f}, but at most {most}. Each counts in every step of every unit. "
@@ -92,6 +96,19 @@ def test_a_parameter_adds_a_few_calls() -> None:
         CALLS_PER_PARAMETER_STEP,
         OPS_PER_PARAMETER,
     )
+
+
+@pytest.mark.req("U-15")
+def test_set_up_of_a_unit_makes_no_more_calls_than_it_did() -> None:
+    """Sharding and the first step, per further unit, stay under the ceilings."""
+    few, many = (set_up_counts(load_ours(), units=n, world_size=8) for n in (16, 48))
+    each = many.over(few, 48 - 16)
+
+    for what, got, most in (
+        ("calls of fully_shard", each.shard, CALLS_SHARD),
+        ("calls of the first step", each.first_forward_backward, CALLS_FIRST),
+    ):
+        assert got <= most, HELP.format(what=what, got=got, most=most)
 
 
 @pytest.mark.parametrize(("parameters", "most"), [(2, 1.0), (6, 0.4), (18, 0.4)])

@@ -28,6 +28,7 @@ FENCE = re.compile(
 )
 SCRIPT = re.compile(r"# (?:torchrun .* )?(\w+\.py)\n")
 ELSEWHERE = {
+    "docs/how_to/torchao.md": "tests/integrations_env/test_torchao.py runs the blocks",
     "docs/hugging_face.md": "tests/integrations_env/test_hf_page.py runs the blocks",
     "docs/lightning.md": "tests/integrations_env/test_lightning_page.py runs it",
     "docs/migrate/fsdp2.md": "tests/entries/test_fsdp2.py runs its script",
@@ -89,6 +90,7 @@ def fragments(page: str) -> list[CodeBlock]:
 PAGES = [page for page in pages() if page not in ELSEWHERE and fragments(page)]
 
 
+@pytest.mark.req("N-08")
 @pytest.mark.parametrize("page", PAGES)
 def test_the_code_of_a_page_runs(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -49,6 +49,7 @@ def test_public_classes_and_functions_have_docstrings_of_their_own(
     assert bare == []
 
 
+@pytest.mark.req("N-08")
 def test_the_reference_has_every_public_name_once(names: Sequence[str]) -> None:
     """Each name is on one page of the API reference, and in its table of contents."""
     folder = Path(__file__).parents[1] / "docs" / "reference"
@@ -60,6 +61,7 @@ def test_the_reference_has_every_public_name_once(names: Sequence[str]) -> None:
     assert set(names) - set(listed) == set()
 
 
+@pytest.mark.req("N-08")
 def test_the_reference_shows_every_name_in_an_example(names: Sequence[str]) -> None:
     """In the examples of a topic's page, or of the docstring; all of them run."""
     folder = Path(__file__).parents[1] / "docs" / "reference"

@@ -82,6 +82,9 @@ def gather_slot(ref: ParamRef, part: Tensor) -> Tensor:
         ranks = range(group.size())
         intervals = [ref.region.layout.interval(slot, rank) for rank in ranks]
         own = gather_part(part, slot.shape, intervals, group, handle.layout.device)
+    if slot.strides:
+        # The plain model's memory format.
+        own = own.new_empty_strided(slot.shape, slot.strides).copy_(own)
     # The data ranks hold equal rectangles; the last step joins the rectangles.
     return own if form is None else form.whole(own)
 

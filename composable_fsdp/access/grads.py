@@ -26,6 +26,12 @@ from composable_fsdp.comm import collectives
 from composable_fsdp.comm.agreement import can_compare
 from composable_fsdp.comm.meeting import Call, meet
 from composable_fsdp.errors import DesyncError
+from composable_fsdp.flat.experts import (
+    Route,
+    count_common,
+    require_one_world,
+    route_of,
+)
 from composable_fsdp.flat.flat_parameter import (
     add_own_gradients,
     grad_of,
@@ -106,7 +112,8 @@ def clip_grad_norm_(
         another over its ranks. All ranks must pass the same parameters. If
         ``error_if_nonfinite`` raises, also an all-gather of objects, for the message.
     Raises: DesyncError, if another rank does not make this call, before anything is
-        sent, or, on the CPU, passes another ``max_norm``; ValueError, unless
+        sent, or, on the CPU, passes another ``max_norm``; CompositionError, for units
+        whose gradients are over the data of different ranks; ValueError, unless
         ``norm_type`` > 0 and ``max_norm`` >= 0; TypeError, for an argument that is no
         parameter; RuntimeError for ``error_if_nonfinite``, on
         all ranks alike and before any gradient is scaled.
@@ -132,10 +139,10 @@ def clip_grad_norm_(
                 where += gradient
                 gradients += gradient
             continue
-        group = handle.groups.shard
-        # Without a shard group every rank holds all elements, as of plain parameters: a
-        # sum over ranks would count them repeatedly. Not ``_route``, which is a call.
-        where = plain if group is None else sharded.setdefault((group,), [])
+        cut = handle.groups.cut
+        # Without such a group every rank holds all elements, as of plain parameters: a
+        # sum over ranks would count them repeatedly. Not ``route_of``, which is a call.
+        where = sharded.setdefault(cut, []) if cut else plain
         for region in handle.layout.regions:
             dtypes.add(region.shard.dtype)
             if region.layout.trainable:
@@ -149,10 +156,14 @@ def clip_grad_norm_(
     # send the same dtype as the other ranks.
     is_double = not dtypes.isdisjoint((torch.float64, torch.complex128))
     dtype = torch.float64 if is_double else torch.float32
+    # Units over the same groups, of most models, need no look at their ranks.
+    if len(sharded) > 1 or len({handle.groups.names for handle in handles}) > 1:
+        require_one_world(handles, "clip_grad_norm_")
     if sharded:
         # A training loop repeats this call, and an expected call visits no store.
         groups = dict.fromkeys(group for route in sharded for group in route)
-        meet(groups, _clip_call(norm_type, dtype, len(parameters)), always=False)
+        count = count_common(chosen, handles)
+        meet(groups, _clip_call(norm_type, dtype, count), always=False)
     norms = _norms_one_by_one if foreach is False else torch._foreach_norm
     device = device or torch.device("cpu")
     kind = _Kind(norm_type, device, dtype, norms, max_norm)
@@ -180,8 +191,8 @@ def clip_grad_norm_(
 def _as_norms(norm_type: object, max_norm: object) -> tuple[float, float]:
     """Return the numbers that the caller has passed, as ``float``.
 
-    Raises: TypeError, for what is no number; ValueError, for a norm that gradients
-    cannot be clipped to.
+    Raises: TypeError, for a value that is no number; ValueError, for a norm that
+    gradients cannot be clipped to.
     """
     numbers = []
     for name, given in (("norm_type", norm_type), ("max_norm", max_norm)):
@@ -254,17 +265,6 @@ def _norms_one_by_one(
     return [torch.linalg.vector_norm(t, norm_type, dtype=dtype) for t in tensors]
 
 
-Route = tuple[dist.ProcessGroup, ...]
-"""The groups whose ranks hold other elements of a parameter; none if all are here."""
-
-
-def _route(handle: FlatParamHandle, slot: int) -> Route:
-    """Return the groups over which the norm of a parameter's gradient is a sum."""
-    group, form = handle.groups.shard, handle.layout.forms.get(slot)
-    # Replicas have equal gradients, as have the ranks of a mesh that does not cut.
-    return (*(() if group is None else (group,)), *(form.cut_over if form else ()))
-
-
 def _gradients_in_form(
     handle: FlatParamHandle, chosen: dict[int, Tensor]
 ) -> Iterator[tuple[Route, list[Tensor]]]:
@@ -282,8 +282,8 @@ def _gradients_in_form(
     # must meet the groups in the same order.
     for key in sorted(refs):
         region, index = refs[key]
-        gradient = leaf_gradients(region, handle)[index]
-        yield _route(handle, key), [] if gradient is None else [gradient]
+        gradient = leaf_gradients(region)[index]
+        yield route_of(handle, key), [] if gradient is None else [gradient]
 
 
 def _gradients(
@@ -301,7 +301,7 @@ def _gradients(
         return [
             gradient
             for leaf, gradient in zip(
-                region.leaves, leaf_gradients(region, handle), strict=True
+                region.leaves, leaf_gradients(region), strict=True
             )
             if gradient is not None and id(leaf) in chosen
         ]
@@ -349,16 +349,14 @@ def _offenders(
     # equal on all ranks.
     bad = [r for r, norm in zip(routes, norms, strict=True) if not norm.isfinite()]
     # Units without a shard group hold whole gradients, equal on all ranks.
-    whole = [
-        each for each in handles if each.groups.shard is None and not each.layout.forms
-    ]
+    whole = [each for each in handles if not each.groups.cut and not each.layout.forms]
     found = collect_nonfinite(whole, chosen, ()) if whole else []
     for route in bad:
         held = {
             id(ref.leaf): (handle, ref.leaf)
             for handle in handles
             for ref in param_refs(handle)
-            if _route(handle, ref.slot.index) == route and _is_chosen(ref, chosen)
+            if route_of(handle, ref.slot.index) == route and _is_chosen(ref, chosen)
         }
         units = list(dict.fromkeys(handle for handle, _ in held.values()))
         leaves = {key: leaf for key, (_, leaf) in held.items()}

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.meeting import Call, meet
+from composable_fsdp.flat.experts import count_common, require_one_world, route_of
 from composable_fsdp.flat.flat_parameter import find_flat, leaf_gradients
 from composable_fsdp.flat.handle import LEAVES, FlatParamHandle
 from composable_fsdp.flat.param_ref import originals_by_vars, param_refs
@@ -67,7 +68,8 @@ def find_nonfinite(
     Collective: over each shard and replicate group of the units, and the ranks of
         tensor parallelism, an all-reduce of one number, and, only if a gradient is not
         finite, an all-gather of objects. All ranks must pass the same parameters.
-    Raises: DesyncError, if another rank does not make this call; TypeError, for an
+    Raises: DesyncError, if another rank does not make this call; CompositionError, for
+        units whose gradients are over the data of different ranks; TypeError, for an
         argument that is no parameter.
 
     >>> for each in find_nonfinite(model):
@@ -76,6 +78,7 @@ def find_nonfinite(
     parameters = parameters_given(module_or_params, "find_nonfinite")
     chosen = dict(zip(map(id, parameters), parameters, strict=True))
     handles, others = units_and_others(chosen)
+    require_one_world(handles, "find_nonfinite")
     # Units over other groups exchange separately, in the order of the units, which is
     # equal on all ranks.
     routes: dict[tuple[dist.ProcessGroup, ...], dict[FlatParamHandle, None]] = {}
@@ -85,11 +88,11 @@ def find_nonfinite(
         for ref in sorted(param_refs(handle), key=lambda each: each.slot.index):
             if id(ref.leaf) in chosen or id(ref.region.flat) in chosen:
                 # Ranks with equal values look at the same elements, and find the same.
-                cut = () if ref.form is None else ref.form.cut_over
-                route = (*handle.groups.present, *cut)
+                held_by = route_of(handle, ref.slot.index)
+                route = tuple(dict.fromkeys((*handle.groups.present, *held_by)))
                 routes.setdefault(route, {})[handle] = None
                 held.setdefault(route, {})[id(ref.leaf)] = ref.leaf
-    call = Call("find_nonfinite", f"{len(parameters)} parameters")
+    call = Call("find_nonfinite", f"{count_common(chosen, handles)} parameters")
     meet(dict.fromkeys(g for route in routes for g in route), call, always=False)
     found: list[NonFinite] = []
     for route, among in routes.items():
@@ -185,7 +188,7 @@ def _held(handle: FlatParamHandle, chosen: Mapping[int, Tensor]) -> Iterator[_He
         # A frozen parameter may have a gradient from before, which optimizers use.
         gradient = ref.leaf.grad
         if ref.region.layout.trainable:
-            gradient = leaf_gradients(ref.region, handle)[ref.index]
+            gradient = leaf_gradients(ref.region)[ref.index]
         if gradient is not None:
             yield name, handle.name, gradient, True
         # Gradients of ``no_sync`` are in the reduce buffer, or still as autograd has

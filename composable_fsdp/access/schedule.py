@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from composable_fsdp.access.settings import require_flag, units_of
+from composable_fsdp.access.settings import changed_units, require_flag
 from composable_fsdp.runtime.unshard import record_gathers
+from composable_fsdp.tree.changed_settings import note_change
 from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
 from composable_fsdp.tree.traversal import inside_wrappers, no_unit, require_module
 
@@ -37,7 +38,9 @@ def set_modules_to_forward_prefetch(
     """
     what = "set_modules_to_forward_prefetch"
     state = state_of_unit(module, what)
-    state.ahead_in_forward = _own_states(modules, what)
+    ahead = _own_states(modules, what)
+    note_change([state])
+    state.ahead_in_forward = ahead
     # A separate flag, so that forward tests a single attribute.
     state.settings.prefetches_forward = (
         bool(state.ahead_in_forward) or state.options.forward_prefetch
@@ -60,8 +63,10 @@ def set_modules_to_backward_prefetch(
     """
     what = "set_modules_to_backward_prefetch"
     state = state_of_unit(module, what)
+    ahead = _own_states(modules, what)
+    note_change([state])
     # An empty tuple selects the default.
-    state.ahead_in_backward = _own_states(modules, what)
+    state.ahead_in_backward = ahead
 
 
 def set_reshard_after_forward(
@@ -81,7 +86,7 @@ def set_reshard_after_forward(
         ``reshard_after_forward`` is not a bool.
     """
     require_flag("set_reshard_after_forward", reshard_after_forward)
-    for state in units_of(module, "set_reshard_after_forward", recurse=recurse):
+    for state in changed_units(module, "set_reshard_after_forward", recurse=recurse):
         state.settings.reshard_after_forward = reshard_after_forward
 
 
@@ -105,7 +110,7 @@ def set_reshard_after_backward(
     Raises: CompositionError, TypeError, as ``set_reshard_after_forward``.
     """
     require_flag("set_reshard_after_backward", reshard_after_backward)
-    for state in units_of(module, "set_reshard_after_backward", recurse=recurse):
+    for state in changed_units(module, "set_reshard_after_backward", recurse=recurse):
         set_reshard(state, reshard_after_backward)
 
 

@@ -2,7 +2,8 @@
 
 Names and meanings are the same as of FSDP2's methods. Each function accepts any module
 that is or holds fully sharded modules; ``recurse=False`` selects only the unit of the
-module itself. All ranks must make the same calls. No function communicates.
+module itself. All ranks must make the same calls. No function communicates, except that
+``set_separate_reduce_scatter_group`` creates process groups.
 """
 
 from __future__ import annotations
@@ -15,9 +16,13 @@ from torch import Tensor, nn
 
 from composable_fsdp.comm import custom
 from composable_fsdp.comm.custom import CustomAllGather, CustomReduceScatter
+from composable_fsdp.comm.groups import GroupRef
+from composable_fsdp.comm.nodes import twin_group
+from composable_fsdp.comm.watch import watch
 from composable_fsdp.config import HYBRID
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.build import set_divisions
+from composable_fsdp.tree.changed_settings import note_change
 from composable_fsdp.tree.root import outermost
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import (
@@ -52,7 +57,7 @@ def set_requires_gradient_sync(
         set_sync(state, requires_gradient_sync)
         # As in FSDP2, where the reduce-scatter and the all-reduce are switched
         # together.
-        state.handle.rule.all_reduce = requires_gradient_sync
+        _set_all_reduce(state, requires_gradient_sync)
 
 
 def set_sync(state: _FSDPState, sync: bool) -> None:
@@ -82,7 +87,17 @@ def set_requires_all_reduce(
     """
     require_flag("set_requires_all_reduce", requires_all_reduce)
     for state in units_of(module, "set_requires_all_reduce", recurse=recurse):
-        state.handle.rule.all_reduce = requires_all_reduce
+        _set_all_reduce(state, requires_all_reduce)
+
+
+def _set_all_reduce(state: _FSDPState, all_reduce: bool) -> None:
+    """Set whether a reduction includes the all-reduce over the replicate group."""
+    rule = state.handle.rule
+    # Accumulation calls this function before each backward, and the setting has no
+    # effect without replicas.
+    if rule.all_reduce != all_reduce and state.handle.groups.replicas > 1:
+        note_change([state])
+    rule.all_reduce = all_reduce
 
 
 def set_is_last_backward(module: nn.Module, is_last_backward: bool) -> None:
@@ -106,6 +121,9 @@ def set_is_last_backward(module: nn.Module, is_last_backward: bool) -> None:
 def set_gradient_divide_factor(module: nn.Module, factor: float) -> None:
     """Divide sums of gradients over ranks by ``factor`` instead of the number of ranks.
 
+    The number of ranks is that of the unit, and of experts that of all data ranks: the
+    ranks of the unit times those that hold other experts.
+
     As in FSDP2, the call sets the module's own unit only: call the function on each
     unit that needs a factor. A communication hook divides by itself.
 
@@ -119,7 +137,7 @@ def set_gradient_divide_factor(module: nn.Module, factor: float) -> None:
             f"{factor!r}. Sums over ranks are divided by it; the number of ranks is "
             "what it is without the call."
         )
-    for state in units_of(module, "set_gradient_divide_factor", recurse=False):
+    for state in changed_units(module, "set_gradient_divide_factor", recurse=False):
         state.handle.rule.factor = float(factor)
         # The division per region (before or after the sum) is derived from the factor.
         set_divisions(state.handle)
@@ -134,7 +152,7 @@ def set_force_sum_reduction(module: nn.Module, force_sum: bool) -> None:
     """
     require_flag("set_force_sum_reduction_for_comms", force_sum)
     name = "set_force_sum_reduction_for_comms"
-    for state in units_of(module, name, recurse=False):
+    for state in changed_units(module, name, recurse=False):
         state.handle.rule.force_sum = force_sum
         # The division depends on whether the backend averages.
         set_divisions(state.handle)
@@ -175,8 +193,44 @@ def set_all_reduce_hook(
                 f"set_all_reduce_hook got a stream for unit {state.name}, which "
                 "all-reduces over replicas on a stream of its own. Leave stream out."
             )
+        note_change([state])
         rule = state.handle.rule
         rule.after_sum = hook if stream is None else partial(_on_stream, hook, stream)
+
+
+def set_separate_reduce_scatter_group(
+    module: nn.Module, enable: bool = True, *, recurse: bool = True
+) -> None:
+    """Reduce gradients over process groups of their own; as in FSDP2.
+
+    NCCL runs the collectives of a process group one after the other, so an all-gather
+    for the next backward waits for the reduce-scatter that was issued before. With two
+    groups both are in flight, if the network has room. Numbers do not change. A second
+    group takes device memory for its communicator (NCCL).
+
+    Args:
+        module: A fully sharded module, or a module that holds such modules.
+        enable: False goes back to the group of the all-gathers. Default True.
+        recurse: Set all units in ``module``. False: only the unit ``module`` itself.
+            Default True.
+
+    Collective: at the first call creates a group per set of ranks that share
+        parameters; all of these ranks must call in the same order. NCCL with
+        ``init_process_group(device_id=...)``: all ranks of the default group.
+    Raises: CompositionError, if there is no such unit; TypeError, if ``enable`` is not
+        a bool.
+    """
+    name = "set_separate_reduce_scatter_group"
+    require_flag(name, enable)
+    for state in units_of(module, name, recurse=recurse):
+        shard, rule = state.handle.groups.shard, state.handle.rule
+        rule.group = None
+        # A unit of a single rank sends nothing.
+        if enable and shard is not None:
+            group = twin_group(shard, "reductions")
+            # The first forward watches the groups of the units alone.
+            watch([group])
+            rule.group = GroupRef(group)
 
 
 def set_custom_all_gather(module: nn.Module, comm: CustomAllGather) -> None:
@@ -193,7 +247,7 @@ def set_custom_all_gather(module: nn.Module, comm: CustomAllGather) -> None:
         ``comm`` cannot be called or does not allocate.
     """
     _require_comm("set_custom_all_gather", comm)
-    for state in units_of(module, "set_custom_all_gather", recurse=False):
+    for state in changed_units(module, "set_custom_all_gather", recurse=False):
         state.handle.rule.all_gather = partial(custom.all_gather, comm)
 
 
@@ -209,7 +263,7 @@ def set_custom_reduce_scatter(module: nn.Module, comm: CustomReduceScatter) -> N
     Raises: as ``set_custom_all_gather``.
     """
     _require_comm("set_custom_reduce_scatter", comm)
-    for state in units_of(module, "set_custom_reduce_scatter", recurse=False):
+    for state in changed_units(module, "set_custom_reduce_scatter", recurse=False):
         state.handle.rule.reduce_scatter = partial(custom.reduce_scatter, comm)
 
 
@@ -263,7 +317,7 @@ def set_reduce_scatter_unused_params(
     """
     name = "set_reduce_scatter_unused_params"
     require_flag(name, reduce_scatter_unused_params)
-    for state in units_of(module, name, recurse=recurse):
+    for state in changed_units(module, name, recurse=recurse):
         state.handle.rule.fill_missing(fill=reduce_scatter_unused_params)
 
 
@@ -306,6 +360,7 @@ def register_comm_hook(
                 f"register_comm_hook was called twice for unit {unit.name}; a unit "
                 "takes one hook. Register one that does both."
             )
+    note_change(units)
     for unit in units:
         unit.handle.rule.hook, unit.handle.rule.hook_state = hook, state
 
@@ -317,6 +372,21 @@ def require_flag(name: str, value: object) -> None:
             f"{name} expects True or False, got {value!r}. Compare, if it is a number "
             "or a text: (step + 1) % 4 == 0."
         )
+
+
+def changed_units(module: nn.Module, name: str, *, recurse: bool) -> list[_FSDPState]:
+    """Return ``units_of``, whose settings the caller changes now.
+
+    Args:
+        module: as for ``units_of``.
+        name: as for ``units_of``.
+        recurse: as for ``units_of``.
+
+    Returns: as ``units_of``. Collective: none. Raises: as ``units_of``.
+    """
+    found = units_of(module, name, recurse=recurse)
+    note_change(found)
+    return found
 
 
 def units_of(module: nn.Module, name: str, *, recurse: bool) -> list[_FSDPState]:

@@ -96,7 +96,7 @@ def get_full_grad(module: nn.Module, fqn: str) -> Tensor | None:
     _meet(found, "get_full_grad", fqn, always=False)
     handle, leaf = found.handle, found.leaf
     group = handle.groups.shard
-    part = leaf_gradients(found.region, handle)[found.index]
+    part = leaf_gradients(found.region)[found.index]
     # A rank without elements of the parameter has no gradient, but must take part in
     # the broadcasts: agree first whether any rank has a gradient.
     has = torch.tensor([part is not None], device=handle.layout.device).to(torch.uint8)

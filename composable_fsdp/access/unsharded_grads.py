@@ -94,7 +94,7 @@ def unshard_grads(
         region.
     """
     group = handle.groups.shard
-    own = [g for r in handle.layout.regions for g in leaf_gradients(r, handle)]
+    own = [g for r in handle.layout.regions for g in leaf_gradients(r)]
     # A rank may hold no element of a parameter, and so no gradient, but must send the
     # same as the other ranks: agree first which parameters have a gradient.
     has = _flags(handle, own)

@@ -4,9 +4,9 @@
 
     usual                           the unit's own ``full`` and full leaves, as in
     forward
-    offload_to_cpu, or compute      new buffers in the parameters' dtype, and new
-    leaves;
-    dtype != parameter dtype        the unit itself stays sharded underneath
+    offload_to_cpu, an arena, or    new buffers in the parameters' dtype, and new
+    compute dtype != parameter      leaves; the unit itself stays sharded underneath
+    dtype
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import part_guards, residency
 from composable_fsdp.flat.build_region import full_leaves_in_form, full_views
 from composable_fsdp.flat.external_changes import is_at, restore_full_views
-from composable_fsdp.flat.handle import FlatParamHandle, written
+from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_paths import place_path
 from composable_fsdp.flat.residency import version_of
+from composable_fsdp.flat.step_counts import written
 from composable_fsdp.naming import quoted
 from composable_fsdp.phases import Phase, illegal_move
 from composable_fsdp.planning.dtensors import local_of
@@ -180,7 +181,10 @@ def _unshard_state(
     _begin_block(handle)
     # The optimizer wrote the shards on the caller's stream.
     context.streams.wait_for_caller()
-    apart = offload_to_cpu or any(_casts(handle))
+    # Units in slots of an arena cannot all be full in their own buffers, which some of
+    # them share.
+    in_slot = handle.form.slot is not None
+    apart = offload_to_cpu or in_slot or any(_casts(handle))
     # A region that is not sharded shows ``shard`` itself as ``full``: keep a copy,
     # which is restored if the writes must not be kept.
     uncut = (
@@ -228,9 +232,9 @@ def _unshard_state(
 
 
 def _casts(handle: FlatParamHandle) -> Iterator[bool]:
-    """Yield per region whether the compute dtype differs from the parameter dtype."""
+    """Yield per region whether full values are cast, encoded or in another order."""
     return (
-        region.full.buffer.dtype != region.shard.dtype
+        not region.is_exact or region.layout.is_strided
         for region in handle.layout.regions
     )
 

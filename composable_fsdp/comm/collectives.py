@@ -27,7 +27,11 @@ from composable_fsdp.comm.call_records import CallRecord, require_sizes
 from composable_fsdp.comm.device import outside_transforms
 from composable_fsdp.comm.operations import begin
 from composable_fsdp.comm.sequence import Operation
-from composable_fsdp.comm.works import ReducedSlices, one_call_per_buffer
+from composable_fsdp.comm.works import (
+    all_reduce_each,
+    all_reduce_slices,
+    one_call_per_buffer,
+)
 
 # ``all_gather_flat`` and ``reduce_scatter_flat`` run for every unit in every step, so
 # these functions call methods of the process group directly. The public functions of
@@ -50,7 +54,7 @@ _AS_IS = frozenset(
     {torch.float32, torch.bfloat16, torch.float16, torch.float64}
     | {torch.uint8, torch.int8, torch.int32, torch.int64}
 )
-"""Dtypes that every backend can gather; buffers of other dtypes are sent as bytes."""
+"""Dtypes that every backend can send; buffers of other dtypes are sent as bytes."""
 
 
 _recorder: list[CallRecord] | None = None
@@ -188,39 +192,22 @@ def reduce_scatter_flat(
     # Only gloo's waits have a limit.
     if operation.patience:
         return operation.send(
-            _all_reduce_slices, part, whole, group, op, overwrite, async_op=async_op
+            all_reduce_slices,
+            group.allreduce,
+            group.rank(),
+            part,
+            whole,
+            op,
+            overwrite,
+            async_op=async_op,
         )
     return operation.send(
         getattr(group, start), part, whole, options, async_op=async_op
     )
 
 
-def _all_reduce_slices(
-    shard: Any, full: Any, group: dist.ProcessGroup, op: Any, overwrite: bool
-) -> ReducedSlices:
-    """Issue an all-reduce of each buffer of ``full``, whose slices go to ``shard``."""
-    # torch's reduce-scatter over gloo copies the input, all-reduces the copy, and
-    # returns a ``Work`` that ignores the limit of a wait and never completes.
-    options = dist.AllreduceOptions()
-    options.reduceOp = op
-    if isinstance(full, Tensor):
-        shard, full = [shard], [full]
-    if not overwrite:
-        full = [tensor.clone() for tensor in full]
-    rank = group.rank()
-    return ReducedSlices(
-        # A call per buffer: coalesced buffers would be added in another order.
-        [group.allreduce([tensor], options) for tensor in full],
-        [
-            tensor.narrow(0, rank * len(part), len(part))
-            for tensor, part in zip(full, shard, strict=True)
-        ],
-        list(shard),
-    )
-
-
 def all_reduce(
-    tensor: Tensor,
+    tensors: Tensor | Sequence[Tensor],
     group: dist.ProcessGroup,
     *,
     maximum: bool = False,
@@ -228,10 +215,10 @@ def all_reduce(
     async_op: bool = False,
     operation: Operation | None = None,
 ) -> Operation | None:
-    """Sum ``tensor`` over the ranks, in place; or take the maximum or the average.
+    """Sum each tensor over the ranks, in place; or take the maximum or the average.
 
     Args:
-        tensor: input and output.
+        tensors: input and output; several have the same dtype.
         group: the process group.
         maximum: take the maximum, whatever ``average`` says. Default: False.
         average: divide the sum by the number of ranks. Default: False.
@@ -241,36 +228,41 @@ def all_reduce(
 
     Returns: the operation if ``async_op``, else None.
     Raises: CollectiveError, if the backend raises.
-    Collective: an all-reduce over ``group``; every rank must call.
+    Collective: an all-reduce over ``group`` (NCCL coalesces several tensors); every
+    rank must call.
     """
-    _note("all_reduce", [tensor], group)
+    given: Any = [tensors] if isinstance(tensors, Tensor) else tensors
+    _note("all_reduce", given, group)
+    operation = operation or begin("all_reduce", group, given[0])
+    coalesced = len(given) > 1 and operation.log.is_nccl
+    kind = dist.AllreduceCoalescedOptions if coalesced else dist.AllreduceOptions
+    options: Any = kind()
     total = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-    op = dist.ReduceOp.MAX if maximum else total
-    operation = operation or begin("all_reduce", group, tensor)
-    return _send(
-        operation,
-        lambda later: dist.all_reduce(tensor, op=op, group=group, async_op=later),
-        async_op=async_op,
-    )
+    options.reduceOp = dist.ReduceOp.MAX if maximum else total
+    options.asyncOp = async_op
+    # The components of complex numbers are summed one by one.
+    if given[0].is_complex():
+        given = _as_real(given)
+    start: Any = group.allreduce_coalesced
+    if not coalesced:
+        start = partial(all_reduce_each, group.allreduce)
+    return operation.send(start, given, options, async_op=async_op)
 
 
-def gather_flat(
-    full: Tensor | None, shard: Tensor, group: dist.ProcessGroup, *, rank: int = 0
-) -> None:
-    """Fill ``full`` on a single rank with the shards of all ranks, in rank order.
+def gather_flat(full: Tensor | None, shard: Tensor, group: dist.ProcessGroup) -> None:
+    """Fill ``full`` on the first rank with the shards of all ranks, in rank order.
 
     Args:
-        full: output buffer ``(padded_numel,)`` on ``rank``; None on the other ranks,
-            which hold no more than their shard.
+        full: output buffer ``(padded_numel,)`` on the first rank of ``group``; None on
+            the other ranks, which hold no more than their shard.
         shard: input buffer ``(shard_numel,)``.
         group: the shard group.
-        rank: group rank that receives. Default: 0.
 
     Collective: a gather over ``group``; every rank must call.
     """
     _note("gather", [shard], group)
     # torch.distributed expects the global rank of the receiver.
-    first = dist.get_global_rank(group, rank)
+    first = dist.get_global_rank(group, 0)
     part, parts = shard.view(torch.uint8), _parts(full, group)
     _send(
         begin("gather", group, shard),
@@ -278,22 +270,20 @@ def gather_flat(
     )
 
 
-def scatter_flat(
-    shard: Tensor, full: Tensor | None, group: dist.ProcessGroup, *, rank: int = 0
-) -> None:
-    """Give every rank its slice of the full buffer of a single rank.
+def scatter_flat(shard: Tensor, full: Tensor | None, group: dist.ProcessGroup) -> None:
+    """Give every rank its slice of the full buffer of the first rank.
 
     Args:
         shard: output buffer ``(shard_numel,)``.
-        full: input buffer ``(padded_numel,)`` on ``rank``; None on the other ranks.
+        full: input buffer ``(padded_numel,)`` on the first rank of ``group``; None on
+            the other ranks.
         group: the shard group.
-        rank: group rank that sends. Default: 0.
 
     Collective: a scatter over ``group``; every rank must call.
     """
     _note("scatter", [shard], group)
     # torch.distributed expects the global rank of the sender.
-    first = dist.get_global_rank(group, rank)
+    first = dist.get_global_rank(group, 0)
     part, parts = shard.view(torch.uint8), _parts(full, group)
     _send(
         begin("scatter", group, shard),
@@ -352,23 +342,23 @@ def broadcast(tensor: Tensor, group: dist.ProcessGroup, *, rank: int = 0) -> Non
     """
     _note("broadcast", [tensor], group)
     first = dist.get_global_rank(group, rank)
+    sent = tensor
+    # A number alone (0-D) has no view of another size.
+    if tensor.dtype not in _AS_IS and tensor.is_contiguous():
+        sent = tensor.reshape(-1).view(torch.uint8)
     _send(
         begin("broadcast", group, tensor),
-        lambda later: dist.broadcast(tensor, src=first, group=group, async_op=later),
+        lambda later: dist.broadcast(sent, src=first, group=group, async_op=later),
     )
 
 
 # A first forward may run inside ``torch.func.vjp``, whose tensors gloo cannot read.
 @outside_transforms
-def broadcast_object(value: object, group: dist.ProcessGroup, *, rank: int = 0) -> Any:
-    """Return the value of a single rank on every rank. Not for the steady state.
+def broadcast_object(value: object, group: dist.ProcessGroup) -> Any:
+    """Return the picklable ``value`` of the first rank on every rank.
 
-    Args:
-        value: a picklable object on ``rank``; ignored on the other ranks.
-        group: the process group.
-        rank: group rank that sends. Default: 0.
+    Not for the steady state.
 
-    Returns: the value of ``rank``.
     Collective: a broadcast of the size and a broadcast of the bytes over ``group``;
     every rank must call.
     """
@@ -376,7 +366,7 @@ def broadcast_object(value: object, group: dist.ProcessGroup, *, rank: int = 0) 
     # Every rank must pass a list of the same length; the contents of the other ranks
     # are overwritten.
     values = [value]
-    first = dist.get_global_rank(group, rank)
+    first = dist.get_global_rank(group, 0)
     _send(
         begin("broadcast_object", group),
         lambda _: dist.broadcast_object_list(values, src=first, group=group),
@@ -453,24 +443,19 @@ def all_gather_object(value: object, group: dist.ProcessGroup) -> list[Any]:
 
 
 @outside_transforms
-def gather_object(
-    value: object, group: dist.ProcessGroup, *, rank: int = 0
-) -> list[Any] | None:
-    """Return the values of all ranks on a single rank. Not for the steady state.
+def gather_object(value: object, group: dist.ProcessGroup) -> list[Any] | None:
+    """Return the picklable values of all ranks on the first rank.
 
-    Args:
-        value: a picklable object.
-        group: the process group.
-        rank: group rank that receives. Default: 0.
+    Not for the steady state.
 
-    Returns: the values in group rank order on ``rank``; None on the other ranks.
+    Returns: the values in group rank order on the first rank; None on the other ranks.
     Collective: an all-gather of the sizes and a gather of the bytes over ``group``;
     every rank must call.
     """
     _note("gather_object", (), group)
     # Only the receiver may pass an output list.
-    values: list[Any] | None = [None] * group.size() if group.rank() == rank else None
-    first = dist.get_global_rank(group, rank)
+    values: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
+    first = dist.get_global_rank(group, 0)
     _send(
         begin("gather_object", group),
         lambda _: dist.gather_object(value, values, dst=first, group=group),

@@ -4,7 +4,7 @@ Ranks that issue collectives in different orders deadlock or exchange wrong data
 ``DesyncError`` names both orders before that happens::
 
     compare         all ranks exchange a checksum by an all-gather of 8 bytes; only if
-                    checksums differ, they exchange what the checksums stand for
+                    checksums differ, they exchange the facts behind them
     depart          this rank alone leaves the record: it writes its use to the store,
                     and waits until all ranks have departed to the same use
 """
@@ -14,41 +14,26 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch.distributed as dist
 
 from composable_fsdp.comm.agreement import Peers
 from composable_fsdp.comm.device import is_capturing
+from composable_fsdp.comm.groups import GroupRef
+from composable_fsdp.comm.order_facts import (
+    AFTER_RAISE,
+    RAN,
+    SAME_CALLS,
+    Fact,
+    Note,
+    contrast,
+    waiting,
+    way_out,
+)
 from composable_fsdp.comm.watch import pronounce, ranks_in_vain, return_to
 from composable_fsdp.errors import DesyncError
-from composable_fsdp.naming import listed, quoted
-
-REDUCE = "reduce"
-"""Action of a fact: the unit reduces its gradients."""
-
-AFTER_RAISE = "begin after a raise"
-"""Action of a fact: a round begins after rounds that an exception has ended."""
-
-RAN = "ran"
-"""Action of a fact: the uses of a whole round."""
-
-_SAME_UNITS = (
-    "Every rank must run the same units in the same order: take decisions in the model "
-    "from what is equal on all ranks. If ranks use different parameters on purpose, "
-    "set_reduce_scatter_unused_params(module, True) reduces zeros for the unused ones."
-)
-_SAME_CALLS = (
-    "Call the model and backward on every rank equally often and in the same mode "
-    "(train or eval, with or without gradients), outside of any 'if rank == 0'. If "
-    "ranks have different numbers of batches, even_batches(loader, model) gives them "
-    "the same number of steps."
-)
-_SAME_FROZEN = (
-    "Set requires_grad of the same parameters on every rank, and turn reductions off "
-    "(no_sync, set_requires_gradient_sync) on every rank or on none."
-)
-
+from composable_fsdp.naming import listed
 
 _REFUSED = "refused"
 """Below a place in the store: the error of a rank that found another fact there."""
@@ -62,56 +47,8 @@ ONE_RANK_RAISED = (
 """Last sentence of the ``DesyncError`` after an exception on some ranks."""
 
 
-class Fact(NamedTuple):
-    """An action of a rank, in the form in which ranks send and compare actions."""
-
-    action: str
-    """Name of the action. The begin and the end of a round are actions, too."""
-    unit: str = ""
-    """The unit, or the module whose forward begins; empty if there is neither."""
-    details: tuple[str | int, ...] = ()
-    """Further values that have to be equal on all ranks."""
-    missing: tuple[str, ...] = ()
-    """If the action is ``REDUCE``: the parameters without a gradient."""
-    frozen: tuple[str, ...] = ()
-    """At the begin of a round: parameters frozen since ``fully_shard``."""
-    unfrozen: tuple[str, ...] = ()
-    """At the begin of a round: parameters unfrozen since ``fully_shard``."""
-
-    @classmethod
-    def of(cls, value: Sequence[Any]) -> Fact:
-        """Return the fact that JSON has turned into the list ``value``."""
-        action, unit, *names = value
-        return cls(action, unit, *map(tuple, names))
-
-    @property
-    def trains(self) -> dict[str, bool]:
-        """The new ``requires_grad`` of the parameters frozen or unfrozen."""
-        return dict.fromkeys(self.frozen, False) | dict.fromkeys(self.unfrozen, True)
-
-
-def way_out(mine: Fact, theirs: Fact) -> str:
-    """Return the last sentences of a ``DesyncError``: what makes the facts equal.
-
-    >>> begins = Fact("begin forward", "(root)", ("training", "with"))
-    >>> way_out(begins, begins._replace(details=("eval", "without")))[:41]
-    'Call the model and backward on every rank'
-    """
-    if not (mine.action.startswith("begin") or theirs.action.startswith("begin")):
-        return _SAME_UNITS
-    # The begin of a backward names the mode of its forward first.
-    is_same_call = mine[:2] == theirs[:2] and mine.details[:2] == theirs.details[:2]
-    # Without all-gathers, only the frozen parameters tell two backwards apart.
-    is_frozen = mine.trains != theirs.trains
-    return _SAME_FROZEN if is_same_call or is_frozen else _SAME_CALLS
-
-
-Note = Mapping[str, Sequence[str]]
-"""Units that wait for gradients, each with the parameters that lack a gradient."""
-
-
 class Said(NamedTuple):
-    """What a rank tells the others of a fact."""
+    """A message of a rank about a fact."""
 
     what: str
     """The direction."""
@@ -150,12 +87,14 @@ class OrderComparison:
     the number of the log's round, ``index`` that of the use in the round.
     """
 
-    __slots__ = ("_dropped", "_words", "peers", "said")
+    __slots__ = ("_dropped", "_words", "elsewhere", "peers", "said")
 
     def __init__(self, peers: Sequence[Peers], words: LogWords) -> None:
         self.peers, self._words = tuple(peers), words
         self.said: list[str] = []
         """Places in the store at which this rank wrote in this round."""
+        self.elsewhere: tuple[GroupRef, ...] = ()
+        """The other groups of the tree, whose ranks would wait for this rank."""
         self._dropped: list[tuple[int, list[str]]] = []
         """Numbers of abandoned rounds, and the places at which this rank wrote."""
 
@@ -215,7 +154,7 @@ class OrderComparison:
         self._say(number, "its beginning", fact)
         if other:
             # Without a prediction of this tree, another tree was to begin.
-            recorded, cure = f"the order of earlier rounds has {other}", _SAME_CALLS
+            recorded, cure = f"the order of earlier rounds has {other}", SAME_CALLS
         else:
             fact, expected = contrast(fact, words.mode(wanted))
             recorded = (
@@ -339,11 +278,11 @@ class OrderComparison:
             )
             if theirs[:-1] != mine[:-1]
         ]
-        if errors:
-            raise DesyncError(errors[0])
-        raise DesyncError(
-            f"Ranks of another process group disagree in {words.what} {number}, at "
-            f"{at}: see the error of the other ranks."
+        self._raise_beside(
+            errors[0]
+            if errors
+            else f"Ranks of another process group disagree in {words.what} {number}, "
+            f"at {at}: see the error of the other ranks."
         )
 
     def _difference(self, mine: Said, theirs: Said, rank: int) -> str:
@@ -432,6 +371,15 @@ class OrderComparison:
         # Other ranks may follow the record and wait in a collective for this rank.
         for peers in self.peers:
             pronounce(peers.group, text)
+        self._raise_beside(text)
+
+    def _raise_beside(self, text: str) -> NoReturn:
+        """Raise ``text``, which the ranks of ``peers`` know, also in other groups."""
+        # Of hybrid sharding, the other replicas have seen no difference in forward, and
+        # wait for this rank in the reductions.
+        for each in self.elsewhere:
+            if (group := each.ref()) is not None:
+                pronounce(group, text)
         raise DesyncError(text)
 
 
@@ -441,56 +389,3 @@ def checksum(value: tuple[object, ...]) -> int:
     # ``repr`` takes a quarter of the time of JSON.
     text = repr(value).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
-
-
-def contrast(mine: Fact, theirs: Fact) -> tuple[Fact, Fact]:
-    """Reduce the parameters in two facts to those that show the difference.
-
-    A parameter that a rank has frozen trains on the other rank, which names that
-    parameter, too.
-
-    >>> mine, theirs = contrast(
-    ...     Fact(REDUCE, "a", missing=("x", "y")), Fact(REDUCE, "a", missing=("y",))
-    ... )
-    >>> mine.missing, theirs.missing
-    (('x',), ())
-    >>> mine, theirs = contrast(Fact("begin", frozen=("x", "y")), Fact("begin"))
-    >>> mine.frozen, theirs.unfrozen
-    (('x', 'y'), ('x', 'y'))
-    """
-    here, there = mine.trains, theirs.trains
-    if here != there:
-        # A parameter that only one rank names has the opposite value on the other.
-        here = {name: not trains for name, trains in there.items()} | here
-        there = {name: not trains for name, trains in here.items()} | there
-        names = [name for name in here if here[name] is not there[name]]
-        mine, theirs = _naming(mine, names, here), _naming(theirs, names, there)
-    # Different units or actions: the facts differ before the parameters.
-    if mine._replace(missing=()) != theirs._replace(missing=()):
-        return mine, theirs
-    return _without(mine, theirs.missing), _without(theirs, mine.missing)
-
-
-def _naming(fact: Fact, names: Sequence[str], trains: Mapping[str, bool]) -> Fact:
-    """Return ``fact`` with the flags of the parameters ``names`` only."""
-    return fact._replace(
-        frozen=tuple(name for name in names if not trains[name]),
-        unfrozen=tuple(name for name in names if trains[name]),
-    )
-
-
-def _without(fact: Fact, names: Sequence[str]) -> Fact:
-    """Return ``fact`` without the missing parameters ``names``."""
-    left = tuple(name for name in fact.missing if name not in names)
-    return fact._replace(missing=left)
-
-
-def waiting(note: Note, fact: Fact) -> str:
-    """Return why a rank does not send the reduction ``fact``: missing gradients.
-
-    >>> waiting({"'a'": ["a.x"]}, Fact(REDUCE, "'a'"))
-    " and has no gradient yet for 'a.x'"
-    """
-    if fact.action != REDUCE or fact.unit not in note:
-        return ""
-    return f" and has no gradient yet for {listed(map(quoted, note[fact.unit]))}"

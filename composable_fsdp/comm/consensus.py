@@ -61,6 +61,8 @@ class Failure(NamedTuple):
         is_ours = isinstance(error, FSDPError) and error.args
         text = str(error.args[0]) if is_ours else str(error)
         kind = type(error)
+        # A class of a user or of another library may need other arguments, or may not
+        # be importable where the message arrives.
         if kind in _KEPT:
             return cls(kind, text, rank)
         return cls(CheckpointError, f"{kind.__name__}: {text}", rank)
@@ -71,7 +73,7 @@ class Failure(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a rank sends in ``exchange``."""
+    """The message of a rank in ``exchange``."""
 
     failure: Failure | None
     value: Any
@@ -108,6 +110,7 @@ def raise_on_all_ranks(groups: Sequence[dist.ProcessGroup]) -> Iterator[None]:
     """
     try:
         yield
+    # Not BaseException: after Ctrl-C a rank must not wait in an exchange.
     except Exception as error:
         for group in groups:
             exchange(error, None, group)
@@ -130,9 +133,12 @@ def require_success_on_all_ranks(groups: Sequence[dist.ProcessGroup]) -> Iterato
         yield
     except Exception as error:
         own = error
+    # The result over the first group is what this rank tells in the next, so that a
+    # failure crosses from a shard group to all replicas.
     told = Failure.of(own, _own_rank(groups[0])) if groups else None
     for group in groups:
         told = first_failure(collectives.all_gather_object(told, group))
+    # This rank's own error has its traceback, and goes before that of an earlier rank.
     if own is not None:
         raise own
     if told is not None:
@@ -178,4 +184,5 @@ def failed_rank(
 
 
 def _flag(number: int, device: torch.device) -> Tensor:
+    # On the compute device, because NCCL sends no CPU tensors.
     return torch.tensor([number], dtype=torch.int32, device=device)

@@ -1,7 +1,8 @@
 """CUDA streams and events of a root; on CPU, null objects in their place.
 
-Communication overlaps with compute on two side streams: all-gathers run on the gather
-stream, reductions on the reduce stream. On CPU, collectives are issued with
+Communication overlaps with compute on three side streams: all-gathers run on the gather
+stream, reduce-scatters on the reduce stream, and the all-reduces of hybrid units on the
+all-reduce stream. On CPU, collectives are issued with
 ``async_op=True`` and the CPU waits for the ``Work`` at the points where CUDA waits for
 an event. The CPU waits for the GPU only if shards are offloaded: at the end of backward
 (``Streams.synchronize``), and before an optimizer step that no backward precedes.
@@ -91,7 +92,14 @@ class _NoEvent(StreamEvent):
 class UnitEvents:
     """The events and streams of a unit. Each event is recorded again in every step."""
 
-    __slots__ = ("free", "gather", "leaf_streams", "reduce", "reduce_owner")
+    __slots__ = (
+        "all_reduce",
+        "free",
+        "gather",
+        "leaf_streams",
+        "reduce",
+        "reduce_owner",
+    )
 
     def __init__(self, new_event: Callable[[], StreamEvent]) -> None:
         self.gather = new_event()
@@ -100,6 +108,8 @@ class UnitEvents:
         """Last use of ``full`` by compute, when the unit was resharded."""
         self.reduce = new_event()
         """End of the unit's reduction on the reduce stream."""
+        self.all_reduce = new_event()
+        """End of a hybrid unit's all-reduce on the all-reduce stream."""
         self.reduce_owner: torch.cuda.Stream | None = None
         """The stream on which the reduce buffers were allocated."""
         self.leaf_streams: tuple[torch.cuda.Stream, ...] = ()
@@ -119,6 +129,7 @@ class Streams:
 
     __slots__ = (
         "__weakref__",
+        "all_reduce",
         "armed",
         "compute",
         "device",
@@ -133,6 +144,8 @@ class Streams:
     """The stream of all-gathers. CUDA only."""
     reduce: torch.cuda.Stream
     """The stream of reductions. CUDA only."""
+    all_reduce: torch.cuda.Stream
+    """The stream of all-reduces over replicas of sharded units. CUDA only."""
     compute: torch.cuda.Stream
     """The stream that was current when the iteration began. CUDA only."""
 
@@ -180,6 +193,9 @@ class CudaStreams(Streams):
         stream    owner of the storage of     allocates and frees after waiting for
         gather    full buffers                the last reader on compute
         compute   reduce buffers              the end of the reduction on reduce
+        compute   flat gradients              (freed by the user)
+        reduce    outputs of a reduction      compute, which waited for the end of the
+                  with another dtype          reduction, or for all-reduce
     """
 
     __slots__ = ()
@@ -192,6 +208,7 @@ class CudaStreams(Streams):
         # ``record_stream`` is not needed, and memory use does not depend on timing.
         self.gather = _Stream(device, priority=-1)
         self.reduce = _Stream(device, priority=-1)
+        self.all_reduce = _Stream(device, priority=-1)
         self.compute = torch.cuda.current_stream(device)
         _watch_steps(self)
 
@@ -229,6 +246,7 @@ class CudaStreams(Streams):
         # before the host reads gradients.
         self.gather.synchronize()
         self.reduce.synchronize()
+        self.all_reduce.synchronize()
 
     def users(self, events: UnitEvents) -> list[torch.cuda.Stream]:
         """Return the streams that write reduce buffers and ``.grad``, current first.

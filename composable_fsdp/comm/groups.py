@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Sequence
 from itertools import chain
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_fsdp.comm.mesh_names import MODEL_PARALLEL, divide_mesh
+from composable_fsdp.comm.mesh_names import divide_mesh, refuse_model_parallel
 from composable_fsdp.comm.nodes import PEERLESS, node_groups, node_size
 from composable_fsdp.comm.operations import operation_log
 from composable_fsdp.config import HYBRID, ShardingStrategy
@@ -54,11 +52,16 @@ class Groups:
     ``shard``: the ranks that divide the parameters; ``rank`` is this rank's index
     there, ``shard_world_size`` the number of ranks. ``replicate``: the ranks with equal
     shards, over which gradients are averaged; ``replicas`` is the number of ranks.
+    ``experts``: the ranks with other experts, in ``expert_ranks`` number; the unit
+    exchanges nothing with them in a step.
     """
 
     __slots__ = (
         "can_average",
+        "expert_ranks",
+        "experts_ref",
         "has_peers",
+        "names",
         "rank",
         "replicas",
         "replicate_ref",
@@ -67,7 +70,10 @@ class Groups:
     )
 
     def __init__(
-        self, shard: dist.ProcessGroup | None, replicate: dist.ProcessGroup | None
+        self,
+        shard: dist.ProcessGroup | None,
+        replicate: dist.ProcessGroup | None,
+        experts: dist.ProcessGroup | None = None,
     ) -> None:
         # A group of a single rank sends nothing, so the rest of the code sees no group.
         self.shard_world_size = shard.size() if shard is not None else 1
@@ -77,6 +83,9 @@ class Groups:
         self.shard_ref = None if alone or shard is None else GroupRef(shard)
         alone = replicate is None or self.replicas == 1
         self.replicate_ref = None if alone or replicate is None else GroupRef(replicate)
+        self.expert_ranks = 1 if experts is None else experts.size()
+        alone = experts is None or self.expert_ranks == 1
+        self.experts_ref = None if alone or experts is None else GroupRef(experts)
         self.can_average = all(
             each.operations.is_nccl
             for each in (self.shard_ref, self.replicate_ref)
@@ -87,6 +96,9 @@ class Groups:
             dist.get_backend(each) not in PEERLESS for each in self.present
         )
         """Whether there are other ranks; a fake group has none."""
+        refs = (self.shard_ref, self.replicate_ref, self.experts_ref)
+        self.names = tuple([each.get().group_name if each else "" for each in refs])
+        """Equal for units over the same ranks; ``Groups`` may be several objects."""
 
     @property
     def shard(self) -> dist.ProcessGroup | None:
@@ -99,11 +111,42 @@ class Groups:
         return None if self.replicate_ref is None else self.replicate_ref.get()
 
     @property
+    def experts(self) -> dist.ProcessGroup | None:
+        """The ranks that hold other experts under this rank's unit."""
+        return None if self.experts_ref is None else self.experts_ref.get()
+
+    @property
+    def cut(self) -> tuple[dist.ProcessGroup, ...]:
+        """The groups whose ranks hold other elements: shard, then experts."""
+        shard, experts = self.shard_ref, self.experts_ref
+        # Clipping asks for each unit in every step: the usual case makes one call.
+        if experts is None:
+            return () if shard is None else (shard.get(),)
+        return (*(() if shard is None else (shard.get(),)), experts.get())
+
+    @property
+    def expert_names(self) -> tuple[str, ...] | None:
+        """Names of the groups that hold the same experts; None without experts.
+
+        Ranks outside of these groups know other parameters under the unit.
+        """
+        # A rank alone has no such group, and then no other rank knows its experts.
+        if self.experts_ref is None:
+            return None
+        return tuple(filter(None, self.names[:2]))
+
+    @property
     def present(self) -> tuple[dist.ProcessGroup, ...]:
         """The groups of several ranks: shard, then replicate."""
         return tuple(
             each.get() for each in (self.shard_ref, self.replicate_ref) if each
         )
+
+    @property
+    def ranks(self) -> set[int]:
+        """The global ranks of both groups; of a grid this rank's row and column."""
+        # A group of one rank is no group, and sends nothing.
+        return {dist.get_rank()}.union(*map(dist.get_process_group_ranks, self.present))
 
     @property
     def in_first_replica(self) -> bool:
@@ -114,7 +157,9 @@ class Groups:
     @property
     def is_first(self) -> bool:
         """Whether this rank is "rank 0" in the sense of ``rank0_only``."""
-        return self.rank == 0 and self.in_first_replica
+        group = self.experts
+        first = group is None or group.rank() == 0
+        return first and self.rank == 0 and self.in_first_replica
 
     @property
     def world_size(self) -> int:
@@ -166,6 +211,7 @@ class RankLayout:
     """
 
     __slots__ = (
+        "_experts",
         "_groups",
         "_replicate",
         "_shard",
@@ -183,8 +229,10 @@ class RankLayout:
         device_type: str | None,
         *,
         by_node: bool = False,
+        experts: dist.ProcessGroup | None = None,
     ) -> None:
         self._shard = GroupRef(shard)
+        self._experts = None if experts is None else GroupRef(experts)
         self._replicate = None if replicate is None else GroupRef(replicate)
         self.device_type = device_type
         """Device type of the mesh, or ``None`` without a mesh."""
@@ -205,6 +253,11 @@ class RankLayout:
     def replicate(self) -> dist.ProcessGroup | None:
         """The replicate group, if the caller gave a pair of groups or a 2-D mesh."""
         return None if self._replicate is None else self._replicate.get()
+
+    @property
+    def experts(self) -> dist.ProcessGroup | None:
+        """The ranks with other experts, if the caller gave an ``expert_mesh``."""
+        return None if self._experts is None else self._experts.get()
 
     @property
     def world_size(self) -> int:
@@ -247,9 +300,11 @@ class RankLayout:
                 # default group.
                 return Groups(*node_groups(self.world_size))
             if strategy is ShardingStrategy.NO_SHARD:
-                self._groups[strategy] = Groups(None, self._everyone())
+                everyone = self._everyone()
+                self._groups[strategy] = Groups(None, everyone, self.experts)
             else:
-                self._groups[strategy] = Groups(self.shard, self.replicate)
+                made = Groups(self.shard, self.replicate, self.experts)
+                self._groups[strategy] = made
         return self._groups[strategy]
 
     def _everyone(self) -> dist.ProcessGroup | None:
@@ -286,8 +341,9 @@ def resolve_ranks(
     process_group: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None,
     device_mesh: DeviceMesh | None,
     api: str,
+    expert_mesh: DeviceMesh | None = None,
 ) -> RankLayout:
-    """Turn the caller's ``process_group`` and ``device_mesh`` into a ``RankLayout``.
+    """Turn the caller's groups and meshes into a ``RankLayout``.
 
     A 1-D mesh shards. A 2-D mesh replicates over dim 0 and shards over dim 1; a mesh
     whose dims are named in the other order is refused.
@@ -296,12 +352,26 @@ def resolve_ranks(
         process_group: the group or the pair of groups that the caller passed, or None.
         device_mesh: the mesh that the caller passed, or None.
         api: the public function that the user called, for messages.
+        expert_mesh: the 1-D mesh of ranks with other experts. Default: None.
 
     Returns: the layout.
     Collective: none; creates no group.
     Raises: PlanError, for any other mesh, for both a mesh and a group, or if this rank
     is not in the group; CompositionError, if torch.distributed is not initialised.
     """
+    found = _data_ranks(process_group, device_mesh, api)
+    if expert_mesh is None:
+        return found
+    experts = _expert_group(expert_mesh, found)
+    return RankLayout(found.shard, found.replicate, found.device_type, experts=experts)
+
+
+def _data_ranks(
+    process_group: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None,
+    device_mesh: DeviceMesh | None,
+    api: str,
+) -> RankLayout:
+    """Return the layout without experts; see ``resolve_ranks``."""
     require_process_group(api)
     if process_group is not None and device_mesh is not None:
         raise PlanError(
@@ -335,6 +405,36 @@ def resolve_ranks(
 _layouts: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[bool, RankLayout]] = (
     weakref.WeakKeyDictionary()
 )
+
+
+def _expert_group(mesh: object, ranks: RankLayout) -> dist.ProcessGroup:
+    """Return the group of ranks with other experts.
+
+    Raises: PlanError, if a rank of the mesh also shares the unit; TypeError.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"expert_mesh expects a 1-D DeviceMesh, got {type(mesh).__name__}. Pass "
+            "the dimension whose ranks hold other experts, such as mesh['ep']."
+        )
+    if mesh.ndim != 1:
+        raise PlanError(
+            f"expert_mesh expects a 1-D mesh, got {mesh.ndim}-D: {mesh}. Pass the "
+            "dimension whose ranks hold other experts, such as mesh['ep']."
+        )
+    group = _member(mesh.get_group())
+    pairs = (ranks.shard, ranks.replicate)
+    data = [dist.get_process_group_ranks(each) for each in pairs if each is not None]
+    shared = set(chain(*data)) & set(dist.get_process_group_ranks(group))
+    # Ranks that share the unit hold the same experts.
+    if shared != {dist.get_rank()}:
+        raise PlanError(
+            "expert_mesh expects ranks that hold other experts; of its ranks "
+            f"{sorted(shared)} also share or copy this unit. Make one mesh of all data "
+            "ranks, (edp, ep), and pass device_mesh=mesh['edp'], "
+            "expert_mesh=mesh['ep']."
+        )
+    return group
 
 
 def _refuse_overlap(shard: dist.ProcessGroup, replicate: dist.ProcessGroup) -> None:
@@ -383,7 +483,7 @@ def _from_mesh(mesh: DeviceMesh) -> RankLayout:
                 f"shard; got dimensions named {first!r} and {second!r}. Make it as "
                 "init_device_mesh(..., mesh_dim_names=('replicate', 'shard'))."
             )
-        _refuse_model_parallel(mesh, first, second)
+        refuse_model_parallel(mesh, first, second)
         return RankLayout(
             _member(mesh.get_group(1)), _member(mesh.get_group(0)), mesh.device_type
         )
@@ -393,87 +493,3 @@ def _from_mesh(mesh: DeviceMesh) -> RankLayout:
         None if replicate is None else _member(replicate.get_group()),
         mesh.device_type,
     )
-
-
-def _refuse_model_parallel(mesh: DeviceMesh, *names: str) -> None:
-    """Raise if a dim of a 2-D mesh is named for ranks that hold other layers or rows.
-
-    Raises: PlanError, naming the dim and the mesh to pass.
-    """
-    # Ranks of such a dim compute other values: as shard ranks they would silently
-    # average gradients of different parameters.
-    parallel = [name for name in names if name in MODEL_PARALLEL]
-    if parallel:
-        others = [name for name in names if name not in MODEL_PARALLEL]
-        rest = f"mesh[{others[0]!r}]" if others else "a mesh of data-parallel ranks"
-        raise PlanError(
-            "A 2-D device_mesh expects dimensions that replicate and shard; got a "
-            f"dimension named {parallel[0]!r}, whose ranks hold different parts of the "
-            f"model: {mesh}. Pass {rest}. If its ranks hold equal parameters (context "
-            "parallelism), flatten: mesh['dp', 'cp']._flatten('dp_cp')."
-        )
-
-
-def resolve_device(
-    device_id: int | torch.device | None,
-    ranks: RankLayout,
-    parameters: Sequence[torch.Tensor],
-    below: Sequence[torch.device] = (),
-) -> torch.device:
-    """Return the compute device of a unit.
-
-    The first rule that applies: ``device_id``; a device of the mesh's device type; a
-    CUDA device if the group uses NCCL; the device of the parameters; the device of the
-    units below; the CPU (for parameters on meta, which may get values on another device
-    later).
-
-    Among CUDA devices: the device of the parameters or of the units below; the device
-    that the group is bound to; the current device. If no GPU was used yet, the current
-    device is first set to ``LOCAL_RANK`` of torchrun, for the rest of the process.
-
-    Args:
-        device_id: the user's choice: a device, or the index of a CUDA device; None for
-            no choice.
-        ranks: the rank layout, for the mesh's device type and the backend.
-        parameters: the unit's parameters; parameters on meta are ignored.
-        below: devices of the units below, because a root may have no parameters of its
-            own. Default: ().
-
-    Returns: the device, with an index if CUDA.
-    Collective: none.
-    """
-    if device_id is not None:
-        if isinstance(device_id, int):
-            return torch.device("cuda", device_id)
-        try:
-            return _indexed(torch.device(device_id))
-        # torch's text lists device types, and does not name the argument.
-        except (RuntimeError, TypeError) as error:
-            raise PlanError(
-                "device_id expects a torch.device, such as torch.device('cuda', 0), or "
-                f"the index of a CUDA device; got {device_id!r}."
-            ) from error
-    known = chain((p.device for p in parameters if not p.is_meta), below)
-    kind = "cuda" if ranks.is_nccl else None
-    if ranks.device_type is not None:
-        kind = ranks.device_type
-    if kind is None:
-        return next(known, torch.device("cpu"))
-    bound = getattr(ranks.shard, "bound_device_id", None)
-    near = chain(known, () if bound is None else (bound,))
-    same = (device for device in near if device.type == kind)
-    return next(same, None) or _indexed(torch.device(kind))
-
-
-def _indexed(device: torch.device) -> torch.device:
-    """Return ``device`` with an index if the device is "cuda"."""
-    # "cuda" without an index means the current device, which may change later, and
-    # prints without the index.
-    if str(device) == "cuda":
-        local = os.environ.get("LOCAL_RANK", "")
-        used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch
-        if not used and local.isdecimal() and int(local) < torch.cuda.device_count():
-            # Otherwise all ranks of a node would use the node's first GPU.
-            torch.cuda.set_device(int(local))
-        return torch.device("cuda", torch.cuda.current_device())
-    return device

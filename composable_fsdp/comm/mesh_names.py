@@ -71,3 +71,22 @@ def _one_dim(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
         return mesh[names[0]]
     # torch keeps the flattened mesh, so that all units get the same process group.
     return mesh[tuple(names)]._flatten()
+
+
+def refuse_model_parallel(mesh: DeviceMesh, *names: str) -> None:
+    """Raise if a dim of a 2-D mesh is named for ranks that hold other layers or rows.
+
+    Raises: PlanError, naming the dim and the mesh to pass.
+    """
+    # Ranks of such a dim compute other values: as shard ranks they would silently
+    # average gradients of different parameters.
+    parallel = [name for name in names if name in MODEL_PARALLEL]
+    if parallel:
+        others = [name for name in names if name not in MODEL_PARALLEL]
+        rest = f"mesh[{others[0]!r}]" if others else "a mesh of data-parallel ranks"
+        raise PlanError(
+            "A 2-D device_mesh expects dimensions that replicate and shard; got a "
+            f"dimension named {parallel[0]!r}, whose ranks hold different parts of the "
+            f"model: {mesh}. Pass {rest}. If its ranks hold equal parameters (context "
+            "parallelism), flatten: mesh['dp', 'cp']._flatten('dp_cp')."
+        )

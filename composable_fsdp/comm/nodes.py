@@ -1,11 +1,12 @@
-"""Process groups that this package creates: groups of nodes, and private gloo groups.
+"""Process groups that this package creates: of nodes, private, and for reductions.
 
 Hybrid units without given groups shard within a node and replicate across nodes::
 
     8 ranks, LOCAL_WORLD_SIZE=4      shard      0 1 2 3 | 4 5 6 7
                                      replicate  0 4 | 1 5 | 2 6 | 3 7
 
-Private groups serve exchanges of host memory beside training.
+Private groups serve exchanges of host memory beside training. Twins have the ranks and
+the backend of another group, and a communicator of their own.
 """
 
 from __future__ import annotations
@@ -18,6 +19,13 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+
+# The functions of this module have the default group of the first import as a default
+# argument for ever. The first optimizer of a process imports the module, and then a
+# gloo group has threads at the exit of the process, which now and then abort it
+# ("terminate called without an active exception"). Before any group exists the default
+# is None.
+import torch.distributed.nn.functional  # noqa: F401  # for its time of import
 from torch.distributed import distributed_c10d
 
 from composable_fsdp.errors import PlanError
@@ -159,14 +167,40 @@ def private_group(
         told = os.environ.get(TIMEOUT_VARIABLE) or timeout
         limit = timedelta(seconds=float(told or group_timeout(dist.group.WORLD)))
         described = f"composable_fsdp {purpose}"
-        # With all ranks, the public function is sufficient.
-        if len(ranks) == dist.get_world_size():
-            group = dist.new_group(timeout=limit, backend="gloo", group_desc=described)
-        else:
-            group = _group_of_some(ranks, described, limit)
-        assert group is not None
+        group = _new_group(ranks, described, limit, "gloo")
         _made[ranks, purpose] = weakref.ref(group)
     return group
+
+
+def twin_group(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
+    """Return another group of the same ranks, backend and timeout, for ``purpose``.
+
+    Collective: creates the group at the first call, none later; all ranks of ``group``
+    must call. NCCL with ``init_process_group(device_id=...)`` divides the communicator
+    of the default group, all ranks of which must then make a group at the same time.
+    """
+    ranks = tuple(dist.get_process_group_ranks(group))
+    backend = dist.get_backend(group)
+    # A gloo and an NCCL group of the same ranks have different twins.
+    found = _known(ranks, f"{purpose} {backend}")
+    if found is None:
+        limit = timedelta(seconds=group_timeout(group))
+        found = _new_group(ranks, f"composable_fsdp {purpose}", limit, backend)
+        _made[ranks, f"{purpose} {backend}"] = weakref.ref(found)
+    return found
+
+
+def _new_group(
+    ranks: tuple[int, ...], described: str, timeout: timedelta, backend: str
+) -> dist.ProcessGroup:
+    """Create a group by calls on its own ranks only."""
+    # With all ranks, in their order, the public function is sufficient.
+    if ranks == tuple(range(dist.get_world_size())):
+        made: dist.ProcessGroup = dist.new_group(
+            timeout=timeout, backend=backend, group_desc=described
+        )
+        return made
+    return _group_of_some(ranks, described, timeout, backend)
 
 
 _count: Counter[str] = Counter()
@@ -174,9 +208,9 @@ _count: Counter[str] = Counter()
 
 
 def _group_of_some(
-    ranks: tuple[int, ...], described: str, timeout: timedelta
+    ranks: tuple[int, ...], described: str, timeout: timedelta, backend: str
 ) -> dist.ProcessGroup:
-    """Create a gloo group by calls on its own ranks only.
+    """Create a group of some ranks of the default group.
 
     Private names of torch, checked on 2.13.
     """
@@ -191,7 +225,7 @@ def _group_of_some(
         len(ranks),
         ranks.index(dist.get_rank()),
         list(ranks),
-        dist.Backend("gloo"),
+        dist.Backend(backend),
         distributed_c10d._get_default_store(),
         f"{name} {_count[name]}",  # type: ignore[arg-type]  # torch's GroupName
         timeout=timeout,

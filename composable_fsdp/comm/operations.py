@@ -110,6 +110,12 @@ PHASES = {
 }
 """The phase of a unit as records and messages name it."""
 
+UNEVEN = (
+    "If ranks have different numbers of batches, even_batches(loader, model) gives "
+    "them the same number of steps."
+)
+"""The way out of the most frequent wait in a forward."""
+
 
 class _Ours(dict[str, bool]):
     """By file name: whether the file is in this package."""
@@ -155,12 +161,13 @@ class Reporter:
         # The raw error names sockets or streams and no parameter, so the text begins
         # with what the user knows: the unit and the phase. The raw error is the cause.
         record = OperationRecord.of(operation)
+        uneven = f" {UNEVEN}" if record.phase == "forward" else ""
         return CollectiveError(
             f"{record.title} failed on this rank after {operation.elapsed:.3g} s: "
             f"{str(error).strip().rstrip('.')}. {self.last_words()}"
             f"{last_operations(operation.log)} Look first at the output of the rank "
-            "that ended or raised earliest. The shards of this rank are unharmed: "
-            "composable_fsdp.save writes them without this process group.",
+            f"that ended or raised earliest.{uneven} The shards of this rank are "
+            "unharmed: composable_fsdp.save writes them without this process group.",
             unit=record.unit,
             op=record.op,
             phase=record.phase,

@@ -10,6 +10,7 @@ class Comparison(Protocol):
     """Compares an order log with other ranks: ``comm.comparison``."""
 
     said: list[str]
+    elsewhere: tuple[Any, ...]
 
     @property
     def peers(self) -> tuple[Any, ...]:

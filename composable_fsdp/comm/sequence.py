@@ -68,7 +68,7 @@ _MOST_CONTEXTS = 1024
 
 
 class Watcher(Protocol):
-    """What an operation asks for while its wait is long, or when it has failed."""
+    """The source of words for an operation whose wait is long, or that has failed."""
 
     def verdict(self) -> Exception | None:
         """Return the error to raise if the wait is in vain; None to go on waiting."""

@@ -112,9 +112,8 @@ class GroupWatch(Reporter):
             # The other rank sends again.
             self.told = None
             return None
-        # Only now: the rank that said the verdict may have come back in time.
-        # The collective in which this rank waited stays without its partners, so no
-        # later collective of the group can pair.
+        # Only now: the rank that said the verdict may have come back in time. The
+        # collective in which this rank waited stays without its partners.
         self.leave()
         return DesyncError(self.told)
 
@@ -451,9 +450,8 @@ def ranks_in_vain(group: dist.ProcessGroup, absent: Iterable[int]) -> list[str]:
     # After a verdict, the ranks that wait for this rank are about to give up.
     if found is None or found.left:
         return []
-    # A rank that is late waits in no operation beyond the last of this rank, however
-    # long the lateness takes. So only ranks that wait for this rank are found, and
-    # that does not change by waiting.
+    # A rank that is late waits in no operation beyond the last of this rank, so only
+    # ranks that wait for this rank are found, and that does not change by waiting.
     own, words = operation_log(group).number, []
     for position in _WATCH.positions(absent):
         entry = position.groups.get(found.name)
@@ -465,22 +463,28 @@ def ranks_in_vain(group: dist.ProcessGroup, absent: Iterable[int]) -> list[str]:
     return words
 
 
-def pronounce(group: dist.ProcessGroup, text: str) -> None:
+def pronounce(group: dist.ProcessGroup, text: str, *, torn: bool = False) -> None:
     """Tell the ranks of ``group`` that this rank raises ``text`` and sends no more.
 
     Ranks that wait in an operation which this rank has not issued raise, too.
+
+    Args:
+        group: the process group.
+        text: the error.
+        torn: whether the group is of no use any more. Default: False.
+
     Collective: none.
     """
     found = _WATCH.group(group)
     if found is None:
         return
-    # If the store is gone, the other ranks have errors of their own.
-    # Written before the error is raised here: the program may end this rank at once.
+    # Before the error is raised here, because the program may end this rank at once.
     with suppress(RuntimeError):
         key = f"{_KEYS}/verdict/{found.name}"
         # The time makes every verdict another value.
         number = operation_log(group).number
-        value = json.dumps([SAID, number, dist.get_rank(), text, time.time()])
+        state = ACTED if torn else SAID
+        value = json.dumps([state, number, dist.get_rank(), text, time.time()])
         agreement.key_value_store().set(key, value)
         found.leave()
 

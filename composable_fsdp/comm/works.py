@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,3 +68,62 @@ class ReducedSlices(Works):
         """
         super().wait(limit)
         torch._foreach_copy_(self._outputs, self._slices)
+
+
+def all_reduce_each(
+    start: Callable[..., dist.Work],
+    tensors: Sequence[Tensor],
+    options: dist.AllreduceOptions,
+) -> Works | dist.Work:
+    """All-reduce several tensors by a call each.
+
+    Args:
+        start: the backend's all-reduce of a list of tensors.
+        tensors: inputs and outputs.
+        options: the options of each call.
+
+    Returns: the works, to be waited for as one. Collective: the all-reduces.
+    """
+    # gloo adds coalesced tensors in another order: a sum would depend on the number of
+    # regions.
+    works = [start([tensor], options) for tensor in tensors]
+    return works[0] if len(works) == 1 else Works(works)
+
+
+def all_reduce_slices(
+    start: Callable[..., dist.Work],
+    rank: int,
+    shard: Any,
+    full: Any,
+    op: Any,
+    overwrite: bool,
+) -> ReducedSlices:
+    """Reduce-scatter by an all-reduce of each full buffer.
+
+    Args:
+        start: the backend's all-reduce of a list of tensors.
+        rank: the index of this rank's slices.
+        shard: the output, or several.
+        full: the input, or several, aligned with ``shard``.
+        op: the reduction.
+        overwrite: the values of ``full`` may be lost.
+
+    Returns: the works, to be waited for as one. Collective: the all-reduces.
+    """
+    # torch's reduce-scatter over gloo copies the input, all-reduces the copy, and
+    # returns a ``Work`` that ignores the limit of a wait and never completes.
+    options = dist.AllreduceOptions()
+    options.reduceOp = op
+    if isinstance(full, Tensor):
+        shard, full = [shard], [full]
+    if not overwrite:
+        full = [tensor.clone() for tensor in full]
+    return ReducedSlices(
+        # A call per buffer: coalesced buffers would be added in another order.
+        [start([tensor], options) for tensor in full],
+        [
+            tensor.narrow(0, rank * len(part), len(part))
+            for tensor, part in zip(full, shard, strict=True)
+        ],
+        list(shard),
+    )

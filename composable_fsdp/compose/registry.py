@@ -56,7 +56,7 @@ def get_state(module: nn.Module, api: str) -> object | None:
 def has_api(module: nn.Module, *apis: str) -> bool:
     """Return whether any of ``apis`` was applied to ``module`` itself."""
     registry: dict[str, object] | None = module.__dict__.get(REGISTRY_KEY)
-    return registry is not None and any(api in registry for api in apis)
+    return registry is not None and not registry.keys().isdisjoint(apis)
 
 
 def set_state(module: nn.Module, api: str, state: object) -> None:

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from composable_fsdp.comm.groups import RankLayout, resolve_device, resolve_ranks
+from composable_fsdp.comm.compute_device import resolve_device
+from composable_fsdp.comm.groups import RankLayout, resolve_ranks
+from composable_fsdp.comm.registered_memory import refuse_without_nccl
 from composable_fsdp.entries.initial_values import prepare_values
 from composable_fsdp.entries.under_ddp import install_ddp_hook
 from composable_fsdp.errors import CompositionError, PlanError
@@ -66,6 +69,7 @@ def prepare(
     *,
     process_group: Any = None,
     device_mesh: Any = None,
+    expert_mesh: Any = None,
     policy: object = None,
     ignored_modules: Iterable[nn.Module] | None = None,
     ignored_states: Iterable[Any] | None = None,
@@ -81,6 +85,7 @@ def prepare(
         options: The options of the root unit.
         process_group: The shard group or a pair of groups. Default: the default group.
         device_mesh: The ranks as a mesh. Default None.
+        expert_mesh: The ranks that hold other experts. Default None: no such ranks.
         policy: Selects the modules that become units. Default None: none below the
             root.
         ignored_modules: Modules that stay unsharded. Default None.
@@ -104,7 +109,7 @@ def prepare(
     # Lists, because iterators would be exhausted by the first reader.
     ignored_modules = as_list(ignored_modules, "ignored_modules")
     ignored_states = as_list(ignored_states, "ignored_states")
-    ranks = resolve_ranks(process_group, device_mesh, api)
+    ranks = resolve_ranks(process_group, device_mesh, api, expert_mesh)
     request = PlanRequest(
         options=options,
         world_size=ranks.world_size,
@@ -146,11 +151,23 @@ def apply(
     # Here, because planning knows sizes of groups and no groups.
     refuse_shared_ranks(targets, ranks)
     parameters = [p for t in targets for region in t.parameters for p in region]
+    # Other ranks would wait for this rank where they exchange names and norms.
+    if ranks.experts is not None and not parameters:
+        raise PlanError(
+            f"fully_shard with an expert_mesh got a {type(modules[0]).__name__} "
+            "without parameters on this rank; expected an expert on each rank, because "
+            "norms and state dicts are exchanged where experts are. Use fewer "
+            "ranks, or stacked experts as DTensors, of which a rank may have none."
+        )
     device = _device_of(targets, parameters, application)
+    for target in targets:
+        arena = target.plan.options.arena
+        if arena is not None and arena.comm_memory:
+            refuse_without_nccl(device, ranks)
     init, sync = application.param_init_fn, application.sync_module_states
     # Without an initializer the shards of a model on meta stay on meta until to_empty
     # or a state dict gives them values; a unit with both kinds is refused.
-    on_meta = any(parameter.is_meta for parameter in parameters)
+    on_meta = any(map(attrgetter("is_meta"), parameters))
     if on_meta and init is None and not sync:
         _refuse_mixed_meta(targets)
     # build_units calls ``before`` just before sharding each unit, so at most a single
@@ -195,8 +212,8 @@ def apply(
 def _install_hooks(states: Sequence[_FSDPState], targets: Sequence[Target]) -> None:
     """Install the hooks of state dicts, and those of the process."""
     for each, target in zip(states, targets, strict=True):
-        install_state_dict_hooks(each)
-        install_part_hooks(each, target.members)
+        served = install_state_dict_hooks(each)
+        install_part_hooks(each, target.members, served)
     # Process-wide hooks, installed once: optimizer steps on sharded parameters, late
     # registration of modules and parameters, DDP around units.
     modules_were_sharded()

@@ -80,9 +80,12 @@ def even_batches(
 def _turns(source: _Source[T], policy: Policy) -> Iterator[tuple[T, float]]:
     """Yield the batch and the weight of each turn; see ``even_batches``."""
     ranks = source.team.world_size
+    # ``finally`` also runs if the caller breaks out of the loop: Python closes the
+    # generator then, and the all-reduce in flight must not be waited for.
     try:
         source.take()
         while True:
+            # Sums over all ranks, so every decision below is the same on every rank.
             active, raised, empty = source.counts()
             if raised:
                 source.raise_everywhere()
@@ -95,6 +98,8 @@ def _turns(source: _Source[T], policy: Policy) -> Iterator[tuple[T, float]]:
                     f"{source.lengths()} A rank without any batch has none to repeat; "
                     "give every rank at least one batch."
                 )
+            # Gradients are divided by the number of all ranks; the weight makes up for
+            # ranks whose repeated batch counts zero.
             turn = source.batch, ranks / active if source.has_batch else 0.0
             # Before the turn, so that the exchange runs during the turn.
             source.take()
@@ -147,11 +152,13 @@ class _Source(Generic[T]):
                 self._taken += 1
             except StopIteration:
                 self.has_batch = False
+            # Kept and not raised: the other ranks wait for this rank's numbers.
             except Exception as error:
                 self.has_batch, self._error = False, error
         raised, empty = self._error is not None, self._taken == 0
         self._counts = torch.tensor([self.has_batch, raised, empty], dtype=torch.int64)
         if (group := self.team.group) is not None:
+            # Integers on the CPU over the private gloo group: no GPU waits for them.
             named = begin("all_reduce", group, self._counts, "even_batches")
             self._sent = collectives.all_reduce(
                 self._counts, group, async_op=True, operation=named

@@ -200,17 +200,11 @@ class FSDPModule(nn.Module):
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """Refuse a second process group for reduce-scatters; accept False."""
-        name = "set_separate_reduce_scatter_group"
-        settings.units_of(self, name, recurse=recurse)
-        # False asks for the state that there is.
-        if enable:
-            _refuse(
-                f"{name}(True)",
-                "all collectives of a unit share a process group, in which the order "
-                "of ranks is checked",
-                "Leave the call out",
-            )
+        """Reduce gradients over process groups of their own.
+
+        Collective: creates the groups at the first call, on all ranks of each.
+        """
+        settings.set_separate_reduce_scatter_group(self, enable, recurse=recurse)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Accept True; warn for False, because backward gathers the unit all the same.

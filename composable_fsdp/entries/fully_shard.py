@@ -11,12 +11,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from composable_fsdp.comm.wires import WireFormat
 from composable_fsdp.compose.contract import make_contract
 from composable_fsdp.config import (
+    Arena,
     BackwardPrefetch,
     Block,
     CPUOffload,
     MixedPrecision,
+    RowBlock,
     ShardingStrategy,
 )
 from composable_fsdp.entries.apply import Application, apply, prepare
@@ -56,6 +59,7 @@ def _shard(
     *,
     process_group: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None = None,
     device_mesh: DeviceMesh | None = None,
+    expert_mesh: DeviceMesh | None = None,
     policy: object = None,
     strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
     mixed_precision: MixedPrecision | None = None,
@@ -68,11 +72,13 @@ def _shard(
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
     forward_prefetch: bool = False,
     limit_all_gathers: bool = True,
-    block: Block = Block.ROW,
+    block: Block | RowBlock = Block.ROW,
     group_by: Callable[[str, nn.Parameter], Hashable] | None = None,
     if_sharded: str = "error",
     tied_params: str = "error",
     check_weights: str = "warn",
+    wire: WireFormat | None = None,
+    arena: Arena | None = None,
     use_orig_params: bool = True,
 ) -> T:
     """Shard a module's parameters, gradients and optimizer state over ranks, in place.
@@ -92,6 +98,11 @@ def _shard(
         device_mesh: The ranks as a mesh instead of ``process_group``: a 1-D mesh
             shards, a 2-D mesh is (replicate, shard), and dims of a larger mesh are
             taken by their names (``comm.mesh_names``).
+        expert_mesh: The ranks that hold other experts in the place of ``module``, as a
+            1-D mesh, for experts that are plain parameters. Gradients are divided by
+            the ranks of both meshes, norms are over both, and state dicts hold the
+            experts of all ranks, whose names must differ. Default None: all ranks have
+            the same parameters, or parameters are DTensors.
         policy: Selects the modules below ``module`` that become units: a policy object,
             a function ``(module, recurse, nonwrapped_numel) -> bool``, or a function
             that returns ``{module: options}``. The policy does not enter units made by
@@ -128,8 +139,8 @@ def _shard(
             previous forward of the same kind. Default False.
         limit_all_gathers: Keep the memory of at most one resharded unit waiting for the
             GPU. Default True.
-        block: The smallest piece that a shard boundary may not cut: Block.ROW (default)
-            or Block.ELEMENT.
+        block: The piece that no shard boundary cuts: Block.ROW (default),
+            Block.rows(n), Block.TENSOR or Block.ELEMENT.
         group_by: A function of a parameter's name in ``module`` and the parameter.
             Parameters with different results are placed in different regions, so that
             ``flat_parameter_groups`` can separate them. The results must be equal on
@@ -146,6 +157,13 @@ def _shard(
             the first parameter that differs; "off" compares no values. Values are
             compared by a hash. ``sync_module_states`` makes them equal instead; values
             on meta are left out.
+        wire: The format in which all-gathers send matrices: ``Int8Wire()``,
+            ``Float8Wire()``, or a ``WireFormat`` of your own. Forward and backward
+            compute with the decoded values; shards, and with them the optimizer, state
+            dicts and checkpoints, are exact. Default None: the compute dtype.
+        arena: ``Arena()`` keeps memory for the full parameters, whose addresses are
+            then the same in every step, as CUDA graphs and registered memory need.
+            Default None: memory is allocated at each all-gather.
         use_orig_params: An argument of FSDP1. False gives a warning and is treated as
             True, the default: parameters stay the original objects.
 
@@ -176,11 +194,14 @@ def _shard(
         cpu_offload=cpu_offload,
         group_by=group_by,
         check_weights=check_weights,
+        wire=wire,
+        arena=arena,
     )
     application = prepare(
         options,
         process_group=process_group,
         device_mesh=device_mesh,
+        expert_mesh=expert_mesh,
         policy=policy,
         ignored_modules=ignored_modules,
         ignored_states=ignored_states,

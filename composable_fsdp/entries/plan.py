@@ -11,12 +11,15 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 from torch import nn
 
 from composable_fsdp.comm.groups import group_sizes
+from composable_fsdp.comm.wires import WireFormat
 from composable_fsdp.compose.registry import get_state
 from composable_fsdp.config import (
+    Arena,
     BackwardPrefetch,
     Block,
     CPUOffload,
     MixedPrecision,
+    RowBlock,
     ShardingStrategy,
 )
 from composable_fsdp.entries.apply import owner_of
@@ -98,11 +101,13 @@ def plan(
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
     forward_prefetch: bool = False,
     limit_all_gathers: bool = True,
-    block: Block = Block.ROW,
+    block: Block | RowBlock = Block.ROW,
     group_by: GroupBy | None = None,
     ignored_modules: Iterable[nn.Module] | None = None,
     ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
     tied_params: str = "error",
+    wire: WireFormat | None = None,
+    arena: Arena | None = None,
 ) -> ShardingPlan:
     """Return the plan of ``fully_shard`` for ``module`` on ``world_size`` ranks.
 
@@ -147,6 +152,9 @@ def plan(
             parameter.
         tied_params: "error" (default) refuses a parameter that is tied across units;
             "promote" gives the parameter to the lowest unit above all its places.
+        wire: the format in which all-gathers send matrices, as for ``fully_shard``.
+            Default None: the compute dtype.
+        arena: memory with stable addresses, as for ``fully_shard``. Default None.
 
     Returns: the plan. Sizes are in elements; fields named ``*_bytes`` are in bytes.
     Raises: TypeError, if ``module`` is no module; PlanError, for options of a module
@@ -178,6 +186,8 @@ def plan(
             forward_prefetch=forward_prefetch,
             limit_all_gathers=limit_all_gathers,
             group_by=group_by,
+            wire=wire,
+            arena=arena,
         ),
         policy,
         units,

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable_fsdp.comm.groups import RankLayout, resolve_device
+from composable_fsdp.comm.compute_device import resolve_device
+from composable_fsdp.comm.groups import RankLayout
 from composable_fsdp.comm.nodes import node_parts
 from composable_fsdp.compose.registry import get_state, has_api, remove_state, set_state
 from composable_fsdp.config import HYBRID, ShardingStrategy
@@ -218,4 +219,7 @@ def _members(ranks: RankLayout, strategy: ShardingStrategy) -> str:
             [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
             for group in (groups.shard, groups.replicate)
         )
-    return f"ranks {sorted(shard)}, with copies on {sorted(copies)}"
+    others = ranks.experts
+    experts = [] if others is None else dist.get_process_group_ranks(others)
+    apart = f" and other experts on {sorted(experts)}" if experts else ""
+    return f"ranks {sorted(shard)}, with copies on {sorted(copies)}{apart}"

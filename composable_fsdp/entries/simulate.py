@@ -424,6 +424,8 @@ def _mark(step: _Step, log: MemoryLog, *, streams: bool) -> None:
             # Without a buffer of its own, the full region is the shard.
             if region.full.is_cut:
                 log.mark([region.full.buffer], "full")
+            if region.full.wire is not None:
+                log.mark([region.full.wire.buffer], "full")
             # Regions of frozen parameters have no reduce buffer.
             if isinstance(region, TrainableRegion):
                 log.mark([region.reduce.buffer], "reduce")

@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from composable_fsdp.compose.registry import TORCH_DDP, incompatible_api
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
+from composable_fsdp.flat.param_ref import first_sharded
 from composable_fsdp.naming import quoted
 
 _installed = False
@@ -54,8 +55,7 @@ def _on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> N
 
 def _refuse_data_parallel(module: nn.Module) -> None:
     """Raise CompositionError if ``nn.DataParallel`` is put around a sharded module."""
-    held = (fqn for fqn, p in module.named_parameters() if find_leaf(p) is not None)
-    first = next(held, None)
+    first = first_sharded(module)
     if first is not None:
         raise CompositionError(
             f"nn.DataParallel was put around a {type(module).__name__} whose parameter "

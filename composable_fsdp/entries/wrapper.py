@@ -26,8 +26,10 @@ from composable_fsdp.access.grads import clip_grad_norm_, no_sync
 from composable_fsdp.access.settings import register_comm_hook
 from composable_fsdp.access.unshard_params import unshard_own, unshard_params
 from composable_fsdp.comm.groups import require_process_group
+from composable_fsdp.comm.wires import WireFormat
 from composable_fsdp.compose.registry import get_state
 from composable_fsdp.config import (
+    Arena,
     BackwardPrefetch,
     CPUOffload,
     MixedPrecision,
@@ -83,10 +85,14 @@ class FullyShardedDataParallel(Attributes, nn.Module):
             original objects. False gives a warning.
         ignored_states: Parameters or modules that are not sharded. Default None.
         device_mesh: The ranks as a mesh, as for ``fully_shard``. Default None.
+        expert_mesh: As in ``fully_shard``; FSDP1 does not have this argument. Default
+            None.
         tied_params: As in ``fully_shard``; FSDP1 does not have this argument. Default
             "error".
         check_weights: As in ``fully_shard``; FSDP1 does not have this argument. Default
             "warn".
+        wire: As in ``fully_shard``; FSDP1 does not have this argument. Default None.
+        arena: As in ``fully_shard``; FSDP1 does not have this argument. Default None.
         if_sharded: As in ``fully_shard``; FSDP1 does not have this argument. Default
             "error".
 
@@ -122,8 +128,11 @@ class FullyShardedDataParallel(Attributes, nn.Module):
         ignored_states: Iterable[Any] | None = None,
         device_mesh: DeviceMesh | None = None,
         *,
+        expert_mesh: DeviceMesh | None = None,
         tied_params: str = "error",
         check_weights: str = "warn",
+        wire: WireFormat | None = None,
+        arena: Arena | None = None,
         if_sharded: str = "error",
     ) -> None:
         again = module is self  # __new__ returned the existing wrapper
@@ -160,8 +169,11 @@ class FullyShardedDataParallel(Attributes, nn.Module):
             use_orig_params=use_orig_params,
             ignored_states=ignored_states,
             device_mesh=device_mesh,
+            expert_mesh=expert_mesh,
             tied_params=tied_params,
             check_weights=check_weights,
+            wire=wire,
+            arena=arena,
             if_sharded="skip" if again else if_sharded,
         )
         if not again:

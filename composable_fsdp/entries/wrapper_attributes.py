@@ -31,6 +31,7 @@ FUNCTIONS = frozenset(
         "set_requires_gradient_sync",
         "set_reshard_after_backward",
         "set_reshard_after_forward",
+        "set_separate_reduce_scatter_group",
         "unshard",
     }
 )

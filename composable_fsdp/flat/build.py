@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from itertools import chain
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from composable_fsdp.comm.groups import Groups
-from composable_fsdp.config import Block
 from composable_fsdp.flat import part_guards
-from composable_fsdp.flat.build_region import build_region
+from composable_fsdp.flat.build_region import build_region, fills_of
 from composable_fsdp.flat.handle import (
     FlatParamHandle,
     FullForm,
@@ -22,7 +21,6 @@ from composable_fsdp.flat.handle import (
     ShardWrites,
     UnitLayout,
     remember_leaves,
-    written,
 )
 from composable_fsdp.flat.param_form import NO_FORMS, Forms
 from composable_fsdp.flat.reduce_rule import ReduceRule, division
@@ -37,6 +35,7 @@ from composable_fsdp.flat.residency import (
     make_readable,
     unreadable_versions,
 )
+from composable_fsdp.flat.step_counts import written
 from composable_fsdp.planning.assign import Place
 from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.planner import Target
@@ -89,16 +88,21 @@ def build_handle(
     )
     # ``copy.deepcopy`` passes the tables, because the modules below may be partly
     # copied.
+    # A copy brings the rule along; only a new unit learns of its ``expert_mesh`` here.
+    if rule is None:
+        rule = ReduceRule()
+        rule.expert_ranks = groups.expert_ranks
     if guarded is None:
-        guarded = part_guards.find_guards(groups, target.owners, target.modules)
+        guarded = part_guards.find_guards(
+            groups, target.owners, target.modules, forms=forms
+        )
     handle = FlatParamHandle(
         made,
         make_form(made),
-        leaf_memory(made),
         groups=groups,
-        rule=rule or ReduceRule(),
+        rule=rule,
         guards=guarded,
-        writes=ShardWrites(written(made), make_readable),
+        writes=ShardWrites(leaf_memory(made), written(made), make_readable),
     )
     set_divisions(handle)
     remember_leaves(handle)
@@ -155,7 +159,14 @@ def replace_layout(
         earlier=earlier,
         forms=handle.layout.forms,
     )
-    handle.begin_layout(made, make_form(made), leaf_memory(made))
+    form = make_form(made)
+    if form.needs_gather:
+        # The form in the compute dtype has the slot, if any.
+        other = handle.other_form
+        form.slot = handle.form.slot or (other.slot if other is not None else None)
+    reductions = handle.reduction.slot
+    handle.begin_layout(made, form, leaf_memory(made))
+    handle.reduction.slot = reductions
     count_flat_writes(handle)
     set_divisions(handle)
     remember_leaves(handle)
@@ -201,7 +212,7 @@ def build_regions(
     Returns: the regions. Collective: none.
     """
     options = plan.options
-    rows, offload = options.block is Block.ROW, plan.is_offloaded
+    rows, offload = options.keeps_rows, plan.is_offloaded
     return tuple(
         [
             build_region(
@@ -260,7 +271,7 @@ def make_layout(
         epoch,
         0 if plan.regions == origin else _checksum(plan.regions),
         device,
-        rows=plan.options.block is Block.ROW,
+        rows=plan.options.keeps_rows,
         offload=plan.is_offloaded,
         on_meta=any(region.shard.is_meta for region in regions),
         regions=regions,
@@ -281,8 +292,11 @@ def leaf_memory(layout: UnitLayout) -> LeafMemory:
     here: list[nn.Parameter] = []
     empty: list[nn.Parameter] = []
     for region in layout.regions:
-        for leaf in region.leaves:
-            (here if leaf.numel() else empty).append(leaf)
+        # From the cuts, which equal units share, and not from each leaf.
+        for leaf, (start, stop, _) in zip(
+            region.leaves, region.cuts.parts, strict=True
+        ):
+            (here if stop > start else empty).append(leaf)
     # An empty tensor has no address (``data_ptr()`` is 0), so leaves without elements
     # are compared by their storage.
     return LeafMemory(
@@ -358,26 +372,39 @@ def make_form(
     # The all-gather reads the shard directly if the shard has the compute dtype and is
     # on the compute device. Otherwise the shard is first cast or copied into this
     # rank's slice of ``full``, and the all-gather runs in place on that slice.
-    inputs = [
-        r.shard if r.full.own_slice is None else r.full.own_slice for r in gathering
-    ]
+    inputs = [_gathered_from(r) for r in gathering]
+    fulls = [r.full.buffer for r in gathering]
+    wires = [r.full.wire for r in gathering]
+    outputs = fulls
+    # The same list without wire formats: a full buffer that is replaced must be
+    # replaced in both.
+    if any(wires):
+        outputs = [
+            wire.buffer if wire else full
+            for wire, full in zip(wires, fulls, strict=True)
+        ]
     leaves = [r.full.leaves for r in layout.regions]
     return FullForm(
         layout.plan,
         full_precision,
         layout.sharded_placed,
         _placed(layout.regions, layout.places, leaves),
-        ([r.full.buffer for r in gathering], inputs),
-        tuple(
-            [
-                (r.full.own_slice, r.shard)
-                for r in gathering
-                if r.full.own_slice is not None
-            ]
-        ),
+        (outputs, inputs),
+        fulls,
+        tuple([pair for r in gathering for pair in fills_of(r)]),
         bool(gathering),
         unreadable,
+        wired=any(wires),
     )
+
+
+def _gathered_from(region: FlatParameter) -> Tensor:
+    """Return the input of the region's all-gather."""
+    full = region.full
+    # In place, as with a cast: the input is a slice of the output.
+    if full.wire is not None:
+        return full.wire.own
+    return region.shard if full.own_slice is None else full.own_slice
 
 
 def set_divisions(handle: FlatParamHandle) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +16,12 @@ from composable_fsdp.flat.region import (
     FullBuffer,
     ReduceBuffer,
     TrainableRegion,
+    WireBuffer,
 )
 from composable_fsdp.planning.layout import RegionLayout, ShardCuts
 from composable_fsdp.planning.options import Dtypes
+
+_is_meta = attrgetter("is_meta")
 
 
 def build_region(
@@ -57,7 +61,7 @@ def build_region(
     Collective: none.
     """
     cuts = layout.shard_cuts(rank, rows=rows)
-    if any(p.is_meta for p in parameters):
+    if any(map(_is_meta, parameters)):
         device = torch.device("meta")
     if shard is None:
         shard = new_shard(layout.shard_numel, layout.dtype, device, offload=offload)
@@ -77,6 +81,7 @@ def build_region(
             device,
             offload=offload,
             forms=forms,
+            wired=True,
         )
         kind = TrainableRegion if layout.trainable else FlatParameter
         region = kind(
@@ -106,7 +111,7 @@ def _fill_shard(
     """Copy this rank's elements of ``parameters`` into the shard; zero the padding."""
     if shard.is_meta:
         return
-    parts, cuts, _ = shard_cuts
+    parts, cuts, _, _ = shard_cuts
     if cuts.gaps:
         # A norm over the whole shard must not see undefined padding.
         shard.zero_()
@@ -128,13 +133,15 @@ def _make_sharded_leaves(
 ) -> None:
     """Make ``parameters`` the sharded leaves: views of the shard."""
     views, _ = shard_views(cuts, shard)
-    for parameter, view in zip(parameters, views, strict=True):
+    for parameter, view, (start, stop, _) in zip(
+        parameters, views, cuts.parts, strict=True
+    ):
         if not sharded:
             # Setting ``.data`` keeps a ``.grad`` of the old shape, which no optimizer
             # accepts.
             parameter.grad = None
         # ``own_memory``, inlined.
-        parameter.data = view if view.numel() else torch.empty_like(view)
+        parameter.data = view if stop > start else torch.empty_like(view)
         # Without ``grad_dtype``, torch refuses a ``.grad`` whose dtype differs from the
         # parameter's dtype.
         if gradient_dtype != view.dtype:
@@ -158,6 +165,7 @@ def make_full(
     *,
     offload: bool,
     forms: Forms = NO_FORMS,
+    wired: bool = False,
 ) -> FullBuffer:
     """Create a full buffer ``(padded_numel,)`` of ``dtype``, and the full leaves.
 
@@ -170,18 +178,24 @@ def make_full(
         device: the compute device.
         offload: whether ``shard`` is in host memory.
         forms: the forms of the unit's parameters. Default: all are plain.
+        wired: whether the buffer is filled through the wire format of the layout, if
+            there is any. Default False: with the exact values.
 
     Returns: the buffer, which has no memory, unless the buffer is the shard itself.
     Collective: none.
     """
-    is_cut = layout.world_size > 1 or dtype != layout.dtype or offload
+    wire = layout.wire if wired and layout.padded_numel else None
+    # A single rank encodes and decodes, too: numbers must not depend on the ranks.
+    is_cut = layout.world_size > 1 or dtype != layout.dtype or offload or bool(wire)
+    is_cut = is_cut or layout.is_strided
     buffer, own_slice = shard, None
     if is_cut:
         buffer = memory.new_buffer(layout.padded_numel, dtype, device)
-    if dtype != layout.dtype or offload:
+    if not wire and (dtype != layout.dtype or offload or layout.is_strided):
         start = rank * layout.shard_numel
         own_slice = buffer[start : start + layout.shard_numel]
-    parts, _ = full_views(layout, buffer)
+    own_parts = _own_parts(layout, own_slice, rank)
+    parts = compute_views(layout, buffer)
     full_leaves = tuple(
         [
             full_leaf(part, leaf, trainable=layout.trainable)
@@ -196,7 +210,17 @@ def make_full(
         # Views can be created only while the storage has memory. The views stay valid
         # when the storage is resized to 0.
         memory.free(buffer)
-    return FullBuffer(buffer, own_slice, is_cut, full_leaves)
+    made = _wire_buffer(layout, rank, device) if wire else None
+    return FullBuffer(buffer, own_slice, is_cut, full_leaves, own_parts, made)
+
+
+def _wire_buffer(layout: RegionLayout, rank: int, device: torch.device) -> WireBuffer:
+    """Create the buffer of the encoded values, without memory."""
+    buffer = memory.new_buffer(layout.wire_nbytes, torch.uint8, device)
+    size = layout.wire_nbytes // layout.world_size
+    made = WireBuffer(buffer, buffer[rank * size : (rank + 1) * size])
+    memory.free(buffer)
+    return made
 
 
 def full_views(
@@ -216,6 +240,46 @@ def full_views(
         for i, slot in zip(cuts.parameters, layout.parameters, strict=True)
     ]
     return parts, tuple([pieces[i] for i in cuts.gaps])
+
+
+def compute_views(layout: RegionLayout, buffer: Tensor) -> list[Tensor]:
+    """Split ``full`` into views of parameters with the strides that compute sees."""
+    parts, _ = full_views(layout, buffer)
+    if layout.is_strided:
+        for part, slot in zip(parts, layout.parameters, strict=True):
+            if slot.strides:
+                # In place, as ``resize_`` above.
+                part.as_strided_(slot.shape, slot.strides)
+    return parts
+
+
+def _own_parts(
+    layout: RegionLayout, own_slice: Tensor | None, rank: int
+) -> tuple[Tensor, ...]:
+    """Return this rank's rows of each parameter, with the strides that compute sees."""
+    if own_slice is None or not layout.is_strided:
+        return ()
+    views, _ = shard_views(layout.shard_cuts(rank, rows=True), own_slice)
+    # Rows of a parameter have the strides of the whole.
+    return tuple(
+        [
+            view.as_strided(view.shape, slot.strides) if slot.strides else view
+            for view, slot in zip(views, layout.parameters, strict=True)
+        ]
+    )
+
+
+def fills_of(region: FlatParameter) -> list[tuple[Tensor, Tensor]]:
+    """Return pairs of a part of ``full`` and of the shard, with the same elements.
+
+    Empty if the all-gather reads the shard directly.
+    """
+    full = region.full
+    if full.own_parts:
+        # A copy per parameter, because each has strides of its own.
+        views, _ = shard_views(region.cuts, region.shard)
+        return list(zip(full.own_parts, views, strict=True))
+    return [] if full.own_slice is None else [(full.own_slice, region.shard)]
 
 
 def full_leaf(part: Tensor, leaf: nn.Parameter, *, trainable: bool) -> nn.Parameter:

@@ -28,6 +28,9 @@ def refuse_shared_ranks(targets: Iterable[Target], ranks: RankLayout) -> None:
         for layout, parameters in zip(
             target.plan.regions, target.parameters, strict=True
         ):
+            # Equal units share their layouts, so plain models pay one test per region.
+            if layout.is_plain:
+                continue
             for slot, parameter in zip(layout.parameters, parameters, strict=True):
                 if slot.whole is None:
                     continue
@@ -43,7 +46,9 @@ def refuse_shared_ranks(targets: Iterable[Target], ranks: RankLayout) -> None:
                         f"expected that they share only this rank, "
                         f"{dist.get_rank()}. Make one mesh, init_device_mesh(..., "
                         "mesh_dim_names=('dp', 'tp')), and pass mesh['tp'] to "
-                        "parallelize_module, mesh['dp'] to fully_shard."
+                        "parallelize_module, mesh['dp'] to fully_shard. Experts over "
+                        "mesh['ep'] become a unit of their own before, over "
+                        "mesh['edp']."
                     )
 
 
@@ -58,6 +63,9 @@ def with_plain_parameters(target: Target) -> tuple[Target, Forms]:
     Returns: the target with the plain parameters, and the forms of those it replaced.
     Collective: none.
     """
+    # Plain models pass at once, without a copy of the target.
+    if all(layout.is_plain for layout in target.plan.regions):
+        return target, NO_FORMS
     forms: dict[int, ParamForm] = {}
     made: dict[int, nn.Parameter] = {}
     regions: list[tuple[nn.Parameter, ...]] = []
@@ -72,9 +80,6 @@ def with_plain_parameters(target: Target) -> tuple[Target, Forms]:
             made[slot.index] = plain_parameter(parameter)
             region.append(made[slot.index])
         regions.append(tuple(region))
-    # Plain models pass without a copy of the target.
-    if not forms:
-        return target, NO_FORMS
     # All places of a tied parameter get the same plain parameter.
     for place, owner in zip(target.places, target.owners, strict=True):
         if place.slot_index in made:

@@ -23,7 +23,7 @@ steps, and knows of streams, reductions and hooks.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from composable_fsdp.comm.device import outside_transforms
 from composable_fsdp.errors import PlanError
 from composable_fsdp.flat.build import leaf_memory, replace_layout
-from composable_fsdp.flat.build_region import full_views, own_memory
+from composable_fsdp.flat.build_region import compute_views, own_memory
 from composable_fsdp.flat.flat_parameter import rebind_flat_parameters
 from composable_fsdp.flat.gradients import shard_views
 from composable_fsdp.flat.handle import (
@@ -43,7 +43,7 @@ from composable_fsdp.flat.handle import (
     find_leaf,
     forget_leaves,
 )
-from composable_fsdp.flat.param_paths import place_path, slot_path
+from composable_fsdp.flat.param_paths import place_path
 from composable_fsdp.flat.param_ref import param_refs
 from composable_fsdp.flat.precision import take_form
 from composable_fsdp.flat.region import FullBuffer
@@ -78,27 +78,6 @@ def requires_grad_changed(handle: FlatParamHandle) -> bool:
     )
 
 
-def changed_flags(handle: FlatParamHandle) -> Iterator[tuple[str, bool]]:
-    """Yield name and flag of the parameters frozen or unfrozen since ``fully_shard``.
-
-    The names are FQNs from the root, in the order of the original regions, which all
-    ranks have compared.
-    """
-    layout = handle.layout
-    # 0: the unit was never rebuilt, as most units.
-    if not layout.structure:
-        return
-    trains = {
-        slot.index: region.layout.trainable
-        for region in layout.regions
-        for slot in region.layout.parameters
-    }
-    for region in layout.origin:
-        for slot in region.parameters:
-            if trains[slot.index] is not region.trainable:
-                yield slot_path(handle, slot), trains[slot.index]
-
-
 def require_leaves(handle: FlatParamHandle) -> bool:
     """Adopt leaves that were replaced or changed; return whether full leaves are new.
 
@@ -130,7 +109,7 @@ def require_leaves(handle: FlatParamHandle) -> bool:
     names: dict[int, str] = {}
     current = _current(handle, names)
     _require_fit(handle, current, names)
-    if not _is_replaced(handle, current):
+    if not _is_replaced(handle):
         restore_shard_views(handle)
         return False
     if handle.reduction.due or handle.reduction.held is not None:
@@ -207,7 +186,7 @@ def _require_fit(
                 )
 
 
-def _is_replaced(handle: FlatParamHandle, current: dict[int, nn.Parameter]) -> bool:
+def _is_replaced(handle: FlatParamHandle) -> bool:
     """Return whether an object, a dtype or a device changed, and not only memory."""
     return (
         handle.layout.on_meta
@@ -247,7 +226,7 @@ def restore_shard_views(handle: FlatParamHandle) -> None:
                 if leaf.numel() and leaf.data_ptr() != home.data_ptr():
                     home.copy_(leaf.detach())
                 leaf.data = own_memory(home)
-    handle.memory = leaf_memory(handle.layout)
+    handle.writes.memory = leaf_memory(handle.layout)
 
 
 def _misfit(fqn: str, expected: torch.Tensor, got: torch.Tensor) -> PlanError:
@@ -274,7 +253,7 @@ def full_locations(handle: FlatParamHandle) -> list[tuple[torch.Tensor, torch.Te
         for region in handle.layout.regions
         for pair in zip(
             map(local_of, region.full.leaves),
-            full_views(region.layout, region.full.buffer)[0],
+            compute_views(region.layout, region.full.buffer),
             strict=True,
         )
     ]

@@ -79,8 +79,7 @@ def flat_of(handle: FlatParamHandle, region: FlatParameter) -> nn.Parameter:
             flat = nn.Parameter(region.shard)
             rebind_flat_parameter(handle, region, flat)
             if any(leaf.grad is not None for leaf in region.leaves):
-                settled = not handle.reduction.has_memory
-                ready_gradient(region, settled=settled)
+                ready_gradient(region, settled=_is_settled(handle))
                 # Temporarily unset, so that ``own_gradients`` collects the gradients of
                 # the leaves.
                 region.flat = None
@@ -158,7 +157,7 @@ def rebind_flat_parameters(
         # The optimizer must not step on this parameter again: the gradients go back to
         # the leaves, and the data becomes empty below.
         retired = True
-        for leaf, gradient in zip(old.leaves, leaf_gradients(old, handle), strict=True):
+        for leaf, gradient in zip(old.leaves, leaf_gradients(old), strict=True):
             leaf.grad = gradient
         known = FLAT_PARAMS[id(flat)]
         # ``clone``, because the empty slice would keep the memory of the former shard
@@ -174,9 +173,7 @@ def _identity(region: FlatParameter) -> tuple[object, ...]:
     return layout.padded_numel, *((s.index, s.offset) for s in layout.parameters)
 
 
-def leaf_gradients(
-    region: FlatParameter, handle: FlatParamHandle
-) -> list[Tensor | None]:
+def leaf_gradients(region: FlatParameter) -> list[Tensor | None]:
     """Return each leaf's gradient: ``.grad``, or its part of the flat gradient."""
     if region.flat is None:
         return [leaf.grad for leaf in region.leaves]
@@ -283,13 +280,15 @@ def move_gradients_in(handles: Iterable[FlatParamHandle]) -> None:
                     add_own_gradients(handle, region)
 
 
+def _is_settled(handle: FlatParamHandle) -> bool:
+    """Return whether no reduction is writing into the unit's flat gradients."""
+    return not (handle.reduction.has_memory or handle.reduction.replicates)
+
+
 def _hold(handle: FlatParamHandle, region: FlatParameter) -> None:
     """Make ``gradient.shard`` the gradient of the region's flat parameter."""
     assert region.flat is not None
-    # ``gradient.shard`` may be replaced only if no reduction is writing into
-    # ``gradient.shard``.
-    settled = not handle.reduction.has_memory
-    ready_gradient(region, settled=settled)
+    ready_gradient(region, settled=_is_settled(handle))
     # Parts without a gradient become zeros.
     own_gradients(region)
     region.flat.grad = region.gradient.shard

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from composable_fsdp.comm.device import outside_transforms
 from composable_fsdp.errors import PhaseError
+from composable_fsdp.flat.build_region import fills_of
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_paths import slot_path
 from composable_fsdp.flat.region import FlatParameter, part_of
@@ -69,14 +70,14 @@ def _copy_write_to_shard(
     slot = region.layout.parameters[index]
     full, sharded = region.full.leaves[index], region.leaves[index]
     # A write to a low-precision copy would be rounded, or lost at the next all-gather.
-    if full.dtype != sharded.dtype:
+    if not region.is_exact:
         raise PhaseError(
             f"Parameter {quoted(slot_path(handle, slot))} was written to "
             "in the "
             f"forward of unit {handle.name}, where it is a copy in {full.dtype} of "
-            f"shards in {sharded.dtype} (MixedPrecision), so the write would be lost "
-            "or rounded. Write to it between steps, inside unshard_params(module), or "
-            "give the unit no param_dtype."
+            f"shards in {sharded.dtype} ({_cause(region)[0]}), so the write would be "
+            "lost or rounded. Write to it between steps, inside "
+            f"unshard_params(module), or give the unit no {_cause(region)[1]}."
         )
     # Else the full leaf views the shard itself, which already has the new values.
     if region.full.is_cut:
@@ -85,6 +86,13 @@ def _copy_write_to_shard(
     # flat parameters (``versions.make_readable``).
     versions = full._version - sum(map(version_of, handle.writes.flat_parameters))
     set_versions((sharded,), (versions,))
+
+
+def _cause(region: FlatParameter) -> tuple[str, str]:
+    """Return why the full values are no exact copies, and the option to leave out."""
+    if region.full.wire is not None:
+        return repr(region.layout.wire), "wire"
+    return "MixedPrecision", "param_dtype"
 
 
 def snapshot(handle: FlatParamHandle) -> list[Tensor] | None:
@@ -135,16 +143,19 @@ def copy_all_to_shards(handle: FlatParamHandle) -> None:
     """
     # All checks have passed, so either every region is copied or none.
     for region in handle.layout.regions:
-        if region.full.buffer.dtype != region.shard.dtype:
+        if not region.is_exact:
             raise PhaseError(
                 f"The forward of unit {handle.name} wrote to its weights through "
                 f".data, where they are copies in {region.full.buffer.dtype} of shards "
-                f"in {region.shard.dtype} (MixedPrecision), so the write would be lost "
-                "or rounded. Write between steps, inside unshard_params(module), or "
-                "give the unit no param_dtype."
+                f"in {region.shard.dtype} ({_cause(region)[0]}), so the write would be "
+                "lost or rounded. Write between steps, inside unshard_params(module), "
+                f"or give the unit no {_cause(region)[1]}."
             )
     for region in handle.layout.regions:
-        if region.full.is_cut:
+        if region.full.own_parts:
+            for own_part, part in fills_of(region):
+                part.copy_(own_part)
+        elif region.full.is_cut:
             start = region.rank * region.layout.shard_numel
             region.shard.copy_(
                 region.full.buffer[start : start + region.layout.shard_numel]

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.region import FlatParameter
+from composable_fsdp.flat.region import FlatParameter, TrainableRegion
+from composable_fsdp.flat.slot_use import forget_reduce_slot, take_reduce_slot
 from composable_fsdp.planning.layout import ShardCuts
 
 
@@ -59,7 +60,7 @@ def shard_views(
     of the padding.
     Collective: none.
     """
-    _, cuts, shapes = shard_cuts
+    _, cuts, shapes, _ = shard_cuts
     # One split creates all pieces; slices would need one operation each.
     pieces = base.split_with_sizes(cuts.sizes)
     parts = [
@@ -87,7 +88,8 @@ def make_grad_shard(region: FlatParameter) -> None:
     gradient.shown = gradient.unshown
     gradient.places = (*map(Tensor.data_ptr, (shard, *views)),)
     gradient.shard = shard
-    gradient.views = with_absent(region, views) if region.absent else tuple(views)
+    absent = region.cuts.absent
+    gradient.views = with_absent(region, views) if absent else tuple(views)
 
 
 def with_absent(
@@ -96,7 +98,7 @@ def with_absent(
     """Return ``gradients`` with ``None`` for leaves without elements on this rank."""
     # FSDP1 does the same: the mean of an empty gradient is NaN, and ``max()`` raises.
     shown = list(gradients)
-    for index in region.absent:
+    for index in region.cuts.absent:
         shown[index] = None
     return tuple(shown)
 
@@ -137,7 +139,7 @@ def views_are_intact(region: FlatParameter) -> bool:
 def free_cleared(handle: FlatParamHandle) -> None:
     """Release the flat gradients that no leaf shows. Collective: none."""
     # A reduction may be writing into the flat gradients.
-    if handle.reduction.has_memory:
+    if handle.reduction.has_memory or handle.reduction.replicates:
         return
     for region in handle.layout.trainable:
         # A flat gradient in host memory takes no memory from activations.
@@ -337,25 +339,29 @@ def note_shown(region: FlatParameter, parts: bytes) -> None:
 
 def allocate_reduce(handle: FlatParamHandle) -> None:
     """Allocate the reduce buffers on the current stream."""
-    for region in handle.layout.trainable:
-        buffer = region.reduce.buffer
-        assert buffer is not None
-        # ``memory.allocate``, inlined.
-        nbytes, storage = buffer.nbytes, buffer.untyped_storage()
-        if storage.nbytes() != nbytes:
-            storage.resize_(nbytes)
+    # Without an arena, or if gradients of another unit wait in its slot.
+    if handle.reduction.slot is None or not take_reduce_slot(handle):
+        for region in handle.layout.trainable:
+            buffer = region.reduce.buffer
+            # ``memory.allocate``, inlined.
+            nbytes, storage = buffer.nbytes, buffer.untyped_storage()
+            if storage.nbytes() != nbytes:
+                storage.resize_(nbytes)
     handle.reduction.has_memory = True
 
 
 def free_reduce(handle: FlatParamHandle) -> None:
     """Free the reduce buffers, on the stream that allocated the buffers."""
-    for region in handle.layout.trainable:
-        buffer = region.reduce.buffer
-        assert buffer is not None
-        try:  # ``memory.free``, inlined
-            buffer.untyped_storage().resize_(0)
-        except RuntimeError as error:
-            memory.require_unresizable(buffer, error)
+    if handle.reduction.home is not None:
+        assert handle.reduction.slot is not None
+        handle.reduction.slot.release()
+    else:
+        for region in handle.layout.trainable:
+            buffer = region.reduce.buffer
+            try:  # ``memory.free``, inlined
+                buffer.untyped_storage().resize_(0)
+            except RuntimeError as error:
+                memory.require_unresizable(buffer, error)
     handle.reduction.has_memory = False
 
 
@@ -375,6 +381,8 @@ def leave_reduce(handle: FlatParamHandle) -> None:
         if reduce.temporary is None:
             _free_gradient(region)
         reduce.temporary = None
+    if handle.reduction.home is not None:
+        forget_reduce_slot(handle)
     free_reduce(handle)
 
 
@@ -444,3 +452,12 @@ def has_arrived(handle: FlatParamHandle) -> bool:
     return handle.reduction.due and any(
         1 in r.reduce.arrived for r in handle.layout.trainable
     )
+
+
+def reduce_target(region: TrainableRegion) -> Tensor:
+    """Return the buffer ``(shard_numel,)`` that this reduction fills for the region."""
+    target = region.reduce.temporary
+    if target is None:
+        target = region.gradient.shard
+    assert target is not None
+    return target

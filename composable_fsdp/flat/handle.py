@@ -10,7 +10,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from operator import attrgetter
+from itertools import chain, count
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from composable_fsdp.comm.device import Waitable, make_events
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.comm.sequence import OrderLog
+from composable_fsdp.flat.arena import Slot
 from composable_fsdp.flat.param_form import Forms
 from composable_fsdp.flat.reduce_rule import ReduceRule
 from composable_fsdp.flat.region import FlatParameter, FullBuffer, TrainableRegion
@@ -62,7 +63,12 @@ class FullForm(_Referable):
     placed: tuple[nn.Parameter, ...]
     """The full leaf of each place."""
     gather_lists: tuple[list[Tensor], list[Tensor]]
-    """``full`` and the all-gather input of each region that has elements to gather."""
+    """The output and the input of the all-gather, per region that has elements to
+    gather: ``full`` and the shard or this rank's slice of ``full``, or the encoded
+    values of all ranks and of this rank."""
+    fulls: list[Tensor]
+    """``full`` of these regions; the same list object as the outputs of the all-gather,
+    if no region has a wire format."""
     fills: tuple[tuple[Tensor, Tensor], ...]
     """Pairs (this rank's slice of ``full``, shard): the copies that must run before the
     all-gather."""
@@ -71,6 +77,8 @@ class FullForm(_Referable):
     # Version counters decide which leaves autograd may read (``flat.residency``).
     unreadable: tuple[int, ...]
     """Versions of the leaves in ``placed`` while autograd must not read the leaves."""
+    wired: bool = False
+    """Whether a region is encoded before the all-gather, and decoded afterwards."""
     readable: tuple[int, ...] | None = None
     """Versions of the leaves in ``placed`` while autograd may read the leaves; ``None``
     while autograd must not."""
@@ -80,6 +88,8 @@ class FullForm(_Referable):
     """AccumulateGrad nodes of the trainable full leaves."""
     regions: tuple[FullBuffer, ...] = ()
     """The full buffer of each region, once the unit has two forms or another layout."""
+    slot: Slot | None = None
+    """Where the full leaves lie, if the unit has an arena (``flat.arena``)."""
 
 
 RETAINED = 1 << 30
@@ -99,12 +109,13 @@ class BackwardProgress:
     graph task reduces then."""
     open_calls: int = 0
     """Number of forwards in ``tapes`` whose inputs have not got their gradient yet.
-    Larger by ``RETAINED`` if the backward builds a graph, so that the
-    unit stays unsharded."""
+    Larger by ``RETAINED`` if the backward builds a graph: the unit stays full."""
     expected_calls: int = 0
     """Number of open calls whose input hooks will run. If ``expected_calls`` equals
     ``open_calls``, the last input hook reduces the unit."""
     # ``Any``: the class ``ForwardRecord`` is in a higher layer.
+    endless: bool = False
+    """Whether backward has reached a call without an alias, whose end no hook tells."""
     tapes: tuple[Any, ...] = ()
     """The forwards (``ForwardRecord``) that ``open_calls`` counts."""
 
@@ -195,8 +206,10 @@ NO_PATHS: Mapping[int, str] = MappingProxyType({})
 
 @dataclass(slots=True)
 class ShardWrites:
-    """What counts writes to the shards of a unit."""
+    """How changes of a unit's shards are noticed that the unit has not made itself."""
 
+    memory: LeafMemory
+    """The expected data location of each sharded leaf."""
     at_build: int
     """Sum of the version counters of the sharded leaves at build; -1 if on meta."""
     make_readable: Callable[[FlatParamHandle], None]
@@ -208,8 +221,7 @@ class ShardWrites:
     step). Empty before the first all-gather; ``None`` as long as the unit is never kept
     unsharded, so that other units pay nothing."""
     steps: int = 0
-    """Number of optimizer steps over the unit's leaves since step counting started
-    (``step_counts``)."""
+    """Optimizer steps over the unit's leaves since counting began (``step_counts``)."""
     flat_parameters: tuple[nn.Parameter, ...] = ()
     """Flat parameters of the regions for which ``flat_of`` created a flat parameter."""
 
@@ -251,8 +263,13 @@ class ReductionProgress:
 
     due: bool = False
     """Whether gradients are expected, or have arrived, that no reduction has taken."""
+    slot: Slot | None = None
+    """The arena's slot for reductions; ``home``: its memory, if buffers lie there."""
+    home: Tensor | None = None
     has_memory: bool = False
     """Whether the reduce buffers are allocated; also during a reduction."""
+    replicates: bool = False
+    """Whether an all-reduce on a stream of its own writes the flat gradients."""
     held: tuple[bytes, ...] | None = None
     """Arrival flags per trainable region of the sums that wait in
     ``ReduceBuffer.partial`` for the all-reduce; ``None`` if no sums wait."""
@@ -273,7 +290,6 @@ class FlatParamHandle:
         "kept_full",
         "layout",
         "logs",
-        "memory",
         "other_form",
         "paths",
         "phase",
@@ -289,7 +305,6 @@ class FlatParamHandle:
         self,
         layout: UnitLayout,
         form: FullForm,
-        memory: LeafMemory,
         *,
         groups: Groups,
         rule: ReduceRule,
@@ -311,7 +326,7 @@ class FlatParamHandle:
         self.guards = guards
         self.running = RunningForwards()
         self.writes = writes
-        self.begin_layout(layout, form, memory)
+        self.begin_layout(layout, form, writes.memory)
 
     def begin_layout(
         self, layout: UnitLayout, form: FullForm, memory: LeafMemory
@@ -324,8 +339,6 @@ class FlatParamHandle:
             memory: the expected data location of each sharded leaf.
         """
         self.layout = layout
-        self.memory = memory
-        """The expected data location of each sharded leaf."""
         self.form = form
         """The current full form: buffers and leaves of the precision in use."""
         self.other_form: FullForm | None = None
@@ -347,7 +360,7 @@ class FlatParamHandle:
         versions of then."""
         self.reduction = ReductionProgress()
         self.events = make_events(layout.device)
-        self.writes.steps = 0
+        self.writes.memory, self.writes.steps = memory, 0
 
     @property
     def is_full(self) -> bool:
@@ -360,7 +373,11 @@ class FlatParamHandle:
     @property
     def leaves(self) -> tuple[nn.Parameter, ...]:
         """The sharded leaves, which are the original parameters, in region order."""
-        return tuple(leaf for region in self.layout.regions for leaf in region.leaves)
+        regions = self.layout.regions
+        # Equal units usually have a single region, whose tuple serves as it is.
+        if len(regions) == 1:
+            return regions[0].leaves
+        return tuple(chain.from_iterable([region.leaves for region in regions]))
 
     @property
     def infos(self) -> tuple[ParamInfo, ...]:
@@ -413,6 +430,11 @@ class FlatParamHandle:
         return tuple(i for i, (start, stop) in enumerate(spans) if stop > start)
 
     @property
+    def data_ranks(self) -> int:
+        """Number of ranks whose losses are in the unit's reduced gradients."""
+        return self.groups.world_size * self.rule.expert_ranks
+
+    @property
     def name(self) -> str:
         """The unit's name in error messages."""
         return quoted(self.full_fqn)
@@ -423,14 +445,6 @@ class FlatParamHandle:
             f"parameters, {len(self.layout.regions)} regions, {self.phase.value}, "
             f"{self.residency.value})"
         )
-
-
-_version = attrgetter("_version")
-
-
-def written(layout: UnitLayout) -> int:
-    """Return a number that grows with every write to a sharded leaf; -1 if on meta."""
-    return -1 if layout.on_meta else sum(map(_version, layout.sharded_placed))
 
 
 # ``LEAVES`` maps a sharded leaf to its unit, so that functions which receive bare
@@ -452,7 +466,7 @@ LEAVES: dict[int, _LeavesOf] = {}
 def remember_leaves(handle: FlatParamHandle) -> None:
     """Register this handle's leaves for ``find_leaf`` until the handle is deleted."""
     link = _LeavesOf(handle, _forget)
-    link.indices = {id(leaf): index for index, leaf in enumerate(handle.leaves)}
+    link.indices = dict(zip(map(id, handle.leaves), count(), strict=False))
     LEAVES.update(dict.fromkeys(link.indices, link))
 
 

@@ -64,10 +64,25 @@ def leave(base: Tensor, views: Iterable[Tensor]) -> Tensor:
     """
     # Another object: the collective holds ``base`` itself, and so its memory.
     fresh = new_buffer(base.numel(), base.dtype, base.device)
+    move(views, fresh, since=int(base.storage_offset()))
+    return fresh
+
+
+def move(views: Iterable[Tensor], home: Tensor, *, since: int) -> None:
+    """Make ``views`` views of ``home``, at the places that they have in their buffer.
+
+    Args:
+        views: views of a buffer. Values are not copied.
+        home: another buffer of the same dtype and number of elements.
+        since: the offset of the buffer of ``views`` in its storage.
+
+    Collective: none.
+    """
+    begin = home.storage_offset() - since
     # ``.data``: the objects stay, and with them hooks and version counters.
     for each in views:
-        each.data = fresh.as_strided(each.size(), each.stride(), each.storage_offset())
-    return fresh
+        place = begin + each.storage_offset()
+        each.data = home.as_strided(each.size(), each.stride(), place)
 
 
 def is_allocated(tensor: Tensor) -> bool:

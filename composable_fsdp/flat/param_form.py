@@ -28,6 +28,11 @@ class ParamForm(Protocol):
     """The questions that the package asks the form of a parameter. Immutable."""
 
     @property
+    def shape(self) -> torch.Size:
+        """Shape of the global parameter."""
+        ...
+
+    @property
     def cut_over(self) -> tuple[dist.ProcessGroup, ...]:
         """The groups whose ranks hold other parts of the parameter."""
         ...

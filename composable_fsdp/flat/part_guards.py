@@ -31,6 +31,7 @@ from torch import nn
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.handle import FlatParamHandle, PartGuards
+from composable_fsdp.flat.param_form import NO_FORMS, Forms
 from composable_fsdp.flat.param_paths import place_path
 from composable_fsdp.flat.param_ref import find_param
 from composable_fsdp.naming import join_name, quoted
@@ -41,7 +42,11 @@ REFUSE = -2
 
 
 def find_guards(
-    groups: Groups, owners: Sequence[nn.Module], modules: Sequence[nn.Module]
+    groups: Groups,
+    owners: Sequence[nn.Module],
+    modules: Sequence[nn.Module],
+    *,
+    forms: Forms = NO_FORMS,
 ) -> PartGuards:
     """Find the tables of pre-hooks of a unit's parts.
 
@@ -51,10 +56,12 @@ def find_guards(
             guards.
         owners: the modules that hold the unit's parameters.
         modules: the modules with the unit's hooks, which are no parts.
+        forms: the forms of the unit's parameters. Default: all are plain.
 
     Returns: the tables, without refusals. Collective: none.
     """
-    if groups.world_size == 1:
+    # Gradients of experts are sums over other ranks' tokens, also on a single rank.
+    if groups.world_size * groups.expert_ranks == 1 and not forms:
         return PartGuards(())
     # A module that owns parameters and has a forward is a part.
     parts = {id(owner): owner for owner in owners}
@@ -149,7 +156,7 @@ def _refuse_part(module: nn.Module, args: tuple[Any, ...]) -> None:
                 # An uncut parameter has correct values; only its gradient would not be
                 # averaged.
                 trains = torch.is_grad_enabled() and parameter.requires_grad
-                if not trains or handle.groups.world_size == 1:
+                if not trains or handle.data_ranks == 1:
                     continue
             place = _name(handle, holder)
             part = place.removesuffix(path).removesuffix(".") if path else place
@@ -187,7 +194,7 @@ def _whose_gradient(handle: FlatParamHandle, made: str, part: str, name: str) ->
     unit = _unit(handle)
     return (
         f"{made} was called outside the forward of module {unit}, which averages "
-        f"gradients over {handle.groups.world_size} ranks: that of {name} would be "
+        f"gradients over {handle.data_ranks} ranks: that of {name} would be "
         f"this rank's alone. Call {unit}; or, for a method of {unit} that calls its "
         f"parts, register_forward_method(module, name); or give {part} a unit of its "
         "own, before its parent. Without gradients, call it under torch.no_grad()."

@@ -81,7 +81,7 @@ def has_two_forms(handle: FlatParamHandle) -> bool:
     """Return whether the compute dtype differs from the dtype of the parameters."""
     options = handle.layout.plan.options
     return any(
-        options.dtypes(r.layout.dtype).compute != r.layout.dtype
+        options.dtypes(r.layout.dtype).compute != r.layout.dtype or r.layout.wire
         for r in handle.layout.regions
     )
 
@@ -133,5 +133,6 @@ def take_form(handle: FlatParamHandle, form: FullForm) -> None:
     like = make_form(handle.layout, form.unreadable, full_precision=form.full_precision)
     # The shards are new, and with them the inputs of the all-gather.
     form.gather_lists, form.fills = like.gather_lists, like.fills
+    form.fulls = like.fulls
     # ``made`` is in the compute dtype, so ``made`` may be the other form.
     handle.form, handle.other_form = form, made if form.full_precision else None

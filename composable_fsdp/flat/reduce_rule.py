@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from composable_fsdp.comm.groups import GroupRef
+
 # float16 ends at 65504: dividing only after the sum could overflow, and dividing by the
 # whole factor before the sum would flush small gradients to zero. The other dtypes have
 # the range for the sum.
@@ -46,10 +48,12 @@ class ReduceRule:
         "after_sum",
         "all_gather",
         "all_reduce",
+        "expert_ranks",
         "factor",
         "fill",
         "flags",
         "force_sum",
+        "group",
         "hook",
         "hook_state",
         "reduce_scatter",
@@ -58,6 +62,11 @@ class ReduceRule:
     def __init__(self) -> None:
         self.factor: float | None = None
         """Divisor of the sum over ranks. Default: None, the number of ranks."""
+        self.expert_ranks = 1
+        """Ranks whose tokens the unit's experts compute, and so whose losses are in
+        each rank's gradients before any sum. Default: 1, this rank's own."""
+        self.group: GroupRef | None = None
+        """The group of reduce-scatters. Default: None, the shard group."""
         self.all_reduce = True
         """Whether a reduction includes the all-reduce over the replicate group. If
         False, the sums of the reduce-scatter wait in ``ReduceBuffer.partial``.
@@ -86,10 +95,13 @@ class ReduceRule:
         """Whether every trainable parameter takes part in every reduction, with zeros
         if a rank has no gradient (``runtime.unused_params``). Default: False."""
         self.flags: Callable[[Any], Iterable[int]] = (
-            _requires_grad_flags if fill else attrgetter("reduce.arrived")
+            _requires_grad_flags if fill else _arrived_flags
         )
         """Returns per parameter of a region: 1 if a reduction gives the parameter a
         gradient."""
+
+
+_arrived_flags: Callable[[Any], Iterable[int]] = attrgetter("reduce.arrived")
 
 
 def _requires_grad_flags(region: Any) -> list[bool]:
@@ -118,15 +130,19 @@ def division(
     """Return how to divide sums over ranks.
 
     Args:
-        rule: the unit's settings; only ``rule.factor`` is read.
+        rule: the unit's settings; ``factor`` and ``expert_ranks`` are read.
         dtype: the reduce dtype.
-        ranks: number of ranks, the default of ``rule.factor``.
+        ranks: number of ranks; times ``expert_ranks`` the default of ``factor``.
         can_average: whether the backend's collectives can average.
 
     Returns: the divisors before and after the sum.
     Collective: none.
     """
-    return _division(rule.factor, dtype, ranks, can_average)
+    factor = rule.factor
+    # A backend that averages knows of its own ranks alone.
+    if factor is None and rule.expert_ranks > 1:
+        factor = float(ranks * rule.expert_ranks)
+    return _division(factor, dtype, ranks, can_average)
 
 
 @lru_cache(maxsize=64)

@@ -25,6 +25,18 @@ from composable_fsdp.flat.reduce_rule import NO_DIVISION
 from composable_fsdp.planning.layout import ParameterSlot, RegionLayout, ShardCuts
 
 
+class WireBuffer:
+    """The encoded values of a region; has memory from the encoding to the decoding."""
+
+    __slots__ = ("buffer", "own")
+
+    def __init__(self, buffer: Tensor, own: Tensor) -> None:
+        self.buffer = buffer
+        """Bytes of all ranks in rank order, uint8."""
+        self.own = own
+        """This rank's slice of ``buffer``."""
+
+
 class FullBuffer(NamedTuple):
     """The full values of a region in a precision. Replaced as a whole."""
 
@@ -38,6 +50,12 @@ class FullBuffer(NamedTuple):
     """Whether ``buffer`` is a buffer of its own. If not, ``buffer`` is ``shard``."""
     leaves: tuple[nn.Parameter, ...]
     """The full leaves, aligned with ``FlatParameter.leaves``."""
+    own_parts: tuple[Tensor, ...] = ()
+    """This rank's rows of each parameter in ``buffer``, with the strides of compute, if
+    a parameter is channels_last: where the shards are copied before the all-gather."""
+    wire: WireBuffer | None = None
+    """What the all-gather fills in place of ``buffer``, if the region has a wire
+    format and the form is that of compute."""
 
 
 class FlatGradient:
@@ -137,7 +155,6 @@ class FlatParameter:
 
     __slots__ = (
         "__weakref__",
-        "absent",
         "cuts",
         "device",
         "flat",
@@ -183,13 +200,6 @@ class FlatParameter:
         """The full values in the current precision (``flat.precision``)."""
         self.leaves = leaves
         """The sharded leaves: the original parameters, in memory order."""
-        slots = layout.parameters
-        # An empty parameter of the model is absent nowhere: no rank holds an element.
-        self.absent = tuple(
-            [i for i, p in enumerate(leaves) if slots[i].numel and not p.numel()]
-        )
-        """Indices of leaves that have no element on this rank but elements on other
-        ranks."""
         self.gradient = FlatGradient(gradient_dtype, len(leaves))
         self.flat: nn.Parameter | None = None
         """``shard`` as a single parameter, or ``None`` (``flat_parameter``). If set,
@@ -203,6 +213,16 @@ class FlatParameter:
         set, to ``flat`` (``user_hooks.show_on_flat``)."""
         self.host_copy: HostCopy | None = None
         """Offloaded units only: the copy in flight into the flat gradient."""
+
+    @property
+    def absent(self) -> tuple[int, ...]:
+        """Indices of leaves whose elements are all on other ranks."""
+        return self.cuts.absent
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether ``full`` holds the values of the shards, neither cast nor encoded."""
+        return self.full.wire is None and self.full.buffer.dtype == self.layout.dtype
 
     def __repr__(self) -> str:
         layout = self.layout

@@ -34,6 +34,7 @@ from composable_fsdp.flat.functional_params import (
 from composable_fsdp.flat.handle import LEAVES, NO_TASK, FlatParamHandle, FullForm
 from composable_fsdp.flat.param_paths import place_path
 from composable_fsdp.flat.part_guards import REFUSE, refuse_part
+from composable_fsdp.flat.slot_use import leave_slot, take_slot
 from composable_fsdp.naming import quoted
 from composable_fsdp.phases import Residency, illegal_move
 from composable_fsdp.planning.dtensors import local_of
@@ -57,11 +58,14 @@ def allocate_full(handle: FlatParamHandle) -> None:
     """Allocate every ``full`` on the current stream, for an all-gather to fill."""
     if GATHERING not in handle.residency.followers:
         raise illegal_move(handle.name, handle.residency, GATHERING)
-    for full in handle.form.gather_lists[0]:
-        # ``memory.allocate``, inlined.
-        nbytes, storage = full.nbytes, full.untyped_storage()
-        if storage.nbytes() != nbytes:
-            storage.resize_(nbytes)
+    if handle.form.slot is not None:
+        take_slot(handle)
+    else:
+        for full in handle.form.fulls:
+            # ``memory.allocate``, inlined.
+            nbytes, storage = full.nbytes, full.untyped_storage()
+            if storage.nbytes() != nbytes:
+                storage.resize_(nbytes)
     handle.residency = GATHERING
 
 
@@ -167,12 +171,16 @@ def free_full(handle: FlatParamHandle) -> None:
     if handle.form.readable is not None:  # ``make_unreadable``, inlined
         set_versions(handle.form.placed, handle.form.unreadable)
         handle.form.readable = None
-    # The views, and with them the full leaves, stay valid objects without memory.
-    for full in handle.form.gather_lists[0]:
-        try:  # ``memory.free``, inlined
-            full.untyped_storage().resize_(0)
-        except RuntimeError as error:
-            memory.require_unresizable(full, error)
+    # The views, and with them the full leaves, stay valid objects without memory; in a
+    # slot they stay views of the slot.
+    if handle.form.slot is not None:
+        handle.form.slot.release()
+    else:
+        for full in handle.form.fulls:
+            try:  # ``memory.free``, inlined
+                full.untyped_storage().resize_(0)
+            except RuntimeError as error:
+                memory.require_unresizable(full, error)
     handle.residency = SHARDED
 
 
@@ -182,17 +190,31 @@ def leave_full(handle: FlatParamHandle) -> None:
     A rank that comes late still completes the all-gather, in a thread of the backend,
     which writes into the memory that the collective was given. Collective: none.
     """
-    gathered = handle.form.gather_lists[0]
+    gathered, fulls = handle.form.gather_lists[0], handle.form.fulls
     for region in handle.layout.regions:
         full = region.full
+        if (wire := full.wire) is not None:
+            # The backend writes into the encoded values alone.
+            if memory.is_allocated(wire.buffer):
+                fresh = memory.leave(wire.buffer, [wire.own])
+                memory.free(fresh)
+                old, wire.buffer = wire.buffer, fresh
+                gathered[:] = [fresh if each is old else each for each in gathered]
+            continue
         if not full.is_cut or not memory.is_allocated(full.buffer):
             continue
-        views = [] if full.own_slice is None else [full.own_slice]
+        views = [] if full.own_slice is None else [full.own_slice, *full.own_parts]
         fresh = memory.leave(full.buffer, [*views, *map(local_of, full.leaves)])
-        gathered[:] = [fresh if each is full.buffer else each for each in gathered]
+        if handle.form.slot is not None:
+            # Nothing reads this memory before the unit moves into the slot again.
+            memory.free(fresh)
+        for listed in (gathered, fulls):
+            listed[:] = [fresh if each is full.buffer else each for each in listed]
         region.full = full._replace(buffer=fresh)
     if handle.form.regions:
         handle.form.regions = tuple([region.full for region in handle.layout.regions])
+    if handle.form.slot is not None:
+        leave_slot(handle.form.slot)
 
 
 def defer_free(handle: FlatParamHandle) -> None:
@@ -340,15 +362,14 @@ def shards_are_unchanged(handle: FlatParamHandle) -> bool:
             or leaf.requires_grad is not full.requires_grad
         ):
             return False
-    for leaf, pointer in zip(
-        handle.memory.leaves, handle.memory.addresses, strict=True
-    ):
+    places = handle.writes.memory
+    for leaf, pointer in zip(places.leaves, places.addresses, strict=True):
         if leaf.data_ptr() != pointer:
             return False
     # Empty leaves have no data address, so their storage is compared. A program changes
     # the parameters on all ranks, and in this way all ranks notice the change, whatever
     # elements each rank holds.
-    for leaf, storage in zip(handle.memory.empty, handle.memory.storages, strict=True):
+    for leaf, storage in zip(places.empty, places.storages, strict=True):
         if leaf.untyped_storage() is not storage:
             return False
     return not handle.layout.on_meta

@@ -1,4 +1,4 @@
-"""Counting optimizer steps per unit.
+"""Counting writes to shards, and optimizer steps per unit.
 
 A fused optimizer kernel writes parameters without incrementing their version counters.
 A unit whose full parameters are kept over a step therefore counts optimizer steps as
@@ -9,10 +9,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from operator import attrgetter
 
-from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.handle import FlatParamHandle, UnitLayout
 
 _watching = False
+_version = attrgetter("_version")
+
+
+def written(layout: UnitLayout) -> int:
+    """Return a number that grows with every write to a sharded leaf; -1 if on meta."""
+    return -1 if layout.on_meta else sum(map(_version, layout.sharded_placed))
 
 
 def start_counting_steps() -> None:

@@ -53,7 +53,6 @@ _PLAIN = frozenset((Tensor, nn.Parameter))
 """The usual types, which are not fake."""
 
 
-@torch.no_grad()
 def hash_values(values: Sequence[Tensor]) -> Tensor:
     """Return a hash of each tensor, ``(len(values),)`` int64, on the tensors' device.
 
@@ -62,17 +61,18 @@ def hash_values(values: Sequence[Tensor]) -> Tensor:
     """
     if not values:
         return torch.empty(0, dtype=torch.int64)
-    nbytes = tuple([value.nbytes for value in values])
-    # ``|`` keeps the low bits of all numbers: each has to be a multiple of 8.
-    if (
-        len(values) > 1  # a single tensor is not copied, and may lie at any address
-        and max(nbytes) <= _SMALL
-        and not reduce(or_, nbytes) % 8
-        and len({value.dtype for value in values}) == 1
-        and len({value.device for value in values}) == 1
-    ):
-        return _hash_together(values, nbytes)
-    return torch.stack([_hash_words(_words(value)) for value in values])
+    # Not a decorator, which makes a context per call: each unit comes here at set-up.
+    with torch.no_grad():
+        if len({value.dtype for value in values}) == 1:
+            devices = {value.device for value in values}
+            joined = (
+                _joined_weights(tuple([v.nbytes for v in values]), *devices)
+                if len(devices) == 1
+                else None
+            )
+            if joined is not None:
+                return _hash_together(values, *joined)
+        return torch.stack([_hash_words(_words(value)) for value in values])
 
 
 def _words(value: Tensor) -> Tensor:
@@ -90,9 +90,10 @@ def _words(value: Tensor) -> Tensor:
     return filled.view(torch.int64)
 
 
-def _hash_together(values: Sequence[Tensor], nbytes: tuple[int, ...]) -> Tensor:
-    """Return the hashes of small tensors of ``nbytes`` bytes, in few operations."""
-    weights, owners, zeros = _joined_weights(nbytes, values[0].device)
+def _hash_together(
+    values: Sequence[Tensor], weights: Tensor, owners: Tensor, zeros: Tensor
+) -> Tensor:
+    """Return the hashes of small tensors, in few operations."""
     row: Tensor = _flatten_dense_tensors(values)  # type: ignore[no-untyped-call]
     words = row.view(torch.int64)
     mixed = _mix(words)
@@ -103,8 +104,16 @@ def _hash_together(values: Sequence[Tensor], nbytes: tuple[int, ...]) -> Tensor:
 @lru_cache(maxsize=64)
 def _joined_weights(
     nbytes: tuple[int, ...], device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return, for tensors in a row, each word's weight and tensor, and a zero each."""
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return, for tensors in a row, each word's weight and tensor, and a zero each.
+
+    None for tensors that are not hashed together. The choice is kept with the result,
+    because most units have tensors of the same sizes.
+    """
+    # A single tensor is not copied, and may lie at any address. ``|`` keeps the low
+    # bits of all numbers: each has to be a multiple of 8.
+    if len(nbytes) < 2 or max(nbytes) > _SMALL or reduce(or_, nbytes) % 8:
+        return None
     sizes = [number // 8 for number in nbytes]
     weights = torch.cat([_weights(device)[:size] for size in sizes])
     numbers = torch.arange(len(sizes), device=device)

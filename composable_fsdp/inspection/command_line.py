@@ -28,7 +28,7 @@ from composable_fsdp.inspection import (
     selftest,
     simulate_command,
 )
-from composable_fsdp.inspection.model_arguments import DTYPES, error_text
+from composable_fsdp.inspection.model_arguments import DTYPES, dtype_name, error_text
 from composable_fsdp.inspection.plan_models import UsageError
 from composable_fsdp.inspection.progress import progress
 from composable_fsdp.inspection.sizes import byte_size, counted
@@ -207,6 +207,7 @@ def _add_checkpoint_commands(commands: Any) -> None:
     )
     export.add_argument(
         "--dtype",
+        type=dtype_name,
         choices=DTYPES,
         help="dtype of the floating-point weights (default: as in SRC)",
     )

@@ -97,7 +97,8 @@ def _unit_of(fqn: str, state: _FSDPState, names: Mapping[int, str]) -> Described
     ):
         name = join_name(names.get(id(owner), ""), key)
         held[place.slot_index] = (*held.get(place.slot_index, ()), name)
-    group = state.handle.groups.shard
+    group, experts = state.handle.groups.shard, state.handle.groups.experts
+    everyone = [] if experts is None else dist.get_process_group_ranks(experts)
     return DescribedUnit(
         unit_plan(fqn, state),
         held,
@@ -107,6 +108,8 @@ def _unit_of(fqn: str, state: _FSDPState, names: Mapping[int, str]) -> Described
         else (dist.get_rank() if dist.is_initialized() else 0,),
         "full" if state.handle.is_full else "sharded",
         str(layout.device),
+        # Of this rank's experts the line itself tells.
+        tuple([rank for rank in everyone if rank != dist.get_rank()]),
     )
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from html import escape
 from typing import Any, NamedTuple
 
-from composable_fsdp.config import Block
 from composable_fsdp.inspection.plan_html import page, scroll
 from composable_fsdp.inspection.plan_pictures import holdings, part_words
 from composable_fsdp.planning.fold import Fold, fold_units
@@ -41,6 +40,7 @@ class DescribedUnit:
         ranks: the ranks that hold the shards, in the order of the shards.
         state: "sharded" or "full" for a model, "saved" for a checkpoint.
         device: the device of the full parameters; empty for a checkpoint.
+        experts: the ranks with other experts, of a unit with an ``expert_mesh``.
     """
 
     plan: UnitPlan
@@ -48,6 +48,7 @@ class DescribedUnit:
     ranks: tuple[int, ...]
     state: str
     device: str = ""
+    experts: tuple[int, ...] = ()
 
     def parts(self, region: RegionLayout, slot: ParameterSlot) -> list[HeldPart]:
         """Return the parts of a parameter, one per rank that holds elements."""
@@ -79,7 +80,8 @@ class DescribedUnit:
                 "device": self.device,
                 "offloaded": plan.is_offloaded,
             }
-        return found
+        # Most units have the same parameters on all ranks.
+        return {**found, "experts": list(self.experts)} if self.experts else found
 
     def _region(self, region: RegionLayout) -> dict[str, Any]:
         """Return a region for JSON."""
@@ -242,6 +244,8 @@ def _unit_line(fold: Fold, unit: DescribedUnit) -> str:
         words[0] += f" ({fold.times} x)"
     replicas = f" x {plan.replicas} replicas" if plan.replicas > 1 else ""
     words.append(f"{unit.state} over {ranks} rank{'' if ranks == 1 else 's'}{replicas}")
+    if unit.experts:
+        words.append(f"other experts on ranks {list(unit.experts)}")
     words.append(f"{size_text(plan.parameter_bytes)} per rank")
     # A checkpoint has no strategy and no device.
     if unit.device:
@@ -269,6 +273,9 @@ def _region_lines(fold: Fold, unit: DescribedUnit) -> list[str]:
         for slot in region.parameters:
             names = " = ".join(slot.fqns)
             held = _held(unit, region, slot)
+            # The shape is that of this rank's part of the plain model's parameter.
+            if slot.whole is not None:
+                held += f", {slot.whole}"
             lines.append(f"    {names:{width}}  {slot.shape!s:{shapes}}  {held}")
     return lines
 
@@ -276,7 +283,7 @@ def _region_lines(fold: Fold, unit: DescribedUnit) -> list[str]:
 def _held(unit: DescribedUnit, region: RegionLayout, slot: ParameterSlot) -> str:
     """Return which rank holds what of a parameter, at most four ranks."""
     # Shards of ``Block.ELEMENT`` may begin inside a row.
-    rows = unit.plan.options.block is Block.ROW
+    rows = unit.plan.options.keeps_rows
     words = [
         f"rank {part.rank}: {part_words(slot, part.start, part.stop, rows=rows)}"
         for part in unit.parts(region, slot)

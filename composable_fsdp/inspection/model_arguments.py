@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from composable_fsdp.comm.wires import Float8Wire, Int8Wire
 from composable_fsdp.config import (
     BackwardPrefetch,
     Block,
     CPUOffload,
     MixedPrecision,
+    RowBlock,
     ShardingStrategy,
 )
 from composable_fsdp.errors import FSDPError
@@ -30,6 +32,18 @@ DTYPES = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
+_SHORT = {
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp64": "float64",
+}
+_WIRES = {
+    "int8": Int8Wire(),
+    "float8": Float8Wire(),
+    "float8-tensor": Float8Wire("tensor"),
+}
 _PREFETCH = {
     "pre": BackwardPrefetch.BACKWARD_PRE,
     "post": BackwardPrefetch.BACKWARD_POST,
@@ -40,6 +54,16 @@ _STRATEGIES = {
     for strategy in ShardingStrategy
 }
 _BLOCKS = {block.name.lower(): block for block in Block}
+
+
+def dtype_name(text: str) -> str:
+    """Return the name in ``DTYPES`` that ``text`` means.
+
+    >>> dtype_name("bf16"), dtype_name("torch.float32")
+    ('bfloat16', 'float32')
+    """
+    name = text.lower().removeprefix("torch.")
+    return _SHORT.get(name, name)
 
 
 def add_model_arguments(
@@ -120,6 +144,7 @@ def _add_options(group: Any) -> None:
     )
     group.add_argument(
         "--dtype",
+        type=dtype_name,
         choices=DTYPES,
         help="dtype of the parameters and the optimizer (default: as the model is "
         "built, which is float32 for a config.json)",
@@ -128,7 +153,9 @@ def _add_options(group: Any) -> None:
         ("--param-dtype", "all-gathers and compute (default: the parameters' dtype)"),
         ("--reduce-dtype", "reductions of gradients (default: --param-dtype)"),
     ):
-        group.add_argument(name, choices=DTYPES, help=f"dtype of {about}")
+        group.add_argument(
+            name, type=dtype_name, choices=DTYPES, help=f"dtype of {about}"
+        )
     group.add_argument(
         "--cpu-offload",
         action="store_true",
@@ -147,9 +174,15 @@ def _add_options(group: Any) -> None:
     )
     group.add_argument(
         "--block",
-        choices=_BLOCKS,
-        default="row",
-        help="what shards may not cut (default: row)",
+        type=_block,
+        default=Block.ROW,
+        metavar="|".join([*_BLOCKS, "rows:N"]),
+        help="the piece that shards may not cut (default: row)",
+    )
+    group.add_argument(
+        "--wire",
+        choices=_WIRES,
+        help="format of all-gathers with about one byte per element (default: none)",
     )
 
 
@@ -222,9 +255,23 @@ def options_of(given: argparse.Namespace) -> dict[str, Any]:
         "cpu_offload": CPUOffload(offload_params=True) if given.cpu_offload else None,
         "backward_prefetch": _PREFETCH[given.backward_prefetch],
         "forward_prefetch": given.forward_prefetch,
-        "block": _BLOCKS[given.block],
+        "block": given.block,
+        # ``get``: None without ``--wire``.
+        "wire": _WIRES.get(given.wire),
         "tied_params": given.tied_params,
     }
+
+
+def _block(text: str) -> Block | RowBlock:
+    """Return the block that ``--block`` names. Raises: ArgumentTypeError."""
+    name, _, number = text.lower().partition(":")
+    if name in _BLOCKS and not number:
+        return _BLOCKS[name]
+    if name != "rows" or not number.isdecimal() or int(number) < 1:
+        raise argparse.ArgumentTypeError(
+            f"expects {', '.join(_BLOCKS)} or rows:N such as rows:64, got {text!r}"
+        )
+    return Block.rows(int(number))
 
 
 def _of_classes(module: nn.Module, names: Sequence[str]) -> list[nn.Module]:

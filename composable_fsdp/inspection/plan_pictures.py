@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
-from composable_fsdp.config import Block
 from composable_fsdp.inspection.plan_report import KINDS
 from composable_fsdp.inspection.svg import (
     WIDTH,
@@ -64,7 +63,7 @@ def holdings(fold: Fold) -> str:
         colors = {
             slot.index: len(entries) + i for i, slot in enumerate(region.parameters)
         }
-        drawn, y = _shards(region, colors, y, rows=unit.options.block is Block.ROW)
+        drawn, y = _shards(region, colors, y, rows=unit.options.keeps_rows)
         parts.append(drawn)
         entries += [(color(colors[s.index]), _names(s)) for s in region.parameters]
     drawn, y = legend(y + 2, [*entries, (PADDING, "padding")])

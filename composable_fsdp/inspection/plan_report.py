@@ -7,6 +7,7 @@ from typing import Any
 
 from composable_fsdp.planning.fit import Fit, at_world_size, fit
 from composable_fsdp.planning.forecast import Forecast, UnitRow
+from composable_fsdp.planning.plan import owner_lines
 from composable_fsdp.planning.unit_plan import Traffic
 
 Report = dict[str, Any]
@@ -76,7 +77,9 @@ def report_of(
             "activations_of": activations.batch if activations else None,
         },
         "host_bytes": found.host_bytes,
+        "save_bytes": found.save_bytes,
         "step": _traffic(plan.traffic),
+        "owners": owner_lines(plan),
         "warnings": [*notes, *plan.warnings],
     }
     # A key that is absent was not asked for.
@@ -121,7 +124,9 @@ def _options(found: Forecast) -> Report:
         "cpu_offload": root.is_offloaded,
         "backward_prefetch": None if prefetch is None else prefetch.name,
         "forward_prefetch": options.forward_prefetch,
-        "block": options.block.name,
+        "block": str(options.block).removeprefix("Block."),
+        "wire": None if options.wire is None else repr(options.wire),
+        "arena": None if options.arena is None else repr(options.arena),
         "optimizer": found.optimizer.name,
         "checkpointing": bool(activations and activations.checkpointed),
     }
@@ -170,7 +175,7 @@ def _traffic(traffic: Traffic) -> Report:
             "calls": getattr(traffic, f"{name}_calls"),
             "bytes": getattr(traffic, f"{name}_bytes"),
         }
-        for name in ("all_gather", "reduce_scatter", "all_reduce")
+        for name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
     }
 
 

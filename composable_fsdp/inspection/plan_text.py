@@ -148,13 +148,14 @@ def _headline(report: Report) -> str:
         if options[name]
     ]
     # Replicas times ranks per shard group, as the dims of a mesh.
-    ranks = f"{options['world_size']:,} ranks"
+    ranks = f"{options['world_size']:,} rank{'s' * (options['world_size'] > 1)}"
     if options["replicas"] > 1:
         ranks += f" ({options['replicas']} x {options['shard_world_size']})"
     given = [
         options["strategy"],
         f"parameters in {' and '.join(options['dtypes'])}",
         *dtypes,
+        f"all-gathers by {options['wire']}" if options["wire"] else "",
         "shards on the host" if options["cpu_offload"] else "",
         "activation checkpointing" if options["checkpointing"] else "",
         options["optimizer"],
@@ -245,7 +246,7 @@ def _peak(report: Report) -> Table:
 
 
 def _sentences(report: Report) -> list[str]:
-    """Return the traffic of a step and the memory on the host."""
+    """Return the traffic of a step, and the memory on the host."""
     sent = [
         f"{each['calls']:,} {name.replace('_', '-')}{'s' if each['calls'] > 1 else ''}"
         f" of {size_text(each['bytes'])} in all"
@@ -253,11 +254,16 @@ def _sentences(report: Report) -> list[str]:
         if each["calls"]
     ]
     lines = [f"Per step and rank: {', '.join(sent) or 'no communication'}."]
+    # A report that was saved by an earlier version has none.
+    lines += [f"{line}." for line in report.get("owners", ())]
     if report["host_bytes"]:
         lines.append(
             f"On the host: {size_text(report['host_bytes'])} per rank (parameters, "
             "gradients and optimizer state of offloaded units)."
         )
+    lines.append(
+        f"async_save holds {size_text(report['save_bytes'])} of host memory per rank."
+    )
     if report["peak"]["activations_of"] is None:
         lines.append("Activations are left out; --batch, such as 1x4096, adds them.")
     return lines

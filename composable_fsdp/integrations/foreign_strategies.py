@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from composable_fsdp.errors import CompositionError
-from composable_fsdp.flat.handle import find_leaf
+from composable_fsdp.flat.param_ref import first_sharded
 from composable_fsdp.naming import quoted
 from composable_fsdp.tree.after_sharding import call_after_sharding
 
@@ -73,9 +73,7 @@ def _guarded_method(kind: type, method: str) -> Any:
 
 def _refuse_sharded(module: nn.Module, strategy: str) -> None:
     """Raise CompositionError if a unit holds a parameter of ``module``."""
-    # The first name is enough for the message, and ends the search.
-    held = (name for name, p in module.named_parameters() if find_leaf(p) is not None)
-    first = next(held, None)
+    first = first_sharded(module)
     if first is not None:
         raise CompositionError(
             f"Lightning's {strategy} was put around a {type(module).__name__} whose "

@@ -22,9 +22,11 @@ from torch import Tensor, nn
 
 from composable_fsdp.access.gather import gather_flat_values
 from composable_fsdp.access.unshard_params import unshard_params
+from composable_fsdp.flat.dtensor_params import refuse_forms
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.runtime.offload import on_device
 from composable_fsdp.storage.contents import contents_of, units_in
+from composable_fsdp.storage.mesh_copies import whole_value
 
 _PREFIX = "base_model.model."
 """What PEFT puts in front of the names of the base model."""
@@ -52,6 +54,9 @@ def adapter_values(model: nn.Module) -> dict[str, Tensor]:
     made: dict[str, Tensor] = {}
     is_adapter = _adapter_test(model)
     contents = contents_of(model, "save_pretrained")
+    # The gather below knows of the data ranks alone.
+    handles = [held.handle for held in contents.regions]
+    refuse_forms(handles, "save_pretrained of adapters")
     for held in contents.regions:
         # Equal on all ranks: names and ``requires_grad`` are compared at the first
         # gather.
@@ -74,7 +79,8 @@ def adapter_values(model: nn.Module) -> dict[str, Tensor]:
     # Parameters that no unit holds, such as those of ignored modules.
     for other in contents.tensors:
         if other.tensor.requires_grad or any(map(is_adapter, other.names)):
-            made.update(dict.fromkeys(other.names, other.tensor.detach().cpu()))
+            value = whole_value(other.tensor).cpu()
+            made.update(dict.fromkeys(other.names, value))
     return made
 
 

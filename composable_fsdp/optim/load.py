@@ -31,6 +31,11 @@ from composable_fsdp.optim.broadcast_state import (
     share_tensor,
     unpacked,
 )
+from composable_fsdp.optim.experts import (
+    refuse_experts,
+    without_experts,
+    without_other_experts,
+)
 from composable_fsdp.optim.flat_state import flatten_state, originals
 from composable_fsdp.optim.keys import aligned_groups, state_by_name
 from composable_fsdp.optim.local_state import local_part, require_plans
@@ -47,6 +52,7 @@ from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.optim.step_checks import needs_whole_params, require_elementwise
 from composable_fsdp.optim.units import meet_for_state, units_known
 from composable_fsdp.runtime.recover import require_between_steps
+from composable_fsdp.state_dict.other_experts import expert_units
 from composable_fsdp.state_dict.settings import get_state_dict_type
 from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.tree.state import _FSDPState
@@ -195,6 +201,10 @@ def state_to_load(
     Collective: none; with ``from_first`` as ``optim_state_dict_to_load``.
     Raises: as ``optim_state_dict_to_load``.
     """
+    handles = [unit.handle for unit in units]
+    if not local and not from_first and expert_units(handles):
+        meet_for_state(units, what, replicas=True)
+        saved = without_other_experts(saved, model, handles)
     # The structure is sent first, so that all ranks run the same checks before the
     # first tensor is sent. A rank that raised alone would leave the others in a
     # broadcast.
@@ -210,7 +220,8 @@ def state_to_load(
         groups_of = param_groups()
         # The first rank sends over the data ranks alone.
         if from_first:
-            refuse_forms((unit.handle for unit in units), f"{what} with rank0_only")
+            refuse_forms(handles, f"{what} with rank0_only")
+            refuse_experts(handles, what)
         require_module(model, "optim_state_dict_to_load")
         for state in units:
             require_between_steps(state, "optim_state_dict_to_load")
@@ -219,7 +230,6 @@ def state_to_load(
         sizes = [len(mine) for mine in groups_of]
         saved = state_by_name(saved, model, groups, own, "optim_state_dict_to_load")
         if local:
-            refuse_forms((unit.handle for unit in units), f"{what} of local state")
             require_plans(model, saved)
         else:
             for mine, each in zip(_split(groups, sizes), elementwise, strict=True):
@@ -229,7 +239,8 @@ def state_to_load(
     if not local and not from_first:
         # No rank sends, so only this meeting tells that a rank loads alone, or another
         # state.
-        meet_for_state(units, what, _brief(saved), replicas=True)
+        common = without_experts(saved, list(chain(*groups)))
+        meet_for_state(units, what, _brief(common), replicas=True)
     part = local_part if local else partial(_part, senders=senders)
     state_of = _own_state(chain(*groups), saved["state"], part)
     # ``groups`` are the groups of all optimizers; return them to their optimizers.

@@ -9,18 +9,18 @@ Here each matrix has an *owner*, a rank that holds a part of the matrix already:
     rank 1 [ 3 4 ]    ---+->  rank 0 [ 0 1 2 3 4 ]  -> f --+->  rank 1 [ 3 4 ]
     rank 2 [ 5 ]      --'              5 ]                 '->  rank 2 [ 5 ]
 
-Owners follow from the plan, the largest matrix first and each to the rank with the
-least work, so ranks agree on owners without communication. The exchange of the next
-unit runs while the owners compute the matrices of this unit. The idea is that of
-Distributed Muon (arXiv:2502.16982). Replicas of hybrid sharding share the matrices,
-too.
+Owners follow from the plan (``planning.owners``), so ranks agree on owners without
+communication. The exchange of the next unit runs while the owners compute the matrices
+of this unit. The idea is that of Distributed Muon (arXiv:2502.16982). Replicas of
+hybrid sharding share the matrices, too.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
-from math import prod
+from math import nan
 from typing import NamedTuple
 
 import torch
@@ -32,11 +32,12 @@ from composable_fsdp.comm.groups import Groups
 from composable_fsdp.comm.meeting import Call, meet
 from composable_fsdp.comm.sequence import Operation
 from composable_fsdp.comm.watch import pronounce
-from composable_fsdp.errors import CompositionError
+from composable_fsdp.errors import CompositionError, FSDPError
 from composable_fsdp.flat.dtensor_params import refuse_forms
 from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.param_ref import ParamRef, find_param
 from composable_fsdp.optim.step_checks import flat_name
+from composable_fsdp.planning.owners import Candidate, Owner, choose_owners
 
 WholeFunction = Callable[[Tensor, Tensor], Tensor]
 """``function(whole, parameter)`` returns the whole result."""
@@ -110,7 +111,9 @@ def map_on_owners(
     for ref in refs:
         if ref is not None:
             groups |= dict.fromkeys(ref.handle.groups.present)
-    details = (f"{len(chosen)} parameters", f"dtype={dtype}")
+    # Before the first message: ranks with other parameters would send pieces of other
+    # sizes.
+    details = (f"{len(chosen)} parameters", _checksum(refs), f"dtype={dtype}")
     meet(groups, Call("map_on_owners", details=details), always=False)
     exchanges = [
         _Exchange(items, dtype or items[0].ref.region.layout.dtype, function)
@@ -119,6 +122,7 @@ def map_on_owners(
     for at, (parameter, value, ref) in enumerate(
         zip(chosen, values, refs, strict=True)
     ):
+        # All ranks hold such a parameter whole, so each computes it and sends nothing.
         if ref is None and value is not None:
             whole = value if dtype is None else value.to(dtype)
             results[at] = _call(function, whole, parameter, whole.dtype, f"number {at}")
@@ -150,6 +154,7 @@ def _found(
             "without a value."
         )
     refs = []
+    # Checked before any exchange: a rank that raises later leaves the others waiting.
     for at, (parameter, value) in enumerate(zip(parameters, values, strict=True)):
         flat = find_flat(parameter)
         if flat is not None:
@@ -170,14 +175,25 @@ def _found(
     return refs
 
 
+def _checksum(refs: Sequence[ParamRef | None]) -> str:
+    """Return a checksum of which parameters are where, in words."""
+    # Not of experts, of which each rank has others.
+    names = [
+        ref.name if ref and ref.handle.groups.expert_names is None else ""
+        for ref in refs
+    ]
+    return f"order {zlib.crc32(repr(names).encode()):08x}"
+
+
 def _items_by_unit(
     refs: Sequence[ParamRef | None], values: Sequence[Tensor | None]
 ) -> list[list[_Item]]:
     """Return the sharded parameters of each unit and dtype, with owners."""
     known = [(at, ref) for at, ref in enumerate(refs) if ref is not None]
-    owners = _owners([ref for _, ref in known])
+    owners = owners_of([ref for _, ref in known])
     units: dict[tuple[int, torch.dtype], list[_Item]] = {}
     for (at, ref), (replica, owner) in zip(known, owners, strict=True):
+        # A message has one dtype, and a unit may hold regions of several.
         key = id(ref.handle), ref.region.layout.dtype
         units.setdefault(key, []).append(
             _Item(at, ref, values[at], _intervals(ref), owner, replica)
@@ -191,32 +207,22 @@ def _intervals(ref: ParamRef) -> tuple[tuple[int, int], ...]:
     return tuple([layout.interval(ref.slot, r) for r in range(layout.world_size)])
 
 
-def _owners(refs: Sequence[ParamRef]) -> list[tuple[int, int]]:
+def owners_of(refs: Sequence[ParamRef]) -> list[Owner]:
     """Return the (replica, rank of the shard group) that computes each parameter.
 
     Collective: none: plans are equal on all ranks.
     """
-    found = [(0, 0)] * len(refs)
-    load: dict[object, dict[tuple[int, int], int]] = {}
-    work = [_work(ref.slot.shape) for ref in refs]
-    # ``sorted`` is stable, so equal matrices keep the order of the parameters.
-    for number in sorted(range(len(refs)), key=lambda n: -work[n]):
-        ref = refs[number]
-        groups = ref.handle.groups
-        # Ranks of different meshes do not share their loads.
-        busy = load.setdefault((groups.shard, groups.replicate), {})
-        # Holders only: a rank without a part would receive, and send back, all of it.
-        held = ref.region.layout.holders(ref.slot)
-        places = [(replica, r) for replica in range(groups.replicas) for r in held]
-        best = min(places, key=lambda place: (busy.get(place, 0), place))
-        busy[best] = busy.get(best, 0) + work[number]
-        found[number] = best
-    return found
-
-
-def _work(shape: Sequence[int]) -> int:
-    """Return a measure of the work on a matrix: elements times the smaller side."""
-    return prod(shape) * (min(shape[0], prod(shape[1:])) if len(shape) > 1 else 1)
+    return choose_owners(
+        [
+            Candidate(
+                ref.region.layout,
+                ref.slot,
+                ref.handle.groups.replicas,
+                (ref.handle.groups.shard, ref.handle.groups.replicate),
+            )
+            for ref in refs
+        ]
+    )
 
 
 class _Exchange:
@@ -239,6 +245,7 @@ class _Exchange:
         self.is_sent = self.groups.shard is not None and any(
             max(item.sizes) < sum(item.sizes) for item in self.here
         )
+        # Empty outside of ``begin`` and ``end``, because a step has many units.
         self.parts = self.received = self.answers = torch.empty(0)
         self.operation: Operation | None = None
 
@@ -253,7 +260,9 @@ class _Exchange:
         self.parts = self._buffer(sum(held))
         for part, item in zip(torch.split(self.parts, held), self.here, strict=True):
             if item.value is None:
-                part.zero_()  # read by no function, but defined
+                # Read by no function, unless a rank alone passes None: then the result
+                # is NaN, and not that of a matrix with zeros.
+                part.fill_(nan)
             else:
                 part.copy_(item.value.reshape(-1))
         self.received = self._buffer(sum(self._from_ranks()))
@@ -263,7 +272,8 @@ class _Exchange:
         """Compute the matrices of this rank, and send the results back."""
         self._wait()
         mine = [item for item in self.here if item.owner == self.rank]
-        answers = self._buffer(self.received.numel())
+        # NaN for a rank that waits for a result of a matrix which the owner has not.
+        answers = self._buffer(self.received.numel()).fill_(nan)
         # Pieces lie by rank and, within a rank, by matrix.
         starts = list(accumulate(self._from_ranks(), initial=0))
         for item in mine:
@@ -288,6 +298,7 @@ class _Exchange:
     def end(self, results: list[Tensor | None]) -> None:
         """Give each parameter its part of the result."""
         self._wait()
+        # Freed before the results of the replicas need memory.
         self.received = self.answers = torch.empty(0)
         for replica in range(self.groups.replicas):
             items = [item for item in self.items if item.replica == replica]
@@ -329,6 +340,7 @@ class _Exchange:
 
     def _wait(self) -> None:
         """Wait for the all-to-all that was issued last."""
+        # Cleared first, so that nothing waits again after an error.
         operation, self.operation = self.operation, None
         if operation is not None:
             operation.wait()
@@ -342,12 +354,16 @@ class _Exchange:
         name = repr(item.ref.name)
         try:
             return _call(self.function, whole, item.ref.leaf, self.dtype, name)
-        except Exception as error:
+        # Ctrl-C, too: other ranks wait for the result in any case.
+        except BaseException as error:
             text = (
                 f"map_on_owners() for parameter {name} raised on its owner: {error!r}"
             )
+            # The other ranks wait in an all-to-all that this rank will not send.
             for group in self.groups.present:
-                pronounce(group, text)
+                # The all-to-all of the results, and of the next unit, will not come. A
+                # refusal of this package comes on all owners, at the same place.
+                pronounce(group, text, torn=not isinstance(error, FSDPError))
             raise
 
 

@@ -19,8 +19,13 @@ from composable_fsdp.config import (
     StateDictType,
 )
 from composable_fsdp.flat import memory
-from composable_fsdp.flat.dtensor_params import refuse_forms
+from composable_fsdp.flat.experts import require_all_data
 from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.optim.experts import (
+    refuse_experts,
+    with_all_experts,
+    with_expert_names,
+)
 from composable_fsdp.optim.keys import aligned_groups
 from composable_fsdp.optim.local_state import local_state
 from composable_fsdp.optim.names import Group, Named, Optimizers, require_pairs
@@ -31,6 +36,7 @@ from composable_fsdp.optim.step_checks import require_elementwise
 from composable_fsdp.optim.units import meet_for_state, shard_groups, units_known
 from composable_fsdp.runtime.recover import require_between_steps
 from composable_fsdp.state_dict.settings import get_state_dict_type
+from composable_fsdp.tree.root import outermost
 from composable_fsdp.tree.traversal import _get_fsdp_states
 
 
@@ -94,9 +100,12 @@ def optim_state_dict(
             # This call is only a check: the function raises if units differ in their
             # settings.
             get_state_dict_type(model)
-        if is_local:
-            handles = [unit.handle for unit in units]
-            refuse_forms(handles, "optim_state_dict of type LOCAL_STATE_DICT")
+        if first_only:
+            refuse_experts((unit.handle for unit in units), "optim_state_dict")
+        if not is_local:
+            for unit in units:
+                top = outermost(unit).handle
+                require_all_data(unit.handle, top, "optim_state_dict")
         given = _given(optims, optim_state_dict)
     if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
         return sharded_state(model, optims, given, to_cpu=config.offload_to_cpu)
@@ -160,7 +169,9 @@ def full_state(
             }
     for indices in by_handle.values():
         _gather(members, states, indices, result, first_only, to_cpu)
-    return {"state": result, "param_groups": options} if wanted else {}
+    saved = {"state": result, "param_groups": options} if wanted else {}
+    handles = [unit.handle for unit in units]
+    return with_all_experts(saved, members, handles, to_cpu=to_cpu)
 
 
 def sharded_state(
@@ -193,7 +204,9 @@ def sharded_state(
         for named, values in zip(members, states, strict=True)
         if values
     }
-    return {"state": result, "param_groups": options}
+    handles = [unit.handle for unit in _get_fsdp_states(model)]
+    saved = {"state": result, "param_groups": options}
+    return with_expert_names(saved, members, handles)
 
 
 def _agreed(

@@ -24,6 +24,7 @@ from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.flat.param_ref import param_ref
 from composable_fsdp.naming import quoted
+from composable_fsdp.optim.experts import refuse_torchs_full
 from composable_fsdp.optim.flat_state import flat_part, has_flats
 from composable_fsdp.optim.flat_state_dict import give_flat, take_flat, take_marks
 from composable_fsdp.optim.full_param_checks import handles_of, steps_on_full_params
@@ -41,6 +42,7 @@ from composable_fsdp.state_dict.dcp_caller import (
 )
 from composable_fsdp.state_dict.effective_settings import rank_0_is_first
 from composable_fsdp.state_dict.sharded import ShardedValue
+from composable_fsdp.tree.state import _get_module_fsdp_state
 from composable_fsdp.tree.traversal import _get_fsdp_states
 
 SHOWN_ON_ALL: list[Callable[[Tensor], bool]] = []
@@ -60,6 +62,13 @@ def install_optimizer_hooks(optim: object) -> None:
         # the hooks at its own step.
         return
     parameters = [p for group in optim.param_groups for p in group["params"]]
+    # Handles and units die with the model unless held here. An optimizer that lives
+    # longer still has parts of parameters: without their handles ``state_dict()`` would
+    # show the parts as plain tensors, for a single rank to pickle as if whole.
+    vars(optim)["_composable_fsdp_units"] = [
+        (handle, _get_module_fsdp_state(handle.layout.owners[0]))
+        for handle in handles_of(optim)
+    ]
     if _on_state_dict in optim._optimizer_state_dict_post_hooks.values():
         return
     if not any(find_leaf(p) or find_flat(p) for p in parameters):
@@ -272,10 +281,13 @@ def _full(
 
     If the request puts the state on the CPU and rank 0 is first in the shard group, the
     other ranks return no state. Collective: as ``full_state``.
+    Raises: CompositionError, on all ranks, for experts of this rank alone.
     """
     handles = [
         named.handle for named in _members(optim, given["param_groups"]).values()
     ]
+    # The keys are this optimizer's, which has none for the experts of other ranks.
+    refuse_torchs_full(handle for handle in handles if handle is not None)
     first_only = asked.to_cpu and all(h and rank_0_is_first(h.groups) for h in handles)
     full = full_state(
         asked.model, [optim], [given], first_only=first_only, to_cpu=asked.to_cpu

@@ -8,7 +8,7 @@ look-ups: flat parameters, parameter groups, and a dictionary of known optimizer
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +44,10 @@ from composable_fsdp.optim.step_checks import (
 )
 from composable_fsdp.optim.trial_step import STAND_IN
 from composable_fsdp.optim.unknown_optimizers import require_tried
-from composable_fsdp.optim.unmanaged_params import check_unmanaged_params
+from composable_fsdp.optim.unmanaged_params import (
+    check_unmanaged_params,
+    warn_of_unmanaged_params,
+)
 from composable_fsdp.phases import BACKWARD_PRE
 from composable_fsdp.runtime.unshard import shard_versions
 from composable_fsdp.state_dict.dcp_caller import is_state_init_step
@@ -182,6 +185,8 @@ def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if not met.looks:
         require_tried(optim)
         check_unmanaged_params(optim)
+    else:
+        warn_of_unmanaged_params(optim)
     met.looks += 1
     _known[optim] = met
 
@@ -343,21 +348,25 @@ def _may_have_stepped(
     # ranks were cleared, too. Only a parameter that the last reduction gave a gradient
     # tells: a frozen or unused one has none in any case. A rank that holds elements of
     # no such parameter cannot tell.
-    stepped = {id(p) for p in parameters_of(optim)}
-    kept = [
-        leaf.grad is not None
-        for link in handles
-        if (handle := link()) is not None
-        for region in handle.layout.trainable
-        for leaf, shown in zip(region.leaves, region.gradient.shown, strict=True)
-        if shown and leaf.numel() and id(leaf) in stepped
-    ]
-    # A flat parameter holds this rank's elements of all its leaves.
-    kept += [
+    stepped = set(map(id, parameters_of(optim)))
+    # One after the other: usually the first has a gradient, and the hook runs in every
+    # step.
+    found = (
         each.grad is not None
         for link in handles
         if (handle := link()) is not None
-        for each in handle.writes.flat_parameters
-        if each.numel() and id(each) in stepped
-    ]
-    return not kept or any(kept)
+        for each in _reduced(handle)
+        if id(each) in stepped and each.numel()
+    )
+    first = next(found, True)
+    return first or any(found)
+
+
+def _reduced(handle: FlatParamHandle) -> Iterator[torch.Tensor]:
+    """Yield what the last reduction gave a gradient, and the flat parameters."""
+    for region in handle.layout.trainable:
+        for leaf, shown in zip(region.leaves, region.gradient.shown, strict=True):
+            if shown:
+                yield leaf
+    # A flat parameter holds this rank's elements of all its leaves.
+    yield from handle.writes.flat_parameters

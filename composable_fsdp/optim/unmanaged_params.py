@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -89,19 +90,43 @@ def _compare_unmanaged(
     # ranks and give no warning.
     peers = Peers(group, "unheld")
     said = peers.say("step", _fingerprint(plain))
-    # The last rank to leave removes the keys.
-    peers.leave("left", ["step"])
-    if said is None:
-        return
     shapes = listed(tuple(p.shape) for p in plain)
-    warnings.warn(
+    text = (
         f"{type(optim).__name__} steps {len(plain)} parameters that no unit holds, of "
         f"shapes {shapes}; expected equal gradients on all ranks, and those of "
-        f"ranks {dist.get_rank()} and {said.rank} differ: nothing reduces them, and "
+        "ranks {0} and {1} differ: nothing reduces them, and "
         "the ranks drift apart. Call fully_shard on the whole model after its parts, "
-        "or replicate on what is left, or name them in ignored_states.",
-        stacklevel=5,
+        "or replicate on what is left, or name them in ignored_states."
     )
+    if said is None:
+        _unwarned[optim] = peers, text
+    else:
+        ranks = dist.get_rank(), said.rank
+        # This key stays in the store, once per program that trains wrongly.
+        peers.say("differ", ranks)
+        warnings.warn(text.format(*ranks), stacklevel=5)
+    # The last rank to leave removes the keys.
+    peers.leave("left", ["step"])
+
+
+_unwarned: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[Peers, str]] = (
+    weakref.WeakKeyDictionary()
+)
+"""The text of ranks that came before the rank that could compare."""
+
+
+def warn_of_unmanaged_params(optim: torch.optim.Optimizer) -> None:
+    """Warn in the second step on the ranks that have seen no difference in the first.
+
+    Rank 0 mostly steps first, and many users read the log of rank 0 alone. Every rank
+    has begun another forward meanwhile, and so made its first step.
+
+    Collective: none; a round trip to the key-value store.
+    """
+    peers, text = _unwarned.pop(optim, (None, ""))
+    ranks = peers and peers.heard("differ")
+    if ranks:
+        warnings.warn(text.format(*ranks), stacklevel=4)
 
 
 @torch.no_grad()

@@ -170,10 +170,12 @@ def assign_units(modules: Sequence[nn.Module], request: PlanRequest) -> list[Uni
     # Comparing intervals sorts all parameters; the cheap test on storages comes first.
     if share_storage([parameter for parameter, _ in found.values()]):
         refuse_overlapping_storage([(o[0].fqn, p) for p, o in found.values()])
+    # With a single unit, as in a call per block, every parameter belongs to unit 0.
+    if len(units) == 1:
+        units[0].parameters.extend(found.values())
+        return units
     for parameter, places in found.values():
-        # With a single unit, every parameter belongs to unit 0.
-        index = _unit_of(places, units, request) if len(units) > 1 else 0
-        units[index].parameters.append((parameter, places))
+        units[_unit_of(places, units, request)].parameters.append((parameter, places))
     return units
 
 
@@ -365,7 +367,10 @@ def _note_parameters(
         refuse_module(module, fqn)
     prefix = f"{fqn}." if fqn else ""
     for name, parameter in module._parameters.items():
-        if parameter is None or id(parameter) in request.ignored_parameters:
+        if parameter is None:
+            continue
+        key = id(parameter)
+        if key in request.ignored_parameters:
             continue
         where = prefix + name
         # A parameter that a unit of an earlier call holds is tied across calls.
@@ -374,10 +379,10 @@ def _note_parameters(
             raise PlanError(_owned_text(where, owner, module))
         refuse_parameter(parameter, where)
         place = Occurrence(chain, where, module, name)
-        known = found.get(id(parameter))
+        known = found.get(key)
         # Tied parameters are the same object, so the id identifies a parameter.
         if known is None:
-            found[id(parameter)] = (parameter, [place])
+            found[key] = (parameter, [place])
         else:
             known[1].append(place)
 

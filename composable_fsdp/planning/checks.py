@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 
 from composable_fsdp.errors import CompositionError, PlanError
@@ -90,18 +91,47 @@ def refuse_parameter(parameter: nn.Parameter, fqn: str) -> None:
     if is_dtensor(parameter):
         refuse_placements(parameter, fqn)
         return
-    if hasattr(parameter, "__tensor_flatten__"):
+    if hasattr(parameter, "__tensor_flatten__") or (
+        parameter.layout is torch.strided and _has_no_memory(parameter)
+    ):
         raise PlanError(
             f"Parameter {quoted(fqn)} is a {type(parameter).__name__}, a tensor class "
             "with tensors inside, which a flat buffer cannot hold; expected an "
-            "nn.Parameter or a DTensor. Shard first and convert the model later, or "
-            "pass it in ignored_states."
+            f"nn.Parameter or a DTensor. {_way_out(parameter)}"
         )
     if parameter.layout is not torch.strided:
         raise PlanError(
             f"Parameter {quoted(fqn)} has layout {parameter.layout}; expected "
             "torch.strided. Make it dense, or pass it in ignored_states."
         )
+
+
+def _way_out(wrapper: nn.Parameter) -> str:
+    """Return the way out for a parameter that wraps tensors, as a sentence."""
+    # Weights of torchao's Float8 layers that encode themselves in FSDP2's all-gather.
+    # As ignored parameters they would be trained by each rank alone.
+    if hasattr(wrapper, "fsdp_pre_all_gather") and wrapper.requires_grad:
+        return (
+            "It encodes itself in the all-gathers of FSDP2. With torchao, convert with "
+            "enable_fsdp_float8_all_gather=False, and pass wire=Float8Wire() to send "
+            "one byte per element."
+        )
+    return (
+        "Call open_wrapped_params(model) first, which shards the tensors inside of "
+        "frozen weights, or pass it in ignored_states."
+    )
+
+
+def _has_no_memory(parameter: nn.Parameter) -> bool:
+    """Return whether a tensor with elements has no memory of its own, as wrappers."""
+    # On meta, and under a fake mode, no tensor has memory.
+    if parameter.is_meta or isinstance(parameter, FakeTensor) or not parameter.numel():
+        return False
+    try:
+        return parameter.untyped_storage().data_ptr() == 0
+    # A wrapper says so by an error. A data pointer must not be read: it is null.
+    except (RuntimeError, NotImplementedError):
+        return True
 
 
 WIDE = frozenset(

@@ -85,11 +85,19 @@ def _cut_dim(placement: object) -> int | None:
     return placement.dim if type(placement) is Shard else None
 
 
-def refuse_placements(parameter: Tensor, fqn: str) -> None:
-    """Raise PlanError for a DTensor whose rank does not hold a plain rectangle."""
+def refuse_cuts(tensor: Tensor, fqn: str, way_out: str) -> None:
+    """Raise PlanError for a DTensor of which a rank does not hold a plain rectangle.
+
+    Args:
+        tensor: the DTensor.
+        fqn: the name in messages.
+        way_out: the second way out in messages; the first is another placement.
+
+    Collective: none.
+    """
     from torch.distributed.tensor import Replicate
 
-    dtensor: DTensor = parameter  # type: ignore[assignment]  # the caller has looked
+    dtensor: DTensor = tensor  # type: ignore[assignment]  # the caller has looked
     placements = dtensor.placements
     # Two cuts of a dim would make the rows of a rank depend on the order of the cuts.
     cut = [dim for each in placements if (dim := _cut_dim(each)) is not None]
@@ -99,20 +107,19 @@ def refuse_placements(parameter: Tensor, fqn: str) -> None:
             raise PlanError(
                 f"Parameter {quoted(fqn)} is a DTensor placed as {each}; expected "
                 "Shard or Replicate on each mesh dimension, as parallelize_module "
-                "makes it. Redistribute it first, or pass it in ignored_states."
+                f"makes it. Redistribute it first, or {way_out}."
             )
     if len(set(cut)) < len(cut):
         raise PlanError(
             f"Parameter {quoted(fqn)} is a DTensor placed as {tuple(placements)}, "
             "which cuts one dim twice; expected at most one Shard per dim. Use a mesh "
-            "with a single tensor-parallel dimension, or pass it in ignored_states."
+            f"with a single tensor-parallel dimension, or {way_out}."
         )
-    if parameter.is_meta:
-        raise PlanError(
-            f"Parameter {quoted(fqn)} is a DTensor on meta, which has no values to "
-            "shard. Give the model values before fully_shard: call "
-            "model.to_empty(device=...) and initialise it after parallelize_module."
-        )
+
+
+def refuse_placements(parameter: Tensor, fqn: str) -> None:
+    """Raise PlanError for a DTensor that ``fully_shard`` cannot take."""
+    refuse_cuts(parameter, fqn, "pass it in ignored_states")
     if _has_hooks(parameter):
         raise PlanError(
             f"Parameter {quoted(fqn)} is a DTensor with hooks of yours; fully_shard "

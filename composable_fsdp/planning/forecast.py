@@ -151,7 +151,8 @@ class Forecast:
         own = gradients - sum(
             unit.gradient_bytes for unit in self._on_device if not unit.is_offloaded
         )
-        events = self.plan.step_memory(device_type=self.device_type).events
+        step = self.plan.step_memory(device_type=self.device_type)
+        events, (full, reduce) = step.events, step.kept
         found = [
             StepMoment(
                 event,
@@ -170,11 +171,14 @@ class Forecast:
             )
             for event, held in zip(events, self._held(events), strict=True)
         ]
-        # The optimizer steps after backward, when no full parameters are left.
+        # The optimizer steps after backward, when no full parameters are left, but the
+        # slots of an arena.
         end = DeviceMemory(
             parameters=parameters,
             gradients=gradients,
             optimizer=optimizer,
+            full=full,
+            reduce=reduce,
             temporaries=temporaries,
         )
         return (*found, StepMoment(None, "optimizer step", end))
@@ -224,6 +228,14 @@ class Forecast:
             self.optimizer.state_bytes(unit)
             for unit in self.plan.units
             if unit.is_offloaded
+        )
+
+    @property
+    def save_bytes(self) -> int:
+        """Bytes on the host that ``async_save`` holds; see ``save_bytes`` of a plan."""
+        kept = self.optimizer
+        return self.plan.save_bytes(
+            optimizer_states=kept.states, bytes_per_element=kept.bytes_per_element
         )
 
 

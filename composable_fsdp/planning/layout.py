@@ -27,7 +27,8 @@ from typing import NamedTuple
 
 import torch
 
-from composable_fsdp.planning.partition import pack, partition
+from composable_fsdp.comm.wires import Matrix, WireFormat, WireLayout
+from composable_fsdp.planning.partition import pack, pack_whole, partition
 
 LAUNCH_BYTES = 64 * 1024
 """Padding, in bytes of the whole buffer, that saving a kernel launch is worth."""
@@ -69,6 +70,12 @@ class ParameterSpec(NamedTuple):
             region. Default None: no group.
         whole: of a DTensor, the place of this rank's rectangle, whose shape is
             ``shape``. Default None: a plain parameter.
+        wire: the format in which the parameter is gathered. Parameters of different
+            formats share no region. Default None: as it is, in the compute dtype.
+        uncut: whether the parameter lies on a single rank, if it is no larger than a
+            rank's share. Default False.
+        strides: of the full parameter that compute sees, if it is channels_last.
+            Default None: contiguous.
     """
 
     fqns: tuple[str, ...]
@@ -78,6 +85,9 @@ class ParameterSpec(NamedTuple):
     block: int
     group: Hashable = None
     whole: Whole | None = None
+    wire: WireFormat | None = None
+    uncut: bool = False
+    strides: tuple[int, ...] | None = None
 
     @property
     def numel(self) -> int:
@@ -98,6 +108,7 @@ class ParameterSlot:
         index: position in the unit's list of parameters. Names do not identify a
             parameter, because two modules of a unit may use the same name.
         whole: as in ``ParameterSpec``. Default None.
+        strides: as in ``ParameterSpec``. Default None.
     """
 
     fqns: tuple[str, ...]
@@ -107,6 +118,7 @@ class ParameterSlot:
     offset: int
     index: int
     whole: Whole | None = None
+    strides: tuple[int, ...] | None = None
 
     @property
     def fqn(self) -> str:
@@ -136,11 +148,13 @@ class ShardCuts(NamedTuple):
             parameter lie at ``offset`` of the shard.
         cuts: sizes of the pieces of the shard.
         shapes: per parameter, the shape of the sharded parameter.
+        absent: indices of parameters with elements on other ranks only.
     """
 
     parts: tuple[tuple[int, int, int], ...]
     cuts: Cuts
     shapes: tuple[tuple[int, ...], ...]
+    absent: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -161,6 +175,8 @@ class RegionLayout:
         parameters: the slots in memory order.
         group: the answer of ``group_by`` for all parameters of the region. Default
             None.
+        wire: the format in which the region is gathered. Default None: in the compute
+            dtype.
     """
 
     dtype: torch.dtype
@@ -172,6 +188,39 @@ class RegionLayout:
     shard_numel: int
     parameters: tuple[ParameterSlot, ...]
     group: Hashable = None
+    wire: WireFormat | None = None
+
+    @cached_property
+    def wire_layout(self) -> WireLayout:
+        """The region as a wire format sees it."""
+        return WireLayout(
+            self.world_size,
+            self.shard_numel,
+            tuple(
+                [
+                    Matrix(s.offset, s.shape[0], row_block(s.shape))
+                    for s in self.parameters
+                ]
+            ),
+        )
+
+    @property
+    def wire_nbytes(self) -> int:
+        """Bytes of the encoded values of all ranks; 0 without a wire format."""
+        return self.world_size * self._slice_nbytes if self.wire else 0
+
+    @property
+    def wire_scratch(self) -> int:
+        """Bytes of temporary tensors of the encoding; 0 without a wire format."""
+        if self.wire is None:
+            return 0
+        return self.wire.scratch_nbytes(self.wire_layout, self.dtype)
+
+    @cached_property
+    def _slice_nbytes(self) -> int:
+        """Bytes of the encoded values of a rank."""
+        assert self.wire is not None
+        return self.wire.nbytes(self.wire_layout)
 
     def interval(self, slot: ParameterSlot, rank: int) -> tuple[int, int]:
         """Return the elements ``(start, stop)`` of the parameter on ``rank``."""
@@ -196,11 +245,31 @@ class RegionLayout:
         return slot.offset + start - rank * self.shard_numel if stop > start else 0
 
     @cached_property
+    def is_strided(self) -> bool:
+        """Whether compute sees a parameter in another memory format than shards have.
+
+        Shards are contiguous in any case, and so are gradients, optimizer state and
+        files. ``channels_last`` permutes elements inside a row (index of dim 0), so the
+        ranks can permute their own rows before the all-gather.
+        """
+        return any(slot.strides for slot in self.parameters)
+
+    @cached_property
     def cuts(self) -> Cuts:
         """The cuts of the buffer into parameters and padding, for a single split."""
         # A single split makes all views of the buffer, instead of a slice per
         # parameter.
         return _cut([(s.offset, s.numel) for s in self.parameters], self.padded_numel)
+
+    @cached_property
+    def indices(self) -> tuple[int, ...]:
+        """The index of each parameter in its unit, in memory order."""
+        return tuple([slot.index for slot in self.parameters])
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether no parameter is cut by tensor parallelism, so none has a form."""
+        return all(slot.whole is None for slot in self.parameters)
 
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """Return the intervals of the buffer that hold padding, in memory order."""
@@ -230,6 +299,12 @@ class RegionLayout:
                         s.shape, stop - start, rows=rows, world_size=self.world_size
                     )
                     for s, (start, stop, _) in zip(slots, parts, strict=True)
+                ),
+                # An empty parameter is absent nowhere: no rank holds an element.
+                tuple(
+                    i
+                    for i, (start, stop, _) in enumerate(parts)
+                    if slots[i].numel and start == stop
                 ),
             )
         return known
@@ -346,32 +421,48 @@ def _plan_regions(
     """Lay out the parameters of a unit; equal arguments return the same layouts."""
     # All parameters of a flat buffer have the same dtype and the same
     # ``requires_grad``.
-    groups: dict[tuple[torch.dtype, bool, Hashable], list[int]] = {}
+    groups: dict[tuple[torch.dtype, bool, Hashable, WireFormat | None], list[int]] = {}
     for index, spec in enumerate(specs):
-        kind = (spec.dtype, spec.trainable, spec.group)
+        kind = (spec.dtype, spec.trainable, spec.group, spec.wire)
         groups.setdefault(kind, []).append(index)
     regions: list[RegionLayout] = []
-    for (dtype, trainable, group), members in groups.items():
+    for (dtype, trainable, group, wire), members in groups.items():
+        # Blocks of a wire format are intervals of the buffer that no boundary may cut.
+        grid, item = wire.grid if wire else 1, dtype.itemsize
+        whole, cut = _uncut(specs, members, world_size)
         # A shard group of one rank has no boundary that could cut a block.
         key = tuple(
-            (specs[i].numel, specs[i].block if world_size > 1 else 1) for i in members
+            (specs[i].numel, specs[i].block if world_size > 1 else 1) for i in cut
         )
+        packed = []
         # A region with several block classes (rows of 768, rows of 3072, single
         # elements) needs shards of a multiple of the LCM of the blocks, so padding
         # grows quickly with many ranks. A region per class costs an additional launch
         # instead. ``partition`` takes the cheapest choice.
-        for chosen in partition(key, dtype.itemsize, world_size, launch_bytes):
-            packing = pack(tuple(key[i] for i in chosen), dtype.itemsize, world_size)
+        for chosen in partition(key, item, world_size, launch_bytes, grid):
+            packing = pack(tuple(key[i] for i in chosen), item, world_size, grid)
+            packed.append(([(cut[i], *key[i]) for i in chosen], packing))
+        if whole:
+            sizes = tuple(specs[i].numel for i in whole)
+            held = [(i, specs[i].numel, max(specs[i].numel, 1)) for i in whole]
+            packed.append((held, pack_whole(sizes, item, world_size, grid)))
+            # In the order of their first parameter.
+            packed.sort(key=lambda each: min(i for i, _, _ in each[0]))
+        for placed, packing in packed:
             slots = [
                 ParameterSlot(
-                    specs[members[i]].fqns,
-                    specs[members[i]].shape,
-                    *key[i],
+                    specs[i].fqns,
+                    specs[i].shape,
+                    numel,
+                    block,
                     offset,
-                    members[i],
-                    specs[members[i]].whole,
+                    i,
+                    specs[i].whole,
+                    specs[i].strides,
                 )
-                for i, offset in zip(chosen, packing.offsets, strict=True)
+                for (i, numel, block), offset in zip(
+                    placed, packing.offsets, strict=True
+                )
             ]
             # By numel as well: an empty parameter precedes the parameter at the same
             # offset.
@@ -386,6 +477,20 @@ def _plan_regions(
                 shard_numel=packing.shard_numel,
                 parameters=tuple(slots),
                 group=group,
+                wire=wire,
             )
             regions.append(layout)
     return tuple(regions)
+
+
+def _uncut(
+    specs: Sequence[ParameterSpec], members: Sequence[int], world_size: int
+) -> tuple[list[int], list[int]]:
+    """Return the members that lie on a single rank each, and the others."""
+    total = sum(specs[i].numel for i in members)
+    # A larger parameter would leave the other ranks with padding of its size.
+    share = -(-total // world_size)
+    # A single rank holds everything, and nothing is cut.
+    whole = [i for i in members if specs[i].uncut and specs[i].numel <= share]
+    chosen = set(whole) if world_size > 1 else set()
+    return [i for i in whole if i in chosen], [i for i in members if i not in chosen]

@@ -7,9 +7,16 @@ The walk allocates and frees in the order of the runtime::
                k+1's reduction is finished | reduce buffer k, gradients move into it |
                k is reduced, and then freed
 
+With streams, the output of a hybrid unit lives until the reduction after next, because
+the all-reduce over the replicas is finished then.
+
 The result holds for a step in the steady state: every unit runs once, in the plan's
 order, every trainable parameter gets a gradient, and ``.grad`` was cleared before the
 step. Activations are not counted.
+
+The full parameters of units with an arena lie in slots, whose memory is there before
+and behind the step, too. The walk then runs twice: first to learn which units are full
+at the same time, and so may not share a slot.
 """
 
 from __future__ import annotations
@@ -20,13 +27,36 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from composable_fsdp.config import BackwardPrefetch
+from composable_fsdp.config import Arena, BackwardPrefetch
+from composable_fsdp.planning.slots import Slot, assign_slots, reduce_slots
 
 RETIRING_LIMIT = 1
 """With ``limit_all_gathers``: resharded units whose memory may wait for the GPU."""
 
 RETIRING_UNLIMITED = 4
 """Without ``limit_all_gathers``: more overlap on small units, more memory."""
+
+
+class ReductionMemory(NamedTuple):
+    """Bytes of the buffers of a unit's reduction, and who takes part.
+
+    Args:
+        buffers: bytes of the reduce buffers.
+        output: bytes of the output, if the output is not the sharded gradient itself.
+        brief: bytes of temporary tensors of a communication hook, or of the cast of the
+            output before a copy to the host.
+        kept: bytes of sharded gradients on the device that the rank keeps until
+            ``zero_grad``.
+        sends: whether the reduction communicates, as more than one rank takes part.
+        replicates: whether an all-reduce over replicas follows a reduce-scatter.
+    """
+
+    buffers: int
+    output: int
+    brief: int
+    kept: int
+    sends: bool
+    replicates: bool
 
 
 class UnitMemory(NamedTuple):
@@ -36,15 +66,13 @@ class UnitMemory(NamedTuple):
         name: the unit's name, for messages.
         parent: index of the enclosing unit; -1 for the root.
         full: bytes of the full parameters, in the compute dtype.
-        reduce: bytes of the reduce buffers.
-        temporary: bytes of a reduction's output, if the output is not the sharded
-            gradient itself.
+        wire: bytes of the encoded parameters, from the all-gather to the decoding.
+        scratch: bytes of temporary tensors of the encoding, or of a cast of offloaded
+            shards.
+        reduction: the buffers of the unit's reduction.
         gradients: bytes of the gradients of all parameters, in the compute dtype.
         early: bytes of the gradients that autograd produces before any gradient of a
             nested unit.
-        reduced: bytes of sharded gradients on the device that the rank keeps until
-            ``zero_grad``.
-        sends: whether a reduction communicates, as more than one rank takes part.
         in_backward: whether gradients flow through the unit.
         fed: whether the unit's inputs need gradients, as a trainable unit precedes.
         reshards: whether the unit is resharded after forward.
@@ -52,17 +80,19 @@ class UnitMemory(NamedTuple):
         gathers: whether unsharding needs an all-gather.
         ahead: whether forward gathers the next unit ahead.
         retiring_limit: number of resharded units whose memory may wait for the GPU.
+        slots: bytes of a slot for the full parameters, and of a slot for the reduce
+            buffers; count with ``arena``.
+        arena: the arena of the unit. Default None: ``full`` is allocated and freed.
     """
 
     name: str
     parent: int
     full: int
-    reduce: int
-    temporary: int
+    wire: int
+    scratch: int
+    reduction: ReductionMemory
     gradients: int
     early: int
-    reduced: int
-    sends: bool
     in_backward: bool
     fed: bool
     reshards: bool
@@ -70,6 +100,8 @@ class UnitMemory(NamedTuple):
     gathers: bool
     ahead: bool
     retiring_limit: int
+    slots: tuple[int, int] = (0, 0)
+    arena: Arena | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +182,21 @@ GATHER, COMPUTE, REDUCE, FREE = "all-gather", "compute", "reduce", "free"
 
 
 class StepMemory(NamedTuple):
-    """The memory of a step: the moment with most bytes, and all operations in order."""
+    """The memory of a step: the moment with most bytes, all operations, all slots."""
 
     most: Moment
     events: tuple[Event, ...]
+    slots: tuple[Slot, ...] = ()
+    reduce_slots: tuple[tuple[Arena, int], ...] = ()
+
+    @property
+    def kept(self) -> tuple[int, int]:
+        """Bytes of all slots, which stay between steps: full parameters, reductions."""
+        reductions = sum(nbytes for _, nbytes in self.reduce_slots)
+        return sum(slot.nbytes for slot in self.slots), reductions
+
+
+_NO_SLOTS = StepMemory(Moment(), ())
 
 
 def memory_of_step(units: Sequence[UnitMemory], *, streams: bool) -> StepMemory:
@@ -162,6 +205,19 @@ def memory_of_step(units: Sequence[UnitMemory], *, streams: bool) -> StepMemory:
     If ``streams`` is true, resharded units are freed late, as on CUDA. If false,
     reshard frees at once, as on CPU.
     """
+    if not any(unit.arena for unit in units):
+        return _walk(_Step(units, streams=streams))
+    learning = _Step(units, streams=streams)
+    _walk(learning)
+    arenas = [unit.arena for unit in units]
+    slots = assign_slots([unit.slots[0] for unit in units], arenas, learning.together)
+    reductions = reduce_slots([unit.slots[1] for unit in units], arenas)
+    found = StepMemory(Moment(), (), slots, reductions)
+    return _walk(_Step(units, streams=streams, kept=found))
+
+
+def _walk(step: _Step) -> StepMemory:
+    """Run the step; return the moment with most bytes, and all others."""
     # The calls below have the order of the runtime's calls. While unit k is unsharded
     # in backward, memory also holds the prefetched unit, k's gradients as autograd made
     # them, and a single reduce buffer: first k+1's, then k's. Without prefetch, k+1's
@@ -169,7 +225,7 @@ def memory_of_step(units: Sequence[UnitMemory], *, streams: bool) -> StepMemory:
     # A unit with nested units counts as using own parameters both before and after the
     # nested units, as a root with an embedding and a head does. If the unit does not,
     # the step needs less than the result.
-    step = _Step(units, streams=streams)
+    units = step.units
     events = _events(units)
     parents = {unit.parent for unit in units}
     gathered = [index for index, unit in enumerate(units) if unit.gathers]
@@ -202,7 +258,7 @@ def memory_of_step(units: Sequence[UnitMemory], *, streams: bool) -> StepMemory:
             step.begin_backward(index, coming)
             if index in parents:
                 step.tell(COMPUTE, index, is_entry=False)
-    return StepMemory(step.most, tuple(step.told))
+    return step.kept._replace(most=step.most, events=tuple(step.told))
 
 
 def _events(units: Sequence[UnitMemory]) -> list[tuple[int, bool]]:
@@ -224,18 +280,36 @@ class _Step:
     The methods do to integers the same as the runtime does to buffers.
     """
 
-    def __init__(self, units: Sequence[UnitMemory], *, streams: bool) -> None:
-        self.units, self.streams = units, streams
+    def __init__(
+        self,
+        units: Sequence[UnitMemory],
+        *,
+        streams: bool,
+        kept: StepMemory = _NO_SLOTS,
+    ) -> None:
+        self.units, self.streams, self.kept = units, streams, kept
+        # A unit in a slot allocates nothing.
+        in_slots = {index for slot in kept.slots for index in slot.units}
+        self.sizes = [0 if i in in_slots else u.full for i, u in enumerate(units)]
+        arenas = {arena for arena, _ in kept.reduce_slots}
+        self.reduces = [0 if u.arena in arenas else u.reduction.buffers for u in units]
+        # Pairs of units that are full at the same time.
+        self.together: set[tuple[int, int]] = set()
         # Units with memory for full parameters. ``retiring`` holds the resharded units
         # that are not freed yet, oldest first.
         self.gathered: set[int] = set()
         self.retiring: deque[int] = deque()
-        self.full = self.reduce = self.early = self.reduced = 0
+        self.full, self.reduce = kept.kept
+        self.early = self.reduced = 0
+        # Units whose encoded parameters are not decoded yet.
+        self.encoded: set[int] = set()
         # Bytes of the reduction in flight; only one reduction is in flight at a time.
         self.reducing = 0
+        # The part of it, or of the reduction before, that an all-reduce still writes.
+        self.replicated = self.replicating = 0
         # Units whose all-gather was issued ahead, until their own forward or backward.
         self.ahead: set[int] = set()
-        self.most = Moment()
+        self.most = Moment(self.full, self.reduce)
         self.phase = "forward"
         self.told: list[Event] = []
 
@@ -295,6 +369,7 @@ class _Step:
         if not ahead:
             self.ahead.discard(index)
         if not unit.full or self._is_full(index):
+            self._decode(index, ahead=ahead)
             return
         if ahead:
             self.ahead.add(index)
@@ -302,9 +377,25 @@ class _Step:
         if index in self.retiring:
             self.retiring.remove(index)
         else:
+            for other in self.gathered:
+                self.together |= {(index, other), (other, index)}
             self.gathered.add(index)
-            self.full += unit.full
+            self.full += self.sizes[index]
+        if unit.wire:
+            self.encoded.add(index)
+            self.full += unit.wire
+        self.full += unit.scratch
         self._note(GATHER, when, index)
+        self.full -= unit.scratch
+        self._decode(index, ahead=ahead)
+
+    def _decode(self, index: int, *, ahead: bool) -> None:
+        """Free the encoded parameters of unit ``index``, if decoded by now."""
+        # With streams the decoding follows the all-gather; on CPU the host decodes when
+        # the unit is used.
+        if index in self.encoded and (self.streams or not ahead):
+            self.encoded.remove(index)
+            self.full -= self.units[index].wire
 
     def unshard_ahead(self, index: int) -> None:
         """Gather unit ``index`` ahead; if the limit is reached, free a unit first."""
@@ -336,7 +427,7 @@ class _Step:
     def _free(self, index: int) -> None:
         """Free the full parameters of unit ``index``."""
         self.gathered.remove(index)
-        self.full -= self.units[index].full
+        self.full -= self.sizes[index]
         self.tell(FREE, index)
 
     def begin_backward(self, index: int, before: int | None) -> None:
@@ -345,8 +436,7 @@ class _Step:
         # Without prefetch, the runtime finishes the reduction in flight before the
         # all-gather, so that the reduce buffer is free.
         if unit.prefetch is None and unit.full and not self._is_full(index):
-            self.reduce -= self.reducing
-            self.reducing = 0
+            self._finish_reduction()
         self.unshard(index, "backward")
         ahead = unit.prefetch is BackwardPrefetch.BACKWARD_PRE
         if ahead and before is not None:
@@ -365,21 +455,32 @@ class _Step:
             self._make_room(index)
         behind = unit.prefetch is BackwardPrefetch.BACKWARD_POST
         if behind and before is not None:
+            # The gradients wait for the reduction, which follows the all-gather.
+            self.early += unit.gradients
             self.unshard(before, "backward", ahead=True)
-        if unit.reduce:
+            self.early -= unit.gradients
+        if unit.reduction.buffers:
             self._reduce(index)
 
     def _reduce(self, index: int) -> None:
         """Reduce unit ``index``, after the previous reduction is finished."""
         unit = self.units[index]
+        made = unit.reduction
         # The previous reduction is finished and freed before this buffer is allocated.
-        self.reduce += unit.reduce - self.reducing
+        self._finish_reduction()
+        self.reduce += self.reduces[index]
         self._note(REDUCE, "reduction", index, unit.gradients)
-        self.reduce += unit.temporary
-        self.reduced += unit.reduced
+        self.reduce += made.output + made.brief
+        self.reduced += made.kept
         self._note(REDUCE, "reduction", index)
-        self.reducing = unit.reduce + unit.temporary
+        self.reduce -= made.brief
+        self.reducing = self.reduces[index] + made.output
+        self.replicated = made.output if self.streams and made.replicates else 0
         # A reduction of a single rank on CPU is finished at once.
-        if not self.streams and not unit.sends:
-            self.reduce -= self.reducing
-            self.reducing = 0
+        if not self.streams and not made.sends:
+            self._finish_reduction()
+
+    def _finish_reduction(self) -> None:
+        """Free the reduction in flight, and outputs kept for the last all-reduce."""
+        self.reduce -= self.replicating + self.reducing - self.replicated
+        self.replicating, self.reducing, self.replicated = self.replicated, 0, 0

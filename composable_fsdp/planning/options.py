@@ -10,15 +10,19 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import nn
 
+from composable_fsdp.comm.wires import WireFormat
 from composable_fsdp.config import (
+    Arena,
     BackwardPrefetch,
     Block,
     CPUOffload,
     MixedPrecision,
+    RowBlock,
     ShardingStrategy,
 )
 from composable_fsdp.errors import PlanError
 from composable_fsdp.naming import listed, quoted
+from composable_fsdp.planning.layout import ParameterSpec, Whole, row_block
 
 GroupBy: TypeAlias = Callable[[str, nn.Parameter], Hashable]
 """A function of a parameter's name and the parameter; equal answers share a region."""
@@ -62,7 +66,7 @@ class UnitOptions:
     """
 
     strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
-    block: Block = Block.ROW
+    block: Block | RowBlock = Block.ROW
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
     forward_prefetch: bool = False
     limit_all_gathers: bool = True
@@ -71,11 +75,13 @@ class UnitOptions:
     cpu_offload: CPUOffload | None = None
     group_by: GroupBy | None = None
     check_weights: str = "warn"
+    wire: WireFormat | None = None
+    arena: Arena | None = None
 
     def __post_init__(self) -> None:
         for name, kind in _ENUMS:
             value = getattr(self, name)
-            if isinstance(value, kind):
+            if isinstance(value, (kind, RowBlock) if name == "block" else kind):
                 continue
             if value is None and name == "backward_prefetch":
                 continue
@@ -101,10 +107,91 @@ class UnitOptions:
                 raise TypeError(
                     f"{name} expects True or False, got {getattr(self, name)!r}."
                 )
+        self._require_wire()
+        self._require_arena()
         if self.check_weights not in CHECKS:
             raise PlanError(
                 f"check_weights expects {', '.join(map(repr, CHECKS[:-1]))} or "
                 f"{CHECKS[-1]!r}, got {self.check_weights!r}."
+            )
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether sharded parameters have whole rows, ``(k, *trailing)``."""
+        return self.block is not Block.ELEMENT
+
+    def spec(
+        self,
+        fqns: tuple[str, ...],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        trainable: bool,
+        group: Hashable,
+        whole: Whole | None,
+        strides: tuple[int, ...] | None,
+    ) -> ParameterSpec:
+        """Return the facts about a parameter from which its layout follows.
+
+        Args:
+            fqns: see ``ParameterSpec``.
+            shape: see ``ParameterSpec``.
+            dtype: see ``ParameterSpec``.
+            trainable: see ``ParameterSpec``.
+            group: see ``ParameterSpec``.
+            whole: see ``ParameterSpec``.
+            strides: see ``ParameterSpec``.
+        """
+        block = 1 if not self.keeps_rows else row_block(shape)
+        if isinstance(self.block, RowBlock):
+            # A vector has rows of one element, and a parameter without dims is a row.
+            block *= self.block.n if shape else 1
+        wire = self.wire
+        # A rank that holds a part of a row cannot permute the row; a wire format scales
+        # blocks of the row in their order.
+        if wire or not self.keeps_rows:
+            strides = None
+        return ParameterSpec(
+            fqns,
+            shape,
+            dtype,
+            trainable,
+            block,
+            group,
+            whole,
+            # Vectors are few elements, and rounding them costs most accuracy.
+            wire if wire and wire.takes(shape, dtype) else None,
+            self.block is Block.TENSOR,
+            strides,
+        )
+
+    def _require_wire(self) -> None:
+        """Raise TypeError or PlanError, if ``wire`` is no format for this unit."""
+        if self.wire is None:
+            return
+        if not isinstance(self.wire, WireFormat):
+            raise TypeError(
+                "wire expects None or a WireFormat such as Int8Wire() or Float8Wire(), "
+                f"got {self.wire!r}."
+            )
+        if self.wire.needs_rows and not self.keeps_rows:
+            raise PlanError(
+                f"wire={self.wire} scales whole rows, and block={self.block} cuts "
+                "rows. Use block=Block.ROW, or wire=Int8Wire()."
+            )
+
+    def _require_arena(self) -> None:
+        """Raise TypeError or PlanError, if ``arena`` is no arena for this unit."""
+        if self.arena is None:
+            return
+        if not isinstance(self.arena, Arena):
+            raise TypeError(
+                f"arena expects None or an Arena such as Arena(), got {self.arena!r}."
+            )
+        if self.arena.comm_memory and self.wire is not None:
+            raise PlanError(
+                f"arena={self.arena} registers the memory that all-gathers fill, and "
+                f"with wire={self.wire} they fill a buffer of bytes instead. Leave "
+                "comm_memory or wire out."
             )
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from heapq import heappop, heappush
 from math import gcd
 
 # At other addresses NCCL leaves its vectorized path (pytorch#195450).
@@ -37,13 +38,14 @@ Members = tuple[tuple[int, int], ...]
 
 
 @lru_cache(maxsize=4096)
-def pack(members: Members, itemsize: int, world_size: int) -> Packing:
+def pack(members: Members, itemsize: int, world_size: int, grid: int = 1) -> Packing:
     """Place the members in a buffer, without overlap and with few gaps.
 
     Args:
         members: (numel, block) of each parameter, in elements.
         itemsize: bytes per element.
         world_size: number of shards.
+        grid: the size of the shards is a multiple of this number. Default 1.
 
     Returns: the offsets and the size of the shards.
     Collective: none.
@@ -54,7 +56,7 @@ def pack(members: Members, itemsize: int, world_size: int) -> Packing:
     # behind them with few gaps.
     order = sorted(range(len(members)), key=lambda i: (-members[i][1], i))
     offsets = [0] * len(members)
-    end, grid = 0, align
+    end, grid = 0, _lcm(align, grid)
     for i in order:
         numel, block = members[i]
         # A member starts at a multiple of the member's block, so that shard boundaries
@@ -71,8 +73,42 @@ def pack(members: Members, itemsize: int, world_size: int) -> Packing:
 
 
 @lru_cache(maxsize=4096)
+def pack_whole(
+    sizes: tuple[int, ...], itemsize: int, world_size: int, grid: int = 1
+) -> Packing:
+    """Place each member inside the shard of a single rank.
+
+    The largest member comes first, each to the rank with the fewest elements (longest
+    processing time first; Graham, 1969). If no member is larger than the elements of
+    all divided by the ranks, no shard has more than twice that, up to alignment.
+
+    Args:
+        sizes: elements of each member.
+        itemsize: bytes per element.
+        world_size: number of shards.
+        grid: as in ``pack``. Default 1.
+
+    Returns: the offsets and the size of the shards.
+    Collective: none.
+    """
+    align = max(SHARD_ALIGNMENT // itemsize, 1)
+    # The rank as second entry: of equally full ranks the first, on every rank alike.
+    ranks = [(0, rank) for rank in range(world_size)]
+    placed = [(0, 0)] * len(sizes)
+    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        end, rank = heappop(ranks)
+        placed[i] = rank, end
+        heappush(ranks, (_round_up(end + sizes[i], align), rank))
+    block = _lcm(align, grid)
+    shard_numel = _round_up(max(end for end, _ in ranks), block)
+    offsets = tuple(rank * shard_numel + end for rank, end in placed)
+    padding = shard_numel * world_size - sum(sizes)
+    return Packing(offsets, shard_numel, block, padding)
+
+
+@lru_cache(maxsize=4096)
 def partition(
-    members: Members, itemsize: int, world_size: int, launch_bytes: int
+    members: Members, itemsize: int, world_size: int, launch_bytes: int, grid: int = 1
 ) -> tuple[tuple[int, ...], ...]:
     """Return the partition of ``members`` into regions that costs least.
 
@@ -83,6 +119,7 @@ def partition(
         itemsize: bytes per element.
         world_size: number of shards.
         launch_bytes: cost of an additional region, in bytes of padding.
+        grid: as in ``pack``. Default 1.
 
     Returns: per region, the indices of the members; regions in the order of their first
     member.
@@ -96,7 +133,8 @@ def partition(
     sets = list(classes.values())
 
     def cost(indices: Sequence[int]) -> int:
-        packing = pack(tuple(members[i] for i in indices), itemsize, world_size)
+        chosen = tuple(members[i] for i in indices)
+        packing = pack(chosen, itemsize, world_size, grid)
         return packing.padding * itemsize + launch_bytes
 
     def merged(parts: Iterable[Sequence[int]]) -> tuple[int, ...]:

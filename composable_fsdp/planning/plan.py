@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from math import prod
 from operator import or_
 
+import torch
+
+from composable_fsdp.config import Block
 from composable_fsdp.naming import ROOT_NAME
 from composable_fsdp.planning.fold import fold_units
 from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.memory import PeakMemory, StepMemory, memory_of_step
+from composable_fsdp.planning.owners import OwnerPlan, plan_owners
+from composable_fsdp.planning.save_parts import save_bytes
 from composable_fsdp.planning.unit_plan import Traffic, UnitPlan
 
 
@@ -53,6 +59,15 @@ class ShardingPlan:
         return sum(r.numel for u in self.units for r in u.regions)
 
     @property
+    def whole_numel(self) -> int:
+        """Elements of all parameters as the model without tensor parallelism has them.
+
+        A plan lays out this rank's part of a parameter that tensor parallelism cuts.
+        """
+        slots = [s for u in self.units for r in u.regions for s in r.parameters]
+        return sum(s.numel if s.whole is None else prod(s.whole.shape) for s in slots)
+
+    @property
     def padded_numel(self) -> int:
         """Elements of all parameters in the units, padding included."""
         return sum(r.padded_numel for u in self.units for r in u.regions)
@@ -76,6 +91,25 @@ class ShardingPlan:
             if unit.is_offloaded
         )
 
+    def save_bytes(
+        self, *, optimizer_states: int = 0, bytes_per_element: float = 0
+    ) -> int:
+        """Return the host memory that ``async_save`` holds on a rank, at most.
+
+        The bytes of parameters and optimizer states in units that the rank writes,
+        padding included; replicas share the writing. Tensors in no unit, scalar states
+        and random states come in addition.
+
+        Args:
+            optimizer_states: as in ``peak``; 2 for AdamW. Default 0.
+            bytes_per_element: bytes that the optimizer keeps beside these states per
+                element of a trainable parameter. Default 0.
+
+        Collective: none.
+        """
+        pairs = [(r, unit.replicas) for unit in self.units for r in unit.regions]
+        return save_bytes(pairs, optimizer_states, bytes_per_element)
+
     @property
     def traffic(self) -> Traffic:
         """Collectives and bytes of a training step; the first unit is the root."""
@@ -87,6 +121,22 @@ class ShardingPlan:
             unit.traffic(is_root=i == 0, in_backward=flows)
             for i, (unit, flows) in enumerate(self._with_flow())
         ]
+
+    def owners(
+        self, names: Iterable[str] | None = None, *, dtype: torch.dtype | None = None
+    ) -> OwnerPlan:
+        """Return the owner of each matrix in ``map_on_owners``, and bytes of a call.
+
+        Args:
+            names: the matrices by name from the model, in the order of the call.
+                Default None: all trainable parameters of two dims, unit by unit.
+            dtype: as in ``map_on_owners``. Default None: the dtype of each parameter.
+
+        Returns: the owners; ``traffic(rank)`` are the bytes of a rank.
+        Raises: PlanError, for a name that no unit has.
+        Collective: none.
+        """
+        return plan_owners(self.units, names, dtype=dtype)
 
     def _with_flow(self) -> list[tuple[UnitPlan, bool]]:
         """Return pairs of a unit and whether gradients flow through the unit."""
@@ -165,7 +215,8 @@ class ShardingPlan:
         mixed = [
             _mixed_text(unit) for unit in self.units if unit.frozen and unit.trainable
         ]
-        return "\n".join([_table(self.units), *_totals(self), *mixed, *self.warnings])
+        lines = [_table(self.units), *_totals(self), *owner_lines(self)]
+        return "\n".join([*lines, *mixed, *self.warnings])
 
     def __str__(self) -> str:
         return self.report
@@ -192,6 +243,8 @@ def _is_inside(fqn: str, outer: str) -> bool:
 def _table(units: tuple[UnitPlan, ...]) -> str:
     """Return the table of the report: a line for equal units, numbers right-aligned."""
     rows = [("unit", "", "class", "elements", "per rank", "padding", "regions")]
+    # Experts are sharded over fewer ranks than the model.
+    everyone = units[0].shard_world_size * units[0].replicas if units else 1
     for fold in fold_units(units):
         unit = fold.unit
         numel = sum(r.numel for r in unit.regions)
@@ -205,7 +258,8 @@ def _table(units: tuple[UnitPlan, ...]) -> str:
                 f"{fold.times * numel:,}",
                 size_text(fold.times * unit.parameter_bytes),
                 f"{(padded - numel) / numel:.2%}" if numel else "-",
-                ", ".join(map(_region_text, unit.regions)) or "no parameters",
+                (", ".join(map(_region_text, unit.regions)) or "no parameters")
+                + _over_text(unit, everyone),
             )
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -218,6 +272,12 @@ def _table(units: tuple[UnitPlan, ...]) -> str:
         ).rstrip()
         for row in rows
     )
+
+
+def _over_text(unit: UnitPlan, everyone: int) -> str:
+    """Return the number of a unit's ranks, unless they are as many as the model's."""
+    ranks = unit.shard_world_size * unit.replicas
+    return "" if ranks == everyone else f", over {ranks} rank{'s' * (ranks > 1)}"
 
 
 def _totals(plan: ShardingPlan) -> list[str]:
@@ -235,12 +295,13 @@ def _totals(plan: ShardingPlan) -> list[str]:
                 "reduce-scatter",
             ),
             (traffic.all_reduce_calls, traffic.all_reduce_bytes, "all-reduce"),
+            (traffic.all_to_all_calls, traffic.all_to_all_bytes, "all-to-all"),
         )
         if calls
     ]
     return [
         f"{len(plan.units)} unit{'s' if len(plan.units) > 1 else ''}, "
-        f"{plan.numel:,} parameters, world size "
+        f"{plan.numel:,} parameters{of_whole(plan)}, world size "
         f"{plan.world_size}, {', '.join(strategies)}",
         f"per rank: parameters {size_text(plan.parameter_bytes)}, gradients "
         f"{size_text(plan.gradient_bytes)}; the largest unit is "
@@ -249,7 +310,53 @@ def _totals(plan: ShardingPlan) -> list[str]:
         f"parameters {size_text(peak.full)}, reduction {size_text(peak.reduce)}, "
         f"gradients in flight {size_text(peak.in_flight)}; without activations and "
         "optimizer",
+        *_arena_text(plan),
         f"per step: {', '.join(sent) or 'no communication'}",
+    ]
+
+
+def _arena_text(plan: ShardingPlan) -> list[str]:
+    """Return a line on the slots of the arena, if there are any."""
+    step = plan.step_memory()
+    full, reduce = step.kept
+    slots, units = len(step.slots), sum(len(slot.units) for slot in step.slots)
+    parts = [
+        f"{slots} slot{'s' * (slots > 1)} of {size_text(full)} in all for the full "
+        f"parameters of {units} unit{'s' * (units > 1)}"
+    ]
+    if reduce:
+        parts.append(f"{size_text(reduce)} for reductions")
+    return [f"arena: {', '.join(parts)}, between steps, too"] if full + reduce else []
+
+
+def of_whole(plan: ShardingPlan) -> str:
+    """Return words on how many parameters the whole model has, if this rank has less.
+
+    Sizes and traffic of a plan are those of this rank's tensor-parallel part.
+    """
+    if plan.whole_numel == plan.numel:
+        return ""
+    return f" on this rank (tensor parallelism cuts {plan.whole_numel:,})"
+
+
+def owner_lines(plan: ShardingPlan) -> list[str]:
+    """Return a sentence on ``map_on_owners``, for plans with ``Block.TENSOR``."""
+    if not any(unit.options.block is Block.TENSOR for unit in plan.units):
+        return []
+    found = plan.owners()
+    most = found.most
+    sent = [
+        f"{calls} {name}s, of at most {size_text(nbytes)} in all from a rank"
+        for calls, nbytes, name in (
+            (most.all_to_all_calls, most.all_to_all_bytes, "all-to-all"),
+            (most.broadcast_calls, most.broadcast_bytes, "broadcast"),
+        )
+        if calls
+    ]
+    count = len(found.owners)
+    return [
+        f"map_on_owners over {count} matri{'x' if count == 1 else 'ces'}: "
+        f"{', '.join(sent) or 'no communication'}"
     ]
 
 

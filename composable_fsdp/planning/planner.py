@@ -16,9 +16,6 @@ import torch
 from torch import nn
 
 from composable_fsdp.comm.groups import group_sizes
-from composable_fsdp.config import (
-    Block,
-)
 from composable_fsdp.errors import PlanError
 from composable_fsdp.naming import join_name
 from composable_fsdp.planning import walk
@@ -32,10 +29,8 @@ from composable_fsdp.planning.assign import (
 from composable_fsdp.planning.checks import group_of
 from composable_fsdp.planning.dtensors import local_of, whole_of
 from composable_fsdp.planning.layout import (
-    ParameterSpec,
     Whole,
     plan_regions,
-    row_block,
 )
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.plan import ShardingPlan
@@ -102,12 +97,13 @@ _Known = tuple[
     bool,
     Hashable,
     Whole | None,
+    tuple[int, ...] | None,
 ]
 """The cache key of a parameter.
 
 The entries: the parameter's names, the places as (name from the unit, key), the shape,
-the dtype, ``requires_grad``, the answer of ``group_by``, and the place in the global
-parameter.
+the dtype, ``requires_grad``, the answer of ``group_by``, the place in the global
+parameter, and the strides if not contiguous.
 """
 
 
@@ -125,6 +121,8 @@ def _target(index: int, unit: Unit, request: PlanRequest, notes: list[str]) -> T
             parameter.requires_grad,
             by and group_of(by, join_name(unit.fqn, names[0]), parameter),
             None,
+            # No question to most parameters.
+            _channels_last(parameter) if parameter.dim() > 3 else None,
         )
         # A DTensor has a class of its own; the plan lays out this rank's rectangle.
         if type(parameter) is nn.Parameter
@@ -136,6 +134,7 @@ def _target(index: int, unit: Unit, request: PlanRequest, notes: list[str]) -> T
             parameter.requires_grad,
             by and group_of(by, join_name(unit.fqn, names[0]), parameter),
             whole_of(parameter),
+            None,
         )
         for (names, places, _), (parameter, _) in zip(
             found, unit.parameters, strict=True
@@ -166,6 +165,16 @@ def _target(index: int, unit: Unit, request: PlanRequest, notes: list[str]) -> T
     )
 
 
+def _channels_last(parameter: nn.Parameter) -> tuple[int, ...] | None:
+    """Return the strides of a parameter in a channels_last format, else None."""
+    if parameter.is_contiguous() or parameter.dim() > 5:
+        return None
+    three = parameter.dim() == 5
+    kind = torch.channels_last_3d if three else torch.channels_last
+    found = parameter.is_contiguous(memory_format=kind)
+    return parameter.stride() if found else None
+
+
 @lru_cache(maxsize=4096)
 def _build(
     fqn: str,
@@ -179,19 +188,10 @@ def _build(
     Equal arguments, as for equal transformer blocks, return the same object. ``sizes``
     holds the size of the shard group and the number of replicas.
     """
-    rows = options.block is Block.ROW
     regions = plan_regions(
         [
-            ParameterSpec(
-                names,
-                tuple(shape),
-                dtype,
-                trainable,
-                row_block(shape) if rows else 1,
-                group,
-                whole,
-            )
-            for names, _, shape, dtype, trainable, group, whole in parameters
+            options.spec(names, tuple(shape), dtype, trainable, group, whole, strides)
+            for names, _, shape, dtype, trainable, group, whole, strides in parameters
         ],
         world_size=sizes[0],
     )

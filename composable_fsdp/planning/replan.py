@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from composable_fsdp.comm.groups import group_sizes
-from composable_fsdp.config import HYBRID, Block, ShardingStrategy
+from composable_fsdp.config import HYBRID, ShardingStrategy
 from composable_fsdp.errors import PlanError
-from composable_fsdp.planning.layout import ParameterSpec, plan_regions, row_block
+from composable_fsdp.planning.layout import plan_regions
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.plan import ShardingPlan
 from composable_fsdp.planning.unit_plan import UnitPlan, padding_notes
@@ -87,20 +87,19 @@ def _replan_unit(
     if options == unit.options and sizes == (unit.shard_world_size, unit.replicas):
         return unit
     # The same rules as in ``planner._build``, from names instead of parameters.
-    rows = options.block is Block.ROW
     slots = [(slot, region) for region in unit.regions for slot in region.parameters]
     # ``plan_regions`` orders parameters by the walk of the unit, as ``index`` does.
     slots.sort(key=lambda pair: pair[0].index)
     specs = [
-        ParameterSpec(
+        # A slot of a single rank has block 1, so the block comes from the shape.
+        options.spec(
             slot.fqns,
             slot.shape,
             region.dtype,
             region.trainable,
-            # A slot of a single rank has block 1, so the block comes from the shape.
-            row_block(slot.shape) if rows else 1,
             region.group,
             slot.whole,
+            slot.strides,
         )
         for slot, region in slots
     ]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import lcm
 
 from composable_fsdp.planning.layout import ParameterSlot, RegionLayout
 from composable_fsdp.planning.partition import SHARD_ALIGNMENT
@@ -71,7 +72,10 @@ def _compact(
 def _size(layout: RegionLayout, slots: list[ParameterSlot], unit: int) -> int:
     """Elements of a shard in which every rank finds room for its parts."""
     needed = (_needed(layout, slots, r, unit) for r in range(layout.world_size))
-    return _up(max(needed, default=0), unit)
+    # Blocks of a wire format are cut by no shard boundary; ``layout.shard_numel`` is a
+    # multiple of them, so the new shard is not larger.
+    grid = layout.wire.grid if layout.wire else 1
+    return _up(max(needed, default=0), lcm(unit, grid))
 
 
 def _needed(

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from composable_fsdp.comm.int8_exchange import Int8Exchange, int8_exchange
 from composable_fsdp.naming import ROOT_NAME
 from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.memory import (
     RETIRING_LIMIT,
     RETIRING_UNLIMITED,
+    ReductionMemory,
     UnitMemory,
 )
 from composable_fsdp.planning.options import Dtypes, UnitOptions
+from composable_fsdp.planning.slots import slot_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,8 @@ class Traffic:
     reduce_scatter_bytes: int = 0
     all_reduce_calls: int = 0
     all_reduce_bytes: int = 0
+    all_to_all_calls: int = 0
+    all_to_all_bytes: int = 0
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(
@@ -39,6 +44,8 @@ class Traffic:
             self.reduce_scatter_bytes + other.reduce_scatter_bytes,
             self.all_reduce_calls + other.all_reduce_calls,
             self.all_reduce_bytes + other.all_reduce_bytes,
+            self.all_to_all_calls + other.all_to_all_calls,
+            self.all_to_all_bytes + other.all_to_all_bytes,
         )
 
 
@@ -53,6 +60,8 @@ class UnitPlan:
         options: the options of the unit.
         shard_world_size: number of ranks in the shard group.
         replicas: number of ranks in the replicate group.
+        int8_gradients: whether ``int8_all_to_all_hook`` reduces gradients. Default
+            False.
     """
 
     fqn: str
@@ -61,6 +70,7 @@ class UnitPlan:
     options: UnitOptions
     shard_world_size: int
     replicas: int
+    int8_gradients: bool = False
 
     @property
     def parameter_bytes(self) -> int:
@@ -83,13 +93,27 @@ class UnitPlan:
         """Bytes of the full parameters of the unsharded unit, in the compute dtype.
 
         A region needs no full buffer if the shard group has one rank, the shard has the
-        compute dtype, and the shard is on the device.
+        compute dtype and the memory format of compute, and the shard is on the device.
         """
-        return sum(
+        return sum(self._full_regions)
+
+    @property
+    def _full_regions(self) -> list[int]:
+        """Bytes of each full buffer."""
+        return [
             r.padded_numel * d.compute.itemsize
             for r, d in self._with_dtypes
-            if self.shard_world_size > 1 or d.compute != r.dtype or self.is_offloaded
-        )
+            if self.shard_world_size > 1
+            or d.compute != r.dtype
+            or self.is_offloaded
+            or r.wire
+            or r.is_strided
+        ]
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of the encoded parameters of all ranks, which one all-gather fills."""
+        return sum(r.wire_nbytes for r in self.regions)
 
     @property
     def reduce_bytes(self) -> int:
@@ -105,6 +129,17 @@ class UnitPlan:
     def _reduced(self) -> tuple[tuple[RegionLayout, Dtypes], ...]:
         """Pairs of a region whose gradients are reduced and its dtypes."""
         return tuple([(r, d) for r, d in self._with_dtypes if r.trainable and r.numel])
+
+    @property
+    def _exchanges(self) -> list[Int8Exchange]:
+        """The exchanges of ``int8_all_to_all_hook``, one per region."""
+        # The hook's group is the shard group, or that of all ranks with whole weights.
+        ranks = self.shard_world_size if self.shard_world_size > 1 else self.replicas
+        return [
+            int8_exchange(r.padded_numel, ranks, d.reduce.itemsize)
+            for r, d in self._reduced
+            if self.int8_gradients
+        ]
 
     @property
     def trainable(self) -> dict[str, int]:
@@ -134,11 +169,18 @@ class UnitPlan:
         ``is_root`` tells whether the unit is the root, ``in_backward`` whether
         gradients flow through the unit.
         """
-        # The all-gather sends the compute dtype: shards are cast before.
+        # The all-gather sends the compute dtype, to which shards are cast before, or
+        # the bytes of a wire format.
         gathered = sum(
-            r.padded_numel * d.compute.itemsize for r, d in self._with_dtypes if r.numel
+            r.wire_nbytes or r.padded_numel * d.compute.itemsize
+            for r, d in self._with_dtypes
+            if r.numel
         )
-        # Regions with equal reduce dtype share a reduce-scatter.
+        # Formats with a scale per matrix ask all ranks for the largest magnitude.
+        scaled = [
+            len(r.parameters) for r in self.regions if r.wire and r.wire.needs_maximum
+        ]
+        # Regions with equal reduce dtype share a reduce-scatter and an all-reduce.
         dtypes = len({d.reduce for _, d in self._reduced})
         nbytes = self.reduce_bytes
         total = Traffic()
@@ -146,12 +188,27 @@ class UnitPlan:
             # A resharded unit is gathered a second time in backward. The root stays
             # unsharded between forward and backward.
             again = self.options.reshard_after_forward and not is_root and in_backward
-            total += Traffic(1 + again, gathered * (1 + again), dtypes, nbytes)
-        if self.replicas > 1:
+            total += Traffic(1 + again, gathered * (1 + again))
+            if not self.int8_gradients:
+                total += Traffic(
+                    reduce_scatter_calls=dtypes, reduce_scatter_bytes=nbytes
+                )
+            # A float32 per matrix, before each all-gather.
+            times = 1 + again
+            total += Traffic(
+                all_reduce_calls=len(scaled) * times,
+                all_reduce_bytes=4 * sum(scaled) * times,
+            )
+        for each in self._exchanges:
+            total += Traffic(all_to_all_calls=1, all_to_all_bytes=each.sent)
+            # Ranks that hold whole gradients exchange the averages, too.
+            if self.shard_world_size == 1:
+                total += Traffic(1, each.gathered)
+        if self.replicas > 1 and not self.int8_gradients:
             # In a hybrid mesh the all-reduce follows the reduce-scatter, on this rank's
             # part.
             part = nbytes // self.shard_world_size
-            total += Traffic(all_reduce_calls=len(self._reduced), all_reduce_bytes=part)
+            total += Traffic(all_reduce_calls=dtypes, all_reduce_bytes=part)
         return total
 
     def memory(
@@ -186,23 +243,23 @@ class UnitPlan:
             name=self.fqn or ROOT_NAME,
             parent=parent,
             full=self.full_bytes,
-            reduce=self.reduce_bytes,
-            # With equal dtypes on the device, the reduction writes into the sharded
-            # gradient itself. Otherwise a temporary buffer receives the output, before
-            # the cast or the copy to the host.
-            temporary=sum(
-                r.shard_numel * d.reduce.itemsize
-                for r, d in self._reduced
-                if d.reduce != d.gradient or on_host
+            wire=self.wire_bytes,
+            # Regions are encoded, or copied and cast, in turn. The device casts, so an
+            # offloaded shard is copied first.
+            scratch=max(
+                (
+                    r.wire_scratch + on_host * r.shard_numel * r.dtype.itemsize
+                    for r, d in self._with_dtypes
+                    if r.wire or d.compute != r.dtype or r.is_strided
+                ),
+                default=0,
             ),
+            reduction=self._reduction(on_host=on_host),
             gradients=total,
             # Backward produces the gradient of the parameter that forward uses first as
             # the last. The gradient of a tied parameter is summed from the last use in
             # forward on, so the memory exists from the start of the unit's backward.
             early=total - (0 if last in tied else gradients.get(last, 0)),
-            # Offloaded gradients have host memory of their own permanently.
-            reduced=0 if self.is_offloaded else self.gradient_bytes,
-            sends=self.shard_world_size * self.replicas > 1,
             in_backward=in_backward,
             fed=fed,
             reshards=options.reshard_after_forward and parent >= 0,
@@ -210,6 +267,37 @@ class UnitPlan:
             gathers=self.shard_world_size > 1 and self.full_bytes > 0,
             ahead=options.forward_prefetch,
             retiring_limit=RETIRING_LIMIT if limited else RETIRING_UNLIMITED,
+            slots=(
+                slot_bytes(self._full_regions),
+                slot_bytes(
+                    [r.padded_numel * d.reduce.itemsize for r, d in self._reduced]
+                ),
+            ),
+            arena=options.arena,
+        )
+
+    def _reduction(self, *, on_host: bool) -> ReductionMemory:
+        """Return the bytes of the buffers of this unit's reduction."""
+        casts = [(r, d) for r, d in self._reduced if d.reduce != d.gradient]
+        # Before a gradient is copied to the host, the device casts.
+        landing = [on_host * r.shard_numel * d.gradient.itemsize for r, d in casts]
+        # Regions are exchanged, or copied, in turn.
+        brief = [*landing, *(each.scratch for each in self._exchanges)]
+        return ReductionMemory(
+            buffers=self.reduce_bytes,
+            # With equal dtypes on the device, the reduction writes into the sharded
+            # gradient itself. Otherwise a temporary buffer receives the output, before
+            # the cast or the copy to the host.
+            output=sum(
+                r.shard_numel * d.reduce.itemsize
+                for r, d in self._reduced
+                if d.reduce != d.gradient or on_host or self.int8_gradients
+            ),
+            brief=max(brief, default=0),
+            # Offloaded gradients have host memory of their own permanently.
+            kept=0 if self.is_offloaded else self.gradient_bytes,
+            sends=self.shard_world_size * self.replicas > 1,
+            replicates=self.shard_world_size > 1 and self.replicas > 1,
         )
 
 

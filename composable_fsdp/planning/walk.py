@@ -49,8 +49,9 @@ def modules(root: nn.Module) -> Iterable[nn.Module]:
     stack: list[nn.Module | None] = [root]
     while stack:
         module = stack.pop()
-        if module is not None and id(module) not in found:
-            found[id(module)] = module
+        key = id(module)
+        if module is not None and key not in found:
+            found[key] = module
             if module._modules:
                 # Reversed, because the stack pops the last entry first.
                 stack += reversed(module._modules.values())

@@ -15,7 +15,6 @@ from composable_fsdp.flat.dtensor_params import with_plain_parameters
 from composable_fsdp.flat.external_changes import record_replaced
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.precision import make_precision
-from composable_fsdp.planning.assign import API
 from composable_fsdp.planning.planner import Target
 from composable_fsdp.runtime import engine
 from composable_fsdp.runtime.deepcopy import copy_state
@@ -34,10 +33,10 @@ def build_units(
     *,
     ranks: RankLayout,
     device: torch.device,
-    api: str = API,
-    before: Callable[[int], None] | None = None,
-    awaiting: Container[int] = (),
-    synced: bool = False,
+    before: Callable[[int], None] | None,
+    awaiting: Container[int],
+    synced: bool,
+    api: str,
 ) -> list[_FSDPState]:
     """Build every unit of a call of ``fully_shard``, nested units first.
 
@@ -49,11 +48,11 @@ def build_units(
             other targets are made and registered here.
         ranks: the shard and replicate groups.
         device: the compute device.
-        api: name of the API in the registry; default ``fully_shard``.
         before: called with the index of each target just before the unit is sharded;
-            default None.
-        awaiting: indices of the targets whose buffers were on meta; default none.
-        synced: whether ``before`` gives all ranks the same values; default False.
+            None, if no unit needs preparation.
+        awaiting: indices of the targets whose buffers were on meta.
+        synced: whether ``before`` gives all ranks the same values.
+        api: name of the API in the registry.
 
     Returns: the states, in the order of ``targets``.
     Collective: none.

@@ -10,6 +10,8 @@ hook must also divide. The hook may give either tensor another dtype through ``.
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -91,6 +93,68 @@ class LowPrecisionState(DefaultState):
     ) -> None:
         super().__init__(process_group)
         self.parameter_type = parameter_type
+
+
+class ReplicaManager(Protocol):
+    """What ``ReplicaState`` needs of a manager, such as ``torchft.Manager``."""
+
+    def allreduce(self, tensor: Tensor) -> Any:
+        """Average ``tensor`` over the replicas that are alive, in place.
+
+        Returns: an object whose ``wait()`` returns once the result is there. An error
+            is not raised; the manager then says that the step must not be taken.
+        """
+        ...
+
+
+class ReplicaState(DefaultState):
+    """State of ``replica_hook``: the ranks of this replica, and the manager.
+
+    Raises: ValueError, without a process group; TypeError, if ``manager`` has no
+    method ``allreduce``.
+    """
+
+    __slots__ = ("average", "manager")
+
+    def __init__(
+        self, process_group: dist.ProcessGroup, manager: ReplicaManager
+    ) -> None:
+        super().__init__(process_group)
+        average = getattr(manager, "allreduce", None)
+        if not callable(average):
+            raise TypeError(
+                "ReplicaState expects a manager with a method allreduce, such as "
+                f"torchft.Manager, got a {type(manager).__name__}."
+            )
+        self.manager = manager
+        self.average = average
+
+
+def replica_hook(
+    state: ReplicaState, grad: Tensor, output: Tensor | None = None
+) -> None:
+    """Average over the ranks of this replica, and then over the living replicas.
+
+    The group of replicas changes while training goes on, and no process group does, so
+    the second average is the manager's. If a replica dies in it, the gradients are not
+    valid, and the manager's ``should_commit()`` is False: drop them with ``zero_grad``
+    and take no step.
+
+    Args:
+        state: the process group of this replica, and the manager.
+        grad: the gradients of this rank ``(padded_numel,)``; divided in place.
+        output: ``(shard_numel,)``, filled with the averages. Default None: this replica
+            has a single rank, and the averages replace ``grad``.
+
+    Collective: one reduce-scatter over the process group of ``state``, none without
+        ``output``; and one all-reduce of the manager.
+    """
+    reduced = grad
+    if output is not None:
+        _reduce_scatter(state, grad, output, overwrite=True)
+        reduced = output
+    # ``wait`` orders the current stream, on which the gradient is read.
+    state.average(reduced).wait()
 
 
 def allreduce_hook(state: DefaultState, grad: Tensor) -> None:

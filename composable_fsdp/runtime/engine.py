@@ -407,7 +407,7 @@ def _came(asked: Tensor) -> Tensor | None:
     """Return the gradient of ``asked``, in or outside the flat parameter's gradient."""
     found = find_param(asked)
     if found is not None and found.region.flat is not None:
-        return leaf_gradients(found.region, found.handle)[found.index]
+        return leaf_gradients(found.region)[found.index]
     return _gradient(asked)
 
 

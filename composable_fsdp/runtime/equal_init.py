@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from composable_fsdp.comm.agreement import Peers, can_compare
-from composable_fsdp.flat.handle import FlatParamHandle, written
+from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_paths import param_path
+from composable_fsdp.flat.step_counts import written
 from composable_fsdp.naming import quoted
 
 _LENGTH = 16
@@ -31,21 +32,22 @@ def warn_of_equal_init(handles: Iterable[FlatParamHandle]) -> None:
 
     Collective: none; a round trip to the key-value store per shard group.
     """
-    by_group: dict[str, tuple[Peers, list[FlatParamHandle]]] = {}
+    by_group: dict[str, tuple[Peers | None, list[FlatParamHandle]]] = {}
     for handle in handles:
         group = handle.groups.shard
-        if group is None or not can_compare(group):
+        if group is None:
             continue
         # Keys are chosen for every group: a program may write to the shards of some
         # ranks only, and the keys of the next model must be equal on all ranks.
         if group.group_name not in by_group:
-            by_group[group.group_name] = Peers(group, "draws").name(), []
+            peers = Peers(group, "draws").name() if can_compare(group) else None
+            by_group[group.group_name] = peers, []
         # Only units whose shards were written to since construction can have been
         # initialized in place.
         if written(handle.layout) != handle.writes.at_build:
             by_group[group.group_name][1].append(handle)
     for peers, chosen in by_group.values():
-        if not chosen:
+        if peers is None or not chosen:
             continue
         mine = {mark: name for handle in chosen for mark, name in _samples(handle)}
         # The rank is part of the value, so that no two ranks publish equal values.

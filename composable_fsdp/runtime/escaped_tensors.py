@@ -165,7 +165,9 @@ def _attributes(state: _FSDPState) -> Iterator[tuple[dict[str, Any], str, Tensor
         every = {id(m): m for top in state.modules for m in walk.modules(top)}
         found = every.values()
     for module in found:
-        own, buffers = vars(module), module._buffers
+        # Not ``vars``, which is one more call per module.
+        own = module.__dict__
+        buffers = own["_buffers"]
         # Most modules have no buffers.
         for table in (own, buffers) if buffers else (own,):
             for key in _searched(tuple(table)):

@@ -142,7 +142,7 @@ def pre_forward(
         if log.expected[log.position] is handle:
             log.position += 1
         else:
-            log.depart(handle, mode_of(context))
+            log.depart(handle, mode_of(context, handle))
     if state.precision is not None:
         cast = apply_precision(context, state, module, args, kwargs, copies)
         if cast is not None:

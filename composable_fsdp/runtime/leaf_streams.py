@@ -18,6 +18,7 @@ Checked on torch 2.13 and 2.11. Private: ``torch._C._functions.DelayedError``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -52,9 +53,9 @@ def make_nodes(handle: FlatParamHandle) -> None:
     # Keep strong references to the nodes: a parameter holds the node only weakly, and
     # ``_will_engine_execute_node`` must be asked about the node that will run.
     handle.form.accumulators = tuple(
-        node
-        for region in handle.layout.trainable
-        for node in accumulators_of(region.full.leaves)
+        chain.from_iterable(
+            [accumulators_of(region.full.leaves) for region in handle.layout.trainable]
+        )
     )
     if handle.events is not NO_EVENTS:
         _note_streams(handle)

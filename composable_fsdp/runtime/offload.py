@@ -5,11 +5,11 @@
     reduce   [reduce-scatter k] [+ earlier] [copy to host k] [reduce-scatter k-1] ...
     host     ... issues, and waits for nothing ...    end of backward: one wait, .grad
 
-A copy is ordered by the reduce stream only, so the host must not access the flat
-gradient while a copy is in flight. Two rules ensure this: the parameters have no
-``.grad`` until the host has waited, once, at the end of backward (FSDP1 set ``.grad``
-earlier, and an optimizer could read half a copy); and the host accesses the flat
-gradient only before the first copy of a backward.
+A copy is ordered by the reduce stream only (of hybrid units the all-reduce stream), so
+the host must not access the flat gradient while a copy is in flight. Two rules ensure
+this: the parameters have no ``.grad`` until the host has waited, once, at the end of
+backward (FSDP1 set ``.grad`` earlier, and an optimizer could read half a copy); and the
+host accesses the flat gradient only before the first copy of a backward.
 
 Copies of shards to the device need care, too: an all-gather reads the shard
 asynchronously. Optimizers wait before they write shards (``comm.device``), and
@@ -33,7 +33,7 @@ from composable_fsdp.tree.state import RuntimeContext
 def start_d2h_grad_copies(region: FlatParameter, sums: Tensor, arrived: bytes) -> None:
     """Copy ``sums`` to ``gradient.shard`` on the host, added to earlier gradients.
 
-    Runs on the reduce stream and does not wait. The parameters have no ``.grad`` until
+    Runs on the current stream and does not wait. The parameters have no ``.grad`` until
     ``finish_d2h_grad_copies``.
 
     Args:
@@ -50,7 +50,7 @@ def start_d2h_grad_copies(region: FlatParameter, sums: Tensor, arrived: bytes) -
     assert grad_shard is not None
     if any(copy.arrived):
         # Earlier gradients are added on the device, where the stream orders both
-        # operands. Temporary tensors are allocated and freed on the reduce stream, so
+        # operands. Temporary tensors are allocated and freed on that stream, so
         # their memory is reused only after the copy.
         earlier = memory.new_buffer(sums.numel(), grad_shard.dtype, sums.device)
         copy_async(earlier, grad_shard)

@@ -13,6 +13,7 @@ from collections.abc import Hashable
 from itertools import chain
 from operator import attrgetter
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,8 +21,8 @@ from torch import nn
 from composable_fsdp.comm.ranges import end_all_ranges
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import residency
+from composable_fsdp.flat.changed_flags import changed_flags, common_mode
 from composable_fsdp.flat.external_changes import (
-    changed_flags,
     leaves_view_shards,
     requires_grad_changed,
     restore_shard_views,
@@ -74,6 +75,7 @@ from composable_fsdp.runtime.unshard import (
     shard_versions,
 )
 from composable_fsdp.runtime.unused_params import CommonOrder
+from composable_fsdp.tree.changed_settings import CHANGED, changed_settings
 from composable_fsdp.tree.initial_weights import ALL_RANKS
 from composable_fsdp.tree.late_registration import PENDING, warn_of_added_in_forward
 from composable_fsdp.tree.order_logs import assign_order_logs
@@ -135,9 +137,12 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
                 if requires_grad_changed(handle):
                     follow_requires_grad(context, handle)
                     froze = True
-    if froze:
+    if froze or (CHANGED and context in CHANGED):
         # Once after all units, because the flags of every unit are read.
-        context.changed_flags = tuple(chain(*map(changed_flags, context.handles)))
+        settings = changed_settings(root._root_states)
+        flags = chain(*map(changed_flags, context.handles), settings)
+        context.changed_flags = tuple(flags)
+        CHANGED.discard(context)
     if root.initial.compared != ALL_RANKS or not context.is_checked:
         _check_ranks(context, root)
     if PENDING:
@@ -273,13 +278,15 @@ def is_live(context: RuntimeContext) -> bool:
     return frame is not None
 
 
-def mode_of(context: RuntimeContext) -> Hashable:
-    """Return the mode of the running forward.
+def mode_of(context: RuntimeContext, handle: FlatParamHandle) -> Hashable:
+    """Return the mode of the running forward, as the ranks of a unit know the mode.
 
     Raises: PhaseError, if the forward is running in another thread.
     """
     is_live(context)
-    return context.tape.mode
+    mode: Any = context.tape.mode
+    # Most programs freeze nothing and set nothing after ``fully_shard``.
+    return common_mode(mode, handle.groups) if mode and mode[-1] else mode
 
 
 def recover(context: RuntimeContext, *, drop_gradients: bool) -> None:

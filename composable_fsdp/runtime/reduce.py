@@ -7,17 +7,24 @@ the reduce stream::
     compute [.. k+1 ..]--event   [.. k ..]   [wait done(k+1); divide, add, free] ..
     reduce             [reduce-scatter k+1]--event done(k+1)
 
+The all-reduce of a hybrid unit, which is slow between nodes, runs on CUDA on a stream
+of its own over its own communicator. The next reduce-scatter does not wait for it; the
+reduction after next does, so that the outputs of at most two reductions are alive::
+
+    compute    [.. k+1 ..]  [.. k ..]   [wait scattered(k+1)]   [wait summed(k+1)]
+    reduce             [reduce-scatter k+1]  [reduce-scatter k]
+    all-reduce                            [== all-reduce k+1 ==][== all-reduce k ==]
+
 A reduce buffer is allocated after the previous buffer was freed, so a single buffer is
 alive at a time, except for buffers that hold gradients of ``no_sync``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import compress
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.device import Streams
@@ -30,16 +37,24 @@ from composable_fsdp.flat.gradients import (
     free_reduce,
     leave_reduce,
     ready_gradient,
+    reduce_target,
     zero_missing,
 )
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.region import TrainableRegion
 from composable_fsdp.flat.user_hooks import (
     call_post_hooks,
     call_tensor_hooks,
 )
 from composable_fsdp.runtime.comm_hooks import call_comm_hook
 from composable_fsdp.runtime.offload import drop_d2h_grad_copies, start_d2h_grad_copies
+from composable_fsdp.runtime.replica_sums import (
+    add_partial_sums,
+    all_reduce_over_replicas,
+    drop_partial_sum,
+    drop_partial_sums,
+    hold_partial_sums,
+    replicate,
+)
 from composable_fsdp.runtime.unshard import unshard
 from composable_fsdp.tree.state import Reduction, RuntimeContext
 
@@ -101,11 +116,11 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
 
     Raises: DesyncError, if another rank reduces another unit or other parameters.
     Collective: one reduce-scatter per reduce dtype (regions coalesced) over the shard
-        group, then one all-reduce per region over the replicate group, unless
+        group, then one all-reduce per reduce dtype over the replicate group, unless
         ``set_requires_all_reduce`` is off. A group of one rank has no collective.
         With a communication hook: the collectives of the hook.
     """
-    finish_reduction(context)
+    finish_reduction(context, ahead_of=handle)
     copy_grads_to_reduce_buffers(context, handle)
     # Missing gradients count as zeros. The padding is zeroed, too, because the buffer
     # is uninitialized memory.
@@ -125,13 +140,13 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
         clear_arrived(handle)
         handle.reduction.held = None
     handle.reduction.due = False
-    for region in handle.layout.trainable:
-        ready_gradient(region)
     reduction = Reduction(handle, [], arrived, final=final)
     context.reducing = reduction
     if not context.streams.host_waits:
         _reduce_on_stream(context.streams, reduction)
         return
+    for region in handle.layout.trainable:
+        ready_gradient(region)
     _choose_targets(handle, final=final)
     _issue(reduction, async_op=True)
     # No work to wait for: all groups have a single rank, or a hook has reduced already.
@@ -142,8 +157,23 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
 def _reduce_on_stream(streams: Streams, reduction: Reduction) -> None:
     """Issue the reduction on the reduce stream, behind the streams of the gradients."""
     handle = reduction.handle
-    for stream in streams.users(handle.events):
+    users = streams.users(handle.events)
+    if users[0] == streams.compute:
+        for region in handle.layout.trainable:
+            ready_gradient(region)
+    else:
+        # The hook of a leaf may run on another stream, whose pool of memory serves
+        # program code that does not wait for readers of ``.grad``.
+        with torch.cuda.stream(streams.compute):
+            for region in handle.layout.trainable:
+                ready_gradient(region)
+    for stream in users:
         streams.reduce.wait_stream(stream)
+    groups, by_hook = handle.groups, handle.rule.hook is not None
+    shard, replicate = handle.rule.group or groups.shard_ref, groups.replicate_ref
+    handle.reduction.replicates = bool(
+        reduction.final and shard and replicate and not by_hook
+    )
     with torch.cuda.stream(streams.reduce):
         # Targets that are allocated here belong to the reduce stream, which waits for
         # the other streams (as above) before the next allocation.
@@ -152,29 +182,55 @@ def _reduce_on_stream(streams: Streams, reduction: Reduction) -> None:
         # The wait before the buffers are freed need not include the copies to the host.
         # The result of a communication hook, however, may be a reduce buffer, which the
         # copies read.
-        if handle.rule.hook is None:
+        if not by_hook:
             handle.events.reduce.record(streams.reduce)
+        if handle.layout.offload and not handle.reduction.replicates:
+            _apply_reduced_gradients(reduction)
+        if by_hook:
+            handle.events.reduce.record(streams.reduce)
+    # Without a reduction over the group (a hook sends its own collectives), the
+    # event is later than the last operation: known to have ended too late.
+    if shard is not None:
+        shard.operations.marks[handle.events.reduce.event] = shard.operations.number
+    if replicate is not None:
+        event = handle.events.reduce
+        if handle.reduction.replicates:
+            _replicate_on_stream(streams, reduction)
+            event = handle.events.all_reduce
+        replicate.operations.marks[event.event] = replicate.operations.number
+
+
+def _replicate_on_stream(streams: Streams, reduction: Reduction) -> None:
+    """Issue the all-reduces of a hybrid unit, behind its reduce-scatters alone."""
+    handle = reduction.handle
+    with torch.cuda.stream(streams.all_reduce):
+        # Not ``wait_stream``: the reduce stream may have been given more by then.
+        handle.events.reduce.wait()
+        replicate(handle)
         if handle.layout.offload:
             _apply_reduced_gradients(reduction)
-        if handle.rule.hook is not None:
-            handle.events.reduce.record(streams.reduce)
-        for ref in (handle.groups.shard_ref, handle.groups.replicate_ref):
-            # Without a reduction over the group (a hook sends its own collectives), the
-            # event is later than the last operation: known to have ended too late.
-            if ref is not None:
-                ref.operations.marks[handle.events.reduce.event] = ref.operations.number
+        handle.events.all_reduce.record(streams.all_reduce)
 
 
-def finish_reduction(context: RuntimeContext) -> None:
-    """Wait for the reduction in flight, if any, and free the reduce buffers.
+def finish_reduction(
+    context: RuntimeContext, *, ahead_of: FlatParamHandle | None = None
+) -> None:
+    """Wait for the reductions in flight, if any, and free the reduce buffers.
 
     Divides, adds, sets ``.grad`` and calls the hooks of the user, on the current
-    stream. For an offloaded unit on CUDA the reduce stream has done so already, except
+    stream. For an offloaded unit on CUDA a side stream has done so already, except
     ``.grad``, which ``finish_d2h_grad_copies`` sets.
 
-    Collective: on CPU one all-reduce per region over the replicate group, if parameters
-        are both sharded and replicated; else none.
+    Args:
+        context: the context of the tree.
+        ahead_of: the unit that is reduced next, while the last all-reduce of another
+            hybrid unit on CUDA stays in flight. Default None: nothing does.
+
+    Collective: on CPU one all-reduce per reduce dtype over the replicate group, if
+        parameters are both sharded and replicated; else none.
     """
+    if context.replicating is not None:
+        _finish_all_reduce(context, context.replicating)
     reduction = context.reducing
     if reduction is None:
         return
@@ -190,7 +246,7 @@ def finish_reduction(context: RuntimeContext) -> None:
                 and handle.groups.shard_world_size > 1
                 and handle.rule.hook is None
             ):
-                _replicate(handle)
+                replicate(handle)
         # Also after Ctrl-C, while the reduction goes on.
         except BaseException:
             leave_reduce(handle)
@@ -198,45 +254,77 @@ def finish_reduction(context: RuntimeContext) -> None:
         _apply_reduced_gradients(reduction)
     else:
         # Autograd, optimizers and users access ``.grad`` on the compute stream, so only
-        # that stream writes ``.grad``. The reduce stream writes buffers that no
-        # parameter shows.
+        # that stream writes ``.grad``. The side streams write buffers that no parameter
+        # shows.
         current, *others = streams.users(handle.events)
         for stream in others:
             current.wait_stream(stream)
         handle.events.reduce.wait()
-        if not handle.layout.offload:
+        if not handle.layout.offload and not handle.reduction.replicates:
             _apply_reduced_gradients(reduction)
         for stream in others:
             stream.wait_stream(current)
+        if handle.reduction.replicates:
+            free_reduce(handle)
+            context.replicating = reduction
+            # A second reduction of the unit would write into the same outputs.
+            if ahead_of is None or ahead_of is handle:
+                _finish_all_reduce(context, reduction)
+            return
     for region in handle.layout.trainable:
         region.reduce.temporary = None
     free_reduce(handle)
 
 
+def _finish_all_reduce(context: RuntimeContext, reduction: Reduction) -> None:
+    """Wait for the all-reduces on their stream; set ``.grad`` on the current stream."""
+    handle, streams = reduction.handle, context.streams
+    context.replicating = None
+    if handle.layout.offload:
+        # Compute reads nothing. Outputs are given back to the reduce stream below.
+        streams.reduce.wait_stream(streams.all_reduce)
+    else:
+        current, *others = streams.users(handle.events)
+        for stream in others:
+            current.wait_stream(stream)
+        handle.events.all_reduce.wait()
+        _apply_reduced_gradients(reduction)
+        for stream in others:
+            stream.wait_stream(current)
+    _forget_outputs(handle)
+
+
+def _forget_outputs(handle: FlatParamHandle) -> None:
+    """Give up the outputs of a reduction whose end all readers wait for."""
+    handle.reduction.replicates = False
+    for region in handle.layout.trainable:
+        region.reduce.temporary = None
+
+
 def drop_reduction(context: RuntimeContext) -> None:
-    """Wait for the reduction in flight, if any, and discard the sums.
+    """Wait for the reductions in flight, if any, and discard the sums.
 
     Copies of gradients to the host are discarded, too. Collective: none.
     """
     drop_d2h_grad_copies(context)
-    reduction = context.reducing
-    if reduction is None:
-        return
-    context.reducing = None
-    handle = reduction.handle
-    try:
-        for work in reduction.works:
-            work.wait()
-    except BaseException:
-        leave_reduce(handle)
-        raise
-    # Wait for the stream and not for the event: if a hook raised, the event has not
-    # been recorded for this reduction.
-    for stream in context.streams.users(handle.events):
-        stream.wait_stream(context.streams.reduce)
-    for region in handle.layout.trainable:
-        region.reduce.temporary = None
-    free_reduce(handle)
+    dropped = [context.replicating, context.reducing]
+    context.replicating = context.reducing = None
+    for reduction in filter(None, dropped):
+        handle = reduction.handle
+        try:
+            for work in reduction.works:
+                work.wait()
+        except BaseException:
+            leave_reduce(handle)
+            raise
+        # Wait for the streams and not for events: if a hook raised, the event has not
+        # been recorded for this reduction.
+        for stream in context.streams.users(handle.events):
+            stream.wait_stream(context.streams.reduce)
+            stream.wait_stream(context.streams.all_reduce)
+        _forget_outputs(handle)
+        if handle.reduction.has_memory:
+            free_reduce(handle)
 
 
 def drop_unreduced_grads(handle: FlatParamHandle) -> None:
@@ -245,9 +333,8 @@ def drop_unreduced_grads(handle: FlatParamHandle) -> None:
     Collective: none.
     """
     clear_arrived(handle)
-    handle.reduction.held = None
+    drop_partial_sums(handle)
     for region in handle.layout.trainable:
-        region.reduce.partial = None
         region.reduce.waiting[:] = [None] * len(region.reduce.waiting)
     handle.reduction.due = False
     if handle.reduction.has_memory:
@@ -285,15 +372,6 @@ def _choose_targets(handle: FlatParamHandle, *, final: bool) -> None:
             )
 
 
-def _target(region: TrainableRegion) -> Tensor:
-    """Return the buffer ``(shard_numel,)`` that this reduction fills for the region."""
-    target = region.reduce.temporary
-    if target is None:
-        target = region.gradient.shard
-    assert target is not None
-    return target
-
-
 def _issue(reduction: Reduction, *, async_op: bool) -> None:
     """Issue the reduce-scatters; a shard group of one rank copies.
 
@@ -307,15 +385,15 @@ def _issue(reduction: Reduction, *, async_op: bool) -> None:
         if rule.hook is not None and final:
             for region in regions:
                 region.reduce.temporary = call_comm_hook(rule, region)
-                region.reduce.partial = None
+                drop_partial_sum(region)
             continue
         # All regions of a group have the same reduce dtype, hence the same division.
         before, _, average = regions[0].reduce.division
         buffers = [r.reduce.buffer for r in regions]
-        targets = [_target(r) for r in regions]
+        targets = [reduce_target(r) for r in regions]
         if before != 1 and rule.hook is None:
             torch._foreach_div_(buffers, before)
-        if (ref := groups.shard_ref) is not None:
+        if (ref := rule.group or groups.shard_ref) is not None:
             group = ref.ref() or ref.get()  # ``get`` raises if it was destroyed
             # An object of the user stands in through the door of FSDP2.
             scatter = rule.reduce_scatter or collectives.reduce_scatter_flat
@@ -336,62 +414,24 @@ def _issue(reduction: Reduction, *, async_op: bool) -> None:
             )
             if work is not None:
                 works.append(work)
-            # On CPU the reduce-scatter is asynchronous; ``finish_reduction`` issues the
-            # all-reduce after the wait.
+            # On CPU the reduce-scatter is asynchronous, so ``replicate`` adds. On CUDA
+            # the sums belong to this stream, which must be the last to read them.
             if final and groups.replicas > 1 and not async_op:
-                _replicate(handle, regions)
+                for region in regions:
+                    add_partial_sums(region)
             continue
-        for region, target, buffer in zip(regions, targets, buffers, strict=True):
-            target.copy_(buffer)
-            if final and groups.replicate is not None:
-                _add_partial(region)
-                work = collectives.all_reduce(
-                    target,
-                    groups.replicate,
-                    average=average,
-                    async_op=async_op,
-                    operation=_all_reduce_of(handle, target),
-                )
-                if work is not None:
-                    works.append(work)
-
-
-def _add_partial(region: TrainableRegion) -> None:
-    """Add sums of earlier reductions that were not yet all-reduced."""
-    if region.reduce.partial is not None:
-        _target(region).add_(region.reduce.partial)
-        region.reduce.partial = None
-
-
-def _replicate(
-    handle: FlatParamHandle, regions: Sequence[TrainableRegion] | None = None
-) -> None:
-    """All-reduce each region over the replicate group, after the reduce-scatter."""
-    group = handle.groups.replicate
-    assert group is not None
-    chosen = regions or [r for group_ in handle.layout.reduce_groups for r in group_]
-    for region in chosen:
-        _add_partial(region)
-        average = region.reduce.division.by_backend
-        target = _target(region)
-        operation = _all_reduce_of(handle, target)
-        collectives.all_reduce(target, group, average=average, operation=operation)
-
-
-def _all_reduce_of(handle: FlatParamHandle, tensor: Tensor) -> Operation:
-    """Return a new all-reduce of the unit over the replicate group."""
-    ref = handle.groups.replicate_ref
-    assert ref is not None
-    return Operation(
-        ref.operations, "all_reduce", handle.full_fqn, handle.phase, tensor
-    )
+        torch._foreach_copy_(targets, buffers)
+        if final and groups.replicate_ref is not None:
+            work = all_reduce_over_replicas(handle, regions, async_op=async_op)
+            if work is not None:
+                works.append(work)
 
 
 def _apply_reduced_gradients(reduction: Reduction) -> None:
     """Divide the sums, add earlier gradients, set ``.grad`` and call user hooks."""
     handle = reduction.handle
     if not reduction.final:
-        _hold_partial_sums(reduction)
+        hold_partial_sums(reduction)
         return
     by_hook = handle.rule.hook is not None
     hooked: list[nn.Parameter] = []
@@ -416,25 +456,12 @@ def _apply_reduced_gradients(reduction: Reduction) -> None:
         call_post_hooks(hooked)
 
 
-def _hold_partial_sums(reduction: Reduction) -> None:
-    """Keep sums over the shard group until the all-reduce over the replicas is due."""
-    handle = reduction.handle
-    handle.reduction.held = reduction.arrived
-    for region in handle.layout.trainable:
-        reduce = region.reduce
-        sums, reduce.temporary = reduce.temporary, None
-        if reduce.partial is not None and sums is not None:
-            reduce.partial.add_(sums)
-        else:
-            reduce.partial = sums
-
-
 def unshard_in_backward(context: RuntimeContext, handle: FlatParamHandle) -> None:
     """Unshard a unit whose backward begins and that was not prefetched.
 
     Collective: the all-gather of the unit. Without ``backward_prefetch``, and if
-        parameters are both sharded and replicated on CPU, the all-reduce of the
-        reduction in flight precedes the all-gather.
+        parameters are both sharded and replicated on CPU, the all-reduces of the
+        reduction in flight precede the all-gather.
     """
     # Without prefetch, finish the reduction in flight first, so that the reduce buffer
     # is free while gradients arrive. This wait costs nothing: a backend runs
@@ -443,5 +470,5 @@ def unshard_in_backward(context: RuntimeContext, handle: FlatParamHandle) -> Non
         handle.layout.plan.options.backward_prefetch is None
         and context.reducing is not None
     ):
-        finish_reduction(context)
+        finish_reduction(context, ahead_of=handle)
     unshard(context, handle)

@@ -18,9 +18,7 @@ def is_weight(handle: FlatParamHandle, tensor: Tensor) -> bool:
         memory = tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
         return False  # sparse or batched tensors have no storage
-    return any(
-        memory == f.untyped_storage()._cdata for f in handle.form.gather_lists[0]
-    )
+    return any(memory == f.untyped_storage()._cdata for f in handle.form.fulls)
 
 
 def copy_weights(state: _FSDPState, output: Any) -> Any:

@@ -91,7 +91,7 @@ def reduced(handle: FlatParamHandle, captured: Captured) -> dict[int, Tensor]:
                 # A backward through this gradient reads the parameters of the unit.
                 gradient.grad_fn.register_prehook(hook)
         shard = _average(_joined(region, own), handle, region)
-        _, cuts, shapes = region.cuts
+        _, cuts, shapes, _ = region.cuts
         pieces = shard.split_with_sizes(cuts.sizes)
         for index, gradient, at, shape in zip(
             indices, own, cuts.parameters, shapes, strict=True

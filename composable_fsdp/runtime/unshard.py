@@ -36,6 +36,8 @@ from composable_fsdp.flat.residency import (
     make_unreadable,
 )
 from composable_fsdp.planning.memory import RETIRING_LIMIT, RETIRING_UNLIMITED
+from composable_fsdp.runtime.slots import find_previous, is_vacant
+from composable_fsdp.runtime.wires import decode_full, drop_encoded, encode_shards
 from composable_fsdp.tree.state import ForwardRecord, RuntimeContext, _FSDPState
 
 
@@ -61,6 +63,12 @@ def unshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         make_unreadable(handle)
     if handle.writes.gathered_at is not None:
         handle.writes.gathered_at = shard_versions(handle)
+    # Before the memory is taken: a unit that has to give way releases its slot, on CUDA
+    # behind its last reader.
+    if handle.form.slot is not None:
+        previous = find_previous(context, handle)
+        if previous is not None:
+            release(context, previous)
     if not handle.form.needs_gather:
         residency.hold_full(handle)
     elif context.streams.host_waits:
@@ -73,6 +81,8 @@ def unshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
 def _gather(handle: FlatParamHandle, *, async_op: bool) -> Operation | None:
     """Copy cast or offloaded shards into their slices of ``full``, then all-gather."""
     full, shards = handle.form.gather_lists
+    if handle.form.wired:
+        encode_shards(handle)
     for own_slice, shard in handle.form.fills:
         copy_async(own_slice, shard)
     ref = handle.groups.shard_ref
@@ -107,6 +117,9 @@ def _unshard_on_stream(
         else:
             residency.allocate_full(handle)
         _gather(handle, async_op=False)
+        if handle.form.wired:
+            # On this stream, so that the event covers the decoding.
+            decode_full(handle)
         handle.events.gather.record(streams.gather)
         if (ref := handle.groups.shard_ref) is not None:
             ref.operations.marks[handle.events.gather.event] = ref.operations.number
@@ -161,6 +174,8 @@ def wait_unsharded(handle: FlatParamHandle) -> None:
             raise
         finally:
             handle.ready = None
+    if handle.form.wired:
+        decode_full(handle)
     if handle.residency is not UNSHARDED:
         residency.use_full(handle)
     handle.writes.make_readable(handle)
@@ -188,6 +203,8 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         # The unit was prefetched and not used; the all-gather still writes into the
         # memory.
         _end_gather(handle, handle.ready)
+    if handle.form.wired:
+        drop_encoded(handle)
     handle.kept_full = False
     if handle.residency is UNSHARDED or handle.residency is COPIES_SHOWN:
         residency.use_sharded(handle)
@@ -344,7 +361,10 @@ def prefetch_backward(
         unsharded already.
     """
     state = tape.before(reached)
-    if state is not None and state.handle.residency in NOT_GATHERED:
+    if state is None or state.handle.residency not in NOT_GATHERED:
+        return
+    # A prefetch waits for its turn if another unit is in the slot of the arena.
+    if state.handle.form.slot is None or is_vacant(state.handle):
         unshard(context, state.handle)
 
 
@@ -386,7 +406,11 @@ def prefetch_listed(
 
 def _gather_ahead(context: RuntimeContext, handle: FlatParamHandle) -> None:
     """Unshard the unit if needed, and remember the unit until the forward ends."""
-    if handle.form.needs_gather and handle.residency in NOT_GATHERED:
+    if (
+        handle.form.needs_gather
+        and handle.residency in NOT_GATHERED
+        and (handle.form.slot is None or is_vacant(handle))
+    ):
         # On CUDA the prefetched unit takes the place of a resharded unit whose memory
         # is not freed: the all-gather waits for the last reader of that unit and
         # overlaps the compute of the unit in use.

@@ -118,6 +118,8 @@ def barrier_before_load(
         names = [
             name
             for _, _, below in walk_states(module)
+            # Ranks with other experts have other names there.
+            if below.handle.groups.experts is state.handle.groups.experts
             for places in names_in_several(module, below).values()
             for name in places
         ]

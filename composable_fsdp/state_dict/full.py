@@ -54,7 +54,9 @@ def gather_unit(
     return {
         # Copied, so that the caller's tensors do not keep the full buffer alive.
         slot.index: _copy(
-            full[slot.offset : slot.offset + slot.numel].view(slot.shape), to_cpu
+            full[slot.offset : slot.offset + slot.numel].view(slot.shape),
+            to_cpu,
+            slot.strides,
         )
         for region, full in zip(handle.layout.regions, fulls, strict=True)
         for slot in region.layout.parameters
@@ -82,6 +84,13 @@ def _whole_values(
     return made
 
 
-def _copy(value: Tensor, to_cpu: bool) -> Tensor:
+def _copy(
+    value: Tensor, to_cpu: bool, strides: tuple[int, ...] | None = None
+) -> Tensor:
     """Return an own copy of ``value``, in host memory if ``to_cpu``."""
+    if strides:
+        # Values of the plain model have its memory format.
+        made = value.new_empty_strided(value.shape, strides)
+        value = made.copy_(value)
+        return value.cpu() if to_cpu else value
     return value.to("cpu", copy=True) if to_cpu else value.clone()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 from itertools import count
+from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,12 +22,14 @@ from torch import Tensor, nn
 from composable_fsdp.config import FullStateDictConfig, StateDictType
 from composable_fsdp.errors import CompositionError, PhaseError
 from composable_fsdp.flat.dtensor_params import refuse_forms
+from composable_fsdp.flat.experts import require_all_data
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import TRANSPARENT, quoted
 from composable_fsdp.phases import Phase
 from composable_fsdp.planning.dtensors import local_of
 from composable_fsdp.runtime.recover import free_all_full_params, require_between_steps
 from composable_fsdp.state_dict import dcp_caller
+from composable_fsdp.state_dict.all_experts import add_other_experts
 from composable_fsdp.state_dict.barrier import (
     barrier_before_gather,
     barrier_before_load,
@@ -49,6 +52,7 @@ from composable_fsdp.state_dict.unit_keys import (
     keys_of,
     names_below,
 )
+from composable_fsdp.tree.root import outermost
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import walk_states
 
@@ -58,25 +62,31 @@ counter, because a module may have hooks of two units.
 """
 
 
-def install_state_dict_hooks(state: _FSDPState) -> None:
-    """Install the save and load hooks on the unit's modules. Called once, at build."""
+def install_state_dict_hooks(state: _FSDPState) -> set[int]:
+    """Install the save and load hooks on the unit's modules. Called once, at build.
+
+    Returns: the ids of the modules that got hooks. Collective: none.
+    """
     # DCP's functions must be wrapped before DCP first calls a state dict of this model.
     dcp_caller.install()
+    served: set[int] = set()
     for module in state.modules:
         for at, reach in hook_scopes(state, module):
             key = next(_keys)
+            served.add(id(at))
             # Direct entries, as ``_register_state_dict_hook`` and
             # ``register_load_state_dict_pre_hook`` make them (checked on torch 2.13 and
             # 2.11). Their removable handles and wrapper functions took most of the
             # build time here.
             at._state_dict_hooks[key] = partial(_save, state, reach)
             at._load_state_dict_pre_hooks[key] = _Load(state, reach, at)
-            at._state_dict_pre_hooks[key] = partial(_begin, state)
+            # A bound method is one object for the garbage collector, and a partial two.
+            at._state_dict_pre_hooks[key] = MethodType(_begin, state)
     # The barrier runs before torch walks the subtree: once per call, and before the
     # first gather.
-    state.module._state_dict_pre_hooks[next(_keys)] = partial(
-        barrier_before_gather, state
-    )
+    barrier = MethodType(barrier_before_gather, state)
+    state.module._state_dict_pre_hooks[next(_keys)] = barrier
+    return served
 
 
 def _begin(state: _FSDPState, module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -134,6 +144,9 @@ def write_unit_values(
     # A request of DCP is the same for all units; the units' own settings may differ.
     if settings is state.settings.state_dict:
         _require_one_type(module, kind)
+    # Local shards are a rank's own.
+    if kind is not StateDictType.LOCAL_STATE_DICT:
+        require_all_data(state.handle, outermost(state).handle, "state_dict")
     first_only = isinstance(config, FullStateDictConfig) and config.rank0_only
     values: dict[int, Tensor] = {}
     # If several modules of the unit have hooks, a hook that serves none of the
@@ -155,6 +168,10 @@ def write_unit_values(
             is_here = number == reach.number and name.startswith(reach.start)
             if is_here and key in state_dict:
                 state_dict[key] = state_dict[key].to(dtype)
+    if state.handle.groups.experts is not None:
+        add_other_experts(
+            state, module, prefix, keys, state_dict, kind, first_only=first_only
+        )
     # Buffers and ignored parameters, too: all entries below the unit's module.
     below = [key for key in state_dict if key.startswith(prefix)]
     # With rank0_only the other ranks return no entry of the subtree.
@@ -193,8 +210,6 @@ def _values(
     Collective, Raises: as ``_save``.
     """
     handle, context = state.handle, state.context
-    if kind is StateDictType.LOCAL_STATE_DICT:
-        refuse_forms([handle], f"state_dict of type {kind.name}")
     if kind is StateDictType.SHARDED_STATE_DICT:
         require_between_steps(state, "state_dict")
         return sharded_values(handle, to_cpu=to_cpu)
@@ -286,7 +301,6 @@ class _Load:
         # An unsharded unit would keep showing the old values.
         free_all_full_params(self.state)
         if is_local(self.state):
-            refuse_forms([handle], "load_state_dict of type LOCAL_STATE_DICT")
             require_plan(handle, plan)
         # The wrapper's own hook runs before this hook and has inserted the component.
         for component in TRANSPARENT:

@@ -16,6 +16,7 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_ref import param_refs
 from composable_fsdp.naming import quoted
+from composable_fsdp.planning.layout import ParameterSlot
 from composable_fsdp.planning.walk import named
 from composable_fsdp.state_dict.dcp_caller import is_checkpointing
 from composable_fsdp.tree.traversal import walk_states
@@ -41,11 +42,18 @@ def plan_of(handle: FlatParamHandle) -> Plan:
             [
                 str(region.layout.dtype),
                 region.layout.padded_numel,
-                [[slot.fqn, *slot.shape] for slot in region.layout.parameters],
+                [_facts_of(slot) for slot in region.layout.parameters],
             ]
             for region in handle.layout.regions
         ],
     }
+
+
+def _facts_of(slot: ParameterSlot) -> list[Any]:
+    """Return the name of a parameter, and which elements this rank's unit holds."""
+    # Of a rectangle of tensor parallelism also the place in the whole parameter.
+    place = [] if slot.whole is None else [str(slot.whole)]
+    return [slot.fqn, *slot.shape, *place]
 
 
 def plans_of(module: nn.Module) -> dict[str, Plan]:
@@ -188,8 +196,8 @@ def as_local(handle: FlatParamHandle | None, part: Tensor, *, to_cpu: bool) -> T
     value = part.detach()
     if to_cpu:
         value = value.to("cpu", copy=True)
-    # A full value is equal on all ranks, as DCP assumes.
-    if handle is None or handle.groups.shard is None:
+    # A full value is equal on all ranks, as DCP assumes; a rectangle is not.
+    if handle is None or (handle.groups.shard is None and not handle.layout.forms):
         return value
     return value.as_subclass(LocalValue)
 

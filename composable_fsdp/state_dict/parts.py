@@ -11,7 +11,7 @@ from above::
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,38 +24,45 @@ from composable_fsdp.state_dict.barrier import barrier_before_gather, meet_to_lo
 from composable_fsdp.state_dict.hooks import write_unit_values
 from composable_fsdp.state_dict.loading import is_loadable, require_values, take_values
 from composable_fsdp.state_dict.open_calls import begin_call, end_call, is_inside_call
-from composable_fsdp.state_dict.unit_keys import HookScope, hook_scopes
+from composable_fsdp.state_dict.unit_keys import HookScope
 from composable_fsdp.tree.state import OWNERS, _FSDPState
 
 _PART = -1 << 20
 """Key of the hooks of parts, far below the keys of units. torch counts from 0 up."""
 
 
-def install_part_hooks(state: _FSDPState, members: Iterable[nn.Module]) -> None:
+def install_part_hooks(
+    state: _FSDPState, members: Iterable[nn.Module], served: Container[int]
+) -> None:
     """Install hooks on the parts of the unit. Called once, at build.
 
-    ``members`` are all modules of the unit. The unit's own modules, and modules to
-    which they pass ``state_dict()`` on, have the unit's hooks instead.
+    Args:
+        state: the unit.
+        members: all modules of the unit.
+        served: the ids of modules that have the unit's hooks instead: the unit's own
+            modules, and modules to which they pass ``state_dict()`` on.
+
+    Collective: none.
     """
     handle = state.handle
     # Without a shard group every module holds full values.
     if handle.groups.shard is None and not handle.layout.forms:
         return
-    others = {id(at) for top in state.modules for at, _ in hook_scopes(state, top)}
     owners = set(map(id, handle.layout.owners))
     for module in members:
-        if OWNERS.get(module) is not state or id(module) in others:
+        key = id(module)
+        if key in served or OWNERS.get(module) is not state:
             continue
         # A module without children that owns no parameter of the unit has no entry to
         # replace.
-        if module._modules or id(module) in owners:
+        if module._modules or key in owners:
             # Direct entries, as in ``install_state_dict_hooks``.
             hooks: Any = module._state_dict_hooks
             hooks[_PART] = _save_part
             module._state_dict_pre_hooks[_PART] = _begin_part
         # torch calls load hooks module by module, so only modules with own parameters
         # need a hook.
-        if id(module) in owners:
+        if key in owners:
             module._load_state_dict_pre_hooks[_PART] = _LoadPart(module)
 
 

@@ -29,6 +29,10 @@ class HookScope(NamedTuple):
     """The number of the unit's module that is, or contains, the module of the hooks."""
 
 
+WHOLE_MODULE = HookScope()
+"""The scope of nearly every unit, as one object for all units."""
+
+
 def hook_scopes(
     state: _FSDPState, module: nn.Module
 ) -> list[tuple[nn.Module, HookScope]]:
@@ -36,9 +40,11 @@ def hook_scopes(
     # A class that overrides ``state_dict`` may call ``state_dict`` of a child instead
     # of the base implementation; the hooks of the class's module then do not run. So
     # the children get hooks as well, each for the part below the child.
-    number = next(i for i, each in enumerate(state.modules) if each is module)
+    number = 0
+    if module is not state.modules[0]:
+        number = next(i for i, each in enumerate(state.modules) if each is module)
     if type(module).state_dict is nn.Module.state_dict:
-        return [(module, HookScope(number=number))]
+        return [(module, HookScope(number=number) if number else WHOLE_MODULE)]
     # A walk of its own: modules whose class keeps ``state_dict`` are not entered.
     found, stack = [], [("", module)]
     while stack:

@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
+from composable_fsdp.errors import CheckpointError
 from composable_fsdp.optim.names import Optimizers
 from composable_fsdp.storage.pending import SaveFuture, remember
 from composable_fsdp.storage.save import Job, SaveValues, prepare, write
 from composable_fsdp.storage.selection import Patterns
+from composable_fsdp.storage.snapshot import SaveMemory, snapshot, take_memory
 from composable_fsdp.storage.team import Team, meet_team, team_of
-from composable_fsdp.storage.writer import Piece
 
 
 def async_save(
@@ -44,9 +43,11 @@ def async_save(
 ) -> Future[None]:
     """Save as ``save`` does, but in the background; return after the values are copied.
 
-    The checkpoint holds the values at the time of the call. Until the files are
-    written, host memory holds a copy of everything that this rank writes: its shards of
-    parameters and optimizer state.
+    The checkpoint holds the values at the time of the call. Host memory (pinned, if the
+    values are on a CUDA device) holds a single copy of everything that this rank
+    writes: its shards of parameters and optimizer state, ``ShardingPlan.save_bytes``.
+    The next call reuses the memory, which lives as long as ``module``;
+    ``free_save_memory`` frees the memory.
 
     The future ends when the checkpoint is committed, or with the error that ``save``
     would raise, the same on every rank. The next ``save``, ``async_save`` or ``load``
@@ -86,12 +87,19 @@ def async_save(
     )
     job = prepare(team, path, module, values, keep, overwrite)
     error: Exception | None = None
+    interrupt: BaseException | None = None
+    memory = take_memory(module)
     try:
-        job.pieces = [_staged(piece) for piece in job.pieces]
+        job.pieces = snapshot(memory, job.pieces)
     except Exception as raised:
         # Do not raise here, where only this rank would stop. The background thread
         # tells the error to all ranks, and all futures end with the same error.
         error = raised
+    except BaseException as raised:
+        # Ctrl-C: the other ranks have begun, and would wait for this rank in their
+        # threads, and so in the next save.
+        interrupt = raised
+        error = CheckpointError(f"async_save was interrupted ({raised!r}).")
     future = SaveFuture(job.path)
     # Mark the future as running, so that no caller can cancel the save: the other ranks
     # wait for this rank.
@@ -100,35 +108,36 @@ def async_save(
     # Not a daemon thread: the interpreter waits at exit until the checkpoint is
     # written.
     thread = threading.Thread(
-        target=_run, args=(behind, job, error, future), name="composable_fsdp save"
+        target=_run,
+        args=(behind, job, error, future, memory),
+        name="composable_fsdp save",
     )
     try:
         thread.start()
     except RuntimeError:  # No thread is available; the other ranks have begun.
-        _run(behind, job, error, future)
+        _run(behind, job, error, future, memory)
+    if interrupt is not None:
+        raise interrupt
     return future
 
 
-def _staged(piece: Piece) -> Piece:
-    """Return the piece with the values copied to host memory."""
-    # A copy also for CPU tensors: training overwrites the originals while the thread
-    # writes.
-    values = [
-        part.detach().to("cpu", copy=True) if isinstance(part, Tensor) else part
-        for part in piece.pieces()
-    ]
-
-    def pieces() -> Iterable[Tensor | int]:
-        return values
-
-    return replace(piece, pieces=pieces)
-
-
-def _run(team: Team, job: Job, error: Exception | None, future: SaveFuture) -> None:
-    """Write and commit; give the outcome to ``future``."""
+def _run(
+    team: Team,
+    job: Job,
+    error: Exception | None,
+    future: SaveFuture,
+    memory: SaveMemory,
+) -> None:
+    """Write and commit; free ``memory`` for the next save, then end ``future``."""
+    failure: BaseException | None = None
     try:
         write(team, job, error)
     except BaseException as raised:
-        future.set_exception(raised)
+        failure = raised
+    # Before the future ends: the next save, which waits for the future, reuses the
+    # memory. Also after an error, when no thread reads the memory any more.
+    memory.release()
+    if failure is not None:
+        future.set_exception(failure)
     else:
         future.set_result(None)

@@ -13,26 +13,31 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.storage.direct import named_errors
 from composable_fsdp.storage.file_bytes import FileBytes, open_bytes
 from composable_fsdp.storage.manifest import BLOCK, File
+from composable_fsdp.storage.new_file import named_errors
 from composable_fsdp.storage.writer import bytes_of
 
 DescribeBytes = Callable[[int, int], str]
 """Returns names of the tensors in bytes ``[begin, end)`` of the payload."""
 DescribeRequest = Callable[[tuple[Any, ...]], str]
 """Returns the name of the wanted slice, from a ``ReadRequest``'s ``what``."""
+_Block = tuple[memoryview, int]
+"""The bytes of a block, and their crc32."""
 _LISTED = 500
 """The number of buffers that a single ``preadv`` may fill; systems allow 1024."""
 _READERS = 4
 """The number of reads in flight, for disks and storages that serve several at once."""
 _AHEAD_BYTES = BLOCK
 """The number of bytes of a read."""
+_FILL_BYTES = 4 * BLOCK
+"""The most bytes that a read into a destination takes at once."""
 _GAP = 4096
 """The largest gap between two slices, in bytes, that is read and dropped."""
 
@@ -88,17 +93,32 @@ class BlockFile:
         """Whether the file exists and has the expected size and the expected header."""
         return self._bytes is not None
 
-    def check(self, wants: Sequence[ReadRequest]) -> None:
+    def stays_in_cache(self) -> bool:
+        """Return whether the system keeps in memory what is read of the file.
+
+        Raises: CheckpointError, for a missing or short file.
+        """
+        self._open()
+        assert self._bytes is not None
+        return self._bytes.stays_in_cache()
+
+    def check(self, wants: Sequence[ReadRequest], *, keep: bool = False) -> None:
         """Verify the header and each block that ``wants`` touch; fill their ``into``.
 
-        ``wants`` are in file order. Requests without ``into`` are only verified.
-        Several blocks are read at the same time, and used in file order.
+        Several blocks are read and summed at the same time, and used in file order.
+
+        Args:
+            wants: the requests, in file order. Requests without ``into`` are only
+                verified.
+            keep: read through the page cache, where ``fill`` finds the bytes. Default
+                False: past the cache, unless the bytes are there.
 
         Raises: CheckpointError, for a missing, short or damaged file.
         """
         if not wants:
             return
         self._open()
+        assert self._bytes is not None
         blocks = self._blocks(wants)
         numbers = [number for number, _ in blocks if number not in self._good]
         # Small blocks are verified alone, and read together: a call per block would
@@ -106,16 +126,21 @@ class BlockFile:
         step = max(1, _AHEAD_BYTES // self.block)
         # Blocks that follow one another are read by one call.
         runs = list(_runs(numbers, step))
-        with _ahead(runs, self._read_run) as read:
-            held: dict[int, memoryview] = {}
+        with _ahead(runs, partial(self._read_run, keep=keep)) as read:
+            held: dict[int, _Block] = {}
             for number, touching in blocks:
                 if number not in self._good:
                     if number not in held:
+                        # Blocks come in file order, so those before are done.
+                        for data, _ in held.values():
+                            self._bytes.give_back(data)
+                            break
                         held = next(read)
                     self._verify(number, held[number], touching[0])
+                loaded = held.get(number)
                 for want in touching:
                     if want.into is not None:
-                        self._copy(want, number, held.get(number))
+                        self._copy(want, number, None if loaded is None else loaded[0])
 
     def _blocks(
         self, wants: Sequence[ReadRequest]
@@ -145,48 +170,63 @@ class BlockFile:
         else:
             part[:] = loaded[low - start : high - start]
 
-    def _read_run(self, run: tuple[int, int]) -> dict[int, memoryview]:
-        """Return the bytes of the blocks ``[first, last]``; called in a thread."""
+    def _read_run(self, run: tuple[int, int], *, keep: bool) -> dict[int, _Block]:
+        """Return the blocks ``[first, last]``, with sums; called in a thread."""
         first, last = run
         # The last block of a file may be shorter.
         begin = first * self.block
         end = min((last + 1) * self.block, self.file.payload_nbytes)
         assert self._bytes is not None
-        data = self._bytes.load(self.file.header_nbytes + begin, end - begin)
+        at = self.file.header_nbytes + begin
+        data = self._bytes.load(at, end - begin, keep=keep)
         if data is None:
             # Read in pieces, and raise the error that names the tensors.
             data = memoryview(bytearray(end - begin))
             self._read(data, begin)
         size = self.block
-        return {
+        parts = {
             n: data[(n - first) * size : (n - first + 1) * size]
             for n in range(first, last + 1)
         }
+        # ``crc32`` gives the interpreter to other threads, so the blocks that are in
+        # flight are summed at the same time.
+        return {n: (part, zlib.crc32(part)) for n, part in parts.items()}
 
     def fill(self, wants: Sequence[ReadRequest]) -> None:
         """Fill the ``into`` of all requests, verified by ``check``, in file order."""
         if wants:
             self._open()
-        for listed in _neighbours(wants):
-            begin, size = listed[0].begin, listed[-1].end - listed[0].begin
-            parts, at = [], begin
+        lists = list(_neighbours(list(_pieces(wants))))
+        # Each read fills memory of its own, so the order does not matter.
+        if sum(want.end - want.begin for want in wants) <= _FILL_BYTES:
+            for listed in lists:
+                self._fill_list(listed)
+            return
+        with ThreadPoolExecutor(_READERS, "composable_fsdp load") as pool:
+            # ``list`` raises the first error.
+            list(pool.map(self._fill_list, lists))
+
+    def _fill_list(self, listed: list[ReadRequest]) -> None:
+        """Fill the ``into`` of neighbours by a single read; called in a thread."""
+        begin, size = listed[0].begin, listed[-1].end - listed[0].begin
+        parts, at = [], begin
+        for want in listed:
+            if want.begin > at:
+                parts.append(memoryview(bytearray(want.begin - at)))
+            parts.append(want.data())
+            at = want.end
+        # A single system call fills many destinations: a call per small parameter
+        # would cost more than reading the bytes.
+        assert self._bytes is not None
+        try:
+            count = self._bytes.read(parts, self.file.header_nbytes + begin)
+        except OSError:
+            count = -1
+        if count < size:
+            # After a short read or an error, read each request by itself: the
+            # single reads succeed, or raise an error that names the lost slice.
             for want in listed:
-                if want.begin > at:
-                    parts.append(memoryview(bytearray(want.begin - at)))
-                parts.append(want.data())
-                at = want.end
-            # A single system call fills many destinations: a call per small parameter
-            # would cost more than reading the bytes.
-            assert self._bytes is not None
-            try:
-                count = self._bytes.read(parts, self.file.header_nbytes + begin)
-            except OSError:
-                count = -1
-            if count < size:
-                # After a short read or an error, read each request by itself: the
-                # single reads succeed, or raise an error that names the lost slice.
-                for want in listed:
-                    self._read(want.data(), want.begin)
+                self._read(want.data(), want.begin)
 
     def close(self) -> None:
         """Close the file, if open."""
@@ -194,10 +234,10 @@ class BlockFile:
             self._bytes.close()
             self._bytes = None
 
-    def _verify(self, block: int, data: memoryview, want: ReadRequest) -> None:
-        """Compare the bytes of a block with the checksum."""
-        start = block * self.block
-        if zlib.crc32(data) != self.file.blocks[block]:
+    def _verify(self, block: int, loaded: _Block, want: ReadRequest) -> None:
+        """Compare the sum of a block with the checksum of the manifest."""
+        start, (data, crc32) = block * self.block, loaded
+        if crc32 != self.file.blocks[block]:
             raise self._damaged(start, start + len(data), self.told(want.what))
         self._good.add(block)
 
@@ -287,8 +327,8 @@ def _runs(numbers: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
 @contextmanager
 def _ahead(
     runs: Sequence[tuple[int, int]],
-    read: Callable[[tuple[int, int]], dict[int, memoryview]],
-) -> Iterator[Iterator[dict[int, memoryview]]]:
+    read: Callable[[tuple[int, int]], dict[int, _Block]],
+) -> Iterator[Iterator[dict[int, _Block]]]:
     """Yield an iterator over the results of ``read``, some of them read ahead."""
     # A thread costs more than a single read.
     # Two reads in a row keep the disk as busy as threads would.
@@ -297,7 +337,7 @@ def _ahead(
         return
     pool = ThreadPoolExecutor(_READERS, "composable_fsdp load")
 
-    def results() -> Iterator[dict[int, memoryview]]:
+    def results() -> Iterator[dict[int, _Block]]:
         waiting = deque(pool.submit(read, run) for run in runs[:_READERS])
         for run in (*runs[_READERS:], *[None] * len(waiting)):
             done = waiting.popleft().result()
@@ -311,6 +351,14 @@ def _ahead(
     finally:
         # After an error, reads that have not begun are dropped.
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _pieces(wants: Sequence[ReadRequest]) -> Iterator[ReadRequest]:
+    """Yield the requests, cut into pieces that several threads can fill."""
+    for want in wants:
+        for begin in range(want.begin, want.end, _FILL_BYTES):
+            end, at = min(begin + _FILL_BYTES, want.end), want.at + begin - want.begin
+            yield want._replace(begin=begin, end=end, at=at)
 
 
 def _neighbours(wants: Sequence[ReadRequest]) -> Iterator[list[ReadRequest]]:

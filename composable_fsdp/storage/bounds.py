@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from typing import IO, cast
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.storage.direct import named_errors
 from composable_fsdp.storage.directory import open_plain
+from composable_fsdp.storage.new_file import named_errors
 
 MAX_DOCUMENT = 1 << 30
 """The largest size of a file, or record, that is read whole, in bytes.

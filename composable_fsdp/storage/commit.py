@@ -97,29 +97,33 @@ def commit(made: str, path: str, overwrite: bool = False) -> None:
     head, token = head_of(made), secrets.token_hex(8)
     record = os.path.join(parent, f".{name}.commit-{token}")
     aside = os.path.join(parent, f".{name}.old-{token}")
-    moved = False
     try:
         write_synced(record, f"{name}\n{os.path.basename(made)}\n{head}\n".encode())
         sync(parent)
         # Two renames, because a rename cannot replace a directory with files. Between
-        # them only the record leads to the new checkpoint.
-        if os.path.lexists(path):
+        # them only the record leads to the new checkpoint. The new checkpoint is at
+        # ``path`` already, and no longer at ``made``, if a save of another name, which
+        # finishes all records of the directory, came in between. The checksums do not
+        # tell: a run that was repeated bit by bit has saved the same.
+        if overwrite and os.path.lexists(path) and os.path.lexists(made):
             os.rename(path, aside)
-            moved = True
         try:
             os.rename(made, path)
         except OSError:
             # NFS may repeat a rename whose answer was lost, and then report that the
-            # source is gone.
+            # source is gone; or another save has done the rename.
             if os.path.lexists(made) or head_of(path) != head:
                 raise
     # Also for Ctrl-C: the old checkpoint must be back before the process leaves.
     except BaseException:
-        if moved and not os.path.lexists(path):
+        # The disk tells: Ctrl-C may have come between a rename and the next line.
+        if os.path.lexists(aside) and not os.path.lexists(path):
             os.rename(aside, path)
         # Without the rename the record would speak of a directory that is discarded.
-        with suppress(OSError):
-            os.unlink(record)
+        # After it, the record lets the next call finish the commit.
+        if os.path.lexists(made) or head_of(path) != head:
+            with suppress(OSError):
+                os.unlink(record)
         raise
 
 

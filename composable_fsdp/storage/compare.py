@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed, quoted
-from composable_fsdp.storage.contents import Contents
+from composable_fsdp.storage.contents import Contents, HeldParam, HeldTensor
 from composable_fsdp.storage.source import Copy, Source, TensorInfo
 
 NO_OPTIMIZER = "the checkpoint was saved without an optimizer"
@@ -166,6 +166,32 @@ def find(source: Source, names: tuple[str, ...]) -> str | None:
     return None
 
 
+def copy_of(
+    held: HeldParam | HeldTensor,
+    name: str,
+    state: str | None,
+    into: Tensor,
+    *,
+    is_new: bool = False,
+) -> Copy:
+    """Return the read of this rank's elements of a tensor, or of a state of the tensor.
+
+    Args:
+        held: the tensor of the model.
+        name: the name in the checkpoint.
+        state: the name of the state; None for the tensor itself.
+        into: the destination, with an element for each of this rank.
+        is_new: whether no code uses ``into`` yet. Default False.
+
+    Collective: none.
+    """
+    # An interval of the whole tensor is read faster than the rows of a rectangle.
+    rectangle, (start, stop) = held.rectangle, held.interval
+    if rectangle is not None:
+        rectangle, start, stop = rectangle.moved(start, stop)
+    return Copy(name, state, start, stop, into, is_new, rectangle, held.holders)
+
+
 def compare_model(
     source: Source,
     contents: Contents,
@@ -217,8 +243,9 @@ def compare_model(
         # A rank without elements of the parameter reads nothing.
         if found is not None and stop > start:
             # A view: the copy writes straight into the flat shard, or the tensor.
-            copies.append(Copy(found, None, start, stop, held.local))
+            copies.append(copy_of(held, found, None, held.local))
             report.untied += _untied(source, held.names, copies[-1])
+    _compare_wrappers(source, contents, report)
     # Each tied tensor is in ``source.model`` once, so the other names never count.
     own_states = contents.own_states
     report.missing += [name for name in own_states if name not in source.own_states]
@@ -229,6 +256,18 @@ def compare_model(
     return ComparedModel(source, copies, fitting)
 
 
+def _compare_wrappers(source: Source, contents: Contents, report: LoadReport) -> None:
+    """Report tensors that wrap others in another way than in the checkpoint."""
+    for each in contents.wrappers:
+        # Other formats do not tell; their inner tensors are compared as any tensor.
+        saved = source.wrappers.get(each.name, each.facts)
+        if saved != each.facts:
+            report.misshaped.append(
+                f"{quoted(each.name)} (expected {each.facts}, the checkpoint has "
+                f"{saved})"
+            )
+
+
 def _untied(source: Source, names: tuple[str, ...], target: Copy) -> list[str]:
     """Return the other names of a tied tensor with other values in the checkpoint."""
     # The checkpoint may hold several values for a tensor that the model has only once.
@@ -236,13 +275,12 @@ def _untied(source: Source, names: tuple[str, ...], target: Copy) -> list[str]:
     others = [name for name in names if name in source.model and name != target.name]
     if not others:
         return []
-    span = target.start, target.stop
-    info, value = source.model[target.name], source.read_model(target.name, *span)
+    info, value = source.model[target.name], source.read(target)
     return [
         f"{quoted(name)} (tied to {quoted(target.name)})"
         for name in others
         if source.model[name] != info
-        or not _same_bytes(source.read_model(name, *span), value)
+        or not _same_bytes(source.read(target._replace(name=name)), value)
     ]
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable_fsdp.compose.registry import (
@@ -21,7 +22,6 @@ from composable_fsdp.compose.registry import (
     incompatible_api,
 )
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.flat.dtensor_params import refuse_forms
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
 from composable_fsdp.flat.param_ref import ParamRef
 from composable_fsdp.flat.region import FlatParameter
@@ -29,9 +29,13 @@ from composable_fsdp.naming import join_name, listed, quoted
 from composable_fsdp.optim.names import names_of, optimizers_of
 from composable_fsdp.optim.own_state_dict import is_wrapper
 from composable_fsdp.planning import walk
-from composable_fsdp.planning.dtensors import is_dtensor
+from composable_fsdp.planning.dtensors import local_of
 from composable_fsdp.runtime.recover import require_between_steps, require_idle
+from composable_fsdp.storage.mesh_copies import loose_rectangle, mesh_groups_in
+from composable_fsdp.storage.readable import require_readable
+from composable_fsdp.storage.rectangles import Rectangle, rectangle_of
 from composable_fsdp.storage.source import OWN_STATE
+from composable_fsdp.storage.wrappers import HeldWrapper, Wrappers, kind_of
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import _get_unit_state
 
@@ -48,19 +52,33 @@ class HeldParam:
         """The sharded parameter."""
         return self.ref.leaf
 
+    shown = tensor
+    """As ``tensor``; see ``HeldTensor``."""
+
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the parameter."""
         return self.ref.region.layout.dtype
 
     @property
+    def leaf(self) -> Tensor:
+        """The tensor whose shape this rank's element-wise state has."""
+        return self.ref.leaf
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The shape in the plain model."""
-        return self.ref.slot.shape
+        return self.ref.shape
+
+    @property
+    def rectangle(self) -> Rectangle | None:
+        """Where the parameter lies that tensor parallelism cuts; else None."""
+        slot = self.ref.slot
+        return None if slot.whole is None else rectangle_of(slot.whole, slot.shape)
 
     @property
     def interval(self) -> tuple[int, int]:
-        """This rank's elements of the flattened parameter."""
+        """This rank's elements of the flattened parameter, or of the rectangle."""
         return self.ref.interval
 
     @property
@@ -69,10 +87,15 @@ class HeldParam:
         (start, stop), at = self.interval, self.ref.offset
         return self.ref.region.shard[at : at + stop - start]
 
+    def holders(self) -> tuple[int, ...]:
+        """Return the global ranks with the same elements; empty for this rank alone."""
+        group = self.ref.handle.groups.replicate
+        return () if group is None else tuple(dist.get_process_group_ranks(group))
+
 
 @dataclass(frozen=True, slots=True)
 class HeldTensor:
-    """A buffer, or a parameter in no unit; the same on every rank.
+    """A buffer, or a parameter in no unit; the same on every rank, unless a DTensor.
 
     ``dtype`` is the dtype to save, because mixed precision may have cast a buffer.
     """
@@ -80,6 +103,20 @@ class HeldTensor:
     names: tuple[str, ...]
     tensor: Tensor
     dtype: torch.dtype
+    rectangle: Rectangle | None = None
+    """Of a DTensor, the elements on this rank; else None."""
+    wrapper: Tensor | None = None
+    """The tensor of the module that wraps this one; None if the module holds it."""
+
+    @property
+    def shown(self) -> Tensor:
+        """The tensor that the module holds: a parameter or a buffer."""
+        return self.tensor if self.wrapper is None else self.wrapper
+
+    @property
+    def leaf(self) -> Tensor:
+        """The tensor whose shape this rank's element-wise state has."""
+        return self.local
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -88,15 +125,19 @@ class HeldTensor:
 
     @property
     def interval(self) -> tuple[int, int]:
-        """All elements."""
-        return 0, self.tensor.numel()
+        """All elements of the tensor, or of the rectangle."""
+        return 0, self.local.numel()
 
     @property
     def local(self) -> Tensor:
-        """The tensor itself."""
+        """The tensor itself; of a DTensor this rank's part."""
         # Detached: autograd refuses an in-place write to a leaf that requires a
         # gradient.
-        return self.tensor.detach()
+        return local_of(self.tensor).detach()
+
+    def holders(self) -> tuple[int, ...] | None:
+        """Return None for all ranks of a load; of a DTensor's part this rank alone."""
+        return None if self.rectangle is None else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +163,10 @@ class Contents:
     tensors: tuple[HeldTensor, ...]
     own_states: dict[str, nn.Module]
     """Modules with an extra state (``get_extra_state``), by state dict name."""
+    mesh_groups: tuple[dist.ProcessGroup, ...] = ()
+    """The groups of the meshes of DTensors; see ``mesh_groups_in``."""
+    wrappers: tuple[HeldWrapper, ...] = ()
+    """Tensors that wrap others, whose inner tensors are in ``tensors``."""
 
     def each(self) -> Iterator[HeldParam | HeldTensor]:
         """Yield the parameters of units, and then the other tensors."""
@@ -130,17 +175,22 @@ class Contents:
         yield from self.tensors
 
 
-def contents_of(module: nn.Module, what: str) -> Contents:
-    """Return the tensors that ``module`` holds; ``what`` names the caller in messages.
+def contents_of(module: nn.Module, what: str, *, inner: bool = False) -> Contents:
+    """Return the tensors that ``module`` holds.
 
     Afterwards the units are sharded and idle.
+
+    Args:
+        module: the module.
+        what: the caller in messages.
+        inner: whether tensors that wrap others are told by their inner tensors.
+            Default False: such tensors are refused.
 
     Raises: PhaseError, inside a step; CheckpointError, if ``module`` holds only a part
     of a unit, or a unit has no values yet.
     Collective: none, except as ``recover`` after an interrupted forward.
     """
     states = _settled_states(module, what)
-    refuse_forms((state.handle for state in states.values()), what)
     # (module that holds the parameter, attribute name) -> (unit, slot). The attribute
     # identifies the parameter in every form: sharded, unsharded, or flat.
     slot_of = {
@@ -152,6 +202,7 @@ def contents_of(module: nn.Module, what: str) -> Contents:
     in_units: dict[int, dict[int, list[str]]] = {id(s): {} for s in states.values()}
     # id(tensor) -> the tensor and its names.
     others: dict[int, tuple[Tensor, list[str]]] = {}
+    wrappers = Wrappers(what, allowed=inner)
     given = _names_given(module)
     for path, each in places(module):
         _refuse_foreign(path, each, what)
@@ -164,9 +215,10 @@ def contents_of(module: nn.Module, what: str) -> Contents:
             # A sharded parameter of a unit that is not below ``module``.
             if find_leaf(tensor) is not None:
                 raise _partly(module, name, what)
-            require_readable(tensor, name, what)
             # By identity: a tied tensor is saved once, with all names.
-            others.setdefault(id(tensor), (tensor, []))[1].append(name)
+            for told, part in wrappers.opened(tensor, name):
+                require_readable(part, told, what)
+                others.setdefault(id(part), (part, []))[1].append(told)
     regions = tuple(
         HeldRegion(
             path,
@@ -182,7 +234,13 @@ def contents_of(module: nn.Module, what: str) -> Contents:
     # A buffer that mixed precision has cast is saved in its original dtype, so the
     # checkpoint does not depend on the precision policy.
     tensors = tuple(
-        HeldTensor(tuple(names), tensor, original.get(names[0], tensor.dtype))
+        HeldTensor(
+            tuple(names),
+            tensor,
+            original.get(names[0], tensor.dtype),
+            loose_rectangle(tensor, names[0], what),
+            wrappers.around.get(id(tensor)),
+        )
         for tensor, names in others.values()
     )
     _require_values(regions, tensors, what)
@@ -193,7 +251,10 @@ def contents_of(module: nn.Module, what: str) -> Contents:
         # raises.
         if type(each).get_extra_state is not nn.Module.get_extra_state
     }
-    return Contents(tuple(states.values()), regions, tensors, own_states)
+    units = tuple(states.values())
+    groups = mesh_groups_in(module, (state.handle for state in units))
+    held = tuple(wrappers.found)
+    return Contents(units, regions, tensors, own_states, tuple(groups), held)
 
 
 def _refuse_foreign(path: str, module: nn.Module, what: str) -> None:
@@ -211,45 +272,6 @@ def _refuse_foreign(path: str, module: nn.Module, what: str) -> None:
             "torch.distributed.checkpoint into a model that fully_shard was applied "
             "to."
         )
-
-
-def require_readable(tensor: Tensor, name: str, what: str) -> None:
-    """Raise CheckpointError for a tensor without values in memory of its own.
-
-    Args:
-        tensor: the tensor; not a part of a unit.
-        name: the name in messages.
-        what: the caller in messages.
-
-    Collective: none.
-    """
-    kind = type(tensor)
-    # A tensor that wraps others has no address: a read of the memory would end the
-    # process by a signal.
-    if is_dtensor(tensor) or is_wrapper(tensor) or _has_no_memory(tensor):
-        raise CheckpointError(
-            f"{quoted(name)} is a {kind.__module__}.{kind.__qualname__}, which wraps "
-            f"other tensors; {what} expects plain tensors, and did nothing. Pass a "
-            "module without it, and save it apart, by torch.distributed.checkpoint."
-        )
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        form = "quantized" if tensor.is_quantized else f"of layout {tensor.layout}"
-        raise CheckpointError(
-            f"{quoted(name)} is {form}; {what} expects dense tensors, and did nothing. "
-            "Convert it (to_dense(), dequantize()), or leave it out."
-        )
-
-
-def _has_no_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor of another class has elements and no address."""
-    if type(tensor) in (Tensor, nn.Parameter) or tensor.is_meta or not tensor.numel():
-        return False
-    # Past the class's own ``data_ptr``, which may raise or invent an address.
-    with torch._C.DisableTorchFunctionSubclass():
-        try:
-            return tensor.untyped_storage().data_ptr() == 0
-        except RuntimeError:  # torch refuses to tell an address that does not exist
-            return True
 
 
 def _names_given(module: nn.Module) -> dict[int, str]:
@@ -407,12 +429,21 @@ def not_in_module(parameter: Tensor, g: int, i: int, what: str) -> CheckpointErr
 
     Returns: the error to raise.
     """
+    shape = tuple(parameter.shape)
+    told = f"Parameter {i} of the optimizer's group {g}, of shape {shape},"
+    # Its inner tensors are in the module, and the optimizer knows the wrapper.
+    if is_wrapper(parameter):
+        return CheckpointError(
+            f"{told} is a {kind_of(parameter)}, which wraps other tensors; its "
+            f"optimizer state cannot be {what}, because no element of the state is "
+            "that of an inner tensor. Nothing was done. Leave the parameter out of the "
+            "optimizer, or train a plain parameter."
+        )
     return CheckpointError(
-        f"Parameter {i} of the optimizer's group {g}, of shape "
-        f"{tuple(parameter.shape)}, is not a parameter of the module that is {what}. "
-        "Pass the model that the optimizer trains. If it was on meta: to_empty parts "
-        "tied parameters until the first load or forward, so make the optimizer after "
-        "that, or tie them before it."
+        f"{told} is not a parameter of the module that is {what}. Pass the model that "
+        "the optimizer trains. If it was on meta: to_empty parts tied parameters until "
+        "the first load or forward, so make the optimizer after that, or tie them "
+        "before it."
     )
 
 

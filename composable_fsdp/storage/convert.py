@@ -256,6 +256,8 @@ class _Watched(Source):
         self._progress = progress
         self.model = source.model
         self.aliases = source.aliases
+        # Of the weights: a load compares the facts with those of the model.
+        self.wrappers = source.wrappers
         self.optim: Mapping[str, Mapping[str, TensorInfo]] = {}
         self.param_groups: Sequence[Mapping[str, Any]] | None = None
         self.extra = None

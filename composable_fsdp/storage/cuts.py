@@ -1,15 +1,19 @@
-"""Stores single parameters of a unit, if a save writes only some of the region.
+"""Stores single parameters of a unit, apart from the other parameters of the region.
 
-A region is saved as whole shards. When a save leaves out some of the parameters, each
-chosen parameter gets entries of its own: a *part* per rank that holds elements::
+A region is saved as whole shards. When a save leaves out some of the parameters, or
+tensor parallelism cuts some, each parameter gets entries of its own: a *part* per rank
+that holds elements::
 
     rank 0   elements [0, 7) of lora_A.weight    and of its optimizer states
     rank 1   elements [7, 16)
+
+A part of a parameter that tensor parallelism cuts counts the elements of a rectangle
+(``grids``), unless each rectangle is an interval of the whole parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
@@ -19,7 +23,7 @@ from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import quoted
-from composable_fsdp.storage.contents import HeldRegion
+from composable_fsdp.storage.contents import HeldParam, HeldRegion, HeldTensor
 from composable_fsdp.storage.manifest import (
     Cut,
     CutState,
@@ -27,12 +31,13 @@ from composable_fsdp.storage.manifest import (
     Json,
     require_storable,
 )
+from composable_fsdp.storage.rectangles import Rectangle
 from composable_fsdp.storage.writer import Piece
 
 
 @dataclass(slots=True)
 class CutPart:
-    """This rank's elements ``[start, stop)`` of a parameter."""
+    """This rank's elements ``[start, stop)`` of a parameter, or of a rectangle."""
 
     names: tuple[str, ...]
     dtype: torch.dtype
@@ -47,6 +52,9 @@ class CutPart:
     """State that is not element-wise, encoded."""
     shared: dict[str, str] = field(default_factory=dict)
     """The same as texts, to compare over ranks."""
+    rectangle: Rectangle | None = None
+    """The rectangle that ``start`` and ``stop`` count in. Default None: no rectangle.
+    """
 
 
 class StateForms(NamedTuple):
@@ -61,39 +69,53 @@ class StateForms(NamedTuple):
 
 
 def is_whole(held: HeldRegion) -> bool:
-    """Return whether all parameters of the region are chosen."""
+    """Return whether the region is stored as shards: all is chosen, and no DTensor."""
     # ``Selection`` drops parameters from the tuple, and never changes the layout.
-    return len(held.params) == len(held.region.layout.parameters)
+    slots = held.region.layout.parameters
+    # Ranks with other experts have units of the same name, and a region each.
+    if len(held.params) < len(slots) or held.handle.groups.experts_ref is not None:
+        return False
+    return all(slot.whole is None for slot in slots)
 
 
 def cut_parts(
-    held: HeldRegion, states: Mapping[int, dict[str, Any]], how: StateForms
+    params: Iterable[HeldParam | HeldTensor],
+    states: Mapping[int, dict[str, Any]],
+    how: StateForms,
 ) -> Iterator[tuple[CutPart, list[Piece]]]:
-    """Yield the part and the entries of each chosen parameter on this rank.
+    """Yield the part and the entries of each parameter that this rank stores.
 
     Args:
-        held: the region with the chosen parameters.
+        params: the parameters; those without elements on this rank are left out, unless
+            no rank has elements.
         states: the optimizer state, by the ``id`` of the parameter.
         how: tells how a state is stored.
 
     Raises: CheckpointError, for a dtype that no file holds.
     Collective: none.
     """
-    for param in held.params:
-        start, stop = param.interval
-        # An empty parameter has no element on any rank, and is told by the first.
-        is_empty = param.ref.slot.numel == 0
-        if start == stop and not (is_empty and held.handle.groups.is_first):
+    for param in params:
+        # In the whole parameter where possible: intervals need no newer format.
+        rectangle, (start, stop) = param.rectangle, param.interval
+        if rectangle is not None:
+            rectangle, start, stop = rectangle.moved(start, stop)
+        # No rank holds elements of an empty parameter, and no rectangle is needed.
+        if not prod(param.shape):
+            rectangle = None
+        # An empty parameter has no element on any rank.
+        if start == stop and prod(param.shape) > 0:
             continue
         name = param.names[0]
         require_storable(param.dtype, quoted(name))
         part = CutPart(
             param.names, param.dtype, param.shape, start, stop, f"cut.{name}"
         )
+        part.rectangle = rectangle
+        is_first = start == 0 and (rectangle is None or not any(rectangle.offset))
         # The same memory that the region's shard has; nothing is copied here.
         pieces = [_piece(part, part.key, param.dtype, param.local)]
         for state, value in states.get(id(param.tensor), {}).items():
-            if how.is_elementwise(state, value, param.ref.leaf, name):
+            if how.is_elementwise(state, value, param.leaf, name):
                 require_storable(value.dtype, f"state {state!r} of {quoted(name)}")
                 key = f"{part.key}.{state}"
                 part.states[state] = value.dtype, key
@@ -103,86 +125,88 @@ def cut_parts(
                 # Ranks with parts of the parameter must tell the same.
                 part.shared[state] = how.text(value, where)
                 # Once, because each loose tensor of the manifest has a single use.
-                if start == 0:
+                if is_first:
                     part.values[state] = how.encoded(state, value, name)
         yield part, pieces
 
 
 def _piece(part: CutPart, key: str, dtype: torch.dtype, values: Tensor) -> Piece:
     """Return the entry of a part's elements."""
-    return Piece(key, dtype, (part.stop - part.start,), lambda: [values])
+    # The values are read when the file is written, and cast as late: mixed precision
+    # may hold a tensor in another dtype than the checkpoint.
+    numel = part.stop - part.start
+    return Piece(key, dtype, (numel,), lambda: [values.detach().to(dtype)])
 
 
-def merge_cuts(
-    told: Sequence[tuple[Sequence[CutPart], Callable[[str], EntryPlace]]],
+def merge_cut(
+    written: Sequence[tuple[int, CutPart]],
+    place: Callable[[int, str], EntryPlace],
     shifted: Callable[[Json, int], Json],
-) -> tuple[Cut, ...]:
-    """Return the cuts of all ranks.
+) -> Cut:
+    """Return the cut of a parameter that ranks have stored in intervals.
 
     Args:
-        told: per rank the parts, and a function that returns the place of an entry.
+        written: the ranks and their parts.
+        place: returns the place of an entry of a rank.
         shifted: returns a JSON value of a rank for the manifest.
 
     Raises: CheckpointError, for elements that no rank or two ranks have written, or for
     optimizer state that differs.
     Collective: none.
     """
-    found: dict[str, list[tuple[int, CutPart]]] = {}
-    # By the first name: a rank without elements of a parameter tells nothing of it.
-    for rank, (parts, _) in enumerate(told):
-        for part in parts:
-            found.setdefault(part.names[0], []).append((rank, part))
-    cuts = []
-    for written in found.values():
-        # In the order of the elements, which is the order of the unit's ranks.
-        written.sort(key=lambda each: each[1].start)
-        _require_cover(written)
-        _require_same_state(written)
-        rank, first = written[0]
-        cuts.append(
-            Cut(
-                first.names,
-                first.dtype,
-                first.shape,
-                tuple(part.start for _, part in written),
-                tuple(told[r][1](part.key) for r, part in written),
-                {
-                    name: CutState(
-                        dtype,
-                        tuple(told[r][1](part.states[name][1]) for r, part in written),
-                    )
-                    for name, (dtype, _) in first.states.items()
-                },
-                {name: shifted(value, rank) for name, value in first.values.items()},
-            )
+    # In the order of the elements, which is the order of the unit's ranks.
+    written = sorted(written, key=lambda each: each[1].start)
+    rank, first = written[0]
+    require_cover(written, prod(first.shape), quoted(first.names[0]))
+    require_same_state(written)
+    return Cut(
+        first.names,
+        first.dtype,
+        first.shape,
+        tuple(part.start for _, part in written),
+        tuple(place(r, part.key) for r, part in written),
+        merged_states(written, place),
+        {name: shifted(value, rank) for name, value in first.values.items()},
+    )
+
+
+def merged_states(
+    written: Sequence[tuple[int, CutPart]],
+    place: Callable[[int, str], EntryPlace],
+) -> dict[str, CutState]:
+    """Return the element-wise states of a parameter, with the places of all parts."""
+    return {
+        name: CutState(
+            dtype, tuple(place(r, part.states[name][1]) for r, part in written)
         )
-    return tuple(cuts)
+        for name, (dtype, _) in written[0][1].states.items()
+    }
 
 
-def _require_cover(parts: Sequence[tuple[int, CutPart]]) -> None:
-    """Raise CheckpointError, unless the parts cover the parameter once."""
+def require_cover(parts: Sequence[tuple[int, CutPart]], numel: int, what: str) -> None:
+    """Raise CheckpointError, unless sorted parts cover ``numel`` elements once."""
     # A gap would come back as whatever the memory holds.
-    end, (_, first) = 0, parts[0]
+    end = 0
     for rank, part in parts:
         # Two independent copies of a model write the same elements.
         if part.start != end:
             raise CheckpointError(
                 f"Elements {min(end, part.start)} to {max(end, part.start)} of "
-                f"{quoted(first.names[0])} were written by "
+                f"{what} were written by "
                 f"{'no rank' if part.start > end else f'rank {rank} and another'} of "
                 "the save. Call save on every rank of one copy of the model, with the "
                 "same include, exclude and trainable_only."
             )
         end = part.stop
-    if end != prod(first.shape):
+    if end != numel:
         raise CheckpointError(
-            f"Elements {end} to {prod(first.shape)} of {quoted(first.names[0])} were "
-            "written by no rank. Call save on every rank that the model is sharded "
-            "over, with the same include, exclude and trainable_only."
+            f"Elements {end} to {numel} of {what} were written by no rank. Call save "
+            "on every rank that the model is sharded over, with the same include, "
+            "exclude and trainable_only."
         )
 
 
-def _require_same_state(parts: Sequence[tuple[int, CutPart]]) -> None:
+def require_same_state(parts: Sequence[tuple[int, CutPart]]) -> None:
     """Raise CheckpointError for optimizer state that differs between the parts."""
     rank, first = parts[0]
     kinds = {name: dtype for name, (dtype, _) in first.states.items()}

@@ -27,7 +27,7 @@ from pathlib import Path, PurePosixPath
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed
-from composable_fsdp.storage.direct import named_errors
+from composable_fsdp.storage.new_file import named_errors
 
 MANIFEST = "manifest.json"
 LATEST = "latest"

@@ -9,18 +9,24 @@ in place.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.state_dict.full import gather_unit
 from composable_fsdp.storage.cast import CastWeights, cast_dtype, cast_weight
-from composable_fsdp.storage.contents import Contents, contents_of, units_in
+from composable_fsdp.storage.contents import (
+    Contents,
+    HeldTensor,
+    contents_of,
+    units_in,
+)
 from composable_fsdp.storage.convert import MAX_SHARD_BYTES, convert, opened
 from composable_fsdp.storage.directory import (
     OUT,
@@ -30,10 +36,15 @@ from composable_fsdp.storage.directory import (
     unwritable,
 )
 from composable_fsdp.storage.formats.safetensors_write import SafetensorsWriter
+from composable_fsdp.storage.mesh_copies import (
+    is_first_copy,
+    mesh_groups_in,
+    whole_value,
+)
 from composable_fsdp.storage.opening import SAFETENSORS
 from composable_fsdp.storage.remote import require_local
 from composable_fsdp.storage.source import Source, TensorInfo
-from composable_fsdp.storage.team import Team, meet_team, team_of
+from composable_fsdp.storage.team import meet_team, team_of
 from composable_fsdp.tree.state import _FSDPState
 
 Rewrite = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
@@ -67,8 +78,9 @@ def export_safetensors(
             ``torch.bfloat16``. Default None: as in ``source``.
 
     Collective: for a module, one gather per region to the first rank, which alone
-    writes and holds a full unit in host memory, and two exchanges of outcomes over the
-    private gloo group of ``save``; all ranks must call. For a checkpoint none: call in
+    writes and holds a full unit in host memory, an all-gather per DTensor over the
+    ranks that cut the tensor, and two exchanges of outcomes over the private gloo group
+    of ``save``; all ranks must call. For a checkpoint none: call in
     a single process.
     Raises: CheckpointError, if ``path`` exists or cannot be written, or for values on
     the meta device; PhaseError, inside a step. The same error on every rank.
@@ -114,11 +126,19 @@ def export_module(
     states = units_in(module)
     meet_team(module, "export_safetensors")
     team = team_of(module)
-    wanted = _is_first(states, team)
+    # Ranks of tensor parallelism gather as well, and a single rank of all writes.
+    groups = mesh_groups_in(module, (state.handle for state in states))
+    wanted = _is_first(states[0], groups) if states else team.rank == 0
     writing = _Writing(wanted=wanted, dtype=dtype, rewrite=rewrite)
     try:
-        writing.attempt(partial(writing.start, path, module, states, max_shard_bytes))
+        alike = all(_is_first(state, groups) == wanted for state in states)
+        writing.attempt(
+            partial(writing.start, path, module, max_shard_bytes, alike=alike)
+        )
         team.agree(writing.error)
+        for held in writing.loose:
+            whole = {held.names[0]: whole_value(held.tensor)}
+            writing.attempt(partial(writing.write, whole))
         # Each gather is a collective, so every rank gathers every unit in the same
         # order. The writing rank continues with the gathers even if a write has failed:
         # otherwise the other ranks would wait. The exchange at the end tells the error.
@@ -133,9 +153,10 @@ def export_module(
     return wanted
 
 
-def _is_first(states: list[_FSDPState], team: Team) -> bool:
-    """Return whether this rank receives the full parameters."""
-    return states[0].handle.groups.is_first if states else team.rank == 0
+def _is_first(state: _FSDPState, groups: Sequence[dist.ProcessGroup]) -> bool:
+    """Return whether this rank receives the full parameters of a unit, and writes."""
+    handle = state.handle
+    return handle.groups.is_first and is_first_copy(handle, None, groups)
 
 
 class _Writing:
@@ -151,6 +172,8 @@ class _Writing:
         self._work: Path | None = None
         self._writer: SafetensorsWriter | None = None
         self._names: dict[tuple[int, int], str] = {}
+        self.loose: list[HeldTensor] = []
+        """The DTensors that no unit holds, which all ranks gather."""
 
     def attempt(self, action: Callable[[], None]) -> None:
         """Run ``action`` unless an earlier action has failed; keep the error."""
@@ -166,16 +189,17 @@ class _Writing:
         self,
         path: str | PathLike[str],
         module: nn.Module,
-        states: list[_FSDPState],
         max_shard_bytes: int,
+        *,
+        alike: bool,
     ) -> None:
         """Check the module, make the files, and write the tensors that no unit holds.
 
         Args:
             path: see ``export_safetensors``.
             module: the module to export.
-            states: the units in ``module``.
             max_shard_bytes: see ``export_safetensors``.
+            alike: whether all units have the same first rank.
 
         Raises: CheckpointError, if the units have different first ranks.
         """
@@ -184,19 +208,29 @@ class _Writing:
         self._path = Path(text)
         # The full parameters of a unit reach the first rank of that unit. A single
         # writer needs the same first rank for all units.
-        if any(s.handle.groups.is_first != self._wanted for s in states):
+        if not alike:
             raise CheckpointError(
                 "Units of the module are sharded over different ranks, so no rank is "
                 "the first of all. Export each part by itself."
             )
         # On every rank: the checks in ``contents_of`` must fail on all ranks alike.
         contents = contents_of(module, "export_safetensors")
+        # The first rank would write its own experts, and the file lack the others.
+        for region in contents.regions:
+            if region.handle.groups.experts_ref is not None:
+                raise CheckpointError(
+                    f"{region.handle.name} has an expert_mesh, and this rank its own "
+                    "experts alone; an export gathers over the ranks of a unit. Call "
+                    "save(path, model), and then export_safetensors(files, path) in a "
+                    "single process."
+                )
         # Gathered values arrive by slot index; the file needs names.
         self._names = {
             (id(held.ref.handle), held.ref.slot.index): held.names[0]
             for region in contents.regions
             for held in region.params
         }
+        self.loose = [each for each in contents.tensors if each.rectangle is not None]
         if not self._wanted:
             return
         # A temporary directory: readers of ``path`` never see a partial export.
@@ -213,20 +247,19 @@ class _Writing:
             single=self._path.suffix == ".safetensors",
         )
         # In the original dtype: mixed precision may have cast a buffer.
-        self._write(
+        self.write(
             {
                 each.names[0]: each.tensor.detach().to(each.dtype)
                 for each in contents.tensors
+                if each.rectangle is None
             }
         )
 
     def write_unit(self, handle: int, values: dict[int, Tensor]) -> None:
         """Write the full parameters of a unit; ``values`` is by slot index."""
-        self._write(
-            {self._names[handle, slot]: value for slot, value in values.items()}
-        )
+        self.write({self._names[handle, slot]: value for slot, value in values.items()})
 
-    def _write(self, values: Mapping[str, Tensor]) -> None:
+    def write(self, values: Mapping[str, Tensor]) -> None:
         """Write tensors, which are given by the model's names, if this rank writes."""
         if self._writer is None:
             return

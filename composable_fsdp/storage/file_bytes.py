@@ -3,11 +3,12 @@
 ::
 
     in the page cache     copied from there
-    not there             read past the cache (O_DIRECT), by several threads
+    needed twice          read through the cache, by several threads
+    needed once           read past the cache (O_DIRECT), by several threads
     at a URL              a request per interval
 
-After a save, which writes past the page cache, nothing of a checkpoint is in the cache.
-Reading through the cache would then cost a copy and a page for each 4 KiB.
+Through the cache, a read costs a copy and a page for each 4 KiB. A load that verifies
+all bytes before the first is copied finds them there.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import mmap
 import os
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -45,8 +47,22 @@ class FileBytes(ABC):
         """
 
     @abstractmethod
-    def load(self, at: int, nbytes: int) -> memoryview | None:
-        """Return ``nbytes`` from byte ``at``; None if they cannot be read at once."""
+    def load(self, at: int, nbytes: int, *, keep: bool = False) -> memoryview | None:
+        """Return ``nbytes`` from byte ``at``; None if they cannot be read at once.
+
+        Args:
+            at: the first byte.
+            nbytes: the number of bytes.
+            keep: read a file through the page cache, so that a second read finds the
+                bytes in memory. Default False.
+        """
+
+    def stays_in_cache(self) -> bool:
+        """Return whether the system keeps in memory what is read of the file."""
+        return False
+
+    def give_back(self, data: memoryview) -> None:  # noqa: B027  # a default
+        """Let a later ``load`` use the memory of a result, which is not used now."""
 
     @abstractmethod
     def close(self) -> None:
@@ -67,6 +83,8 @@ class _LocalBytes(FileBytes):
     def __init__(self, path: str) -> None:
         self._handle = open_plain(path)
         self._direct = -1
+        # Memory that the kernel has not zeroed before costs more than the read.
+        self._spare: deque[mmap.mmap] = deque()
         self.nbytes = os.fstat(self._handle).st_size
         # Without O_DIRECT (tmpfs, macOS), all reads go through the page cache.
         if _DIRECT and _NOWAIT and self.nbytes >= _SMALL:
@@ -78,16 +96,28 @@ class _LocalBytes(FileBytes):
         """Fill ``parts``; see ``FileBytes``."""
         return os.preadv(self._handle, parts, at)
 
-    def load(self, at: int, nbytes: int) -> memoryview | None:
+    def stays_in_cache(self) -> bool:
+        """Return whether a second read needs no disk; see ``FileBytes``."""
+        # File systems over a network or in user space may pass each read on, and then
+        # refuse a read that may not wait.
+        if not _NOWAIT:
+            return False
+        data = bytearray(min(self.nbytes, _PAGE))
+        with suppress(OSError):
+            os.preadv(self._handle, [data], 0)
+            return os.preadv(self._handle, [data], 0, _NOWAIT) == len(data)
+        return False
+
+    def load(self, at: int, nbytes: int, *, keep: bool = False) -> memoryview | None:
         """Return ``nbytes`` from byte ``at``; see ``FileBytes``."""
         # Whole pages around the interval, in mapped memory, which begins at a page.
         low = at // _PAGE * _PAGE
         high = -(-(at + nbytes) // _PAGE) * _PAGE
-        buffer = memoryview(mmap.mmap(-1, high - low))
+        buffer = self._buffer(high - low)
         wanted = at - low + nbytes
         # Only what is in the page cache, without waiting for the disk.
         ways = [(self._handle, _NOWAIT), (self._direct, 0)]
-        if nbytes < _SMALL or self._direct < 0:
+        if keep or nbytes < _SMALL or self._direct < 0:
             ways = [(self._handle, 0)]
         for handle, flags in ways:
             # A file system may refuse either way; the caller reads plainly then.
@@ -97,8 +127,23 @@ class _LocalBytes(FileBytes):
                     return buffer[at - low : wanted]
         return None
 
+    def _buffer(self, nbytes: int) -> memoryview:
+        """Return memory for a read, used before if possible."""
+        # ``pop`` is atomic: several threads read.
+        with suppress(IndexError):
+            found = self._spare.pop()
+            if len(found) >= nbytes:
+                return memoryview(found)[:nbytes]
+        return memoryview(mmap.mmap(-1, nbytes))
+
+    def give_back(self, data: memoryview) -> None:
+        """Keep the memory of ``data``; see ``FileBytes``."""
+        if isinstance(data.obj, mmap.mmap):
+            self._spare.append(data.obj)
+
     def close(self) -> None:
         """Close the file."""
+        self._spare.clear()
         for handle in (self._handle, self._direct):
             # Nothing was written, so a failure of the system loses nothing.
             with suppress(OSError):
@@ -135,7 +180,7 @@ class _RemoteBytes(FileBytes):
             begin += len(part)
         return len(data)
 
-    def load(self, at: int, nbytes: int) -> memoryview | None:
+    def load(self, at: int, nbytes: int, *, keep: bool = False) -> memoryview | None:
         """Return ``nbytes`` from byte ``at``; see ``FileBytes``."""
         try:
             data = self._storage.read(self._name, at, at + nbytes)

@@ -7,6 +7,7 @@ endpoints from the environment, or from fsspec's own configuration files.
 from __future__ import annotations
 
 import errno
+import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
@@ -34,16 +35,19 @@ class FsspecStorage(Storage):
         except ImportError as error:
             raise CheckpointError(
                 f"{scheme}:// needs fsspec, which is not installed. Run: pip install "
-                "'composable_fsdp[remote]', or register_storage a class of your own."
+                "fsspec s3fs, or register_storage a class of your own."
             ) from error
         try:
             # Other ranks and jobs write, too: a list that was kept would be old.
             options = {"use_listings_cache": False}
             self._files: Any = fsspec.filesystem(scheme, **options)
+            # fsspec has no flag for it: clients of object stores are asynchronous,
+            # those of file systems (local, HDFS, SFTP) are not.
+            self._is_object_store = bool(getattr(self._files, "async_impl", False))
         except (ImportError, ValueError) as error:
             raise CheckpointError(
-                f"{scheme}:// cannot be opened: {error}. Run: pip install "
-                "'composable_fsdp[remote]' (for S3; gcsfs for gs://), or call "
+                f"{scheme}:// cannot be opened: {error}. Install the "
+                "package of the scheme (s3fs for S3, gcsfs for gs://), or call "
                 f"register_storage({scheme!r}, ..) with a class of your own."
             ) from error
 
@@ -68,9 +72,18 @@ class FsspecStorage(Storage):
         with _as_os_error(name):
             self._make_folder(name)
             # Object stores compare in the same request, which no other writer can
-            # come between.
+            # come between, and show an object only when it is complete.
             mode = "create" if absent else "overwrite"
-            self._files.pipe_file(name, data, mode=mode)
+            if self._is_object_store:
+                self._files.pipe_file(name, data, mode=mode)
+                return
+            if absent and self._files.exists(name):
+                raise FileExistsError(errno.EEXIST, "File exists", name)
+            # A process may die while it writes a file, and half a marker under its own
+            # name would be taken for a checkpoint.
+            part = f"{name}.{secrets.token_hex(8)}.part"
+            self._files.pipe_file(part, data)
+            self._files.mv(part, name)
 
     def read(self, name: str, begin: int, end: int) -> bytes:
         """Return bytes ``[begin, end)``; see ``Storage``.

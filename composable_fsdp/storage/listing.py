@@ -16,6 +16,7 @@ from composable_fsdp.storage.native import read_manifest
 from composable_fsdp.storage.remote import is_url, split, whole_path
 from composable_fsdp.storage.remote_commit import (
     Marked,
+    folder_at,
     folders_in,
     remove_stale_remote,
     stale_remote,
@@ -154,6 +155,35 @@ def _metric(path: str) -> Metric | None:
     return Metric.saved(read_manifest(path)[0].metric)
 
 
+_known: dict[str, tuple[object, Metric | None]] = {}
+"""Metrics that this process has read, by path, each with ``_identity`` of the file."""
+
+
+def _known_metric(path: str) -> Metric | None:
+    """Return the metric of a checkpoint, read once; see ``_metric``."""
+    # Before the file is read: a checkpoint that is replaced in between is read again at
+    # the next save.
+    identity = _identity(path)
+    found = _known.get(path)
+    if found is None or found[0] != identity:
+        found = _known[path] = identity, _metric(path)
+    return found[1]
+
+
+def _identity(path: str) -> object:
+    """Return a value that differs for a manifest that replaced another.
+
+    Raises: OSError.
+    """
+    if is_url(path):
+        # The names of files have a new token in each save.
+        files = folder_at(path).files
+        return sorted((name, each.nbytes, each.time) for name, each in files.items())
+    # A commit makes a new file, so the inode differs within the tick of a clock.
+    status = os.stat(os.path.join(path, MANIFEST), follow_symlinks=False)
+    return status.st_ino, status.st_dev, status.st_mtime_ns, status.st_size
+
+
 def spared(paths: Sequence[str], count: int) -> dict[str, str]:
     """Return the checkpoints that must stay as the ``count`` best.
 
@@ -173,9 +203,14 @@ def spared(paths: Sequence[str], count: int) -> dict[str, str]:
     for path in paths:
         # Nothing is lost for a disk that is slow to answer, or a damaged manifest.
         try:
-            metrics[path] = _metric(path)
+            metrics[path] = _known_metric(path)
         except (CheckpointError, OSError) as error:
             kept[path] = f"its metric cannot be read: {error}"
+    # Those that were removed meanwhile: a run of weeks has made thousands.
+    parents = {os.path.dirname(path) for path in paths}
+    for path in [p for p in _known if os.path.dirname(p) in parents]:
+        if path not in metrics:
+            del _known[path]
     # The newest tells the meaning that the user has in mind now.
     modes = [metric.best for metric in metrics.values() if metric is not None]
     for path, metric in metrics.items():

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,27 +24,26 @@ from composable_fsdp.naming import listed, quoted
 from composable_fsdp.optim.names import Optimizers
 from composable_fsdp.runtime.meta_buffers import unfilled_buffers
 from composable_fsdp.storage.bounds import within_limits
-from composable_fsdp.storage.compare import ComparedModel, LoadReport, compare_model
+from composable_fsdp.storage.collection import paused_collection
+from composable_fsdp.storage.compare import LoadReport, compare_model
 from composable_fsdp.storage.contents import (
     contents_of,
     optimizers_in,
 )
-from composable_fsdp.storage.load_optim import OptimizerLoad, optimizer_loads
+from composable_fsdp.storage.expert_names import other_experts
+from composable_fsdp.storage.load_optim import optimizer_loads
 from composable_fsdp.storage.local import other_ranks_text
 from composable_fsdp.storage.look_up import NEWEST, Found, look_up
 from composable_fsdp.storage.opening import open_source
 from composable_fsdp.storage.pending import wait_for_pending
+from composable_fsdp.storage.planned import Planned, change, name_of, verify
 from composable_fsdp.storage.rename import Rename, RenamedSource, renaming
-from composable_fsdp.storage.rng import check_rng_state, set_rng_state
 from composable_fsdp.storage.selection import Patterns, Selection, matcher
-from composable_fsdp.storage.source import Copy, Source
-from composable_fsdp.storage.stateful import Filling, fill
+from composable_fsdp.storage.shared_reads import SharedReads
+from composable_fsdp.storage.source import Source
+from composable_fsdp.storage.stateful import Redeal, fill, own_values
 from composable_fsdp.storage.team import Team, meet_team, team_of
 from composable_fsdp.tree.traversal import require_module, walk_states
-
-Redeal = Callable[[list[Any], int, int], dict[str, Any]]
-"""Returns the values of a rank, from those of all saved ranks, at another world size.
-"""
 
 
 # Tensors made in inference mode could not be trained with.
@@ -68,6 +66,7 @@ def load(
     rename: Rename | None = None,
     local: Patterns = None,
     which: str = NEWEST,
+    share: bool | None = None,
 ) -> Any:
     """Read model, optimizer and random states; return the ``extra`` that was saved.
 
@@ -123,12 +122,17 @@ def load(
             keep their own. Default None: another number of ranks is a difference.
         which: the checkpoint to load from a directory of checkpoints: ``"newest"``, or
             ``"best"`` by the metric of ``save``. Default ``"newest"``.
+        share: whether ranks that hold the same elements (replicas of ``HYBRID_SHARD``
+            and ``NO_SHARD``; all ranks, of tensors in no unit) read an even part each
+            and send it to the others; the same on every rank. Default None: if
+            ``path`` is a URL.
 
     Returns: the saved ``extra``, or None. The objects that were passed stand in place
     of their states.
-    Collective: three all-gathers of objects on the private gloo group of ``save`` (two
-    more for each checkpoint that another job removes meanwhile); all ranks of the
-    module's mesh must call.
+    Collective: three all-gathers of objects on the private gloo group of ``save`` (one
+    more for a model with an ``expert_mesh``, two more for each checkpoint that another
+    job removes meanwhile, and with ``share`` two more, and broadcasts of values); all
+    ranks of the module's mesh must call.
     Raises: CheckpointError, TypeError or PhaseError, the same on every rank.
     """
     meet_team(module, "load")
@@ -136,6 +140,7 @@ def load(
     # An asynchronous save of the same ranks may still be writing the checkpoint at
     # ``path``.
     before = wait_for_pending(team)
+    others = other_experts(team, module)
     wanted = _Wanted(
         optim,
         extra,
@@ -148,13 +153,14 @@ def load(
         (include, exclude, trainable_only),
         rename,
         local,
+        others,
     )
     loaded: tuple[Any] | None = None
     # The report of the last attempt counts: an attempt whose checkpoint was removed may
     # have compared a part of the names.
     try:
         for left in reversed(range(_ATTEMPTS)):
-            found = look_up(team, path, before, which)
+            found = look_up(team, path, before, which, share)
             wanted = wanted._replace(report=LoadReport())
             loaded = _attempt(team, found, module, wanted, retry=left > 0)
             if loaded is not None:
@@ -188,8 +194,11 @@ class _Wanted(NamedTuple):
     chosen: tuple[Patterns, Patterns, bool]
     rename: Rename | None
     local: Patterns
+    others: frozenset[str] = frozenset()
+    """The names of experts that other ranks hold."""
 
 
+@paused_collection()
 def _attempt(
     team: Team, found: Found, module: nn.Module, wanted: _Wanted, *, retry: bool
 ) -> tuple[Any] | None:
@@ -202,20 +211,25 @@ def _attempt(
         wanted: the arguments of ``load``; the report gets the differences.
         retry: whether a checkpoint that is gone leads to None on all ranks.
 
-    Collective: two all-gathers of objects over the team's group; one before None.
+    Collective: two all-gathers of objects over the team's group (four if reads are
+    shared, with broadcasts of values); one less before None.
     Raises: as ``load``.
     """
     error: Exception | None = None
     source: Source | None = None
-    planned: _Planned | None = None
+    planned: Planned | None = None
     try:
         try:
             require_module(module, "load")
             given = found.what
             source = given if isinstance(given, Source) else open_source(given)
             planned = _planned(team, source, module, wanted)
+            if found.share:
+                is_local = source.local_ranks > 0
+                planned.shared = SharedReads(team, planned.copies, is_local=is_local)
         except Exception as raised:
             error = raised
+        error = verify(team, planned, share=found.share, rng=wanted.rng) or error
         gone = retry and error is not None and found.is_gone()
         opened = () if source is None else _identity(source)
         # Every rank takes part, also a rank with an error, so that no other rank waits.
@@ -226,7 +240,7 @@ def _attempt(
         _require_same(team.ranks, [each.value[0] for each in everyone])
         assert planned is not None
         # From here on, tensors of the model and the optimizer are overwritten.
-        _change(team, planned)
+        change(team, planned)
         filled, own = planned.objects
         # After the agreement: a load that raises leaves the caller's dict alone.
         if wanted.per_rank is not None:
@@ -239,63 +253,6 @@ def _attempt(
         # The caller of ``load`` closes a source that the caller has opened.
         if source is not None and source is not found.what:
             source.close()
-
-
-@dataclass(slots=True)
-class _Planned:
-    """All that a load will change on this rank, compared and verified."""
-
-    model: ComparedModel
-    optims: list[OptimizerLoad]
-    copies: list[Copy]
-    """The slices of model and optimizers that this rank reads."""
-    objects: list[Filling] = field(default_factory=list)
-    """The objects of the caller, with their states."""
-    rng: dict[str, Any] | None = None
-    """This rank's random state, or None to leave the generators alone."""
-
-
-def _name_of(source: Source) -> str:
-    """Return the path of the source, for messages."""
-    return str(getattr(source, "path", "the checkpoint"))
-
-
-def _own_values(
-    source: Source, team: Team, wanted: Any, redeal: Redeal | None
-) -> Filling:
-    """Return the values for this rank's ``per_rank``; see ``load``.
-
-    Args:
-        source: the open checkpoint.
-        team: the ranks of the load.
-        wanted: the caller's ``per_rank``; None: nothing is read.
-        redeal: see ``load``.
-
-    Raises: TypeError, if ``wanted`` or a result of ``redeal`` is no dict; any error of
-    ``redeal``.
-    Collective: none.
-    """
-    if wanted is None:
-        return Filling()
-    _require_dict(wanted, "load expects per_rank=None or a dict")
-    saved = source.saved_ranks
-    # A rank without values of its own saved an empty dict, so the numbers are equal.
-    if saved == team.world_size:
-        return fill(wanted, source.rank_values(team.rank), "per_rank")
-    if not saved:
-        return Filling(problems=["the checkpoint was saved without per_rank"])
-    if redeal is None:
-        return Filling(
-            problems=[
-                f"per_rank was saved by {saved} ranks, and {team.world_size} load: "
-                "load(.., redeal=function) gets the values of all of them and returns "
-                "those of a rank"
-            ]
-        )
-    all_values = [source.rank_values(rank) for rank in range(saved)]
-    dealt = redeal(all_values, team.rank, team.world_size)
-    _require_dict(dealt, "redeal must return a dict")
-    return fill(wanted, dealt, "per_rank")
 
 
 def _of_ranks(source: Source, team: Team, wanted: _Wanted) -> Selection:
@@ -336,16 +293,8 @@ def _of_ranks(source: Source, team: Team, wanted: _Wanted) -> Selection:
     return selection.without(left)
 
 
-def _require_dict(value: object, expected: str) -> None:
-    """Raise TypeError, unless ``value`` is a dict."""
-    if not isinstance(value, dict):
-        raise TypeError(f"{expected}, got a {type(value).__name__}.")
-
-
-def _planned(
-    team: Team, source: Source, module: nn.Module, wanted: _Wanted
-) -> _Planned:
-    """Compare and verify the reads of this rank, and fill memory that is new.
+def _planned(team: Team, source: Source, module: nn.Module, wanted: _Wanted) -> Planned:
+    """Compare the checkpoint with all that is to be filled on this rank.
 
     Args:
         team: the ranks of the load.
@@ -360,31 +309,26 @@ def _planned(
     source.on_rank(team.rank)
     # Only compared here; ``_change`` gives the states.
     filled = fill(wanted.extra, source.extra, "extra")
-    own = _own_values(source, team, wanted.per_rank, wanted.redeal)
+    own = own_values(source, team, wanted.per_rank, wanted.redeal)
     wanted.report.values += [*filled.problems, *own.problems]
     # Random states, ``extra`` and the fingerprint have no names of tensors.
     rename = wanted.rename
     shown = source if rename is None else RenamedSource(source, rename)
-    with within_limits(_name_of(source)):
-        selection = _of_ranks(source, team, wanted)
+    with within_limits(name_of(source)):
+        selection = _of_ranks(source, team, wanted).without(wanted.others)
         planned = _prepare(shown, module, wanted, selection)
     # Formats with a checksum per file: a read by each rank would cost more, and the
     # error of rank 0 reaches the other ranks in the next exchange.
     if team.rank == 0:
         source.require_checksums()
     planned.objects = [filled, own]
-    planned.rng = source.rng(team.rank, team.world_size) if wanted.rng else None
-    if planned.rng is not None:
-        # Try the random state on other generators: after the agreement nothing may
-        # fail.
-        check_rng_state(planned.rng, _name_of(source))
     return planned
 
 
 def _prepare(
     source: Source, module: nn.Module, wanted: _Wanted, selection: Selection
-) -> _Planned:
-    """Compare the checkpoint with model and optimizers, and verify the blocks to read.
+) -> Planned:
+    """Compare the checkpoint with model and optimizers, and list what to read.
 
     Args:
         source: the checkpoint.
@@ -397,7 +341,7 @@ def _prepare(
     Raises: CheckpointError.
     Collective: none.
     """
-    contents = contents_of(module, "load")
+    contents = contents_of(module, "load", inner=True)
     report, optims = wanted.report, optimizers_in(wanted.optim, "load")
     chosen, leaves_out = selection.of_contents(contents), selection.leaves_out(contents)
     fit = compare_model(source, chosen, report, leaves_out, cast=wanted.cast)
@@ -406,10 +350,7 @@ def _prepare(
         report.require_empty(source)
     fit.require_writable()
     copies = [*fit.copies, *(copy for each in loads for copy in each.plan())]
-    # The last step that reads before the ranks agree: damaged blocks must be found now,
-    # because after the agreement a failure leaves the model partly loaded.
-    source.prepare(copies)
-    return _Planned(fit, loads, copies)
+    return Planned(fit, loads, copies)
 
 
 def _tell_unfilled(module: nn.Module) -> None:
@@ -423,36 +364,6 @@ def _tell_unfilled(module: nn.Module) -> None:
             "them before the first forward, which raises otherwise.",
             stacklevel=3,
         )
-
-
-@torch.no_grad()
-def _change(team: Team, planned: _Planned) -> None:
-    """Copy all values on all ranks, or raise on all ranks.
-
-    Collective: one all-gather of objects over the team's group.
-    Raises: CheckpointError, the same on every rank.
-    """
-    error: Exception | None = None
-    try:
-        # Few things can still fail: reading the disk, a module's ``set_extra_state``,
-        # or an object's ``load_state_dict``.
-        source = planned.model.source
-        source.finish(planned.copies)
-        planned.model.set_own_states()
-        for each in planned.optims:
-            each.install()
-        # After the optimizers: a scheduler may look at their options.
-        for filling in planned.objects:
-            filling.give()
-        if planned.rng is not None:
-            set_rng_state(planned.rng, _name_of(source))
-    except Exception as raised:
-        error = CheckpointError(
-            f"load failed when a part was loaded already ({type(raised).__name__}: "
-            f"{raised}). The model is of no use now; load a checkpoint into it."
-        )
-        error.__cause__ = raised
-    team.agree(error)
 
 
 def _identity(source: Source) -> tuple[str, str]:

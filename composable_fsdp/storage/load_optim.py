@@ -21,7 +21,8 @@ from composable_fsdp.optim.original_view import OverOriginals, over_originals
 from composable_fsdp.optim.own_state_dict import is_wrapper
 from composable_fsdp.optim.scalars import SCALARS, is_scalar_shape
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
-from composable_fsdp.storage.compare import NO_OPTIMIZER, LoadReport, find
+from composable_fsdp.planning.dtensors import is_dtensor
+from composable_fsdp.storage.compare import NO_OPTIMIZER, LoadReport, copy_of, find
 from composable_fsdp.storage.contents import (
     Contents,
     HeldParam,
@@ -29,6 +30,7 @@ from composable_fsdp.storage.contents import (
     named,
     not_in_module,
 )
+from composable_fsdp.storage.mesh_copies import local_state
 from composable_fsdp.storage.optim_types import require_options, require_states
 from composable_fsdp.storage.selection import ALL, Selection
 from composable_fsdp.storage.source import Copy, Source
@@ -43,8 +45,8 @@ class Member:
 
     @property
     def is_cut(self) -> bool:
-        """Whether a unit holds the parameter, so that each rank holds a part."""
-        return isinstance(self.held, HeldParam)
+        """Whether each rank holds a part: of a parameter of a unit, or of a DTensor."""
+        return isinstance(self.held, HeldParam) or self.held.rectangle is not None
 
 
 def optimizer_loads(
@@ -129,10 +131,15 @@ class OptimizerLoad:
     ) -> list[list[Member | None]]:
         """Return the members per group; None for a parameter that gets no state."""
         known = named(contents)
+        # Their inner tensors are no parameters of an optimizer.
+        wrappers = {id(each.tensor) for each in contents.wrappers}
         groups: list[list[Member | None]] = []
         for g, group in enumerate(self.optim.param_groups):
             members: list[Member | None] = []
             for i, parameter in enumerate(group["params"]):
+                if id(parameter) in wrappers:
+                    members.append(None)
+                    continue
                 if id(parameter) not in known:
                     raise not_in_module(parameter, g, i, "loaded")
                 held, is_chosen = known[id(parameter)], id(parameter) in chosen
@@ -234,6 +241,9 @@ class OptimizerLoad:
             # then takes over without a copy.
             made: Tensor = self.optim.new_state(leaf, name, dtype)
             return made
+        if is_dtensor(leaf):
+            # Placed as the parameter: an optimizer steps on both together.
+            return torch.empty_like(leaf, dtype=dtype, requires_grad=False)
         return torch.empty(leaf.shape, dtype=dtype, device=leaf.device)
 
     def _values_to_join(self, member: Member | None) -> dict[str, Any]:
@@ -337,6 +347,9 @@ class OptimizerLoad:
             if not isinstance(into, Tensor) or into.shape != shape or is_wrapper(into):
                 into, is_new = self._new_state(parameter, name, info.dtype), True
             state[name] = into
-            self.copies.append(Copy(member.name, name, *span, into, is_new))
+            own = local_state(into, parameter, f"{member.name} (state {name!r})")
+            self.copies.append(
+                copy_of(member.held, member.name, name, own, is_new=is_new)
+            )
         state.update(source.optim_values.get(member.name, {}))
         return state

@@ -17,21 +17,25 @@ of the JSON: ``to_json`` writes any field, and ``parse`` in ``validate`` is the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from itertools import pairwise, product
 from math import prod
 from typing import Annotated, Any, NamedTuple
 
 import torch
 
 from composable_fsdp.errors import CheckpointError
+from composable_fsdp.storage.rectangles import Rectangle
 
 FORMAT = "composable_fsdp.checkpoint"
 # A reader refuses another version, because fields may have another meaning there.
-VERSION = 2
+VERSION = 3
 # The fields that older versions lack, with the value that stands for them.
 SINCE: dict[int, dict[str, Any]] = {
-    2: {"per_rank": [], "cuts": [], "local": [], "metric": None}
+    2: {"per_rank": [], "cuts": [], "local": [], "metric": None},
+    3: {"grids": [], "wrappers": {}},
 }
 """Per version: the fields that the version has added, with their defaults in JSON."""
 # To verify a slice, a reader reads whole blocks: larger blocks cost more for small
@@ -40,7 +44,7 @@ BLOCK = 4 * 1024 * 1024
 """The largest number of bytes of payload that a single checksum covers."""
 SMALLEST_BLOCK = 1 << 14
 """The smallest number of bytes that a checksum covers."""
-_MOST_BLOCKS = 1 << 16
+_MOST_BLOCKS = 1 << 14
 """The number of checksums above which a checkpoint gets larger blocks."""
 
 
@@ -51,7 +55,7 @@ def block_size(nbytes: int) -> int:
     the manifest large.
 
     >>> block_size(10**8) >> 10, block_size(10**11) >> 10, block_size(10**13) >> 10
-    (16, 2048, 4096)
+    (16, 4096, 4096)
     """
     size = SMALLEST_BLOCK
     while size < BLOCK and nbytes > size * _MOST_BLOCKS:
@@ -275,10 +279,51 @@ class Cut:
         """The number of elements."""
         return prod(self.shape)
 
+    def as_grid(self) -> Grid:
+        """Return the cut as a grid of a single rectangle."""
+        whole, told = ((0,),) * len(self.shape), (self.fqns, self.dtype, self.shape)
+        return Grid(*told, whole, (self.begins,), self.parts, self.states, self.values)
+
     def bounds(self) -> list[tuple[int, int]]:
         """Return the elements ``[start, stop)`` of each part."""
         ends = (*self.begins[1:], self.numel)
         return list(zip(self.begins, ends, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A parameter of a unit that is stored by rectangles, each in parts; see ``cuts``.
+
+    ``cuts`` are, per dim, the first indices of the intervals whose products are the
+    rectangles, in row-major order. ``begins`` and ``parts`` are, per rectangle, as
+    those of ``Cut`` in the flattened rectangle; ``parts`` of all rectangles in a row.
+    """
+
+    fqns: Names
+    dtype: torch.dtype
+    shape: Shape
+    cuts: tuple[tuple[Size, ...], ...]
+    begins: tuple[tuple[Size, ...], ...]
+    parts: tuple[EntryPlace, ...]
+    states: dict[str, CutState]
+    values: dict[str, Json]
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return prod(self.shape)
+
+    def rectangles(self) -> list[Rectangle]:
+        """Return the rectangles, in the order of ``begins``."""
+        # Per dim the pairs (first index, number of indices).
+        spans = [
+            [(a, b - a) for a, b in pairwise((*begins, size))]
+            for begins, size in zip(self.cuts, self.shape, strict=True)
+        ]
+        return [
+            Rectangle(self.shape, tuple(a for a, _ in each), tuple(n for _, n in each))
+            for each in product(*spans)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,8 +384,12 @@ class Manifest:
     files: tuple[File, ...]
     regions: tuple[Region, ...]
     singles: tuple[Single, ...]
-    # Empty, unless the save was of a part of a unit.
+    # Empty, unless the save was of a part of a unit, or of a DTensor.
     cuts: tuple[Cut, ...]
+    # Empty, unless a DTensor is cut in another dim than the first.
+    grids: tuple[Grid, ...] = ()
+    # The facts of tensors that wrap others, by name; their inner tensors are singles.
+    wrappers: dict[str, str] = field(default_factory=dict)
     # Empty, or an entry per rank.
     local: tuple[Local, ...]
     loose: tuple[Stored, ...]
@@ -356,13 +405,61 @@ class Manifest:
     # None: the save was given no metric.
     metric: SavedMetric | None
 
+    def alone(self) -> Iterator[Cut | Grid]:
+        """Yield the parameters of units that are stored apart from their region."""
+        yield from self.cuts
+        yield from self.grids
+
     def to_json(self) -> Json:
         """Return the manifest for ``json.dumps``; ``parse`` is the inverse."""
-        return _to_json(self)
+        return {name: _to_json(getattr(self, name)) for name in self._written()}
+
+    def text(self, known: Mapping[str, str]) -> str:
+        """Return the manifest as JSON; ``known`` are texts of fields, by name."""
+        return fields_text(self, self._written(), known)
+
+    def _written(self) -> list[str]:
+        """Return the names of the fields that the version of the manifest has."""
+        # Releases that read only the older version refuse fields that are newer.
+        newer = {
+            name
+            for version, added in SINCE.items()
+            for name in (added if version > self.version else ())
+        }
+        return [each.name for each in fields(self) if each.name not in newer]
+
+
+def version_of(grids: tuple[Grid, ...], wrappers: dict[str, str]) -> int:
+    """Return the oldest version that can describe a checkpoint."""
+    # A checkpoint without both stays readable for releases that do not know them.
+    return 3 if grids or wrappers else 2
+
+
+def fields_text(value: Any, names: Iterable[str], known: Mapping[str, str]) -> str:
+    """Return a part of a manifest as JSON.
+
+    Args:
+        value: the manifest, or an object in it.
+        names: the names of the fields to write, in order.
+        known: texts of some fields, by name; the others are made.
+    """
+    texts = []
+    for name in names:
+        text = known.get(name)
+        texts.append(f'"{name}":{text or text_of_value(getattr(value, name))}')
+    return f"{{{','.join(texts)}}}"
+
+
+def text_of_value(value: Any) -> str:
+    """Return the value of a field as JSON without spaces."""
+    return json.dumps(_to_json(value), allow_nan=False, separators=(",", ":"))
 
 
 def _to_json(value: Any) -> Json:
     """Return the value of a field for ``json.dumps``."""
+    # Most values by far: places of shards and checksums of blocks.
+    if type(value) is int or type(value) is str:
+        return value
     if is_dataclass(value):
         return {f.name: _to_json(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, tuple):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -13,13 +14,14 @@ import torch.distributed as dist
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import quoted
-from composable_fsdp.storage.cuts import merge_cuts
+from composable_fsdp.storage.expert_names import with_experts
 from composable_fsdp.storage.file_part import (
     FilePart,
     RegionPart,
     SinglePart,
     StateKey,
 )
+from composable_fsdp.storage.grids import merge_parts
 from composable_fsdp.storage.local import merge_local
 from composable_fsdp.storage.manifest import (
     BLOCK,
@@ -32,6 +34,7 @@ from composable_fsdp.storage.manifest import (
     Single,
     Slot,
     Stored,
+    version_of,
 )
 
 _LOST = (
@@ -59,20 +62,16 @@ def merge(told: Sequence[RankPart], block: int = BLOCK) -> Manifest:
     Raises: CheckpointError, if a shard was written by no rank or by two ranks, or if
     the ranks have different optimizer state.
     """
-    # Each rank numbers its loose tensors from 0, while the manifest has a single list
-    # of all ranks' loose tensors. ``shifts[rank]`` is added to the numbers of that
-    # rank.
-    loose: list[Stored] = []
-    shifts = []
-    for rank, (part, _, begins) in enumerate(told):
-        shifts.append(len(loose))
-        for key in part.loose:
-            loose.append(_stored(part, begins, rank, key))
-    numbered = list(enumerate(told))
-    # Rank 0 alone has written tensors that are not cut, ``extra`` and the options.
+    shifts = loose_shifts(told)
+    loose = [
+        _stored(part, begins, rank, key)
+        for rank, (part, _, begins) in enumerate(told)
+        for key in part.loose
+    ]
+    # Rank 0 alone has written ``extra`` and the options.
     first = told[0][0]
 
-    # Of any rank: ``local`` has tensors of all, ``singles`` those of rank 0.
+    # Of any rank: ``local`` has tensors of all, and large ``singles`` are divided.
     def single_of(rank: int, single: SinglePart) -> Single:
         part, _, begins = told[rank]
         states = single.states.items()
@@ -80,36 +79,64 @@ def merge(told: Sequence[RankPart], block: int = BLOCK) -> Manifest:
             single.names,
             _stored(part, begins, rank, single.key),
             {k: _stored(part, begins, rank, key) for k, key in states},
-            _shifted(single.values, shifts[rank]),
+            shifted(single.values, shifts[rank]),
         )
 
-    def shifted(value: Json, rank: int) -> Json:
-        return _shifted(value, shifts[rank])
+    def of_rank(value: Json, rank: int) -> Json:
+        return shifted(value, shifts[rank])
 
+    cuts, grids = merge_parts(
+        [part.cuts for part, _, _ in told],
+        lambda rank, key: EntryPlace(rank, told[rank][2][key]),
+        of_rank,
+    )
     return Manifest(
+        version=version_of(grids, first.wrappers),
         library=_library_version(),
         torch=str(torch.__version__),
         world_size=len(told),
         block_nbytes=block,
         files=tuple(file for _, file, _ in told),
         regions=tuple(_regions(told, shifts)),
-        singles=tuple(single_of(0, single) for single in first.singles),
-        cuts=merge_cuts(
-            [(part.cuts, _places(r, begins)) for r, (part, _, begins) in numbered],
-            shifted,
-        ),
-        local=merge_local([part.local for part, _, _ in told], single_of, shifted),
+        singles=tuple(single_of(*each) for each in single_parts(told)),
+        cuts=cuts,
+        grids=grids,
+        wrappers=first.wrappers,
+        local=merge_local([part.local for part, _, _ in told], single_of, of_rank),
         loose=tuple(loose),
-        param_groups=first.param_groups,
+        param_groups=with_experts(
+            first.param_groups,
+            first.group_numbers,
+            [part.experts for part, _, _ in told],
+        ),
         extra=first.extra,
         own_states=first.own_states,
         rng=tuple(
-            _shifted(part.rng, shift)
+            shifted(part.rng, shift)
             for (part, _, _), shift in zip(told, shifts, strict=True)
         ),
         per_rank=_per_rank(told, shifts),
         metric=first.metric,
     )
+
+
+def loose_shifts(told: Sequence[RankPart]) -> list[int]:
+    """Return per rank the number to add to the numbers of its loose tensors."""
+    # Each rank numbers its loose tensors from 0, while the manifest has a single list
+    # of all ranks' loose tensors.
+    counts = [len(part.loose) for part, _, _ in told]
+    return [0, *accumulate(counts[:-1])]
+
+
+def single_parts(told: Sequence[RankPart]) -> list[tuple[int, SinglePart]]:
+    """Return the tensors that are saved once, with the ranks that wrote them."""
+    found = [
+        (rank, single)
+        for rank, (part, _, _) in enumerate(told)
+        for single in part.singles
+    ]
+    # The order of the model, whichever rank wrote a tensor.
+    return sorted(found, key=lambda each: each[1].number)
 
 
 def _per_rank(told: Sequence[RankPart], shifts: list[int]) -> tuple[Json, ...]:
@@ -118,14 +145,9 @@ def _per_rank(told: Sequence[RankPart], shifts: list[int]) -> tuple[Json, ...]:
         return ()
     # A rank without values has none to lose, and gets an empty dict back.
     return tuple(
-        {} if part.per_rank is None else _shifted(part.per_rank, shift)
+        {} if part.per_rank is None else shifted(part.per_rank, shift)
         for (part, _, _), shift in zip(told, shifts, strict=True)
     )
-
-
-def _places(rank: int, begins: dict[str, int]) -> Callable[[str], EntryPlace]:
-    """Return a function that returns the place of an entry of ``rank``."""
-    return lambda key: EntryPlace(rank, begins[key])
 
 
 def _library_version() -> str:
@@ -142,14 +164,14 @@ def _stored(part: FilePart, begins: dict[str, int], rank: int, key: str) -> Stor
     return Stored(dtype, shape, EntryPlace(rank, begins[key]))
 
 
-def _shifted(value: Json, shift: int) -> Json:
+def shifted(value: Json, shift: int) -> Json:
     """Return ``value`` with ``shift`` added to the numbers of loose tensors."""
     if isinstance(value, dict):
         if value.keys() == {"$tensor"}:
             return {"$tensor": value["$tensor"] + shift}
-        return {key: _shifted(item, shift) for key, item in value.items()}
+        return {key: shifted(item, shift) for key, item in value.items()}
     if isinstance(value, list):
-        return [_shifted(item, shift) for item in value]
+        return [shifted(item, shift) for item in value]
     return value
 
 
@@ -217,13 +239,14 @@ def _region(
         )
         for (name, kind), slots in slots_of.items()
     )
-    _require_same_values(first, found)
+    told_values = [(rank, part.shared) for rank, part in found.values()]
+    require_same_values(first.slots, told_values)
     # The state of a parameter that is not element-wise comes from the first rank that
     # holds elements of the parameter.
     values = {
-        i: _shifted(told_values, shifts[other_rank])
+        i: shifted(each, shifts[other_rank])
         for other_rank, other in found.values()
-        for i, told_values in other.values.items()
+        for i, each in other.values.items()
     }
     slots = tuple(
         replace(slot, values=values.get(i, {})) for i, slot in enumerate(first.slots)
@@ -239,34 +262,32 @@ def _region(
     )
 
 
-def _require_same_values(
-    first: RegionPart, found: dict[int, tuple[int, RegionPart]]
+def require_same_values(
+    slots: Sequence[Slot], told: Sequence[tuple[int, dict[int, dict[str, str]]]]
 ) -> None:
     """Raise CheckpointError for scalar state that differs between ranks.
 
     Args:
-        first: the part that describes the slots.
-        found: the rank and the region part, by shard number.
+        slots: the parameters of a region.
+        told: ranks with their ``RegionPart.shared`` of the region.
 
     Collective: none.
     """
-    assert first.slots is not None
     # (slot, state) -> the first rank with elements of the parameter, and the value.
     known: dict[tuple[int, str], tuple[int, str]] = {}
-    for rank, part in found.values():
-        for i, values in part.shared.items():
+    for rank, shared in told:
+        for i, values in shared.items():
             for name, text in values.items():
                 writer, said = known.setdefault((i, name), (rank, text))
                 if said != text:
                     raise CheckpointError(
-                        f"Optimizer state {name!r} of {quoted(first.slots[i].fqns[0])} "
+                        f"Optimizer state {name!r} of {quoted(slots[i].fqns[0])} "
                         f"is {said[:80]} on rank {writer} of the save and {text[:80]} "
                         f"on rank {rank}, which hold parts of the parameter; a "
                         "checkpoint has such state once. Nothing was committed. Make "
                         "it equal on all ranks (all-reduce it in the optimizer's "
                         "step), keep it out of optimizer.state, or pass "
-                        f"local=[{first.slots[i].fqns[0]!r}], which saves each rank's "
-                        "own."
+                        f"local=[{slots[i].fqns[0]!r}], which saves each rank's own."
                     )
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import quoted
@@ -20,7 +21,6 @@ from composable_fsdp.storage.bounds import read_document, within_limits
 from composable_fsdp.storage.directory import MANIFEST
 from composable_fsdp.storage.local import LocalNames
 from composable_fsdp.storage.manifest import (
-    Cut,
     EntryPlace,
     Local,
     Manifest,
@@ -32,10 +32,10 @@ from composable_fsdp.storage.remote import is_url, join, whole_path
 from composable_fsdp.storage.remote_commit import read_marker
 from composable_fsdp.storage.runs import (
     BytesDescription,
+    PartRuns,
     Run,
     boxes_of,
     cut_runs,
-    part_runs,
     whole_runs,
 )
 from composable_fsdp.storage.source import Copy, Source, TensorInfo
@@ -43,6 +43,8 @@ from composable_fsdp.storage.staging import (
     aligned,
     fits_in_memory,
     host_buffer,
+    is_plain,
+    note_write,
     parts_of,
 )
 from composable_fsdp.storage.validate import parse
@@ -56,11 +58,14 @@ _TAIL = b"\n}\n"
 _Key = tuple[str, str | None]
 
 
-def manifest_bytes(manifest: Manifest) -> bytes:
-    """Return the content of the manifest file: JSON with a crc32 of the manifest."""
-    body = json.dumps(
-        manifest.to_json(), allow_nan=False, separators=(",", ":")
-    ).encode()
+def manifest_bytes(
+    manifest: Manifest, known: Mapping[str, str] = MappingProxyType({})
+) -> bytes:
+    """Return the content of the manifest file: JSON with a crc32 of the manifest.
+
+    ``known`` are the texts of some fields, by name. Default: none.
+    """
+    body = manifest.text(known).encode()
     return _HEAD % zlib.crc32(body) + body + _TAIL
 
 
@@ -119,7 +124,7 @@ class NativeSource(Source):
         # None for the parameter or buffer itself.
         self._cut: dict[_Key, tuple[Region, Slot, tuple[EntryPlace, ...]]] = {}
         self._wholes: dict[_Key, Stored] = {}
-        self._parts: dict[_Key, tuple[Cut, tuple[EntryPlace, ...]]] = {}
+        self._parts: dict[_Key, tuple[PartRuns, tuple[EntryPlace, ...]]] = {}
         self._staged: list[Tensor] | None = None
         self._local = LocalNames(manifest)
         self.local_ranks = len(manifest.local)
@@ -135,6 +140,11 @@ class NativeSource(Source):
             # The constructor failed, so no caller has an object to close.
             self.close()
             raise
+
+    @property
+    def wrappers(self) -> Mapping[str, str]:  # type: ignore[override]  # never set
+        """See ``Source``."""
+        return self.manifest.wrappers
 
     def on_rank(self, rank: int | None) -> None:
         """Show the values of ``rank`` alone, too; see ``Source``."""
@@ -177,14 +187,15 @@ class NativeSource(Source):
             for key, stored in single.states.items():
                 optim.setdefault(name, {})[key] = info_of(stored.dtype, stored.shape)
                 self._wholes[name, key] = stored
-        for cut in self.manifest.cuts:
+        for cut in self.manifest.alone():
             name, *others = cut.fqns
-            model[name] = info_of(cut.dtype, cut.shape)
-            self._parts[name, None] = cut, cut.parts
+            # All states of a parameter are divided as the parameter.
+            model[name], runs = info_of(cut.dtype, cut.shape), PartRuns(cut)
+            self._parts[name, None] = runs, cut.parts
             aliases.update(dict.fromkeys(others, name))
             for key, of_cut in cut.states.items():
                 optim.setdefault(name, {})[key] = info_of(of_cut.dtype, cut.shape)
-                self._parts[name, key] = cut, of_cut.parts
+                self._parts[name, key] = runs, of_cut.parts
         self.model, self.aliases, self.optim = model, aliases, optim
 
     def _decode(self, own: Local) -> None:
@@ -194,7 +205,7 @@ class NativeSource(Source):
         held = [(s.fqns[0], s.values) for r in manifest.regions for s in r.slots]
         singles = (*manifest.singles, *own.singles)
         held += [(single.fqns[0], single.values) for single in singles]
-        held += [(cut.fqns[0], cut.values) for cut in manifest.cuts]
+        held += [(cut.fqns[0], cut.values) for cut in manifest.alone()]
         held += own.values.items()
         for name, found in held:
             if found:
@@ -270,7 +281,7 @@ class NativeSource(Source):
         # all ranks agree.
         new = [self._is_direct(copy) and copy.is_new for copy in copies]
         used = [copy for copy in copies if not copy.is_new]
-        self._staged = self._stage(used)
+        keep, self._staged = self._stage(used)
         # ``zip`` of the staged memory with the copies that are not new, in order.
         nowhere: list[Tensor | None] = [None] * len(used)
         waiting = iter(self._staged or nowhere)
@@ -279,7 +290,7 @@ class NativeSource(Source):
             for copy, filled in zip(copies, new, strict=True)
         ]
         for file, wants in zip(self.files, self._wants(copies, targets), strict=True):
-            file.check(wants)
+            file.check(wants, keep=keep)
         for copy, filled in zip(copies, new, strict=True):
             # The destination is on another device or of another dtype: read into host
             # memory and convert.
@@ -291,6 +302,13 @@ class NativeSource(Source):
         left = [copy for copy in copies if not copy.is_new]
         if self._staged is not None:
             for copy, staged in zip(left, self._staged, strict=True):
+                # As the snapshot of a save: threads of an operator wait for each other.
+                if self._is_direct(copy):
+                    ctypes.memmove(
+                        copy.into.data_ptr(), staged.data_ptr(), staged.numel()
+                    )
+                    note_write(copy.into)
+                    continue
                 dtype = self._info(copy.name, copy.state).dtype
                 copy.into.copy_(staged.view(dtype).view(copy.into.shape))
             self._staged = None
@@ -302,11 +320,7 @@ class NativeSource(Source):
         for file, wanted in zip(self.files, wants, strict=True):
             file.fill(wanted)
         for copy in direct:
-            if not copy.into.is_inference():
-                # The read has changed the memory without a torch operator. Autograd
-                # must know: a tensor saved for backward before the load no longer has
-                # the saved values.
-                increment_version(copy.into)
+            note_write(copy.into)
         super().finish([copy for copy in left if not self._is_direct(copy)])
 
     def __enter__(self) -> NativeSource:
@@ -319,24 +333,28 @@ class NativeSource(Source):
 
     def _is_direct(self, copy: Copy) -> bool:
         """Return whether the file's bytes can be read straight into ``copy.into``."""
-        into = copy.into
-        if into.device.type != "cpu" or not into.is_contiguous():
-            return False
         dtype = self._info(copy.name, copy.state).dtype
-        return into.dtype == dtype and not into.is_conj() and not into.is_neg()
+        return copy.into.dtype == dtype and is_plain(copy.into)
 
-    def _stage(self, copies: Sequence[Copy]) -> list[Tensor] | None:
-        """Return host memory for ``copies``, or None if this rank has not enough.
+    def _stage(self, copies: Sequence[Copy]) -> tuple[bool, list[Tensor] | None]:
+        """Decide where verified bytes wait until all ranks agree.
 
-        With this memory each byte is read once: verified, kept until all ranks agree,
-        and then copied. Without the memory ``finish`` reads again.
+        Returns: whether they wait in the page cache; else host memory for ``copies``,
+            or None if this rank has not enough and ``finish`` reads the disk again.
         """
         sizes = [
             (copy.stop - copy.start) * self._info(copy.name, copy.state).dtype.itemsize
             for copy in copies
         ]
         total = sum(map(aligned, sizes))
-        return parts_of(host_buffer(total), sizes) if fits_in_memory(total) else None
+        if not total or not fits_in_memory(total):
+            return False, None
+        # A second read from the page cache costs less than a copy in memory that is
+        # used for the first time, and takes no more: the disk is read once either way.
+        run = next(run for copy in copies for run in self._runs_of(copy))
+        if self.files[run.file].stays_in_cache():
+            return True, None
+        return False, parts_of(host_buffer(total), sizes)
 
     def _wants(
         self, copies: Sequence[Copy], targets: Sequence[Tensor | None]
@@ -348,7 +366,7 @@ class NativeSource(Source):
         found: list[list[ReadRequest]] = [[] for _ in self.files]
         for copy, into in zip(copies, targets, strict=True):
             at = 0
-            for run in self._runs(copy.name, copy.state, copy.start, copy.stop):
+            for run in self._runs_of(copy):
                 found[run.file].append(ReadRequest(run.begin, run.end, into, at, copy))
                 at += run.end - run.begin
         for wants in found:
@@ -377,6 +395,17 @@ class NativeSource(Source):
         """Return dtype and shape of a tensor of the model, or of an optimizer state."""
         return self.model[name] if state is None else self.optim[name][state]
 
+    def _runs_of(self, copy: Copy) -> list[Run]:
+        """Return the places of the elements of ``copy`` as byte intervals."""
+        name, state = copy.name, copy.state
+        found = self._parts.get((name, state))
+        # Regions and whole tensors know elements of the whole tensor alone.
+        if found is None or copy.rectangle is None:
+            runs = (self._runs(name, state, *each) for each in copy.runs())
+            return [run for each in runs for run in each]
+        size = self._info(name, state).dtype.itemsize
+        return found[0].runs(found[1], size, copy.rectangle, copy.start, copy.stop)
+
     def _runs(self, name: str, state: str | None, start: int, stop: int) -> list[Run]:
         """Return the places of elements ``[start, stop)`` as byte intervals."""
         info = self._info(name, state)
@@ -387,7 +416,8 @@ class NativeSource(Source):
             )
         size = info.dtype.itemsize
         if (name, state) in self._parts:
-            return part_runs(*self._parts[name, state], size, start, stop)
+            parts, places = self._parts[name, state]
+            return parts.runs(places, size, None, start, stop)
         found = self._cut.get((name, state))
         if found is None:
             return whole_runs(self._wholes[name, state], start, stop)
@@ -400,5 +430,9 @@ class NativeSource(Source):
             return ""
         name, state, start, stop = what[:4]
         of = f"state {state!r} of " if state is not None else ""
-        boxes = boxes_of(self._info(name, state).shape, start, stop)
+        given = what.rectangle if isinstance(what, Copy) else None
+        if given is not None:
+            boxes = boxes_of(given.shape, start, stop, given.offset)
+        else:
+            boxes = boxes_of(self._info(name, state).shape, start, stop)
         return f"{of}{quoted(name)} {boxes}"

@@ -2,15 +2,17 @@
 
 ::
 
-    shard of a region                 written by the first replica
-    slots of a region                 described by the first rank of the unit
+    shard of a region                 written by the replicas in parts, or by turns
+    slots of a region                 described by the writer of its first elements
+    parameter that is a DTensor       written by the first rank with the same elements
     state that is not element-wise    written by the first rank with elements of the
                                       parameter
-    tensor in no unit, extra, options written by rank 0 of the save
+    large parameter in no unit        written by the ranks by turns
+    other tensor, extra, options      written by rank 0 of the save
 
 Rank 0 of the save merges the descriptions and the places of the entries (``merge``). A
 rank writes each state that any rank has for parameters of a region;
-``FilePart.kinds`` and ``add_missing`` tell a rank about states that only other ranks
+``PartMaker.kinds`` and ``add_missing`` tell a rank about states that only other ranks
 have.
 """
 
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -37,64 +40,40 @@ from composable_fsdp.storage.contents import (
     HeldTensor,
     named,
     not_in_module,
-    require_readable,
 )
 from composable_fsdp.storage.cuts import StateForms, cut_parts, is_whole
+from composable_fsdp.storage.expert_names import experts_in
 from composable_fsdp.storage.file_part import (
     FilePart,
     Kinds,
-    RegionPart,
     SinglePart,
-    StateKey,
 )
-from composable_fsdp.storage.manifest import Json, Slot, require_storable
+from composable_fsdp.storage.held_state import is_elementwise, readable_state
+from composable_fsdp.storage.manifest import Json, require_storable
+from composable_fsdp.storage.mesh_copies import (
+    is_first_copy,
+    is_first_part,
+    stores_loose,
+)
+from composable_fsdp.storage.region_part import kinds_of, region_part
 from composable_fsdp.storage.rng import rng_state
-from composable_fsdp.storage.same_on_ranks import RankValues, hash_tensors, text_of
+from composable_fsdp.storage.same_on_ranks import (
+    RankValues,
+    hash_rectangles,
+    hash_tensors,
+    text_of,
+)
 from composable_fsdp.storage.selection import ALL, Patterns, Selection, matcher
+from composable_fsdp.storage.spread import cut_shares, shares_of, tensors_of
 from composable_fsdp.storage.stateful import states_of
 from composable_fsdp.storage.values import encode
-from composable_fsdp.storage.writer import Piece, of_tensor, shard_pieces
+from composable_fsdp.storage.writer import Piece, of_tensor
 
 Groups = list[tuple[Any, dict[str, Any]]]
 """All param groups, each as (optimizer, group)."""
 
 _MEMBERS = ("params", "param_names")
 """The keys of a group that list parameters; all others are options."""
-
-
-def add_missing(part: FilePart, pieces: list[Piece], told: Iterable[Kinds]) -> None:
-    """Add entries of zeros for states of regions that only other ranks have.
-
-    Args:
-        part: the part of this rank, changed in place.
-        pieces: the entries of this rank's file; new entries are appended.
-        told: ``FilePart.kinds`` of all ranks.
-
-    Collective: none.
-    """
-    # This rank has no element of the parameters with such a state, so zeros lose
-    # nothing. If this rank has elements, the slots stay empty here, and ``merge``
-    # raises.
-    everyone: Kinds = {}
-    for kinds in told:
-        for region, states in kinds.items():
-            everyone.setdefault(region, {}).update(states)
-    for own in part.regions:
-        for (name, kind), dtype in everyone[own.unit, own.index].items():
-            if (name, kind) in own.states:
-                continue
-            entry = f"{own.key}.{name}"
-            # A state of the same name and another dtype already has an entry with this
-            # key.
-            if entry in part.tensors:
-                entry = f"{entry}.{dtype}"
-            numel = own.shard_numel
-            own.states[name, kind] = dtype, (), entry
-            # ``make`` has already listed the other entries in ``part.tensors``.
-            part.tensors[entry] = dtype, (numel,)
-            pieces.append(
-                Piece(entry, dtype, (numel,), partial(_state_pieces, [], numel, dtype))
-            )
 
 
 class PartMaker:
@@ -106,10 +85,20 @@ class PartMaker:
         selection: Selection = ALL,
         local: Patterns = None,
         *,
-        is_first: bool,
-        is_alone: bool,
+        ranks: Sequence[int],
+        rank: int,
     ) -> None:
-        self.contents, self.is_first, self.is_alone = contents, is_first, is_alone
+        """Choose the tensors to save.
+
+        Args:
+            contents: the tensors of the module.
+            selection: the tensors to save. Default: all.
+            local: see ``save``.
+            ranks: the global ranks of the save.
+            rank: the number of this rank among them.
+        """
+        self.contents, self._rank, self._ranks = contents, rank, ranks
+        self.is_first, self.is_alone = rank == 0, len(ranks) == 1
         # Names and ids of all are still needed: the optimizer may hold
         # parameters that are left out of the checkpoint.
         self.chosen = selection.of_contents(contents)
@@ -118,6 +107,8 @@ class PartMaker:
         self.part = FilePart()
         self.told = RankValues()
         """What this rank tells of the values that rank 0 alone saves."""
+        self.kinds: Kinds = {}
+        """The states of each region that this rank has elements of."""
 
     def make(
         self,
@@ -162,31 +153,36 @@ class PartMaker:
             put = partial(self._put, keep=is_local)
             target = self.part.local if is_local else self.part
             target.own_states[name] = encode(state, name, put, python_values=True)
-        shared = [held for held in self.chosen.tensors if not self._is_local(held)]
+        shared, loose = self._tensors()
+        # A rank's own tensors may be wrapped otherwise on each rank.
+        facts = {
+            each.name: each.facts
+            for each in self.chosen.wrappers
+            if not self._is_local_name(each.name)
+        }
         # To hash the tensors takes time, and a single rank has nothing to compare.
+        experts = experts_in(self.chosen)
+        self._tell_experts(experts, groups)
         if not self.is_alone:
             hash_tensors(shared, self.told)
+            hash_rectangles(loose, self.told)
+            self.told.shapes.update(facts)
             if self.chosen is not self.contents:
                 params = (p for held in self.chosen.regions for p in held.params)
-                self.told.chosen = {param.names[0]: "chosen" for param in params}
+                names = {param.names[0] for param in params} - experts.keys()
+                self.told.chosen = dict.fromkeys(names, "chosen")
+            self.told.experts = experts
             self._tell_states(shared, states)
             self._tell_options(groups)
         self._local(states, groups if optims else None)
-        for held in self.chosen.regions:
-            # All replicas hold equal shards, so the first replica alone writes them.
-            if not held.handle.groups.in_first_replica:
-                continue
-            if is_whole(held):
-                self._region(held, states)
-                continue
-            forms = StateForms(_is_elementwise, self._value, text_of)
-            for cut, pieces in cut_parts(held, states, forms):
-                self.part.cuts.append(cut)
-                self.pieces += pieces
+        self._regions(states)
+        mine = [each for each in loose if stores_loose(each.tensor, self._ranks[0])]
+        self._cuts(mine, states)
+        for number, tensor in tensors_of(shared, self._rank, len(self._ranks)):
+            self.part.singles.append(self._single(tensor, states, number))
         if self.is_first:
+            self.part.wrappers = facts
             self.part.extra = encoded
-            for tensor in shared:
-                self.part.singles.append(self._single(tensor, states))
             if optims:
                 self.part.param_groups = self._param_groups(groups, local=False)
         # Random states differ between ranks, so each rank keeps these loose
@@ -196,23 +192,84 @@ class PartMaker:
             self.part.tensors[piece.key] = (piece.dtype, piece.shape)
         return self.part, self.pieces
 
+    def _tensors(self) -> tuple[list[HeldTensor], list[HeldTensor]]:
+        """Return the tensors in no unit that all ranks have, and those with rectangles.
+
+        Raises: CheckpointError, for a DTensor that each rank is to save for itself.
+        """
+        shared, loose = [], []
+        for held in self.chosen.tensors:
+            if held.rectangle is None:
+                if not self._is_local(held):
+                    shared.append(held)
+                continue
+            if self._is_local(held):
+                raise CheckpointError(
+                    f"{quoted(held.names[0])} is a DTensor, of which each rank holds a "
+                    "part; local=[..] expects names of tensors that are whole on a "
+                    "rank. Nothing was written. Leave the name out of local."
+                )
+            loose.append(held)
+        return shared, loose
+
+    def _regions(self, states: dict[int, dict[str, Any]]) -> None:
+        """Add this rank's shares of regions, and of parameters stored alone."""
+        regions, groups = self.chosen.regions, self.contents.mesh_groups
+        for held, share in shares_of(regions):
+            # Copies of tensor parallelism hold equal shards, and the first writes.
+            if is_first_copy(held.handle, None, groups):
+                part, pieces = region_part(held, share, states, self._value)
+                self.part.regions.append(part)
+                self.pieces += pieces
+        for held in cut_shares(regions):
+            self._cuts(self._first_copies(held), states)
+        whole = [held for held in regions if is_whole(held)]
+        # Without replicas, the entries of this rank say the same.
+        if any(held.handle.groups.replicas > 1 for held in whole):
+            self.kinds = kinds_of(whole, states)
+        else:
+            self.kinds = self.part.kinds()
+
+    def _first_copies(self, held: HeldRegion) -> Iterator[HeldParam]:
+        """Yield the parameters of a region whose elements this rank stores."""
+        for param in held.params:
+            # Parameters of a region may be cut over other ranks each.
+            form, groups = param.ref.form, self.contents.mesh_groups
+            # An empty parameter is on all ranks of the unit.
+            is_here = prod(param.shape) > 0 or is_first_part(held.handle, form)
+            if is_here and is_first_copy(held.handle, form, groups):
+                yield param
+
+    def _cuts(
+        self, params: Iterable[HeldParam | HeldTensor], states: dict[int, Any]
+    ) -> None:
+        """Add the entries and the description of parameters that are stored alone."""
+        forms = StateForms(is_elementwise, self._value, text_of)
+        for cut, pieces in cut_parts(params, states, forms):
+            self.part.cuts.append(cut)
+            self.pieces += pieces
+
     def _optimizer_states(self, groups: Groups) -> dict[int, dict[str, Any]]:
         """Return the state of each parameter, by the ``id`` of the parameter."""
         known = named(self.contents)
+        wrappers = {id(each.tensor) for each in self.contents.wrappers}
         found: dict[int, dict[str, Any]] = {}
         for g, (optim, group) in enumerate(groups):
             for i, parameter in enumerate(group["params"]):
-                if id(parameter) not in known:
-                    raise not_in_module(parameter, g, i, "saved")
                 # ``get`` and not ``[]``: ``optim.state`` is a defaultdict, and a read
                 # must not add a key.
                 state = optim.state.get(parameter, {})
+                # A quantized weight is frozen, and optimizers may hold it idly.
+                if id(parameter) in wrappers and not state:
+                    continue
+                if id(parameter) not in known:
+                    raise not_in_module(parameter, g, i, "saved")
                 if state:
-                    found[id(parameter)] = plain_values(optim, state)
-                    name = known[id(parameter)].names[0]
-                    for key, value in found[id(parameter)].items():
-                        if isinstance(value, Tensor):
-                            require_readable(value, f"{name} (state {key!r})", "save")
+                    held, plain = known[id(parameter)], plain_values(optim, state)
+                    found[id(parameter)] = {
+                        key: readable_state(value, held, key)
+                        for key, value in plain.items()
+                    }
         return found
 
     def _is_local(self, held: HeldParam | HeldTensor) -> bool:
@@ -236,13 +293,29 @@ class PartMaker:
             kept = states[id(held.tensor)] = {}
             for key, value in found.items():
                 # Elements are cut over ranks, and no rank has them for itself.
-                if _is_elementwise(key, value, held.ref.leaf, name):
+                if is_elementwise(key, value, held.ref.leaf, name):
                     kept[key] = value
                 else:
                     told = self._value(key, value, name)
                     own.values.setdefault(name, {})[key] = told
         if groups is not None:
             own.param_groups = self._param_groups(groups, local=True) or None
+
+    def _tell_experts(self, experts: dict[str, int], groups: Groups) -> None:
+        """Add the optimizer's groups of this rank's experts to the description."""
+        # Other ranks hold other experts, of which rank 0 alone cannot know.
+        if not experts:
+            return
+        known = named(self.chosen)
+        for g, (_, group) in enumerate(groups):
+            held = [known.get(id(p)) for p in group["params"]]
+            names = [each.names[0] for each in held if each is not None]
+            own = [name for name in names if name in experts]
+            if own:
+                self.part.experts[g] = own
+                options = {k: v for k, v in group.items() if k not in _MEMBERS}
+                where = f"param_groups[{g}]"
+                self.told.options[where] = text_of(options, where)
 
     def _tell_states(
         self, shared: Sequence[HeldTensor], states: dict[int, dict[str, Any]]
@@ -297,6 +370,8 @@ class PartMaker:
                     "no text; rename it."
                 )
             result.append({**encoded, "params": members})
+            if not local:
+                self.part.group_numbers.append(g)
         return result
 
     def _put(self, tensor: Tensor, where: str, *, keep: bool = False) -> int:
@@ -312,84 +387,23 @@ class PartMaker:
             self.pieces.append(of_tensor(key, tensor))
         return len(self.part.loose) - 1
 
-    def _region(self, held: HeldRegion, states: dict[int, dict[str, Any]]) -> None:
-        """Add entries and description of a region and of the optimizer state."""
-        layout, region = held.region.layout, held.region
-        first = held.params[0].names[0] if held.params else ""
-        require_storable(layout.dtype, quoted(first))
-        key = f"region.{held.unit}.{held.index}"
-        numel = (layout.shard_numel,)
-        self.pieces.append(Piece(key, layout.dtype, numel, lambda: [region.shard]))
-        part = RegionPart(
-            held.unit,
-            held.index,
-            region.rank,
-            layout.world_size,
-            layout.dtype,
-            layout.shard_numel,
-            first,
-            key,
-            {},
-        )
-        self.part.regions.append(part)
-        members: dict[StateKey, list[tuple[int, int, Tensor]]] = {}
-        for i, param in enumerate(held.params):
-            # This rank has no element of the parameter, so an optimizer need not keep
-            # the state here up to date. A rank with elements writes the state.
-            if i in region.absent:
-                continue
-            ref, fqn = param.ref, param.names[0]
-            holders = layout.holders(ref.slot)
-            for name, value in states.get(id(ref.leaf), {}).items():
-                # An entry has a single dtype, so parameters whose states differ in
-                # dtype get separate entries of the region.
-                if _is_elementwise(name, value, ref.leaf, fqn):
-                    state = (name, str(value.dtype))
-                    members.setdefault(state, []).append((i, ref.offset, value))
-                    continue
-                if len(holders) > 1:
-                    # ``merge`` compares the texts: the checkpoint has a single value.
-                    where = f"optimizer state {name!r} of {quoted(fqn)}"
-                    part.shared.setdefault(i, {})[name] = text_of(value, where)
-                if holders[0] == region.rank:
-                    told = self._value(name, value, fqn)
-                    part.values.setdefault(i, {})[name] = told
-        for (name, _), found in members.items():
-            dtype = found[0][2].dtype
-            require_storable(dtype, f"optimizer state {name!r} of {part.first!r}")
-            # The dtype is part of the key only if several entries of the region have
-            # the name.
-            entry = (
-                f"{key}.{name}"
-                if len({k for k in members if k[0] == name}) == 1
-                else f"{key}.{name}.{dtype}"
-            )
-            indices = tuple(i for i, _, _ in found)
-            part.states[name, str(dtype)] = (dtype, indices, entry)
-            pieces = partial(_state_pieces, found, numel[0], dtype)
-            self.pieces.append(Piece(entry, dtype, numel, pieces))
-        # The values are added by ``merge``: they come from other ranks' parts, too.
-        if held.handle.groups.is_first:
-            part.slots = tuple(
-                Slot(param.names, param.shape, param.ref.slot.offset, {})
-                for param in held.params
-            )
-
     def _value(self, name: str, value: Any, fqn: str) -> Json:
         """Encode a state that is not element-wise."""
         where = f"optimizer state {name!r} of {quoted(fqn)}"
         return encode(value, where, partial(self._put, keep=True), python_values=True)
 
     def _single(
-        self, held: HeldTensor, states: dict[int, dict[str, Any]]
+        self, held: HeldTensor, states: dict[int, dict[str, Any]], number: int = 0
     ) -> SinglePart:
         """Add entries of a tensor in no unit and of the state; return the description.
+
+        ``number`` is the place in the order of all such tensors of the save.
 
         Raises: CheckpointError, for a dtype that no file holds.
         """
         name = held.names[0]
         require_storable(held.dtype, quoted(name))
-        part = SinglePart(held.names, f"tensor.{name}")
+        part = SinglePart(held.names, f"tensor.{name}", number)
         self.pieces.append(of_tensor(part.key, held.tensor, held.dtype))
         for key, value in states.get(id(held.tensor), {}).items():
             if not is_scalar(key, value, held.tensor.shape):
@@ -399,37 +413,3 @@ class PartMaker:
             else:
                 part.values[key] = self._value(key, value, name)
         return part
-
-
-def _is_elementwise(name: str, value: Any, leaf: Tensor, fqn: str) -> bool:
-    """Return whether ``value`` has an element for each element of the shard.
-
-    If not, the state has the same value on all ranks.
-
-    Args:
-        name: the name of the state.
-        value: the state; need not be a tensor.
-        leaf: the sharded parameter.
-        fqn: the parameter's name, for messages.
-
-    Raises: CheckpointError, for a tensor that is neither a scalar nor element-wise.
-    """
-    if is_scalar(name, value, leaf.shape):
-        return False
-    if value.shape == leaf.shape:
-        return True
-    raise CheckpointError(
-        f"Optimizer state {name!r} of {quoted(fqn)} has shape {tuple(value.shape)}; "
-        f"expected a number or the shape of this rank's shard, {tuple(leaf.shape)}. "
-        "State that is not element-wise, or was made before fully_shard, cannot be "
-        "saved in shards: use an element-wise optimizer, and make it hold state only "
-        "after fully_shard."
-    )
-
-
-def _state_pieces(
-    found: list[tuple[int, int, Tensor]], shard_numel: int, dtype: torch.dtype
-) -> Iterator[Tensor | int]:
-    """Yield the elements of a state's shard, with zeros for all other parameters."""
-    parts = ((at, value) for _, at, value in found)
-    return shard_pieces(parts, shard_numel, dtype.itemsize)

@@ -81,7 +81,10 @@ def folder_at(url: str) -> Marked:
 
 
 def is_part(file: str) -> bool:
-    """Return whether ``file`` is the name of a rank's file."""
+    """Return whether ``file`` is the name of a rank's file, or of half a marker."""
+    # ``FsspecStorage.put`` writes a marker under another name where files grow.
+    if file.startswith(f"{MANIFEST}.") and file.endswith(".part"):
+        return True
     return file.startswith("rank") and file.endswith(".safetensors")
 
 
@@ -127,16 +130,21 @@ def exists(url: str) -> CheckpointError:
     )
 
 
-def commit_remote(url: str, marker: bytes, overwrite: bool) -> None:
+def commit_remote(
+    url: str, marker: bytes, overwrite: bool, files: Mapping[str, int]
+) -> None:
     """Write the marker, which makes the files at ``url`` a checkpoint.
 
     Args:
         url: the checkpoint's final URL, with all files.
         marker: the content of the manifest, which names the files.
         overwrite: replace a checkpoint there.
+        files: the size in bytes of each file that the marker names, by name.
 
-    Raises: CheckpointError, if another save has committed there meanwhile; OSError.
+    Raises: CheckpointError, if another save has committed there meanwhile, or a file
+    is not there; OSError.
     """
+    _require_files(url, files)
     storage, name = storage_of(join(url, MANIFEST))
     try:
         # A replaced marker is a single request, so that readers see the old checkpoint
@@ -152,6 +160,22 @@ def commit_remote(url: str, marker: bytes, overwrite: bool) -> None:
             raise
 
 
+def _require_files(url: str, files: Mapping[str, int]) -> None:
+    """Raise CheckpointError if a file that the marker will name is not there."""
+    # Another save to the same URL that has committed meanwhile removed all files that
+    # its own marker does not name. With ``overwrite``, a marker of files that are gone
+    # would replace that whole checkpoint.
+    there = folder_at(url).files
+    for name, nbytes in sorted(files.items()):
+        if name not in there or there[name].nbytes != nbytes:
+            found = f"{there[name].nbytes} bytes" if name in there else "nothing"
+            raise CheckpointError(
+                f"{join(url, name)} was uploaded with {nbytes} bytes, and the storage "
+                f"shows {found}; nothing was committed. Another save to {url} may have "
+                "removed the file: save from a single job, or choose another name."
+            )
+
+
 def _same_content(url: str, marker: bytes) -> bool:
     """Return whether the marker at ``url`` is ``marker``."""
     storage, name = storage_of(join(url, MANIFEST))
@@ -163,10 +187,18 @@ def _same_content(url: str, marker: bytes) -> bool:
 
 
 def discard_remote(url: str, token: str) -> None:
-    """Remove the files of an attempt that was not committed; errors are ignored."""
-    with suppress(OSError):
+    """Remove the files of an attempt that was not committed; errors are ignored.
+
+    Nothing is removed if the marker names the files, or cannot be read.
+    """
+    with suppress(OSError, CheckpointError):
         storage, _ = storage_of(url)
-        for name, each in folder_at(url).files.items():
+        files = folder_at(url).files
+        # The answer to the marker may have been lost, or Ctrl-C have come after it: the
+        # files are then those of a checkpoint.
+        if MANIFEST in files and token.encode() in read_marker(url):
+            return
+        for name, each in files.items():
             # Files of other attempts have other tokens, and may belong to the marker.
             if token in name:
                 storage.delete(each.name)
@@ -242,10 +274,14 @@ def remove_older_remote(
             and (number := number_of(other)) is not None
             and number <= mine
         ]
-        for _, each in sorted(older, key=lambda pair: pair[0], reverse=True)[
-            keep - 1 :
-        ]:
-            _delete(each, problems)
+        older.sort(key=lambda pair: pair[0])
+        # Asked once, before the first is removed, as in a directory.
+        stay = spared([*(each.url for _, each in older), url]) if older else {}
+        for _, each in older[: max(0, len(older) - keep + 1)]:
+            if each.url not in stay:
+                _delete(each, problems)
+            elif stay[each.url]:
+                problems.append(f"{each.url} ({stay[each.url]})")
     except OSError as error:
         problems.append(f"{parent} ({error})")
     return problems
@@ -258,7 +294,9 @@ def _delete(found: Marked, problems: list[str], spare: set[str] | None = None) -
     order = sorted(found.files, key=lambda file: file != MANIFEST)
     try:
         for file in order:
-            if file not in (spare or ()):
+            # A user may have put a file beside those of the checkpoint.
+            is_ours = file == MANIFEST or is_part(file)
+            if is_ours and file not in (spare or ()):
                 storage.delete(found.files[file].name)
     except OSError as error:
         problems.append(f"{found.url} ({error.strerror or error})")

@@ -107,6 +107,9 @@ class RenamedSource(Source):
         self.model = self._renamed(source.model)
         self.aliases = self._aliases(source)
         self.own_states = self._renamed(source.own_states)
+        # The name of a wrapper is no name of a tensor, and so not in the tables.
+        told = ((new(name), facts) for name, facts in source.wrappers.items())
+        self.wrappers = {name: facts for name, facts in told if name}
 
     def _renamed(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return a mapping by the new names, without names that are left out."""

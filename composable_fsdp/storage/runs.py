@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import NamedTuple
 
 from composable_fsdp.naming import listed, quoted
-from composable_fsdp.planning.boxes import interval_boxes
+from composable_fsdp.planning.boxes import interval_boxes, moved
 from composable_fsdp.storage.manifest import (
     Cut,
     EntryPlace,
+    Grid,
     Manifest,
     Region,
     Slot,
     Stored,
 )
+from composable_fsdp.storage.rectangles import Rectangle
 from composable_fsdp.storage.validate import Entry, entries_by_file
 
 
 class Run(NamedTuple):
-    """Elements ``[start, stop)`` of a tensor, and bytes ``[begin, end)`` of a file."""
+    """Elements ``[start, stop)`` of a tensor, and bytes ``[begin, end)`` of a file.
+
+    Of a parameter that is stored by rectangles, the elements of a rectangle.
+    """
 
     start: int
     stop: int
@@ -78,40 +85,125 @@ def cut_runs(
     return runs
 
 
-def part_runs(
-    cut: Cut, places: tuple[EntryPlace, ...], itemsize: int, start: int, stop: int
-) -> list[Run]:
-    """Return the places of elements ``[start, stop)`` of a cut, part by part.
+class PartRuns:
+    """Finds the elements of a parameter that is stored in parts, of rectangles or not.
 
     Args:
-        cut: the parameter.
-        places: the places of the parts: of the cut, or of an optimizer state.
-        itemsize: the bytes of an element.
-        start: the first element, counted in the flattened parameter.
-        stop: the element after the last.
-
-    Returns: a run for each part that holds some of the elements, in order.
+        cut: the parameter; a cut is a grid of a single rectangle.
     """
-    # A saved cut has a part per rank of its unit, so a search is not worth a table.
-    runs = []
-    for (first, last), place in zip(cut.bounds(), places, strict=True):
-        low, high = max(start, first), min(stop, last)
-        if low < high:
-            begin = place.begin + (low - first) * itemsize
-            end = begin + (high - low) * itemsize
-            runs.append(Run(low, high, place.file, begin, end))
-    return runs
+
+    def __init__(self, cut: Cut | Grid) -> None:
+        self._grid = grid = cut if isinstance(cut, Grid) else cut.as_grid()
+        self._rectangles = grid.rectangles()
+        # Per rectangle the index of the first part in ``grid.parts``.
+        self._first = [0, *accumulate(map(len, grid.begins))]
+        self._index = {
+            (each.offset, each.shape): i for i, each in enumerate(self._rectangles)
+        }
+
+    def runs(
+        self,
+        places: tuple[EntryPlace, ...],
+        itemsize: int,
+        rectangle: Rectangle | None,
+        start: int,
+        stop: int,
+    ) -> list[Run]:
+        """Return the places of elements ``[start, stop)``, in order.
+
+        Args:
+            places: the places of the parts: of the grid, or of an optimizer state.
+            itemsize: the bytes of an element.
+            rectangle: the rectangle whose elements are counted; None: of the whole.
+            start: the first element.
+            stop: the element after the last.
+        """
+        shape, whole = self._grid.shape, (0,) * len(self._grid.shape)
+        wanted = rectangle or Rectangle(shape, whole, shape)
+        # A rank that reads as a rank has saved: the elements are a few intervals.
+        same = self._index.get((wanted.offset, wanted.shape))
+        if same is not None:
+            return self._in_rectangle(same, places, itemsize, start, stop)
+        found: list[Run] = []
+        for first, last in wanted.runs(start, stop):
+            # A run of the whole tensor may go on in the next rectangle.
+            while first < last:
+                index, inner, left = self._at(first)
+                end = inner + min(last - first, left)
+                found += self._in_rectangle(index, places, itemsize, inner, end)
+                first += end - inner
+        return found
+
+    def _at(self, position: int) -> tuple[int, int, int]:
+        """Return where an element of the whole parameter is stored.
+
+        Returns: the index of the rectangle, the element of the flattened rectangle, and
+        the number of elements from there that are adjacent in both.
+        """
+        indices = []
+        # From the last dim, whose indices are adjacent.
+        for size in reversed(self._grid.shape):
+            position, index = divmod(position, size)
+            indices.append(index)
+        found = inner = 0
+        for index, begins, size in zip(
+            reversed(indices), self._grid.cuts, self._grid.shape, strict=True
+        ):
+            i = bisect_right(begins, index) - 1
+            # The last interval of a dim ends with the dim.
+            end = begins[i + 1] if i + 1 < len(begins) else size
+            found = found * len(begins) + i
+            inner = inner * (end - begins[i]) + index - begins[i]
+        width = self._rectangles[found].width
+        return found, inner, width - inner % width
+
+    def _in_rectangle(
+        self,
+        index: int,
+        places: tuple[EntryPlace, ...],
+        itemsize: int,
+        start: int,
+        stop: int,
+    ) -> list[Run]:
+        """Return the places of elements of a rectangle, part by part.
+
+        Args:
+            index: the index of the rectangle.
+            places: as of ``runs``.
+            itemsize: as of ``runs``.
+            start: the first element of the flattened rectangle.
+            stop: the element after the last.
+        """
+        begins, first = self._grid.begins[index], self._first[index]
+        runs = []
+        # A search: a parameter of a large model has a part per rank.
+        at = bisect_right(begins, start) - 1
+        while start < stop:
+            end = begins[at + 1] if at + 1 < len(begins) else stop
+            count = min(stop, end) - start
+            place = places[first + at]
+            begin = place.begin + (start - begins[at]) * itemsize
+            end = begin + count * itemsize
+            runs.append(Run(start, start + count, place.file, begin, end))
+            start, at = start + count, at + 1
+        return runs
 
 
-def boxes_of(shape: tuple[int, ...], start: int, stop: int) -> str:
+def boxes_of(
+    shape: tuple[int, ...], start: int, stop: int, at: tuple[int, ...] | None = None
+) -> str:
     """Return the interval of a flattened tensor as rectangles, as text for messages.
 
     Args:
         shape: the shape of the tensor.
         start: the first element.
         stop: the element after the last.
+        at: the place of the tensor in another tensor. Default None: the tensor is
+            whole.
     """
     boxes = interval_boxes(shape, start, stop)
+    if at is not None:
+        boxes = moved(boxes, at)
     return ", ".join(f"[offsets {b.offsets} sizes {b.sizes}]" for b in boxes)
 
 

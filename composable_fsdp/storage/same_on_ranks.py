@@ -24,6 +24,7 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.value_hash import hash_values
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.storage.contents import HeldTensor
+from composable_fsdp.storage.expert_names import require_own_names
 from composable_fsdp.storage.manifest import Json
 from composable_fsdp.storage.values import encode
 from composable_fsdp.storage.writer import in_host_memory
@@ -42,6 +43,10 @@ class RankValues:
     """The same of each buffer and of each extra state."""
     chosen: dict[str, str] = field(default_factory=dict)
     """The names of parameters of units, if only a part of the model is saved."""
+    rectangles: dict[str, int] = field(default_factory=dict)
+    """A hash of this rank's rectangle of each DTensor in no unit, by name and place."""
+    experts: dict[str, int] = field(default_factory=dict)
+    """The names of this rank's experts, with the place in the ``expert_mesh``."""
     options: dict[str, str] = field(default_factory=dict)
     """The options of the optimizer, as JSON, by the name of the parameter."""
 
@@ -50,6 +55,7 @@ class RankValues:
         # Sorted: ranks may order groups and parameters differently, and a checkpoint
         # goes by names.
         parts = [self.shapes, self.parameters, self.buffers, self.options, self.chosen]
+        parts += [self.rectangles, self.experts]
         text = repr([sorted(part.items()) for part in parts])
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
@@ -61,12 +67,25 @@ def hash_tensors(held: Sequence[HeldTensor], told: RankValues) -> None:
     hashes = hash_values(plain).tolist() if _on_a_device(plain) else map(_hash, plain)
     for each, value in zip(held, hashes, strict=True):
         name = each.names[0]
-        is_parameter = isinstance(each.tensor, nn.Parameter)
+        is_parameter = isinstance(each.shown, nn.Parameter)
         kind = "a parameter" if is_parameter else "a buffer"
         # Ties are part of the checkpoint: a tied tensor is saved once.
         tied = f", also named {listed(each.names[1:])}" if each.names[1:] else ""
         told.shapes[name] = f"{kind} {each.shape} of {each.dtype}{tied}"
         (told.parameters if is_parameter else told.buffers)[name] = value
+
+
+def hash_rectangles(held: Sequence[HeldTensor], told: RankValues) -> None:
+    """Add names, shapes and hashes of the parts of DTensors in no unit to ``told``."""
+    for each in held:
+        name, given = each.names[0], each.rectangle
+        assert given is not None
+        # The shape of the whole tensor, which all ranks tell alike.
+        told.shapes[name] = f"a DTensor {each.shape} of {each.dtype}"
+        # A rank without elements may have any offset.
+        if given.numel:
+            where = f"{name} at {given.offset}"
+            told.rectangles[where] = _hash(_hashable(each.local))
 
 
 def _on_a_device(tensors: Sequence[Tensor]) -> bool:
@@ -115,6 +134,7 @@ def require_same(ranks: Sequence[int], told: Sequence[RankValues]) -> str:
             "written. Pass the same include, exclude and trainable_only on every rank, "
             "and freeze the same parameters."
         )
+    require_own_names(ranks, [each.experts for each in told])
     # Names and shapes first: hashes of values are compared for tensors that all ranks
     # have.
     unlike = _unlike(told, lambda each: each.shapes)
@@ -140,6 +160,7 @@ def require_same(ranks: Sequence[int], told: Sequence[RankValues]) -> str:
             f"fully_shard, or pass local=[{unlike[0]!r}] (names, or patterns such as "
             "'experts.*'), which saves each rank's own."
         )
+    _require_same_rectangles(ranks, told)
     _require_same_options(ranks, told)
     # A warning and no error: the running means of a normalization differ in ordinary
     # training, and DistributedDataParallel gives all ranks those of rank 0, too.
@@ -152,6 +173,21 @@ def require_same(ranks: Sequence[int], told: Sequence[RankValues]) -> str:
         "ranks. Broadcast them before the save, or pass local=[..] with their names, "
         "which saves each rank's own."
     )
+
+
+def _require_same_rectangles(ranks: Sequence[int], told: Sequence[RankValues]) -> None:
+    """Raise CheckpointError for a rectangle of a DTensor that has two values."""
+    known: dict[str, tuple[int, int]] = {}
+    for rank, each in zip(ranks, told, strict=True):
+        for where, value in each.rectangles.items():
+            first, expected = known.setdefault(where, (rank, value))
+            if value != expected:
+                raise CheckpointError(
+                    f"The part of DTensor {where} is in no unit and has other values "
+                    f"on rank {rank} than on rank {first}, which would save the part; "
+                    "nothing was written. Give all ranks the same values, or pass the "
+                    "module around it to fully_shard."
+                )
 
 
 def _require_same_options(ranks: Sequence[int], told: Sequence[RankValues]) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed
 from composable_fsdp.optim.names import Optimizers
+from composable_fsdp.storage.collection import paused_collection
 from composable_fsdp.storage.commit import (
     commit,
     finish_commit,
@@ -35,7 +36,6 @@ from composable_fsdp.storage.contents import (
     contents_of,
     optimizers_in,
 )
-from composable_fsdp.storage.direct import named_errors
 from composable_fsdp.storage.directory import (
     MANIFEST,
     make_temporary,
@@ -43,14 +43,15 @@ from composable_fsdp.storage.directory import (
     stale_copies,
     write_synced,
 )
-from composable_fsdp.storage.file_part import FilePart, digest
+from composable_fsdp.storage.file_part import FilePart, Kinds, digest
 from composable_fsdp.storage.listing import spared
-from composable_fsdp.storage.manifest import BLOCK, Manifest, block_size
-from composable_fsdp.storage.merge import merge
+from composable_fsdp.storage.manifest import BLOCK, block_size
 from composable_fsdp.storage.metric import Metric, agreed
-from composable_fsdp.storage.native import manifest_bytes
-from composable_fsdp.storage.part import PartMaker, add_missing
+from composable_fsdp.storage.new_file import named_errors
+from composable_fsdp.storage.part import PartMaker
 from composable_fsdp.storage.pending import raise_unseen, wait_for_pending
+from composable_fsdp.storage.plan_cache import Reuse, plan_cache_of
+from composable_fsdp.storage.region_part import add_missing
 from composable_fsdp.storage.remote import is_url, join, whole_path
 from composable_fsdp.storage.remote_commit import (
     begin_remote,
@@ -61,7 +62,6 @@ from composable_fsdp.storage.remote_commit import (
 from composable_fsdp.storage.same_on_ranks import RankValues, require_same
 from composable_fsdp.storage.selection import Patterns, Selection
 from composable_fsdp.storage.team import Team, meet_team, team_of
-from composable_fsdp.storage.validate import parse
 from composable_fsdp.storage.writer import Piece, in_order, places_of, write_file
 from composable_fsdp.tree.traversal import require_module
 
@@ -199,6 +199,8 @@ class Job:
     """The description of this rank's file; rank 0 merges the parts of all ranks."""
     pieces: list[Piece]
     """The entries of this rank's file, in the order of the file."""
+    reuse: Reuse
+    """The plan of the last save, and whether this save is as the last."""
     keep: int | None
     """See ``save``."""
     overwrite: bool = False
@@ -217,6 +219,7 @@ class Job:
         return os.path.join(self.temporary, f"rank{rank:05d}.safetensors")
 
 
+@paused_collection()
 def prepare(
     team: Team,
     path: str | os.PathLike[str],
@@ -242,6 +245,7 @@ def prepare(
     """
     target, temporary, error = "", "", None
     part, pieces, values = FilePart(), list[Piece](), RankValues()
+    kinds: Kinds = {}
     # Two saves of the same ranks must not write or exchange objects at the same time.
     before = wait_for_pending(team)
     metric: Metric | None = None
@@ -251,16 +255,16 @@ def prepare(
         given.require_types(keep)
         metric = Metric.of(*given.metric)
         optims = optimizers_in(given.optim, "save")
-        contents = contents_of(module, "save")
+        contents = contents_of(module, "save", inner=True)
         maker = PartMaker(
             contents,
             Selection.of(*given.chosen),
             given.local,
-            is_first=team.rank == 0,
-            is_alone=team.world_size == 1,
+            ranks=team.ranks,
+            rank=team.rank,
         )
         part, pieces = maker.make(optims, given.extra, given.per_rank)
-        values = maker.told
+        values, kinds = maker.told, maker.kinds
         if team.rank == 0:
             temporary = _begin(target, overwrite, team.world_size)
     # Do not raise yet: the other ranks would wait in the exchange below for this rank.
@@ -271,10 +275,13 @@ def prepare(
         # says so), but a rank without elements of the parameters has no such state. The
         # digests tell every rank whether a second exchange is needed, so all ranks
         # decide alike.
-        kinds = part.kinds()
         nbytes = sum(piece.nbytes for piece in pieces)
+        # A share of a shard may lack a state that the other shares have.
+        add_missing(part, pieces, [kinds])
+        plan = plan_cache_of(module)
+        last = plan.token_for(part, team.ranks, is_first=team.rank == 0)
         told = digest(kinds), values.digest()
-        mine = target, temporary, before, *told, metric, nbytes
+        mine = target, temporary, before, *told, metric, nbytes, last
         answers = team.agree(error, mine)
         raise_unseen(team, [each[2] for each in answers])
         # Each rank has all metrics, so all raise alike.
@@ -282,6 +289,9 @@ def prepare(
         part.metric = None if metric is None else metric.to_save()
         kinds_differ = len({each[3] for each in answers if each[3]}) > 1
         values_differ = len({each[4] for each in answers}) > 1
+        # Before entries are added that other ranks ask for, at each save alike.
+        is_same = bool(last) and {each[7] for each in answers} == {last}
+        reuse = Reuse(plan, part.copy(), team.ranks, is_same)
         if kinds_differ or values_differ:
             # Names and hashes are sent in full only now: of 10,000 tensors and 1,024
             # ranks they are hundreds of megabytes.
@@ -299,7 +309,7 @@ def prepare(
     target, temporary, *_ = answers[0]
     block = block_size(sum(each[6] for each in answers))
     pieces, best = in_order(pieces), given.keep_best
-    return Job(target, temporary, part, pieces, keep, overwrite, best, block)
+    return Job(target, temporary, part, pieces, reuse, keep, overwrite, best, block)
 
 
 def write(team: Team, job: Job, error: Exception | None = None) -> None:
@@ -316,19 +326,20 @@ def write(team: Team, job: Job, error: Exception | None = None) -> None:
     Raises: CheckpointError, the same on every rank.
     """
     told: Any = None
-    try:
-        if error is not None:
-            raise error
-        begins = places_of(job.pieces)
-        file = write_file(job.file_of(team.rank), job.pieces, job.block)
-        told = job.part, file, begins
-    except Exception as raised:
-        error = raised
-    # Release the pieces before the exchange: in an asynchronous save they hold the
-    # copies of this rank's values in host memory.
-    job.pieces.clear()
     committed = False
     try:
+        try:
+            if error is not None:
+                raise error
+            begins = places_of(job.pieces)
+            file = write_file(job.file_of(team.rank), job.pieces, job.block)
+            told = job.reuse.told(job.part, file, begins)
+        except Exception as raised:
+            error = raised
+        # Release the pieces before the exchange: in an asynchronous save they hold the
+        # copies of this rank's values in host memory.
+        job.pieces.clear()
+        job.reuse.begin()
         answers = team.to_first(error, told)
         failures = [each.failure for each in answers]
         if team.rank == 0:
@@ -340,6 +351,7 @@ def write(team: Team, job: Job, error: Exception | None = None) -> None:
                 failures[0] = team.failure_of(failure)
             error = error or failure
         team.from_first(failures, error)
+        job.reuse.end(job.temporary)
     finally:
         # Also after a lost rank or an interrupt, no half-written directory stays
         # behind.
@@ -351,11 +363,12 @@ def _finish(job: Job, told: list[Any]) -> tuple[bool, Exception | None]:
     """Merge, check and commit on rank 0; return whether committed, and any error."""
     committed = False
     try:
-        manifest = merge(told, job.block)
-        _require_sound(manifest, job.path)
-        data = manifest_bytes(manifest)
+        with paused_collection():
+            place = join(job.path, MANIFEST)
+            manifest, data = job.reuse.manifest(told, job.block, place)
         if is_url(job.path):
-            commit_remote(job.path, data, job.overwrite)
+            sizes = {f.name: f.header_nbytes + f.payload_nbytes for f in manifest.files}
+            commit_remote(job.path, data, job.overwrite, sizes)
         else:
             # The manifest is written and synced before the rename, so a directory with
             # its final name is always complete.
@@ -423,11 +436,6 @@ def _tidy(job: Job, files: set[str]) -> None:
             f"remove_stale({os.path.dirname(job.path)!r}).",
             stacklevel=2,
         )
-
-
-def _require_sound(manifest: Manifest, path: str) -> None:
-    """Check the manifest as a load would: an unreadable checkpoint is not committed."""
-    parse(manifest.to_json(), join(path, MANIFEST))
 
 
 def _after_commit(job: Job, error: Exception) -> Exception:

@@ -10,13 +10,14 @@ name stands for all that the module holds::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from torch import nn
 
 from composable_fsdp.storage.contents import Contents, HeldParam, HeldTensor
+from composable_fsdp.storage.wrappers import HeldWrapper
 
 Patterns = str | Sequence[str] | Callable[[str], bool] | None
 """A pattern, several patterns, a function of a name, or None."""
@@ -81,7 +82,7 @@ class Selection:
         """Whether nothing is left out."""
         return self == Selection()
 
-    def without(self, names: set[str]) -> Selection:
+    def without(self, names: Set[str]) -> Selection:
         """Return the selection without a set of names."""
         if not names:
             return self
@@ -99,10 +100,17 @@ class Selection:
         """Return whether the tensor of a model is chosen."""
         # A buffer requires no gradient, and a frozen parameter is the base's.
         if self.trainable_only:
-            is_parameter = isinstance(held.tensor, nn.Parameter)
-            if not is_parameter or not held.tensor.requires_grad:
+            is_parameter = isinstance(held.shown, nn.Parameter)
+            if not is_parameter or not held.shown.requires_grad:
                 return False
         return self.takes_names(held.names)
+
+    def _takes_wrapper(self, wrapper: HeldWrapper) -> bool:
+        """Return whether a tensor that wraps others is chosen."""
+        is_frozen = not wrapper.tensor.requires_grad
+        return self.takes_names([wrapper.name]) and not (
+            self.trainable_only and is_frozen
+        )
 
     def of_contents(self, contents: Contents) -> Contents:
         """Return the chosen part of ``contents``; a region may lack parameters."""
@@ -119,6 +127,7 @@ class Selection:
             contents,
             regions=tuple(region for region in regions if region.params),
             tensors=tuple(filter(self.takes, contents.tensors)),
+            wrappers=tuple(filter(self._takes_wrapper, contents.wrappers)),
             own_states={k: v for k, v in own.items() if self.takes_names([k])},
         )
 

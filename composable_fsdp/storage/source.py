@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from composable_fsdp.storage.rectangles import Rectangle
+
 CHUNK_BYTES = 64 * 2**20
 """The number of bytes of a tensor that are read and passed on at a time."""
 OWN_STATE = "_extra_state"
@@ -78,7 +80,10 @@ class Copy(NamedTuple):
     ``state`` is the name of an optimizer state of parameter ``name``; None stands for
     the parameter or buffer itself. ``into`` may be on any device and have any shape of
     ``stop - start`` elements; the values are converted to its dtype. ``is_new`` says
-    that no code uses ``into`` yet, so ``into`` may be filled at any time.
+    that no code uses ``into`` yet, so ``into`` may be filled at any time. If
+    ``rectangle`` is not None, ``start`` and ``stop`` count the elements of that
+    rectangle of the saved tensor. ``holders`` returns the global ranks that hold the
+    same elements: none but this rank if empty, all ranks of the load if None.
     """
 
     name: str
@@ -87,6 +92,16 @@ class Copy(NamedTuple):
     stop: int
     into: Tensor
     is_new: bool = False
+    rectangle: Rectangle | None = None
+    # A function, because few loads ask.
+    holders: Callable[[], tuple[int, ...] | None] | None = None
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """Yield the elements as intervals of the flattened tensor, in order."""
+        if self.rectangle is None:
+            yield self.start, self.stop
+        else:
+            yield from self.rectangle.runs(self.start, self.stop)
 
 
 class Source(ABC):
@@ -122,6 +137,12 @@ class Source(ABC):
 
     own_states: Mapping[str, Any] = MappingProxyType({})
     """Results of modules' ``get_extra_state``, by the name in a state dict."""
+
+    wrappers: Mapping[str, str] = MappingProxyType({})
+    """The facts of tensors that wrap others, by name; ``model`` has the inner tensors.
+
+    Empty if the format does not tell.
+    """
 
     local_ranks: int = 0
     """The number of ranks that have saved tensors or options for themselves."""
@@ -197,9 +218,16 @@ class Source(ABC):
 
     def read(self, copy: Copy) -> Tensor:
         """Return the elements of ``copy``, from ``read_model`` or ``read_optim``."""
+        # Of a rectangle, a read for each run: rows of the whole tensor may be large.
+        runs = list(copy.runs()) or [(0, 0)]
+        parts = [self._interval(copy, start, stop) for start, stop in runs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _interval(self, copy: Copy, start: int, stop: int) -> Tensor:
+        """Return elements ``[start, stop)`` of the tensor of ``copy``."""
         if copy.state is None:
-            return self.read_model(copy.name, copy.start, copy.stop)
-        return self.read_optim(copy.name, copy.state, copy.start, copy.stop)
+            return self.read_model(copy.name, start, stop)
+        return self.read_optim(copy.name, copy.state, start, stop)
 
     def rng(self, rank: int, world_size: int) -> dict[str, Any] | None:
         """Return the random state for ``rank`` of ``world_size``, or None."""

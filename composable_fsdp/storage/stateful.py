@@ -11,6 +11,7 @@ objects at the same keys fills them::
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,12 @@ from torch import nn
 
 from composable_fsdp.naming import listed
 from composable_fsdp.storage.contents import units_in
+from composable_fsdp.storage.source import Source
+from composable_fsdp.storage.team import Team
 
+Redeal = Callable[[list[Any], int, int], dict[str, Any]]
+"""Returns the values of a rank, from those of all saved ranks, at another world size.
+"""
 _MAX_DEPTH = 100
 """The deepest nesting in which objects are looked for; values are saved no deeper."""
 
@@ -176,3 +182,47 @@ def _holds_objects(value: Any, depth: int) -> bool:
         return False
     inner = value.values() if isinstance(value, dict) else value
     return any(_holds_objects(each, depth + 1) for each in inner)
+
+
+def own_values(
+    source: Source, team: Team, wanted: Any, redeal: Redeal | None
+) -> Filling:
+    """Return the values for this rank's ``per_rank``; see ``load``.
+
+    Args:
+        source: the open checkpoint.
+        team: the ranks of the load.
+        wanted: the caller's ``per_rank``; None: nothing is read.
+        redeal: see ``load``.
+
+    Raises: TypeError, if ``wanted`` or a result of ``redeal`` is no dict; any error of
+    ``redeal``.
+    Collective: none.
+    """
+    if wanted is None:
+        return Filling()
+    require_dict(wanted, "load expects per_rank=None or a dict")
+    saved = source.saved_ranks
+    # A rank without values of its own saved an empty dict, so the numbers are equal.
+    if saved == team.world_size:
+        return fill(wanted, source.rank_values(team.rank), "per_rank")
+    if not saved:
+        return Filling(problems=["the checkpoint was saved without per_rank"])
+    if redeal is None:
+        return Filling(
+            problems=[
+                f"per_rank was saved by {saved} ranks, and {team.world_size} load: "
+                "load(.., redeal=function) gets the values of all of them and returns "
+                "those of a rank"
+            ]
+        )
+    all_values = [source.rank_values(rank) for rank in range(saved)]
+    dealt = redeal(all_values, team.rank, team.world_size)
+    require_dict(dealt, "redeal must return a dict")
+    return fill(wanted, dealt, "per_rank")
+
+
+def require_dict(value: object, expected: str) -> None:
+    """Raise TypeError, unless ``value`` is a dict."""
+    if not isinstance(value, dict):
+        raise TypeError(f"{expected}, got a {type(value).__name__}.")

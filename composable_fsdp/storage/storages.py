@@ -22,7 +22,7 @@ def register_storage(scheme: str, make: Callable[[], Storage]) -> None:
     Raises: ValueError, for a scheme that no URL can have.
 
     >>> register_storage("scratch", lambda: FsspecStorage("memory"))
-    >>> checkpoints("scratch://runs")
+    >>> checkpoints("scratch://nothing-saved-here")
     []
     """
     if not is_url(f"{scheme}://"):
@@ -51,7 +51,7 @@ def storage_of(url: str) -> tuple[Storage, str]:
 
 
 class RemoteFile:
-    """A new object at ``url``, written from beginning to end, as ``DirectFile``.
+    """A new object at ``url``, written from beginning to end, as ``NewFile``.
 
     As a context manager, the object is discarded unless ``finish`` was called.
     """

@@ -30,6 +30,7 @@ from composable_fsdp.errors import (
     FSDPError,
 )
 from composable_fsdp.storage.contents import units_in
+from composable_fsdp.storage.mesh_copies import mesh_groups_in
 
 
 class Team:
@@ -203,10 +204,12 @@ def meet_team(module: object, what: str) -> None:
     # Names of groups in the store, not the team's own group: a rank that is alone would
     # wait in the creation of that group.
     groups: list[dist.ProcessGroup | None] = []
-    for layout in _layouts(module):
+    layouts, others = _layouts(module), _mesh_groups(module)
+    for layout in layouts:
         groups += [layout.shard, layout.replicate]
+    groups += others
     # The ranks of a smaller mesh know only their rows and columns, which meet in turn.
-    if not groups or any(_is_world(layout) for layout in _layouts(module)):
+    if not layouts or any(_is_world(layout, others) for layout in layouts):
         groups = [dist.group.WORLD]
     several = [group for group in groups if group is not None and group.size() > 1]
     try:
@@ -225,9 +228,33 @@ def _layouts(module: object) -> list[RankLayout]:
     return list({id(state.ranks): state.ranks for state in states}.values())
 
 
-def _is_world(layout: RankLayout) -> bool:
-    """Return whether the mesh holds all ranks."""
-    return layout.world_size == dist.get_world_size()
+def _mesh_groups(module: object) -> list[dist.ProcessGroup]:
+    """Return the groups of the meshes of DTensors in ``module``."""
+    if not isinstance(module, nn.Module):
+        return []
+    return mesh_groups_in(module, (state.handle for state in units_in(module)))
+
+
+def _is_world(layout: RankLayout, others: Sequence[dist.ProcessGroup]) -> bool:
+    """Return whether the mesh holds all ranks, with the dims of DTensors beside."""
+    # Computed without an exchange: usually a mesh of data and tensor parallelism holds
+    # all ranks.
+    count, found = layout.world_size, set(_ranks_of(layout))
+    for group in others:
+        ranks = dist.get_process_group_ranks(group)
+        # A dim inside of the ranks of the data adds no rank.
+        if found.isdisjoint(set(ranks) - {dist.get_rank()}):
+            count *= len(ranks)
+            found.update(ranks)
+    return count == dist.get_world_size()
+
+
+def _ranks_of(layout: RankLayout) -> list[int]:
+    """Return the ranks of this rank's shard group and replicate group."""
+    found = list(dist.get_process_group_ranks(layout.shard))
+    if layout.replicate is not None:
+        found += dist.get_process_group_ranks(layout.replicate)
+    return found
 
 
 def _no_module(module: object) -> TypeError:
@@ -237,23 +264,24 @@ def _no_module(module: object) -> TypeError:
 def team_of(module: object, purpose: str = "checkpoint") -> Team:
     """Return all ranks over whose meshes the units in ``module`` are sharded.
 
-    A module without units belongs to all ranks of the default group. For an object that
+    The ranks of the meshes of DTensors in ``module`` belong to the team as well. A
+    module without units belongs to all ranks of the default group. For an object that
     is no module, the team is also all ranks: only there can the other ranks learn of
     the error. ``purpose`` separates groups that must not share collectives.
 
     Collective: for each mesh that has a replicate group and does not hold all ranks, an
-    all-gather of objects over the shard group, in every call; at the first call with
-    these ranks, the creation of the gloo group. None for a mesh of all ranks after the
-    first call.
+    all-gather of objects over the shard group, and over each dim of the meshes of
+    DTensors, in every call; at the first call with these ranks, the creation of the
+    gloo group. None for a mesh of all ranks after the first call.
     """
     if not dist.is_available() or not dist.is_initialized():
         return Team(None)
-    layouts = _layouts(module)
+    layouts, others = _layouts(module), _mesh_groups(module)
     ranks: set[int] = set() if layouts else set(range(dist.get_world_size()))
     for layout in layouts:
         # The usual case needs no exchange: the mesh holds all ranks.
-        if _is_world(layout):
-            ranks = set(range(layout.world_size))
+        if _is_world(layout, others):
+            ranks = set(range(dist.get_world_size()))
             break
         shard, replicate = layout.shard, layout.replicate
         if replicate is None:
@@ -264,6 +292,12 @@ def team_of(module: object, purpose: str = "checkpoint") -> Team:
         column = dist.get_process_group_ranks(replicate)
         for found in collectives.all_gather_object(column, shard):
             ranks |= set(found)
+    # The ranks of tensor parallelism hold other elements; each dim widens the mesh. The
+    # number of ranks is equal on all ranks here, because meshes are rectangles.
+    if len(ranks) < dist.get_world_size():
+        for group in others:
+            for found in collectives.all_gather_object(sorted(ranks), group):
+                ranks |= set(found)
     members = tuple(sorted(ranks))
     # A rank that is lost must not be waited for longer here than in training.
     limits = [group_timeout(layout.shard) for layout in layouts]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from composable_fsdp.naming import listed, quoted
 from composable_fsdp.storage.manifest import (
     Cut,
     EntryPlace,
+    Grid,
     Json,
     Manifest,
     Region,
@@ -60,10 +62,41 @@ def parse(document: Json, file: str) -> Manifest:
         _check_region(region, file)
     for cut in manifest.cuts:
         _check_cut(cut, file)
+    for grid in manifest.grids:
+        _check_grid(grid, file)
     # After the checks of files and regions, on which this check relies.
     entries_by_file(manifest, file)
     check_values(manifest, file)
     return manifest
+
+
+def require_changed(manifest: Manifest, file: str) -> None:
+    """Check the fields of a manifest that change from save to save.
+
+    The others, and how they fit together, are those of a manifest that was checked.
+
+    Args:
+        manifest: the manifest.
+        file: as in ``parse``.
+
+    Raises: CheckpointError, as ``parse``.
+    Collective: none.
+    """
+    # Thousands of places of shards are as they were, and take seconds to check. Of the
+    # files, sizes are as they were, and checksums are results of ``crc32``.
+    changed = replace(
+        manifest,
+        files=(),
+        regions=(),
+        singles=(),
+        cuts=(),
+        grids=(),
+        local=(),
+        loose=(),
+    )
+    parse_fields(changed.to_json(), file)
+    _check_files(manifest, file)
+    check_values(manifest, file)
 
 
 def _check_files(manifest: Manifest, file: str) -> None:
@@ -105,7 +138,12 @@ def _is_plain(name: str) -> bool:
 def _check_names(manifest: Manifest, file: str) -> None:
     """Check that no two tensors have the same name."""
     names = list(names_of(manifest))
-    _refuse_twice(names, file)
+    _refuse_twice([*names, *manifest.wrappers], file)
+    around = {name.rpartition(".")[0] for name in names}
+    around |= {name.rpartition(".")[0] for name in manifest.wrappers}
+    # A load would compare the facts of nothing.
+    if bare := sorted(manifest.wrappers.keys() - around):
+        raise refuse(file, f"{quoted(bare[0])} wraps tensors, and none is there")
     for own in manifest.local:
         mine = [name for single in own.singles for name in single.fqns]
         _refuse_twice([*names, *mine], file)
@@ -123,14 +161,55 @@ def _check_cut(cut: Cut, file: str) -> None:
     """Check that the parts of a cut cover the parameter, and its states, too."""
     where = f"{quoted(cut.fqns[0])} of shape {cut.shape}"
     count = len(cut.parts)
-    # A parameter without elements has a single part without elements.
-    rises = all(a < b for a, b in pairwise((*cut.begins, max(cut.numel, 1))))
-    if not count or len(cut.begins) != count or cut.begins[0] or not rises:
+    if len(cut.begins) != count or not _covers(cut.begins, cut.numel):
         raise refuse(
             file,
             f"{where} has {count} parts that begin at elements {cut.begins[:8]}, which "
             "do not cover it",
         )
+    _check_states(cut, where, file)
+
+
+def _covers(begins: tuple[int, ...], size: int) -> bool:
+    """Return whether intervals that begin at ``begins`` cover ``[0, size)``."""
+    # A parameter without elements has a single part without elements.
+    rises = all(a < b for a, b in pairwise((*begins, max(size, 1))))
+    return bool(begins) and not begins[0] and rises
+
+
+def _check_grid(grid: Grid, file: str) -> None:
+    """Check that the rectangles of a grid cover the parameter, and the parts those."""
+    where = f"{quoted(grid.fqns[0])} of shape {grid.shape}"
+    fits = len(grid.cuts) == len(grid.shape) and all(
+        map(_covers, grid.cuts, grid.shape)
+    )
+    # Counted before the rectangles are made: the product of hostile cuts is huge.
+    count = 1
+    for begins in grid.cuts:
+        count = min(count * len(begins), len(grid.begins) + 1)
+    if not fits or count != len(grid.begins):
+        raise refuse(
+            file,
+            f"{where} has {len(grid.begins)} rectangles cut at "
+            f"{[begins[:8] for begins in grid.cuts[:8]]}, which do not cover it",
+        )
+    # A gap between parts would come back as bytes of another tensor.
+    for begins, rectangle in zip(grid.begins, grid.rectangles(), strict=True):
+        if not _covers(begins, rectangle.numel):
+            raise refuse(
+                file,
+                f"{where} has parts that begin at elements {begins[:8]} of the "
+                f"rectangle at {rectangle.offset}, which do not cover it",
+            )
+    parts = sum(map(len, grid.begins))
+    if parts != len(grid.parts):
+        raise refuse(file, f"{where} has {len(grid.parts)} parts, expected {parts}")
+    _check_states(grid, where, file)
+
+
+def _check_states(cut: Cut | Grid, where: str, file: str) -> None:
+    """Check that each state is stored once, with a part for each of the parameter."""
+    count = len(cut.parts)
     for name, state in cut.states.items():
         if len(state.parts) != count:
             raise refuse(
@@ -227,6 +306,8 @@ def all_entries(manifest: Manifest) -> Iterator[tuple[EntryPlace, Entry]]:
                 yield at, Entry(at.begin, end, size, what, region, r, state)
     for cut in manifest.cuts:
         yield from _entries_of_cut(cut)
+    for grid in manifest.grids:
+        yield from _entries_of_grid(grid)
     # Entries of whole tensors: tensors in no unit, their optimizer states, loose
     # tensors.
     singles = [(quoted(single.fqns[0]), single) for single in manifest.singles]
@@ -259,6 +340,29 @@ def _entries_of_cut(cut: Cut) -> Iterator[tuple[EntryPlace, Entry]]:
             told = f"elements {start} to {stop} of {what}"
             shape = (stop - start,)
             yield at, Entry(at.begin, end, dtype.itemsize, told, shape=shape)
+
+
+def _entries_of_grid(grid: Grid) -> Iterator[tuple[EntryPlace, Entry]]:
+    """Yield the entries of the parts of all rectangles, with the places."""
+    name = quoted(grid.fqns[0])
+    kinds = [(name, grid.dtype, grid.parts)]
+    kinds += [
+        (f"state {k!r} of {name}", s.dtype, s.parts) for k, s in grid.states.items()
+    ]
+    rectangles = list(zip(grid.rectangles(), grid.begins, strict=True))
+    for what, dtype, parts in kinds:
+        # All parts in a row; ``_check_grid`` has counted them.
+        places = iter(parts)
+        for rectangle, begins in rectangles:
+            for start, stop in pairwise((*begins, rectangle.numel)):
+                at = next(places)
+                end = at.begin + (stop - start) * dtype.itemsize
+                told = (
+                    f"elements {start} to {stop} of the rectangle {rectangle.shape} at "
+                    f"{rectangle.offset} of {what}"
+                )
+                shape = (stop - start,)
+                yield at, Entry(at.begin, end, dtype.itemsize, told, shape=shape)
 
 
 def entries_by_file(manifest: Manifest, file: str) -> list[list[Entry]]:

@@ -32,7 +32,7 @@ def names_of(manifest: Manifest) -> Iterator[str]:
             yield from slot.fqns
     for single in manifest.singles:
         yield from single.fqns
-    for cut in manifest.cuts:
+    for cut in manifest.alone():
         yield from cut.fqns
 
 
@@ -124,7 +124,7 @@ class _Checker:
                 yield slot.fqns[0], slot.values
         for single in self.manifest.singles:
             yield single.fqns[0], single.values
-        for cut in self.manifest.cuts:
+        for cut in self.manifest.alone():
             yield cut.fqns[0], cut.values
 
     def _check_groups(self, groups: list[Json], known: set[str], where: str) -> None:

@@ -36,6 +36,7 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage import numpy_values
 from composable_fsdp.storage.manifest import DTYPES, dtype_name
 from composable_fsdp.storage.parse import excerpt
+from composable_fsdp.storage.readable import require_memory
 from composable_fsdp.storage.writer import bytes_of
 
 Put = Callable[[Tensor, str], int]
@@ -179,6 +180,7 @@ class _Encoder:
                 f"{where} is a tensor {kind}; a checkpoint holds dense tensors with "
                 "values. Convert it (to_dense()), or leave it out."
             )
+        require_memory(value, where, "save")
         # As a number: optimizer steps and the like need no entry in a file.
         if self.python_values and value.ndim == 0 and not value.is_complex():
             number = value.item()

@@ -17,9 +17,10 @@ from math import prod
 import torch
 from torch import Tensor
 
-from composable_fsdp.storage.direct import DirectFile
 from composable_fsdp.storage.manifest import BLOCK, CODES, File
+from composable_fsdp.storage.new_file import NewFile
 from composable_fsdp.storage.remote import is_url, split
+from composable_fsdp.storage.staging import fits_in_memory
 from composable_fsdp.storage.storages import RemoteFile
 
 ALIGNMENT = 64
@@ -96,7 +97,7 @@ def write_file(path: str, pieces: Sequence[Piece], block: int = BLOCK) -> File:
     """
     header = _header(pieces)
     total = sum(piece.nbytes for piece in pieces)
-    with _new_file(path) as out:
+    with _new_file(path, total) as out:
         out.write(header)
         payload = _Payload(out, block)
         for piece in pieces:
@@ -134,15 +135,18 @@ def header_bytes(table: dict[str, object], alignment: int) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _new_file(path: str) -> DirectFile | RemoteFile:
-    """Return a new file to write, at a path or URL."""
-    return RemoteFile(path) if is_url(path) else DirectFile(path)
+def _new_file(path: str, nbytes: int) -> NewFile | RemoteFile:
+    """Return a new file to write, at a path or URL, for about ``nbytes``."""
+    if is_url(path):
+        return RemoteFile(path)
+    # The file is kept beside the memory that this process may need next.
+    return NewFile(path, keep=fits_in_memory(nbytes))
 
 
 class _Payload:
     """Passes bytes on to the file and computes the checksum of each block."""
 
-    def __init__(self, out: DirectFile | RemoteFile, block: int) -> None:
+    def __init__(self, out: NewFile | RemoteFile, block: int) -> None:
         self.out, self.block, self.done = out, block, 0
         self.crc, self.blocks = 0, list[int]()
 

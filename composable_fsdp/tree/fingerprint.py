@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -27,11 +28,11 @@ from composable_fsdp.planning.walk import modules, named
 from composable_fsdp.tree.state import OWNERS, _FSDPState
 
 ParameterFacts: TypeAlias = tuple[
-    tuple[str, ...], tuple[int, ...], str, bool, tuple[int, int]
+    tuple[str, ...], tuple[int, ...], str, bool, tuple[int, ...]
 ]
 """Names from the unit's module (paths, in a unit of several modules), shape, dtype,
 requires_grad, and the parameter's place: number of the region, first element in the
-region."""
+region, then the strides if compute sees others than those of a contiguous parameter."""
 
 Options: TypeAlias = tuple[tuple[str, str], ...]
 """Pairs of an option's name and its value as text."""
@@ -62,16 +63,28 @@ class Difference(NamedTuple):
 
 
 def facts_of(
-    units: Sequence[tuple[str, _FSDPState]], buffers: Mapping[int, Sequence[str]]
+    units: Sequence[tuple[str, _FSDPState]],
+    buffers: Mapping[int, Sequence[str]],
+    experts: int = 0,
+    *,
+    parts: bool = False,
 ) -> tuple[UnitFacts, ...]:
     """Return the facts of ``units``, which are given by name.
 
     Args:
         units: the units in the order of the tree; the first is the outermost.
         buffers: names of buffers by identity of the unit's state.
+        experts: the number of units with an ``expert_mesh`` in the tree. Default: 0.
+        parts: only facts that are equal on ranks that hold other parts of the same
+            parameters, or other experts. Default: False.
 
     Returns: the facts, in the order of ``units``. Collective: none.
     """
+    if parts:
+        units = [
+            (name, state)
+            for name, (_, state) in zip(names_of_parts(units), units, strict=True)
+        ]
     names = {id(state): name for name, state in units}
     # Most units are alike: their plans share the objects with these identities.
     parameters: dict[int, tuple[ParameterFacts, ...]] = {}
@@ -81,10 +94,12 @@ def facts_of(
         regions = state.handle.layout.plan.regions
         several = len(state.modules) > 1
         # Units of several modules may share a plan; their paths differ.
-        key = id(state.handle) if several else id(regions)
+        # Nor do parts of parameters, whose forms belong to the unit.
+        key = id(state.handle) if several or parts else id(regions)
         if key not in parameters:
-            parameters[key] = _parameter_facts(state.handle, several=several)
-        settings = _setting_values(state, names)
+            found_here = _parameter_facts(state.handle, several=several)
+            parameters[key] = _of_all_parts(state, found_here) if parts else found_here
+        settings = _facts_of_settings(state, names)
         setting = id(state.options), *settings
         if setting not in options:
             pairs = zip(_SETTINGS, map(str, settings), strict=True)
@@ -94,10 +109,39 @@ def facts_of(
                 name,
                 parameters[key],
                 options[setting],
-                tuple(buffers.get(id(state), ())),
+                () if parts else tuple(buffers.get(id(state), ())),
                 several,
             )
         )
+    # Their names and parameters are other ones on each rank; only the number tells
+    # whether all ranks meet as often.
+    if experts and found:
+        told = ("units with an expert_mesh", str(experts))
+        found[0] = found[0]._replace(options=(*found[0].options, told))
+    return tuple(found)
+
+
+def names_of_parts(units: Sequence[tuple[str, _FSDPState]]) -> list[str]:
+    """Return names of ``units`` that are equal on ranks with other experts, too."""
+    # Experts have the numbers of the rank in their names.
+    return [
+        f"number {n} with an expert_mesh" if state.handle.groups.experts_ref else name
+        for n, (name, state) in enumerate(units, 1)
+    ]
+
+
+def _of_all_parts(
+    state: _FSDPState, parameters: Sequence[ParameterFacts]
+) -> tuple[ParameterFacts, ...]:
+    """Return the facts of ``parameters`` that are equal on the ranks of other parts."""
+    if state.handle.groups.experts_ref is not None:
+        return ()  # each rank has experts of its own
+    forms, found = state.handle.layout.forms, []
+    for index, (names, shape, dtype, trains, _) in enumerate(parameters):
+        form = forms.get(index)
+        # Regions hold what a rank has, and parts differ in size.
+        place = (0, 0)
+        found.append((names, form.shape if form else shape, dtype, trains, place))
     return tuple(found)
 
 
@@ -146,7 +190,7 @@ def _parameter_facts(
             slot.shape,
             _text(region.dtype),
             region.trainable,
-            (number, slot.offset),
+            (number, slot.offset, *(slot.strides or ())),
         )
         for number, region in enumerate(handle.layout.plan.regions)
         for slot in region.parameters
@@ -165,13 +209,9 @@ def _option_facts(options: UnitOptions) -> Options:
     return tuple((name, _text(value)) for name, value in found.items())
 
 
-_SETTINGS = (
-    "ranks per shard group",
-    "number of replicas",
-    "device type",
+COMPARED_LATER = (
     "reshard_after_forward",
     "reshard_after_backward",
-    "reduction of gradients in backward",
     "forward_prefetch",
     "units to prefetch in forward",
     "units to prefetch in backward",
@@ -179,35 +219,105 @@ _SETTINGS = (
     "all-reduce of gradients over replicas",
     "reduction of unused parameters",
     "communication hook",
+    "state of the communication hook",
+    "all-reduce hook",
+    "sums without averaging",
+    "custom all-gather",
+    "custom reduce-scatter",
+    "states taken from other replicas",
 )
-"""What ``_setting_values`` returns."""
+"""What ``setting_values`` returns, by the names that errors tell."""
+_SETTINGS = (
+    "ranks per shard group",
+    "number of replicas",
+    "device type",
+    "reduction of gradients in backward",
+    *COMPARED_LATER,
+)
+"""What ``_facts_of_settings`` returns."""
+_NO_NAMES: Mapping[int, str] = {}
 
 
-def _setting_values(state: _FSDPState, names: Mapping[int, str]) -> tuple[object, ...]:
-    """Return settings that can be changed after ``fully_shard``, and the ranks."""
-    settings, handle = state.settings, state.handle
-    rule, groups = handle.rule, handle.groups
+def _facts_of_settings(
+    state: _FSDPState, names: Mapping[int, str]
+) -> tuple[object, ...]:
+    """Return the ranks, and the settings that can be changed after ``fully_shard``."""
+    handle = state.handle
+    return (
+        # Numbers of ranks and not the ranks, which differ between replicas.
+        handle.groups.shard_world_size,
+        handle.groups.replicas,
+        handle.layout.device.type,
+        # A backward compares this setting by itself, because ``no_sync`` changes often.
+        state.settings.sync_gradients,
+        *setting_values(state, names),
+    )
+
+
+def setting_values(
+    state: _FSDPState, names: Mapping[int, str] = _NO_NAMES
+) -> tuple[object, ...]:
+    """Return the values of ``COMPARED_LATER`` of a unit; ``names`` by state."""
+    settings, rule = state.settings, state.handle.rule
     reshards = settings.reshard_after_forward
     if reshards is None:  # as lazy initialization will choose
         reshards = state.parent is not None
-    # The hook's name and not the hook: functions are other objects on each rank.
-    hook = rule.hook
     return (
-        # Numbers of ranks and not the ranks, which differ between replicas.
-        groups.shard_world_size,
-        groups.replicas,
-        handle.layout.device.type,
         reshards,
         settings.reshard_after_backward,
-        settings.sync_gradients,
         settings.prefetches_forward,
         _names(state.ahead_in_forward, names),
         _names(state.ahead_in_backward, names),
         rule.factor,
-        rule.all_reduce,
+        # Without replicas the setting has no effect.
+        rule.all_reduce or state.handle.groups.replicas == 1,
         rule.fill,
-        getattr(hook, "__qualname__", type(hook).__name__),
+        _name(rule.hook),
+        _hook_state(rule.hook_state),
+        _name(rule.after_sum),
+        rule.force_sum,
+        _name(rule.all_gather),
+        _name(rule.reduce_scatter),
+        settings.replica_states,
     )
+
+
+def _name(function: object) -> str | None:
+    """Return the name of a function or of its class; None without a function."""
+    # Names and not the functions, which are other objects on each rank.
+    if isinstance(function, partial):
+        # The function that the package calls, and the object that the user gave.
+        given = next(iter(function.args), function.func)
+        return _name(given) if given is not function else None
+    if function is None:
+        return None
+    return getattr(function, "__qualname__", None) or type(function).__qualname__
+
+
+_HOOK_FACTORS = (
+    "gradient_predivide_factor",
+    "gradient_postdivide_factor",
+    "parameter_type",
+)
+"""Attributes of the states of this package's hooks, and of torch's."""
+
+
+def _hook_state(state: object) -> str | None:
+    """Return the class of a hook's state, and the factors by which a hook divides."""
+    if state is None:
+        return None
+    # No other attributes: a state of the user may hold the rank.
+    known = {n: getattr(state, n) for n in _HOOK_FACTORS if hasattr(state, n)}
+    return f"{type(state).__qualname__}({named_values(known)})"
+
+
+def named_values(values: Mapping[str, object]) -> str:
+    """Return names and values in words.
+
+    >>> named_values({"factor": 2.0, "dtype": torch.float16})
+    'factor=2.0, dtype=float16'
+    """
+    return ", ".join(f"{name}={_text(value)}" for name, value in values.items())
 
 
 def _names(states: Sequence[_FSDPState], names: Mapping[int, str]) -> str:
@@ -223,6 +333,11 @@ def _text(value: object) -> str:
         return value.name
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
+    # The text of ``object`` is an address: equal in forked ranks, whatever the values,
+    # and different in ranks of torchrun.
+    if type(value).__repr__ is object.__repr__:
+        held = named_values(getattr(value, "__dict__", {}))
+        return f"{type(value).__qualname__}({held})"
     return str(value)
 
 
@@ -271,7 +386,9 @@ def _entries(units: Sequence[UnitFacts]) -> dict[_Key, tuple[str, str]]:
             found[1, k, _FLAG, j] = f"requires_grad {this}", str(trainable)
             found[1, k, _PLACE, j] = (
                 f"the flat buffer {this} (group_by)",
-                f"number {place[0] + 1} from element {place[1]}",
+                f"number {place[0] + 1} from element {place[1]}"
+                # Without strides the parameter is contiguous where modules compute.
+                + (f", strides {place[2:]}" if place[2:] else ""),
             )
         for j, (name, value) in enumerate(unit.options):
             found[1, k, _OPTION, j] = f"the option {name} {at}", value

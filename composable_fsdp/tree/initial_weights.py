@@ -12,14 +12,17 @@ was loaded, its hash is not valid any more::
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain
 from operator import attrgetter
 from typing import TypeVar
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable_fsdp.comm.groups import Groups
+from composable_fsdp.comm.nodes import PEERLESS
 from composable_fsdp.flat.handle import UnitLayout
 from composable_fsdp.flat.value_hash import hash_values, have_values
 from composable_fsdp.planning.layout import RegionLayout
@@ -35,7 +38,7 @@ the replicas, too."""
 
 
 class InitialWeights:
-    """What a unit remembers of the values that ``fully_shard`` was given."""
+    """A record of the values that ``fully_shard`` was given."""
 
     __slots__ = ("_ids", "_versions", "compared", "hashes", "is_checked", "synced")
 
@@ -131,12 +134,15 @@ def hash_weights(target: Target, groups: Groups, *, synced: bool) -> InitialWeig
     Returns: the hashes; call ``mark`` after the unit was sharded.
     Collective: none.
     """
-    is_checked = target.plan.options.check_weights != "off" and groups.has_peers
+    # Outside of the unit's groups, other ranks may hold other parts of the model.
+    has_others = groups.has_peers or (
+        dist.get_world_size() > 1 and dist.get_backend() not in PEERLESS
+    )
+    is_checked = target.plan.options.check_weights != "off" and has_others
     hashes = None
     # Without other ranks nothing is hashed: tensors may be fake then.
-    if is_checked and not synced and groups.shard is not None:
-        found = list(chain.from_iterable(target.parameters))
-        values = in_slot_order(target.plan.regions, found)
+    if is_checked and groups.has_peers and not synced and groups.shard is not None:
+        values = in_slot_order(target.plan.regions, target.parameters)
         if have_values(values):
             hashes = hash_values(values)
     return InitialWeights(is_checked=is_checked, hashes=hashes, synced=synced)
@@ -144,15 +150,21 @@ def hash_weights(target: Target, groups: Groups, *, synced: bool) -> InitialWeig
 
 def sharded_leaves(layout: UnitLayout) -> list[nn.Parameter]:
     """Return the sharded parameters of a unit, in the order of the slots."""
-    found = list(chain.from_iterable([region.leaves for region in layout.regions]))
-    return in_slot_order(layout.plan.regions, found)
+    return in_slot_order(layout.plan.regions, [r.leaves for r in layout.regions])
 
 
-def in_slot_order(regions: tuple[RegionLayout, ...], found: list[T]) -> list[T]:
-    """Return the list ``found``, in the order of ``regions``, in that of the slots."""
+def in_slot_order(
+    regions: tuple[RegionLayout, ...], found: Sequence[Sequence[T]]
+) -> list[T]:
+    """Return the values ``found`` of each region, in the order of the slots."""
     # Regions hold parameters by dtype and size; slots count in the module's order.
-    slots = tuple([slot.index for region in regions for slot in region.parameters])
-    return [found[place] for place in _places(slots)]
+    if len(regions) == 1:
+        # Without a copy: units are hashed, marked and compared one by one at set-up.
+        slots, values = regions[0].indices, found[0]
+    else:
+        slots = tuple(chain.from_iterable([region.indices for region in regions]))
+        values = list(chain.from_iterable(found))
+    return [values[place] for place in _places(slots)]
 
 
 @lru_cache(maxsize=64)

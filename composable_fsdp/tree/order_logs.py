@@ -16,23 +16,17 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch.distributed as dist
 
 from composable_fsdp.comm.agreement import Peers, can_compare
-from composable_fsdp.comm.comparison import (
-    AFTER_RAISE,
-    RAN,
-    REDUCE,
-    Fact,
-    LogWords,
-    Note,
-    OrderComparison,
-)
-from composable_fsdp.comm.groups import Groups
+from composable_fsdp.comm.comparison import LogWords, OrderComparison
+from composable_fsdp.comm.groups import GroupRef, Groups
 from composable_fsdp.comm.hang_report import describers
 from composable_fsdp.comm.meeting import Call
 from composable_fsdp.comm.operations import round_order
+from composable_fsdp.comm.order_facts import AFTER_RAISE, RAN, REDUCE, Fact, Note
 from composable_fsdp.comm.sequence import OrderLog
 from composable_fsdp.comm.watch import watch
 from composable_fsdp.flat.handle import NO_LOGS, FlatParamHandle, UnitLogs
@@ -68,15 +62,21 @@ def assign_order_logs(context: RuntimeContext, *, replicas: bool) -> None:
             shard = handle.groups.shard
             gathers = [] if shard is None else [shard]
             in_forward = _log(forward, "forward", tree, gathers, dict, call)
-            present = handle.groups.present
-            in_backward = _log(backward, "backward", tree, present, waiting)
+            both = handle.groups.present
+            in_backward = _log(backward, "backward", tree, both, waiting)
             # Without a shard group there is no all-gather, but gradients are reduced
             # over the replicate group.
             gathered = in_backward if gathers else None
             known[handle.groups] = UnitLogs(in_forward, gathered, in_backward)
         handle.logs = known[handle.groups]
-    for groups in known:
-        watch(groups.present)
+    present = dict.fromkeys(g for groups in known for g in groups.present)
+    watch(present)
+    for log in (*forward.values(), *backward.values()):
+        own = [peers.group for peers in log.comparison.peers]
+        # Groups of a fake world are not watched, and a log has no peers there.
+        log.comparison.elsewhere = tuple(
+            GroupRef(group) for group in present if own and group not in own
+        )
     _watched.add(context)
     context.forward_logs = tuple(forward.values())
     context.backward_logs = tuple(backward.values())
@@ -177,12 +177,13 @@ def _forward_mode(mode: Hashable) -> Fact:
     return _with_flags(Fact("begin forward", quoted(fqn), how), changed)
 
 
-def _with_flags(fact: Fact, changed: Sequence[tuple[str, bool]]) -> Fact:
-    """Return ``fact`` with the parameters of ``RuntimeContext.changed_flags``."""
-    return fact._replace(
-        frozen=tuple(name for name, trains in changed if not trains),
-        unfrozen=tuple(name for name, trains in changed if trains),
+def _with_flags(fact: Fact, changed: Sequence[Sequence[Any]]) -> Fact:
+    """Return ``fact`` with the entries of ``RuntimeContext.changed_flags``."""
+    frozen, unfrozen, settings = (
+        tuple(name for name, trains, *_ in changed if trains is flag)
+        for flag in (False, True, None)
     )
+    return fact._replace(frozen=frozen, unfrozen=unfrozen, settings=settings)
 
 
 def _backward_mode(mode: Hashable) -> Fact:
@@ -239,6 +240,8 @@ def _words(fact: Fact) -> str:
     for names, trains in ((fact.frozen, False), (fact.unfrozen, True)):
         if names:
             text += f", with requires_grad={trains} of {listed(map(quoted, names))}"
+    if fact.settings:
+        text += f", with {listed(fact.settings)}"
     return text
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from composable_fsdp.comm.int8_exchange import int8_all_to_all_hook
 from composable_fsdp.config import ShardingStrategy
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.plan import ShardingPlan
@@ -27,7 +28,12 @@ def unit_plan(fqn: str, state: _FSDPState) -> UnitPlan:
 
     Regions are today's: parameters that were frozen later count as frozen.
     """
-    return replace(state.handle.layout.plan, fqn=fqn, options=_options_in_force(state))
+    return replace(
+        state.handle.layout.plan,
+        fqn=fqn,
+        options=_options_in_force(state),
+        int8_gradients=state.handle.rule.hook is int8_all_to_all_hook,
+    )
 
 
 def _options_in_force(state: _FSDPState) -> UnitOptions:

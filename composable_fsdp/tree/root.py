@@ -14,8 +14,10 @@ from torch import nn
 
 from composable_fsdp.comm.device import Streams, make_streams
 from composable_fsdp.errors import CompositionError
+from composable_fsdp.flat.experts import count_expert_ranks
 from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.planning.walk import named
+from composable_fsdp.tree.arena import give_slots
 from composable_fsdp.tree.state import (
     MarkedUnits,
     RuntimeContext,
@@ -61,6 +63,8 @@ def _initialise(top: _FSDPState) -> None:
         )
     found = list(walk_states(top.module))
     _check_equal([(join_name(top.fqn, fqn), state) for fqn, _, state in found])
+    # Only now is the unit known whose ranks are those of all the data.
+    count_expert_ranks(top.handle, [(fqn, state.handle) for fqn, _, state in found])
     # The caches are slots of the base class, so only the class changes: every reference
     # to this state, weak ones included, stays good.
     top.__class__ = _RootFSDPState
@@ -82,8 +86,10 @@ def _initialise(top: _FSDPState) -> None:
         tuple(s for s in root._root_states if len(s.modules) > 1),
         tuple(s for s in root._root_states if s.precision and s.precision.buffer_dtype),
         any(handle.layout.offload for handle in context.handles),
+        any(handle.groups.experts_ref is not None for handle in context.handles),
     )
     set_streams(context, root.device)
+    give_slots(context, root._root_states)
 
 
 def set_param_paths(module: nn.Module, states: Sequence[_FSDPState]) -> None:

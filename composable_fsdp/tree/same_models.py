@@ -9,6 +9,9 @@ is, and all ranks see all digests and decide alike::
                          hashes of weights   -> first difference -> warning or error
 
 Units over different ranks are compared apart, each with the ranks that hold the unit.
+Ranks that hold other parts of the same parameters (tensor parallelism), or other
+experts, compare what they have in common: options, names and shapes of whole
+parameters, and the values of parameters that are not cut.
 """
 
 from __future__ import annotations
@@ -25,9 +28,12 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from composable_fsdp.comm import collectives
+from composable_fsdp.comm.agreement import can_compare
 from composable_fsdp.comm.device import outside_transforms
 from composable_fsdp.comm.groups import Groups
+from composable_fsdp.comm.watch import pronounce, watch
 from composable_fsdp.errors import DesyncError
+from composable_fsdp.flat.param_form import groups_of
 from composable_fsdp.tree.fingerprint import (
     UnitFacts,
     buffer_names,
@@ -63,6 +69,8 @@ class Scope(NamedTuple):
     route: tuple[dist.ProcessGroup, ...]
     """The groups over which a message reaches all these ranks, in turn."""
     units: Units
+    parts: dist.ProcessGroup | None = None
+    """The group, if its ranks hold other parts of the units."""
 
     def all_gather_objects(self, value: object) -> list[Any]:
         """Return the value of each rank. Not for the steady state.
@@ -90,7 +98,8 @@ def compare_models(state: _FSDPState, *, replicas: bool) -> None:
     Collective: in the first call an all-gather of 64 bytes over the ranks of the tree:
         over the default group if these are all ranks, else over the shard group and
         then over the replicate group; all ranks must call. Units over other ranks than
-        the first unit's add the same over their ranks. If models or weights differ, or
+        the first unit's add the same over their ranks, as does each group whose ranks
+        hold other parts or experts. If models or weights differ, or
         if replicas were written to, up to two all-gathers of objects more.
     Raises: DesyncError with the first difference, on all ranks alike.
     Warns: if weights differ and ``check_weights`` is "warn".
@@ -103,7 +112,17 @@ def compare_models(state: _FSDPState, *, replicas: bool) -> None:
     replicas = replicas or all(u.handle.groups.replicate is None for _, u in units)
     scopes = _scopes(units, replicas=replicas)
     buffers = buffer_names(top) if scopes else {}
-    due = [_compare(each, facts_of(each.units, buffers)) for each in scopes]
+    experts = sum(state.handle.groups.experts_ref is not None for _, state in units)
+    parts = _scopes_of_parts(units) if replicas else []
+    _watch_all([*scopes, *parts])
+    due = [
+        _compare(each, facts_of(each.units, buffers, experts), [*scopes, *parts])
+        for each in scopes
+    ]
+    due += [
+        _compare(each, facts_of(each.units, buffers, parts=True), [*scopes, *parts])
+        for each in parts
+    ]
     # Set before a warning, which the user may have turned into an error.
     top.initial.compared = ALL_RANKS if replicas else SHARD_RANKS
     for text in filter(None, due):
@@ -150,6 +169,31 @@ def _scopes(units: Units, *, replicas: bool) -> list[Scope]:
     return sorted(found.values(), key=lambda s: -s.units[0][1].handle.groups.world_size)
 
 
+def _scopes_of_parts(units: Units) -> list[Scope]:
+    """Return the units by the groups whose ranks hold other parts of them.
+
+    The ranks that a unit's own groups reach have been compared with the whole unit.
+    """
+    found: dict[dist.ProcessGroup, None] = {}
+    for _, state in units:
+        experts = state.handle.groups.experts
+        found |= dict.fromkeys(groups_of(state.handle.layout.forms))
+        found |= {} if experts is None else {experts: None}
+    scopes = []
+    for group in found:
+        ranks = set(dist.get_process_group_ranks(group))
+        there = [pair for pair in units if not ranks <= pair[1].handle.groups.ranks]
+        if there and can_compare(group):
+            scopes.append(Scope((group,), there, group))
+    return scopes
+
+
+def _watch_all(scopes: Sequence[Scope]) -> None:
+    """Watch the groups of ``scopes``, so that a difference reaches ranks that wait."""
+    for scope in scopes:
+        watch(scope.route)
+
+
 def _route(groups: Groups) -> tuple[dist.ProcessGroup, ...]:
     """Return the groups over which a message reaches all ranks of ``groups``."""
     everyone = dist.group.WORLD
@@ -162,14 +206,31 @@ def _route(groups: Groups) -> tuple[dist.ProcessGroup, ...]:
 
 # The first forward may run inside a transform, where hashes would have no memory.
 @outside_transforms
-def _compare(scope: Scope, facts: Sequence[UnitFacts]) -> str | None:
+def _compare(
+    scope: Scope, facts: Sequence[UnitFacts], scopes: Sequence[Scope]
+) -> str | None:
     """Compare the units of ``scope``; return the text of a warning that is due.
 
-    Collective, Raises: as ``compare_models``.
+    Collective, Raises: as ``compare_models``. An error reaches the ranks of all
+    ``scopes``.
     """
-    shared = _shard_groups(scope.units)
+    try:
+        return _compare_here(scope, facts)
+    except DesyncError as error:
+        # Ranks outside of this scope found no difference, and wait for this rank in the
+        # next scope or in the first forward.
+        for group in dict.fromkeys(g for each in scopes for g in each.route):
+            if group not in scope.route:
+                pronounce(group, str(error.args[0]))
+        raise
+
+
+def _compare_here(scope: Scope, facts: Sequence[UnitFacts]) -> str | None:
+    """Do as ``_compare``, and tell the ranks of ``scope`` alone."""
+    # Shard groups of other parts are other groups.
+    shared = [] if scope.parts else _shard_groups(scope.units)
     rank = dist.get_rank()
-    hashes, was_written = weights_digest(scope.units)
+    hashes, was_written = weights_digest(scope.units, scope.parts)
     said = _Said(
         rank,
         digest_of(facts),
@@ -189,7 +250,7 @@ def _compare(scope: Scope, facts: Sequence[UnitFacts]) -> str | None:
         raise DesyncError(_other_groups(shared, rank, scope))
     if len({each.weights for each in told}) == 1 and not any(e.written for e in told):
         return None
-    return require_same_weights(scope.units, scope.all_gather_objects)
+    return require_same_weights(scope.units, scope.all_gather_objects, scope.parts)
 
 
 def _shard_groups(units: Units) -> list[tuple[int, ...]]:

@@ -52,37 +52,50 @@ class _Unit(NamedTuple):
     """The hashes of the shards, or a digest of them; None without replicas."""
 
 
-def weights_digest(units: Units) -> tuple[bytes, bool]:
+def weights_digest(
+    units: Units, parts: dist.ProcessGroup | None = None
+) -> tuple[bytes, bool]:
     """Return a digest of the values, and whether shards with replicas were written to.
 
-    Hashes units that are not cut. One copy of all hashes to the host. Collective: none.
+    Hashes units that are not cut. One copy of all hashes to the host.
+
+    Args:
+        units: the units with their names.
+        parts: a group whose ranks hold other parts: leaves out what the group cuts.
+            Default None: all parameters.
+
+    Collective: none.
     """
     for _, state in units:
         if state.handle.groups.shard is None:
             state.initial.refresh(state.handle.layout)
     digest = hashlib.blake2b(digest_size=16)
-    digest.update(repr(_initial_hashes(units)).encode())
-    written = any(
+    digest.update(repr(_initial_hashes(units, parts)).encode())
+    # Replicas of this part are compared among themselves.
+    written = parts is None and any(
         _has_replicas(state) and not all(_unwritten(state)) for _, state in units
     )
     return digest.digest(), written
 
 
-def require_same_weights(units: Units, exchange: Exchange) -> str | None:
+def require_same_weights(
+    units: Units, exchange: Exchange, parts: dist.ProcessGroup | None = None
+) -> str | None:
     """Find the first parameter whose values differ between ranks.
 
     Args:
         units: the units with their names; equal on all ranks but for the values.
         exchange: returns the objects of all ranks that hold the units.
+        parts: as for ``weights_digest``.
 
     Returns: the text of a warning; None if no values differ that can be compared.
     Collective: one or two calls of ``exchange``.
     Raises: DesyncError, if the unit's ``check_weights`` is "error".
     """
     told = []
-    for (_, state), values in zip(units, _initial_hashes(units), strict=True):
+    for (_, state), values in zip(units, _initial_hashes(units, parts), strict=True):
         # A digest per unit first, to find the unit.
-        exact = _unit_of(state, values)
+        exact = _unit_of(state, values, parts)
         told.append(
             _Unit(
                 _short(exact.kind),
@@ -109,15 +122,17 @@ def require_same_weights(units: Units, exchange: Exchange) -> str | None:
     name, state = units[(strict or unlike)[0]]
     # Hashes per parameter are sent for this unit only: those of all parameters, from
     # all ranks, would be many megabytes.
-    (values,) = _initial_hashes([(name, state)])
-    said = dict(exchange((rank, _unit_of(state, values))))
-    text = _text(name, state, said, len(unlike))
+    (values,) = _initial_hashes([(name, state)], parts)
+    said = dict(exchange((rank, _unit_of(state, values, parts))))
+    text = _text(name, state, said, len(unlike), parts)
     if strict:
         raise DesyncError(text)
     return text
 
 
-def _unit_of(state: _FSDPState, values: Sequence[int | None]) -> _Unit:
+def _unit_of(
+    state: _FSDPState, values: Sequence[int | None], parts: dist.ProcessGroup | None
+) -> _Unit:
     """Return the values of a unit on this rank, parameter by parameter."""
     kind = tuple([value is None for value in values])
     groups = state.handle.groups
@@ -125,10 +140,13 @@ def _unit_of(state: _FSDPState, values: Sequence[int | None]) -> _Unit:
     # Replicas of a cut unit are compared shard by shard.
     if groups.replicate is not None and groups.shard is not None:
         replica = groups.replicate.rank()
-    return _Unit(kind, replica, tuple(values), groups.rank, _shard_hashes(state))
+    shards = None if parts else _shard_hashes(state)
+    return _Unit(kind, replica, tuple(values), groups.rank, shards)
 
 
-def _initial_hashes(units: Units) -> list[list[int | None]]:
+def _initial_hashes(
+    units: Units, parts: dist.ProcessGroup | None
+) -> list[list[int | None]]:
     """Return, per unit and slot, the hash of the initial value if not written to."""
     # None after a broadcast, for values on meta, and with ``check_weights="off"``.
     hashes = [state.initial.hashes for _, state in units]
@@ -148,8 +166,22 @@ def _initial_hashes(units: Units) -> list[list[int | None]]:
         if not all(unwritten):
             pairs = zip(values, unwritten, strict=True)
             values = [value if kept else None for value, kept in pairs]
+        if parts is not None:
+            values = [
+                None if _is_cut(state, index, parts) else value
+                for index, value in enumerate(values)
+            ]
         found.append(values)
     return found
+
+
+def _is_cut(state: _FSDPState, index: int, parts: dist.ProcessGroup) -> bool:
+    """Return whether the ranks of ``parts`` hold other values under slot ``index``."""
+    handle = state.handle
+    if handle.groups.experts_ref is not None:
+        return True
+    form = handle.layout.forms.get(index)
+    return form is not None and parts in form.cut_over
 
 
 def _unwritten(state: _FSDPState) -> list[bool]:
@@ -191,7 +223,13 @@ def _comparable(said: Mapping[int, _Unit]) -> list[dict[int, Any]]:
     return list(found.values())
 
 
-def _text(name: str, state: _FSDPState, said: Mapping[int, _Unit], units: int) -> str:
+def _text(
+    name: str,
+    state: _FSDPState,
+    said: Mapping[int, _Unit],
+    units: int,
+    parts: dist.ProcessGroup | None,
+) -> str:
     """Return the warning or error for the unit ``name``, one of ``units`` that differ.
 
     Equal on all ranks.
@@ -221,7 +259,12 @@ def _text(name: str, state: _FSDPState, said: Mapping[int, _Unit], units: int) -
         where = f"other values on {first} than on {' than on '.join(others)}"
     path = slot_paths(state.handle, slots[index], name)[0]
     more = f" (and so have parameters of {units - 1} more units)" if units > 1 else ""
-    if state.handle.groups.replicas > 1:
+    if parts is not None:
+        why = (
+            "The parameter is not cut over these ranks, which compute with different "
+            "values, and with different gradients ever after"
+        )
+    elif state.handle.groups.replicas > 1:
         why = "Replicas that differ stay different for ever"
     else:
         why = "Each rank keeps its rows of its own values, a mixture no rank has built"

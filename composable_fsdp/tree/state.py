@@ -21,6 +21,7 @@ from composable_fsdp.comm.groups import RankLayout
 from composable_fsdp.comm.sequence import OrderLog
 from composable_fsdp.compose.registry import OwnerMap
 from composable_fsdp.errors import NotRootError
+from composable_fsdp.flat.changed_flags import ChangedFlag, backward_mode
 from composable_fsdp.flat.handle import FlatParamHandle, FullForm
 from composable_fsdp.flat.precision import Precision
 from composable_fsdp.naming import quoted
@@ -146,6 +147,7 @@ class RuntimeContext:
         "outermost",
         "prefetched",
         "reducing",
+        "replicating",
         "retiring",
         "root",
         "streams",
@@ -164,9 +166,9 @@ class RuntimeContext:
         """Handles of all units, in ``.modules()`` order."""
         self.marked = MarkedUnits()
         """The units that need rare work, so that a step does not visit all units."""
-        self.changed_flags: tuple[tuple[str, bool], ...] = ()
-        """Name and ``requires_grad`` of the parameters that were frozen or unfrozen
-        since ``fully_shard``; part of the mode of a forward."""
+        self.changed_flags: tuple[ChangedFlag, ...] = ()
+        """The parameters that were frozen or unfrozen since ``fully_shard``, and the
+        settings that were changed; part of the mode of a forward."""
         self.forward_logs: tuple[OrderLog, ...] = ()
         """Order logs of all-gathers in forward."""
         self.backward_logs: tuple[OrderLog, ...] = ()
@@ -203,14 +205,14 @@ class RuntimeContext:
         # reductions of these forwards that no gradient has triggered.
         self.filling: list[ForwardRecord] = []
         """Forwards with ``unused_params.CommonOrder`` whose backward is running."""
-        # CUDA only. The gather stream frees the units in this order, each after its
-        # last reader.
+        # CUDA only: the gather stream frees each after its last reader.
         self.retiring: deque[FlatParamHandle] = deque()
         """Units that are resharded on the CPU while the GPU may still read ``full``;
         oldest first."""
+        self.replicating: Reduction | None = None
+        """CUDA only: the hybrid reduction before, whose all-reduce is in flight."""
         self.reducing: Reduction | None = None
-        """The reduction that was issued last and is not finished; at most a single
-        reduction is in flight."""
+        """The reduction that was issued last and is not finished."""
         self.summoned: Summon | None = None
         """The running block of ``unshard_params``, else None."""
         self.is_checked = False
@@ -234,16 +236,18 @@ class RuntimeContext:
         Raises: DesyncError, as ``OrderLog.depart``.
         """
         if log.is_open:
-            # The mode belongs to the round. Computing the mode reads all units, so the
-            # mode is computed once per round and not once per use.
+            # Computing the mode reads all units, so this is done once per round.
             log.depart(use, ())
             return
-        # The mode contains, per unit, whether reductions are on (rounds under
-        # ``no_sync`` have an order of their own), and the ``structure`` (freezing
-        # changes the regions).
+        # Per unit: whether reductions are on (rounds under ``no_sync`` have an order of
+        # their own), and the ``structure`` (freezing changes the regions).
         root = self.root()
         states = root._root_states if root is not None else ()
         syncs = tuple([state.settings.sync_gradients for state in states])
+        if self.marked.experts or self.changed_flags:
+            of = (syncs, [s.handle for s in states], self.changed_flags)
+            groups = (use if isinstance(use, FlatParamHandle) else use[0]).groups
+            return log.depart(use, backward_mode(forward, *of, groups))
         structures = tuple([s.handle.layout.structure for s in states])
         log.depart(use, (forward, syncs, structures, self.changed_flags))
 
@@ -257,6 +261,8 @@ class MarkedUnits(NamedTuple):
     """Units whose buffers are cast."""
     offload: bool = False
     """Whether any unit keeps its shards in host memory."""
+    experts: bool = False
+    """Whether any unit holds experts that other ranks lack."""
 
 
 class Summon(NamedTuple):
@@ -286,8 +292,7 @@ class Reduction:
         *,
         final: bool,
     ) -> None:
-        # ``works``: the collectives to wait for; empty on CUDA, where an event is
-        # waited for.
+        # ``works``: the collectives to wait for; empty on CUDA, which waits for events.
         # ``arrived``: per trainable region, the flags of ``ReduceBuffer.arrived``.
         # ``final``: False if the reduction omits the all-reduce over the replicate
         # group, so that the sums go to ``ReduceBuffer.partial``.

@@ -1,4 +1,4 @@
-"""The settings of a unit, and what its first forwards search for."""
+"""The settings of a unit, and facts that its first forwards search for."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ class UnitSettings:
     __slots__ = (
         "is_last_backward",
         "prefetches_forward",
+        "replica_states",
         "reshard_after_backward",
         "reshard_after_forward",
         "state_dict",
@@ -35,6 +36,7 @@ class UnitSettings:
         is_last_backward: bool = True,
         reshard_after_backward: bool = True,
         state_dict: StateDictSettings = FULL_BY_DEFAULT,
+        replica_states: int = 0,
     ) -> None:
         self.sync_gradients = sync_gradients
         """Whether a backward reduces gradients; False under ``no_sync``."""
@@ -50,6 +52,9 @@ class UnitSettings:
         """Whether the unit's forward prefetches another unit."""
         self.state_dict = state_dict
         """Settings of ``set_state_dict_type``."""
+        self.replica_states = replica_states
+        """How often the unit took over the state of another replica
+        (``optim.replicas``), which all ranks of a replica do together."""
 
     def copy(self) -> UnitSettings:
         """Return equal settings, for a copied unit."""
@@ -60,6 +65,7 @@ class UnitSettings:
             is_last_backward=self.is_last_backward,
             reshard_after_backward=self.reshard_after_backward,
             state_dict=self.state_dict,
+            replica_states=self.replica_states,
         )
 
 
@@ -68,7 +74,7 @@ _FORWARDS = 2
 
 
 class ForwardSearches:
-    """What the first forwards of a unit search for, and have found.
+    """Facts that the first forwards of a unit search for.
 
     Searches take too long for every step, so only the first forwards search: of each
     module, because another module of the unit may write, or keep a tensor.

@@ -161,13 +161,33 @@ def test_the_gpu_benchmark_says_that_there_is_no_gpu(
 
 
 @pytest.mark.slow
-def test_the_gpu_benchmark_runs_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
-    """Every table, and that a CPU's trace shows no device."""
-    cuda.main(["--device", "cpu", "--world", "fake", "--rounds", "1", "--steps", "1"])
+@pytest.mark.req("M-07")
+def test_the_gpu_benchmark_writes_its_report_on_a_cpu(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tests, every table, and that a CPU's trace shows no device."""
+    # The tests themselves are skipped without a GPU: collecting one file shows it.
+    monkeypatch.setattr(cuda, "TESTS", (*cuda.TESTS, "tests/gpu/test_states.py"))
+    sizes = ["--world", "fake", "--rounds", "1", "--steps", "1"]
 
-    text = capsys.readouterr().out
-    for what in ("forward+backward", "planned", "activations and AdamW", "no overlap"):
+    assert cuda.main(["--device", "cpu", "--report", str(tmp_path), *sizes]) == 0
+
+    (report,) = tmp_path.glob("20*-cpu.md")
+    text, printed = report.read_text(), capsys.readouterr().out
+    for what in (
+        "Tests: -m pytest -m gpu",
+        "no CUDA device",
+        "forward+backward",
+        "fsdp1",
+        "planned",
+        "activations and AdamW",
+        "no overlap",
+        "largest difference of a weight",
+    ):
         assert what in text
+        assert what in printed
+    (row,) = [line for line in text.splitlines() if line.startswith("  ours  ")][-1:]
+    assert float(row.split()[-1]) == 0.0
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -38,3 +40,27 @@ def test_only_nccl_is_asked_for_averages(
         set_divisions(handle)
 
     assert handle.layout.trainable[0].reduce.division == (1, after, after == 1)
+
+
+ENDING = """
+import weakref
+import composable_fsdp
+import torch.distributed as dist
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+group = weakref.ref(dist.group.WORLD)
+# The first optimizer of a process imports this module by way of torch.compile.
+import torch.distributed.nn.functional
+
+dist.destroy_process_group()
+print(group())
+"""
+
+
+def test_a_destroyed_default_group_is_gone() -> None:
+    """In a process of its own: threads of a group that lives on abort some exits."""
+    command = [sys.executable, "-c", ENDING]
+
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+
+    assert done.stdout.strip() == "None"

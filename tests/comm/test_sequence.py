@@ -6,14 +6,8 @@ import json
 
 import pytest
 
-from composable_fsdp.comm.comparison import (
-    REDUCE,
-    Fact,
-    LogWords,
-    OrderComparison,
-    contrast,
-    waiting,
-)
+from composable_fsdp.comm.comparison import LogWords, OrderComparison
+from composable_fsdp.comm.order_facts import REDUCE, Fact, contrast, waiting
 from composable_fsdp.comm.order_records import MOST_MODES
 from composable_fsdp.comm.sequence import NOTHING, OrderLog, RoundOrder
 

@@ -10,7 +10,7 @@ from composable_fsdp.config import ShardingStrategy
 from composable_fsdp.entries.apply import prepare
 from composable_fsdp.errors import PlanError
 from composable_fsdp.flat.build import build_handle
-from composable_fsdp.planning.assign import PlanRequest, assign_units
+from composable_fsdp.planning.assign import API, PlanRequest, assign_units
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.planner import plan_modules
 from composable_fsdp.runtime.build import build_units
@@ -62,7 +62,14 @@ def test_states_and_hooks_come_last(one_rank: World) -> None:
     state = _FSDPState()
 
     states = build_units(
-        targets, state, ranks=application.ranks, device=one_rank.device
+        targets,
+        state,
+        ranks=application.ranks,
+        device=one_rank.device,
+        before=None,
+        awaiting=(),
+        synced=False,
+        api=API,
     )
 
     assert states == [state]

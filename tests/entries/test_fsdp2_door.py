@@ -201,12 +201,11 @@ def test_memory_that_is_not_pinned_is_refused_beside_a_gpu() -> None:
 REFUSED: dict[str, tuple[Any, ...]] = {
     "set_allocate_memory_from_process_group_for_comm": (True,),
     "set_symm_mem_for_comm": (),
-    "set_separate_reduce_scatter_group": (),
     "set_reduce_scatter_max_input_buffers": (2,),
 }
 ACCEPTED: dict[str, tuple[Any, ...]] = {
     "set_allocate_memory_from_process_group_for_comm": (False,),
-    "set_separate_reduce_scatter_group": (False,),
+    "set_separate_reduce_scatter_group": (True,),
     "set_reduce_scatter_max_input_buffers": (1,),
     "set_unshard_in_backward": (True,),
     "set_force_sum_reduction_for_comms": (True,),

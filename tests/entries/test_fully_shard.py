@@ -20,6 +20,7 @@ from composable_fsdp import (
 )
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.tree.traversal import _get_fsdp_states
+from tests.support.memory import LiveBytes
 from tests.support.models import TinyBlock, TinyGPT, tiny_mlp
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
@@ -154,7 +155,7 @@ def test_a_misspelled_argument_gets_the_nearest_and_the_whole_list(
     text = message_of(lambda: fully_shard(tiny_mlp(), **misspelled))
 
     assert "mixed_precison (did you mean mixed_precision?)" in text
-    assert "It takes process_group, device_mesh, policy, strategy" in text
+    assert "It takes process_group, device_mesh, expert_mesh, policy" in text
 
 
 @pytest.mark.req("U-02")
@@ -355,3 +356,23 @@ def test_a_unit_used_several_times_in_one_forward_trains(
     assert_same_training(sharded, plain, losses, mine, tolerance=1e-6)
     states = _get_fsdp_states(sharded)
     assert [state.fqn for state in states] == ["", "layer", "last"]
+
+
+@pytest.mark.req("S3-02")
+@on_ranks(2)
+def test_layers_that_are_sharded_as_they_are_built_are_whole_in_turn(
+    world: World,
+) -> None:
+    """Beside the shards, memory holds what builds a layer, however many there are."""
+    layer, peaks = 4 * 256 * 256, []
+    for count in (4, 12):
+        with LiveBytes() as live:
+            model = nn.Sequential(
+                *(fully_shard(nn.Linear(256, 256, bias=False)) for _ in range(count))
+            )
+            fully_shard(model)
+        peaks.append(live.peak)
+
+    # Eight layers more take their shards more, half of them, and 1 KiB of small values.
+    assert 4 * layer <= peaks[1] - peaks[0] < 4 * layer + 1024
+    assert peaks[1] < 12 * layer

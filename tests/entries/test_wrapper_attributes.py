@@ -71,6 +71,7 @@ def options(package: Any, number: int, world: World) -> dict[str, Any]:
     return {"sharding_strategy": strategy.HYBRID_SHARD, "device_mesh": mesh}
 
 
+@pytest.mark.req("N-06")
 @on_ranks(1, 2, 4)
 def test_attributes_have_the_values_of_fsdp1(world: World) -> None:
     """Options that were given and those that were not, ranks in every strategy."""
@@ -86,6 +87,7 @@ def test_attributes_have_the_values_of_fsdp1(world: World) -> None:
         assert found[1] == found[0], number
 
 
+@pytest.mark.req("N-06")
 @pytest.mark.parametrize("name", NAMES)
 def test_attributes_are_read_only(one_rank: World, name: str) -> None:
     """To set one would change nothing, and so it is refused."""

@@ -19,11 +19,16 @@ from composable_fsdp import (
     CPUOffload,
     DesyncError,
     FullyShardedDataParallel,
+    Int8Wire,
     MixedPrecision,
     ShardingStrategy,
     fully_shard,
     register_comm_hook,
     set_gradient_divide_factor,
+)
+from composable_fsdp.access.settings import (
+    set_all_reduce_hook,
+    set_custom_all_gather,
 )
 
 WIDTH = 4
@@ -107,6 +112,20 @@ def _tie(model: nn.Sequential) -> None:
 
 def _hook(state: object, grad: Tensor, output: Tensor | None = None) -> None:
     """Reduce nothing."""
+
+
+def _double(sums: Tensor) -> None:
+    sums.mul_(2)
+
+
+class _Gather:
+    """Stands in for an all-gather, which no rank comes to."""
+
+    def allocate(self, *_: Any, **__: Any) -> Tensor:
+        """Allocate nothing."""
+        raise NotImplementedError
+
+    __call__: Any = allocate
 
 
 def _by_kind(name: str, parameter: nn.Parameter) -> str:
@@ -207,9 +226,24 @@ CHANGES = {
         after=lambda model: set_gradient_divide_factor(model.get_submodule("1"), 3.0),
     ),
     "hook": Change(
-        "the option communication hook of unit (root): NoneType on rank 0, _hook on "
-        "rank 1",
+        "the option communication hook of unit (root): None on rank 0, _hook on rank 1",
         after=lambda model: register_comm_hook(model, None, _hook),
+    ),
+    "wire": Change(
+        "the option wire of unit (root): None on rank 0, Int8Wire(block=128) on rank 1",
+        options={"wire": Int8Wire()},
+    ),
+    "rows of a block": Change(
+        "the option block of unit (root): ROW on rank 0, Block.rows(2) on rank 1",
+        options={"block": Block.rows(2)},
+    ),
+    "all-reduce hook": Change(
+        "the option all-reduce hook of unit '1': None on rank 0, _double on rank 1",
+        after=lambda model: set_all_reduce_hook(model.get_submodule("1"), _double),
+    ),
+    "custom all-gather": Change(
+        "the option custom all-gather of unit '1': None on rank 0, _Gather on rank 1",
+        after=lambda model: set_custom_all_gather(model.get_submodule("1"), _Gather()),
     ),
 }
 

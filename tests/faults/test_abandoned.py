@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
 from torch.utils.hooks import RemovableHandle
 
-from composable_fsdp import DesyncError, ShardingStrategy, fully_shard
+from composable_fsdp import Arena, DesyncError, ShardingStrategy, fully_shard
 from composable_fsdp.comm import collectives
 from composable_fsdp.runtime.recover import recover
 from composable_fsdp.tree.traversal import _get_fsdp_handles
@@ -88,7 +88,9 @@ def wait_for(*files: Path) -> None:
         time.sleep(0.02)
 
 
-def abandon(world: World, how: str, path: Path) -> tuple[int, bool, bool]:
+def abandon(
+    world: World, how: str, path: Path, arena: Arena | None
+) -> tuple[int, bool, bool]:
     """The number of tensors that changed, and whether the unit and its views are as
     they were; of the late rank, nothing."""
     shorten_waits()
@@ -96,8 +98,8 @@ def abandon(world: World, how: str, path: Path) -> tuple[int, bool, bool]:
     strategy = ShardingStrategy["SHARD_GRAD_OP" if how == "reduce" else "FULL_SHARD"]
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
     for block in model:
-        fully_shard(block, strategy=strategy)
-    fully_shard(model, strategy=strategy)
+        fully_shard(block, strategy=strategy, arena=arena)
+    fully_shard(model, strategy=strategy, arena=arena)
     for _ in range(4):
         model(torch.ones(2, WIDTH)).sum().backward()
         model.zero_grad()
@@ -135,11 +137,12 @@ def abandon(world: World, how: str, path: Path) -> tuple[int, bool, bool]:
 
 
 @pytest.mark.req("X-06", "X-35")
+@pytest.mark.parametrize("arena", [None, Arena(poison=True)], ids=["", "arena"])
 @pytest.mark.parametrize("how", ["gather", "reduce", "interrupt"])
 def test_a_late_rank_writes_into_no_memory_that_was_freed(
-    ranks: RankCount, tmp_path: Path, how: str
+    ranks: RankCount, tmp_path: Path, how: str, arena: Arena | None
 ) -> None:
     """After a verdict in an all-gather or a reduction, and after Ctrl-C."""
-    found = ranks(3).run(abandon, how, tmp_path, timeout=90, retire=True)
+    found = ranks(3).run(abandon, how, tmp_path, arena, timeout=90, retire=True)
 
     assert found == [(0, True, True)] * 3

@@ -118,6 +118,7 @@ def test_a_rank_without_further_batches_is_named(tmp_path: Path) -> None:
     text = raised(first.output)
     assert re.match(r"CollectiveError: The all-gather of 'blocks\.0' \(forward", text)
     assert re.search(r"Last words: rank 1 finished operation \d+ and has ended", text)
+    assert "even_batches(loader, model) gives them the same number of steps." in text
 
 
 @pytest.mark.req("X-06")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from tests.goldens import checkpoints, checkpoints_v2, recorded
+from tests.goldens import checkpoints, checkpoints_v2, checkpoints_v3, recorded
 from tests.support.world import rank_pool, shutdown_pools
 
 
@@ -32,6 +32,7 @@ def main() -> int:
         if asked.write_checkpoints:
             changed += checkpoints.write_missing(rank_pool)
             changed += checkpoints_v2.write_missing(rank_pool)
+            changed += checkpoints_v3.write_missing(rank_pool)
         if asked.write:
             changed += recorded.write(rank_pool)
     finally:

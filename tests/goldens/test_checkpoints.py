@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from composable_fsdp import Block, best_checkpoint, open_source, verify
-from tests.goldens import checkpoints, checkpoints_v2
+from tests.goldens import checkpoints, checkpoints_v2, checkpoints_v3
 from tests.goldens.checkpoints import EXTRA, FOLDER, WORLD_SIZES, State, name_of
 from tests.goldens.recorded import RankCount
 from tests.support.place import _same
@@ -100,3 +100,19 @@ def test_a_checkpoint_of_format_v2_loads_with_equal_values(ranks: RankCount) -> 
         assert checkpoints_v2.LEFT_OUT not in source.model
     best = best_checkpoint(FOLDER)
     assert (best.path, best.metric) == (str(folder), 0.25)
+
+
+@pytest.mark.req("M-01", "K-02")
+def test_a_checkpoint_of_format_v3_loads_with_equal_values(ranks: RankCount) -> None:
+    """Columns that were cut, on every mesh and on none; a tensor that wraps another."""
+    folder = FOLDER / checkpoints_v3.NAME
+    saved = torch.load(FOLDER / f"{checkpoints_v3.NAME}.pt", weights_only=True)
+
+    for dp in (1, 2, 4):
+        for found in ranks(4).run(checkpoints_v3.load_one, dp):
+            assert _same(found, saved)
+    (alone,) = ranks(1).run(checkpoints_v3.load_one, 0)
+    assert _same(alone, saved)
+    assert verify(folder)
+    with open_source(folder) as source:
+        assert set(source.wrappers) == {"table"}

@@ -20,7 +20,8 @@ LONG = 2_000_000
 @contextmanager
 def delayed(wait: Callable[[], int]) -> Iterator[None]:
     """Before each gather and each reduction its stream waits for so many cycles."""
-    gather, issue = unshard._gather, reduce._issue
+    reducing: Any = reduce  # a name that the module imports
+    gather, issue = unshard._gather, reducing._issue
 
     def slow_gather(*args: Any, **kwargs: Any) -> Any:
         sleep(wait())
@@ -30,11 +31,11 @@ def delayed(wait: Callable[[], int]) -> Iterator[None]:
         sleep(wait())
         return issue(*args, **kwargs)
 
-    unshard._gather, reduce._issue = slow_gather, slow_issue
+    unshard._gather, reducing._issue = slow_gather, slow_issue
     try:
         yield
     finally:
-        unshard._gather, reduce._issue = gather, issue
+        unshard._gather, reducing._issue = gather, issue
 
 
 def sleep(cycles: int) -> None:

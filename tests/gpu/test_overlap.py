@@ -44,8 +44,8 @@ def device() -> torch.device:
 def test_the_peak_of_a_step_is_constant_and_planned(
     device: torch.device, kind: str
 ) -> None:
-    """Over 20 steps, byte for byte; the plan's formula but for what the allocator
-    rounds."""
+    """Over 20 steps, by the bytes that tensors asked for; the plan's formula but for
+    activations."""
     with world(kind, device) as size:
         found, planned = chain_peaks(2048, device, size, steps=20)
 

@@ -14,7 +14,13 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from composable_fsdp import MixedPrecision, forecast, measure_activations, plan
+from composable_fsdp import (
+    Float8Wire,
+    MixedPrecision,
+    forecast,
+    measure_activations,
+    plan,
+)
 from composable_fsdp.inspection import plan_models
 from composable_fsdp.inspection.plan_models import load_model
 from composable_fsdp.inspection.plan_report import KINDS
@@ -151,13 +157,33 @@ def test_the_text_says_the_same_numbers(run: Run, script: str) -> None:
     status, out, err = run(f"{script}:Net", "--world-size", 1, "--dtype", "bfloat16")
 
     assert (status, err) == (0, "")
-    assert "Net, 230,528 parameters, on 1 ranks: FULL_SHARD" in out
+    assert "Net, 230,528 parameters, on 1 rank: FULL_SHARD" in out
     assert "parameters in bfloat16" in out
     assert "6 Block (entries of its nn.ModuleList)" in out
     assert re.search(r"blocks\.0-5 +6 x +Block +198,528", out)
     assert "activations" in out
     assert "left out" in out
     assert all(KINDS[kind] in out for kind in ("parameters", "gradients", "optimizer"))
+
+
+@pytest.mark.req("N-01")
+def test_a_wire_and_short_names_of_dtypes_are_planned(run: Run, script: str) -> None:
+    """The bytes are those of ``plan(module, wire=...)``."""
+    found = report_of(run, f"{script}:Net", "--wire", "float8", "--param-dtype", "BF16")
+    planned = plan(
+        load_model(f"{script}:Net").module,
+        world_size=8,
+        units=["blocks.*"],
+        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16),
+        wire=Float8Wire(),
+    )
+
+    assert found["step"]["all_gather"]["bytes"] == planned.traffic.all_gather_bytes
+    assert found["peak"]["bytes"] == forecast(planned).total
+    assert (
+        "all-gathers by Float8Wire(scale='row')"
+        in run(f"{script}:Net", "--wire", "float8")[1]
+    )
 
 
 @pytest.mark.parametrize(("width", "dropped"), [(80, True), (140, False)])
@@ -289,7 +315,7 @@ def test_a_model_whose_input_is_unknown_says_the_way_out(
     assert "MODULE:FUNCTION" in err
 
 
-@pytest.mark.req("N-03")
+@pytest.mark.req("N-03", "U-09")
 def test_the_page_is_one_file_with_three_pictures(
     run: Run, script: str, tmp_path: Path
 ) -> None:

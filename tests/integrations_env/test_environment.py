@@ -11,7 +11,16 @@ CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 
 
 @pytest.mark.parametrize(
-    "name", ["accelerate", "lightning", "peft", "torch", "torchmetrics", "transformers"]
+    "name",
+    [
+        "accelerate",
+        "lightning",
+        "peft",
+        "torch",
+        "torchao",
+        "torchmetrics",
+        "transformers",
+    ],
 )
 def test_a_framework_is_installed_in_the_pinned_version(name: str) -> None:
     """The claims of this folder are about these versions."""

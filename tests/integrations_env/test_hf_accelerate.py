@@ -142,6 +142,7 @@ class _Halves:
         ]
 
 
+@pytest.mark.req("U-13")
 @on_ranks(2)
 def test_a_model_that_is_sharded_keeps_its_units(world: World) -> None:
     """No DDP is put around, and the object is the same."""
@@ -154,7 +155,7 @@ def test_a_model_that_is_sharded_keeps_its_units(world: World) -> None:
     assert len(units_in(model)) == 1
 
 
-@pytest.mark.req("N-12")
+@pytest.mark.req("N-12", "U-13")
 @on_ranks(2)
 def test_a_state_is_saved_and_loaded(world: World, tmp_path: Path) -> None:
     """Model, optimizer and schedule; a second save replaces the first."""

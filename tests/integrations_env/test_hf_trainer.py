@@ -91,6 +91,7 @@ def test_losses_norms_and_weights_are_those_of_the_plain_trainer(
     assert distance(values(sharded), values(plain)) < CLOSE
 
 
+@pytest.mark.req("S3-10", "U-13")
 @on_ranks(2)
 def test_a_model_that_was_sharded_before_keeps_its_units(
     world: World, tmp_path: Path
@@ -156,7 +157,7 @@ class StopAt(TrainerCallback):  # type: ignore[misc,unused-ignore]  # Any withou
         control.should_training_stop = state.global_step >= self.step
 
 
-@pytest.mark.req("N-12")
+@pytest.mark.req("N-12", "U-13")
 @on_ranks(2)
 def test_training_resumes_from_a_checkpoint(world: World, tmp_path: Path) -> None:
     """Weights, optimizer, schedule and order of data of an unbroken run."""

@@ -63,6 +63,7 @@ def unbroken() -> dict[str, Any]:
     return weights(reference)
 
 
+@pytest.mark.req("U-13")
 @pytest.mark.parametrize("saved", FORMS)
 @pytest.mark.parametrize("loaded", FORMS)
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 1), (1, 2), (2, 4)])
@@ -104,6 +105,7 @@ def test_a_checkpoint_of_one_device_is_resumed_by_ranks_and_the_other_way_round(
         consolidate(tmp_path / "sharded", tmp_path / "one.ckpt")
 
 
+@pytest.mark.req("S3-08")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("where", ["init", "hook"])
 def test_load_from_checkpoint_gives_the_plain_module(

@@ -113,6 +113,7 @@ def test_each_precision_trains(world: World, precision: str) -> None:
     require_equal(weights(model), weights(expected), 2**-7)
 
 
+@pytest.mark.req("S3-09")
 @on_ranks(2)
 def test_a_model_on_meta_starts_with_the_weights_of_rank_0(world: World) -> None:
     """``init_module(empty_init=True)`` allocates nothing before sharding."""

@@ -40,6 +40,7 @@ CLIPS = {
 }
 
 
+@pytest.mark.req("S3-02", "S3-10")
 @on_ranks(1, 2)
 @pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -63,6 +64,7 @@ def test_fit_equals_one_device(
         )
 
 
+@pytest.mark.req("S3-12")
 @on_ranks(2)
 @pytest.mark.parametrize(
     "strategy",
@@ -88,6 +90,7 @@ def test_each_name_and_shape_of_sharding_trains_alike(
     require_equal(weights(module), weights(reference))
 
 
+@pytest.mark.req("S3-09")
 @on_ranks(2)
 def test_layers_on_meta_start_with_the_weights_of_the_first_rank(world: World) -> None:
     """Rank 0 initializes; all ranks hold its values and train."""
@@ -119,6 +122,7 @@ def test_ranks_with_other_seeds_start_from_the_weights_of_rank_0(world: World) -
     require_equal(weights(module), weights(reference))
 
 
+@pytest.mark.req("S3-03")
 @on_ranks(1, 2)
 def test_evaluation_in_any_order_around_fit_equals_one_device(world: World) -> None:
     """validate, fit with sanity checks, test, predict, validate, fit again."""
@@ -216,6 +220,7 @@ class Judge(Metric):
         return self.total
 
 
+@pytest.mark.req("S3-07")
 @on_ranks(2)
 def test_metrics_keep_their_parameters_and_count_over_all_ranks(world: World) -> None:
     """A metric's network stays whole, and the values are those of one device."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from functools import partial
@@ -15,8 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import _muon
 
 from composable_fsdp import (
+    Block,
     CPUOffload,
     FullyShardedDataParallel,
+    PlanError,
     ShardingStrategy,
     flat_parameters,
     full_shape,
@@ -26,9 +29,13 @@ from composable_fsdp import (
     load,
     map_on_owners,
     optim_state_dict,
+    plan,
     save,
 )
 from composable_fsdp.comm.collectives import record
+from composable_fsdp.config import RowBlock
+from composable_fsdp.tree.traversal import _get_fsdp_handles
+from tests.runtime.traffic import counts
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import backward
 from tests.support.sharded import RankCount, message_of
@@ -191,6 +198,40 @@ def test_muon_steps_as_torch_on_the_whole_model(
     ranks(world_size).run(muon_is_muon, path, name)
 
 
+@pytest.mark.req("M-05")
+@pytest.mark.parametrize("block", [Block.TENSOR, Block.rows(4)], ids=repr)
+@on_ranks(2, 4)
+def test_muon_is_muon_whatever_shards_may_not_cut(
+    world: World, block: Block | RowBlock
+) -> None:
+    """A unit whose matrices each lie on a single rank exchanges nothing."""
+    model: Any = Matrices()
+    plain = copy.deepcopy(model)
+    fully_shard(model, block=block)
+    optims = optimizers(model, plain)
+    train(world, model, plain, optims, range(2))
+    with record() as calls:
+        train(world, model, plain, optims, range(2, STEPS))
+
+    assert_equal(model, plain)
+    sent = [call for call in calls if call.op == "all_to_all"]
+    cut = [
+        slot.fqn
+        for region in plan(model).units[0].regions
+        for slot in region.parameters
+        if len(region.holders(slot)) > 1
+    ]
+    assert bool(sent) == bool(cut)
+    # The largest of eight matrices is less than half of all elements.
+    if block is Block.TENSOR and world.world_size == 2:
+        assert cut == []
+    if isinstance(block, RowBlock):
+        held = [full_shape(p)[0] for p in model.parameters()]
+        for rows, parameter in zip(held, model.parameters(), strict=True):
+            # Only the last block of a matrix has fewer rows.
+            assert parameter.shape[0] % block.n in (0, rows % block.n)
+
+
 def begin(world: World, folder: Path) -> None:
     model, plain = sharded("composable"), Matrices()
     optims = optimizers(model, plain)
@@ -246,6 +287,64 @@ def test_each_matrix_is_computed_on_a_single_rank(ranks: RankCount, name: str) -
     # No rank has most of the work.
     assert max(sum(seen) for seen, _ in found) < 0.6 * sum(sizes)
     assert 0 < sum(sent for _, sent in found) <= 2 * sum(sizes)
+
+
+PLANNED: dict[str, Callable[[World], dict[str, Any]]] = {
+    **OPTIONS,
+    "whole": lambda _: {"block": Block.TENSOR},
+    "rows": lambda _: {"block": Block.rows(4)},
+}
+
+
+@pytest.mark.req("M-05")
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", PLANNED)
+@on_ranks(4)
+def test_the_plan_knows_owners_and_bytes(
+    world: World, name: str, dtype: torch.dtype | None
+) -> None:
+    """What a call sends from this rank, and which matrices this rank computes."""
+    model = sharded("composable", **PLANNED[name](world))
+    named = dict(model.named_parameters())
+    owners = plan(model).owners(named, dtype=dtype)
+    names = {id(p): fqn for fqn, p in named.items()}
+    seen: list[str] = []
+
+    def note(whole: Tensor, parameter: Tensor) -> Tensor:
+        seen.append(names[id(parameter)])
+        return whole
+
+    with record() as calls:
+        map_on_owners(
+            named.values(), [p.detach() for p in named.values()], note, dtype=dtype
+        )
+
+    groups = _get_fsdp_handles(model)[0].groups
+    replica = 0 if groups.replicate is None else groups.replicate.rank()
+    here = replica, groups.rank
+    assert set(seen) == {fqn for fqn, owner in owners.owners.items() if owner == here}
+    sent, found = counts(calls), owners.traffic(groups.rank, replica=replica)
+    assert sent.get("all_to_all", (0, 0)) == (
+        found.all_to_all_calls,
+        found.all_to_all_bytes,
+    )
+    assert sent.get("broadcast", (0, 0)) == (
+        found.broadcast_calls,
+        found.broadcast_bytes,
+    )
+    assert found.all_to_all_bytes <= owners.most.all_to_all_bytes
+
+
+def test_a_plan_with_whole_matrices_tells_what_owners_send() -> None:
+    """Nothing, if none is cut; else calls and bytes. Unknown names are refused."""
+    told = str(plan(nn.Linear(8, 8), world_size=2, block=Block.TENSOR))
+    assert "map_on_owners over 1 matrix: 2 all-to-alls, of at most 384 B" in told
+    layers = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(4)])
+    found = plan(layers, world_size=2, block=Block.TENSOR)
+    assert "map_on_owners over 4 matrices: no communication" in str(found)
+    assert sorted(found.owners().owners.values()) == [(0, 0), (0, 0), (0, 1), (0, 1)]
+    with pytest.raises(PlanError, match=r"got '4\.weight'"):
+        found.owners(["4.weight"])
 
 
 class BrokenError(Exception):

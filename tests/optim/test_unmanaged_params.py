@@ -135,7 +135,7 @@ def test_a_parameter_that_is_back_can_be_swapped(one_rank: World) -> None:
     swap(own, nn.Parameter(torch.ones_like(own)))
 
 
-def step_without_root(world: World, how: str) -> list[str]:
+def step_without_root(world: World, how: str, steps: int = 1) -> list[str]:
     """Shard one layer, leave the others plain, step; what was said."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
     rest = [p for layer in list(model.children())[1:] for p in layer.parameters()]
@@ -145,13 +145,15 @@ def step_without_root(world: World, how: str) -> list[str]:
     fully_shard(model[1] if how == "replica first" else model[0])
     if how == "ignored":
         fully_shard(model, ignored_states=rest)
-    model(torch.full((2, 8), 1.0 + world.rank)).sum().backward()
-    for parameter in rest if how == "reduced" else ():
-        assert parameter.grad is not None
-        dist.all_reduce(parameter.grad)
+    optimizer = sgd(model)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        sgd(model).step()
+        for _ in range(steps):
+            model(torch.full((2, 8), 1.0 + world.rank)).sum().backward()
+            for parameter in rest if how == "reduced" else ():
+                assert parameter.grad is not None
+                dist.all_reduce(parameter.grad)
+            optimizer.step()
     return [str(each.message) for each in said]
 
 
@@ -166,6 +168,16 @@ def test_a_forgotten_root_is_told_by_the_rank_that_finds_out(
     assert len(said) == 1
     assert "that no unit holds, of shapes" in said[0]
     assert "Call fully_shard on the whole model after its parts" in said[0]
+
+
+@pytest.mark.req("U-02", "N-09")
+def test_a_forgotten_root_is_told_by_every_rank_in_the_end(ranks: RankCount) -> None:
+    """Once per rank: many users read the log of rank 0 alone, which steps first."""
+    told = ranks(2).run(step_without_root, "left", 3)
+
+    assert [len(texts) for texts in told] == [1, 1]
+    assert told[0] == told[1]
+    assert "ranks 0 and 1 differ" in told[0][0] or "ranks 1 and 0" in told[0][0]
 
 
 @pytest.mark.filterwarnings("error")

@@ -114,15 +114,20 @@ def block_of(model: Model) -> Block:
     return block
 
 
-def mesh_of(world: World, dp: int, *, replicas: int = 1) -> DeviceMesh:
-    """Return a mesh (dp, tp), or (replicate, shard, tp) with ``replicas``."""
-    # DTensor's caches hold meshes of the test before, whose groups were destroyed.
+def forget_meshes() -> None:
+    """Empty DTensor's caches, which hold meshes of the test before."""
+    # Their groups were destroyed.
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # torch
     redistribution: Any = _redistribute
     for each in vars(redistribution).values():
         if hasattr(each, "cache_clear"):
             each.cache_clear()
     getattr(redistribution, "_planner_cache", {}).clear()
+
+
+def mesh_of(world: World, dp: int, *, replicas: int = 1) -> DeviceMesh:
+    """Return a mesh (dp, tp), or (replicate, shard, tp) with ``replicas``."""
+    forget_meshes()
     if replicas > 1:
         sizes = (replicas, dp, world.world_size // (dp * replicas))
         return init_device_mesh(

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -44,7 +45,10 @@ from tests.parallel.models import (
 )
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import backward
+from tests.support.sharded import message_of
 from tests.support.world import World
+
+pytestmark = pytest.mark.few
 
 _dcp: Any = torch.distributed.checkpoint
 RECIPES = {
@@ -158,6 +162,7 @@ def test_sharded_values_know_their_place_in_the_whole(world: World, kind: str) -
         assert torch.equal(get_full_param(model, name), expected)
 
 
+@pytest.mark.no_pairs("kind")
 @on_ranks(4)
 @recipes
 @pytest.mark.parametrize("saved", MESHES)
@@ -235,3 +240,56 @@ def test_rank_0_alone_cannot_give_the_state(world: World) -> None:
 
     with pytest.raises(FSDPError, match="with rank0_only expects parameters that"):
         optim_state_dict_to_load(model, optim, state)
+
+
+@on_ranks(4)
+@recipes
+@pytest.mark.parametrize("dp", [1, 2])
+def test_local_state_comes_back_to_the_same_place(
+    world: World, kind: str, dp: int, tmp_path: Path
+) -> None:
+    """A file per rank, of the model and of the optimizer; no other place takes it."""
+    recipe = RECIPES[kind]
+    model, optim, plain, _ = trained(world, recipe, dp)
+    names = [name for name, _ in plain.named_parameters()]
+    weights = {name: get_full_param(model, name) for name in names}
+    states = optim_state_dict(model, optim)["state"]
+    set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
+
+    local = {"model": model.state_dict(), "optim": optim_state_dict(model, optim)}
+    torch.save(local, tmp_path / f"{world.rank}.pt")
+
+    for name, parameter in model.named_parameters():
+        assert torch.equal(local["model"][name], parameter.detach())
+    file = torch.load(tmp_path / f"{world.rank}.pt", weights_only=False)
+    mesh = mesh_of(world, dp)
+    again = sharded(recipe.parallel(mesh), mesh)
+    other = torch.optim.AdamW(again.parameters(), lr=1e-2)
+    with torch.no_grad():
+        for parameter in again.parameters():
+            parameter.zero_()
+    set_state_dict_type(again, StateDictType.LOCAL_STATE_DICT)
+    again.load_state_dict(file["model"])
+    optim_state_dict_to_load(again, other, file["optim"], load_directly=True)
+    set_state_dict_type(again, StateDictType.FULL_STATE_DICT)
+    for name, value in weights.items():
+        assert torch.equal(get_full_param(again, name), value), name
+    require_same(optim_state_dict(again, other)["state"], states)
+
+    dist.barrier()
+    elsewhere = torch.load(tmp_path / f"{(world.rank + 1) % 4}.pt", weights_only=False)
+    set_state_dict_type(again, StateDictType.LOCAL_STATE_DICT)
+    text = message_of(lambda: again.load_state_dict(elsewhere["model"]))
+    assert "expects what the same rank saved under the same plan" in text
+
+
+@on_ranks(4)
+def test_dcp_refuses_local_rectangles(world: World, tmp_path: Path) -> None:
+    """Also with a single data rank, where each rank holds its rectangle whole."""
+    model, _, _, _ = trained(world, Recipe(), 1)
+    set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
+
+    with pytest.raises(CheckpointException) as caught:
+        _dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path)
+
+    assert "was given LOCAL_STATE_DICT" in str(caught.value)

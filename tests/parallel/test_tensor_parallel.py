@@ -21,10 +21,11 @@ from composable_fsdp import (
     FullyShardedDataParallel,
     MixedPrecision,
     ModuleWrapPolicy,
+    OwnerState,
     ShardingStrategy,
-    StateDictType,
     apply_activation_checkpointing,
     clip_grad_norm_,
+    describe,
     find_nonfinite,
     flat_parameters,
     fully_shard,
@@ -33,10 +34,9 @@ from composable_fsdp import (
     map_on_owners,
     no_sync,
     optim_state_dict,
-    save,
+    plan,
     set_full_grad,
     set_full_param,
-    set_state_dict_type,
     unshard_params,
 )
 from tests.parallel.models import (
@@ -56,6 +56,8 @@ from tests.parallel.models import (
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import backward
 from tests.support.world import World
+
+pytestmark = pytest.mark.few
 
 RECIPES = {
     "columns and rows": Recipe(),
@@ -103,6 +105,7 @@ def require_equal(model: nn.Module, plain: Model) -> None:
         assert torch.equal(get_full_param(model, name), whole(parameter.detach())), name
 
 
+@pytest.mark.req("M-01")
 @on_ranks(4)
 @recipes
 @pytest.mark.parametrize("dp", [1, 2, 4])
@@ -518,7 +521,7 @@ def test_ranks_of_both_axes_are_refused(world: World) -> None:
 
 @on_ranks(4)
 def test_what_does_not_know_of_the_second_axis_refuses_by_name(world: World) -> None:
-    """Native checkpoints, local shards and flat parameters name the parameter."""
+    """Owners and flat parameters name the parameter."""
     mesh = mesh_of(world, 2)
     model, _ = pair(Recipe(), mesh)
     optimizer = adam(model)
@@ -528,19 +531,29 @@ def test_what_does_not_know_of_the_second_axis_refuses_by_name(world: World) -> 
     flat = torch.optim.AdamW(flat_parameters(copied))
 
     calls: list[Callable[[], object]] = [
-        lambda: save("nowhere", model),
         lambda: map_on_owners([model.head.weight], [None], lambda whole, _: whole),
         lambda: optim_state_dict(copied, flat),
+        lambda: OwnerState([model.head.weight]).state_dict(),
     ]
     for call in calls:
         with pytest.raises(FSDPError, match="is part of") as caught:
             call()
         assert "tp 2 dim" in str(caught.value)
-    set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
-    for call in (model.state_dict, lambda: optim_state_dict(model, optimizer)):
-        with pytest.raises(FSDPError, match="of type LOCAL_STATE_DICT expects"):
-            call()
     dist.barrier()
+
+
+@on_ranks(4)
+def test_a_plan_counts_the_part_of_this_rank_and_says_so(world: World) -> None:
+    """Bytes are those of a rank; the whole model's elements stand beside."""
+    mesh = mesh_of(world, 2)
+    model, _ = pair(Recipe(), mesh)
+    whole_model = sum(p.numel() for p in Recipe().plain().parameters())
+
+    found = plan(model)
+
+    assert found.whole_numel == whole_model > found.numel
+    assert f"on this rank (tensor parallelism cuts {whole_model:,})" in str(found)
+    assert "part of (16, 8) at" in str(describe(model))
 
 
 @on_ranks(4)

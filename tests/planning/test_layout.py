@@ -70,6 +70,7 @@ def test_the_drawing_in_the_module_is_what_is_planned() -> None:
     assert region.gaps() == ((28, 32),)
 
 
+@pytest.mark.req("U-14")
 @pytest.mark.parametrize(
     ("world_size", "one_grid"), [(64, 0.0012), (256, 0.0096), (1024, 0.0769)]
 )

@@ -23,7 +23,8 @@ from composable_fsdp import (
     fully_shard,
     no_sync,
 )
-from composable_fsdp.comm.groups import RankLayout, resolve_device
+from composable_fsdp.comm.compute_device import resolve_device
+from composable_fsdp.comm.groups import RankLayout
 from composable_fsdp.flat.external_changes import _device
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.runtime.nested_tensors import to_device

@@ -172,9 +172,10 @@ def test_every_prefetch_mode_is_ordered(
 def test_a_captured_step_waits_for_nothing_from_before(
     strategy: ShardingStrategy,
 ) -> None:
-    """Neither a stream nor the host, for the warm-up or for the step of another model.
+    """Neither a stream nor the host, for the warm-up or for the step of another model;
+    and later steps wait for nothing from inside.
 
-    CUDA refuses the capture of a wait for an event that was recorded outside of it.
+    CUDA refuses a wait for an event that was recorded on the other side.
     """
     with watched() as order:
         host = gpt(order, cpu_offload=ON_HOST)
@@ -184,6 +185,9 @@ def test_a_captured_step_waits_for_nothing_from_before(
         order.capturing = True
         train(model, steps=1)
         order.capturing = False
+        # Eager again, as for a batch of another shape.
+        train(model)
+        train(host)
 
 
 def listed(order: StreamOrder) -> None:
@@ -567,6 +571,23 @@ def test_nodes_that_a_graph_holds_stay_on_their_stream() -> None:
         with order.on(third):
             train(model)
         assert streams_of(model) == {(third,)}
+
+
+@pytest.mark.req("M-07")
+def test_gradients_belong_to_the_stream_of_the_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also if hooks of leaves run on another stream: program code that allocates there
+    does not wait for readers of ``.grad``."""
+    monkeypatch.setattr(recover, "make_nodes_on_current_stream", lambda context: 0)
+    with watched() as order:
+        model = gpt(order)
+        backward(loss_of(model))
+        assert streams_of(model) != {(order.compute,)}
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                owner = order.block(parameter.grad.untyped_storage()).owner
+                assert owner is order.compute
 
 
 ALONE = [penalty_first, steps_in_backward, checkpointed, unused, two_precisions]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from composable_fsdp import (
     save,
     verify,
 )
+from composable_fsdp.storage import listing
 from composable_fsdp.storage.metric import Metric, best_of
 from tests.storage.test_restart import killed_save
 from tests.support.on_ranks import on_ranks
@@ -206,3 +209,54 @@ def test_a_better_metric_comes_first_and_a_nan_never() -> None:
     assert best_of(metrics, 9) == [3, 4, 2, 0]
     assert best_of({i: m._replace(best="max") for i, m in metrics.items()}, 2) == [0, 4]
     assert best_of({}, 1) == []
+
+
+def manifests_opened(save_one: Callable[[], object]) -> list[str]:
+    """The checkpoints whose manifests are opened, in order."""
+    opened: list[str] = []
+    plain = os.open
+
+    def noted(path: Any, *args: Any, **options: Any) -> int:
+        if os.path.basename(path) == "manifest.json":
+            opened.append(os.path.basename(os.path.dirname(path)))
+        return plain(path, *args, **options)
+
+    with mock.patch.object(os, "open", noted):
+        save_one()
+    return [name for name in opened if not name.startswith(".")]
+
+
+@pytest.mark.req("K-04")
+def test_a_save_reads_the_manifest_of_no_older_checkpoint_again(tmp_path: Path) -> None:
+    """However long the series is; another process of the run reads each once."""
+    model = model_of(0.0)
+    opened = []
+    for at in range(8):
+        path = tmp_path / f"step-{at}"
+        options: Any = {"metric": 10 - at, "keep": 20, "keep_best": 2}
+        opened.append(manifests_opened(partial(save, path, model, **options)))
+
+    # The first save has nothing to compare with, and the second reads both.
+    assert [set(each) for each in opened[2:]] == [{f"step-{at}"} for at in range(2, 8)]
+    assert len({len(each) for each in opened[2:]}) == 1
+    listing._known.clear()
+    again = manifests_opened(partial(save, tmp_path / "step-8", model, **options))
+    assert set(again) == {f"step-{at}" for at in range(9)}
+
+
+@pytest.mark.req("K-04")
+def test_a_replaced_checkpoint_is_ranked_by_its_new_metric(tmp_path: Path) -> None:
+    """Also by a process that has read the old one; removed ones are forgotten."""
+    model = model_of(0.0)
+    options: Any = {"keep": 1, "keep_best": 1}
+    for at, metric in enumerate([0.1, 0.5, 0.4]):
+        save(tmp_path / f"step-{at}", model, metric=metric, keep=9, keep_best=1)
+    save(tmp_path / "step-0", model, metric=0.9, overwrite=True)
+
+    save(tmp_path / "step-3", model, metric=0.6, **options)
+
+    assert names(tmp_path) == ["step-2", "step-3"]
+    # Read for this save, and removed by it: the next save forgets them.
+    save(tmp_path / "step-4", model, metric=0.7, **options)
+    known = {Path(each).name for each in listing._known if str(tmp_path) in each}
+    assert known == {"step-2", "step-3", "step-4"}

@@ -101,9 +101,35 @@ def sound() -> Json:
     }
 
 
+def gridded() -> Json:
+    """The same with a parameter of rectangles: columns 0 and 1, and column 2."""
+    document = sound()
+    grid = {
+        "fqns": ["columns"],
+        "dtype": "float32",
+        "shape": [2, 3],
+        "cuts": [[0], [0, 2]],
+        "begins": [[0, 3], [0]],
+        "parts": [entry(0, 64), entry(1, 44), entry(1, 48)],
+        "states": {
+            "exp": {
+                "dtype": "float32",
+                "parts": [entry(0, 76), entry(1, 56), entry(1, 60)],
+            }
+        },
+        "values": {"step": 3},
+    }
+    for file, size in zip(document["files"], (88, 68), strict=True):
+        file["payload_nbytes"] = size
+    wrappers = {"buf_of": "Rows (2,)"}
+    document["singles"][0]["fqns"] = ["buf_of.codes"]
+    return {**document, "version": 3, "grids": [grid], "wrappers": wrappers}
+
+
 def test_the_example_is_sound() -> None:
     """And comes back as it was, so what the tests below break is what is found."""
     assert parse(sound(), "m.json").to_json() == sound()
+    assert parse(gridded(), "m.json").to_json() == gridded()
 
 
 def put(path: str, value: Json) -> Callable[[Json], None]:
@@ -156,7 +182,7 @@ BAD: dict[str, tuple[Callable[[Json], None], str]] = {
         put("files.0.name", "rank1.safetensors"),
         "stands twice in",
     ),
-    "version": (put("version", 3), "format version 3"),
+    "version": (put("version", 4), "format version 4"),
     "field of a newer version": (put("version", 1), "fields of version 1"),
     "no begin": (put("cuts.0.begins", [1, 2]), "'lora' of shape (3, 1) has 2 parts"),
     "begins that fall": (put("cuts.0.begins", [0, 0]), "which do not cover it"),
@@ -227,12 +253,75 @@ BAD: dict[str, tuple[Callable[[Json], None], str]] = {
 }
 
 
+BAD_GRIDS: dict[str, tuple[Callable[[Json], None], str]] = {
+    "version without grids": (put("version", 2), "fields of version 2"),
+    "no cut of a dim": (put("grids.0.cuts", [[0, 2]]), "has 2 rectangles cut at"),
+    "cut behind the end": (put("grids.0.cuts.1", [0, 3]), "which do not cover it"),
+    "cuts that fall": (put("grids.0.cuts.1", [0, 0]), "which do not cover it"),
+    "cut that begins late": (put("grids.0.cuts.0", [1]), "which do not cover it"),
+    "no interval": (put("grids.0.cuts.0", []), "which do not cover it"),
+    "rectangle too few": (put("grids.0.begins", [[0, 3]]), "has 1 rectangles cut at"),
+    "huge grid": (
+        put("grids.0", {**gridded()["grids"][0], "shape": [2**30, 2**30]}),
+        "of 68 bytes of payload",
+    ),
+    "huge product of cuts": (
+        put(
+            "grids.0",
+            {
+                **gridded()["grids"][0],
+                "shape": [2] * 60,
+                "cuts": [[0, 1]] * 60,
+            },
+        ),
+        "has 2 rectangles cut at",
+    ),
+    "part behind the rectangle": (
+        put("grids.0.begins.0", [0, 4]),
+        "parts that begin at elements (0, 4) of the rectangle at (0, 0)",
+    ),
+    "part of a rectangle": (
+        put("grids.0.parts", [entry(0, 64), entry(1, 44)]),
+        "'columns' of shape (2, 3) has 2 parts, expected 3",
+    ),
+    "part of a rectangle elsewhere": (
+        put("grids.0.parts.2", entry(1, 52)),
+        "elements 0 to 2 of the rectangle (2, 1) at (0, 2) of 'columns' begins at byte",
+    ),
+    "state of a grid": (
+        put("grids.0.states.exp.parts", [entry(0, 76)]),
+        "state 'exp' of 'columns' of shape (2, 3) has 1 parts, expected 3",
+    ),
+    "state of a grid twice": (
+        put("grids.0.values", {"exp": 1}),
+        "state 'exp' of 'columns' of shape (2, 3) stands there twice",
+    ),
+    "wrapper of nothing": (
+        put("wrappers", {"columns": "Rows"}),
+        "'columns' stand there twice",
+    ),
+    "wrapper without tensors": (
+        put("wrappers", {"buf": "Rows"}),
+        "'buf' wraps tensors, and none is there",
+    ),
+    "name of a grid twice": (put("grids.0.fqns", ["b"]), "'b' stand there twice"),
+}
+
+
 @pytest.mark.req("X-20")
-@pytest.mark.parametrize("name", BAD)
-def test_what_makes_no_sense_is_refused_by_file_and_name(name: str) -> None:
-    """A CheckpointError that starts with the file and names the parameter."""
-    change, expected = BAD[name]
-    document = sound()
+@pytest.mark.parametrize(
+    ("made", "change", "expected"),
+    [
+        pytest.param(made, *case, id=name)
+        for made, cases in ((sound, BAD), (gridded, BAD_GRIDS))
+        for name, case in cases.items()
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_file_and_name(
+    made: Callable[[], Any], change: Callable[[Any], object], expected: str
+) -> None:
+    """In time and memory of the text, naming the parameter; rectangles as all else."""
+    document = made()
     change(document)
 
     text = message_of(lambda: parse(document, "m.json"))
@@ -249,7 +338,7 @@ def paths_in(value: Json, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [path, *[p for k, v in inside for p in paths_in(v, (*path, k))]]
 
 
-PATHS = paths_in(sound())[1:]
+PATHS = paths_in(gridded())[1:]
 ODD = st.one_of(
     st.none(),
     st.booleans(),
@@ -304,7 +393,7 @@ def mutate(document: Json, path: tuple[Any, ...], kind: str, value: Any) -> None
 def test_any_change_is_refused_or_read_as_it_stands(changes: Any) -> None:
     """Never another exception; what is accepted is all of what was written, so nothing
     is ignored or guessed."""
-    document = sound()
+    document = gridded()
     for change in changes:
         mutate(document, *change)
 

@@ -18,12 +18,18 @@ from composable_fsdp.storage import save as saving
 from composable_fsdp.storage.manifest import BLOCK
 from tests.storage.training import everything, make, optimizer_of, same, step
 from tests.support.sharded import RankCount, message_of
+from tests.support.uncached import uncached
 from tests.support.world import World
+
+PAGE = 4096
+"""A disk is read by pages, which stay in the page cache."""
 
 
 @contextmanager
-def preads(limit: int = 1 << 40) -> Iterator[list[int]]:
-    """Bytes of each read of a payload, none longer than ``limit``."""
+def preads(
+    limit: int = 1 << 40, pages: set[tuple[int, int]] | None = None
+) -> Iterator[list[int]]:
+    """Bytes of each read of a payload, at most ``limit``; ``pages`` gets all pages."""
     counts: list[int] = []
     preadv = os.preadv
 
@@ -32,34 +38,69 @@ def preads(limit: int = 1 << 40) -> Iterator[list[int]]:
             parts = parts[:1]
         count = preadv(handle, [parts[0][:limit], *parts[1:]], at, *flags)
         counts.append(count)
+        if pages is not None:
+            inode = os.fstat(handle).st_ino
+            last = -(-(at + count) // PAGE)
+            pages.update((inode, n) for n in range(at // PAGE, last))
         return count
 
     with mock.patch.object(os, "preadv", counted):
         yield counts
 
 
+@pytest.mark.req("K-05")
 def test_each_byte_is_read_once_where_memory_allows(tmp_path: Path) -> None:
-    """What nothing uses is filled by the same read that verifies it; what is in use is
-    kept until all is known to be good, or read again then."""
+    """Bytes that nothing uses are filled by the read that verifies them; others wait in
+    the page cache, or in a copy, or are read again."""
     model = torch.nn.Linear(1200, 1000, bias=False)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1200)).sum().backward()
     optimizer.step()
     save(tmp_path / "run", model, optimizer)
     size = 4 * 1200 * 1000
-
-    with preads() as fresh:
-        load(tmp_path, model, torch.optim.AdamW(model.parameters()))
-    with preads() as again:
-        load(tmp_path, model, optimizer)
     little = mock.patch.object(native, "fits_in_memory", return_value=False)
-    with preads() as twice, little:
+    no_copy = mock.patch.object(native, "host_buffer", side_effect=AssertionError)
+
+    with uncached():
+        with preads() as fresh:
+            load(tmp_path, model, torch.optim.AdamW(model.parameters()))
+        with preads() as again:
+            load(tmp_path, model, optimizer)
+        with preads() as twice, little:
+            load(tmp_path, model, optimizer)
+    pages: set[tuple[int, int]] = set()
+    with preads(pages=pages) as cached, no_copy:
         load(tmp_path, model, optimizer)
 
     assert size > BLOCK
     assert 3 * size <= sum(fresh) < 3 * size + BLOCK
     assert 3 * size <= sum(again) < 3 * size + BLOCK
     assert 6 * size <= sum(twice) < 6 * size + BLOCK
+    # The second time from the page cache.
+    assert 6 * size <= sum(cached) < 6 * size + BLOCK
+    assert 3 * size <= PAGE * len(pages) < 3 * size + BLOCK
+
+
+@pytest.mark.req("K-05")
+@pytest.mark.parametrize("size", [1, 70_000, 5 << 20])
+def test_the_page_cache_is_asked_by_a_read_that_may_not_wait(
+    tmp_path: Path, size: int
+) -> None:
+    """A system that has no such read, or refuses the read, keeps nothing."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(size))
+
+    def asked() -> bool:
+        file = file_bytes.open_bytes(str(path))
+        try:
+            return file.stays_in_cache()
+        finally:
+            file.close()
+
+    assert asked()
+    for flag in (0, 0x40000000):
+        with mock.patch.object(file_bytes, "_NOWAIT", flag):
+            assert not asked()
 
 
 def test_neighbours_are_read_by_one_call(tmp_path: Path) -> None:
@@ -109,15 +150,16 @@ def test_a_damaged_checkpoint_gives_an_optimizer_no_state(tmp_path: Path) -> Non
 
 
 def check_amplification(world: World, folder: Path) -> float:
-    """Bytes that this rank reads, over the bytes that the rank holds."""
+    """Bytes of the disk that this rank reads, over the bytes that the rank holds."""
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(12)))
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
-    with preads() as counts:
+    pages: set[tuple[int, int]] = set()
+    with preads(pages=pages):
         load(folder, model)
     held = sum(each.numel() * 4 for each in model.parameters())
-    return sum(counts) / held
+    return PAGE * len(pages) / held
 
 
 @pytest.mark.req("K-05")
@@ -154,3 +196,46 @@ def test_blocks_of_any_size_and_any_run_of_slices_are_read_right(
                         assert torch.equal(read, flat[: read.numel()])
         assert torch.equal(model.weight, expected)
         assert verify(path)
+
+
+@pytest.mark.req("K-05")
+@pytest.mark.parametrize("staged", [True, False])
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_load_is_a_write_for_autograd(
+    tmp_path: Path, staged: bool, cached: bool
+) -> None:
+    """A backward through weights of before the load raises, whichever way they came."""
+    model = nn.Linear(3, 3)
+    save(tmp_path / "run", model)
+    x = torch.ones(1, 3, requires_grad=True)
+    loss = model(x).sum()
+
+    fits = mock.patch.object(native, "fits_in_memory", return_value=staged)
+    with fits, uncached(not cached):
+        load(tmp_path / "run", model)
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.req("K-05")
+def test_reads_share_a_few_buffers(tmp_path: Path) -> None:
+    """As many as reads are in flight, and one that is used; the values are right."""
+    model = nn.Linear(2048, 4096)
+    expected = model.weight.detach().clone()
+    save(tmp_path / "run", model)
+    nn.init.zeros_(model.weight)
+    places: list[int] = []
+    plain = file_bytes._LocalBytes._buffer
+
+    def noted(self: file_bytes._LocalBytes, nbytes: int) -> memoryview:
+        found = plain(self, nbytes)
+        places.append(id(found.obj))
+        return found
+
+    with mock.patch.object(file_bytes._LocalBytes, "_buffer", noted):
+        load(tmp_path / "run", model)
+
+    assert torch.equal(model.weight, expected)
+    assert len(places) >= 9
+    assert len(set(places)) <= 6

@@ -281,6 +281,62 @@ def test_of_two_saves_to_one_url_one_wins(own: Folder) -> None:
     assert len(list((own.root / "b/step-1").iterdir())) == 2
 
 
+def test_of_two_saves_that_overwrite_one_url_the_later_commit_keeps_a_whole_one(
+    own: Folder,
+) -> None:
+    """The first commit removes the other's files, and the other commits nothing."""
+    model, _ = trained(0)
+    save("own://b/step-1", model, extra="old")
+    listed, late = own.list, [False]
+
+    def between(folder: str) -> Iterable[StoredObject]:
+        # The last question before the marker; the files of ``second`` are there.
+        if late[0] and len(list(listed(folder))) == 3:
+            late[0] = False
+            save("own://b/step-1", model, extra="first", overwrite=True)
+        return listed(folder)
+
+    late[0] = True
+    own.list = between  # type: ignore[method-assign]  # for this test
+    again = partial(save, "own://b/step-1", model, extra="second", overwrite=True)
+    text = message_of(again)
+
+    assert "was uploaded with" in text
+    assert "the storage shows nothing; nothing was committed" in text
+    assert load("own://b", model) == "first"
+    assert verify("own://b")
+
+
+@pytest.mark.req("K-03", "K-07")
+def test_a_marker_that_was_written_in_part_is_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a file system of fsspec, where a file grows under its name."""
+    import fsspec
+
+    url = f"local://{tmp_path}/runs"
+    model, _ = trained(0)
+    save(f"{url}/step-1", model, extra=1)
+    files = type(fsspec.filesystem("local"))
+
+    def dies(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    # The process ends between the last byte of the marker and the rename.
+    with monkeypatch.context() as patched, suppress(KeyboardInterrupt):
+        patched.setattr(files, "mv", dies)
+        patched.setattr(files, "rm_file", dies)
+        save(f"{url}/step-2", model, extra=2)
+
+    left = sorted(os.listdir(tmp_path / "runs" / "step-2"))
+    assert [name.startswith("manifest.json.") for name in left] == [True, False]
+    assert load(url, model) == 1
+    assert stale_directories(url) == [f"{url}/step-2"]
+    save(f"{url}/step-2", model, extra=3)
+    assert load(url, model) == 3
+    assert len(os.listdir(tmp_path / "runs" / "step-2")) == 2
+
+
 @on_ranks(2, 3)
 @pytest.mark.req("K-07")
 def test_ranks_save_and_load_at_a_url(world: World, tmp_path: Path) -> None:
@@ -325,7 +381,7 @@ def test_a_scheme_without_its_package_says_what_to_install() -> None:
     """Of a cloud whose package is absent, and without fsspec itself."""
     text = message_of(lambda: checkpoints("gs://bucket/runs"))
     assert text.startswith("CheckpointError: gs:// cannot be opened: ")
-    assert "pip install 'composable_fsdp[remote]'" in text
+    assert "Install the package of the scheme (s3fs for S3, gcsfs for gs://)" in text
     assert "register_storage('gs', ..)" in text
     script = (
         "import sys; sys.modules['fsspec'] = None\n"
@@ -338,7 +394,7 @@ def test_a_scheme_without_its_package_says_what_to_install() -> None:
     )
     assert run.stdout == (
         "s3:// needs fsspec, which is not installed. Run: pip install "
-        "'composable_fsdp[remote]', or register_storage a class of your own.\n"
+        "fsspec s3fs, or register_storage a class of your own.\n"
     )
 
 

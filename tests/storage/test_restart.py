@@ -199,3 +199,98 @@ def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path) -> None:
     save(tmp_path / "step-7", model(1.0))
     os.truncate(tmp_path / "step-7" / "rank00000.safetensors", 3)
     assert [(e.step, e.is_whole) for e in checkpoints(tmp_path)] == [(7, False)]
+
+
+@pytest.mark.req("K-03")
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_save_of_another_name_comes_in_between_at_any_system_call(
+    tmp_path: Path, overwrite: bool
+) -> None:
+    """Stages of a pipeline save beside one another: each finishes all records."""
+    number, reached = 0, True
+    while reached:
+        number += 1
+        folder = tmp_path / str(number)
+        if overwrite:
+            save(folder / "stage-0", model(0))
+        met: list[int] = []
+
+        def other(folder: Path = folder, met: list[int] = met) -> None:
+            if not met:  # The other save makes calls as well.
+                met.append(1)
+                save(folder / "stage-1", model(2))
+
+        with at_call(number, other):
+            save(folder / "stage-0", model(1), overwrite=overwrite)
+        reached = bool(met)
+
+        assert value_in(folder / "stage-0") == 1
+        assert not reached or value_in(folder / "stage-1") == 2
+        left = {each.name for each in folder.iterdir()}
+        assert left <= {"latest", "stage-0", "stage-1"}
+    assert number > 10
+
+
+# Ctrl-C may leave a temporary directory, of which the next save warns.
+@pytest.mark.filterwarnings("ignore:.*that were interrupted")
+@pytest.mark.req("K-03")
+def test_a_save_that_repeats_what_is_there_bit_by_bit_overwrites_it(
+    tmp_path: Path,
+) -> None:
+    """As a run that resumed before the step and trained to it again."""
+    made = model(2.0)
+    for _ in range(2):
+        save(tmp_path / "step-2", made, extra=2, overwrite=True)
+    same = (tmp_path / "step-2" / "manifest.json").read_bytes()
+    save(tmp_path / "step-2", made, extra=2, overwrite=True)
+
+    assert (tmp_path / "step-2" / "manifest.json").read_bytes() == same
+    assert value_in(tmp_path) == 2.0
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-2"]
+    # A crash at any instant leaves the one or the other, which are equal.
+    for number in range(1, 60):
+        died = False
+        with at_call(number, _interrupt):
+            try:
+                save(tmp_path / "step-2", made, extra=2, overwrite=True)
+            except KeyboardInterrupt:
+                died = True
+        assert value_in(tmp_path) == 2.0
+        if not died:
+            break
+    save(tmp_path / "step-2", made, extra=2, overwrite=True)
+    assert [each.step for each in checkpoints(tmp_path)] == [2]
+
+
+# Ctrl-C may leave a temporary directory, of which the next save warns.
+@pytest.mark.filterwarnings("ignore:.*that were interrupted")
+@pytest.mark.req("K-03")
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_an_interrupt_after_any_system_call_leaves_the_newest_to_load(
+    tmp_path: Path, overwrite: bool
+) -> None:
+    """Where the new directory has its name, a load of the folder takes that one."""
+    for number in range(1, 60):
+        runs = tmp_path / str(number)
+        name = runs / ("step-1" if overwrite else "step-2")
+        runs.mkdir()
+        save(runs / "step-1", model(1.0))
+        died = False
+        with at_call(number, _interrupt):
+            try:
+                save(name, model(3.0), overwrite=overwrite)
+            except KeyboardInterrupt:
+                died = True
+        found = value_in(runs)
+        assert found in (1.0, 3.0)
+        if found == 1.0:
+            assert overwrite or not name.exists()
+        if not died:
+            break
+        save(name, model(4.0), overwrite=True)
+        assert value_in(runs) == 4.0
+    assert number > 8
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt

@@ -132,7 +132,7 @@ CASES: dict[Callable[[int], Pair], str] = {
     own_momentum: "(state 'exp_avg')\" is in no unit and has other values on rank 1",
     torch_fsdp1: "(root) was sharded by torch's FullyShardedDataParallel (FSDP1)",
     deepspeed: "'weight' was sharded by DeepSpeed (ZeRO)",
-    wrapper_subclass: "On rank 1: 'scales' is a tests.storage.",
+    wrapper_subclass: "not the same on all ranks: absent on rank 0; ",
     opaque_subclass: "Opaque, which wraps other tensors",
 }
 

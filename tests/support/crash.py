@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 from composable_fsdp.storage import commit, save, writer
-from composable_fsdp.storage.direct import DirectFile
+from composable_fsdp.storage.new_file import NewFile
 
 POINTS = ("before-write", "mid-file", "after-write", "before-rename", "after-rename")
 
@@ -27,11 +27,11 @@ def killed_at(point: str, rank: int) -> Iterator[None]:
         wanted = ""
     write = _around(writer.write_file, "write", wanted)
     rename = _around(commit.commit, "rename", wanted)
-    file = _HalfFile if wanted == "mid-file" else DirectFile
+    file = _HalfFile if wanted == "mid-file" else NewFile
     with (
         mock.patch.object(save, "write_file", write),
         mock.patch.object(save, "commit", rename),
-        mock.patch.object(writer, "DirectFile", file),
+        mock.patch.object(writer, "NewFile", file),
     ):
         yield
 
@@ -50,11 +50,11 @@ def _around(call: Callable[..., Any], name: str, wanted: str) -> Callable[..., A
     return called
 
 
-class _HalfFile(DirectFile):
+class _HalfFile(NewFile):
     """Dies after the header and the first part of the payload."""
 
-    def __init__(self, path: str) -> None:
-        super().__init__(path)
+    def __init__(self, path: str, *, keep: bool = False) -> None:
+        super().__init__(path, keep=keep)
         self.parts = 0
 
     def write(self, data: bytes | memoryview) -> None:

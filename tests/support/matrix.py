@@ -10,12 +10,15 @@ keeps as many combinations as bring every pair of values together once::
 
 The door (``path``) is no partner in a pair: both doors run the same code, which the
 laws of ``property_tests/test_lockstep.py`` hold, so each of its values runs at least
-once. ``--full-matrix`` runs every combination, as continuous integration does.
+once. So does each value of an argument that the marker ``no_pairs`` names: its values
+are kinds of models which the code under test does not tell apart. Of these, the marker
+``few`` keeps the first, the middle and the last, for tests of many ranks that take
+seconds each. ``--full-matrix`` runs every combination, as continuous integration does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from itertools import combinations
 
 import pytest
@@ -27,15 +30,15 @@ Cell = dict[str, int]
 """A combination: a number for the value that each argument has."""
 
 
-def pairwise(cells: Sequence[Cell]) -> list[int]:
+def pairwise(cells: Sequence[Cell], alone: Collection[str] = (DOOR,)) -> list[int]:
     """Return the numbers of the cells to keep, in order.
 
-    All values of each factor, and all pairs of values of two factors other than the
-    door that stand in a cell, stand in a kept one. Arguments that always change
+    All values of each factor, and all pairs of values of two factors that are not in
+    ``alone`` that stand in a cell, stand in a kept one. Arguments that always change
     together (one decorator) are one factor.
     """
     factors = _factors(cells)
-    wanted = [set(_combined(cell, factors)) for cell in cells]
+    wanted = [set(_combined(cell, factors, alone)) for cell in cells]
     left = set().union(*wanted)
     kept: list[int] = []
     while left:
@@ -55,11 +58,13 @@ def _factors(cells: Sequence[Cell]) -> list[str]:
     return list(columns.values())
 
 
-def _combined(cell: Cell, factors: Sequence[str]) -> Iterator[Hashable]:
+def _combined(
+    cell: Cell, factors: Sequence[str], alone: Collection[str]
+) -> Iterator[Hashable]:
     for name in factors:
         yield name, cell[name]
     for a, b in combinations(factors, 2):
-        if DOOR not in (a, b):
+        if a not in alone and b not in alone:
             yield a, cell[a], b, cell[b]
 
 
@@ -73,12 +78,21 @@ def thin(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.I
         cells = [cell for item in family if (cell := _cell(item)) is not None]
         is_matrix = len(cells) == len(family)
         is_matrix &= all(cell.keys() == cells[0].keys() for cell in cells)
-        chosen = pairwise(cells) if is_matrix else []
+        marker = family[0].get_closest_marker("no_pairs")
+        alone = {DOOR, *(marker.args if marker else ())}
+        chosen = pairwise(cells, alone) if is_matrix else []
+        if chosen and family[0].get_closest_marker("few"):
+            chosen = ends_and_middle(chosen)
         kept.update(id(family[i]) for i in chosen or range(len(family)))
     return (
         [item for item in items if id(item) in kept],
         [item for item in items if id(item) not in kept],
     )
+
+
+def ends_and_middle(cells: Sequence[int]) -> list[int]:
+    """Return the first, the middle and the last of ``cells``, each once."""
+    return sorted({cells[0], cells[len(cells) // 2], cells[-1]})
 
 
 def _function(item: pytest.Item) -> str:

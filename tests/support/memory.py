@@ -147,7 +147,7 @@ class _Nothing:
 
 
 class _Streams(_Nothing):
-    gather = reduce = compute = _Nothing()
+    gather = reduce = all_reduce = compute = _Nothing()
     stepped = None
     host_waits = False
 
@@ -162,11 +162,24 @@ def cuda_order(handles: Iterable[FlatParamHandle]) -> Iterator[None]:
     For trees that have not run yet. Allocations and frees come in the order in which
     the CPU issues them for a GPU, which is what a caching allocator counts.
     """
-    for handle in handles:
+    units = list(handles)
+    for handle in units:
         make: Any = _Nothing
         handle.events = UnitEvents(make)
+    # Between host and device torch casts on the device, in a tensor of its own.
+    offloads = any(handle.layout.offload for handle in units)
+
+    def to_device(target: Tensor, source: Tensor) -> None:
+        casts = offloads and target.dtype != source.dtype
+        target.copy_(source.clone() if casts else source)
+
+    def to_host(target: Tensor, source: Tensor) -> None:
+        target.copy_(source.to(target.dtype))
+
     with (
         patch("composable_fsdp.tree.root.make_streams", lambda device: _Streams()),
+        patch("composable_fsdp.runtime.unshard.copy_async", to_device),
+        patch("composable_fsdp.runtime.offload.copy_async", to_host),
         patch.object(torch.cuda, "stream", lambda stream: nullcontext()),
         patch.object(torch.cuda, "current_stream", lambda device=None: _Nothing()),
     ):

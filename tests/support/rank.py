@@ -12,6 +12,7 @@ Python stacks to another, so that the parent can say where a rank was that hangs
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import importlib
@@ -26,10 +27,11 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from typing import IO, Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -143,13 +145,32 @@ def _answer(world: World, job: Job) -> Answer:
         function: Callable[..., object] = pickle.loads(job.function)
         function = getattr(function, BODY, function)
         arguments: tuple[object, ...] = pickle.loads(job.arguments)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _restored(arguments):
             _use_filters(pickle.loads(job.warning_filters))
             result = function(world, *arguments)
         return Answer(result=pickle.dumps(result), calls=seam.calls_issued())
     # pytest's own outcomes (fail, skip) and SystemExit are not of class Exception.
     except BaseException as error:
         return Answer(error=_describe(error, job.file), calls=seam.calls_issued())
+
+
+@contextlib.contextmanager
+def _restored(arguments: tuple[object, ...]) -> Iterator[None]:
+    """Give the next job the environment and the patched objects of before this one.
+
+    A ``monkeypatch`` that a test sends to a rank is a copy, which pytest cannot undo.
+    """
+    environment = dict(os.environ)
+    try:
+        yield
+    finally:
+        for argument in arguments:
+            if isinstance(argument, pytest.MonkeyPatch):
+                argument.undo()
+        # Most jobs change nothing, and each write is a call of putenv.
+        if os.environ != environment:
+            os.environ.clear()
+            os.environ.update(environment)
 
 
 def _import(name: str, file: str | None) -> None:

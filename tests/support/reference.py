@@ -258,3 +258,19 @@ def assert_same_training(
 def tolerance_at(world_size: int) -> float:
     """Sums of two are commutative; of more, their order is the backend's."""
     return 0.0 if world_size <= 2 else 1e-5
+
+
+def mean_of_summed_grads(
+    model: nn.Module, data: Callable[[int, int], Tensor], *, ranks: int = 2
+) -> list[Tensor]:
+    """Gradients of trainable parameters: of two batches per rank, added, then averaged.
+
+    Each rank adds its batches first, as under ``no_sync``, so the bits are the same.
+    """
+    sums = []
+    for rank in range(ranks):
+        model.zero_grad()
+        for step in range(2):
+            backward(loss_of(model, data(step, rank)))
+        sums.append([p.grad for p in model.parameters() if p.grad is not None])
+    return [sum(each[1:], each[0]) / ranks for each in zip(*sums, strict=True)]

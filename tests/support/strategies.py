@@ -15,6 +15,7 @@ from math import prod
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+from composable_fsdp.config import Block, RowBlock
 from tests.support.recipes import ModelRecipe, ModuleRecipe
 
 PROFILE_VARIABLE = "COMPOSABLE_FSDP_HYPOTHESIS"
@@ -73,6 +74,12 @@ def register_profiles() -> None:
 def world_sizes(max_size: int = 8) -> st.SearchStrategy[int]:
     """Draw a number of ranks; shrinks to 1."""
     return st.integers(1, max_size)
+
+
+def block_named(name: str) -> Block | RowBlock:
+    """Return the block of a recipe: the name of a member, or ``rows(n)``."""
+    number = name.removeprefix("rows(").removesuffix(")")
+    return Block.rows(int(number)) if name.startswith("rows(") else Block[name]
 
 
 def shapes(max_dims: int = 4, max_side: int = 5) -> st.SearchStrategy[tuple[int, ...]]:

@@ -56,6 +56,7 @@ _WRITTEN: dict[str, tuple[int, ...]] = {
     "_reduce_scatter_base_": (0,),
     "reduce_scatter_tensor_coalesced_": (0,),
     "allreduce_": (0,),
+    "allreduce_coalesced_": (0,),
     "broadcast_": (0,),
     "allgather_": (0,),
     "gather_": (0,),
@@ -103,6 +104,10 @@ class FakeStream:
         if self.order.capturing and not event.is_captured:
             self.order.report(
                 f"{self} waits in {_place()} for an event from before the capture"
+            )
+        if event.is_captured and not self.order.capturing:
+            self.order.report(
+                f"{self} waits in {_place()} for an event from inside the capture"
             )
         if event.clock is None:
             self.order.report(f"{self} waits for an event that was never recorded")
@@ -320,7 +325,7 @@ def _patches(order: StreamOrder) -> Patches:
 
 def _of_streams(order: StreamOrder) -> Patches:
     """Streams and events, also of trees and units on the CPU."""
-    names = iter(["gather", "reduce"] * 100)
+    names = iter(["gather", "reduce", "all_reduce"] * 100)
 
     def make_stream(device: torch.device, priority: int) -> FakeStream:
         return FakeStream(order, next(names))

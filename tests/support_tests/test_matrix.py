@@ -7,7 +7,7 @@ from itertools import combinations, product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.matrix import DOOR, pairwise
+from tests.support.matrix import DOOR, ends_and_middle, pairwise
 
 SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 
@@ -41,6 +41,7 @@ def test_the_door_takes_each_value_once_and_no_pairs() -> None:
     assert len(pairwise(cells)) == 3
     more = [{**cell, "name": name} for cell in cells for name in range(4)]
     assert len(pairwise(more)) == 12
+    assert len(pairwise(more, ["name", DOOR])) == 4
 
 
 def test_values_of_one_decorator_are_one_factor() -> None:
@@ -48,3 +49,10 @@ def test_values_of_one_decorator_are_one_factor() -> None:
     cells = [{"a": i, "b": i, "c": j} for i, j in product(range(3), range(3))]
 
     assert pairwise(cells) == list(range(9))
+
+
+def test_few_combinations_are_the_ends_and_the_middle() -> None:
+    """Fewer than three stay as they are."""
+    assert ends_and_middle([1, 4, 5, 8, 9]) == [1, 5, 9]
+    assert ends_and_middle([2, 7]) == [2, 7]
+    assert ends_and_middle([3]) == [3]

@@ -176,6 +176,30 @@ def test_too_few_gpus_skip_aloud(monkeypatch: pytest.MonkeyPatch) -> None:
         rank_pool(2)
 
 
+def patch_and_set(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Change the environment and a module of the rank, and undo nothing."""
+    monkeypatch.setenv("COMPOSABLE_FSDP_TEST_LEFT", "by monkeypatch")
+    monkeypatch.setattr(time, "left_by_a_test", True, raising=False)
+    os.environ["COMPOSABLE_FSDP_TEST_SET"] = "by hand"
+
+
+def left_over(world: World) -> list[str]:
+    """What `patch_and_set` left on this rank."""
+    left = [name for name in os.environ if name.startswith("COMPOSABLE_FSDP_TEST_")]
+    return left + ["module"] * hasattr(time, "left_by_a_test")
+
+
+def test_a_job_gets_the_environment_of_before_the_last_one(
+    pool: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pytest undoes its own monkeypatch, but not the copies that ranks have."""
+    before = pool.run(left_over)
+
+    pool.run(patch_and_set, monkeypatch)
+
+    assert pool.run(left_over) == before
+
+
 def test_two_world_sizes_live_side_by_side(ranks: Ranks) -> None:
     """Pools of two and three ranks answer in turn without disturbing each other."""
     two, three = ranks(2), ranks(3)

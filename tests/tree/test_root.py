@@ -185,6 +185,7 @@ def after_step(model: nn.Module) -> None:
 
 
 @pytest.mark.req("S1-30")
+@pytest.mark.usefixtures("few_objects")
 @pytest.mark.parametrize(
     "use",
     [lambda model: None, after_forward, after_step],
@@ -220,6 +221,7 @@ def test_a_model_that_is_gone_leaves_nothing_behind(
 
 
 @pytest.mark.req("S1-30")
+@pytest.mark.usefixtures("few_objects")
 def test_an_inner_module_that_outlives_its_unit_belongs_to_nobody(
     one_rank: World,
 ) -> None:
@@ -234,6 +236,7 @@ def test_an_inner_module_that_outlives_its_unit_belongs_to_nobody(
     assert _get_module_fsdp_state(layer) is None
 
 
+@pytest.mark.usefixtures("few_objects")
 def test_a_model_is_collected_after_an_aborted_forward(one_rank: World) -> None:
     """A raise in the middle of a forward keeps no state alive."""
     model = TinyGPT()

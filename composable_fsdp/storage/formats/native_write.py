@@ -89,9 +89,11 @@ class _Maker:
                 where = f"optimizer state {key!r} of {name!r}"
                 single.values[key] = self._encode(value, where)
             part.singles.append(single)
+        part.wrappers = dict(source.wrappers)
         for name, value in source.own_states.items():
             part.own_states[name] = self._encode(value, name)
         if source.param_groups is not None:
+            part.group_numbers = list(range(len(source.param_groups)))
             part.param_groups = [
                 self._encode(dict(group), f"param_groups[{g}]")
                 for g, group in enumerate(source.param_groups)

@@ -1,0 +1,106 @@
+"""How long ``async_save`` keeps the caller, beside a copy of the same bytes.
+
+    python -m benchmarks.async_save                    # 2 GB in 240 parameters
+    python -m benchmarks.async_save --blocks 1666 --width 32    # 10,000 parameters
+
+One process: the call has no other rank to wait for. In each round come a copy of all
+values into memory that is in use already, by ``memcpy``, and the call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from benchmarks.checkpoint import Block, _values
+from benchmarks.tables import fixed, say, say_versions, table
+from composable_fsdp import async_save, free_save_memory, fully_shard
+
+
+def seconds(act: Callable[[], object]) -> float:
+    """Wall seconds of ``act``."""
+    begin = time.perf_counter()
+    act()
+    return time.perf_counter() - begin
+
+
+def trained(blocks: int, width: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A sharded model and an AdamW that has stepped."""
+    model = torch.nn.Sequential(*(Block(width) for _ in range(blocks)))
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(prog="benchmarks.async_save")
+    add = parser.add_argument
+    add("--blocks", type=int, default=40, help="blocks of six parameters (40)")
+    add("--width", type=int, default=1024, help="of a block (1024)")
+    add("--rounds", type=int, default=9, help="calls after the first (9)")
+    add("--folder", type=Path, help="where to write (the temporary directory)")
+    options = parser.parse_args(arguments)
+    say_versions()
+    # A store and no address: no port is taken.
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    model, optimizer = trained(options.blocks, options.width)
+    sources = _values(model, optimizer)
+    total = sum(each.nbytes for each in sources)
+    copies = [torch.zeros_like(each) for each in sources]
+    pairs = [
+        (into.data_ptr(), each.data_ptr(), each.nbytes)
+        for into, each in zip(copies, sources, strict=True)
+    ]
+
+    def memcpy() -> None:
+        for into, source, nbytes in pairs:
+            ctypes.memmove(into, source, nbytes)
+
+    copied, called = [], []
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        for at in range(options.rounds + 1):
+            gc.collect()
+            copied.append(seconds(memcpy))
+            path, begin = Path(folder) / f"step-{at}", time.perf_counter()
+            future = async_save(path, model, optimizer)
+            called.append(time.perf_counter() - begin)
+            future.result()
+            shutil.rmtree(path)
+    held = free_save_memory(model)
+    dist.destroy_process_group()
+    copy, call = statistics.median(copied[1:]), statistics.median(called[1:])
+    table(
+        f"{len(sources) // 3} parameters, AdamW, {total / 1e9:.2f} GB: seconds, median "
+        f"of {options.rounds}",
+        ("", "first", "later", "least"),
+        [
+            ("memcpy", *fixed((copied[0], copy, min(copied)), 3)),
+            ("async_save", *fixed((called[0], call, min(called)), 3)),
+        ],
+    )
+    least = min(called) / min(copied)
+    say(f"  the call / memcpy: {call / copy:.2f} (least {least:.2f})")
+    say(f"  memory held: {held / total:.4f} of the values")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

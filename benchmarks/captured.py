@@ -1,0 +1,91 @@
+"""A whole step in a CUDA graph: captured once, replayed, and compared with eager steps.
+
+On CPU the same steps run without a capture, to try the code.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.device_steps import WARM_UP, Size, Timer, Trainee
+
+
+class Captured(NamedTuple):
+    """Milliseconds of a step, and the largest difference of a weight at the end."""
+
+    eager: float
+    replayed: float
+    difference: float
+
+
+def captured_step(size: Size, device: torch.device, rounds: int) -> Captured:
+    """Train two equal models, one of them by a graph; the same number of steps."""
+    eager, graphed = (_trainee(size, device) for _ in range(2))
+    replay = _graph_of(graphed, device)
+    for _ in range(WARM_UP + 1):
+        eager.step()
+    # A capture runs nothing: the replay is the step after the warm-up.
+    replay()
+    times = [_median(step, device, rounds) for step in (eager.step, replay)]
+    pairs = zip(_weights(eager), _weights(graphed), strict=True)
+    most = max(float((a - b).abs().max()) for a, b in pairs if a.numel())
+    return Captured(times[0], times[1], most)
+
+
+def _trainee(size: Size, device: torch.device) -> Trainee:
+    """Ours, with an optimizer that keeps its step count on the device."""
+    made = Trainee("ours", size, device)
+    made.optimizer = torch.optim.AdamW(
+        made.model.parameters(), lr=1e-4, capturable=device.type == "cuda"
+    )
+    return made
+
+
+def _weights(trainee: Trainee) -> list[Tensor]:
+    return [p.detach() for p in trainee.model.parameters()]
+
+
+def _graph_of(trainee: Trainee, device: torch.device) -> Callable[[], object]:
+    """Warm up on a side stream, as torch asks for, and capture a step."""
+    with _side_stream(device):
+        for _ in range(WARM_UP):
+            trainee.step()
+    if device.type != "cuda":
+        return trainee.step
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        trainee.step()
+
+    def replay() -> Trainee:
+        graph.replay()
+        # Refers to the trainee, whose tensors the graph reads and writes.
+        return trainee
+
+    return replay
+
+
+@contextmanager
+def _side_stream(device: torch.device) -> Iterator[None]:
+    if device.type != "cuda":
+        yield
+        return
+    side: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        yield
+    torch.cuda.current_stream(device).wait_stream(side)
+
+
+def _median(step: Callable[[], object], device: torch.device, rounds: int) -> float:
+    timer = Timer(device)
+    timer.mark()
+    for _ in range(rounds):
+        step()
+        timer.mark()
+    return statistics.median(timer.intervals())

@@ -1,0 +1,216 @@
+"""What rank 0 does alone in a save of a large job, while all other ranks wait.
+
+    python -m benchmarks.save_plan                       # 70 B parameters, 1,024 ranks
+    python -m benchmarks.save_plan --layers 32 --width 4096 --feed 11008 --ranks 128
+
+The parts that the ranks of a Llama-like model with AdamW would send are made from the
+plan of a model on meta; nothing is written, and no process is started. Seconds are CPU
+seconds of one core:
+
+    receive     unpickle the descriptions of all ranks, as the gather does
+    manifest    merge and check, or put new values into the plan of the last save; JSON
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import pickle
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from benchmarks.tables import fixed, say, say_versions, table
+from composable_fsdp import CustomPolicy, plan
+from composable_fsdp.naming import join_name
+from composable_fsdp.planning.layout import RegionLayout
+from composable_fsdp.planning.plan import ShardingPlan
+from composable_fsdp.storage.file_part import FilePart, RegionPart
+from composable_fsdp.storage.manifest import File, Slot, block_size
+from composable_fsdp.storage.plan_cache import PlanCache, Reuse
+from composable_fsdp.storage.values import encode
+
+Result = TypeVar("Result")
+STATES = ("exp_avg", "exp_avg_sq")
+
+
+class Layer(nn.Module):
+    """The parameters of a block of Llama with grouped queries."""
+
+    def __init__(self, width: int, feed: int, keys: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width, bias=False) for _ in range(2))
+        self.q, self.o = (nn.Linear(width, width, bias=False) for _ in range(2))
+        self.k, self.v = (nn.Linear(width, keys, bias=False) for _ in range(2))
+        self.up, self.gate = (nn.Linear(width, feed, bias=False) for _ in range(2))
+        self.down = nn.Linear(feed, width, bias=False)
+
+
+def planned(options: argparse.Namespace) -> ShardingPlan:
+    """The plan of the model: a unit for each layer, and the root."""
+    with torch.device("meta"):
+        model = nn.Module()
+        model.layers = nn.ModuleList(
+            Layer(options.width, options.feed, options.width // 8)
+            for _ in range(options.layers)
+        )
+        model.embedding = nn.Embedding(128_256, options.width)
+        model.head = nn.Linear(options.width, 128_256, bias=False)
+    policy = CustomPolicy(lambda module: isinstance(module, Layer))
+    return plan(model, world_size=options.ranks, policy=policy)
+
+
+def part_of(found: ShardingPlan, rank: int, at: int) -> FilePart:
+    """The part of ``rank`` in the save after step ``at``."""
+    part = FilePart()
+    for unit in found.units:
+        for index, layout in enumerate(unit.regions):
+            _add(part, unit.fqn, index, layout, rank, at)
+    if not rank:
+        names = [
+            join_name(unit.fqn, slot.fqn)
+            for unit in found.units
+            for layout in unit.regions
+            for slot in layout.parameters
+        ]
+        part.param_groups = [{"lr": 1e-4 / (at + 1), "params": names}]
+        part.extra = {"step": at}
+    # As ``rng_state``: two loose tensors.
+    for key, numel in (("torch", 5056), ("others", 7000)):
+        part.loose.append(f"loose.{len(part.loose)}")
+        part.tensors[part.loose[-1]] = torch.uint8, (numel,)
+        part.rng = {**(part.rng or {"cuda": []}), key: {"$tensor": len(part.loose) - 1}}
+    return part
+
+
+def _add(
+    part: FilePart, unit: str, index: int, layout: RegionLayout, rank: int, at: int
+) -> None:
+    """Add a rank's shard of a region with AdamW's state."""
+    start = rank * layout.shard_numel
+    stop = start + layout.shard_numel
+    here = [
+        i
+        for i, slot in enumerate(layout.parameters)
+        if slot.offset < stop and start < slot.offset + slot.numel
+    ]
+    key = f"region.{unit}.{index}"
+    states = {
+        (name, str(layout.dtype)): (layout.dtype, tuple(here), f"{key}.{name}")
+        for name in STATES
+    }
+    first = layout.parameters[0].fqn
+    region = RegionPart(
+        unit,
+        index,
+        rank,
+        layout.world_size,
+        layout.dtype,
+        layout.shard_numel,
+        first,
+        key,
+        states if here else {},
+    )
+    # A rank without elements has entries of zeros, as ``add_missing`` makes them.
+    if not here:
+        region.states = {
+            kind: (dtype, (), entry) for kind, (dtype, _, entry) in states.items()
+        }
+    step = encode(torch.tensor(float(at)), "step", no_tensor, python_values=True)
+    for i in here:
+        holders = layout.holders(layout.parameters[i])
+        if len(holders) > 1:
+            region.shared[i] = {"step": json.dumps(step)}
+        if holders[0] == rank:
+            region.values[i] = {"step": step}
+    if rank == 0:
+        region.slots = tuple(
+            Slot((join_name(unit, s.fqn),), s.shape, s.offset, {})
+            for s in layout.parameters
+        )
+    part.regions.append(region)
+    for entry in (key, *(f"{key}.{name}" for name in STATES)):
+        part.tensors[entry] = layout.dtype, (layout.shard_numel,)
+
+
+def no_tensor(tensor: torch.Tensor, where: str) -> int:
+    """For ``encode``: a number of steps is stored as a number."""
+    raise AssertionError(where)
+
+
+def file_of(part: FilePart, rank: int, block: int, at: int) -> tuple[File, Any]:
+    """The file that a rank would have written, and the places of its entries."""
+    begins, end = {}, 0
+    # Larger elements first, as in a file.
+    for key, (dtype, shape) in sorted(
+        part.tensors.items(), key=lambda item: -item[1][0].itemsize
+    ):
+        begins[key] = end
+        end += dtype.itemsize * shape[0]
+    crcs = tuple((at * 7919 + rank + i) % 2**32 for i in range(-(-end // block)))
+    header = 64 * (1 + len(part.tensors))
+    return File(f"rank{rank:05d}.safetensors", header, 1, end, crcs), begins
+
+
+def timed(act: Callable[[], Result]) -> tuple[float, Result]:
+    """CPU seconds of ``act``, and its result."""
+    gc.collect()
+    begin = time.process_time()
+    found = act()
+    return time.process_time() - begin, found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Simulate a few saves and print a row for each."""
+    parser = argparse.ArgumentParser(prog="benchmarks.save_plan")
+    add = parser.add_argument
+    add("--layers", type=int, default=80, help="(80)")
+    add("--width", type=int, default=8192, help="(8192)")
+    add("--feed", type=int, default=28_672, help="width of the feed-forward (28672)")
+    add("--ranks", type=int, default=1024, help="(1024)")
+    add("--saves", type=int, default=4, help="(4)")
+    options = parser.parse_args(arguments)
+    say_versions()
+    found = planned(options)
+    nbytes = sum(
+        3 * r.padded_numel * r.dtype.itemsize for u in found.units for r in u.regions
+    )
+    block, cache = block_size(nbytes), PlanCache()
+    ranks = tuple(range(options.ranks))
+    rows, later = [], []
+    for at in range(options.saves):
+        parts = [part_of(found, rank, at) for rank in ranks]
+        told = []
+        same = bool(cache.token_for(parts[0], ranks, is_first=True))
+        for rank, part in enumerate(parts):
+            file, begins = file_of(part, rank, block, at)
+            reuse = Reuse(cache, part, ranks, same)
+            told.append(pickle.dumps(reuse.told(part, file, begins)))
+        reuse = Reuse(cache, parts[0], ranks, same)
+        reuse.begin()
+        values: list[Any]
+        received, values = timed(partial(list, map(pickle.loads, told)))
+        made, (_, data) = timed(partial(reuse.manifest, values, block, "manifest"))
+        reuse.end(f"save {at}")
+        sent = sum(map(len, told)) / 1e6
+        cells = fixed((sent, received, made, received + made, len(data) / 1e6), 2)
+        rows.append((f"save {at + 1}{', reused' if same else ''}", *cells))
+        later += [received + made] if same else []
+    table(
+        f"{found.numel / 1e9:.1f} B parameters, {len(found.units)} units, AdamW, "
+        f"{options.ranks} ranks: seconds of rank 0 alone, megabytes",
+        ("", "MB told", "receive", "manifest", "sum", "MB of JSON"),
+        rows,
+    )
+    say(f"  from the second save on: {statistics.median(later):.2f} s (goal: below 1)")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

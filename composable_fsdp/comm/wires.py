@@ -1,0 +1,435 @@
+"""Wire formats: how an all-gather sends matrices, encoded in fewer bytes.
+
+::
+
+    shard (shard_numel,) --encode--> own slice of wire --all-gather--> wire
+    wire  --decode--> full (padded_numel,), with which the unit computes
+
+A rank's slice of the wire holds a byte per element, and then scales in float32::
+
+    | values (shard_numel,) | padding | scales | padding |     multiples of 16 bytes
+
+The shards, and with them the optimizer and checkpoints, keep the exact values. Source
+of the block-wise format: ZeRO++ (Wang et al., arXiv:2306.10209, section 3.1). No
+function here uses a collective.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 16
+_FLOAT8 = torch.float8_e4m3fn
+_FLOAT8_MAX = torch.finfo(_FLOAT8).max
+_INT8_MAX = 127.0
+_SCALE_BYTES = 4
+
+
+class Matrix(NamedTuple):
+    """A parameter in the flat buffer of a region; rows are indices of dim 0."""
+
+    offset: int
+    """The first element in the flat buffer."""
+    rows: int
+    width: int
+    """Elements per row."""
+
+
+class WireLayout(NamedTuple):
+    """The flat buffer that a wire format encodes; the same on every rank."""
+
+    world_size: int
+    shard_numel: int
+    matrices: tuple[Matrix, ...]
+    """The parameters in memory order."""
+
+    def parts(self, rank: int) -> list[tuple[int, int, int]]:
+        """Return (matrix, first row, last row + 1) of each matrix in a rank's shard."""
+        # Matrices lie in memory order, so the parts are in the order of the shard.
+        low = rank * self.shard_numel
+        found = []
+        for index, (offset, rows, width) in enumerate(self.matrices):
+            # Shard boundaries never cut a row (``Block.ROW``).
+            first = min(max(low - offset, 0) // width, rows)
+            last = min(max(low + self.shard_numel - offset, 0) // width, rows)
+            if last > first:
+                found.append((index, first, last))
+        return found
+
+
+class WireFormat(ABC):
+    """Encodes shards before an all-gather, and decodes the bytes of all ranks.
+
+    Derive a frozen dataclass, so that equal formats compare equal, and pass an instance
+    as ``fully_shard(.., wire=..)``. All ranks must pass equal formats. The methods run
+    on the stream of the all-gather.
+    """
+
+    grid: int = 1
+    """A shard's number of elements is a multiple of this number."""
+    needs_rows: bool = False
+    """Whether no shard boundary may cut a row (``block=Block.ROW``)."""
+    needs_maximum: bool = False
+    """Whether ``encode`` needs the largest magnitude of each matrix over all ranks,
+    which costs an all-reduce of a float32 per matrix before each all-gather."""
+
+    def __repr__(self) -> str:
+        # Ranks compare the texts of formats: the address of the object would differ.
+        told = (f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({', '.join(told)})"
+
+    def takes(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
+        """Return whether a parameter of this shape and dtype is encoded.
+
+        Other parameters of the unit are gathered as they are. Here: floating point
+        parameters of two and more dims with elements.
+        """
+        return dtype.is_floating_point and len(shape) >= 2 and 0 not in shape
+
+    @abstractmethod
+    def nbytes(self, layout: WireLayout) -> int:
+        """Return the bytes of a rank's slice of the wire, a multiple of 16."""
+
+    def scratch_nbytes(self, layout: WireLayout, dtype: torch.dtype) -> int:
+        """Return the bytes of the temporary tensors of ``encode``, for the plan.
+
+        Here: twice the shard in float32. ``dtype`` is the dtype of the shard.
+        """
+        return 8 * layout.shard_numel
+
+    @abstractmethod
+    def encode(
+        self,
+        shard: Tensor,
+        out: Tensor,
+        layout: WireLayout,
+        rank: int,
+        largest: Tensor | None,
+    ) -> None:
+        """Write a shard into this rank's slice of the wire.
+
+        Args:
+            shard: this rank's elements ``(shard_numel,)``.
+            out: the slice ``(nbytes,)`` in uint8; every byte must be written.
+            layout: the flat buffer.
+            rank: this rank's index in the shard group.
+            largest: the largest magnitude of each matrix over all ranks
+                ``(matrices,)`` in float32, if ``needs_maximum``; else None.
+        """
+
+    @abstractmethod
+    def decode(self, wire: Tensor, full: Tensor, layout: WireLayout) -> None:
+        """Write the elements of all ranks into ``full``.
+
+        Args:
+            wire: the slices of all ranks ``(world_size * nbytes,)`` in uint8, in rank
+                order.
+            full: the output ``(padded_numel,)`` in the compute dtype.
+            layout: the flat buffer.
+        """
+
+
+@dataclass(frozen=True)
+class Int8Wire(WireFormat):
+    """Sends matrices as int8, with a scale in float32 per block of elements.
+
+    A block is an interval of the flat buffer. The largest magnitude of a block becomes
+    127, so the error of an element is at most the largest magnitude divided by 254.
+
+    Args:
+        block: elements per block. Default 128: 1.03 bytes per element.
+
+    Raises: ValueError, if ``block`` is no multiple of 16.
+    """
+
+    block: int = 128
+
+    def __post_init__(self) -> None:
+        if type(self.block) is not int or self.block < 16 or self.block % 16:
+            raise ValueError(
+                f"Int8Wire(block=...) expects a multiple of 16, got {self.block!r}."
+            )
+
+    @property
+    def grid(self) -> int:  # type: ignore[override]  # read only here
+        """The elements of a block, which no shard boundary cuts."""
+        return self.block
+
+    def nbytes(self, layout: WireLayout) -> int:
+        """Return the bytes of a rank's slice; see ``WireFormat``."""
+        return int8_nbytes(layout.shard_numel, self.block)
+
+    def scratch_nbytes(self, layout: WireLayout, dtype: torch.dtype) -> int:
+        """Return the bytes of temporary tensors; see ``WireFormat``."""
+        scales = layout.shard_numel // self.block
+        return _scratch(layout.shard_numel, dtype) + 2 * _SCALE_BYTES * scales
+
+    def encode(
+        self,
+        shard: Tensor,
+        out: Tensor,
+        layout: WireLayout,
+        rank: int,
+        largest: Tensor | None,
+    ) -> None:
+        """Write a shard into the wire; see ``WireFormat``.
+
+        Args:
+            shard: as in ``WireFormat``.
+            out: as in ``WireFormat``.
+            layout: as in ``WireFormat``.
+            rank: unused.
+            largest: unused.
+        """
+        encode_int8(shard[None], out[None], self.block)
+
+    def decode(self, wire: Tensor, full: Tensor, layout: WireLayout) -> None:
+        """Write the elements of all ranks; see ``WireFormat``.
+
+        Args:
+            wire: as in ``WireFormat``.
+            full: as in ``WireFormat``.
+            layout: as in ``WireFormat``.
+        """
+        slices = wire.view(layout.world_size, -1)
+        decode_int8(slices, full.view(layout.world_size, -1), self.block)
+
+
+@dataclass(frozen=True)
+class Float8Wire(WireFormat):
+    """Sends matrices as float8 (e4m3), with a scale in float32 per row or matrix.
+
+    Values do not depend on the number of ranks: gathering encoded rows equals encoding
+    the whole matrix.
+
+    Args:
+        scale: ``"row"`` (default): a scale per index of dim 0. ``"tensor"``: a scale
+            per matrix, as float8 matrix products with a single scale use; the largest
+            magnitude is all-reduced before each all-gather.
+
+    Raises: ValueError, for another ``scale``.
+    """
+
+    scale: str = "row"
+    needs_rows = True
+
+    def __post_init__(self) -> None:
+        if self.scale not in ("row", "tensor"):
+            raise ValueError(
+                f"Float8Wire(scale=...) expects 'row' or 'tensor', got {self.scale!r}."
+            )
+
+    @property
+    def needs_maximum(self) -> bool:  # type: ignore[override]  # read only here
+        """Whether a scale covers the rows of several ranks."""
+        return self.scale == "tensor"
+
+    def nbytes(self, layout: WireLayout) -> int:
+        """Return the bytes of a rank's slice; see ``WireFormat``."""
+        return _slice_bytes(layout.shard_numel, self._number(layout))
+
+    def scratch_nbytes(self, layout: WireLayout, dtype: torch.dtype) -> int:
+        """Return the bytes of temporary tensors; see ``WireFormat``."""
+        # Matrices are encoded in turn.
+        most = max(rows * width for _, rows, width in layout.matrices)
+        return _scratch(min(most, layout.shard_numel), dtype)
+
+    def _number(self, layout: WireLayout) -> int:
+        """Return the scales in a rank's slice."""
+        # Every rank sends all scales of matrices: they are few, and equal.
+        return len(layout.matrices) if self.needs_maximum else _most_rows(layout)
+
+    def encode(
+        self,
+        shard: Tensor,
+        out: Tensor,
+        layout: WireLayout,
+        rank: int,
+        largest: Tensor | None,
+    ) -> None:
+        """Write a shard into the wire; see ``WireFormat``.
+
+        Args:
+            shard: as in ``WireFormat``.
+            out: as in ``WireFormat``.
+            layout: as in ``WireFormat``.
+            rank: as in ``WireFormat``.
+            largest: as in ``WireFormat``.
+        """
+        # Padding, and scales of rows that other ranks have more of, are zeros.
+        out.zero_()
+        values, scales = _split(out, layout.shard_numel, self._number(layout))
+        encoded = values.view(_FLOAT8)
+        if largest is not None:
+            _set_scales(scales, largest, _FLOAT8_MAX)
+        done = 0
+        for index, first, last in layout.parts(rank):
+            offset, _, width = layout.matrices[index]
+            begin = offset + first * width - rank * layout.shard_numel
+            end, count = begin + (last - first) * width, last - first
+            rows = shard[begin:end].view(count, width).float()
+            if largest is None:
+                scale = scales[done : done + count]
+                _set_scales(scale, rows.abs().amax(1), _FLOAT8_MAX)
+                done += count
+            else:
+                scale = scales[index]
+            # The quotient is at most the largest float8 up to a rounding, which the
+            # cast rounds back; torch's cast does not saturate.
+            encoded[begin:end].view(count, width).copy_(rows / scale.view(-1, 1))
+
+    def decode(self, wire: Tensor, full: Tensor, layout: WireLayout) -> None:
+        """Write the elements of all ranks; see ``WireFormat``.
+
+        Args:
+            wire: as in ``WireFormat``.
+            full: as in ``WireFormat``.
+            layout: as in ``WireFormat``.
+        """
+        slices = wire.view(layout.world_size, -1)
+        values, scales = _split(slices, layout.shard_numel, self._number(layout))
+        # One cast for all ranks; the scales follow in place, in float32 (an operator
+        # of a bfloat16 and a float32 tensor computes in float32).
+        full.view(layout.world_size, -1).copy_(values.view(_FLOAT8))
+        if self.needs_maximum:
+            found = scales[0]
+        else:
+            # An operator per matrix, and not per matrix and rank.
+            found = scales.reshape(-1)[_places(layout, scales)]
+        at = 0
+        for index, (offset, rows, width) in enumerate(layout.matrices):
+            part = full[offset : offset + rows * width].view(rows, width)
+            if self.needs_maximum:
+                part.mul_(found[index])
+            else:
+                part.mul_(found[at : at + rows, None])
+                at += rows
+
+
+def encode_int8(values: Tensor, out: Tensor, block: int) -> None:
+    """Write each row of ``values`` as int8 with a scale per block.
+
+    Args:
+        values: ``(slices, numel)`` of a floating point dtype; ``block`` divides numel.
+        out: ``(slices, int8_nbytes(numel, block))`` in uint8.
+        block: elements per block.
+    """
+    number = values.shape[1] // block
+    steps, scales = _split(out, values.shape[1], number)
+    blocks = values.float().unflatten(1, (number, block))  # type: ignore[no-untyped-call]  # of torch
+    # ``amax`` of a block with NaN is NaN, so the whole block decodes to NaN and the
+    # loss shows the NaN; integers alone could not hold the value.
+    _set_scales(scales, blocks.abs().amax(2), _INT8_MAX)
+    blocks = (blocks / scales[:, :, None]).round_()
+    steps.view(torch.int8).view(blocks.shape).copy_(blocks)
+
+
+def decode_int8(encoded: Tensor, values: Tensor, block: int) -> None:
+    """Write the values of ``encode_int8`` into ``values``.
+
+    Args:
+        encoded: ``(slices, int8_nbytes(numel, block))`` in uint8.
+        values: the output ``(slices, numel)`` of a floating point dtype.
+        block: elements per block.
+    """
+    number = values.shape[1] // block
+    steps, scales = _split(encoded, values.shape[1], number)
+    # In place, so that decoding needs no memory beside ``values``.
+    blocks = values.view(values.shape[0], number, block)
+    blocks.copy_(steps.view(torch.int8).view(blocks.shape))
+    blocks.mul_(scales[:, :, None])
+
+
+def int8_nbytes(numel: int, block: int) -> int:
+    """Return the bytes of ``numel`` elements as int8 with a scale per block."""
+    return _slice_bytes(numel, numel // block)
+
+
+def largest_magnitudes(shard: Tensor, layout: WireLayout, rank: int) -> Tensor:
+    """Return the largest magnitude of each matrix in a shard, ``(matrices,)``; else 0.
+
+    Args:
+        shard: this rank's elements ``(shard_numel,)``.
+        layout: the flat buffer.
+        rank: this rank's index in the shard group.
+    """
+    found = torch.zeros(len(layout.matrices), device=shard.device)
+    for index, first, last in layout.parts(rank):
+        offset, _, width = layout.matrices[index]
+        # Only this rank's rows; the all-reduce over ranks covers the others.
+        begin = offset + first * width - rank * layout.shard_numel
+        part = shard[begin : begin + (last - first) * width]
+        found[index] = part.abs().amax().float()
+    return found
+
+
+def _set_scales(scales: Tensor, largest: Tensor, most: float) -> None:
+    """Set the scales with which the values ``largest`` become ``most``."""
+    scales.copy_(largest / most)
+    # A quotient of zero and zero is NaN; subnormal scales lose precision, and the
+    # quotient may overflow.
+    scales.masked_fill_(scales < torch.finfo(torch.float32).tiny, 1.0)
+
+
+def _scratch(numel: int, dtype: torch.dtype) -> int:
+    """Return the bytes of a quotient in float32, and of a copy in float32 if needed."""
+    return 4 * numel if dtype == torch.float32 else 8 * numel
+
+
+def _slice_bytes(numel: int, scales: int) -> int:
+    """Return the bytes of a slice with ``numel`` values and ``scales`` scales."""
+    return _aligned(numel) + _aligned(scales * _SCALE_BYTES)
+
+
+def _split(slices: Tensor, numel: int, scales: int) -> tuple[Tensor, Tensor]:
+    """Return the values in uint8 and the scales in float32 of one or more slices."""
+    # A view in float32 needs an offset that is a multiple of 4 bytes.
+    begin = _aligned(numel)
+    end = begin + scales * _SCALE_BYTES
+    return slices[..., :numel], slices[..., begin:end].view(torch.float32)
+
+
+def _aligned(nbytes: int) -> int:
+    """Return the smallest multiple of the alignment that holds ``nbytes``."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+@lru_cache(maxsize=1024)
+def _most_rows(layout: WireLayout) -> int:
+    """Return the largest number of rows that a rank holds."""
+    return max(
+        sum(last - first for _, first, last in layout.parts(rank))
+        for rank in range(layout.world_size)
+    )
+
+
+def _places(layout: WireLayout, scales: Tensor) -> Tensor:
+    """Return the index, among the scales of all ranks, of each row of each matrix."""
+    # A fake tensor must not reach a later step, nor a real tensor a simulated step.
+    if type(scales) is not Tensor:
+        return _make_places(layout, scales.device)
+    return _known_places(layout, scales.device)
+
+
+def _make_places(layout: WireLayout, device: torch.device) -> Tensor:
+    """Compute ``_places``."""
+    most = _most_rows(layout)
+    found: list[list[int]] = [[] for _ in layout.matrices]
+    for rank in range(layout.world_size):
+        at = rank * most
+        for index, first, last in layout.parts(rank):
+            found[index] += range(at, at + last - first)
+            at += last - first
+    # Made outside of inference mode, because later calls get the same tensor.
+    with torch.inference_mode(False):
+        return torch.tensor([each for rows in found for each in rows], device=device)
+
+
+_known_places = lru_cache(maxsize=1024)(_make_places)

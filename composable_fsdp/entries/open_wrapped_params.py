@@ -1,0 +1,164 @@
+"""Frozen parameters that wrap tensors, such as quantized weights, as plain parameters.
+
+::
+
+    before    linear.weight         Int8Tensor of qdata and scale
+    after     linear.weight         a module ``TensorsInside`` with the parameters
+              linear.weight.qdata   int8, frozen       sharded as any frozen parameter
+              linear.weight.scale   float32, frozen
+    forward   linear.weight         Int8Tensor of views of the full qdata and scale
+
+The names are those that a checkpoint uses for tensors inside of others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from composable_fsdp.compose.registry import has_api
+from composable_fsdp.errors import CompositionError, PlanError
+from composable_fsdp.naming import quoted
+from composable_fsdp.optim.own_state_dict import is_wrapper
+
+
+class TensorsInside(nn.Module):
+    """The tensors of a frozen parameter that wrapped them, as parameters.
+
+    ``open_wrapped_params`` makes this module and puts it in the parameter's place.
+    """
+
+    def __init__(self, wrapper: Any) -> None:
+        super().__init__()
+        keys, self._context = wrapper.__tensor_flatten__()
+        self._kind: Any = type(wrapper)
+        self._size, self._stride = wrapper.size(), wrapper.stride()
+        self._dtypes: dict[str, torch.dtype] = {}
+        for key in keys:
+            inner = getattr(wrapper, key)
+            self._dtypes[key] = inner.dtype
+            self.register_parameter(key, nn.Parameter(inner, requires_grad=False))
+
+    def wrapped(self) -> Tensor:
+        """Return the tensor of the original class, over the memory of the parameters.
+
+        Raises: PlanError, if a mixed precision cast the parameters.
+        """
+        inner: dict[str, Tensor] = {}
+        for key, dtype in self._dtypes.items():
+            tensor = self.get_parameter(key)
+            if tensor.dtype != dtype:
+                raise PlanError(
+                    f"Tensor {key!r} inside of a {self._kind.__name__} of shape "
+                    f"{tuple(self._size)} is of {tensor.dtype}; expected {dtype}, as "
+                    "quantized. MixedPrecision(param_dtype=...) of its unit casts the "
+                    "tensor, which changes the values of the weight. Leave param_dtype "
+                    "out for this unit, and build the model in the compute dtype."
+                )
+            # Not the parameter itself: a wrapper that holds parameters could not be
+            # detached. The alias has the parameter's memory, so autograd's saved
+            # tensors are full again when the unit is gathered for the backward.
+            inner[key] = tensor.detach()
+        made: Tensor = self._kind.__tensor_unflatten__(
+            inner, self._context, self._size, self._stride
+        )
+        return made
+
+
+def open_wrapped_params(module: nn.Module) -> nn.Module:
+    """Replace frozen parameters that wrap tensors by those tensors, to shard them.
+
+    For quantized weights of torchao (``Int8Tensor``, ``NF4Tensor``) and other classes
+    with ``__tensor_flatten__``. Afterwards parameter ``weight`` is a module with the
+    parameters ``weight.qdata``, ``weight.scale`` and so on, which ``fully_shard`` takes
+    as any frozen parameters. While the forward of the owning module runs, its attribute
+    ``weight`` is a tensor of the original class. Call before ``fully_shard``.
+
+    Returns: ``module``.
+
+    >>> net = nn.Linear(4, 4)
+    >>> open_wrapped_params(net) is net  # without such parameters nothing changes
+    True
+
+    Raises: PlanError, before anything is changed, if such a parameter is trainable,
+        wraps wrappers, makes its tensors anew when asked, or has several owners.
+    Collective: none.
+    """
+    found = list(_wrapped(module))
+    owners: dict[int, str] = {}
+    for fqn, _, _, wrapper in found:
+        _refuse(wrapper, fqn)
+        # Tensors that are opened twice would be gathered and stored twice.
+        if id(wrapper) in owners:
+            raise PlanError(
+                f"Parameter {quoted(fqn)} is {quoted(owners[id(wrapper)])} as well; "
+                "open_wrapped_params expected a single owner. Pass the parameter to "
+                "fully_shard in ignored_states instead."
+            )
+        owners[id(wrapper)] = fqn
+    for _, owner, name, wrapper in found:
+        del owner._parameters[name]
+        owner.add_module(name, TensorsInside(wrapper))
+    for owner in {id(each): each for _, each, _, _ in found}.values():
+        # Behind the hook of a unit, which comes first wherever it is registered.
+        owner.register_forward_pre_hook(_show_wrapped)
+        owner.register_forward_hook(_hide_wrapped, always_call=True)
+    return module
+
+
+def _wrapped(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]]:
+    """Yield name, owner, attribute and value of the parameters that wrap tensors."""
+    for prefix, owner in module.named_modules():
+        for name, parameter in owner._parameters.items():
+            if is_wrapper(parameter):
+                yield f"{prefix}.{name}".lstrip("."), owner, name, parameter
+
+
+def _refuse(wrapper: Any, fqn: str) -> None:
+    """Raise PlanError for a wrapper whose tensors cannot stand for it."""
+    where = f"Parameter {quoted(fqn)}, a {type(wrapper).__name__},"
+    way_out = "Pass the parameter to fully_shard in ignored_states instead."
+    # A gradient belongs to the wrapper, and no tensor inside has one.
+    if wrapper.requires_grad:
+        raise PlanError(
+            f"{where} is trainable; open_wrapped_params expected frozen parameters. "
+            "Freeze the parameter (requires_grad_(False)), or quantize after training."
+        )
+    for key in wrapper.__tensor_flatten__()[0]:
+        inner = getattr(wrapper, key)
+        if type(inner) not in (Tensor, nn.Parameter):
+            raise PlanError(
+                f"{where} holds a {type(inner).__name__} as {key!r}; "
+                f"open_wrapped_params expected a plain tensor. {way_out}"
+            )
+        # Its tensors are then no state of the wrapper, which might forget a change.
+        if inner is not getattr(wrapper, key):
+            raise PlanError(
+                f"{where} makes its tensor {key!r} anew when asked; "
+                f"open_wrapped_params expected tensors that are held. {way_out}"
+            )
+
+
+def _show_wrapped(owner: nn.Module, args: object) -> None:
+    """Let the attributes of ``owner`` be the wrappers while its forward runs."""
+    # A recomputation calls the forward without hooks, so it would find no wrapper.
+    if has_api(owner, "checkpoint"):
+        raise CompositionError(
+            f"checkpoint was applied to a {type(owner).__name__} that owns parameters "
+            "of open_wrapped_params; expected a module around. Apply checkpoint to "
+            "the module that holds the owner, or wrap the owner by checkpoint_wrapper."
+        )
+    for name, child in owner._modules.items():
+        if type(child) is TensorsInside:
+            # Found before submodules, which torch looks up only where no attribute is.
+            owner.__dict__[name] = child.wrapped()
+
+
+def _hide_wrapped(owner: nn.Module, args: object, output: object) -> None:
+    """Drop the wrappers: after the reshard their memory is empty."""
+    for name, child in owner._modules.items():
+        if type(child) is TensorsInside:
+            owner.__dict__.pop(name, None)

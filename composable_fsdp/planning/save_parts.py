@@ -1,0 +1,107 @@
+"""Which replica writes which bytes of a save, where replicas hold equal shards.
+
+::
+
+    large shard    cut into a part per replica      replica 0 |  1  |  2  |  3  |
+    small shard    written whole by a replica       replica 2 |whole|
+
+All ranks compute the same answer from layouts and numbers of ranks, without exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+
+from composable_fsdp.planning.layout import RegionLayout
+
+SMALLEST_PART = 1 << 18
+"""The bytes of a part below which a shard is written whole.
+
+Each part is an entry of its own in the manifest, and a request of its own for a reader.
+"""
+
+
+def parts_of(layout: RegionLayout, replicas: int) -> int:
+    """Return the number of parts that a shard is cut into: 1, or ``replicas``.
+
+    Args:
+        layout: the region.
+        replicas: the number of ranks that hold the same shard.
+    """
+    nbytes = layout.shard_numel * layout.dtype.itemsize
+    if nbytes < replicas * SMALLEST_PART:
+        return 1
+    # All parts of a region have a single size. Only behind the last shard is room for
+    # padding, and with one shard that is behind the last part.
+    fits = layout.world_size == 1 or layout.shard_numel % replicas == 0
+    return replicas if fits else 1
+
+
+def writers_of(regions: Iterable[tuple[RegionLayout, int]]) -> list[int | None]:
+    """Return the replica that writes the shards of each region, or None: each a part.
+
+    ``regions`` are pairs of a region and the number of replicas, in the same order on
+    all ranks.
+    """
+    whole: list[tuple[Hashable, int, int]] = []
+    divided: list[bool] = []
+    for layout, replicas in regions:
+        divided.append(replicas > 1 and parts_of(layout, replicas) > 1)
+        if not divided[-1]:
+            nbytes = layout.shard_numel * layout.dtype.itemsize
+            # Most optimizers keep two states of a parameter that is trained.
+            weight = nbytes * (3 if layout.trainable else 1)
+            whole.append(((layout.world_size, replicas), replicas, weight))
+    turns = iter(by_turns(whole))
+    return [None if parted else next(turns) for parted in divided]
+
+
+def by_turns(items: Sequence[tuple[Hashable, int, int]]) -> list[int]:
+    """Return a writer per item, such that the writers write about as many bytes.
+
+    Args:
+        items: the writers that share the item, as a key; their number; the bytes.
+
+    >>> by_turns([("a", 2, 5), ("a", 2, 3), ("a", 2, 1), ("a", 2, 4)])
+    [0, 1, 1, 1]
+    """
+    # Not by largest first, which balances a little better: a model that grows by a unit
+    # keeps the writers of the units before, and so the sizes of its files.
+    loads: dict[Hashable, list[int]] = {}
+    found = []
+    for key, writers, nbytes in items:
+        mine = loads.setdefault(key, [0] * writers)
+        # The first of equals, so that what has no bytes stays with the first writer.
+        writer = 0 if not nbytes else min(range(writers), key=mine.__getitem__)
+        mine[writer] += nbytes
+        found.append(writer)
+    return found
+
+
+def save_bytes(
+    regions: Sequence[tuple[RegionLayout, int]],
+    optimizer_states: int,
+    bytes_per_element: float = 0,
+) -> int:
+    """Return the bytes of the elements that a rank writes, at most.
+
+    Args:
+        regions: pairs of a region and the number of replicas.
+        optimizer_states: tensors that the optimizer keeps per trainable parameter.
+        bytes_per_element: bytes that the optimizer keeps beside these per element of a
+            trainable parameter. Default 0.
+    """
+    loads: dict[tuple[int, int], list[int]] = {}
+    for (layout, replicas), writer in zip(regions, writers_of(regions), strict=True):
+        mine = loads.setdefault((layout.world_size, replicas), [0] * replicas)
+        numel = layout.shard_numel
+        # Padding counts: the last part of a shard is as long as the others.
+        if writer is None:
+            numel = -(-numel // replicas)
+        nbytes = numel * layout.dtype.itemsize
+        if layout.trainable:
+            nbytes += optimizer_states * nbytes + round(bytes_per_element * numel)
+        for each in range(replicas) if writer is None else (writer,):
+            mine[each] += nbytes
+    # A rank may be the busiest in each of its groups.
+    return sum(max(each) for each in loads.values())

@@ -1,0 +1,203 @@
+"""Tells which ranks of a model's meshes hold the same values, and which of them stores.
+
+Tensor parallelism adds a dimension to the ranks of a model. Along the dimension, ranks
+hold other rectangles of a parameter that is cut, and equal values of all others::
+
+                      tp 0                   tp 1
+    dp 0    up.weight rows 0-15     up.weight rows 16-31     norm.weight: stored by tp 0
+    dp 1    ..                      ..
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from composable_fsdp.errors import CheckpointError, PlanError
+from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.param_form import ParamForm, groups_of
+from composable_fsdp.naming import quoted
+from composable_fsdp.planning import walk
+from composable_fsdp.planning.dtensors import (
+    is_dtensor,
+    local_of,
+    refuse_cuts,
+    whole_of,
+)
+from composable_fsdp.storage.rectangles import Rectangle, rectangle_of
+
+
+def mesh_groups_in(
+    module: nn.Module, handles: Iterable[FlatParamHandle]
+) -> list[dist.ProcessGroup]:
+    """Return the groups of the meshes of DTensors and experts, each set of ranks once.
+
+    Args:
+        module: the model.
+        handles: the units in the model.
+
+    Returns: the groups of several ranks, in an order that is equal on all ranks.
+    Collective: none.
+    """
+    # Units first: after ``fully_shard`` the modules show plain parameters, and the
+    # forms of the units know the meshes.
+    found = []
+    for unit in handles:
+        found += groups_of(unit.layout.forms)
+        # Ranks with other experts are ranks of the model as well.
+        if unit.groups.experts is not None:
+            found.append(unit.groups.experts)
+    for each in walk.modules(module):
+        for tensor in (*each._parameters.values(), *each._buffers.values()):
+            if is_dtensor(tensor):
+                # Of every rank alike: all ranks have called parallelize_module.
+                given: Any = tensor
+                found += _groups_of_mesh(given.device_mesh)
+    # Each slice of a mesh may have made a group of its own for the same ranks.
+    by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for group in found:
+        by_ranks.setdefault(tuple(dist.get_process_group_ranks(group)), group)
+    return [group for ranks, group in by_ranks.items() if len(ranks) > 1]
+
+
+def _groups_of_mesh(mesh: Any) -> list[dist.ProcessGroup]:
+    """Return this rank's group of each dim; none for a rank outside of the mesh."""
+    # The rank has no group there, and the tensor no element on the rank.
+    if mesh.get_coordinate() is None:
+        return []
+    return [mesh.get_group(dim) for dim in range(mesh.ndim)]
+
+
+def is_first_copy(
+    handle: FlatParamHandle,
+    form: ParamForm | None,
+    groups: Sequence[dist.ProcessGroup],
+) -> bool:
+    """Return whether this rank is the first of a replica with a part of a parameter.
+
+    Args:
+        handle: the unit of the parameter.
+        form: the form of the parameter; None for a plain parameter.
+        groups: the result of ``mesh_groups_in`` for the whole model.
+
+    Returns: True on a single rank of those with equal values, in each replica.
+    Collective: none.
+    """
+    # Without tensor parallelism nothing else is a copy.
+    if not groups:
+        return True
+    me = dist.get_rank()
+    # The ranks that hold other elements of the parameter: also ranks of experts, whose
+    # mesh lies inside of the data ranks of the other units.
+    others = {me}
+    cut = () if form is None else form.cut_over
+    for group in (*handle.groups.present, *handle.groups.cut, *cut):
+        others.update(dist.get_process_group_ranks(group))
+    for group in groups:
+        ranks = dist.get_process_group_ranks(group)
+        if others.isdisjoint(set(ranks) - {me}) and ranks[0] != me:
+            return False
+    return True
+
+
+def is_first_part(handle: FlatParamHandle, form: ParamForm | None) -> bool:
+    """Return whether this rank is the first of the ranks that divide a parameter."""
+    cut = () if form is None else form.cut_over
+    return handle.groups.rank == 0 and all(group.rank() == 0 for group in cut)
+
+
+def loose_rectangle(tensor: Tensor, name: str, what: str) -> Rectangle | None:
+    """Return this rank's rectangle of a DTensor in no unit; None for other tensors.
+
+    Args:
+        tensor: the tensor.
+        name: the name in messages.
+        what: the caller in messages.
+
+    Raises: CheckpointError, for placements that leave no rectangle on a rank.
+    Collective: none.
+    """
+    if not is_dtensor(tensor):
+        return None
+    given: Any = tensor
+    # The rule of ``fully_shard``, with the error of checkpoints: all ranks raise alike,
+    # because all see the same placements.
+    try:
+        refuse_cuts(tensor, name, f"pass a module without the tensor to {what}")
+    except PlanError as error:
+        raise CheckpointError(f"{error} Nothing was done.") from None
+    shape = tuple(given.shape)
+    # A rank outside of the mesh has no elements.
+    if given.device_mesh.get_coordinate() is None:
+        return Rectangle(shape, (0,) * len(shape), (0,) * len(shape))
+    place = whole_of(tensor)
+    assert place is not None
+    return rectangle_of(place, local_of(tensor).shape)
+
+
+def stores_loose(tensor: Tensor, first_rank: int) -> bool:
+    """Return whether this rank stores its rectangle of a DTensor in no unit.
+
+    Args:
+        tensor: the DTensor.
+        first_rank: the first of the ranks that save, which stores all other tensors in
+            no unit.
+
+    Returns: True on a single rank for each rectangle of the first rank's mesh.
+    Collective: none.
+    """
+    given: Any = tensor
+    mesh = given.device_mesh
+    at = mesh.get_coordinate()
+    # The other rows of the mesh hold copies of the whole tensor.
+    if at is None or first_rank not in mesh.mesh.flatten().tolist():
+        return False
+    # An empty tensor has no rectangles to tell apart.
+    return all(
+        (placement.is_shard() and given.numel()) or not index
+        for placement, index in zip(given.placements, at, strict=True)
+    )
+
+
+@torch.no_grad()
+def whole_value(tensor: Tensor) -> Tensor:
+    """Return the values of a tensor, and of a DTensor those of all ranks.
+
+    Collective: for a DTensor an all-gather over each dim of the mesh that cuts.
+    """
+    given: Any = tensor
+    # A rank outside of the mesh has no group to gather over.
+    if not is_dtensor(tensor) or given.device_mesh.get_coordinate() is None:
+        return tensor.detach()
+    whole: Tensor = given.full_tensor()
+    return whole.detach()
+
+
+def local_state(value: Tensor, parameter: Tensor, where: str) -> Tensor:
+    """Return this rank's part of a state of a DTensor.
+
+    Args:
+        value: the state: a DTensor placed as the parameter, or a plain tensor.
+        parameter: the DTensor.
+        where: the name of the state in messages.
+
+    Raises: CheckpointError, for a state that is placed otherwise.
+    Collective: none.
+    """
+    # A step that all ranks count alike, or the state of a plain parameter.
+    if not is_dtensor(value):
+        return value
+    given: Any = value
+    own: Any = parameter
+    alike = given.placements == own.placements and given.device_mesh == own.device_mesh
+    if not is_dtensor(parameter) or not alike:
+        raise CheckpointError(
+            f"{quoted(where)} is a DTensor placed as {tuple(given.placements)}; "
+            f"expected the placements of the parameter, {tuple(own.placements)}. "
+            "Nothing was done. Redistribute the state, or keep plain tensors."
+        )
+    return local_of(value)

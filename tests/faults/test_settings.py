@@ -1,0 +1,218 @@
+"""A setting that a rank alone changes between steps is told by name.
+
+Without a comparison the ranks issue other collectives: gloo ends a process, or waits
+until its time-out, or gradients are divided by other numbers on each rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from composable_fsdp import (
+    DefaultState,
+    FSDPError,
+    ShardingStrategy,
+    fully_shard,
+    int8_all_to_all_hook,
+    load_replica_state_dict,
+    register_comm_hook,
+    replica_state_dict,
+    set_gradient_divide_factor,
+    set_modules_to_backward_prefetch,
+    set_modules_to_forward_prefetch,
+    set_reduce_scatter_unused_params,
+    set_requires_all_reduce,
+    set_reshard_after_backward,
+    set_reshard_after_forward,
+)
+from tests.support.on_ranks import on_ranks
+from tests.support.short_waits import shorten_waits
+from tests.support.world import RankPool, World
+
+RankCount = Callable[[int], RankPool]
+SOON = 15.0
+"""Seconds within which every rank has its error."""
+
+
+class Blocks(nn.Module):
+    """Three equal blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.optim: torch.optim.Optimizer | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(batch, 8)`` to the same."""
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+def sharded(strategy: str = "FULL_SHARD") -> Blocks:
+    """A root and three units below, over two replicas for a hybrid strategy."""
+    model, mesh = Blocks(), None
+    if strategy == "HYBRID_SHARD":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for module in (*model.blocks, model):
+        fully_shard(module, strategy=ShardingStrategy[strategy], device_mesh=mesh)
+    model.optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model
+
+
+def step(model: Blocks) -> None:
+    """A forward, a backward and an update."""
+    model(torch.ones(2, 8)).sum().backward()
+    assert model.optim is not None
+    model.optim.step()
+    model.zero_grad()
+
+
+def steps_of(model: Blocks, number: int) -> None:
+    """Take steps."""
+    for _ in range(number):
+        step(model)
+
+
+def _hook(model: Blocks) -> None:
+    everyone = dist.distributed_c10d._get_default_group()
+    register_comm_hook(model, DefaultState(everyone), int8_all_to_all_hook)
+
+
+def _ahead(model: Blocks) -> None:
+    first, second, third = model.blocks
+    set_modules_to_forward_prefetch(first, [third, second])
+
+
+def _behind(model: Blocks) -> None:
+    first, second, third = model.blocks
+    set_modules_to_backward_prefetch(third, [first, second])
+
+
+def _other_state(model: Blocks) -> None:
+    assert model.optim is not None
+    load_replica_state_dict(model, model.optim, replica_state_dict(model, model.optim))
+
+
+SETTINGS: dict[str, tuple[Callable[[Blocks], None], str]] = {
+    "reshard after forward": (
+        lambda model: set_reshard_after_forward(model, False),
+        "reshard_after_forward=False of 'blocks.1'",
+    ),
+    "reshard after backward": (
+        lambda model: set_reshard_after_backward(model, False),
+        "reshard_after_backward=False of 'blocks.1'",
+    ),
+    "hook": (_hook, "communication hook=int8_all_to_all_hook of 'blocks.1'"),
+    "forward prefetch": (_ahead, "units to prefetch in forward='blocks.2', 'blocks.1'"),
+    "backward prefetch": (_behind, "units to prefetch in backward='blocks.0'"),
+    "divide factor": (
+        lambda model: set_gradient_divide_factor(model.blocks[1], 3.0),
+        "gradient divide factor=3.0 of 'blocks.1'",
+    ),
+    "unused": (
+        lambda model: set_reduce_scatter_unused_params(model, True),
+        "reduction of unused parameters=True of 'blocks.1'",
+    ),
+    "replica": (_other_state, "states taken from other replicas=1 of 'blocks.1'"),
+}
+
+
+def change_alone(
+    world: World, name: str, steps: int, strategy: str
+) -> tuple[str, float]:
+    """After ``steps`` steps the last rank changes a setting.
+
+    Returns: the error of this rank in the next steps, and its time.
+    """
+    shorten_waits()
+    model = sharded(strategy)
+    steps_of(model, steps)
+    if world.rank == world.world_size - 1:
+        SETTINGS[name][0](model)
+    start = time.monotonic()
+    with pytest.raises(FSDPError) as caught:
+        steps_of(model, 2)
+    return str(caught.value), time.monotonic() - start
+
+
+@pytest.mark.req("X-09")
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_that_a_rank_alone_changes_is_told(
+    ranks: RankCount, name: str
+) -> None:
+    """Both ranks know every round in advance after 4 steps, and name the setting."""
+    found = ranks(2).run(change_alone, name, 4, "FULL_SHARD", timeout=60, retire=True)
+
+    for text, took in found:
+        assert took < SOON
+        assert SETTINGS[name][1] in text
+        assert "Change settings of units" in text
+
+
+@pytest.mark.req("X-09")
+@pytest.mark.parametrize(
+    ("name", "steps", "strategy", "world_size"),
+    [
+        ("reshard after forward", 1, "FULL_SHARD", 3),
+        ("divide factor", 4, "NO_SHARD", 2),
+        ("divide factor", 1, "HYBRID_SHARD", 4),
+    ],
+)
+def test_a_setting_is_told_in_every_strategy(
+    ranks: RankCount, name: str, steps: int, strategy: str, world_size: int
+) -> None:
+    """Also without an all-gather in forward, and before rounds are known."""
+    found = ranks(world_size).run(
+        change_alone, name, steps, strategy, timeout=60, retire=True
+    )
+
+    for text, took in found:
+        assert took < SOON
+        # The other replica has seen no difference, and is told by this one.
+        assert SETTINGS[name][1] in text
+
+
+@pytest.mark.req("X-09")
+@on_ranks(2)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_that_all_ranks_change_are_no_difference(
+    world: World, name: str
+) -> None:
+    """Training goes on, and after a few steps the new order is expected."""
+    model = sharded()
+    step(model)
+    SETTINGS[name][0](model)
+    if name == "reshard after backward":
+        set_reshard_after_backward(model, True)
+    steps_of(model, 4)
+
+
+@pytest.mark.req("X-09")
+@on_ranks(4)
+def test_accumulation_that_turns_the_all_reduce_off_goes_on(world: World) -> None:
+    """A hybrid model changes the setting twice in each step, on all ranks."""
+    model = sharded("HYBRID_SHARD")
+    for _ in range(4):
+        set_requires_all_reduce(model, False)
+        model(torch.ones(2, 8)).sum().backward()
+        set_requires_all_reduce(model, True)
+        step(model)
+
+
+@on_ranks(2)
+def test_an_all_reduce_without_replicas_is_no_difference(world: World) -> None:
+    """The setting has no effect there, so ranks may differ, before and after."""
+    model = sharded()
+    set_requires_all_reduce(model, world.rank == 0)
+    step(model)
+    set_requires_all_reduce(model, world.rank == 1)
+    step(model)

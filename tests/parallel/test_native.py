@@ -1,0 +1,510 @@
+"""Native checkpoints of tensor-parallel models, to and from every other mesh."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+
+from composable_fsdp import (
+    ShardingStrategy,
+    async_save,
+    convert,
+    describe,
+    export_safetensors,
+    fully_shard,
+    get_full_param,
+    load,
+    open_source,
+    optim_state_dict,
+    save,
+    verify,
+)
+from composable_fsdp.inspection.checkpoint_diff import compare
+from composable_fsdp.storage import native
+from composable_fsdp.storage.native import NativeSource
+from composable_fsdp.storage.staging import host_buffer
+from tests.parallel.models import (
+    Model,
+    Recipe,
+    batch,
+    data_rank,
+    loss_of,
+    mesh_of,
+    sharded,
+    whole,
+)
+from tests.parallel.test_state import MESHES, RECIPES, recipes, require_same, trained
+from tests.support.memory import LiveBytes
+from tests.support.on_ranks import on_ranks
+from tests.support.reference import backward
+from tests.support.sharded import message_of
+from tests.support.uncached import uncached
+from tests.support.world import World
+
+pytestmark = pytest.mark.few
+
+PLACEMENTS = {**MESHES, "sharded": 0, "plain": -1}
+Trained = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def fresh(world: World, recipe: Recipe, dp: int) -> Trained:
+    """Zeros on another mesh, tensor-parallel (dp > 0), sharded (0) or plain (-1)."""
+    model = recipe.plain()
+    if dp > 0:
+        mesh = mesh_of(world, dp)
+        model = sharded(recipe.parallel(mesh), mesh)
+    elif dp == 0:
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def values_of(recipe: Recipe, found: Trained, dp: int) -> tuple[Any, Any]:
+    """Whole parameters and optimizer state by name, on every rank."""
+    model, optim = found
+    if dp < 0:
+        named = dict(model.named_parameters())
+        weights = {name: value.detach() for name, value in named.items()}
+        return weights, {name: optim.state[value] for name, value in named.items()}
+    names = [name for name, _ in recipe.plain().named_parameters()]
+    weights = {name: get_full_param(model, name) for name in names}
+    return weights, optim_state_dict(model, optim)["state"]
+
+
+def require_equal(found: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
+    """Bit by bit."""
+    assert found[0].keys() == expected[0].keys()
+    for name, value in expected[0].items():
+        assert torch.equal(found[0][name], value), name
+    require_same(found[1], expected[1])
+
+
+@pytest.mark.req("M-01")
+@on_ranks(4)
+@recipes
+@pytest.mark.parametrize("saved", PLACEMENTS)
+def test_a_checkpoint_goes_from_every_mesh_to_every_mesh(
+    world: World, kind: str, saved: str, tmp_path: Path
+) -> None:
+    """Model, moments and steps, bit by bit; also sharded alone, and plain."""
+    recipe = RECIPES[kind]
+    model, optim, _, _ = trained(world, recipe, 2)
+    expected = values_of(recipe, (model, optim), 2)
+    save(tmp_path / "first", model, optim)
+    again = fresh(world, recipe, PLACEMENTS[saved])
+    load(tmp_path / "first", *again)
+
+    save(tmp_path / "second", *again)
+
+    verify(tmp_path / "second")
+    for dp in PLACEMENTS.values():
+        found = fresh(world, recipe, dp)
+        load(tmp_path / "second", *found)
+        require_equal(values_of(recipe, found, dp), expected)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("saved", MESHES)
+def test_each_element_is_in_the_files_once(
+    world: World, saved: str, tmp_path: Path
+) -> None:
+    """Replicas write nothing, and no rank writes more than the elements it holds."""
+    model, optim, plain, _ = trained(world, Recipe(sequence=True), MESHES[saved])
+    numel = sum(whole(p.detach()).numel() for p in plain.parameters())
+    held = sum(p.numel() for p in model.parameters())
+
+    save(tmp_path / "new", model, optim)
+
+    with NativeSource(tmp_path / "new") as source:
+        manifest = source.manifest
+        stored = [each.shape for each in manifest.alone()]
+        files = manifest.files
+        loose = sum(each.numel * each.dtype.itemsize for each in manifest.loose)
+    assert sum(torch.Size(shape).numel() for shape in stored) == numel
+    assert not manifest.regions
+    # The parameters and two moments, all in float32.
+    assert sum(file.payload_nbytes for file in files) == 3 * 4 * numel + loose
+    assert files[world.rank].payload_nbytes <= 3 * 4 * held + loose
+
+
+@on_ranks(4)
+def test_rows_need_no_newer_format(world: World, tmp_path: Path) -> None:
+    """Cut columns need version 3; all else is version 2, as without DTensors."""
+    mesh = mesh_of(world, 2)
+    model = sharded(Recipe().parallel(mesh), mesh)
+
+    save(tmp_path / "rows", model, exclude=["*.down.weight"])
+    save(tmp_path / "columns", model)
+
+    with NativeSource(tmp_path / "rows") as source:
+        assert (source.manifest.version, source.manifest.grids) == (2, ())
+    with NativeSource(tmp_path / "columns") as source:
+        names = [grid.fqns[0] for grid in source.manifest.grids]
+        assert (source.manifest.version, source.manifest.world_size) == (3, 4)
+    assert names == ["blocks.0.down.weight", "blocks.1.down.weight"]
+
+
+@on_ranks(4)
+def test_part_rename_and_asynchronous_saves(world: World, tmp_path: Path) -> None:
+    """``include``, ``rename`` and ``async_save`` know parameters by the plain names."""
+    recipe = Recipe(hidden=9)
+    model, optim, _, _ = trained(world, recipe, 2)
+    weights, states = values_of(recipe, (model, optim), 2)
+    chosen = [name for name in weights if name.startswith("blocks.0.")]
+
+    async_save(tmp_path / "part", model, optim, include="blocks.0").result()
+    save(tmp_path / "renamed", model, optim)
+
+    for dp in PLACEMENTS.values():
+        found = fresh(world, recipe, dp)
+        load(tmp_path / "part", *found, include="blocks.0")
+        mine, state = values_of(recipe, found, dp)
+        for name, value in mine.items():
+            expected = weights[name] if name in chosen else torch.zeros_like(value)
+            assert torch.equal(value, expected), name
+        require_same({n: state[n] for n in chosen}, {n: states[n] for n in chosen})
+        moved, fresh_optim = fresh(world, recipe, dp)
+        rename = {"blocks.0": "blocks.1", "blocks.1": "blocks.0"}
+        load(tmp_path / "renamed", moved, fresh_optim, rename=rename)
+        swapped, _ = values_of(recipe, (moved, fresh_optim), dp)
+        for name in chosen:
+            other = name.replace("blocks.0", "blocks.1")
+            assert torch.equal(swapped[other], weights[name])
+
+
+class WithLoose(nn.Module):
+    """A model beside DTensors that no unit holds: a matrix, a frozen one, a buffer."""
+
+    def __init__(self, model: Model, mesh: Any) -> None:
+        super().__init__()
+        self.model = model
+        torch.manual_seed(3)
+        self.matrix = nn.Parameter(placed(torch.randn(6, 9), mesh, Shard(1)))
+        self.frozen = nn.Parameter(
+            placed(torch.randn(5, 2), mesh, Shard(0)), requires_grad=False
+        )
+        self.register_buffer("table", placed(torch.arange(8.0), mesh, Shard(0)))
+
+
+def placed(value: Tensor, mesh: Any, placement: Any) -> Tensor:
+    """A DTensor over the mesh; the value itself without a mesh."""
+    if mesh is None:
+        return value
+    made: Tensor = distribute_tensor(value, mesh, [placement])
+    return made
+
+
+def with_loose(world: World, recipe: Recipe, dp: int) -> Trained:
+    """The model with DTensors in no unit; plain for dp < 0."""
+    model: Model = recipe.plain()
+    mesh = None
+    if dp > 0:
+        whole_mesh = mesh_of(world, dp)
+        model, mesh = sharded(recipe.parallel(whole_mesh), whole_mesh), whole_mesh["tp"]
+    made = WithLoose(model, mesh)
+    return made, torch.optim.AdamW(made.parameters(), lr=1e-2)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("saved", [1, 2, 4, -1])
+def test_dtensors_in_no_unit_are_stored_with_their_state(
+    world: World, saved: int, tmp_path: Path
+) -> None:
+    """A parameter, a frozen one and a buffer, and the moments, which are DTensors."""
+    model, optim = with_loose(world, Recipe(), saved)
+    matrix: Any = getattr(model, "matrix")  # noqa: B009  # no attribute of nn.Module
+    for _ in range(2):
+        (matrix * matrix).sum().backward()
+        optim.step()
+        optim.zero_grad()
+    expected = {n: whole(v) for n, v in model.named_parameters() if "." not in n}
+    moments = {k: whole(v) for k, v in optim.state[matrix].items()}
+
+    save(tmp_path / "new", model, optim)
+
+    for dp in (1, 2, 4, -1):
+        found, other = with_loose(world, Recipe(), dp)
+        with torch.no_grad():
+            for value in (*found.parameters(), *found.buffers()):
+                value.zero_()
+        for _ in range(2):
+            # First into no state, then into the state of the first load.
+            load(tmp_path / "new", found, other)
+            named = dict(found.named_parameters())
+            for name, value in expected.items():
+                assert torch.equal(whole(named[name]), value), name
+            table: Any = dict(found.named_buffers())["table"]
+            assert torch.equal(whole(table), torch.arange(8.0))
+            state = other.state[named["matrix"]]
+            require_same({"": {k: whole(v) for k, v in state.items()}}, {"": moments})
+            assert isinstance(state["exp_avg"], DTensor) == (dp > 0)
+
+
+@on_ranks(4)
+def test_files_for_others_are_those_of_the_plain_model(
+    world: World, tmp_path: Path
+) -> None:
+    """Exports of the model and of the checkpoint; other formats; inspect and diff."""
+    model, optim = with_loose(world, Recipe(hidden=9), 2)
+    plain, _ = with_loose(world, Recipe(hidden=9), -1)
+    expected = {n: v.detach() for n, v in plain.state_dict().items()}
+    save(tmp_path / "native", model, optim)
+
+    export_safetensors(tmp_path / "live.safetensors", model)
+    if world.rank == 0:
+        export_safetensors(tmp_path / "file.safetensors", tmp_path / "native")
+        convert(tmp_path / "native", tmp_path / "dcp", "dcp")
+        convert(tmp_path / "native", tmp_path / "whole", "native")
+    dist.barrier()
+
+    for name in ("live", "file"):
+        found = load_file(tmp_path / f"{name}.safetensors")
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            assert torch.equal(found[key], value), key
+    for name in ("live.safetensors", "dcp", "whole"):
+        again, _ = with_loose(world, Recipe(hidden=9), 1)
+        with torch.no_grad():
+            for parameter in again.parameters():
+                parameter.zero_()
+        load(tmp_path / name, again)
+        for key, parameter in again.named_parameters():
+            if key.startswith("model."):
+                value = get_full_param(again, key)
+            else:
+                value = whole(parameter.detach())
+            assert torch.equal(value, expected[key]), key
+    with open_source(tmp_path / "native") as a, open_source(tmp_path / "whole") as b:
+        assert compare(a, b)["equal"]
+    assert "model.blocks.0.down.weight" in str(describe(tmp_path / "native"))
+
+
+@on_ranks(4)
+def test_a_model_of_tensor_parallelism_alone(world: World, tmp_path: Path) -> None:
+    """Without any unit; trained, saved, and loaded sharded."""
+    recipe = Recipe(sequence=True)
+    _, _, plain, optim = trained(world, recipe, 1)
+
+    save(tmp_path / "new", plain, optim)
+
+    weights = {n: whole(p.detach()) for n, p in plain.named_parameters()}
+    states = {
+        n: {k: whole(v) for k, v in optim.state[p].items()}
+        for n, p in plain.named_parameters()
+    }
+    for dp in PLACEMENTS.values():
+        found = fresh(world, recipe, dp)
+        load(tmp_path / "new", *found)
+        require_equal(values_of(recipe, found, dp), (weights, states))
+    again = recipe.parallel(mesh_of(world, 1))
+    load(tmp_path / "new", again)
+    for name, value in again.named_parameters():
+        assert torch.equal(whole(value.detach()), weights[name])
+
+
+@on_ranks(4)
+def test_parts_that_differ_over_copies_are_refused(
+    world: World, tmp_path: Path
+) -> None:
+    """DTensors in no unit that the data ranks have not kept equal."""
+    model, _ = with_loose(world, Recipe(), 2)
+    matrix: Any = dict(model.named_parameters())["matrix"]
+    if world.rank == 3:
+        with torch.no_grad():
+            matrix.to_local().add_(1)
+
+    text = message_of(lambda: save(tmp_path / "new", model))
+
+    assert "part of DTensor matrix at (0, 5) is in no unit and has other values" in text
+    assert "on rank 3 than on rank 1" in text
+    assert not (tmp_path / "new").exists()
+
+
+@on_ranks(4)
+def test_sums_and_values_of_single_ranks_are_refused_by_name(
+    world: World, tmp_path: Path
+) -> None:
+    """DTensors without a rectangle per rank, and DTensors as ``local`` values."""
+    model, _ = with_loose(world, Recipe(), 2)
+    mesh = mesh_of(world, 2)
+    save(tmp_path / "old", model)
+    text = message_of(lambda: save(tmp_path / "new", model, local="matrix"))
+    assert "'matrix' is a DTensor, of which each rank holds a part; local=[..]" in text
+
+    partial: Any = DTensor.from_local(torch.ones(3), mesh["tp"], [Partial()])
+    model.register_buffer("sums", partial)
+    for call in (
+        lambda: save(tmp_path / "new", model),
+        lambda: load(tmp_path / "old", model),
+    ):
+        text = message_of(call)
+        assert "'sums' is a DTensor placed as P" in text
+        assert "Nothing was done." in text
+    assert not (tmp_path / "new").exists()
+
+
+class Columns(nn.Module):
+    """A matrix whose columns are cut, of 4 MiB, in a unit."""
+
+    def __init__(self, mesh: Any, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.weight = nn.Parameter(placed(torch.randn(512, 2048), mesh["tp"], Shard(1)))
+        fully_shard(self, device_mesh=mesh["dp"])
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("dp", [1, 2])
+def test_no_rank_holds_a_whole_matrix(world: World, dp: int, tmp_path: Path) -> None:
+    """A save needs no memory, and a load a copy of the part of the rank."""
+    mesh = mesh_of(world, dp)
+    first, second = Columns(mesh, 1), Columns(mesh, 2)
+    other = Columns(mesh_of(world, 4 // dp), 3)
+    own, whole_bytes = first.weight.numel() * 4, 2**22
+    staged: list[int] = []
+
+    def noted(nbytes: int) -> Any:
+        staged.append(nbytes)
+        return host_buffer(nbytes)
+
+    with LiveBytes() as saving:
+        save(tmp_path / "new", first)
+    peaks = []
+    for model in (second, other):
+        patched = mock.patch.object(native, "host_buffer", noted)
+        with LiveBytes() as loading, patched, uncached():
+            load(tmp_path / "new", model)
+        peaks.append(loading.peak)
+
+    assert own == whole_bytes // 4
+    assert saving.peak < own + 2**17
+    assert max(peaks) < 2 * own + 2**17
+    assert len(staged) == 2
+    assert max(staged) < own + 2**12
+    for parameter in (second.weight, other.weight):
+        assert parameter.numel() == own // 4
+    expected = get_full_param(first, "weight")
+    for model in (second, other):
+        assert torch.equal(get_full_param(model, "weight"), expected)
+
+
+@on_ranks(4)
+def test_a_model_on_some_ranks_is_saved_by_them_alone(
+    world: World, tmp_path: Path
+) -> None:
+    """Two stages of a pipeline, each tensor-parallel, write a checkpoint each."""
+    whole_mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp", "tp"))
+    stage = whole_mesh["pp"].get_local_rank()
+    recipe = Recipe(hidden=9, sequence=stage > 0)
+    model = sharded(recipe.parallel(whole_mesh["dp", "tp"]), whole_mesh["dp", "tp"])
+    names = [name for name, _ in recipe.plain().named_parameters()]
+
+    save(tmp_path / f"stage-{stage}", model)
+
+    dist.barrier()
+    for each in (0, 1):
+        with NativeSource(tmp_path / f"stage-{each}") as source:
+            assert source.manifest.world_size == 2
+    again = sharded(recipe.parallel(whole_mesh["dp", "tp"]), whole_mesh["dp", "tp"])
+    with torch.no_grad():
+        for parameter in again.parameters():
+            parameter.zero_()
+    load(tmp_path / f"stage-{stage}", again)
+    for name in names:
+        assert torch.equal(get_full_param(again, name), get_full_param(model, name))
+
+
+@on_ranks(4)
+def test_a_damaged_block_names_rectangles(world: World, tmp_path: Path) -> None:
+    """On all ranks, with the part of the whole matrix that was asked for."""
+    model = Columns(mesh_of(world, 1), 1)
+    save(tmp_path / "new", model)
+    if world.rank == 0:
+        with NativeSource(tmp_path / "new") as source:
+            (grid,) = source.manifest.grids
+            place = grid.parts[2]
+            file = source.manifest.files[place.file]
+        path = tmp_path / "new" / file.name
+        data = bytearray(path.read_bytes())
+        data[file.header_nbytes + place.begin + 4 * 512 * 3 + 1] ^= 1
+        path.write_bytes(data)
+    dist.barrier()
+    before = get_full_param(model, "weight").clone()
+
+    text = message_of(lambda: load(tmp_path / "new", model))
+
+    assert text.startswith("CheckpointError: On rank 2: ")
+    assert "of the rectangle (512, 512) at (0, 1024) of 'weight'" in text
+    assert "It was read for 'weight' [offsets (0, 1024) sizes (512, 512)]" in text
+    assert torch.equal(get_full_param(model, "weight"), before)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("kind", RECIPES)
+def test_replicas_of_hybrid_sharding_write_each_element_once(
+    world: World, kind: str, tmp_path: Path
+) -> None:
+    """A mesh (replicate, shard, tp); the same values on all other meshes."""
+    recipe = RECIPES[kind]
+    mesh = mesh_of(world, 1, replicas=2)
+    model = sharded(recipe.parallel(mesh), mesh, strategy=ShardingStrategy.HYBRID_SHARD)
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    backward(loss_of(model, batch(0, data_rank(mesh))))
+    optim.step()
+    expected = values_of(recipe, (model, optim), 1)
+
+    save(tmp_path / "new", model, optim)
+
+    with NativeSource(tmp_path / "new") as source:
+        manifest = source.manifest
+        loose = sum(each.numel * each.dtype.itemsize for each in manifest.loose)
+        stored = sum(file.payload_nbytes for file in manifest.files) - loose
+    assert stored == 3 * 4 * sum(value.numel() for value in expected[0].values())
+    for dp in PLACEMENTS.values():
+        found = fresh(world, recipe, dp)
+        load(tmp_path / "new", *found)
+        require_equal(values_of(recipe, found, dp), expected)
+    load(tmp_path / "new", model, optim)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("memory", [True, False])
+def test_dtypes_are_cast_with_and_without_memory_for_a_copy(
+    world: World, memory: bool, tmp_path: Path
+) -> None:
+    """From columns over four ranks into columns over two, and into a tied model."""
+    recipe = Recipe(sequence=True)
+    model, _, plain, _ = trained(world, recipe, 1)
+    weights = {n: get_full_param(model, n) for n, _ in plain.named_parameters()}
+    save(tmp_path / "new", model)
+    mesh = mesh_of(world, 2)
+    halves = [sharded(recipe.parallel(mesh).to(torch.bfloat16), mesh)]
+    halves.append(recipe.plain().to(torch.bfloat16))
+
+    fits = mock.patch.object(native, "fits_in_memory", return_value=memory)
+    with fits, uncached():
+        for half in halves:
+            load(tmp_path / "new", half, cast=True)
+        mesh = mesh_of(world, 2)
+        tied = sharded(Recipe(tied=True).parallel(mesh), mesh)
+        text = message_of(lambda: load(tmp_path / "new", tied))
+
+    own = dict(halves[1].named_parameters())
+    for name, value in weights.items():
+        expected = value.to(torch.bfloat16)
+        assert torch.equal(get_full_param(halves[0], name), expected), name
+        assert torch.equal(own[name].detach(), expected), name
+    assert "Tied in the model and different in the checkpoint" in text

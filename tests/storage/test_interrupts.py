@@ -1,0 +1,185 @@
+"""Claims on Ctrl-C in a save: a whole checkpoint or none, and no rank that waits."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from composable_fsdp import (
+    async_save,
+    best_checkpoint,
+    checkpoints,
+    load,
+    register_storage,
+    save,
+)
+from composable_fsdp.storage import async_save as saving_behind
+from composable_fsdp.storage import save as saving
+from composable_fsdp.storage.snapshot import snapshot
+from tests.storage.test_remote import Folder
+from tests.storage.training import make, optimizer_of
+from tests.support.on_ranks import on_ranks
+from tests.support.sharded import message_of
+from tests.support.world import World
+
+pytest.importorskip("fsspec")
+
+
+class Interrupted(Folder):
+    """A storage at one of whose calls the user presses Ctrl-C."""
+
+    after = False
+
+    def _called(self, name: str) -> Path:
+        self.calls += 1
+        if self.calls == self.fails_at:
+            raise KeyboardInterrupt
+        return self.root / name
+
+    def put(self, name: str, data: bytes, *, absent: bool) -> None:
+        calls = self.calls
+        super().put(name, data, absent=absent)
+        # The object is there, and the caller does not know.
+        if self.after and name.endswith("manifest.json") and self.fails_at > calls:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.req("K-03", "K-07")
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_an_interrupt_at_any_call_to_a_storage_leaves_the_old_or_the_new(
+    tmp_path: Path, overwrite: bool
+) -> None:
+    """Files that a marker names are never removed, also after the commit."""
+    own = Interrupted(tmp_path / "own")
+    register_storage("own", lambda: own)
+    model = torch.nn.Linear(3, 3)
+    outcomes = set()
+    for number in range(1, 60):
+        base = f"own://b{number}"
+        target = f"{base}/step-{1 if overwrite else 2}"
+        save(f"{base}/step-1", model, extra=1)
+        own.calls, own.fails_at = 0, number
+        with suppress(KeyboardInterrupt):
+            save(target, model, extra=2, overwrite=overwrite, keep=1)
+        was_reached, own.fails_at = own.calls >= number, 0
+        outcomes.add(load(base, model))
+        assert all(each.is_whole for each in checkpoints(base))
+        if not was_reached:
+            break
+    assert outcomes == {1, 2}
+    own.after, own.calls, own.fails_at = True, 0, 10**9
+    with pytest.raises(KeyboardInterrupt):
+        save("own://last/step-1", model, extra=5)
+    assert load("own://last", model) == 5
+
+
+@pytest.mark.req("K-04", "K-07")
+def test_the_best_at_a_url_is_kept(tmp_path: Path) -> None:
+    """``keep_best`` spares the best of a series in a storage, as in a directory."""
+    own = Folder(tmp_path / "own")
+    register_storage("own", lambda: own)
+    model = torch.nn.Linear(3, 3)
+    for at, loss in enumerate([0.5, 0.1, 0.4, 0.3]):
+        save(f"own://b/step-{at}", model, metric=loss, keep=1, keep_best=1)
+
+    assert [each.step for each in checkpoints("own://b")] == [1, 3]
+    assert best_checkpoint("own://b").step == 1
+
+
+def test_what_a_user_has_put_beside_a_checkpoint_is_never_removed(
+    tmp_path: Path,
+) -> None:
+    """Also if the file came while the checkpoint was replaced."""
+    own = Folder(tmp_path / "own")
+    register_storage("own", lambda: own)
+    model = torch.nn.Linear(3, 3)
+    put = own.put
+
+    def noted(name: str, data: bytes, *, absent: bool) -> None:
+        put(name, data, absent=absent)
+        if name.endswith("manifest.json"):
+            put("b/step-1/notes.txt", b"mine", absent=False)
+
+    with mock.patch.object(own, "put", noted):
+        save("own://b/step-1", model)
+
+    assert own.read("b/step-1/notes.txt", 0, 9) == b"mine"
+
+
+@pytest.mark.req("K-03")
+def test_an_interrupt_while_files_are_written_leaves_no_directory(
+    tmp_path: Path,
+) -> None:
+    """Neither a temporary one, nor one of the checkpoint."""
+    model = torch.nn.Linear(3, 3)
+    save(tmp_path / "step-1", model, extra=1)
+
+    with (
+        mock.patch.object(saving, "write_file", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        save(tmp_path / "step-2", model)
+
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-1"]
+    save(tmp_path / "step-2", model, extra=2)
+    assert load(tmp_path, model) == 2
+
+
+@on_ranks(2)
+@pytest.mark.req("K-06")
+def test_an_interrupt_while_values_are_copied_ends_the_save_on_all_ranks(
+    world: World, tmp_path: Path
+) -> None:
+    """The rank raises at once, other futures end, and the next save goes on."""
+    model = make("composable")
+    optimizer = optimizer_of(model)
+
+    def copied(*args: Any) -> Any:
+        if world.rank == 1:
+            raise KeyboardInterrupt
+        return snapshot(*args)
+
+    with mock.patch.object(saving_behind, "snapshot", copied):
+        if world.rank == 1:
+            with pytest.raises(KeyboardInterrupt):
+                async_save(tmp_path / "step-1", model, optimizer)
+        else:
+            future = async_save(tmp_path / "step-1", model, optimizer)
+            text = message_of(future.result)
+            assert "rank 1" in text
+            assert "async_save was interrupted (KeyboardInterrupt())" in text
+    save(tmp_path / "step-2", model, optimizer, extra=2)
+    assert load(tmp_path, model, optimizer) == 2
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-2"]
+
+
+@pytest.mark.req("K-02")
+@pytest.mark.parametrize("where", ["parameter", "buffer", "state", "extra"])
+def test_a_tensor_whose_storage_was_resized_is_refused_by_name(
+    tmp_path: Path, where: str
+) -> None:
+    """A read of its memory would end the process by a signal."""
+    model = torch.nn.BatchNorm1d(4096)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4096)).sum().backward()
+    optimizer.step()
+    extra = {"kept": torch.ones(4096)}
+    tensor = {
+        "parameter": model.weight,
+        "buffer": model.running_mean,
+        "state": optimizer.state[model.weight]["exp_avg"],
+        "extra": extra["kept"],
+    }[where]
+    tensor.detach().untyped_storage().resize_(0)
+
+    for call in (save, async_save):
+        text = message_of(partial(call, tmp_path / "run", model, optimizer, extra))
+        assert "has 4096 elements, and its storage was resized to 0 bytes" in text
+    assert not any(tmp_path.iterdir())

@@ -1,0 +1,177 @@
+"""Claims on files written past the page cache and through it: bytes and errors."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from torch import nn
+
+from composable_fsdp import save
+from composable_fsdp.storage import new_file, writer
+from composable_fsdp.storage.file_bytes import _LocalBytes, open_bytes
+from composable_fsdp.storage.new_file import BUFFER, NewFile
+
+SIZES = (0, 1, 4095, 4096, BUFFER - 1, BUFFER, BUFFER + 1, 2 * BUFFER + 4097)
+
+
+def written(path: Path, size: int, *, keep: bool = False) -> tuple[bytes, bytes]:
+    """What was written in uneven parts, and what is in the file."""
+    rng = random.Random(size)
+    data, at = rng.randbytes(size), 0
+    with NewFile(str(path), keep=keep) as file:
+        while at < size:
+            count = rng.choice((1, 8, 5000, BUFFER, 3 * BUFFER))
+            file.write(memoryview(data)[at : at + count])
+            at += count
+        file.finish()
+    return data, path.read_bytes()
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+def test_a_file_holds_what_was_written(size: int, keep: bool, tmp_path: Path) -> None:
+    """In order and to the last byte, at any size."""
+    data, found = written(tmp_path / "file", size, keep=keep)
+
+    assert found == data
+
+
+def test_a_system_that_refuses_the_flag_writes_the_ordinary_way(tmp_path: Path) -> None:
+    """As tmpfs and other kernels do."""
+    refused = OSError(errno.EINVAL, "Invalid argument")
+
+    with mock.patch.object(fcntl, "fcntl", side_effect=refused):
+        data, found = written(tmp_path / "file", 2 * BUFFER + 5)
+
+    assert found == data
+
+
+def test_a_system_that_refuses_the_write_is_asked_again_without_the_flag(
+    tmp_path: Path,
+) -> None:
+    """Some take the flag and refuse what is written with it; a real error is raised."""
+    write, calls = os.write, []
+
+    def refuse_direct(file: int, data: memoryview) -> int:
+        flags = fcntl.fcntl(file, fcntl.F_GETFL)
+        calls.append(bool(flags & getattr(os, "O_DIRECT", 0)))
+        if calls[-1]:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return write(file, data)
+
+    with mock.patch.object(os, "write", refuse_direct):
+        data, found = written(tmp_path / "file", 2 * BUFFER + 5)
+    with (
+        mock.patch.object(os, "write", side_effect=OSError(errno.ENOSPC, "full")),
+        pytest.raises(OSError, match="full"),
+    ):
+        written(tmp_path / "other", BUFFER)
+
+    assert found == data
+    assert calls in ([True, False, False, False], [False, False, False])
+
+
+def test_a_write_that_is_cut_short_goes_on_where_it_ended(tmp_path: Path) -> None:
+    """Also inside a block of the disk, from where no direct write can go on."""
+    write = os.write
+
+    def short(file: int, data: memoryview) -> int:
+        return write(file, data[: max(1, len(data) // 3)])
+
+    with mock.patch.object(os, "write", short):
+        data, found = written(tmp_path / "file", BUFFER + 123)
+
+    assert found == data
+
+
+Calls = list[tuple[int, int, int]]
+
+
+@contextmanager
+def ranges(code: int = 0, after: int = 0) -> Iterator[Calls]:
+    """Each ``sync_file_range``: begin, length, flags; ``code``: the error of a call."""
+    calls: Calls = []
+
+    def called(file: int, at: int, nbytes: int, flags: int) -> int:
+        calls.append((at, nbytes, flags))
+        ctypes.set_errno(code)
+        return -1 if code and len(calls) > after else 0
+
+    with mock.patch.object(new_file, "_sync_file_range", return_value=called):
+        yield calls
+
+
+@pytest.mark.req("K-05")
+def test_a_file_that_is_kept_goes_to_the_disk_while_it_is_written(
+    tmp_path: Path,
+) -> None:
+    """Each part once, in order; no more than 36 MiB wait, also for small data."""
+    with ranges() as calls:
+        written(tmp_path / "file", 20 * BUFFER + 5, keep=True)
+    begun = [at for at, _, flags in calls if flags == 2]
+    waited = [at for at, _, flags in calls if flags == 7]
+
+    assert begun == [n * BUFFER for n in range(20)]
+    assert waited == [n * BUFFER for n in range(12)]
+    assert {nbytes for _, nbytes, _ in calls} == {BUFFER}
+
+
+@pytest.mark.req("K-05", "X-18")
+def test_an_error_while_parts_go_to_the_disk_is_raised(tmp_path: Path) -> None:
+    """The system tells of a lost write once; ``fsync`` would not tell again."""
+    with (
+        ranges(errno.EIO, after=5),
+        pytest.raises(OSError, match="Input/output error") as raised,
+    ):
+        written(tmp_path / "file", 20 * BUFFER, keep=True)
+
+    assert raised.value.filename == str(tmp_path / "file")
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP])
+def test_a_system_without_the_call_writes_all_at_the_end(
+    code: int, tmp_path: Path
+) -> None:
+    """As kernels in a sandbox; the call is made once."""
+    with ranges(code) as calls:
+        data, found = written(tmp_path / "file", 5 * BUFFER, keep=True)
+    with mock.patch.object(new_file, "_sync_file_range", return_value=None):
+        other, there = written(tmp_path / "other", 5 * BUFFER, keep=True)
+
+    assert (found, there) == (data, other)
+    assert len(calls) == 1
+
+
+@pytest.mark.req("K-05")
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_save_leaves_its_files_in_memory_if_there_is_enough(
+    keep: bool, tmp_path: Path
+) -> None:
+    """The first load after the save reads no disk then."""
+    model = nn.Linear(1024, 1024)
+    with mock.patch.object(writer, "fits_in_memory", return_value=keep):
+        save(tmp_path / "run", model)
+    file = open_bytes(str(tmp_path / "run" / "rank00000.safetensors"))
+    assert isinstance(file, _LocalBytes)
+    handle = file._handle
+    data = bytearray(BUFFER)
+
+    def in_cache() -> bool:
+        try:
+            return os.preadv(handle, [data], 0, os.RWF_NOWAIT) == BUFFER
+        except BlockingIOError:
+            return False
+
+    if not file.stays_in_cache():
+        pytest.skip("the temporary directory is on a file system without page cache")
+    assert in_cache() is keep
+    file.close()

@@ -1,0 +1,301 @@
+"""Claims on saves with replicas: each byte once, by ranks that write about the same."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from composable_fsdp import (
+    CustomPolicy,
+    ShardingStrategy,
+    async_save,
+    free_save_memory,
+    fully_shard,
+    load,
+    plan,
+    save,
+    verify,
+)
+from composable_fsdp.planning import save_parts
+from composable_fsdp.storage import spread
+from composable_fsdp.storage.contents import contents_of
+from composable_fsdp.storage.native import NativeSource
+from tests.storage.training import Saved, everything, make, optimizer_of, same, step
+from tests.support.sharded import RankCount, message_of
+from tests.support.world import World
+
+
+@contextmanager
+def small_parts(nbytes: int = 16) -> Iterator[None]:
+    """Divide even small shards, and tensors in no unit."""
+    with (
+        mock.patch.object(save_parts, "SMALLEST_PART", nbytes),
+        mock.patch.object(spread, "SMALL", nbytes),
+    ):
+        yield
+
+
+def hybrid(replicas: int, shards: int) -> Any:
+    """A mesh of so many replicas of so many shards."""
+    return torch.distributed.device_mesh.init_device_mesh(
+        "cpu", (replicas, shards), mesh_dim_names=("replicate", "shard")
+    )
+
+
+def options_of(mesh: tuple[int, int]) -> dict[str, Any]:
+    """The options of a model on a mesh; with a single shard, those of ``NO_SHARD``."""
+    if mesh[1] == 1:
+        return {"strategy": ShardingStrategy.NO_SHARD}
+    return {"device_mesh": hybrid(*mesh)}
+
+
+@given(
+    shard_numel=st.integers(0, 200),
+    parts=st.integers(1, 9),
+)
+def test_the_shares_of_replicas_cover_a_shard_once(
+    shard_numel: int, parts: int
+) -> None:
+    """End to end, in order, each of the same size with padding behind the last."""
+    shares = [spread.Share.of(shard_numel, i, parts) for i in range(parts)]
+
+    covered = [at for share in shares for at in range(share.start, share.stop)]
+    assert covered == list(range(shard_numel))
+    assert len({share.numel for share in shares}) == 1
+    for share in shares:
+        assert share.start == min(share.number * share.numel, shard_numel)
+        assert share.stop - share.start <= share.numel
+
+
+@given(
+    sizes=st.lists(st.integers(0, 1000), max_size=40),
+    writers=st.integers(1, 6),
+)
+def test_turns_differ_by_no_more_than_an_item(sizes: list[int], writers: int) -> None:
+    """Loads of any two writers differ by at most the largest item; empty ones stay."""
+    found = save_parts.by_turns([("key", writers, size) for size in sizes])
+
+    loads = [0] * writers
+    for writer, size in zip(found, sizes, strict=True):
+        loads[writer] += size
+        assert size or writer == 0
+    assert max(loads) - min(loads) <= max(sizes, default=0)
+
+
+def check_save(world: World, folder: Path, mesh: tuple[int, int]) -> list[Any]:
+    with small_parts():
+        model = make("composable", **options_of(mesh))
+        optimizer = optimizer_of(model)
+        for at in range(2):
+            step(model, optimizer, at)
+        save(folder / "step-1", model, optimizer)
+        async_save(folder / "step-2", model, optimizer).result()
+    return [everything(model, optimizer), free_save_memory(model)]
+
+
+def check_load(
+    world: World, name: Path, expected: Any, options: dict[str, Any]
+) -> bool:
+    model = make("wrapper", seed=5, **options)
+    optimizer = optimizer_of(model)
+    load(name, model, optimizer, rng=False)
+    return same(everything(model, optimizer), expected)
+
+
+MESHES = [(2, 2), (4, 1), (3, 1), (2, 1)]
+
+
+@pytest.mark.req("K-05", "S3-06")
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_replicas_divide_the_bytes_and_any_world_reads_them(
+    ranks: RankCount, tmp_path: Path, mesh: tuple[int, int]
+) -> None:
+    """Both saves come back on one to three ranks, and no rank writes the most of it."""
+    found = ranks(mesh[0] * mesh[1]).run(check_save, tmp_path, mesh)
+    expected = found[0][0]
+
+    assert all(same(saved, expected) for saved, _ in found)
+    for name in ("step-1", "step-2"):
+        assert verify(tmp_path / name)
+        with NativeSource(tmp_path / name) as source:
+            sizes = [file.payload_nbytes for file in source.manifest.files]
+            shards = {len(region.shards) for region in source.manifest.regions}
+        # Random states are on every rank: 20 KiB.
+        own = [size - 20_000 for size in sizes]
+        assert max(own) < 1.25 * min(own)
+        # Some regions are cut, at least those of the blocks.
+        assert mesh[0] * mesh[1] in shards
+        for world_size in (1, 2, 3):
+            options: dict[str, Any] = {}
+            again = ranks(world_size).run(
+                check_load, tmp_path / name, expected, options
+            )
+            assert again == [True] * world_size
+
+
+@pytest.mark.req("K-06", "U-03")
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_the_plan_tells_the_share_of_a_replica(
+    ranks: RankCount, tmp_path: Path, mesh: tuple[int, int]
+) -> None:
+    """The memory of an asynchronous save is divided as the writing is."""
+    found = ranks(mesh[0] * mesh[1]).run(check_save, tmp_path, mesh)
+
+    model = Saved()
+    blocks = list(model.gpt.blocks)
+    policy = CustomPolicy(lambda module: any(module is block for block in blocks))
+    strategy = "NO_SHARD" if mesh[1] == 1 else "HYBRID_SHARD"
+    with small_parts():
+        planned = plan(
+            model,
+            world_size=mesh[0] * mesh[1],
+            policy=policy,
+            strategy=ShardingStrategy[strategy],
+            shard_world_size=mesh[1],
+        )
+        told = planned.save_bytes(optimizer_states=2)
+    most = max(held for _, held in found)
+    assert told * 0.8 <= most <= told + 24 * 1024
+
+
+class Uneven(nn.Module):
+    """A unit with a parameter that no loss uses, so its optimizer state is missing."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(5, 7)
+        self.unused = nn.Parameter(torch.randn(31))
+        self.none = nn.Parameter(torch.empty(0, 2))
+        self.last = nn.Linear(7, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.first(x))
+        return out
+
+
+def check_uneven(world: World, folder: Path, mesh: tuple[int, int]) -> list[bool]:
+    with small_parts():
+        models = []
+        for seed in (1, 2):
+            model = fully_shard(Uneven(seed), **options_of(mesh))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            models.append((model, optimizer))
+        model, optimizer = models[0]
+        model(torch.ones(2, 5)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        save(folder / "whole", model, optimizer)
+        save(folder / "part", model, optimizer, include=["first", "unused"])
+        again, other = models[1]
+        load(folder / "part", again, other, include=["first", "unused"])
+        part = again.state_dict()
+        expected = model.state_dict()
+        chosen = [n for n in expected if n.split(".")[0] in ("first", "unused")]
+        is_part = all(torch.equal(part[n], expected[n]) for n in chosen)
+        load(folder / "whole", again, other)
+    return [is_part, same(everything(again, other), everything(model, optimizer))]
+
+
+@pytest.mark.req("K-05")
+@pytest.mark.parametrize("mesh", [(2, 2), (2, 1)], ids=str)
+def test_states_that_some_parameters_lack_are_saved_by_replicas(
+    ranks: RankCount, tmp_path: Path, mesh: tuple[int, int]
+) -> None:
+    """Also empty parameters, and a save of some parameters of the unit."""
+    count = mesh[0] * mesh[1]
+    assert ranks(count).run(check_uneven, tmp_path, mesh) == [[True, True]] * count
+    with NativeSource(tmp_path / "part") as source:
+        places = [part.file for cut in source.manifest.cuts for part in cut.parts]
+    assert len(set(places)) > 1
+
+
+def check_plain(world: World, folder: Path) -> list[Any]:
+    model = make("plain")
+    optimizer = optimizer_of(model)
+    with small_parts():
+        step(model, optimizer, 0)
+        save(folder / "run", model, optimizer)
+        with torch.no_grad():
+            model.get_parameter("scale").add_(world.rank)
+        text = message_of(lambda: save(folder / "unequal", model, optimizer))
+        with torch.no_grad():
+            model.get_parameter("scale").sub_(world.rank)
+    return [everything(model, optimizer), text]
+
+
+@pytest.mark.req("K-01", "K-05")
+def test_large_parameters_in_no_unit_are_divided(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """In the order of the model; values that differ are refused as ever."""
+    found = ranks(2).run(check_plain, tmp_path)
+
+    expected, text = found[0]
+    assert "'scale'" in text
+    with NativeSource(tmp_path / "run") as source:
+        singles = source.manifest.singles
+        sizes = [file.payload_nbytes for file in source.manifest.files]
+    buffers = [s for s in singles if s.fqns == ("seen",)]
+    assert [single.tensor.at.file for single in buffers] == [0]
+    assert [single.fqns for single in singles] == expected_names()
+    assert max(sizes) < 1.3 * min(sizes)
+    assert ranks(2).run(check_load, tmp_path / "run", expected, {}) == [True] * 2
+
+
+def expected_names() -> list[tuple[str, ...]]:
+    """The names of a plain model's tensors as one rank saves them."""
+    return [held.names for held in contents_of(make("plain"), "save").tensors]
+
+
+def check_state_of_a_replica(world: World, folder: Path) -> str:
+    model = make("composable", strategy=ShardingStrategy.NO_SHARD)
+    optimizer = optimizer_of(model)
+    step(model, optimizer, 0)
+    if world.rank == 1:
+        optimizer.state.clear()
+    with small_parts():
+        return message_of(lambda: save(folder / "run", model, optimizer))
+
+
+@pytest.mark.req("K-01")
+def test_a_replica_without_its_state_is_an_error_on_all(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """Its part of the state would be zeros; nothing is committed."""
+    texts = ranks(2).run(check_state_of_a_replica, tmp_path)
+
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("CheckpointError: ")
+    assert "Optimizer state differs over ranks" in texts[0]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_shard_is_cut_only_into_parts_of_a_size() -> None:
+    """Three shards of seven elements in four parts would overlap; one is padded."""
+    for shards, replicas in itertools.product((1, 3), (2, 4)):
+        model = nn.Linear(7 * shards, 1, bias=False)
+        strategy = ShardingStrategy.HYBRID_SHARD
+        if shards == 1:
+            strategy = ShardingStrategy.NO_SHARD
+        planned = plan(
+            model,
+            world_size=shards * replicas,
+            strategy=strategy,
+            shard_world_size=shards,
+        )
+        (layout,) = planned.units[0].regions
+        with small_parts(4):
+            parts = save_parts.parts_of(layout, replicas)
+        even = layout.shard_numel % replicas == 0
+        assert parts == (replicas if shards == 1 or even else 1)

@@ -1,0 +1,209 @@
+"""Tensors that wrap others are stored by the tensors inside, or refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from composable_fsdp import convert, export_safetensors, fully_shard, load, save
+from composable_fsdp.storage.native import NativeSource
+from tests.storage.test_quantised_state import Half
+from tests.support.models import tiny_mlp
+from tests.support.reference import backward
+from tests.support.sharded import RankCount, message_of
+from tests.support.world import World
+
+
+class Rows(Tensor):
+    """Integers with a scale per row; the scales may be wrapped themselves."""
+
+    codes: Tensor
+    scale: Tensor
+    bits: int
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, scale: Tensor, bits: int) -> Rows:
+        made = Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+        made.codes, made.scale, made.bits = codes, scale, bits
+        rows: Rows = made
+        return rows
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["codes", "scale"], {"bits": self.bits, "by": object}
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, context: Any, *_: Any) -> Rows:
+        return Rows(inner["codes"], inner["scale"], context["bits"])
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch types it as bound
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:
+            out = type(args[0])(args[0].codes, args[0].scale, args[0].bits)
+            return return_and_correct_aliasing(func, args, kwargs or {}, out)  # type: ignore[no-untyped-call]  # untyped in torch
+        raise NotImplementedError(func)
+
+
+class Forgetful(Rows):
+    """One that makes its tensors when asked."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["floats"], None
+
+    @property
+    def floats(self) -> Tensor:
+        return self.codes.float()
+
+
+class Quantised(nn.Module):
+    """A trained part, a frozen matrix of rows, and a buffer."""
+
+    def __init__(self, seed: int, bits: int = 8, kind: type[Rows] = Rows) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.body = tiny_mlp()
+        codes = torch.randint(-128, 127, (6, 8), dtype=torch.int8)
+        rows = kind(codes, Half(torch.rand(6, 1)), bits)
+        self.base = nn.Parameter(rows, requires_grad=False)
+        self.register_buffer("table", Half(torch.rand(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.body(x)
+        return out
+
+
+def make(seed: int, **options: Any) -> tuple[Quantised, torch.optim.Optimizer]:
+    """The model, sharded, and an optimizer that holds the frozen matrix idly."""
+    model = Quantised(seed, **options)
+    fully_shard(model, ignored_states=[model.base])
+    optim = torch.optim.AdamW(model.parameters(), lr=0.1)
+    backward(model(torch.ones(2, 8)).square().mean())
+    optim.step()
+    return model, optim
+
+
+def inner(model: Quantised) -> dict[str, Tensor]:
+    """All tensors that have memory, but those of units."""
+    base: Any = model.base
+    table: Any = model.table
+    return {
+        "base.codes": base.codes,
+        "base.scale.stored": base.scale.stored,
+        "table.stored": table.stored,
+    }
+
+
+def round_trip(world: World, folder: Path) -> None:
+    model, optim = make(1)
+    expected = {name: value.clone() for name, value in inner(model).items()}
+    save(folder / "new", model, optim)
+    again, other = make(2)
+    load(folder / "new", again, other)
+
+    found = inner(again)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+    for mine, value in zip(
+        again.body.parameters(), model.body.parameters(), strict=True
+    ):
+        assert torch.equal(mine, value)
+        state, moments = other.state[mine], optim.state[value]
+        # A rank without rows of a parameter has no state of it.
+        assert state.keys() == moments.keys()
+        assert all(torch.equal(state[key], moments[key]) for key in moments)
+    with NativeSource(folder / "new") as source:
+        assert source.manifest.version == 3
+        assert set(expected) < set(source.model)
+        assert set(source.wrappers) == {"base", "base.scale", "table"}
+        told = source.wrappers["base"]
+    facts = "{'bits': 8, 'by': <class 'object'>}"
+    assert told == f"Rows (6, 8) of torch.float32, {facts}"
+
+
+@pytest.mark.req("K-02")
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_tensors_inside_of_others_come_back_where_they_were(
+    ranks: RankCount, world_size: int, tmp_path: Path
+) -> None:
+    """Frozen, in a buffer, and in two levels; never by the address of the outer."""
+    ranks(world_size).run(round_trip, tmp_path)
+
+
+def test_other_facts_are_a_difference(tmp_path: Path) -> None:
+    """The shapes of the tensors inside are the same; a load would change the values."""
+    save(tmp_path / "new", Quantised(1))
+    other = Quantised(2, bits=4)
+    before = {name: value.clone() for name, value in inner(other).items()}
+
+    text = message_of(lambda: load(tmp_path / "new", other))
+
+    assert "Of another shape: 'base' (expected Rows (6, 8) of" in text
+    assert "{'bits': 4" in text
+    assert "{'bits': 8" in text
+    for name, value in inner(other).items():
+        assert torch.equal(value, before[name])
+
+
+def test_conversions_keep_the_tensors_inside(tmp_path: Path) -> None:
+    """And their facts, in the native format; a part leaves others out of both."""
+    model = Quantised(1)
+    save(tmp_path / "new", model)
+    save(tmp_path / "part", model, include="table")
+    convert(tmp_path / "new", tmp_path / "again", "native")
+    convert(tmp_path / "new", tmp_path / "dcp", "dcp")
+    export_safetensors(tmp_path / "file.safetensors", tmp_path / "new")
+
+    for name in ("again", "dcp", "file.safetensors"):
+        found = Quantised(2)
+        load(tmp_path / name, found)
+        for key, value in inner(model).items():
+            assert torch.equal(inner(found)[key], value)
+    with NativeSource(tmp_path / "again") as source:
+        assert set(source.wrappers) == {"base", "base.scale", "table"}
+    with NativeSource(tmp_path / "part") as source:
+        assert set(source.wrappers) == {"table"}
+        assert set(source.model) == {"table.stored"}
+    renamed = nn.Module()
+    renamed.inner = Quantised(3)
+    load(tmp_path / "new", renamed, rename={"": "inner"})
+    moved: Any = renamed.inner
+    for key, value in inner(model).items():
+        assert torch.equal(inner(moved)[key], value)
+
+
+def refused(world: World, folder: Path) -> list[str]:
+    """Ranks with other values; tensors made anew; state of a wrapper; live exports."""
+    model = Quantised(1)
+    texts = []
+    if world.rank:
+        model.base.codes.add_(1)  # type: ignore[attr-defined]  # of Rows
+    texts.append(message_of(lambda: save(folder / "a", model)))
+    anew = Quantised(1, kind=Forgetful)
+    texts.append(message_of(lambda: save(folder / "b", anew)))
+    same = Quantised(1)
+    optim = torch.optim.SGD(same.parameters(), lr=0.1)
+    optim.state[same.base]["mean"] = torch.zeros(6)
+    texts.append(message_of(lambda: save(folder / "c", same, optim)))
+    texts.append(message_of(lambda: export_safetensors(folder / "d", same)))
+    if world.rank == 0:
+        assert not list(folder.iterdir())
+    return texts
+
+
+@pytest.mark.req("K-02")
+def test_a_wrapper_that_cannot_be_stored_is_refused_on_all_ranks(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """By name, before a file is written."""
+    for values, anew, state, export in ranks(2).run(refused, tmp_path):
+        assert "Parameter 'base.codes' is in no unit and has other values" in values
+        assert "'base' is a tests.storage.test_wrappers.Forgetful, which makes" in anew
+        assert "tensor 'floats' anew when asked" in anew
+        assert "test_wrappers.Rows, which wraps other tensors; its optimizer" in state
+        assert "'base' is a tests.storage.test_wrappers.Rows, which wraps" in export
