@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import join_name, quoted
-from composable_fsdp.tree.changed_settings import note_change
 from composable_fsdp.tree.traversal import require_module, walk_states
 
 
@@ -68,8 +67,7 @@ def load_replica_state_dict(
 
     Collective: none.
     Raises: CheckpointError, with the name, if the replicas differ in names, shapes or
-        dtypes of this rank's tensors, or in the optimizer's parameters. The next
-        forward raises DesyncError if other ranks of this replica took over no state.
+        dtypes of this rank's tensors, or in the optimizer's parameters.
     """
     require_module(module, "load_replica_state_dict")
     ours, theirs = dict(_tensors(module)), state["tensors"]
@@ -83,10 +81,9 @@ def load_replica_state_dict(
             f"{len(optim.param_groups)} and {len(parameters)}. Make the optimizers of "
             "all replicas alike."
         )
-    units = [unit for _, _, unit in walk_states(module)]
-    note_change(units)
-    for unit in units:
-        unit.settings.replica_states += 1
+    # The ranks of a replica are not compared in which of them took over a state: a
+    # manager chooses the source for each rank by itself, and before the first step some
+    # ranks have the state that others take.
     for name, each in ours.items():
         # In place, so that views, flat buffers and references stay good.
         each.copy_(theirs[name])

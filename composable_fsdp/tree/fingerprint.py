@@ -224,7 +224,6 @@ COMPARED_LATER = (
     "sums without averaging",
     "custom all-gather",
     "custom reduce-scatter",
-    "states taken from other replicas",
 )
 """What ``setting_values`` returns, by the names that errors tell."""
 _SETTINGS = (
@@ -272,25 +271,22 @@ def setting_values(
         # Without replicas the setting has no effect.
         rule.all_reduce or state.handle.groups.replicas == 1,
         rule.fill,
-        _name(rule.hook),
-        _hook_state(rule.hook_state),
-        _name(rule.after_sum),
+        # Nearly no unit has these: no call for None, in the first step of every unit.
+        None if rule.hook is None else _name(rule.hook),
+        None if rule.hook_state is None else _hook_state(rule.hook_state),
+        None if rule.after_sum is None else _name(rule.after_sum),
         rule.force_sum,
-        _name(rule.all_gather),
-        _name(rule.reduce_scatter),
-        settings.replica_states,
+        None if rule.all_gather is None else _name(rule.all_gather),
+        None if rule.reduce_scatter is None else _name(rule.reduce_scatter),
     )
 
 
-def _name(function: object) -> str | None:
-    """Return the name of a function or of its class; None without a function."""
+def _name(function: object) -> str:
+    """Return the name of a function or of its class."""
     # Names and not the functions, which are other objects on each rank.
     if isinstance(function, partial):
         # The function that the package calls, and the object that the user gave.
-        given = next(iter(function.args), function.func)
-        return _name(given) if given is not function else None
-    if function is None:
-        return None
+        return _name(next(iter(function.args), function.func))
     return getattr(function, "__qualname__", None) or type(function).__qualname__
 
 
@@ -302,10 +298,8 @@ _HOOK_FACTORS = (
 """Attributes of the states of this package's hooks, and of torch's."""
 
 
-def _hook_state(state: object) -> str | None:
+def _hook_state(state: object) -> str:
     """Return the class of a hook's state, and the factors by which a hook divides."""
-    if state is None:
-        return None
     # No other attributes: a state of the user may hold the rank.
     known = {n: getattr(state, n) for n in _HOOK_FACTORS if hasattr(state, n)}
     return f"{type(state).__qualname__}({named_values(known)})"

@@ -20,7 +20,6 @@ class UnitSettings:
     __slots__ = (
         "is_last_backward",
         "prefetches_forward",
-        "replica_states",
         "reshard_after_backward",
         "reshard_after_forward",
         "state_dict",
@@ -36,7 +35,6 @@ class UnitSettings:
         is_last_backward: bool = True,
         reshard_after_backward: bool = True,
         state_dict: StateDictSettings = FULL_BY_DEFAULT,
-        replica_states: int = 0,
     ) -> None:
         self.sync_gradients = sync_gradients
         """Whether a backward reduces gradients; False under ``no_sync``."""
@@ -52,9 +50,6 @@ class UnitSettings:
         """Whether the unit's forward prefetches another unit."""
         self.state_dict = state_dict
         """Settings of ``set_state_dict_type``."""
-        self.replica_states = replica_states
-        """How often the unit took over the state of another replica
-        (``optim.replicas``), which all ranks of a replica do together."""
 
     def copy(self) -> UnitSettings:
         """Return equal settings, for a copied unit."""
@@ -65,7 +60,6 @@ class UnitSettings:
             is_last_backward=self.is_last_backward,
             reshard_after_backward=self.reshard_after_backward,
             state_dict=self.state_dict,
-            replica_states=self.replica_states,
         )
 
 

@@ -21,9 +21,7 @@ from composable_fsdp import (
     ShardingStrategy,
     fully_shard,
     int8_all_to_all_hook,
-    load_replica_state_dict,
     register_comm_hook,
-    replica_state_dict,
     set_gradient_divide_factor,
     set_modules_to_backward_prefetch,
     set_modules_to_forward_prefetch,
@@ -97,11 +95,6 @@ def _behind(model: Blocks) -> None:
     set_modules_to_backward_prefetch(third, [first, second])
 
 
-def _other_state(model: Blocks) -> None:
-    assert model.optim is not None
-    load_replica_state_dict(model, model.optim, replica_state_dict(model, model.optim))
-
-
 SETTINGS: dict[str, tuple[Callable[[Blocks], None], str]] = {
     "reshard after forward": (
         lambda model: set_reshard_after_forward(model, False),
@@ -122,7 +115,6 @@ SETTINGS: dict[str, tuple[Callable[[Blocks], None], str]] = {
         lambda model: set_reduce_scatter_unused_params(model, True),
         "reduction of unused parameters=True of 'blocks.1'",
     ),
-    "replica": (_other_state, "states taken from other replicas=1 of 'blocks.1'"),
 }
 
 
