@@ -18,8 +18,8 @@ DEV := $(VENV)/.stamp-dev
 DOCS := $(VENV)/.stamp-docs
 SHARED := -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 PYTEST := $(PY) -m pytest $(SHARED)
-# Lightning, accelerate, peft, s3fs, moto, torchao and torchft have an environment of their own: the package and all
-# other tests must work without them.
+# Lightning, accelerate, peft, s3fs, moto, torchao and torchft have an environment of
+# their own: the package and all other tests must work without them.
 INTEGRATIONS := .venv-integrations
 
 .DEFAULT_GOAL := help
