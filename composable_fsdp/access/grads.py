@@ -37,7 +37,11 @@ from composable_fsdp.flat.flat_parameter import (
     grad_of,
     leaf_gradients,
 )
-from composable_fsdp.flat.grad_samples import GRAD_SAMPLES, sample_again
+from composable_fsdp.flat.grad_samples import (
+    GRAD_SAMPLES,
+    sample_again,
+    unwritten_samples,
+)
 from composable_fsdp.flat.gradients import views_are_intact
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_ref import ParamRef, param_refs
@@ -182,9 +186,10 @@ def clip_grad_norm_(
             f"{_offenders(handles, chosen, sharded, parts[1:])} Skip the step, or pass "
             "error_if_nonfinite=False."
         )
+    unwritten = unwritten_samples(chosen) if GRAD_SAMPLES else None
     _scale(gradients, total, max_norm, foreach=foreach is not False)
-    if GRAD_SAMPLES:
-        sample_again()
+    if unwritten:
+        sample_again(unwritten)
     return total
 
 

@@ -9,7 +9,7 @@ steps for which ``SAMPLE_REQUEST`` asks.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -95,14 +95,40 @@ def sample_gradients(handles: Iterable[FlatParamHandle]) -> None:
         SAMPLE_REQUEST.set(SAMPLE_REQUEST.backwards - 1 if GRAD_SAMPLES else 0)
 
 
-def sample_again() -> None:
-    """Replace all samples after this package itself wrote to gradients."""
-    for region, note in list(GRAD_SAMPLES.items()):
+def samples_of(held: Container[int]) -> list[tuple[FlatParameter, GradSample]]:
+    """Return the samples of regions with a parameter or flat parameter in ``held``.
+
+    ``held``: identities. Collective: none.
+    """
+    return [
+        (region, note)
+        for region, note in list(GRAD_SAMPLES.items())
+        if id(region.flat) in held or any(id(each) in held for each in region.leaves)
+    ]
+
+
+def unwritten_samples(held: Container[int]) -> list[tuple[FlatParameter, GradSample]]:
+    """Return the samples of ``samples_of`` whose gradients nobody wrote to since.
+
+    Ask before this package itself writes to gradients, and pass the result to
+    ``sample_again`` after that. Collective: none.
+    """
+    # A gradient that the user has written to keeps its sample: the package scales by
+    # the same factor on all ranks, so factors that differ stay different.
+    return [
+        (region, note)
+        for region, note in samples_of(held)
+        if (gradient := note.gradient()) is not None
+        and gradient is region.gradient.shard
+        and gradient._version == note.version
+    ]
+
+
+def sample_again(unwritten: Iterable[tuple[FlatParameter, GradSample]]) -> None:
+    """Replace these samples after this package itself wrote to their gradients."""
+    for region, note in unwritten:
         handle, gradient = note.handle(), note.gradient()
-        del GRAD_SAMPLES[region]
-        # A sample of a gradient that was replaced since is dropped and not taken again.
-        is_current = gradient is region.gradient.shard
-        if handle is not None and gradient is not None and is_current:
+        if handle is not None and gradient is not None:
             _sample(handle, region, gradient)
 
 

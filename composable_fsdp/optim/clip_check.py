@@ -29,6 +29,7 @@ from composable_fsdp.flat.grad_samples import (
     GRAD_SAMPLES,
     SAMPLE_REQUEST,
     GradSample,
+    samples_of,
     sharing_group,
 )
 from composable_fsdp.flat.handle import FlatParamHandle
@@ -177,10 +178,9 @@ def _compare(optim: torch.optim.Optimizer, watched: _Watched) -> None:
     # rank holds no element or saw no write.
     writes: dict[dist.ProcessGroup, list[_Write]] = {}
     first: dict[dist.ProcessGroup, FlatParamHandle] = {}
-    for region, note in list(GRAD_SAMPLES.items()):
+    for region, note in samples_of(held):
         handle, gradient = note.handle(), note.gradient()
-        mine = {id(region.flat)} | set(map(id, region.leaves))
-        if handle is None or mine.isdisjoint(held):
+        if handle is None:
             continue
         # Read the group last: the group of a model that is no longer trained may be
         # destroyed.

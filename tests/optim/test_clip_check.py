@@ -328,3 +328,49 @@ def test_models_whose_group_is_gone_are_left_alone(world: World) -> None:
 
     assert steps == 3
     assert "on rank 0 and by" in text
+
+
+def clip_another_model(other: nn.Module, model: nn.Module, at: int) -> None:
+    """This package clips another model after the user's write to this one."""
+    torchs(model.parameters(), 0.1)
+    clip_grad_norm_(other, 1.0)
+
+
+def scale_then_clip(model: nn.Module, at: int) -> None:
+    """This package clips gradients that each rank has scaled by another factor."""
+    torchs(model.parameters(), 0.1)
+    clip_grad_norm_(model, 1e-3)
+
+
+@pytest.mark.req("P-13")
+@on_ranks(2)
+@pytest.mark.parametrize("path", PATHS)
+def test_clipping_by_this_package_hides_no_write_before(
+    world: World, path: str
+) -> None:
+    """Of the same model, nor of another model of the process."""
+    other = gpt(path)
+    backward(loss_of(other, gpt_input(0, world.rank)))
+
+    for change in (partial(clip_another_model, other), scale_then_clip):
+        at, text = run(gpt(path), change, world)
+
+        assert at == 0
+        assert "gradients that were scaled" in text
+
+
+@pytest.mark.req("P-13")
+@on_ranks(2)
+def test_clipping_takes_samples_of_its_own_gradients_alone(world: World) -> None:
+    """Of another model, of fake tensors say, a sample stays as it is."""
+    other, model = gpt("composable"), gpt("composable")
+    for each in (other, model):
+        backward(loss_of(each, gpt_input(0, world.rank)))
+    notes = list(GRAD_SAMPLES.items())
+    mine = {id(p) for p in model.parameters()}
+
+    clip_grad_norm_(model, 1e-3)
+
+    for region, note in notes:
+        is_mine = any(id(leaf) in mine for leaf in region.leaves)
+        assert (GRAD_SAMPLES[region] is note) is not is_mine
