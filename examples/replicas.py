@@ -5,9 +5,10 @@
 
 Each replica is a torchrun of its own that shards the model over its ranks. The manager
 of torchft averages gradients over the replicas that are alive, and gives the weights
-and optimizer states to a replica that joins. The program starts two replicas. All ranks
-of the second replica are killed by SIGKILL in a backward; the program starts this
-replica again once the other has taken steps alone, and compares the weights at the end.
+and optimizer states to a replica that joins. The program starts two replicas, of which
+the second joins after the first step of the first. All ranks of the second replica are
+killed by SIGKILL in a backward; the program starts this replica again once the other
+has taken steps alone, and compares the weights at the end.
 On real machines each replica is a job of the cluster, which starts a lost job again.
 """
 
@@ -67,13 +68,15 @@ def loss_of(model: nn.Module, step: int, replica: int, rank: int) -> Tensor:
     return nn.functional.mse_loss(model(x), x.sin().sum(dim=1, keepdim=True))
 
 
-def train(replica: int, steps: int, folder: Path, dies_in: int | None) -> None:
-    """Train as a rank of a replica, which may have to kill itself in a step."""
+def train(replica: int, steps: int, folder: Path, dies_after: int | None) -> None:
+    """Train as a rank of a replica, which may have to kill itself after some steps."""
     import torchft
 
     logging.getLogger("torchft").setLevel(logging.WARNING)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
+    (folder / f"there-{replica}-{rank}").touch()
+    wait_for_turn(replica, folder)
     model = build()
     for block in list(model)[:-1]:
         fully_shard(block)
@@ -91,15 +94,16 @@ def train(replica: int, steps: int, folder: Path, dies_in: int | None) -> None:
     )
     state = ReplicaState(dist.group.WORLD, manager)  # type: ignore[arg-type]  # of torch
     register_comm_hook(model, state, replica_hook)
-    together = False
+    alone, joins, taken = True, 0, 0
     # Both replicas end after the same step: the last of ``steps``, or the first step
-    # that they take together again.
-    while manager.current_step() < steps or not together:
+    # that they take together again. Replica 0 sees the other replica join twice.
+    needed = REPLICAS - replica if dies_after is None else REPLICAS
+    while manager.current_step() < steps or joins < needed:
         optimizer.zero_grad()
         manager.start_quorum()
         step = manager.current_step()
         loss = loss_of(model, step, replica, rank)
-        if step == dies_in:
+        if taken == dies_after:
             # In backward, while the other replica waits for these gradients.
             loss.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))  # type: ignore[no-untyped-call]  # of torch
         loss.backward()  # type: ignore[no-untyped-call]  # torch's stub lacks types
@@ -109,9 +113,12 @@ def train(replica: int, steps: int, folder: Path, dies_in: int | None) -> None:
         if not manager.should_commit():
             continue
         optimizer.step()
-        together = manager.num_participants() == REPLICAS
+        taken += 1
+        alive = manager.num_participants()
+        joins += alone and alive == REPLICAS
+        alone = alive < REPLICAS
         if rank == 0:
-            told = {"step": step, "replicas": manager.num_participants()}
+            told = {"step": step, "replicas": alive}
             with (folder / f"replica-{replica}.jsonl").open("a") as log:
                 log.write(json.dumps(told) + "\n")
         time.sleep(PAUSE)
@@ -120,6 +127,16 @@ def train(replica: int, steps: int, folder: Path, dies_in: int | None) -> None:
         torch.save(weights, folder / f"replica-{replica}.pt")
     manager.shutdown(wait=False)
     dist.destroy_process_group()
+
+
+def wait_for_turn(replica: int, folder: Path) -> None:
+    """Wait until all ranks are there, and replica 0 has taken a step alone."""
+    # Without this wait either replica might take the first steps alone.
+    there = REPLICAS * dist.get_world_size()
+    while len(list(folder.glob("there-*"))) < there:
+        time.sleep(0.05)
+    while replica > 0 and not steps_of(folder, 0):
+        time.sleep(0.05)
 
 
 def steps_of(folder: Path, replica: int) -> list[dict[str, int]]:
@@ -161,7 +178,7 @@ def lose_and_join(folder: Path, asked: argparse.Namespace) -> int:
     )
     port = lighthouse.address().rpartition(":")[2]
     asked.lighthouse = f"http://127.0.0.1:{port}"
-    replicas = [start(0, folder, asked), start(1, folder, asked, "--dies-in", "3")]
+    replicas = [start(0, folder, asked), start(1, folder, asked, "--dies-after", "3")]
     try:
         replicas[1].wait()
         print(f"replica 1 was killed after step {steps_of(folder, 1)[-1]['step']}")
@@ -173,11 +190,10 @@ def lose_and_join(folder: Path, asked: argparse.Namespace) -> int:
             if each.poll() is None:
                 os.killpg(each.pid, signal.SIGKILL)
         lighthouse.shutdown()
-    taken = [each["step"] for each in steps_of(folder, 0)]
-    alone = [e["step"] for e in steps_of(folder, 0) if e["replicas"] == 1]
-    print(f"replica 0 took {len(taken)} steps, {len(alone)} of them alone: {alone}")
-    again = [each["step"] for each in steps_of(folder, 1)]
-    print(f"replica 1 took {len(again)} steps: {again}")
+    taken = steps_of(folder, 0)
+    alone = sum(each["replicas"] == 1 for each in taken)
+    print(f"replica 0 took {len(taken)} steps, {alone} of them alone")
+    print(f"replica 1 took the steps {[each['step'] for each in steps_of(folder, 1)]}")
     first, second = (torch.load(folder / f"replica-{n}.pt") for n in (0, 1))
     equal = all(torch.equal(first[name], second[name]) for name in first)
     print(f"weights of both replicas are {'equal' if equal else 'DIFFERENT'}")
@@ -192,11 +208,11 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="where to write weights and steps")
     parser.add_argument("--replica", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--lighthouse", help=argparse.SUPPRESS)
-    parser.add_argument("--dies-in", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--dies-after", type=int, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.replica is not None:
         os.environ["TORCHFT_LIGHTHOUSE"] = asked.lighthouse
-        train(asked.replica, asked.steps, asked.folder, asked.dies_in)
+        train(asked.replica, asked.steps, asked.folder, asked.dies_after)
         return 0
     with tempfile.TemporaryDirectory() as temporary:
         folder = asked.folder or Path(temporary)
