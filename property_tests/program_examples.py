@@ -860,6 +860,9 @@ EXAMPLES: dict[str, list[Program]] = {
         )
         for call in ("jvp", "vjp", "vmap")
     ],
+    "a weight in channels_last, in a slot": [
+        below(Part(core="images"), arena=arena) for arena in ("shared", "apart")
+    ],
     "optimizers and full parameters": [
         below(Part(), actions=(("inside_summon", what),)) for what in ("make", "step")
     ],

@@ -222,7 +222,7 @@ def set_separate_reduce_scatter_group(
     """
     name = "set_separate_reduce_scatter_group"
     require_flag(name, enable)
-    for state in units_of(module, name, recurse=recurse):
+    for state in changed_units(module, name, recurse=recurse):
         shard, rule = state.handle.groups.shard, state.handle.rule
         rule.group = None
         # A unit of a single rank sends nothing.

@@ -141,7 +141,7 @@ def _settle(handle: FlatParamHandle, slot: Tensor) -> None:
     for region in handle.layout.regions:
         full = region.full
         if full.is_cut and region.layout.padded_numel:
-            views = [] if full.own_slice is None else [full.own_slice]
+            views = [] if full.own_slice is None else [full.own_slice, *full.own_parts]
             buffers.append((full.buffer, [*views, *map(local_of, full.leaves)]))
     _lay(buffers, slot)
 

@@ -32,9 +32,10 @@ from composable_fsdp.state_dict.other_experts import from_all_ranks
 class OwnerState:
     """The state of an optimizer that calls ``map_on_owners``, by parameter.
 
-    ``state[parameter]`` is a dict of tensors and numbers of any shape. The function of
-    ``map_on_owners`` fills the dict on the owner; other ranks hold nothing. ``save``
-    and ``load`` take the object in ``extra``, for every world size and every packing::
+    ``state[parameter]`` is a dict of tensors of any shape and of numbers, also in
+    lists, tuples and dicts. The function of ``map_on_owners`` fills the dict on the
+    owner; other ranks hold nothing. ``save`` and ``load`` take the object in ``extra``,
+    for every world size and every packing::
 
         state = OwnerState(matrices)
         map_on_owners(matrices, gradients, partial(precondition, state))

@@ -79,8 +79,9 @@ def pack_whole(
     """Place each member inside the shard of a single rank.
 
     The largest member comes first, each to the rank with the fewest elements (longest
-    processing time first; Graham, 1969). If no member is larger than the elements of
-    all divided by the ranks, no shard has more than twice that, up to alignment.
+    processing time first; Graham, 1969). If no member is larger than the elements of a
+    unit divided by the ranks, these members included, then the padding is less than the
+    elements of the unit, up to alignment: a unit at most doubles.
 
     Args:
         sizes: elements of each member.

@@ -194,6 +194,7 @@ class ShardingPlan:
         """
         flow = self._with_flow()
         parents = _parents(self.units)
+        on_cuda = device_type == "cuda"
         return memory_of_step(
             [
                 unit.memory(
@@ -202,11 +203,12 @@ class ShardingPlan:
                     # Inputs need gradients if a trainable unit precedes in forward
                     # order.
                     fed=i > 0 and flow[i - 1][1],
-                    on_host=unit.is_offloaded,
+                    # On CPU a copy casts on the way, without a tensor of its own.
+                    on_host=unit.is_offloaded and on_cuda,
                 )
                 for i, (unit, flows) in enumerate(flow)
             ],
-            streams=device_type == "cuda",
+            streams=on_cuda,
         )
 
     @property

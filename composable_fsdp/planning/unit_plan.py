@@ -285,13 +285,13 @@ class UnitPlan:
         brief = [*landing, *(each.scratch for each in self._exchanges)]
         return ReductionMemory(
             buffers=self.reduce_bytes,
-            # With equal dtypes on the device, the reduction writes into the sharded
-            # gradient itself. Otherwise a temporary buffer receives the output, before
-            # the cast or the copy to the host.
+            # With equal dtypes and without offload, the reduction writes into the
+            # sharded gradient itself. Otherwise a temporary buffer receives the output,
+            # before the cast or the copy to the host.
             output=sum(
                 r.shard_numel * d.reduce.itemsize
                 for r, d in self._reduced
-                if d.reduce != d.gradient or on_host or self.int8_gradients
+                if d.reduce != d.gradient or self.is_offloaded or self.int8_gradients
             ),
             brief=max(brief, default=0),
             # Offloaded gradients have host memory of their own permanently.

@@ -138,6 +138,7 @@ def _with_graph(
             "torch.autograd.grad(create_graph=True) was asked for the gradient of "
             f"{_name(flat)}. Ask for those of module.parameters()."
         )
+    _require_no_hook(inputs)
     handles = [handle for handle in _units(inputs) if handle.layout.trainable]
     captured = iter(capture(handles, partial(engine, accumulate_grad=False)))
     found: list[Tensor | None] = []
@@ -314,6 +315,22 @@ def _require_own_reduction(inputs: Sequence[Any]) -> None:
                 f"torch.autograd.grad was asked for the gradient of sharded parameter "
                 f"{name} while gradients of no_sync wait to be reduced in unit "
                 f"{handle.name}. Run a backward outside no_sync before."
+            )
+
+
+def _require_no_hook(inputs: Sequence[Any]) -> None:
+    """Raise if a hook of the user reduces, which has no graph.
+
+    Raises: PhaseError, on all ranks alike, before the engine runs.
+    """
+    for handle in _units(inputs):
+        # The collectives alone would give other gradients than ``backward``.
+        if handle.rule.hook is not None or handle.rule.after_sum is not None:
+            raise PhaseError(
+                "torch.autograd.grad(create_graph=True) was asked for the gradient of "
+                f"sharded parameter {_first_name(inputs)}, and a hook without a graph "
+                f"reduces unit {handle.name} (register_comm_hook, set_all_reduce_hook)."
+                " Ask for it without create_graph, or leave the hook out."
             )
 
 

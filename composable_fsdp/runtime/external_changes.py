@@ -63,11 +63,12 @@ def adopt_external_changes(state: _FSDPState) -> None:
 
 
 def _finish_reduction(context: RuntimeContext, handle: FlatParamHandle) -> None:
-    """Finish the reduction in flight.
+    """Finish the reductions in flight.
 
-    Raises: PlanError, if parameters of the reduction were cast since.
+    Raises: PlanError, if parameters of a reduction were cast since.
     """
-    if context.reducing is not None and context.reducing.handle is handle:
+    in_flight = (context.reducing, context.replicating)
+    if any(each is not None and each.handle is handle for each in in_flight):
         for region in handle.layout.trainable:
             if any(leaf.dtype != region.layout.dtype for leaf in region.leaves):
                 raise PlanError(

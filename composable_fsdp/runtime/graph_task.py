@@ -33,6 +33,7 @@ from composable_fsdp.flat.gradients import has_arrived
 from composable_fsdp.flat.handle import (
     LEAVES,
     NO_BACKWARD,
+    NO_TASK,
     RETAINED,
     BackwardProgress,
     FlatParamHandle,
@@ -257,20 +258,33 @@ class TaskEnd:
 
     def __call__(self) -> None:
         """Finish the units of the graph task."""
-        if torch._C._functorch.peek_interpreter_stack() is None:
-            finish_task(self.context, self.task)
-            return
-        # The pull of ``torch.func.vjp`` ends inside the transform. Gradients that an
-        # earlier backward left under ``no_sync`` are reduced here, and are no values of
-        # the transform.
-        with torch._C._DisableFuncTorch():
-            finish_task(self.context, self.task)
+        tasks, task = self.context.tasks, self.task
+        states = tasks.get(task, [])
+        try:
+            if torch._C._functorch.peek_interpreter_stack() is None:
+                finish_task(self.context, task)
+                return
+            # The pull of ``torch.func.vjp`` ends inside the transform. Gradients that
+            # an earlier backward left under ``no_sync`` are reduced here, and are no
+            # values of the transform.
+            with torch._C._DisableFuncTorch():
+                finish_task(self.context, task)
+        except BaseException:
+            # As if an operation had raised: gradients that were not reduced must not
+            # reach a later backward.
+            tasks[task] = states
+            self._die()
+            raise
 
     def __del__(self) -> None:
         """Mark the graph task as dead if ``finish_task`` has not finished the task."""
         if self.task in self.context.tasks:
-            self.context.dead.add(self.task)
-            _show_sharded(self.context, self.task)
+            self._die()
+
+    def _die(self) -> None:
+        """Mark the graph task as dead; the modules show their sharded parameters."""
+        self.context.dead.add(self.task)
+        _show_sharded(self.context, self.task)
 
 
 def _show_sharded(context: RuntimeContext, task: int) -> None:
@@ -314,6 +328,9 @@ def reset_failed_graph_tasks(context: RuntimeContext) -> None:
                 reset_backward(handle)
                 drop_unreduced_grads(handle)
                 reshard(context, handle)
+            # The end of the graph task had begun when a hook of the user raised.
+            elif handle.backward.task == NO_TASK:
+                drop_unreduced_grads(handle)
 
 
 def reset_backward(handle: FlatParamHandle) -> None:

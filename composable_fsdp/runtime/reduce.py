@@ -280,18 +280,21 @@ def _finish_all_reduce(context: RuntimeContext, reduction: Reduction) -> None:
     """Wait for the all-reduces on their stream; set ``.grad`` on the current stream."""
     handle, streams = reduction.handle, context.streams
     context.replicating = None
-    if handle.layout.offload:
-        # Compute reads nothing. Outputs are given back to the reduce stream below.
-        streams.reduce.wait_stream(streams.all_reduce)
-    else:
-        current, *others = streams.users(handle.events)
-        for stream in others:
-            current.wait_stream(stream)
-        handle.events.all_reduce.wait()
-        _apply_reduced_gradients(reduction)
-        for stream in others:
-            stream.wait_stream(current)
-    _forget_outputs(handle)
+    try:
+        if handle.layout.offload:
+            # Compute reads nothing. Outputs are given back to the reduce stream below.
+            streams.reduce.wait_stream(streams.all_reduce)
+        else:
+            current, *others = streams.users(handle.events)
+            for stream in others:
+                current.wait_stream(stream)
+            handle.events.all_reduce.wait()
+            _apply_reduced_gradients(reduction)
+            for stream in others:
+                stream.wait_stream(current)
+    # Also if a hook of the user raised: ``drop_reduction`` does not know this one.
+    finally:
+        _forget_outputs(handle)
 
 
 def _forget_outputs(handle: FlatParamHandle) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from composable_fsdp.comm import collectives
+from composable_fsdp.comm.sequence import Operation
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.region import TrainableRegion
 from composable_fsdp.runtime.backward import (
@@ -135,16 +136,25 @@ class _Average(torch.autograd.Function):
             replicate group; none over a group of a single rank.
         """
         ctx.handle, ctx.region = handle, region
-        groups = handle.groups
+        groups, rule = handle.groups, handle.rule
         before, after, average = region.reduce.division
         # Not in place: ``full`` is an input of the function.
         full = full / before
         shard = full.new_empty(region.layout.shard_numel)
-        if groups.shard is None:
+        if (ref := rule.group or groups.shard_ref) is None:
             shard.copy_(full)
         else:
-            collectives.reduce_scatter_flat(
-                [shard], [full], groups.shard, average=average, overwrite=True
+            scatter = rule.reduce_scatter or collectives.reduce_scatter_flat
+            operation = Operation(
+                ref.operations, "reduce_scatter", handle.full_fqn, handle.phase, full
+            )
+            scatter(
+                [shard],
+                [full],
+                ref.get(),
+                average=average,
+                overwrite=True,
+                operation=operation,
             )
         if groups.replicate is not None and groups.replicas > 1:
             collectives.all_reduce(shard, groups.replicate, average=average)

@@ -15,7 +15,12 @@ from __future__ import annotations
 
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
-from composable_fsdp.flat.residency import NOT_GATHERED, UNSHARDED, make_unreadable
+from composable_fsdp.flat.residency import (
+    GATHERING,
+    NOT_GATHERED,
+    UNSHARDED,
+    make_unreadable,
+)
 from composable_fsdp.flat.slot_use import is_in_slot, move_out
 from composable_fsdp.tree.state import RuntimeContext
 
@@ -53,10 +58,14 @@ def find_previous(
         move_out(handle)
         return None
     # Neither can wait: on all ranks, which run the same program, both are in use.
+    use, way_out = "in use", "Pass"
+    if _is_between_steps(context):
+        use = "unsharded by hand"
+        way_out = f"Call reshard on {holder.name} before, or pass"
     raise PhaseError(
-        f"Fully sharded module {handle.name} is needed while {holder.name} is in use, "
+        f"Fully sharded module {handle.name} is needed while {holder.name} is {use}, "
         "and both have their full parameters in the same slot of the arena, because "
-        "by the plan they are never full at the same time. Pass "
+        f"by the plan they are never full at the same time. {way_out} "
         "arena=Arena(shared=False), which gives each unit memory of its own."
     )
 
@@ -65,7 +74,9 @@ def _is_in_use(context: RuntimeContext, holder: FlatParamHandle) -> bool:
     """Return whether the full parameters of ``holder`` are being read, or shown."""
     if holder.residency is not UNSHARDED:
         # Nothing reads the parameters of a unit between its forward and its backward.
-        return False
+        # The program waits for an all-gather by hand that is in flight, and then reads.
+        is_awaited = holder.residency is GATHERING and holder.kept_full
+        return is_awaited and _is_between_steps(context)
     running, progress = holder.running, holder.backward
     if running.calls or running.foreign:
         return True
@@ -76,4 +87,9 @@ def _is_in_use(context: RuntimeContext, holder: FlatParamHandle) -> bool:
         arrived = progress.pending == 0 and holder.layout.trainable
         return progress.expected_calls > 0 or (progress.endless and not arrived)
     # Unsharded by hand: a forward or backward goes before, another such call does not.
+    return _is_between_steps(context)
+
+
+def _is_between_steps(context: RuntimeContext) -> bool:
+    """Return whether no forward and no backward is running."""
     return context.outermost is None and not context.tasks

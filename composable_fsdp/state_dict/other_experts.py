@@ -10,11 +10,13 @@ that the plain model gives it has a state dict of all experts::
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.errors import CheckpointError
@@ -22,7 +24,9 @@ from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import listed, quoted
 
 
-class _Described(NamedTuple):
+# A leaf of a tree of values, which a named tuple would not be.
+@dataclass(frozen=True, slots=True)
+class _Described:
     """A tensor without its elements, as ranks tell each other of it."""
 
     shape: tuple[int, ...]
@@ -77,7 +81,8 @@ def from_all_ranks(
     """Return the values of all ranks by name, each as the rank that holds it has it.
 
     Args:
-        own: this rank's values by name: tensors, and dicts of tensors and numbers.
+        own: this rank's values by name: tensors and numbers, also in dicts, lists and
+            tuples.
         group: the ranks with other experts.
         device: the compute device, from which the backend sends; meta sends nothing.
         to_cpu: whether the values of other ranks go to host memory.
@@ -89,7 +94,7 @@ def from_all_ranks(
     Raises: CheckpointError, on all ranks of ``group``, for a name of two ranks.
     """
     told = collectives.all_gather_object(
-        {name: _described(value) for name, value in own.items()}, group
+        {name: tree_map(_described, value) for name, value in own.items()}, group
     )
     # Before the first tensor, so that a refusal sends nothing.
     if not may_repeat:
@@ -98,23 +103,21 @@ def from_all_ranks(
     # All ranks go through the descriptions in the same order, and so do the broadcasts.
     for rank, each in enumerate(told):
         for name, value in each.items():
-            parts = value if isinstance(value, dict) else {"": value}
-            # Only the sender has elements; the others make room.
-            mine = own.get(name) if rank == group.rank() else None
-            held = mine if isinstance(mine, dict) else {"": mine}
             # In the order of the sender, which the description has.
-            got = {
-                key: _sent(part, held.get(key), group, rank, device, to_cpu=to_cpu)
-                for key, part in parts.items()
-            }
-            found.setdefault(name, got if isinstance(value, dict) else got[""])
+            parts, tree = tree_flatten(value)
+            # Only the sender has elements; the others make room.
+            is_here = rank == group.rank()
+            held = tree_leaves(own[name]) if is_here else [None] * len(parts)
+            got = [
+                _sent(part, mine, group, rank, device, to_cpu=to_cpu)
+                for part, mine in zip(parts, held, strict=True)
+            ]
+            found.setdefault(name, tree_unflatten(got, tree))
     return {**found, **own}
 
 
 def _described(value: Any) -> Any:
-    """Return a value whose tensors are descriptions."""
-    if isinstance(value, dict):
-        return {key: _described(each) for key, each in value.items()}
+    """Return the description of a tensor, any other value as it is."""
     if isinstance(value, Tensor) and value.dim():
         return _Described(tuple(value.shape), value.dtype)
     # Numbers, such as a step, travel as they are.

@@ -224,6 +224,7 @@ COMPARED_LATER = (
     "sums without averaging",
     "custom all-gather",
     "custom reduce-scatter",
+    "separate group of reduce-scatters",
 )
 """What ``setting_values`` returns, by the names that errors tell."""
 _SETTINGS = (
@@ -278,6 +279,7 @@ def setting_values(
         rule.force_sum,
         None if rule.all_gather is None else _name(rule.all_gather),
         None if rule.reduce_scatter is None else _name(rule.reduce_scatter),
+        rule.group is not None,
     )
 
 

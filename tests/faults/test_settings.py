@@ -29,6 +29,7 @@ from composable_fsdp import (
     set_requires_all_reduce,
     set_reshard_after_backward,
     set_reshard_after_forward,
+    set_separate_reduce_scatter_group,
 )
 from tests.support.on_ranks import on_ranks
 from tests.support.short_waits import shorten_waits
@@ -115,6 +116,10 @@ SETTINGS: dict[str, tuple[Callable[[Blocks], None], str]] = {
         lambda model: set_reduce_scatter_unused_params(model, True),
         "reduction of unused parameters=True of 'blocks.1'",
     ),
+    "separate group": (
+        lambda model: set_separate_reduce_scatter_group(model),
+        "separate group of reduce-scatters=True of 'blocks.1'",
+    ),
 }
 
 
@@ -127,6 +132,9 @@ def change_alone(
     """
     shorten_waits()
     model = sharded(strategy)
+    # The first call makes groups, with all ranks; the next sends nothing.
+    for separate in (True, False):
+        set_separate_reduce_scatter_group(model, separate)
     steps_of(model, steps)
     if world.rank == world.world_size - 1:
         SETTINGS[name][0](model)

@@ -171,6 +171,37 @@ def test_freezing_asks_to_move_the_state(world: World) -> None:
     require_equal(both[0].owned.state_dict(), expected)
 
 
+def nested(state: Any, whole: Tensor, p: Tensor) -> Tensor:
+    """State in containers, as SOAP keeps bases per dimension in a list."""
+    state[p]["bases"] = [whole @ whole.T, whole.T]
+    state[p]["more"] = {"scale": whole + 1, "pair": (3, [whole + 2])}
+    return whole
+
+
+@on_ranks(2, 3)
+def test_state_in_lists_and_dicts_comes_from_its_owner(world: World) -> None:
+    """Tensors at any depth are on all ranks, and go back to the owner."""
+    model, plain, _ = pair_of()
+    whole = [p.detach().clone() for p in plain.parameters()]
+    parameters = list(model.parameters())
+    owned = OwnerState(parameters)
+    map_on_owners(parameters, [p.detach() for p in parameters], partial(nested, owned))
+    saved = owned.state_dict()
+    again = OwnerState(parameters)
+    again.load_state_dict(saved)
+
+    assert list(saved["state"]) == list(range(len(whole)))
+    for held in (saved["state"], again._values):
+        for number, value in held.items():
+            square, turned = value["bases"]
+            torch.testing.assert_close(square, whole[number] @ whole[number].T)
+            assert torch.equal(turned, whole[number].T)
+            assert torch.equal(value["more"]["scale"], whole[number] + 1)
+            rank, (last,) = value["more"]["pair"]
+            assert rank == 3
+            assert torch.equal(last, whole[number] + 2)
+
+
 @on_ranks(2)
 def test_other_parameters_are_refused(world: World) -> None:
     """Parameters of another rank, and state of other matrices."""

@@ -31,6 +31,7 @@ KEEPING = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
 LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 # Reduced in another dtype than ``.grad`` has: a reduction needs a buffer to land in.
 LOWER = MixedPrecision(param_dtype=torch.bfloat16)
+LOWER_KEPT = MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True)
 
 
 class Chain(nn.Module):
@@ -211,13 +212,14 @@ def test_one_rank_has_a_peak_too(precision: MixedPrecision | None, order: str) -
     assert 0.998 * measured <= planned <= measured
 
 
+@pytest.mark.parametrize("order", ["cpu", "cuda"])
 @pytest.mark.parametrize(
-    ("precision", "order"),
-    [(None, "cpu"), (LOW, "cpu"), (None, "cuda"), (LOW, "cuda"), (LOWER, "cuda")],
-    ids=["own-cpu", "low-cpu", "own-cuda", "low-cuda", "lower-cuda"],
+    "precision",
+    [None, LOW, LOWER, LOWER_KEPT],
+    ids=["own", "low", "lower", "lower-kept"],
 )
 @pytest.mark.parametrize("mode", BackwardPrefetch)
-@pytest.mark.parametrize("world_size", [1, 8])
+@pytest.mark.parametrize("world_size", [1, 2, 8])
 def test_an_offloaded_unit_needs_room_for_what_visits_the_device(
     world_size: int,
     mode: BackwardPrefetch,
@@ -225,7 +227,7 @@ def test_an_offloaded_unit_needs_room_for_what_visits_the_device(
     order: str,
 ) -> None:
     """Full parameters, what a reduction lands in, and what is cast on its way from and
-    to the host, where the shards are."""
+    to the host, where the shards are. A copy within host memory casts on the way."""
     planned, measured = peak_of(
         unequal,
         world_size,

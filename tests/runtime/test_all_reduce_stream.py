@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from composable_fsdp import (
     CPUOffload,
     MixedPrecision,
+    PlanError,
     ShardingStrategy,
     fully_shard,
     set_is_last_backward,
@@ -149,6 +150,37 @@ def test_a_unit_that_is_reduced_twice_in_a_row_waits_for_itself(
             backward(loss_of(model))
         set_is_last_backward(model, True)
         backward(loss_of(model))
+
+
+@pytest.mark.parametrize("unit", ["", "blocks.0", "blocks.1"])
+def test_a_hook_that_raises_behind_an_all_reduce_keeps_no_memory(unit: str) -> None:
+    """The next forward frees the gradients, and the next backward is as any other."""
+    with hybrid(mixed_precision=MixedPrecision(torch.bfloat16)) as (_, model):
+        backward(loss_of(model))
+        parameter = next(model.get_submodule(unit).parameters())
+        hook = parameter.register_post_accumulate_grad_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            backward(loss_of(model))
+        hook.remove()
+        model.zero_grad()
+        with torch.no_grad():
+            loss_of(model)
+        for handle in _get_fsdp_handles(model):
+            for region in handle.layout.trainable:
+                assert region.gradient.shard is None
+                assert region.reduce.temporary is None
+        backward(loss_of(model))
+
+
+@pytest.mark.parametrize("unit", ["", "blocks.0"])
+def test_a_cast_while_an_all_reduce_runs_is_refused(unit: str) -> None:
+    """Of the root, which is reduced last, and of the unit before."""
+    with hybrid() as (_, model):
+        set_is_last_backward(model, False)
+        backward(loss_of(model))
+        model.get_submodule(unit).double()
+        with pytest.raises(PlanError, match="were cast while its gradients are being"):
+            loss_of(model)
 
 
 def test_replicas_have_a_communicator_of_their_own() -> None:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from composable_fsdp import (
     Arena,
     MixedPrecision,
-    PhaseError,
     ShardingStrategy,
     checkpoint,
     fully_shard,
@@ -341,16 +340,23 @@ def test_two_units_in_use_in_one_slot_are_refused_by_name(world: World) -> None:
 
 
 @pytest.mark.req("M-07")
+@pytest.mark.parametrize("late", [False, True])
 @on_ranks(2)
-def test_units_of_one_slot_are_not_shown_together_by_hand(world: World) -> None:
-    """The second is refused, and comes after the first was resharded."""
+def test_units_of_one_slot_are_not_shown_together_by_hand(
+    world: World, late: bool
+) -> None:
+    """The second is refused, and comes after the first was resharded; also if the
+    program has not waited for the first yet."""
     model = pair_of(SHARED)[1]
     layers = model.layers
     backward(model(torch.ones(2, 8)).sum())
-    for layer in layers[:2]:
-        unshard(layer)
-    with pytest.raises(PhaseError, match=r"'layers.2' is needed while 'layers.0' is"):
-        unshard(layers[2])
+    pending = [unshard(layer, async_op=late) for layer in layers[:2]]
+    refused = message_of(lambda: unshard(layers[2]))
+    for each in filter(None, pending):
+        each.wait()
+    assert "'layers.2' is needed while 'layers.0' is unsharded by hand" in refused
+    assert "Call reshard on 'layers.0' before" in refused
+    assert layers[0].weight.shape == (8, 8)
     reshard(layers[0])
     unshard(layers[2])
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from composable_fsdp import ShardingStrategy, get_full_grad
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     PATHS,
@@ -22,6 +23,7 @@ from tests.support.reference import (
     apply_units,
     averaged_gradients,
     backward,
+    gradients_of,
     loss_of,
     sgd,
     wide_input,
@@ -176,3 +178,50 @@ def test_a_batch_whose_backward_raised_can_be_skipped(world: World) -> None:
                     path,
                     name,
                 )
+
+
+class Halves(nn.Module):
+    """A layer, and another that is not used: only the end of backward reduces both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(batch, 4)`` to the same."""
+        return x + torch.tanh(self.used(x))
+
+
+@pytest.mark.parametrize("at", ["0", "1", "2"])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+@on_ranks(1, 2)
+def test_a_hook_that_raises_at_the_end_of_backward_leaves_no_gradients(
+    world: World, strategy: ShardingStrategy, at: str
+) -> None:
+    """The next backward gets those of its own batch alone, also of an old forward."""
+    torch.manual_seed(0)
+    plain, make = nn.Sequential(Halves(), Halves(), Halves()), wide_input(4)
+    model = apply_units(copy.deepcopy(plain), ["0", "1", "2"], strategy=strategy)
+    kept = loss_of(model, make(1, world.rank))
+    hooked: Any = model.get_submodule(at)  # the method is untyped in torch
+    hooks = [
+        p.register_post_accumulate_grad_hook(raise_in_hook) for p in hooked.parameters()
+    ]
+    with pytest.raises(OutOfMemory):
+        backward(loss_of(model, make(0, world.rank)))
+    for hook in hooks:
+        hook.remove()
+    model.zero_grad()
+
+    backward(kept)
+    backward(loss_of(model, make(2, world.rank)))
+
+    expected: dict[str, Tensor] = {}
+    for step in (1, 2):
+        inputs = [make(step, rank) for rank in range(world.world_size)]
+        for name, gradient in gradients_of(plain, inputs).items():
+            expected[name] = gradient + expected.get(name, 0)
+    for name, gradient in expected.items():
+        found = get_full_grad(model, name)
+        assert found is not None
+        torch.testing.assert_close(found, gradient)

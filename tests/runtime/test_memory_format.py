@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp import (
+    Arena,
     Block,
     CPUOffload,
     DesyncError,
@@ -31,6 +32,7 @@ from tests.support.world import World, fake_world
 
 pytestmark = pytest.mark.req("M-07")
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD]
+ARENAS = [None, Arena(poison=True, reduce=True), Arena(shared=False, poison=True)]
 
 
 SEEN: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
@@ -133,7 +135,11 @@ def assert_equal(model: nn.Module, expected: nn.Module) -> None:
 
 
 def check_training(
-    world: World, strategy: ShardingStrategy, offload: bool, path: Path
+    world: World,
+    strategy: ShardingStrategy,
+    offload: bool,
+    path: Path,
+    arena: Arena | None = None,
 ) -> None:
     """Five steps, a checkpoint to another layout and back, and writes by hand."""
     expected = plain()
@@ -141,6 +147,7 @@ def check_training(
     options: dict[str, Any] = {
         "strategy": strategy,
         "cpu_offload": CPUOffload(offload_params=offload),
+        "arena": arena,
     }
     for layer in (model.first, model.second):
         fully_shard(layer, **options)
@@ -184,14 +191,19 @@ def check_training(
     assert seen() == STRIDES
 
 
+@pytest.mark.parametrize("arena", ARENAS, ids=["none", "shared", "own"])
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda each: each.name)
 @on_ranks(1, 2)
 def test_training_and_state_are_those_of_the_plain_model(
-    world: World, strategy: ShardingStrategy, offload: bool, tmp_path: Path
+    world: World,
+    strategy: ShardingStrategy,
+    offload: bool,
+    arena: Arena | None,
+    tmp_path: Path,
 ) -> None:
     """Bit by bit, with the same strides in forward and in state dicts."""
-    check_training(world, strategy, offload, tmp_path / "saved")
+    check_training(world, strategy, offload, tmp_path / "saved", arena)
 
 
 @on_ranks(2)

@@ -10,16 +10,23 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import (
+    DefaultState,
     PhaseError,
     ShardingStrategy,
     flat_parameters,
     no_sync,
+    recent_operations,
+    reduce_scatter_hook,
+    register_comm_hook,
     set_is_last_backward,
     set_requires_all_reduce,
     set_requires_gradient_sync,
+    set_separate_reduce_scatter_group,
 )
+from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.support.models import module_at
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import PATHS, STRATEGIES, apply_units, backward
@@ -42,11 +49,15 @@ class Residual(nn.Module):
         return x + torch.tanh(self.norm(self.layer(x)))
 
 
-def pair(path: str, strategy: ShardingStrategy) -> tuple[nn.Module, nn.Module]:
+def pair(
+    path: str, strategy: ShardingStrategy, **options: Any
+) -> tuple[nn.Module, nn.Module]:
     """A plain model, and the same one sharded."""
     torch.manual_seed(0)
     plain = nn.Sequential(*(Residual() for _ in UNITS), nn.Linear(WIDTH, 1))
-    model = apply_units(copy.deepcopy(plain), UNITS, path=path, strategy=strategy)
+    model = apply_units(
+        copy.deepcopy(plain), UNITS, path=path, strategy=strategy, **options
+    )
     return plain, model
 
 
@@ -277,7 +288,11 @@ def test_a_product_with_a_hessian_is_that_of_the_mean_over_ranks(
 
     A product with the Hessian of the mean over ranks that have data of their own.
     """
-    plain, model = pair("composable", strategy)
+    compare_products(world, *pair("composable", strategy))
+
+
+def compare_products(world: World, plain: nn.Module, model: nn.Module) -> None:
+    """Products with the Hessian of the mean over ranks, in a step of both models."""
     losses = [scalar(plain, own_points(rank)) for rank in range(world.world_size)]
     mean = torch.stack(losses).mean()
     for each, loss in (
@@ -294,6 +309,36 @@ def test_a_product_with_a_hessian_is_that_of_the_mean_over_ranks(
         step(each)
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], value)
+
+
+@pytest.mark.req("P-10", "M-07")
+@pytest.mark.parametrize(
+    "strategy",
+    [ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD],
+    ids=lambda s: s.name,
+)
+@on_ranks(4)
+def test_gradients_with_a_graph_are_reduced_over_the_separate_group(
+    world: World, strategy: ShardingStrategy
+) -> None:
+    """Each reduce-scatter, told with its unit; also beside replicas."""
+    mesh = None
+    if strategy is ShardingStrategy.HYBRID_SHARD:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    plain, model = pair("composable", strategy, device_mesh=mesh)
+    set_separate_reduce_scatter_group(model)
+    before = {(each.group, each.number) for each in recent_operations()}
+
+    compare_products(world, plain, model)
+
+    own = [handle.rule.group for handle in _get_fsdp_handles(model)]
+    sent = [
+        (each.group, each.unit)
+        for each in recent_operations()
+        if each.op == "reduce_scatter" and (each.group, each.number) not in before
+    ]
+    assert {group for group, _ in sent} == {g.operations.name for g in own if g}
+    assert {unit for _, unit in sent} == {"(root)", *map(repr, UNITS)}
 
 
 def refusals(world: World) -> list[str]:
@@ -321,6 +366,11 @@ def refusals(world: World) -> list[str]:
     with pytest.raises(PhaseError) as caught:
         torch.autograd.grad(scalar(uncut, points()), chosen(uncut))
     errors.append(str(caught.value))
+    hooks = DefaultState(world.group)
+    register_comm_hook(uncut, hooks, reduce_scatter_hook)
+    set_requires_gradient_sync(uncut, True)
+    with pytest.raises(PhaseError, match="a hook without a graph reduces unit"):
+        torch.autograd.grad(scalar(uncut, points()), chosen(uncut), create_graph=True)
     for graph in (True, False):
         inner = scalar(module_at(model, "0"), points())
         with pytest.raises(PhaseError) as caught:
