@@ -148,7 +148,7 @@ class PartMaker:
         for name, module in self.chosen.own_states.items():
             state, is_local = module.get_extra_state(), self._is_local_name(name)
             if not self.is_alone and not is_local:
-                self.told.buffers[name] = text_of(state, name)
+                self.told.own_states[name] = text_of(state, name)
             # Rank 0 alone keeps shared values.
             put = partial(self._put, keep=is_local)
             target = self.part.local if is_local else self.part

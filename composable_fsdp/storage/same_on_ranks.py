@@ -4,7 +4,8 @@ A checkpoint holds tensors in no unit, optimizer options and modules' extra stat
 from rank 0. A value that only another rank has, or has differently, would be lost::
 
     tensors in no unit          names, shapes, dtypes, values of parameters    refused
-    buffers, extra states       values                                         warned of
+    extra states of modules     values                                         refused
+    buffers                     values                                         warned of
     options of the optimizer    per parameter                                  refused
 
 Scalar optimizer state of a parameter that several ranks hold is compared in ``merge``.
@@ -40,7 +41,9 @@ class RankValues:
     parameters: dict[str, Any] = field(default_factory=dict)
     """A hash of each parameter in no unit, and of the optimizer state, by name."""
     buffers: dict[str, Any] = field(default_factory=dict)
-    """The same of each buffer and of each extra state."""
+    """The same of each buffer."""
+    own_states: dict[str, str] = field(default_factory=dict)
+    """The extra state of each module as a text, by name."""
     chosen: dict[str, str] = field(default_factory=dict)
     """The names of parameters of units, if only a part of the model is saved."""
     rectangles: dict[str, int] = field(default_factory=dict)
@@ -55,7 +58,7 @@ class RankValues:
         # Sorted: ranks may order groups and parameters differently, and a checkpoint
         # goes by names.
         parts = [self.shapes, self.parameters, self.buffers, self.options, self.chosen]
-        parts += [self.rectangles, self.experts]
+        parts += [self.rectangles, self.experts, self.own_states]
         text = repr([sorted(part.items()) for part in parts])
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
@@ -121,7 +124,7 @@ def require_same(ranks: Sequence[int], told: Sequence[RankValues]) -> str:
         ranks: the global ranks, in the order of ``told``.
         told: the values of each rank.
 
-    Returns: a warning about buffers and extra states that differ.
+    Returns: a warning about buffers that differ.
     Collective: none; all ranks have the same ``told``, so all decide alike.
     Raises: CheckpointError, for tensors and options that would be lost.
     """
@@ -154,12 +157,14 @@ def require_same(ranks: Sequence[int], told: Sequence[RankValues]) -> str:
     if unlike:
         raise CheckpointError(
             f"Parameter {quoted(unlike[0])}{_more(unlike)} is in no unit and has other "
-            f"values on {_others(ranks, told, unlike[0])} than on rank {ranks[0]}, "
+            f"values on {_others(ranks, [each.parameters for each in told], unlike[0])}"
+            f" than on rank {ranks[0]}, "
             "which saves such parameters for all ranks; nothing was written. Give all "
             "ranks the same values (torch.distributed.broadcast), pass its module to "
             f"fully_shard, or pass local=[{unlike[0]!r}] (names, or patterns such as "
             "'experts.*'), which saves each rank's own."
         )
+    _require_same_own_states(ranks, told)
     _require_same_rectangles(ranks, told)
     _require_same_options(ranks, told)
     # A warning and no error: the running means of a normalization differ in ordinary
@@ -168,11 +173,28 @@ def require_same(ranks: Sequence[int], told: Sequence[RankValues]) -> str:
     if not unlike:
         return ""
     return (
-        f"Buffers and extra states differ over ranks: {listed(map(quoted, unlike))}. "
+        f"Buffers differ over ranks: {listed(map(quoted, unlike))}. "
         f"The checkpoint has those of rank {ranks[0]}, and load gives them to all "
         "ranks. Broadcast them before the save, or pass local=[..] with their names, "
         "which saves each rank's own."
     )
+
+
+def _require_same_own_states(ranks: Sequence[int], told: Sequence[RankValues]) -> None:
+    """Raise CheckpointError for an extra state that differs over ranks."""
+    # No trainer gives all ranks the extra states of one, as is done with buffers, so a
+    # difference is what only this rank has learnt or counted.
+    unlike = _unlike(told, lambda each: each.own_states)
+    if unlike:
+        name = unlike[0]
+        others = _others(ranks, [each.own_states for each in told], name)
+        raise CheckpointError(
+            f"The extra state {quoted(name)}{_more(unlike)} is another on {others} "
+            f"than on rank {ranks[0]}, which saves extra states for all ranks; nothing "
+            "was written. Let get_extra_state return the same on all ranks, or pass "
+            f"local=[{name!r}] (names, or patterns such as '*._extra_state'), which "
+            "saves each rank's own."
+        )
 
 
 def _require_same_rectangles(ranks: Sequence[int], told: Sequence[RankValues]) -> None:
@@ -239,11 +261,9 @@ def _who(ranks: Sequence[int], texts: Sequence[str | None]) -> str:
     )
 
 
-def _others(ranks: Sequence[int], told: Sequence[RankValues], name: str) -> str:
-    """Return the ranks whose parameter differs from the first rank's, in words."""
-    first = told[0].parameters.get(name)
+def _others(ranks: Sequence[int], told: Sequence[Mapping[str, Any]], name: str) -> str:
+    """Return the ranks whose value of a name is not the first rank's, in words."""
+    first = told[0].get(name)
     return ranks_text(
-        rank
-        for rank, each in zip(ranks, told, strict=True)
-        if each.parameters.get(name) != first
+        rank for rank, each in zip(ranks, told, strict=True) if each.get(name) != first
     )
