@@ -27,6 +27,7 @@ from composable_fsdp.naming import listed, quoted
 from composable_fsdp.storage.contents import HeldTensor
 from composable_fsdp.storage.expert_names import require_own_names
 from composable_fsdp.storage.manifest import Json
+from composable_fsdp.storage.same_copies import Copies, require_same_copies
 from composable_fsdp.storage.values import encode
 from composable_fsdp.storage.writer import in_host_memory
 from composable_fsdp.tree.fingerprint import ranks_text
@@ -46,15 +47,21 @@ class RankValues:
     """The extra state of each module as a text, by name."""
     chosen: dict[str, str] = field(default_factory=dict)
     """The names of parameters of units, if only a part of the model is saved."""
-    rectangles: dict[str, int] = field(default_factory=dict)
-    """A hash of this rank's rectangle of each DTensor in no unit, by name and place."""
+    rectangles: dict[str, Any] = field(default_factory=dict)
+    """A hash of this rank's rectangle of each DTensor in no unit, by name and place;
+    and its scalar optimizer state, by name."""
     experts: dict[str, int] = field(default_factory=dict)
     """The names of this rank's experts, with the place in the ``expert_mesh``."""
     options: dict[str, str] = field(default_factory=dict)
     """The options of the optimizer, as JSON, by the name of the parameter."""
+    copies: Copies = field(default_factory=dict)
+    """Optimizer state of parameters in units that other ranks hold as well."""
 
     def digest(self) -> bytes:
-        """Return 16 bytes that are equal on ranks that tell the same."""
+        """Return 16 bytes that are equal on ranks that tell the same.
+
+        Without ``copies``, which differ over shards; see ``hashes_of``.
+        """
         # Sorted: ranks may order groups and parameters differently, and a checkpoint
         # goes by names.
         parts = [self.shapes, self.parameters, self.buffers, self.options, self.chosen]
@@ -167,6 +174,7 @@ def require_same(ranks: Sequence[int], told: Sequence[RankValues]) -> str:
     _require_same_own_states(ranks, told)
     _require_same_rectangles(ranks, told)
     _require_same_options(ranks, told)
+    require_same_copies(ranks, [each.copies for each in told])
     # A warning and no error: the running means of a normalization differ in ordinary
     # training, and DistributedDataParallel gives all ranks those of rank 0, too.
     unlike = _unlike(told, lambda each: each.buffers)
@@ -199,7 +207,7 @@ def _require_same_own_states(ranks: Sequence[int], told: Sequence[RankValues]) -
 
 def _require_same_rectangles(ranks: Sequence[int], told: Sequence[RankValues]) -> None:
     """Raise CheckpointError for a rectangle of a DTensor that has two values."""
-    known: dict[str, tuple[int, int]] = {}
+    known: dict[str, tuple[int, Any]] = {}
     for rank, each in zip(ranks, told, strict=True):
         for where, value in each.rectangles.items():
             first, expected = known.setdefault(where, (rank, value))

@@ -60,6 +60,7 @@ from composable_fsdp.storage.remote_commit import (
     discard_remote,
     remove_older_remote,
 )
+from composable_fsdp.storage.same_copies import copies_differ, hashes_of
 from composable_fsdp.storage.same_on_ranks import RankValues, require_same
 from composable_fsdp.storage.selection import Patterns, Selection
 from composable_fsdp.storage.team import Team, meet_team, team_of
@@ -284,7 +285,8 @@ def prepare(
         plan = plan_cache_of(module)
         last = plan.token_for(part, team.ranks, is_first=team.rank == 0)
         told = digest(kinds), values.digest()
-        mine = target, temporary, before, *told, metric, nbytes, last
+        copies = hashes_of(values.copies)
+        mine = target, temporary, before, *told, metric, nbytes, last, copies
         answers = team.agree(error, mine)
         raise_unseen(team, [each[2] for each in answers])
         # Each rank has all metrics, so all raise alike.
@@ -292,6 +294,7 @@ def prepare(
         part.metric = None if metric is None else metric.to_save()
         kinds_differ = len({each[3] for each in answers if each[3]}) > 1
         values_differ = len({each[4] for each in answers}) > 1
+        values_differ |= copies_differ(team.ranks, [each[8] for each in answers])
         # Before entries are added that other ranks ask for, at each save alike.
         is_same = bool(last) and {each[7] for each in answers} == {last}
         reuse = Reuse(plan, part.copy(), team.ranks, is_same)

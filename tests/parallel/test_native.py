@@ -371,6 +371,36 @@ def test_parts_that_differ_over_copies_are_refused(
 
 
 @on_ranks(4)
+@pytest.mark.req("K-01")
+def test_scalars_that_differ_over_copies_are_refused(
+    world: World, tmp_path: Path
+) -> None:
+    """Of parameters that tensor parallelism does not cut, and of DTensors in no unit.
+
+    The first of the copies stored its own, and the others' were lost.
+    """
+    model, optim, _, _ = trained(world, Recipe(), 2)
+    norm = dict(model.named_parameters())["blocks.0.norm.weight"]
+    save(tmp_path / "same", model, optim)
+    if norm.numel():
+        optim.state[norm]["step"] += world.rank % 2
+    text = message_of(lambda: save(tmp_path / "new", model, optim))
+    assert "blocks.0.norm.weight (state 'step') is " in text
+    assert "which hold copies of the parameter" in text
+
+    loose, _ = with_loose(world, Recipe(), 2)
+    matrix = dict(loose.named_parameters())["matrix"]
+    other = torch.optim.AdamW([matrix])
+    matrix.grad = torch.zeros_like(matrix)
+    other.step()
+    save(tmp_path / "loose", loose, other)
+    other.state[matrix]["step"] += world.rank // 2
+    text = message_of(lambda: save(tmp_path / "new", loose, other))
+    assert "The part of DTensor matrix (state 'step') is in no unit and has" in text
+    assert not (tmp_path / "new").exists()
+
+
+@on_ranks(4)
 def test_sums_and_values_of_single_ranks_are_refused_by_name(
     world: World, tmp_path: Path
 ) -> None:

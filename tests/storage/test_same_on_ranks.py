@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn, optim
 
 from composable_fsdp import fully_shard, load, save, verify
+from composable_fsdp.comm import collectives
 from tests.storage.test_quantised_state import Half
+from tests.storage.test_spread import options_of
 from tests.support.sharded import RankCount, message_of
 from tests.support.world import World
 
@@ -159,6 +161,66 @@ def test_a_save_that_would_lose_a_value_of_a_rank_is_refused_on_all_ranks(
             assert said.startswith("CheckpointError: "), case
             assert text in said
     assert list(tmp_path.iterdir()) == []
+
+
+def replicas_that_differ(
+    world: World, folder: Path, mesh: tuple[int, int]
+) -> tuple[str, str, list[float]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for layer in model:
+        fully_shard(layer, **options_of(mesh))
+    optimizer = optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    with collectives.record() as calls:
+        save(folder / "same", model, optimizer)
+    # What is equal needs no exchange of texts.
+    assert sum("gather_object" in call.op for call in calls) == 2, calls
+    for state in optimizer.state.values():
+        state["step"] += world.rank
+    text = message_of(lambda: save(folder / "own", model, optimizer))
+    for state in optimizer.state.values():
+        state["step"] = torch.tensor(1.0 + world.rank)
+    local = ["0", "1"]
+    save(folder / "local", model, optimizer, local=local)
+    for state in optimizer.state.values():
+        state["step"].zero_()
+    load(folder / "local", model, optimizer)
+    steps = [
+        state["step"].item() - world.rank
+        for leaf, state in optimizer.state.items()
+        if leaf.numel()
+    ]
+    del optimizer.state[next(leaf for leaf in model.parameters() if leaf.numel())]
+    lacks = message_of(
+        lambda: save(folder / "lacks", model, optimizer if world.rank else other(model))
+    )
+    return text, lacks, steps
+
+
+def other(model: nn.Module) -> optim.Optimizer:
+    return optim.SGD(model.parameters())
+
+
+@pytest.mark.req("K-01")
+@pytest.mark.parametrize("mesh", [(2, 1), (2, 2)], ids=str)
+def test_scalar_state_that_replicas_have_differently_is_refused(
+    ranks: RankCount, tmp_path: Path, mesh: tuple[int, int]
+) -> None:
+    """A replica's steps were lost, or stood beside those of another replica."""
+    found = ranks(mesh[0] * mesh[1]).run(replicas_that_differ, tmp_path, mesh)
+
+    texts = {text for text, _, _ in found}
+    assert len(texts) == 1
+    assert "(state 'step') is " in (text := texts.pop())
+    assert "which hold copies of the parameter; a checkpoint has it once" in text
+    assert "pass local=['" in text
+    assert all(steps and set(steps) == {1.0} for _, _, steps in found)
+    assert not (tmp_path / "own").exists()
+    assert not (tmp_path / "lacks").exists()
+    assert len({lacks for _, lacks, _ in found}) == 1
 
 
 class Counting(nn.Linear):
