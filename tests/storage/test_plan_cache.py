@@ -40,6 +40,9 @@ ACTS = (
     "part",
     "cut",
     "local",
+    "freeze",
+    "optimizer",
+    "buffer",
     "asynchronous",
     "full disk",
 )
@@ -117,6 +120,19 @@ def change(
         # Parameters of a unit apart from the others, and values of each rank.
         given["include" if act == "cut" else "local"] = ["*.weight", "seen"]
         step(model, optimizer, at)
+    elif act == "freeze":
+        # Moves the parameter to another region at the next forward.
+        moved = model.get_parameter("gpt.blocks.1.up.weight")
+        moved.requires_grad_(not moved.requires_grad)
+        step(model, given["optim"], at)
+    elif act == "optimizer":
+        params = model.parameters()
+        given["optim"] = torch.optim.SGD(params, lr=0.1, momentum=0.5 * (at % 2))
+        step(model, given["optim"], at)
+    elif act == "buffer":
+        model.register_buffer(
+            "seen", torch.ones(3, dtype=(torch.int64, torch.int8)[at % 2])
+        )
     if act == "asynchronous":
         return lambda *a, **k: async_save(*a, **k).result()
     return save
@@ -136,6 +152,7 @@ MESHES = [(1, 2), (2, 2), (2, 1)]
 @example(acts=["step", "step", "rate", "extra", "per rank", "metric", "step"])
 @example(acts=["step", "full disk", "step", "state", "step", "part", "step"])
 @example(acts=["cut", "cut", "local", "local", "state", "local", "cut"])
+@example(acts=["step", "freeze", "step", "optimizer", "step", "buffer", "freeze"])
 def test_a_plan_that_is_reused_gives_the_manifest_of_a_merge(
     ranks: RankCount,
     tmp_path_factory: pytest.TempPathFactory,
