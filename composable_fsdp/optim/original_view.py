@@ -26,6 +26,7 @@ from composable_fsdp.optim.flat_state import (
     require_flattenable,
     same_scalar,
 )
+from composable_fsdp.optim.given_state import keep_given
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 
 Values = dict[str, Any]
@@ -51,6 +52,8 @@ class OverOriginals:
         self.flats = [(each[1], parts_of(*each)) for each in found if each is not None]
         self.state = _States(optim, self.flats)
         self._made: dict[nn.Parameter, dict[str, Tensor]] = {}
+        self._given: dict[Tensor, Values] = {}
+        """The state of the last ``load_state_dict``, of flat parameters."""
 
     def new_state(self, leaf: nn.Parameter, name: str, dtype: torch.dtype) -> Tensor:
         """Return memory for a new state of ``leaf``, in the shape of ``leaf``.
@@ -84,7 +87,19 @@ class OverOriginals:
             # Include the tensors of ``new_state``, which the optimizer does not have
             # yet.
             present[parameter] = {**present.get(parameter, {}), **made}
-        self.optim.load_state_dict(flatten_state(groups, given, present))
+        flat = flatten_state(groups, given, present)
+        self.optim.load_state_dict(flat)
+        parameters = [p for group in groups for p in group["params"]]
+        self._given = {p: flat["state"].get(i, {}) for i, p in enumerate(parameters)}
+
+    def keep_given(self, leaf: Tensor) -> None:
+        """Restore what torch has changed of the state given for ``leaf``.
+
+        Of a flat parameter, the state of all its originals. Collective: none.
+        """
+        place = self.state.places.get(id(leaf))
+        parameter: Any = leaf if place is None else place[0].parameter
+        keep_given(self._given.get(parameter, {}), self.optim.state[parameter])
 
     def require_joinable(self, values_of: Callable[[nn.Parameter], Values]) -> None:
         """Refuse values that ``load_state_dict`` would refuse, before they are read.
@@ -104,7 +119,7 @@ class _States:
         optim: torch.optim.Optimizer,
         flats: list[tuple[FlatParamRecord, list[Part]]],
     ) -> None:
-        self._whole = optim.state
+        self._optim = optim
         self.places = {
             id(part.leaf): (flat, part) for flat, parts in flats for part in parts
         }
@@ -112,15 +127,16 @@ class _States:
     def __getitem__(self, leaf: nn.Parameter) -> Values:
         place = self.places.get(id(leaf))
         if place is None:
-            values: Values = self._whole[leaf]
+            values: Values = self._optim.state[leaf]
             return values
-        return _PartState(self._whole[place[0].parameter], *place)
+        return _PartState(self._optim.state[place[0].parameter], *place)
 
     def get(self, leaf: nn.Parameter, default: Any = None) -> Any:
         """Return the state of a leaf, or ``default`` if there is none."""
         place = self.places.get(id(leaf))
         key = leaf if place is None else place[0].parameter
-        return self[leaf] if self._whole.get(key) else default
+        # ``load_state_dict`` gives the optimizer another dict.
+        return self[leaf] if self._optim.state.get(key) else default
 
 
 class _PartState(Values):

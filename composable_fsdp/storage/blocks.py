@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -72,6 +72,7 @@ class BlockFile:
         blame: names the tensors in an interval of bytes, for error messages.
         told: names the wanted slice, for error messages.
         block: the bytes of payload that a checksum covers.
+        sizes: as of ``open_bytes``.
     """
 
     def __init__(
@@ -81,9 +82,10 @@ class BlockFile:
         blame: DescribeBytes,
         told: DescribeRequest,
         block: int = BLOCK,
+        sizes: Mapping[str, int] | None = None,
     ) -> None:
         self.path, self.file, self.blame, self.told = path, file, blame, told
-        self.block = block
+        self.block, self._sizes = block, sizes
         self._bytes: FileBytes | None = None
         # Numbers of the blocks whose checksum has been verified.
         self._good: set[int] = set()
@@ -267,7 +269,7 @@ class BlockFile:
         """Open the file and verify size and header, if not open yet."""
         if self._bytes is not None:
             return
-        opened = open_bytes(self.path)
+        opened = open_bytes(self.path, self._sizes)
         try:
             with named_errors(self.path):
                 self._check_header(opened)

@@ -17,7 +17,7 @@ import mmap
 import os
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from composable_fsdp.errors import CheckpointError
@@ -69,12 +69,17 @@ class FileBytes(ABC):
         """Close the file."""
 
 
-def open_bytes(path: str) -> FileBytes:
+def open_bytes(path: str, sizes: Mapping[str, int] | None = None) -> FileBytes:
     """Open a file of a checkpoint, at a path or URL.
+
+    Args:
+        path: the path or URL.
+        sizes: at a URL, the sizes of the objects in the folder, by name. Default None:
+            the folder is listed.
 
     Raises: CheckpointError, naming ``path``, if the file is missing or not regular.
     """
-    return _RemoteBytes(path) if is_url(path) else _LocalBytes(path)
+    return _RemoteBytes(path, sizes) if is_url(path) else _LocalBytes(path)
 
 
 class _LocalBytes(FileBytes):
@@ -154,16 +159,22 @@ class _LocalBytes(FileBytes):
 class _RemoteBytes(FileBytes):
     """An object in a storage."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, sizes: Mapping[str, int] | None) -> None:
         self._storage, self._name = storage_of(url)
-        folder, _ = split(self._name)
-        found = [each for each in self._storage.list(folder) if self._is(each.name)]
+        folder, name = split(self._name)
+        # A listing is a request per thousand objects, and a rank may open the files of
+        # all ranks of the save.
+        if sizes is not None:
+            found = [sizes[name]] if name in sizes else []
+        else:
+            listed = self._storage.list(folder)
+            found = [each.nbytes for each in listed if self._is(each.name)]
         if not found:
             raise CheckpointError(
                 f"{url} cannot be opened (there is no such object); expected a file of "
                 "a checkpoint. Use another checkpoint."
             )
-        self.nbytes = found[0].nbytes
+        self.nbytes = found[0]
 
     def _is(self, name: str) -> bool:
         """Return whether ``name`` is the name of the object."""

@@ -19,7 +19,9 @@ from composable_fsdp.storage.remote import Storage, StoredObject, Upload
 _TIMES = ("LastModified", "mtime", "last_modified", "modified", "updated", "created")
 """The keys under which file systems of fsspec tell the time of a change."""
 _PART = 16 << 20
-"""The number of bytes of a part of an upload; each part is a request."""
+"""The smallest part of an upload in bytes; each part is a request."""
+_MOST_PARTS = 9_000
+"""The number of parts of an upload; S3 takes 10,000, and sizes are only about right."""
 
 
 class FsspecStorage(Storage):
@@ -125,24 +127,38 @@ class FsspecStorage(Storage):
 
 
 class _FsspecUpload(Upload):
-    """An open file of fsspec."""
+    """A file of fsspec, opened when the first bytes come."""
 
     def __init__(self, files: Any, name: str) -> None:
         self._files, self._name = files, name
-        self._file: Any = files.open(name, "wb", block_size=_PART)
+        self._part = _PART
+        self._file: Any = None
+
+    def expect(self, nbytes: int) -> None:
+        """Choose the size of a part; see ``Upload``."""
+        # A part waits in memory, so it is no larger than needed. In whole MiB, as some
+        # stores ask for multiples.
+        needed = -(-nbytes // _MOST_PARTS)
+        self._part = max(_PART, -(-needed >> 20) << 20)
+
+    def _open(self) -> Any:
+        """Return the file; see ``write``."""
+        if self._file is None:
+            self._file = self._files.open(self._name, "wb", block_size=self._part)
+        return self._file
 
     def write(self, data: memoryview) -> None:
         """Append ``data``; see ``Upload``."""
         with _as_os_error(self._name):
             # A copy: a file of fsspec may keep the bytes until a part is full.
-            self._file.write(bytes(data))
+            self._open().write(bytes(data))
 
     def finish(self) -> None:
         """Close the file, at which an object store shows the object."""
         with _as_os_error(self._name):
             # The last part is sent here, so an error of the last part is raised here,
             # before the marker is written.
-            self._file.close()
+            self._open().close()
 
     def discard(self) -> None:
         """Abort the upload, and remove the file of a file system without uploads."""
@@ -151,7 +167,8 @@ class _FsspecUpload(Upload):
             if hasattr(self._file, "discard"):
                 self._file.discard()
             # ``__del__`` would close, and so finish, the upload.
-            self._file.closed = True
+            if self._file is not None:
+                self._file.closed = True
         with suppress(Exception):
             self._files.rm_file(self._name)
 

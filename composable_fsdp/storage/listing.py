@@ -110,9 +110,8 @@ def _order(info: CheckpointInfo) -> tuple[int, datetime]:
 
 def _at_url(marked: Marked) -> CheckpointInfo:
     """Return a checkpoint in a storage."""
-    sizes = {name: each.nbytes for name, each in marked.files.items()}
-    step = number_of(split(marked.url)[1])
-    is_whole, metric = _judged(marked.url, sizes)
+    sizes, step = marked.sizes, number_of(split(marked.url)[1])
+    is_whole, metric = _judged(marked.url, sizes, marked)
     value = None if metric is None else metric.value
     nbytes = sum(sizes.values())
     return CheckpointInfo(marked.url, step, marked.time, nbytes, is_whole, value)
@@ -230,15 +229,22 @@ def _examined(path: str) -> tuple[int, bool, Metric | None]:
     return sum(sizes.values()), *_judged(path, sizes)
 
 
-def _judged(path: str, sizes: dict[str, int]) -> tuple[bool, Metric | None]:
+def _judged(
+    path: str, sizes: dict[str, int], folder: Marked | None = None
+) -> tuple[bool, Metric | None]:
     """Return whether manifest and sizes of the files are sound, and the metric.
 
-    ``sizes`` are those of the files that are there, by name.
+    Args:
+        path: the checkpoint.
+        sizes: those of the files that are there, by name.
+        folder: the folder at a URL. Default None: a directory.
+
+    Collective: none.
     """
     # The manifest has a checksum of its own; the payload is compared by size, because
     # to read each byte of a series of checkpoints takes minutes.
     try:
-        manifest, _ = read_manifest(path)
+        manifest, _ = read_manifest(path, folder)
     except CheckpointError:
         return False, None
     whole = all(

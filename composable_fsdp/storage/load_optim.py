@@ -7,6 +7,7 @@ read into new memory. Both reach the optimizer through ``load_state_dict``.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +16,12 @@ import torch
 from torch import Tensor
 
 from composable_fsdp.naming import listed, quoted
+from composable_fsdp.optim.given_state import keep_given
 from composable_fsdp.optim.keys import require_same_options
 from composable_fsdp.optim.names import is_absent
 from composable_fsdp.optim.original_view import OverOriginals, over_originals
 from composable_fsdp.optim.own_state_dict import is_wrapper
-from composable_fsdp.optim.scalars import SCALARS, is_scalar_shape
+from composable_fsdp.optim.scalars import is_scalar_shape
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.planning.dtensors import is_dtensor
 from composable_fsdp.storage.compare import NO_OPTIMIZER, LoadReport, copy_of, find
@@ -303,11 +305,11 @@ class OptimizerLoad:
         self._keep_dtypes(states)
 
     def _keep_dtypes(self, states: dict[int, dict[str, Any]]) -> None:
-        """Restore state tensors whose dtype ``load_state_dict`` has changed.
+        """Restore state that ``load_state_dict`` has changed.
 
-        ``Optimizer.load_state_dict`` casts all state but ``step`` to the dtype of a
-        floating-point parameter. If the parameter itself was saved in another dtype,
-        the cast is kept.
+        ``Optimizer.load_state_dict`` casts all state but ``step``, also in containers,
+        to the dtype of a floating-point parameter. If the parameter itself was saved in
+        another dtype, the cast is kept.
         """
         members = [member for group in self.groups for member in group]
         for i, state in states.items():
@@ -317,16 +319,10 @@ class OptimizerLoad:
             parameter = member.held.tensor
             if self.source.model[member.name].dtype != parameter.dtype:
                 continue
-            present = self.optim.state[parameter]
-            for name in self.source.optim.get(member.name, {}):
-                value, cast = state.get(name), present.get(name)
-                if (
-                    isinstance(value, Tensor)
-                    and isinstance(cast, Tensor)
-                    and cast.dtype != value.dtype
-                    and name not in SCALARS
-                ):
-                    present[name] = value.to(cast.device)
+            if isinstance(self.optim, OverOriginals):
+                self.optim.keep_given(parameter)
+            else:
+                keep_given(state, self.optim.state[parameter])
 
     def _state(self, member: Member, present: dict[str, Any]) -> dict[str, Any]:
         """Return the parameter's state; tensors are valid after ``copies`` are done."""
@@ -351,5 +347,8 @@ class OptimizerLoad:
             self.copies.append(
                 copy_of(member.held, member.name, name, own, is_new=is_new)
             )
-        state.update(source.optim_values.get(member.name, {}))
+        # Copies: an open source may give the values to another optimizer as well.
+        for name, value in source.optim_values.get(member.name, {}).items():
+            is_tensor = isinstance(value, Tensor)
+            state[name] = value.clone() if is_tensor else copy.deepcopy(value)
         return state

@@ -91,17 +91,36 @@ def is_first_copy(
     if not groups:
         return True
     me = dist.get_rank()
+    return all(ranks[0] == me for ranks in copies_of(handle, form, groups))
+
+
+def copies_of(
+    handle: FlatParamHandle,
+    form: ParamForm | None,
+    groups: Sequence[dist.ProcessGroup],
+) -> list[list[int]]:
+    """Return the ranks along each dim of the meshes that copies of a parameter lie on.
+
+    Without the replicas of the unit.
+
+    Args:
+        handle: the unit of the parameter.
+        form: the form of the parameter; None for a plain parameter.
+        groups: the result of ``mesh_groups_in`` for the whole model.
+
+    Collective: none.
+    """
+    if not groups:
+        return []
+    me = dist.get_rank()
     # The ranks that hold other elements of the parameter: also ranks of experts, whose
     # mesh lies inside of the data ranks of the other units.
     others = {me}
     cut = () if form is None else form.cut_over
     for group in (*handle.groups.present, *handle.groups.cut, *cut):
         others.update(dist.get_process_group_ranks(group))
-    for group in groups:
-        ranks = dist.get_process_group_ranks(group)
-        if others.isdisjoint(set(ranks) - {me}) and ranks[0] != me:
-            return False
-    return True
+    found = map(dist.get_process_group_ranks, groups)
+    return [ranks for ranks in found if others.isdisjoint(set(ranks) - {me})]
 
 
 def is_first_part(handle: FlatParamHandle, form: ParamForm | None) -> bool:

@@ -29,7 +29,7 @@ from composable_fsdp.storage.manifest import (
     Stored,
 )
 from composable_fsdp.storage.remote import is_url, join, whole_path
-from composable_fsdp.storage.remote_commit import read_marker
+from composable_fsdp.storage.remote_commit import Marked, folder_at, read_marker
 from composable_fsdp.storage.runs import (
     BytesDescription,
     PartRuns,
@@ -69,8 +69,10 @@ def manifest_bytes(
     return _HEAD % zlib.crc32(body) + body + _TAIL
 
 
-def read_manifest(path: str) -> tuple[Manifest, str]:
+def read_manifest(path: str, folder: Marked | None = None) -> tuple[Manifest, str]:
     """Read, verify and validate the manifest in the directory ``path``.
+
+    ``folder`` is that of ``read_marker``.
 
     Return the manifest and the checksum frame. The manifest contains the checksums of
     all files, so the manifest's checksum identifies the whole checkpoint.
@@ -78,7 +80,7 @@ def read_manifest(path: str) -> tuple[Manifest, str]:
     Raises: CheckpointError, naming the file.
     """
     file = join(path, MANIFEST)
-    data = read_marker(path) if is_url(path) else read_document(file)
+    data = read_marker(path, folder) if is_url(path) else read_document(file)
     size = len(_HEAD % 0)
     body = data[size : len(data) - len(_TAIL)]
     # Compare all bytes of the file: a change outside of the manifest counts as damage,
@@ -103,13 +105,25 @@ class NativeSource(Source):
     If ``values`` is False, the loose tensors are not read, so no byte of the payload is
     read on construction. The default True reads them.
 
+    ``folder`` is the folder at a URL, as it was listed. Default None: listed here.
+
     Raises: CheckpointError, if the manifest is missing, damaged or inconsistent.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, values: bool = True) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        values: bool = True,
+        folder: Marked | None = None,
+    ) -> None:
         self.path = whole_path(path)
-        self.manifest, self.fingerprint = read_manifest(self.path)
+        # Listed once, for the marker and all files.
+        if folder is None and is_url(self.path):
+            folder = folder_at(self.path)
+        self.manifest, self.fingerprint = read_manifest(self.path, folder)
         manifest = self.manifest
+        sizes = None if folder is None else folder.sizes
         self.files = [
             BlockFile(
                 join(self.path, file.name),
@@ -117,6 +131,7 @@ class NativeSource(Source):
                 BytesDescription(manifest, i),
                 self._told,
                 manifest.block_nbytes,
+                sizes,
             )
             for i, file in enumerate(manifest.files)
         ]

@@ -24,6 +24,7 @@ from composable_fsdp.storage.formats.torch_read import is_torch_file, open_torch
 from composable_fsdp.storage.native import NativeSource
 from composable_fsdp.storage.remote import is_url, split, whole_path
 from composable_fsdp.storage.remote_commit import (
+    Marked,
     folder_at,
     folders_in,
     newest_remote,
@@ -82,6 +83,11 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     ...     print(source.model["head.weight"].shape)
     (4, 4)
     """
+    path = whole_path(path)
+    if is_url(path):
+        marked = _find_at_url(path)
+        with within_limits(marked.url):
+            return NativeSource(marked.url, folder=marked)
     found, name = find_checkpoint(path)
     with within_limits(found):
         return _FORMATS[name].opener(found)
@@ -96,7 +102,7 @@ def find_checkpoint(path: str | os.PathLike[str]) -> tuple[str, str]:
     """
     asked = path = whole_path(path)
     if is_url(path):
-        return _find_at_url(path), NATIVE
+        return _find_at_url(path).url, NATIVE
     name = _format_at(path)
     # A checkpoint at ``path`` itself takes precedence over ``latest``. ``latest`` is
     # followed only once, so no chain of directories can lead in a circle.
@@ -117,20 +123,21 @@ def find_checkpoint(path: str | os.PathLike[str]) -> tuple[str, str]:
     )
 
 
-def _find_at_url(url: str) -> str:
-    """Return the URL of the checkpoint at ``url``, or of the newest below ``url``.
+def _find_at_url(url: str) -> Marked:
+    """Return the checkpoint at ``url``, or the newest below ``url``, as listed.
 
     Raises: CheckpointError, if there is none; OSError.
     """
-    if folder_at(url).is_committed:
-        return url
+    found = folder_at(url)
+    if found.is_committed:
+        return found
     # There is no file ``latest``, which could not be replaced in the same request as
     # the marker is written.
     newest = newest_remote(url)
-    if newest:
+    if newest is not None:
         return newest
-    found = [split(each.url)[1] for each in folders_in(url)]
-    uploads = f"holds uploads without a {MANIFEST} ({listed(found)})" if found else ""
+    names = [split(each.url)[1] for each in folders_in(url)]
+    uploads = f"holds uploads without a {MANIFEST} ({listed(names)})" if names else ""
     raise CheckpointError(
         f"{url} {uploads or 'holds nothing'}, and no checkpoint. Expected a checkpoint "
         f"of this library ({MANIFEST}), or a folder of such. Copy checkpoints of other "

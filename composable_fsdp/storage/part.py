@@ -57,6 +57,7 @@ from composable_fsdp.storage.mesh_copies import (
 )
 from composable_fsdp.storage.region_part import kinds_of, region_part
 from composable_fsdp.storage.rng import rng_state
+from composable_fsdp.storage.same_copies import copied_states
 from composable_fsdp.storage.same_on_ranks import (
     RankValues,
     hash_rectangles,
@@ -148,7 +149,7 @@ class PartMaker:
         for name, module in self.chosen.own_states.items():
             state, is_local = module.get_extra_state(), self._is_local_name(name)
             if not self.is_alone and not is_local:
-                self.told.buffers[name] = text_of(state, name)
+                self.told.own_states[name] = text_of(state, name)
             # Rank 0 alone keeps shared values.
             put = partial(self._put, keep=is_local)
             target = self.part.local if is_local else self.part
@@ -173,8 +174,11 @@ class PartMaker:
                 self.told.chosen = dict.fromkeys(names, "chosen")
             self.told.experts = experts
             self._tell_states(shared, states)
+            self._tell_scalars(loose, states)
             self._tell_options(groups)
         self._local(states, groups if optims else None)
+        # After the scalars that each rank saves for itself were taken out.
+        self.told.copies = copied_states(self.chosen, states, text_of)
         self._regions(states)
         mine = [each for each in loose if stores_loose(each.tensor, self._ranks[0])]
         self._cuts(mine, states)
@@ -325,6 +329,17 @@ class PartMaker:
             for key, value in states.get(id(held.tensor), {}).items():
                 where = f"{held.names[0]} (state {key!r})"
                 self.told.parameters[where] = text_of(value, where)
+
+    def _tell_scalars(
+        self, loose: Sequence[HeldTensor], states: dict[int, dict[str, Any]]
+    ) -> None:
+        """Add the scalar state of DTensors in no unit to ``told``."""
+        # One of the ranks with copies of a rectangle stores it, and tells the scalars.
+        for held in loose:
+            for key, value in states.get(id(held.tensor), {}).items():
+                if not is_elementwise(key, value, held.leaf, held.names[0]):
+                    where = f"{held.names[0]} (state {key!r})"
+                    self.told.rectangles[where] = text_of(value, where)
 
     def _tell_options(self, groups: Groups) -> None:
         """Add the options of each parameter to ``told``."""

@@ -66,7 +66,9 @@ def wait_for_pending(team: Team) -> PendingOutcome:
         return PendingOutcome()
     text = str(error.args[0]) if error.args else str(error)
     return PendingOutcome(
-        f"The asynchronous save of {future.path} failed. {text}", seen
+        # Some errors come after the commit, and say so.
+        f"The asynchronous save of {future.path} ended with an error. {text}",
+        seen,
     )
 
 
@@ -105,7 +107,4 @@ def raise_unseen(team: Team, answers: list[PendingOutcome]) -> None:
     # All ranks have the same ``answers``, so all ranks decide alike.
     failures = [each.failure for each in answers if each.failure]
     if failures and not any(each.is_seen for each in answers):
-        raise CheckpointError(
-            f"{failures[0]} This call did nothing; repeat it to go on without that "
-            "checkpoint."
-        )
+        raise CheckpointError(f"{failures[0]} This call did nothing; repeat it.")

@@ -40,6 +40,12 @@ class StoredObject(NamedTuple):
 class Upload(ABC):
     """A new object that is written from beginning to end."""
 
+    def expect(self, nbytes: int) -> None:  # noqa: B027  # a default, not forgotten
+        """Learn about how many bytes will be written; called before the first.
+
+        Stores that take an object in a limited number of parts choose their size.
+        """
+
     @abstractmethod
     def write(self, data: memoryview) -> None:
         """Append ``data``, which may change after the call. Raises: OSError."""

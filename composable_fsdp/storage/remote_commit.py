@@ -40,6 +40,11 @@ class Marked(NamedTuple):
     """All objects of the folder, by the name within the folder."""
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """The bytes of each object."""
+        return {name: each.nbytes for name, each in self.files.items()}
+
+    @property
     def is_committed(self) -> bool:
         """Whether the marker is there."""
         return MANIFEST in self.files
@@ -204,13 +209,15 @@ def discard_remote(url: str, token: str) -> None:
                 storage.delete(each.name)
 
 
-def read_marker(url: str) -> bytes:
+def read_marker(url: str, folder: Marked | None = None) -> bytes:
     """Return the content of the marker at ``url``.
+
+    ``folder`` is the result of ``folder_at``; None: listed here.
 
     Raises: CheckpointError, if there is none, or its size is no marker's.
     """
     file = join(url, MANIFEST)
-    found = folder_at(url).files.get(MANIFEST)
+    found = (folder or folder_at(url)).files.get(MANIFEST)
     if found is None:
         raise CheckpointError(
             f"{url} has no {MANIFEST}, which a save writes last; expected a checkpoint "
@@ -221,15 +228,15 @@ def read_marker(url: str) -> bytes:
     return storage.read(name, 0, found.nbytes)
 
 
-def newest_remote(url: str) -> str:
-    """Return the checkpoint below ``url`` that was committed last, or "".
+def newest_remote(url: str) -> Marked | None:
+    """Return the checkpoint below ``url`` that was committed last, or None.
 
     Among markers of the same second, the larger number is the newer checkpoint.
     """
     # A folder without a marker may be an upload that is still running.
     marked = [each for each in folders_in(url) if each.is_committed]
     # Object stores tell times in seconds.
-    newest = max(
+    return max(
         marked,
         key=lambda each: (
             each.time.replace(microsecond=0),
@@ -237,7 +244,6 @@ def newest_remote(url: str) -> str:
         ),
         default=None,
     )
-    return newest.url if newest else ""
 
 
 def remove_older_remote(

@@ -4,7 +4,8 @@ A checkpoint holds tensors in no unit, optimizer options and modules' extra stat
 from rank 0. A value that only another rank has, or has differently, would be lost::
 
     tensors in no unit          names, shapes, dtypes, values of parameters    refused
-    buffers, extra states       values                                         warned of
+    extra states of modules     values                                         refused
+    buffers                     values                                         warned of
     options of the optimizer    per parameter                                  refused
 
 Scalar optimizer state of a parameter that several ranks hold is compared in ``merge``.
@@ -26,6 +27,7 @@ from composable_fsdp.naming import listed, quoted
 from composable_fsdp.storage.contents import HeldTensor
 from composable_fsdp.storage.expert_names import require_own_names
 from composable_fsdp.storage.manifest import Json
+from composable_fsdp.storage.same_copies import Copies, require_same_copies
 from composable_fsdp.storage.values import encode
 from composable_fsdp.storage.writer import in_host_memory
 from composable_fsdp.tree.fingerprint import ranks_text
@@ -40,22 +42,30 @@ class RankValues:
     parameters: dict[str, Any] = field(default_factory=dict)
     """A hash of each parameter in no unit, and of the optimizer state, by name."""
     buffers: dict[str, Any] = field(default_factory=dict)
-    """The same of each buffer and of each extra state."""
+    """The same of each buffer."""
+    own_states: dict[str, str] = field(default_factory=dict)
+    """The extra state of each module as a text, by name."""
     chosen: dict[str, str] = field(default_factory=dict)
     """The names of parameters of units, if only a part of the model is saved."""
-    rectangles: dict[str, int] = field(default_factory=dict)
-    """A hash of this rank's rectangle of each DTensor in no unit, by name and place."""
+    rectangles: dict[str, Any] = field(default_factory=dict)
+    """A hash of this rank's rectangle of each DTensor in no unit, by name and place;
+    and its scalar optimizer state, by name."""
     experts: dict[str, int] = field(default_factory=dict)
     """The names of this rank's experts, with the place in the ``expert_mesh``."""
     options: dict[str, str] = field(default_factory=dict)
     """The options of the optimizer, as JSON, by the name of the parameter."""
+    copies: Copies = field(default_factory=dict)
+    """Optimizer state of parameters in units that other ranks hold as well."""
 
     def digest(self) -> bytes:
-        """Return 16 bytes that are equal on ranks that tell the same."""
+        """Return 16 bytes that are equal on ranks that tell the same.
+
+        Without ``copies``, which differ over shards; see ``hashes_of``.
+        """
         # Sorted: ranks may order groups and parameters differently, and a checkpoint
         # goes by names.
         parts = [self.shapes, self.parameters, self.buffers, self.options, self.chosen]
-        parts += [self.rectangles, self.experts]
+        parts += [self.rectangles, self.experts, self.own_states]
         text = repr([sorted(part.items()) for part in parts])
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
@@ -121,7 +131,7 @@ def require_same(ranks: Sequence[int], told: Sequence[RankValues]) -> str:
         ranks: the global ranks, in the order of ``told``.
         told: the values of each rank.
 
-    Returns: a warning about buffers and extra states that differ.
+    Returns: a warning about buffers that differ.
     Collective: none; all ranks have the same ``told``, so all decide alike.
     Raises: CheckpointError, for tensors and options that would be lost.
     """
@@ -154,30 +164,50 @@ def require_same(ranks: Sequence[int], told: Sequence[RankValues]) -> str:
     if unlike:
         raise CheckpointError(
             f"Parameter {quoted(unlike[0])}{_more(unlike)} is in no unit and has other "
-            f"values on {_others(ranks, told, unlike[0])} than on rank {ranks[0]}, "
+            f"values on {_others(ranks, [each.parameters for each in told], unlike[0])}"
+            f" than on rank {ranks[0]}, "
             "which saves such parameters for all ranks; nothing was written. Give all "
             "ranks the same values (torch.distributed.broadcast), pass its module to "
             f"fully_shard, or pass local=[{unlike[0]!r}] (names, or patterns such as "
             "'experts.*'), which saves each rank's own."
         )
+    _require_same_own_states(ranks, told)
     _require_same_rectangles(ranks, told)
     _require_same_options(ranks, told)
+    require_same_copies(ranks, [each.copies for each in told])
     # A warning and no error: the running means of a normalization differ in ordinary
     # training, and DistributedDataParallel gives all ranks those of rank 0, too.
     unlike = _unlike(told, lambda each: each.buffers)
     if not unlike:
         return ""
     return (
-        f"Buffers and extra states differ over ranks: {listed(map(quoted, unlike))}. "
+        f"Buffers differ over ranks: {listed(map(quoted, unlike))}. "
         f"The checkpoint has those of rank {ranks[0]}, and load gives them to all "
         "ranks. Broadcast them before the save, or pass local=[..] with their names, "
         "which saves each rank's own."
     )
 
 
+def _require_same_own_states(ranks: Sequence[int], told: Sequence[RankValues]) -> None:
+    """Raise CheckpointError for an extra state that differs over ranks."""
+    # No trainer gives all ranks the extra states of one, as is done with buffers, so a
+    # difference is what only this rank has learnt or counted.
+    unlike = _unlike(told, lambda each: each.own_states)
+    if unlike:
+        name = unlike[0]
+        others = _others(ranks, [each.own_states for each in told], name)
+        raise CheckpointError(
+            f"The extra state {quoted(name)}{_more(unlike)} is another on {others} "
+            f"than on rank {ranks[0]}, which saves extra states for all ranks; nothing "
+            "was written. Let get_extra_state return the same on all ranks, or pass "
+            f"local=[{name!r}] (names, or patterns such as '*._extra_state'), which "
+            "saves each rank's own."
+        )
+
+
 def _require_same_rectangles(ranks: Sequence[int], told: Sequence[RankValues]) -> None:
     """Raise CheckpointError for a rectangle of a DTensor that has two values."""
-    known: dict[str, tuple[int, int]] = {}
+    known: dict[str, tuple[int, Any]] = {}
     for rank, each in zip(ranks, told, strict=True):
         for where, value in each.rectangles.items():
             first, expected = known.setdefault(where, (rank, value))
@@ -239,11 +269,9 @@ def _who(ranks: Sequence[int], texts: Sequence[str | None]) -> str:
     )
 
 
-def _others(ranks: Sequence[int], told: Sequence[RankValues], name: str) -> str:
-    """Return the ranks whose parameter differs from the first rank's, in words."""
-    first = told[0].parameters.get(name)
+def _others(ranks: Sequence[int], told: Sequence[Mapping[str, Any]], name: str) -> str:
+    """Return the ranks whose value of a name is not the first rank's, in words."""
+    first = told[0].get(name)
     return ranks_text(
-        rank
-        for rank, each in zip(ranks, told, strict=True)
-        if each.parameters.get(name) != first
+        rank for rank, each in zip(ranks, told, strict=True) if each.get(name) != first
     )

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -59,6 +60,7 @@ from composable_fsdp.storage.remote_commit import (
     discard_remote,
     remove_older_remote,
 )
+from composable_fsdp.storage.same_copies import copies_differ, hashes_of
 from composable_fsdp.storage.same_on_ranks import RankValues, require_same
 from composable_fsdp.storage.selection import Patterns, Selection
 from composable_fsdp.storage.team import Team, meet_team, team_of
@@ -207,6 +209,8 @@ class Job:
     """See ``save``."""
     keep_best: int = 0
     """See ``save``."""
+    error: Exception | None = None
+    """An error of this rank that the other ranks do not know yet."""
     block: int = BLOCK
     """The bytes of payload that a checksum covers, the same on every rank."""
 
@@ -281,7 +285,8 @@ def prepare(
         plan = plan_cache_of(module)
         last = plan.token_for(part, team.ranks, is_first=team.rank == 0)
         told = digest(kinds), values.digest()
-        mine = target, temporary, before, *told, metric, nbytes, last
+        copies = hashes_of(values.copies)
+        mine = target, temporary, before, *told, metric, nbytes, last, copies
         answers = team.agree(error, mine)
         raise_unseen(team, [each[2] for each in answers])
         # Each rank has all metrics, so all raise alike.
@@ -289,6 +294,7 @@ def prepare(
         part.metric = None if metric is None else metric.to_save()
         kinds_differ = len({each[3] for each in answers if each[3]}) > 1
         values_differ = len({each[4] for each in answers}) > 1
+        values_differ |= copies_differ(team.ranks, [each[8] for each in answers])
         # Before entries are added that other ranks ask for, at each save alike.
         is_same = bool(last) and {each[7] for each in answers} == {last}
         reuse = Reuse(plan, part.copy(), team.ranks, is_same)
@@ -301,7 +307,7 @@ def prepare(
                 text = require_same(team.ranks, [each for _, each in everyone])
                 # Rank 0 alone saves the buffers, and a warning per rank says no more.
                 if text and team.rank == 0:
-                    warnings.warn(text, stacklevel=3)
+                    error = _warned(text)
     except BaseException:
         _discard(target, temporary)
         raise
@@ -309,7 +315,22 @@ def prepare(
     target, temporary, *_ = answers[0]
     block = block_size(sum(each[6] for each in answers))
     pieces, best = in_order(pieces), given.keep_best
-    return Job(target, temporary, part, pieces, reuse, keep, overwrite, best, block)
+    given_on = keep, overwrite, best, error
+    return Job(target, temporary, part, pieces, reuse, *given_on, block)
+
+
+def _warned(text: str) -> Exception | None:
+    """Warn; return the error for ``write`` if this process lets warnings raise."""
+    try:
+        warnings.warn(text, stacklevel=4)
+    except Warning as raised:
+        # Raised here, the warning would end rank 0 alone, and the others would wait.
+        error = CheckpointError(
+            f"{text} Nothing was written, because warnings are errors in this process."
+        )
+        error.__cause__ = raised
+        return error
+    return None
 
 
 def write(team: Team, job: Job, error: Exception | None = None) -> None:
@@ -327,6 +348,7 @@ def write(team: Team, job: Job, error: Exception | None = None) -> None:
     """
     told: Any = None
     committed = False
+    error = error or job.error
     try:
         try:
             if error is not None:
@@ -416,10 +438,13 @@ def _tidy(job: Job, files: set[str]) -> None:
     """
     # ``spared`` reads manifests only if the caller asks for best ones.
     best = partial(spared, count=job.keep_best)
-    if is_url(job.path):
-        problems = remove_older_remote(job.path, job.keep, files, best)
-    else:
-        problems = remove_older(job.path, job.keep, best)
+    try:
+        if is_url(job.path):
+            problems = remove_older_remote(job.path, job.keep, files, best)
+        else:
+            problems = remove_older(job.path, job.keep, best)
+    except OSError as error:
+        problems = [f"those beside it ({error.strerror or error})"]
     if problems:
         # The checkpoint itself is good, so training must go on.
         warnings.warn(
@@ -427,8 +452,12 @@ def _tidy(job: Job, files: set[str]) -> None:
             f"{listed(problems)}. The next save tries again.",
             stacklevel=2,
         )
+    stale: list[str] = []
     # At a URL, files of other attempts at the same place are gone by now.
-    stale = [] if is_url(job.path) else stale_copies(job.path)
+    if not is_url(job.path):
+        # Leftovers that cannot be listed cannot be told of, and harm nothing.
+        with suppress(OSError):
+            stale = stale_copies(job.path)
     if stale:
         warnings.warn(
             f"{', '.join(stale)} were left by saves of {job.path} that were "
@@ -440,6 +469,12 @@ def _tidy(job: Job, files: set[str]) -> None:
 
 def _after_commit(job: Job, error: Exception) -> Exception:
     """Return the error for a failure after the rename."""
+    # Raised on all ranks alike, as any error of a save.
+    if isinstance(error, Warning):
+        return CheckpointError(
+            f"{error} This is a warning, which is raised because warnings are errors "
+            "in this process: the save itself has succeeded, and training can go on."
+        )
     return CheckpointError(
         f"The checkpoint {job.path} was committed and is whole, but what comes after "
         f"failed ({error}): 'latest' may name an older one, and older ones may still "

@@ -138,7 +138,7 @@ def header_bytes(table: dict[str, object], alignment: int) -> bytes:
 def _new_file(path: str, nbytes: int) -> NewFile | RemoteFile:
     """Return a new file to write, at a path or URL, for about ``nbytes``."""
     if is_url(path):
-        return RemoteFile(path)
+        return RemoteFile(path, nbytes)
     # The file is kept beside the memory that this process may need next.
     return NewFile(path, keep=fits_in_memory(nbytes))
 

@@ -29,8 +29,10 @@ from composable_fsdp import (
     verify,
 )
 from composable_fsdp.inspection.checkpoint_diff import compare
-from composable_fsdp.storage import native
+from composable_fsdp.storage import native, plan_cache
+from composable_fsdp.storage.merge import merge as merging_of_parts
 from composable_fsdp.storage.native import NativeSource
+from composable_fsdp.storage.plan_cache import PlanCache
 from composable_fsdp.storage.staging import host_buffer
 from tests.parallel.models import (
     Model,
@@ -316,6 +318,47 @@ def test_a_model_of_tensor_parallelism_alone(world: World, tmp_path: Path) -> No
 
 
 @on_ranks(4)
+@pytest.mark.req("K-05")
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_steady_run_merges_its_plan_once(
+    world: World, mesh: str, tmp_path: Path
+) -> None:
+    """The manifest is that of a merge, and scalars that differ are refused alike."""
+    recipe = Recipe(hidden=9)
+    model, optim, _, _ = trained(world, recipe, MESHES[mesh])
+    merge = mock.Mock(wraps=merging_of_parts)
+    unused = mock.patch.object(PlanCache, "token_for", return_value="")
+    with mock.patch.object(plan_cache, "merge", merge):
+        for at in range(3):
+            for state in optim.state.values():
+                state["step"] += 1
+            save(tmp_path / f"reused-{at}", model, optim)
+            assert merge.call_count == (world.rank == 0)
+    with unused:
+        save(tmp_path / "merged", model, optim)
+    pair = [
+        (tmp_path / name / "manifest.json").read_bytes()
+        for name in ("reused-2", "merged")
+    ]
+    assert pair[0] == pair[1]
+    save(tmp_path / "again", model, optim)
+    # Without tensor parallelism a single rank holds the matrix, and nothing can differ.
+    if mesh == "4 x 1":
+        return
+    # Cut over all ranks, so that no rank has a copy.
+    down = dict(model.named_parameters())["blocks.0.down.weight"]
+    if world.rank == 0:
+        assert down.numel()
+        optim.state[down]["step"] += 1
+    texts = [message_of(lambda: save(tmp_path / "no", model, optim))]
+    with unused:
+        texts.append(message_of(lambda: save(tmp_path / "no", model, optim)))
+    assert texts[0] == texts[1]
+    assert "'blocks.0.down.weight'" in texts[0]
+    assert "which hold parts of the parameter" in texts[0]
+
+
+@on_ranks(4)
 def test_parts_that_differ_over_copies_are_refused(
     world: World, tmp_path: Path
 ) -> None:
@@ -330,6 +373,36 @@ def test_parts_that_differ_over_copies_are_refused(
 
     assert "part of DTensor matrix at (0, 5) is in no unit and has other values" in text
     assert "on rank 3 than on rank 1" in text
+    assert not (tmp_path / "new").exists()
+
+
+@on_ranks(4)
+@pytest.mark.req("K-01")
+def test_scalars_that_differ_over_copies_are_refused(
+    world: World, tmp_path: Path
+) -> None:
+    """Of parameters that tensor parallelism does not cut, and of DTensors in no unit.
+
+    The first of the copies stored its own, and the others' were lost.
+    """
+    model, optim, _, _ = trained(world, Recipe(), 2)
+    norm = dict(model.named_parameters())["blocks.0.norm.weight"]
+    save(tmp_path / "same", model, optim)
+    if norm.numel():
+        optim.state[norm]["step"] += world.rank % 2
+    text = message_of(lambda: save(tmp_path / "new", model, optim))
+    assert "blocks.0.norm.weight (state 'step') is " in text
+    assert "which hold copies of the parameter" in text
+
+    loose, _ = with_loose(world, Recipe(), 2)
+    matrix = dict(loose.named_parameters())["matrix"]
+    other = torch.optim.AdamW([matrix])
+    matrix.grad = torch.zeros_like(matrix)
+    other.step()
+    save(tmp_path / "loose", loose, other)
+    other.state[matrix]["step"] += world.rank // 2
+    text = message_of(lambda: save(tmp_path / "new", loose, other))
+    assert "The part of DTensor matrix (state 'step') is in no unit and has" in text
     assert not (tmp_path / "new").exists()
 
 

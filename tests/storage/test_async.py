@@ -114,7 +114,10 @@ def test_a_failure_surfaces_through_the_future_or_at_the_next_call(
     (first, seen, last), other = ranks(2).run(check_failure, tmp_path)
 
     assert first == other[0]
-    assert f"The asynchronous save of {tmp_path}/step-1 failed. On rank 1: " in first
+    assert (
+        f"The asynchronous save of {tmp_path}/step-1 ended with an error. On rank 1"
+        in first
+    )
     assert "This call did nothing; repeat it" in first
     assert "On rank 1: the checkpoint could not be accessed: File too large" in seen
     assert last == other[2] == "nothing was raised"
@@ -153,9 +156,9 @@ def test_a_failure_outlives_a_call_that_fails_for_another_reason(
 
     assert first == second
     assert first[0].startswith("TypeError: On rank 1: extra is a builtins.object")
-    assert "step-0 failed. On rank 1: " in first[1]
+    assert "step-0 ended with an error. On rank 1: " in first[1]
     assert "nothing-here does not exist" in first[2]
-    assert "step-1 failed. On rank 1: " in first[3]
+    assert "step-1 ended with an error. On rank 1" in first[3]
 
 
 def check_no_thread(world: World, folder: Path) -> list[bool]:

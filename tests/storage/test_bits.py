@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+from collections import deque
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp import async_save, fully_shard, load, save
+from composable_fsdp import (
+    async_save,
+    flat_parameters,
+    fully_shard,
+    load,
+    open_source,
+    save,
+)
 from composable_fsdp.storage.manifest import CODES
 from tests.storage.training import same
+from tests.support.on_ranks import on_ranks
 from tests.support.sharded import RankCount, message_of
 from tests.support.world import World
 
@@ -120,3 +130,74 @@ def test_state_in_another_dtype_than_its_parameter_keeps_its_bits(
 ) -> None:
     """Float32 averages of bfloat16 weights, in an optimizer that has state or not."""
     assert ranks(2).run(check_wide_state, tmp_path) == [[True, True]] * 2
+
+
+NESTED = {
+    "precise": torch.tensor(1 / 3, dtype=torch.float64),
+    "list": [torch.tensor([1 / 3]), (torch.tensor(0.1), 2)],
+    "dict": {"deep": {"a": torch.tensor([0.3], dtype=torch.float64)}, "step": 3},
+    "text": "warming up",
+    "ring": deque([torch.tensor(0.7), 1], maxlen=4),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("flat", [False, True])
+def test_wide_state_and_containers_come_back_as_they_were_saved(
+    world: World, tmp_path: Path, flat: bool
+) -> None:
+    """``Optimizer.load_state_dict`` casts to bfloat16 what an optimizer keeps wide.
+
+    And it made a text the name of a generator, and a deque endless.
+    """
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        # Without padding, which has no values to come back.
+        model = fully_shard(nn.Linear(8, 8, bias=False).bfloat16())
+        given = flat_parameters(model) if flat else model.parameters()
+        return model, torch.optim.NAdam(given, foreach=False)
+
+    model, optimizer = made()
+    for _ in range(3):
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    for state in optimizer.state.values():
+        state["nested"] = copy.deepcopy(NESTED)
+        # Wider than the parameter, in all elements.
+        state["exp_avg"] = torch.rand(state["exp_avg"].shape)
+    expected = told(optimizer)
+    save(tmp_path / "run", model, optimizer)
+    for into, other in ((model, optimizer), made()):
+        load(tmp_path / "run", into, other)
+        assert told(other) == expected
+
+
+def told(optimizer: torch.optim.Optimizer) -> list[str]:
+    """State with dtypes, of parameters with elements here."""
+    names = ("step", "mu_product", "nested", "exp_avg")
+    return [
+        str({name: (state[name], getattr(state[name], "dtype", 0)) for name in names})
+        for parameter, state in optimizer.state.items()
+        if parameter.numel()
+    ]
+
+
+def test_optimizers_that_load_from_one_open_source_share_no_memory(
+    tmp_path: Path,
+) -> None:
+    """The steps of the first counted in the second."""
+    models = [nn.Linear(3, 3) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(model.parameters()) for model in models]
+    for parameter in models[0].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizers[0].step()
+    save(tmp_path / "run", models[0], optimizers[0])
+    with open_source(tmp_path / "run") as source:
+        for model, optimizer in zip(models, optimizers, strict=True):
+            load(source, model, optimizer)
+
+    optimizers[0].step()
+
+    steps = [[s["step"].item() for s in o.state.values()] for o in optimizers]
+    assert steps == [[2.0, 2.0], [1.0, 1.0]]

@@ -217,6 +217,32 @@ def test_the_name_latest_is_refused_before_anything_is_written(tmp_path: Path) -
     assert os.listdir(tmp_path) == []
 
 
+def test_a_name_that_no_disk_can_hold_is_refused_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
+    """A half of a surrogate pair was refused only after the commit."""
+    save(tmp_path / "step-1", make("plain"), extra=1)
+    for name in ("step-\udcff2", "step-\ud8002"):
+        text = message_of(partial(save, tmp_path / name, make("plain")))
+        assert "surrogates not allowed" in text
+
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-1"]
+    assert load(tmp_path, make("plain")) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.float8_e8m0fnu], ids=str)
+def test_a_dtype_that_no_file_holds_is_refused_by_name(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """Before anything is written, with the dtypes that a file holds."""
+    model = torch.nn.Module()
+    model.register_buffer("table", torch.zeros(2, dtype=dtype))
+    text = message_of(lambda: save(tmp_path / "run", model))
+
+    assert f"'table' has dtype {dtype}, which a checkpoint cannot hold" in text
+    assert os.listdir(tmp_path) == []
+
+
 def test_latest_is_found_whatever_blanks_its_name_has(tmp_path: Path) -> None:
     """Also where somebody wrote the file by hand."""
     model = make("plain")

@@ -18,8 +18,9 @@ from composable_fsdp import async_save, fully_shard, load, save
 from composable_fsdp.storage import plan_cache
 from composable_fsdp.storage import save as saving
 from composable_fsdp.storage.merge import merge as merging_of_parts
+from composable_fsdp.storage.merged_plan import Brief
 from composable_fsdp.storage.native import NativeSource
-from composable_fsdp.storage.plan_cache import Brief, PlanCache
+from composable_fsdp.storage.plan_cache import PlanCache
 from composable_fsdp.storage.team import Team
 from tests.storage.test_faults import full_disk
 from tests.storage.test_spread import options_of, small_parts
@@ -37,6 +38,11 @@ ACTS = (
     "metric",
     "state",
     "part",
+    "cut",
+    "local",
+    "freeze",
+    "optimizer",
+    "buffer",
     "asynchronous",
     "full disk",
 )
@@ -92,6 +98,7 @@ def change(
     """Do ``act``; return the function that saves."""
     given.setdefault("optim", optimizer)
     given.pop("include", None)
+    given.pop("local", None)
     if act == "step":
         step(model, optimizer, at)
     elif act == "rate":
@@ -109,6 +116,23 @@ def change(
         optimizer.state.clear()
     elif act == "part":
         given["include"] = ["gpt.blocks.0", "scale"]
+    elif act in ("cut", "local"):
+        # Parameters of a unit apart from the others, and values of each rank.
+        given["include" if act == "cut" else "local"] = ["*.weight", "seen"]
+        step(model, optimizer, at)
+    elif act == "freeze":
+        # Moves the parameter to another region at the next forward.
+        moved = model.get_parameter("gpt.blocks.1.up.weight")
+        moved.requires_grad_(not moved.requires_grad)
+        step(model, given["optim"], at)
+    elif act == "optimizer":
+        params = model.parameters()
+        given["optim"] = torch.optim.SGD(params, lr=0.1, momentum=0.5 * (at % 2))
+        step(model, given["optim"], at)
+    elif act == "buffer":
+        model.register_buffer(
+            "seen", torch.ones(3, dtype=(torch.int64, torch.int8)[at % 2])
+        )
     if act == "asynchronous":
         return lambda *a, **k: async_save(*a, **k).result()
     return save
@@ -127,6 +151,8 @@ MESHES = [(1, 2), (2, 2), (2, 1)]
 @given(acts=st.lists(st.sampled_from(ACTS), min_size=2, max_size=6))
 @example(acts=["step", "step", "rate", "extra", "per rank", "metric", "step"])
 @example(acts=["step", "full disk", "step", "state", "step", "part", "step"])
+@example(acts=["cut", "cut", "local", "local", "state", "local", "cut"])
+@example(acts=["step", "freeze", "step", "optimizer", "step", "buffer", "freeze"])
 def test_a_plan_that_is_reused_gives_the_manifest_of_a_merge(
     ranks: RankCount,
     tmp_path_factory: pytest.TempPathFactory,
@@ -155,6 +181,46 @@ def test_a_steady_run_merges_once(
     assert merges == [1, 0, 0, 0, 0, 0, 0, 1, 0]
     # Only rank 0 merges.
     assert all(count == 0 for rank in found[1:] for _, count in rank)
+
+
+@pytest.mark.req("K-05")
+@pytest.mark.parametrize("act", ["cut", "local"])
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_a_steady_run_of_a_part_or_of_values_per_rank_merges_once(
+    ranks: RankCount, tmp_path: Path, mesh: tuple[int, int], act: str
+) -> None:
+    """Scalars of cut parameters and of single ranks merged the plan at each save."""
+    found = ranks(mesh[0] * mesh[1]).run(play, tmp_path, [act] * 3, mesh)
+
+    assert found[0] == [(True, 1), (True, 0), (True, 0)]
+
+
+def steps_of_experts(world: World, folder: Path) -> list[list[float]]:
+    """The steps that come back after each save of a rank's own plain parameter."""
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in "ab"})
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            value.fill_(world.rank if name.startswith("a") else 5)
+    optimizer = torch.optim.AdamW(model.parameters())
+    found = []
+    for at in range(3):
+        for value in model.parameters():
+            value.grad = torch.ones_like(value)
+        optimizer.step()
+        save(folder / f"step-{at}", model, optimizer, local=["a"])
+        load(folder / f"step-{at}", model, optimizer)
+        found.append([s["step"].item() for s in optimizer.state.values()])
+    return found
+
+
+@pytest.mark.req("K-01", "K-05")
+def test_scalar_state_of_single_ranks_is_that_of_its_own_save(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """A plan that was reused stored the steps of the save that had made the plan."""
+    found = ranks(2).run(steps_of_experts, tmp_path)
+
+    assert found == [[[n] * 4 for n in (1.0, 2.0, 3.0)]] * 2
 
 
 def check_values(world: World, folder: Path) -> bool:

@@ -12,9 +12,12 @@ from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 from torch import nn
 
 from composable_fsdp import (
@@ -35,6 +38,7 @@ from composable_fsdp import (
     verify,
 )
 from composable_fsdp.inspection.command_line import main
+from composable_fsdp.storage import fsspec_storage
 from composable_fsdp.storage.remote import whole_path
 from tests.storage.training import everything, make, optimizer_of, same, step
 from tests.support.on_ranks import on_ranks
@@ -335,6 +339,47 @@ def test_a_marker_that_was_written_in_part_is_no_checkpoint(
     save(f"{url}/step-2", model, extra=3)
     assert load(url, model) == 3
     assert len(os.listdir(tmp_path / "runs" / "step-2")) == 2
+
+
+@given(nbytes=st.integers(0, 5 << 40))
+@example(nbytes=160 * 10**9)
+def test_a_file_of_any_size_goes_up_in_parts_that_a_store_takes(nbytes: int) -> None:
+    """S3 takes 10,000 parts: of 16 MiB each, a file of 168 GB failed at its end."""
+    files = mock.Mock()
+    upload = fsspec_storage._FsspecUpload(files, "b/file")
+    upload.expect(nbytes)
+    upload.write(memoryview(b"first"))
+
+    ((name, mode), options) = files.open.call_args
+    size = options["block_size"]
+    # A header and the last bytes of a write come on top.
+    assert (nbytes + (100 << 20)) / size < 10_000
+    assert size % (1 << 20) == 0
+    assert 16 << 20 <= size <= max(16 << 20, nbytes // 8_000)
+    assert (name, mode) == ("b/file", "wb")
+
+
+@on_ranks(4)
+@pytest.mark.req("K-07")
+def test_a_checkpoint_is_listed_once_however_many_files_a_rank_reads(
+    world: World, tmp_path: Path
+) -> None:
+    """Each file was looked up by a listing of its own."""
+    storage = Folder(tmp_path / "own")
+    register_storage("own", lambda: storage)
+    model = make("composable")
+    save("own://b/step-1", model, extra=1)
+    plain = make("plain", seed=3)
+    listed = mock.Mock(wraps=storage.list)
+
+    with mock.patch.object(storage, "list", listed):
+        assert load("own://b/step-1", plain, share=False) == 1
+        # Rank 0 looks the URL up, and all ranks open what it has found.
+        assert listed.call_count == (2 if world.rank == 0 else 1)
+        listed.reset_mock()
+        assert verify("own://b/step-1")
+        assert [each.is_whole for each in checkpoints("own://b")] == [True]
+        assert listed.call_count <= 3
 
 
 @on_ranks(2, 3)

@@ -17,6 +17,9 @@ import torch
 from torch import nn
 
 from composable_fsdp import CheckpointError, checkpoints, load, save, verify
+from tests.support.on_ranks import on_ranks
+from tests.support.sharded import message_of
+from tests.support.world import World
 
 CALLS = ("open", "mkdir", "rename", "replace", "unlink", "fsync", "rmdir")
 
@@ -25,6 +28,8 @@ def model(value: float) -> nn.Linear:
     made = nn.Linear(2, 2)
     with torch.no_grad():
         made.weight.fill_(value)
+        # Equal on all ranks.
+        made.bias.zero_()
     return made
 
 
@@ -168,6 +173,43 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path: Path) -
     save(tmp_path / "step-4", model(4.0), keep=2)
 
     assert sorted(os.listdir(tmp_path)) == ["latest", "step-3", "step-4"]
+
+
+@pytest.mark.req("K-04")
+def test_a_folder_that_cannot_be_listed_after_the_commit_is_a_warning(
+    tmp_path: Path,
+) -> None:
+    """Nothing of the new checkpoint depends on those beside it."""
+    save(tmp_path / "step-1", model(1.0))
+    with (
+        mock.patch("os.scandir", side_effect=OSError(errno.EIO, "gone")),
+        pytest.warns(UserWarning, match="older checkpoints could not be removed"),
+    ):
+        save(tmp_path / "step-2", model(2.0), keep=1)
+
+    assert value_in(tmp_path) == 2.0
+
+
+@on_ranks(2)
+@pytest.mark.req("K-04")
+def test_where_warnings_are_errors_the_error_says_that_the_save_has_succeeded(
+    world: World, tmp_path: Path
+) -> None:
+    """On all ranks, which are in step for the next save; it told of ``latest``."""
+    held = mock.patch("shutil.rmtree", side_effect=OSError(errno.ENOTEMPTY, "held"))
+    save(tmp_path / "step-1", model(1.0))
+    with held, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        text = message_of(lambda: save(tmp_path / "step-2", model(2.0), keep=1))
+
+    assert "On rank 0:" in text
+    assert "step-2 was committed; older checkpoints could not be removed" in text
+    assert "the save itself has succeeded, and training can go on" in text
+    assert value_in(tmp_path) == 2.0
+    save(tmp_path / "step-3", model(3.0), keep=1)
+    assert value_in(tmp_path) == 3.0
+    if world.rank == 0:
+        assert sorted(os.listdir(tmp_path)) == ["latest", "step-3"]
 
 
 @pytest.mark.req("K-04")

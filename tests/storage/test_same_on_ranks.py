@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from composable_fsdp import fully_shard, save, verify
+from composable_fsdp import fully_shard, load, save, verify
+from composable_fsdp.comm import collectives
 from tests.storage.test_quantised_state import Half
+from tests.storage.test_spread import options_of
 from tests.support.sharded import RankCount, message_of
 from tests.support.world import World
 
@@ -161,6 +163,66 @@ def test_a_save_that_would_lose_a_value_of_a_rank_is_refused_on_all_ranks(
     assert list(tmp_path.iterdir()) == []
 
 
+def replicas_that_differ(
+    world: World, folder: Path, mesh: tuple[int, int]
+) -> tuple[str, str, list[float]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for layer in model:
+        fully_shard(layer, **options_of(mesh))
+    optimizer = optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    with collectives.record() as calls:
+        save(folder / "same", model, optimizer)
+    # What is equal needs no exchange of texts.
+    assert sum("gather_object" in call.op for call in calls) == 2, calls
+    for state in optimizer.state.values():
+        state["step"] += world.rank
+    text = message_of(lambda: save(folder / "own", model, optimizer))
+    for state in optimizer.state.values():
+        state["step"] = torch.tensor(1.0 + world.rank)
+    local = ["0", "1"]
+    save(folder / "local", model, optimizer, local=local)
+    for state in optimizer.state.values():
+        state["step"].zero_()
+    load(folder / "local", model, optimizer)
+    steps = [
+        state["step"].item() - world.rank
+        for leaf, state in optimizer.state.items()
+        if leaf.numel()
+    ]
+    del optimizer.state[next(leaf for leaf in model.parameters() if leaf.numel())]
+    lacks = message_of(
+        lambda: save(folder / "lacks", model, optimizer if world.rank else other(model))
+    )
+    return text, lacks, steps
+
+
+def other(model: nn.Module) -> optim.Optimizer:
+    return optim.SGD(model.parameters())
+
+
+@pytest.mark.req("K-01")
+@pytest.mark.parametrize("mesh", [(2, 1), (2, 2)], ids=str)
+def test_scalar_state_that_replicas_have_differently_is_refused(
+    ranks: RankCount, tmp_path: Path, mesh: tuple[int, int]
+) -> None:
+    """A replica's steps were lost, or stood beside those of another replica."""
+    found = ranks(mesh[0] * mesh[1]).run(replicas_that_differ, tmp_path, mesh)
+
+    texts = {text for text, _, _ in found}
+    assert len(texts) == 1
+    assert "(state 'step') is " in (text := texts.pop())
+    assert "which hold copies of the parameter; a checkpoint has it once" in text
+    assert "pass local=['" in text
+    assert all(steps and set(steps) == {1.0} for _, _, steps in found)
+    assert not (tmp_path / "own").exists()
+    assert not (tmp_path / "lacks").exists()
+    assert len({lacks for _, lacks, _ in found}) == 1
+
+
 class Counting(nn.Linear):
     """A module with an extra state."""
 
@@ -173,7 +235,7 @@ class Counting(nn.Linear):
         self.calls = state
 
 
-def save_with_own_buffers(world: World, folder: Path) -> list[str]:
+def save_with_own_buffers(world: World, folder: Path) -> tuple[list[str], str]:
     model: Any = nn.Sequential(nn.BatchNorm1d(4), Counting(4, 4))
     torch.manual_seed(0)
     for each in model.parameters():
@@ -182,19 +244,63 @@ def save_with_own_buffers(world: World, folder: Path) -> list[str]:
         warnings.simplefilter("always")
         save(folder / "same", model)
         model[0].running_mean.fill_(world.rank)
-        model[1].calls = world.rank
         save(folder / "own", model)
-    return [str(each.message) for each in found]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        raised = message_of(lambda: save(folder / "strict", model))
+    # After the error, the ranks are still in step.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        save(folder / "after", model)
+    return [str(each.message) for each in found], raised
 
 
 @pytest.mark.req("K-01")
-def test_buffers_and_extra_states_of_other_ranks_are_named_in_a_warning(
+def test_buffers_of_other_ranks_are_named_in_a_warning(
     ranks: RankCount, tmp_path: Path
 ) -> None:
-    """Running means differ in ordinary training: the save goes on, and says so once."""
-    first, second = ranks(2).run(save_with_own_buffers, tmp_path)
+    """Running means differ in ordinary training: the save goes on, and says so once.
+
+    Where warnings are errors, all ranks raise; rank 0 raised alone, and the others
+    waited for its file.
+    """
+    (first, raised), (second, other) = ranks(2).run(save_with_own_buffers, tmp_path)
 
     assert second == []
     (text,) = first
-    assert "'1._extra_state', '0.running_mean'. The checkpoint has those of" in text
+    assert "Buffers differ over ranks: '0.running_mean'. The checkpoint has" in text
     assert verify(tmp_path / "own")
+    assert raised == other
+    assert "On rank 0: Buffers differ over ranks: '0.running_mean'." in raised
+    assert "Nothing was written, because warnings are errors in this process" in raised
+    assert {each.name for each in tmp_path.iterdir()} == {
+        *("same", "own", "after", "latest")
+    }
+
+
+def save_with_own_extra_states(world: World, folder: Path) -> tuple[str, int]:
+    model = nn.Sequential(nn.Identity(), counting := Counting(2, 2))
+    for each in model.parameters():
+        nn.init.ones_(each)
+    counting.calls = world.rank + 5
+    text = message_of(lambda: save(folder / "own", model))
+    save(folder / "local", model, local=["*._extra_state"])
+    counting.calls = 0
+    load(folder / "local", model)
+    return text, counting.calls
+
+
+@pytest.mark.req("K-01")
+def test_an_extra_state_that_differs_is_refused_or_saved_per_rank(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """As a parameter in no unit; all ranks got the state of rank 0, with a warning."""
+    (text, first), (other, second) = ranks(2).run(save_with_own_extra_states, tmp_path)
+
+    assert text == other
+    assert (
+        "The extra state '1._extra_state' is another on rank 1 than on rank 0" in text
+    )
+    assert "local=['1._extra_state']" in text
+    assert not (tmp_path / "own").exists()
+    assert (first, second) == (5, 6)

@@ -1,0 +1,37 @@
+"""A rank that is lost while replicas share the reads of a load ends it on all."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.faults.launch import launch
+from tests.faults.shared_load import LIMIT
+
+PROGRAM = Path(__file__).with_name("shared_load.py")
+
+
+# A stopped process is ended by ``launch``, after 25 seconds.
+STOPPED = pytest.param("stopped", marks=pytest.mark.slow)
+
+
+@pytest.mark.req("K-05")
+@pytest.mark.parametrize("how", ["killed before", "killed", "raises", STOPPED])
+def test_no_rank_waits_for_a_part_longer_than_the_time_out(
+    how: str, tmp_path: Path
+) -> None:
+    """Each rank that is left raises a CheckpointError; none hangs, and none goes on."""
+    *others, lost = launch(how, ranks=3, folder=tmp_path, program=PROGRAM)
+
+    assert lost.status == (0 if how == "raises" else -9)
+    for ended in others:
+        assert ended.status == 0, ended.output
+        assert "CheckpointError: " in ended.output
+        if how != "killed before":
+            assert "The model is of no use now" in ended.output
+        seconds = re.search(r"after (\S+) s", ended.output)
+        assert seconds is not None
+        # The exchange, and the agreement after it.
+        assert float(seconds[1]) < 2 * LIMIT + 3
