@@ -25,6 +25,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from composable_fsdp.planning.storages import is_wrapper
+
 aten: Any = torch.ops.aten
 
 outside_modes = _disable_current_modes
@@ -86,6 +88,9 @@ class FakeValues(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch h
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Run ``func`` on fake tensors, and on values where all are known."""
+        # The operations that a DTensor runs on its local tensors come by themselves.
+        if any(map(is_wrapper, types)):
+            return NotImplemented
         kwargs = kwargs or {}
         name: str = func.name()
         if name in _NUMBERS:
@@ -102,6 +107,9 @@ class FakeValues(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch h
             return _grouped_product(*args[:2], *args[2:3])
         # Operations in place change their values, so these are read before.
         known = self._known(args, kwargs)
+        # A collective would be sent again for the values.
+        if name.startswith("_c10d_functional::"):
+            known = None
         result = func(*args, **kwargs)
         self._follow(func, args, result, known, kwargs)
         return result
