@@ -198,11 +198,15 @@ def as_usage_errors() -> Iterator[None]:
     """Turn an error that the arguments cause into a UsageError with the same text."""
     try:
         yield
-    except UsageError:
+    except UsageError as error:
+        # The rank is one of a job that the command made up.
+        error.rank = None
         raise
     # Refusals of the planner and the runtime, wrong values of options, files that
     # cannot be written.
     except (FSDPError, OSError, TypeError, ValueError) as error:
+        if isinstance(error, FSDPError):
+            error.rank = None
         raise UsageError(error_text(error)) from error
 
 
