@@ -14,6 +14,7 @@ Checked on torch 2.13. Private: ``_resolve_process_group``, the operators of
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +29,7 @@ from composable_fsdp.comm.simulated_world import (
     SimulatedGroup,
     echo,
     echo_rows,
+    has_values,
     replaced,
 )
 
@@ -116,6 +118,9 @@ def _echo(
     elif kind == "all_to_all":
         sizes = args[1] or [output.shape[0] // ranks] * ranks
         echo_rows(output, own[: (args[2] or sizes)[0]], sizes)
+    # Products of real numbers would be operations of the step.
+    elif not has_values(output):
+        return
     elif kind == "reduce_scatter":
         echo(output, own[: output.shape[0]] * _times(args[1], ranks))
     elif kind == "all_reduce":
@@ -130,12 +135,19 @@ def _times(reduction: str, ranks: int) -> int:
 
 
 @contextmanager
-def model_sends() -> Iterator[None]:
+def model_sends(*, makes_dtensors: bool) -> Iterator[None]:
     """Note what DTensors and functional collectives send in this block.
+
+    Args:
+        makes_dtensors: whether code in the block may be the first to import DTensor.
 
     Collective: none.
     """
-    # Imported here: the module loads much that models without DTensors do not need.
+    # The import takes a second, which models without DTensors do not need.
+    if not makes_dtensors and "torch.distributed.tensor" not in sys.modules:
+        with ModelSends():
+            yield
+        return
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     name = "_propagate_tensor_meta_non_cached"

@@ -10,6 +10,7 @@ Private, checked on torch 2.13: ``torch.utils._python_dispatch._disable_current_
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -73,7 +74,9 @@ def simulated_meshes() -> Iterator[None]:
 
 def _forget_meshes() -> None:
     """Empty the caches of DTensor, which hold meshes."""
-    # Imported here: the module loads much that training without DTensors does not need.
+    # Without the module there is no DTensor, and its import takes a second.
+    if "torch.distributed.tensor" not in sys.modules:
+        return
     from torch.distributed.tensor import _redistribute
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 

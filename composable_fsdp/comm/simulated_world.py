@@ -42,6 +42,9 @@ from composable_fsdp.comm.timetable import Label, SimulatedEvent, Timetable
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.phases import Phase
 
+LARGEST = 1 << 20
+"""Tensors of more elements have no values in a simulated step."""
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -100,14 +103,11 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def _label(self, op: str, nbytes: int) -> Label:
         """Return the label of the collective that is being sent."""
-        sent = operation_log(self).operations
-        # A collective of this package is in the log, and has no work yet. Collectives
-        # of the program are in no log.
-        if not sent or sent[-1].work or sent[-1].waited or sent[-1].done:
-            unit = running_unit(self._table.stage)
+        if self._is_of_model():
             stage = self._table.stage
+            unit = running_unit(stage)
             return Label(op, unit, stage, nbytes, self._name(), self._ranks, True)
-        last = sent[-1]
+        last = operation_log(self).operations[-1]
         # Without a unit, the phase is the outermost call, which is ``simulate``.
         in_step = isinstance(last.phase, Phase)
         phase = PHASES[Phase(last.phase)] if in_step else self._table.stage
@@ -121,9 +121,20 @@ class SimulatedGroup(dist.ProcessGroup):
         # torch calls the groups of a mesh "mesh_tp" and so on.
         return str(self.group_desc).removeprefix("mesh_")
 
+    def _is_of_model(self) -> bool:
+        """Return whether the program itself sends the collective, not the runtime."""
+        # A collective of this package is in the log, and has no work yet. Collectives
+        # of the program are in no log.
+        sent = operation_log(self).operations
+        return not sent or bool(sent[-1].work or sent[-1].waited or sent[-1].done)
+
     # Callers pass options, and shards beside the whole buffers, in further arguments.
-    def all_gather_single(self, output: Tensor, *args: Any, **kwargs: Any) -> dist.Work:
+    def all_gather_single(
+        self, output: Tensor, input: Tensor, *args: Any, **kwargs: Any
+    ) -> dist.Work:
         """Note the gather of an ``output`` ``(ranks * n,)``."""
+        if self._is_of_model():
+            echo_rows(output, input, [output.shape[0] // self._ranks] * self._ranks)
         return self.note("all_gather", [output])
 
     def all_gather_single_coalesced(
@@ -132,14 +143,22 @@ class SimulatedGroup(dist.ProcessGroup):
         """Note several gathers as a single collective."""
         return self.note("all_gather", output_lists)
 
-    def allgather(self, outputs: list[list[Tensor]], *args: Any) -> dist.Work:  # type: ignore[override]  # a single form of torch's two is enough
+    def allgather(  # type: ignore[override]  # a single form of torch's two is enough
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], *args: Any
+    ) -> dist.Work:
         """Note a gather into lists."""
+        for parts, own in zip(outputs, inputs, strict=True):
+            for part in parts if self._is_of_model() else ():
+                echo(part, own)
         return self.note("all_gather", [t for each in outputs for t in each])
 
     def reduce_scatter_single(
         self, output: Tensor, input: Tensor, *args: Any
     ) -> dist.Work:
         """Note the reduction of an ``input`` ``(ranks * n,)``."""
+        if self._is_of_model() and has_values(output):
+            times = self._ranks if _sums(args) else 1
+            echo(output, input[: output.shape[0]] * times)
         return self.note("reduce_scatter", [input])
 
     def reduce_scatter_single_coalesced(
@@ -150,6 +169,9 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[Tensor], *args: Any) -> dist.Work:  # type: ignore[override]  # ditto
         """Note an all-reduce, which is a reduction and a gather."""
+        for each in tensors if self._is_of_model() and _sums(args) else ():
+            if has_values(each):
+                each.mul_(self._ranks)
         return self.note("all_reduce", tensors, rounds=2)
 
     def broadcast(self, tensors: list[Tensor], *args: Any) -> dist.Work:  # type: ignore[override]  # ditto
@@ -181,7 +203,8 @@ class SimulatedGroup(dist.ProcessGroup):
         """
         own = input_sizes[0] if input_sizes else input.shape[0] // self._ranks
         sizes = output_sizes or [output.shape[0] // self._ranks] * self._ranks
-        echo_rows(output, input[:own], sizes)
+        if self._is_of_model():
+            echo_rows(output, input[:own], sizes)
         return self.note("all_to_all", [input])
 
     def alltoall(
@@ -189,7 +212,7 @@ class SimulatedGroup(dist.ProcessGroup):
     ) -> dist.Work:
         """Note an exchange of tensors."""
         # Rank 0 gets of each rank what that rank has for it.
-        for output in outputs:
+        for output in outputs if self._is_of_model() else ():
             echo(output, inputs[0])
         return self.note("all_to_all", inputs)
 
@@ -236,10 +259,22 @@ def echo(output: Tensor, value: Tensor) -> None:
     """Give integers in ``output`` the values of ``value``, which all ranks have.
 
     Real numbers of a simulated step have no values, and a copy of them would be a
-    computation that no rank does.
+    computation that no rank does; neither have large tensors, and so tensors of rows.
     """
-    if not output.dtype.is_floating_point and not output.dtype.is_complex:
+    if has_values(output) and output.shape == value.shape:
         output.copy_(value)
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Return whether ``tensor`` is small and of integers, as numbers of tokens are."""
+    is_real = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    return not is_real and tensor.numel() <= LARGEST
+
+
+def _sums(args: Sequence[Any]) -> bool:
+    """Return whether the options in ``args``, if any, ask for a sum."""
+    reduction = getattr(args[0], "reduceOp", None) if args else None
+    return reduction is None or reduction == dist.ReduceOp.SUM
 
 
 def echo_rows(output: Tensor, own: Tensor, sizes: Sequence[int]) -> None:
@@ -253,7 +288,7 @@ def echo_rows(output: Tensor, own: Tensor, sizes: Sequence[int]) -> None:
     Collective: none.
     """
     # Ranks that agree send equal numbers of rows; others have no values.
-    if all(size == own.shape[0] for size in sizes):
+    if has_values(output) and all(size == own.shape[0] for size in sizes):
         echo(output, own.repeat(len(sizes), *[1] * (own.ndim - 1)))
 
 

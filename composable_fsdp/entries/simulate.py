@@ -164,7 +164,7 @@ def simulate(
         mesh = None
         if shard_world_size is not None or tensor_parallel_size is not None:
             mesh = job_mesh(*sizes)
-        with _fake(machine, table) as (log, values), _explained(model):
+        with _fake(model, machine, table) as (log, values), _explained(model):
             module, given = _build(model, units, options, values, mesh)
             args, kwargs = _inputs(given if batch is None else batch, values)
             made = _optimizer(optimizer, module, streams=streams)
@@ -232,7 +232,9 @@ def _check(
 
 
 @contextmanager
-def _fake(machine: Machine, table: Timetable) -> Iterator[tuple[MemoryLog, FakeValues]]:
+def _fake(
+    model: object, machine: Machine, table: Timetable
+) -> Iterator[tuple[MemoryLog, FakeValues]]:
     """Make tensors in this block fake, follow them, and keep small integers."""
     # The ranges of a profiler tell which unit is running.
     profiled = replaced(torch.autograd.profiler, "_is_profiler_enabled", True)
@@ -244,7 +246,7 @@ def _fake(machine: Machine, table: Timetable) -> Iterator[tuple[MemoryLog, FakeV
             simulated_meshes(),
             fake,
             values,
-            model_sends(),
+            model_sends(makes_dtensors=not isinstance(model, nn.Module)),
             MemoryLog(table, machine) as log,
         ):
             yield log, values

@@ -232,7 +232,8 @@ def measure_activations(
 def _sends_of(module: nn.Module) -> AbstractContextManager[None]:
     """Return the block in which DTensors of ``module`` send nothing and are local."""
     parameters = (p for each in walk.modules(module) for p in each._parameters.values())
-    return model_sends() if any(map(is_dtensor, parameters)) else nullcontext()
+    has_dtensors = any(map(is_dtensor, parameters))
+    return model_sends(makes_dtensors=False) if has_dtensors else nullcontext()
 
 
 def _by_unit(log: StepLog) -> dict[str, UnitActivations]:
