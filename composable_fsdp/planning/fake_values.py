@@ -25,8 +25,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from composable_fsdp.planning.storages import is_wrapper
-
 aten: Any = torch.ops.aten
 
 outside_modes = _disable_current_modes
@@ -88,9 +86,6 @@ class FakeValues(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch h
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Run ``func`` on fake tensors, and on values where all are known."""
-        # The operations that a DTensor runs on its local tensors come by themselves.
-        if any(map(is_wrapper, types)):
-            return NotImplemented
         kwargs = kwargs or {}
         name: str = func.name()
         if name in _NUMBERS:

@@ -18,7 +18,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.debug import _get_python_sharding_prop_cache_info
+from torch.distributed.tensor.debug import _get_fast_path_sharding_prop_cache_stats
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -430,7 +430,8 @@ def test_no_mesh_of_a_simulation_stays_behind() -> None:
     run(partial(sharded, 2, 2), 4, batch=batch(), loss=loss_of)
 
     assert {name: getattr(DeviceMesh, name) for name in before} == before
-    assert _get_python_sharding_prop_cache_info().currsize == 0  # type: ignore[no-untyped-call]  # torch
+    hits_and_misses = _get_fast_path_sharding_prop_cache_stats()  # type: ignore[no-untyped-call]  # torch
+    assert hits_and_misses == (0, 0)
     with fake_world(4):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         model = parallel(mesh)
@@ -539,6 +540,38 @@ class Counts(nn.Module):
         self.seen = {name: each.flatten().tolist() for name, each in made.items()}
         out: Tensor = self.layer(x)
         return out
+
+
+class Sums(nn.Module):
+    """A layer whose large output is summed over the ranks, and used no more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        with torch.no_grad():
+            group = dist.group.WORLD
+            assert group is not None
+            # The largest tensors of the step: what is summed, and the sum.
+            total = funcol.all_reduce(out.repeat(1, 8), "sum", group)
+            out += total[:, :8]
+        return out
+
+
+def sums() -> Sums:
+    """The layer, sharded."""
+    return fully_shard(Sums())
+
+
+def test_a_wait_for_a_collective_takes_no_memory() -> None:
+    """The result is there once, as on real ranks."""
+    inputs = torch.zeros(2**14, 8)
+
+    real = ranks(2).run(real_step, sums, mean, inputs)[0]
+
+    assert_same(run(sums, 2, batch=inputs, loss=mean), real)
 
 
 def seen_on_ranks(world: World) -> dict[str, list[int]]:
