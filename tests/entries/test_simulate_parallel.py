@@ -489,6 +489,22 @@ def test_an_expert_parallel_step_is_the_real_one(ep: int, *, listed: bool) -> No
     assert_same(run(make, 4, batch=experts.batch(0, 0), loss=mean), real)
 
 
+@pytest.mark.req("N-02")
+def test_the_peak_of_experts_is_the_planned_one() -> None:
+    """Within 1 %, on 256 ranks, with units over 64 ranks and over all."""
+    # Stacked experts hold a gradient per expert beside that of the stack, which only
+    # a plan with activations counts.
+    make = partial(wide, experts.Recipe(experts=8, ep=4, listed=True, shared=True))
+
+    with patch.multiple(experts, DIM=512, HIDDEN=1024):
+        found = run(make, 256, batch=experts.batch(0, 0)[:1, :2], loss=mean)
+
+    planned = forecast(found.plan, optimizer="adamw-fused", device_type="cpu")
+    assert found.peak.memory.total == pytest.approx(planned.total, rel=0.01)
+    assert {unit.shard_world_size for unit in found.plan.units} == {64, 256}
+    assert {each.ranks for each in found.collectives if each.by_model} == {4}
+
+
 def mean(output: Tensor) -> Tensor:
     """A loss."""
     return output.square().mean()
