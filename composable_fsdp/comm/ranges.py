@@ -39,6 +39,16 @@ OPEN: dict[tuple[str, int], list[Range]] = {}
 innermost last. Empty, so false, if no range is open."""
 
 
+def running_unit(stage: str) -> str | None:
+    """Return the name of the unit that runs in ``stage``; None if no range is open."""
+    # Checkpointing runs forwards in backward, whose ranges are inside.
+    for kind in dict.fromkeys((stage, "forward", "backward")):
+        for (each, _), ranges in OPEN.items():
+            if each == kind and ranges:
+                return ranges[-1].unit
+    return None
+
+
 def range_name(kind: str, unit: str | None) -> str:
     """Return the name of a range; ``unit`` is None for all units together.
 

@@ -5,6 +5,7 @@ group's methods are therefore Python and stand in front of torch's dispatcher::
 
     dist.all_reduce ----------> SimulatedGroup.allreduce -----------> Timetable
     comm.collectives ---------> SimulatedGroup.all_gather_single ---> Timetable
+    DTensor, functional forms: see ``model_sends`` -----------------> Timetable
 
 In the order of CUDA, streams and events are those of the timetable, too: a build of
 torch without CUDA has no streams, and its autograd engine refuses fake tensors on CUDA
@@ -36,9 +37,13 @@ from torch._C._distributed_c10d import (
 from composable_fsdp.comm import device
 from composable_fsdp.comm.nodes import SIMULATED
 from composable_fsdp.comm.operations import PHASES, operation_log
+from composable_fsdp.comm.ranges import running_unit
 from composable_fsdp.comm.timetable import Label, SimulatedEvent, Timetable
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.phases import Phase
+
+LARGEST = 1 << 20
+"""Tensors of more elements have no values in a simulated step."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +83,16 @@ class SimulatedGroup(dist.ProcessGroup):
         """Return the name under which C++ asks for the backend."""
         return SIMULATED
 
-    def _send(self, op: str, whole: Sequence[Tensor], rounds: int = 1) -> dist.Work:
-        """Note a collective; a round moves all but this rank's part of ``whole``."""
+    def note(self, op: str, whole: Sequence[Tensor], rounds: int = 1) -> dist.Work:
+        """Note a collective, and return its work.
+
+        Args:
+            op: the kind of the collective, such as "all_gather".
+            whole: the buffers whose bytes count.
+            rounds: how often a rank moves all but its own part of ``whole``. Default 1.
+
+        Collective: none; nothing is sent.
+        """
         # Fake tensors have sizes, which is all that a time needs.
         nbytes = sum(tensor.nbytes for tensor in whole)
         moved = rounds * nbytes * (self._ranks - 1) / self._ranks
@@ -90,64 +103,193 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def _label(self, op: str, nbytes: int) -> Label:
         """Return the label of the collective that is being sent."""
-        sent = operation_log(self).operations
-        # A collective of this package is in the log, and has no work yet. Collectives
-        # of the program are in no log.
-        if not sent or sent[-1].work or sent[-1].waited or sent[-1].done:
-            return Label(op, None, self._table.stage, nbytes)
-        last = sent[-1]
+        if self._is_of_model():
+            stage = self._table.stage
+            unit = running_unit(stage)
+            return Label(op, unit, stage, nbytes, self._name(), self._ranks, True)
+        last = operation_log(self).operations[-1]
         # Without a unit, the phase is the outermost call, which is ``simulate``.
         in_step = isinstance(last.phase, Phase)
         phase = PHASES[Phase(last.phase)] if in_step else self._table.stage
-        return Label(last.op, last.unit, phase, nbytes)
+        return Label(last.op, last.unit, phase, nbytes, self._name(), self._ranks)
+
+    def _name(self) -> str:
+        """Return the name of the group for a reader."""
+        # The group of all ranks serves each mesh dim that has all ranks.
+        if self is dist.group.WORLD:
+            return "world"
+        # torch calls the groups of a mesh "mesh_tp" and so on.
+        return str(self.group_desc).removeprefix("mesh_")
+
+    def _is_of_model(self) -> bool:
+        """Return whether the program itself sends the collective, not the runtime."""
+        # A collective of this package is in the log, and has no work yet. Collectives
+        # of the program are in no log.
+        sent = operation_log(self).operations
+        return not sent or bool(sent[-1].work or sent[-1].waited or sent[-1].done)
 
     # Callers pass options, and shards beside the whole buffers, in further arguments.
-    def all_gather_single(self, output: Tensor, *args: Any, **kwargs: Any) -> dist.Work:
+    def all_gather_single(
+        self, output: Tensor, input: Tensor, *args: Any, **kwargs: Any
+    ) -> dist.Work:
         """Note the gather of an ``output`` ``(ranks * n,)``."""
-        return self._send("all_gather", [output])
+        if self._is_of_model():
+            echo_rows(output, input, [output.shape[0] // self._ranks] * self._ranks)
+        return self.note("all_gather", [output])
 
     def all_gather_single_coalesced(
         self, output_lists: list[Tensor], *args: Any, **kwargs: Any
     ) -> dist.Work:
         """Note several gathers as a single collective."""
-        return self._send("all_gather", output_lists)
+        return self.note("all_gather", output_lists)
 
-    def allgather(self, outputs: list[list[Tensor]], *args: Any) -> dist.Work:  # type: ignore[override]  # a single form of torch's two is enough
+    def allgather(  # type: ignore[override]  # a single form of torch's two is enough
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], *args: Any
+    ) -> dist.Work:
         """Note a gather into lists."""
-        return self._send("all_gather", [t for each in outputs for t in each])
+        for parts, own in zip(outputs, inputs, strict=True):
+            for part in parts if self._is_of_model() else ():
+                echo(part, own)
+        return self.note("all_gather", [t for each in outputs for t in each])
 
     def reduce_scatter_single(
         self, output: Tensor, input: Tensor, *args: Any
     ) -> dist.Work:
         """Note the reduction of an ``input`` ``(ranks * n,)``."""
-        return self._send("reduce_scatter", [input])
+        if self._is_of_model() and has_values(output):
+            times = self._ranks if _sums(args) else 1
+            echo(output, input[: output.shape[0]] * times)
+        return self.note("reduce_scatter", [input])
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], *args: Any
     ) -> dist.Work:
         """Note several reductions as a single collective."""
-        return self._send("reduce_scatter", inputs)
+        return self.note("reduce_scatter", inputs)
 
     def allreduce(self, tensors: list[Tensor], *args: Any) -> dist.Work:  # type: ignore[override]  # ditto
         """Note an all-reduce, which is a reduction and a gather."""
-        return self._send("all_reduce", tensors, rounds=2)
+        for each in tensors if self._is_of_model() and _sums(args) else ():
+            if has_values(each):
+                each.mul_(self._ranks)
+        return self.note("all_reduce", tensors, rounds=2)
 
     def broadcast(self, tensors: list[Tensor], *args: Any) -> dist.Work:  # type: ignore[override]  # ditto
         """Note a broadcast."""
-        return self._send("broadcast", tensors)
+        return self.note("broadcast", tensors)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_sizes: list[int],
+        input_sizes: list[int],
+        *args: Any,
+    ) -> dist.Work:
+        """Note an exchange of rows; integers in ``output`` are as if all ranks agree.
+
+        Each rank is taken to send what this rank sends: the numbers of tokens that
+        experts get, for example, are those of this rank.
+
+        Args:
+            output: rows from all ranks.
+            input: rows for all ranks.
+            output_sizes: rows by rank; empty for equal shares.
+            input_sizes: rows by rank; empty for equal shares.
+            *args: options of torch.
+
+        Returns: the work.
+        Collective: none; nothing is sent.
+        """
+        own = input_sizes[0] if input_sizes else input.shape[0] // self._ranks
+        sizes = output_sizes or [output.shape[0] // self._ranks] * self._ranks
+        if self._is_of_model():
+            echo_rows(output, input[:own], sizes)
+        return self.note("all_to_all", [input])
+
+    def alltoall(
+        self, outputs: list[Tensor], inputs: list[Tensor], *args: Any
+    ) -> dist.Work:
+        """Note an exchange of tensors."""
+        # Rank 0 gets of each rank what that rank has for it.
+        for output in outputs if self._is_of_model() else ():
+            echo(output, inputs[0])
+        return self.note("all_to_all", inputs)
+
+    def reduce(self, tensors: list[Tensor], *args: Any) -> dist.Work:  # type: ignore[override]  # ditto
+        """Note a reduction to a rank."""
+        return self.note("reduce", tensors)
+
+    def gather(  # type: ignore[override]  # ditto
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], *args: Any
+    ) -> dist.Work:
+        """Note a gather to a rank."""
+        return self.note("gather", [t for each in outputs for t in each] or inputs)
+
+    def scatter(  # type: ignore[override]  # ditto
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], *args: Any
+    ) -> dist.Work:
+        """Note that a rank gives the others their parts."""
+        return self.note("scatter", [t for each in inputs for t in each] or outputs)
+
+    def send(self, tensors: list[Tensor], *args: Any) -> dist.Work:
+        """Note a message to a rank."""
+        return self.note("send", tensors)
+
+    def recv(self, tensors: list[Tensor], *args: Any) -> dist.Work:
+        """Note a message of a rank."""
+        return self.note("recv", tensors)
 
     def barrier(self, *args: Any, **kwargs: Any) -> dist.Work:
         """Note a barrier."""
         # Only the latency counts.
-        return self._send("barrier", [])
+        return self.note("barrier", [])
 
     # Names of torch before 2.13.
+    alltoall_base = all_to_all_single  # type: ignore[assignment]  # ditto
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
     # A coalesced all-reduce has the arguments of a single one.
     allreduce_coalesced = allreduce  # type: ignore[assignment]
+
+
+def echo(output: Tensor, value: Tensor) -> None:
+    """Give integers in ``output`` the values of ``value``, which all ranks have.
+
+    Real numbers of a simulated step have no values, and a copy of them would be a
+    computation that no rank does; neither have large tensors, and so tensors of rows.
+    """
+    if has_values(output) and output.shape == value.shape:
+        output.copy_(value)
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Return whether ``tensor`` is small and of integers, as numbers of tokens are."""
+    is_real = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    return not is_real and tensor.numel() <= LARGEST
+
+
+def _sums(args: Sequence[Any]) -> bool:
+    """Return whether the options in ``args``, if any, ask for a sum."""
+    reduction = getattr(args[0], "reduceOp", None) if args else None
+    return reduction is None or reduction == dist.ReduceOp.SUM
+
+
+def echo_rows(output: Tensor, own: Tensor, sizes: Sequence[int]) -> None:
+    """Give integers in ``output`` the values that ranks send, if all send the same.
+
+    Args:
+        output: ``(sum(sizes), ..)``; tensors of real numbers are left alone.
+        own: what this rank sends to each rank.
+        sizes: rows of ``output`` by rank.
+
+    Collective: none.
+    """
+    # Ranks that agree send equal numbers of rows; others have no values.
+    if has_values(output) and all(size == own.shape[0] for size in sizes):
+        echo(output, own.repeat(len(sizes), *[1] * (own.ndim - 1)))
 
 
 _notes: list[tuple[Timetable, Machine]] = []

@@ -6,8 +6,8 @@ The host notes events in its order; ``times`` plays them on streams and one link
     stream 0 [== A ==][=== B ===]........[== C ==]
     link              [====== x ========]
 
-The host itself takes no time, and the link serves collectives one after the other, as a
-communicator does.
+The host itself takes no time, and a link serves collectives one after the other, as a
+communicator does. Collectives that the model itself sends have links of their own.
 """
 
 from __future__ import annotations
@@ -42,12 +42,25 @@ class Label(NamedTuple):
         unit: name of the unit; "" for the root, None if no single unit is concerned.
         phase: the phase in which a collective is sent; empty for computations.
         nbytes: bytes of the whole buffers of a collective; 0 for computations.
+        group: name of the process group of a collective; that of the mesh dim, if the
+            group is of one.
+        ranks: number of ranks of that process group.
+        by_model: whether the model itself sends the collective.
     """
 
     what: str
     unit: str | None
     phase: str = ""
     nbytes: int = 0
+    group: str = ""
+    ranks: int = 0
+    by_model: bool = False
+
+    @property
+    def link(self) -> str:
+        """The link of a collective: the group's own for one of the model itself."""
+        # The runtime's communicators share a link, as they share the network.
+        return self.group if self.by_model else ""
 
 
 class Event:
@@ -143,7 +156,8 @@ class Timetable:
         ready: defaultdict[int, float] = defaultdict(float)
         # When a mark is reached, or a collective is done.
         reached: dict[int, float] = {}
-        host = link = 0.0
+        links: defaultdict[str, float] = defaultdict(float)
+        host = 0.0
         found: list[float] = []
         for event in self.events:
             # Nothing begins before the host has issued it.
@@ -152,8 +166,9 @@ class Timetable:
                 ready[event.stream] = begin + event.seconds
             elif event.kind == SEND:
                 # The link is busy with the collectives that were sent before.
-                begin = max(begin, link)
-                reached[event.key] = link = begin + event.seconds
+                link = "" if event.label is None else event.label.link
+                begin = max(begin, links[link])
+                reached[event.key] = links[link] = begin + event.seconds
             elif event.kind == MARK:
                 reached[event.key] = begin
             elif event.kind == BLOCK:

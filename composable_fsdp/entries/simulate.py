@@ -11,21 +11,22 @@
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from composable_fsdp.access.grads import clip_grad_norm_
+from composable_fsdp.comm.model_sends import model_sends
+from composable_fsdp.comm.simulated_meshes import simulated_meshes
 from composable_fsdp.comm.simulated_world import (
     Machine,
     replaced,
@@ -36,12 +37,22 @@ from composable_fsdp.entries.fully_shard import fully_shard
 from composable_fsdp.entries.plan import plan
 from composable_fsdp.entries.simulated_memory import MemoryLog
 from composable_fsdp.entries.simulation import Simulation, simulation_of
+from composable_fsdp.entries.tensor_parallel import (
+    check_cut,
+    check_sizes,
+    data_mesh,
+    first_dtensor,
+    job_mesh,
+    name_of,
+    without_arguments,
+)
 from composable_fsdp.errors import FSDPError, PlanError
 from composable_fsdp.flat.region import TrainableRegion
+from composable_fsdp.naming import quoted
 from composable_fsdp.planning import walk
-from composable_fsdp.planning.chosen import chosen_units
+from composable_fsdp.planning.chosen import unit_names
 from composable_fsdp.planning.fake_step import FAKE_LOG, default_loss, muted
-from composable_fsdp.planning.fake_values import FakeValues, outside_modes
+from composable_fsdp.planning.fake_values import FakeValues
 from composable_fsdp.tree.traversal import walk_states
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -74,12 +85,13 @@ class _Step(NamedTuple):
 
 
 def simulate(
-    model: nn.Module | Callable[[], Any],
+    model: nn.Module | Callable[..., Any],
     *,
     world_size: int,
     batch: Any = None,
     units: Iterable[nn.Module | str | Sequence[nn.Module | str]] | None = None,
     shard_world_size: int | None = None,
+    tensor_parallel_size: int | None = None,
     loss: Callable[[Any], Tensor] | None = None,
     optimizer: str | MakeOptimizer = "adamw",
     max_norm: float | None = None,
@@ -103,13 +115,19 @@ def simulate(
         model: a module, which is not changed and may be on meta, or a function without
             arguments that returns a module, or a module and the arguments of its
             forward. The function may shard the module as a training script does, and
-            sees a process group of ``world_size`` ranks.
+            sees a process group of ``world_size`` ranks. With ``tensor_parallel_size``
+            the function may take the mesh of the job as its only argument.
         world_size: number of ranks.
         batch: a tensor, or positional or keyword arguments of the forward, of a single
             rank; tensors may be on meta. Default None: as the function returned.
         units: the units below a module that is not sharded by the function, as in
             ``plan``. Default None: those of ``policy``, or the module alone.
-        shard_world_size: number of ranks that share the parameters. Default None: all.
+        shard_world_size: number of ranks that share the parameters. Default None: all
+            that hold the same part of the model.
+        tensor_parallel_size: number of ranks over which the function cuts matrices, by
+            ``parallelize_module`` over the dimension "tp" of the mesh ("dp", "tp"), or
+            ("replicate", "shard", "tp") with ``shard_world_size``. Default None: no
+            tensor parallelism, or meshes of the function's own.
         loss: a function from the output to the loss. Default None: the output's
             ``loss``, or else the sum of its tensors of real numbers.
         optimizer: a name ("adamw", the default; "adamw-fused", "adam", "adam-fused",
@@ -134,7 +152,8 @@ def simulate(
         found = simulate(net, world_size=4, batch=torch.zeros(2, 8), units=["*"])
         print(found.peak.memory.total, [each.title for each in found.collectives])
     """
-    _check(model, world_size, shard_world_size, optimizer, device_type)
+    sizes = (world_size, shard_world_size, tensor_parallel_size)
+    _check(model, *sizes, optimizer, device_type)
     # A default in the signature would print all speeds in ``help``.
     machine = machine or Machine()
     table = Timetable()
@@ -142,14 +161,11 @@ def simulate(
     streams = device_type == "cuda"
     with simulated_world(world_size, table, machine, streams=streams):
         # The ranks of a mesh are read as numbers, which fake tensors do not have.
-        if shard_world_size is not None:
-            shape = (world_size // shard_world_size, shard_world_size)
-            names = ("replicate", "shard")
-            options["device_mesh"] = init_device_mesh(
-                "cpu", shape, mesh_dim_names=names
-            )
-        with _fake(machine, table) as (log, values), _explained(model):
-            module, given = _build(model, units, options, values)
+        mesh = None
+        if shard_world_size is not None or tensor_parallel_size is not None:
+            mesh = job_mesh(*sizes)
+        with _fake(model, machine, table) as (log, values), _explained(model):
+            module, given = _build(model, units, options, values, mesh)
             args, kwargs = _inputs(given if batch is None else batch, values)
             made = _optimizer(optimizer, module, streams=streams)
             step = _Step(module, args, kwargs, loss or default_loss, made, max_norm)
@@ -168,13 +184,15 @@ def simulate(
                 device_type=device_type,
                 optimizer="none" if made is None else type(made).__name__,
                 machine=machine,
+                world_size=world_size,
             )
 
 
 def _check(
     model: object,
     world_size: object,
-    shard_world_size: object,
+    shard_world_size: int | None,
+    tensor_parallel_size: int | None,
     optimizer: object,
     device_type: object,
 ) -> None:
@@ -192,14 +210,13 @@ def _check(
         raise PlanError(
             f"world_size expects a positive number of ranks, got {world_size!r}."
         )
-    if shard_world_size is not None and (
-        not isinstance(shard_world_size, int)
-        or shard_world_size < 1
-        or world_size % shard_world_size
-    ):
+    check_sizes(world_size, shard_world_size, tensor_parallel_size)
+    # A module has its parameters whole; only code can cut them.
+    if tensor_parallel_size is not None and isinstance(model, nn.Module):
         raise PlanError(
-            "shard_world_size expects a number of ranks that divides world_size="
-            f"{world_size}, got {shard_world_size!r}."
+            "tensor_parallel_size expects a function that makes the model, and got a "
+            f"{type(model).__name__}. Pass a function of the mesh that calls "
+            'parallelize_module(model, mesh["tp"], {...}).'
         )
     # A function is called with the parameters; a wrong name is found here.
     if optimizer not in OPTIMIZERS and (
@@ -215,7 +232,9 @@ def _check(
 
 
 @contextmanager
-def _fake(machine: Machine, table: Timetable) -> Iterator[tuple[MemoryLog, FakeValues]]:
+def _fake(
+    model: object, machine: Machine, table: Timetable
+) -> Iterator[tuple[MemoryLog, FakeValues]]:
     """Make tensors in this block fake, follow them, and keep small integers."""
     # The ranges of a profiler tell which unit is running.
     profiled = replaced(torch.autograd.profiler, "_is_profiler_enabled", True)
@@ -223,31 +242,14 @@ def _fake(machine: Machine, table: Timetable) -> Iterator[tuple[MemoryLog, FakeV
         # Addresses are compared, never read: all fake tensors have the same.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         fake, values = FakeTensorMode(allow_non_fake_inputs=True), FakeValues()
-        with _real_meshes(), fake, values, MemoryLog(table, machine) as log:
+        with (
+            simulated_meshes(),
+            fake,
+            values,
+            model_sends(makes_dtensors=not isinstance(model, nn.Module)),
+            MemoryLog(table, machine) as log,
+        ):
             yield log, values
-
-
-@contextmanager
-def _real_meshes() -> Iterator[None]:
-    """Let meshes in this block have real tensors, whose ranks are read as numbers."""
-
-    def outside(method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with outside_modes():
-                # ``init_device_mesh`` has made it, of all ranks in their order.
-                ranks = kwargs.get("_rank_map")
-                if isinstance(ranks, FakeTensor):
-                    kwargs["_rank_map"] = torch.arange(ranks.numel(), dtype=torch.int)
-                return method(*args, **kwargs)
-
-        return run
-
-    with ExitStack() as stack:
-        for name in ("__init__", "__getitem__", "_flatten"):
-            method = outside(getattr(DeviceMesh, name))
-            stack.enter_context(replaced(DeviceMesh, name, method))
-        yield
 
 
 @contextmanager
@@ -259,10 +261,9 @@ def _explained(model: object) -> Iterator[None]:
         raise
     # Models, losses and optimizers are the user's code and may raise anything.
     except Exception as error:
-        name = getattr(model, "__name__", type(model).__name__)
         raise PlanError(
-            f"The step of {name} fails on fake tensors, which have shapes and no "
-            f"values: {type(error).__name__}: "
+            f"The step of {name_of(model)} fails on fake tensors, which have shapes "
+            f"and no values: {type(error).__name__}: "
             f"{next(iter(str(error).splitlines()), '').rstrip('.')}. Check the batch "
             "and the loss; keep tensors on the CPU; shapes may depend on integers, and "
             "not on values of real numbers. plan without a batch needs no step."
@@ -270,49 +271,73 @@ def _explained(model: object) -> Iterator[None]:
 
 
 def _build(
-    model: nn.Module | Callable[[], Any],
+    model: nn.Module | Callable[..., Any],
     units: Iterable[Any] | None,
     options: dict[str, Any],
     values: FakeValues,
+    mesh: DeviceMesh | None,
 ) -> tuple[nn.Module, Any]:
     """Return the sharded model, and the arguments of its forward, None if unknown."""
-    batch = None
+    is_cut = mesh is not None and "tp" in (mesh.mesh_dim_names or ())
     # A module is copied; a function makes a new module, on fake tensors, itself.
     if isinstance(model, nn.Module):
-        if _is_sharded(model):
-            raise PlanError(
-                "simulate got a module that is sharded over the ranks of a process "
-                "group. Pass a function that builds and shards the module."
-            )
+        _check_plain(model)
         # Modules in ``units`` are those of ``model``, and names hold in the copy.
-        chosen = chosen_units(model, units or ())
-        names = [[walk.name_of(model, m) for m in group] for group in chosen.values()]
-        module = _copy(model, values)
+        names = unit_names(model, units)
+        module, batch = _copy(model, values), None
     else:
-        found = model()
-        # A pair has the arguments of the forward, as for ``plan`` on the command line.
-        module, batch = found if isinstance(found, tuple) else (found, None)
-        if not isinstance(module, nn.Module):
-            raise PlanError(
-                "simulate expects a function that returns a module, or a module and "
-                f"the arguments of its forward; got a {type(module).__name__}."
-            )
-        chosen = chosen_units(module, units or ())
-        names = [[walk.name_of(module, m) for m in group] for group in chosen.values()]
+        module, batch = _made(model, mesh if is_cut else None)
+        names = unit_names(module, units)
     # A function that shards has chosen everything itself.
     if _is_sharded(module):
-        if options or names:
+        if options or names or (mesh is not None and not is_cut):
             raise PlanError(
                 "simulate got units or options of fully_shard for a function that "
                 "shards its module itself. Leave them out."
             )
         return module, batch
+    if mesh is not None:
+        options = {**options, "device_mesh": data_mesh(mesh)}
+        if is_cut:
+            check_cut(module, mesh, name_of(model))
     # Units below come before those above, as in a training script.
     for group in sorted(names, key=lambda group: -group[0].count(".")):
         parts = [module.get_submodule(name) for name in group]
         fully_shard(parts[0] if len(parts) == 1 else parts, **options)
     fully_shard(module, **options)
     return module, batch
+
+
+def _made(
+    function: Callable[..., Any], mesh: DeviceMesh | None
+) -> tuple[nn.Module, Any]:
+    """Return the module that ``function`` makes, and the arguments of its forward."""
+    found = without_arguments(function, mesh, name_of(function))()
+    # A pair has the arguments of the forward, as for ``plan`` on the command line.
+    module, batch = found if isinstance(found, tuple) else (found, None)
+    if not isinstance(module, nn.Module):
+        raise PlanError(
+            "simulate expects a function that returns a module, or a module and "
+            f"the arguments of its forward; got a {type(module).__name__}."
+        )
+    return module, batch
+
+
+def _check_plain(model: nn.Module) -> None:
+    """Raise PlanError for a module with units or DTensors, which are of a world."""
+    if _is_sharded(model):
+        raise PlanError(
+            "simulate got a module that is sharded over the ranks of a process "
+            "group. Pass a function that builds and shards the module."
+        )
+    name = first_dtensor(model)
+    if name is not None:
+        raise PlanError(
+            f"simulate got a module whose parameter {quoted(name)} is a DTensor, over "
+            "a mesh of other process groups than those of the step. Pass a function "
+            "that makes the mesh, the module and its DTensors; with "
+            "tensor_parallel_size the function gets a mesh."
+        )
 
 
 def _is_sharded(module: nn.Module) -> bool:

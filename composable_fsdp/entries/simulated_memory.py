@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from composable_fsdp.comm.ranges import OPEN
+from composable_fsdp.comm.ranges import running_unit
 from composable_fsdp.comm.simulated_world import Machine, replaced_here
 from composable_fsdp.comm.timetable import Label, Timetable
 from composable_fsdp.planning.storages import Block, StorageMode
@@ -121,12 +121,7 @@ class MemoryLog(StorageMode):  # type: ignore[no-untyped-call]  # torch has no t
 
     def label(self) -> Label:
         """Return the stage, and the unit that is running, if any."""
-        # Checkpointing runs forwards in backward, whose ranges are inside.
-        for kind in dict.fromkeys((self._table.stage, "forward", "backward")):
-            for (each, _), ranges in OPEN.items():
-                if each == kind and ranges:
-                    return Label(self._table.stage, ranges[-1].unit)
-        return Label(self._table.stage, None)
+        return Label(self._table.stage, running_unit(self._table.stage))
 
     def _seconds(
         self, func: Any, args: Any, kwargs: Any, result: Any, tensors: list[Tensor]
@@ -210,5 +205,13 @@ class MemoryLog(StorageMode):  # type: ignore[no-untyped-call]  # torch has no t
         self._resize.__exit__(None, None, None)
 
 
-_FREE = ("aten::empty", "aten::new_empty", "aten::detach", "aten::_local", "profiler::")
-"""Beginnings of the names of operations that take no time on the device."""
+_FREE = (
+    "aten::empty",
+    "aten::new_empty",
+    "aten::detach",
+    "aten::_local",
+    "profiler::",
+    "_c10d_functional::",
+)
+"""Beginnings of the names of operations that take no time on the device; collectives
+take the time of a link."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
@@ -44,6 +44,11 @@ class SimulatedOperation(NamedTuple):
         begin: seconds since the start of the step.
         end: seconds since the start of the step.
         nbytes: of a collective, bytes of the whole buffers.
+        group: of a collective, the name of the process group: that of the mesh
+            dimension, such as "tp"; "world" for the group of all ranks.
+        ranks: of a collective, the number of ranks of that process group.
+        by_model: whether the model itself sends the collective, as the layers of
+            tensor parallelism and experts do.
     """
 
     kind: str
@@ -54,11 +59,30 @@ class SimulatedOperation(NamedTuple):
     begin: float
     end: float
     nbytes: int
+    group: str = ""
+    ranks: int = 0
+    by_model: bool = False
 
     @property
     def title(self) -> str:
         """The name with the unit, as "all_gather blocks.0"."""
         return self.name if self.unit is None else f"{self.name} {_name(self.unit)}"
+
+    @property
+    def link(self) -> str:
+        """The group of a collective of the model itself; "" for others."""
+        return self.group if self.by_model else ""
+
+
+def _traffic(collectives: Iterable[SimulatedOperation]) -> str:
+    """Return calls and bytes of each kind of collective as text."""
+    sent: dict[str, list[int]] = {}
+    for each in collectives:
+        sent.setdefault(each.name, []).append(each.nbytes)
+    return ", ".join(
+        f"{len(sizes)} x {name} of {size_text(sum(sizes))} in all"
+        for name, sizes in sent.items()
+    )
 
 
 def _name(unit: str) -> str:
@@ -77,6 +101,8 @@ class Simulation:
         machine: the speeds that the times are for.
         timeline: the live bytes, through the step.
         operations: computations and collectives, in the order of the host.
+        world_size: number of ranks in all; ``plan.world_size`` has the ranks over which
+            the root is sharded.
     """
 
     plan: ShardingPlan
@@ -85,11 +111,7 @@ class Simulation:
     machine: Machine
     timeline: tuple[SimulatedMoment, ...]
     operations: tuple[SimulatedOperation, ...]
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self.plan.world_size
+    world_size: int
 
     @cached_property
     def peak(self) -> SimulatedMoment:
@@ -117,14 +139,8 @@ class Simulation:
         # Kinds without bytes are left out.
         peak, kinds = self.peak, self.peak.memory.by_kind()
         width = max(map(len, kinds))
-        # Bytes of each collective, by its name.
-        sent: dict[str, list[int]] = {}
-        for each in self.collectives:
-            sent.setdefault(each.name, []).append(each.nbytes)
-        traffic = ", ".join(
-            f"{len(sizes)} x {name} of {size_text(sum(sizes))} in all"
-            for name, sizes in sent.items()
-        )
+        own = self.collectives
+        links = dict.fromkeys((o.link, o.ranks) for o in own if o.by_model)
         rows = [
             f"  {kind:<{width}}  {size_text(size):>12}"
             for kind, size in kinds.items()
@@ -138,7 +154,13 @@ class Simulation:
                 f"the order of {self.device_type}, optimizer {self.optimizer}",
                 f"peak per rank: {size_text(peak.memory.total)} in {peak.when}",
                 *rows,
-                f"collectives: {traffic or 'none'}",
+                f"collectives: {_traffic(o for o in own if not o.by_model) or 'none'}",
+                *[
+                    f"collectives of the model itself over {group} ({ranks} rank"
+                    f"{'' if ranks == 1 else 's'}): "
+                    + _traffic(o for o in own if (o.link, o.ranks) == (group, ranks))
+                    for group, ranks in links
+                ],
                 f"time on the assumed machine: {1e3 * self.seconds:.3g} ms, of which "
                 f"{1e3 * self.exposed:.3g} ms wait for collectives",
             ]
@@ -166,9 +188,16 @@ class Simulation:
         yield _about("process_name", 0, f"rank 0 of {self.world_size}")
         # Both rows are named also if nothing is on them.
         rows = {0: "compute", LINK_ROW: COMMUNICATION}
+        # Rows of links of the model itself are behind those of all streams.
+        last = _row(max((o.stream for o in self.operations), default=0)) + LINK_ROW
+        links = {"": LINK_ROW}
         for each in self.operations:
-            row = LINK_ROW if each.kind == COMMUNICATION else _row(each.stream)
-            rows.setdefault(row, f"copies and casts of stream {each.stream}")
+            if each.kind == COMMUNICATION:
+                row = links.setdefault(each.link, last + len(links))
+                rows.setdefault(row, f"communication of the model over {each.link}")
+            else:
+                row = _row(each.stream)
+                rows.setdefault(row, f"copies and casts of stream {each.stream}")
             # A complete event.
             yield {
                 "ph": "X",
@@ -183,6 +212,7 @@ class Simulation:
                     "unit": None if each.unit is None else _name(each.unit),
                     "phase": each.phase or each.name,
                     **({"bytes": each.nbytes} if each.nbytes else {}),
+                    **_about_group(each),
                 },
             }
         # Rows of side streams exist only if something is computed there.
@@ -197,6 +227,11 @@ class Simulation:
                 "ts": _microseconds(moment.seconds),
                 "args": moment.memory.by_kind(),
             }
+
+
+def _about_group(each: SimulatedOperation) -> dict[str, Any]:
+    """Return the process group of a collective, for an event of a trace."""
+    return {"group": each.group, "ranks": each.ranks} if each.group else {}
 
 
 COMMUNICATION = "communication"
@@ -232,6 +267,7 @@ def simulation_of(
     device_type: str,
     optimizer: str,
     machine: Machine,
+    world_size: int,
 ) -> Simulation:
     """Return the simulation whose events ``table`` has noted.
 
@@ -242,6 +278,7 @@ def simulation_of(
         device_type: "cuda" or "cpu".
         optimizer: the name of the optimizer.
         machine: the speeds that gave the events their seconds.
+        world_size: number of ranks in all.
 
     Returns: the simulation.
     Collective: none.
@@ -260,6 +297,9 @@ def simulation_of(
             begin,
             begin + event.seconds,
             event.label.nbytes,
+            event.label.group,
+            event.label.ranks,
+            event.label.by_model,
         )
         for event, begin in zip(table.events, begins, strict=True)
         if event.label is not None
@@ -279,5 +319,11 @@ def simulation_of(
         )
         timeline.append(SimulatedMoment(latest, what, moment.memory))
     return Simulation(
-        plan, device_type, optimizer, machine, tuple(timeline), tuple(operations)
+        plan,
+        device_type,
+        optimizer,
+        machine,
+        tuple(timeline),
+        tuple(operations),
+        world_size,
     )

@@ -20,7 +20,7 @@ from composable_fsdp.config import (
     ShardingStrategy,
 )
 from composable_fsdp.errors import FSDPError
-from composable_fsdp.inspection.plan_models import Model, UsageError
+from composable_fsdp.inspection.plan_models import Model, UsageError, is_sharded
 from composable_fsdp.inspection.sizes import byte_size, count
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.model_units import guess_units
@@ -84,6 +84,13 @@ def add_model_arguments(
         default=8,
         metavar="N",
         help="number of ranks (GPUs) in all (default: 8)",
+    )
+    command.add_argument(
+        "--tensor-parallel-size",
+        type=count,
+        metavar="N",
+        help="ranks over which MODEL cuts matrices; its function gets the mesh "
+        "('dp', 'tp') (default: no tensor parallelism)",
     )
     command.add_argument(
         "--gpu-memory",
@@ -191,11 +198,15 @@ def as_usage_errors() -> Iterator[None]:
     """Turn an error that the arguments cause into a UsageError with the same text."""
     try:
         yield
-    except UsageError:
+    except UsageError as error:
+        # The rank is one of a job that the command made up.
+        error.rank = None
         raise
     # Refusals of the planner and the runtime, wrong values of options, files that
     # cannot be written.
     except (FSDPError, OSError, TypeError, ValueError) as error:
+        if isinstance(error, FSDPError):
+            error.rank = None
         raise UsageError(error_text(error)) from error
 
 
@@ -223,7 +234,8 @@ def chosen_of(
 ) -> tuple[object, Sequence[nn.Module | str] | None, str]:
     """Return the policy or the units that the arguments select.
 
-    The text says how the units were chosen.
+    The text says how the units were chosen. A function of MODEL that shards has chosen
+    its units itself, if the arguments select none.
     """
     policy: object = None
     units: Sequence[nn.Module | str] | None = None
@@ -235,6 +247,8 @@ def chosen_of(
         units_from = f"modules of class {', '.join(given.unit_class)}"
     elif given.units:
         units, units_from = given.units, ", ".join(given.units)
+    elif is_sharded(model.module):
+        units_from = f"those that {model.source} shards"
     else:
         units, units_from = guess_units(model.module)
     return policy, units, units_from

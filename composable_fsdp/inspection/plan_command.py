@@ -6,7 +6,10 @@ import argparse
 import json
 from pathlib import Path
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from composable_fsdp.entries.plan import plan
+from composable_fsdp.inspection.job import data_ranks, job
 from composable_fsdp.inspection.model_arguments import (
     add_model_arguments,
     as_usage_errors,
@@ -21,6 +24,7 @@ from composable_fsdp.inspection.plan_models import (
     Model,
     UsageError,
     inputs_for,
+    is_sharded,
     load_config,
     load_model,
 )
@@ -50,7 +54,10 @@ MODEL is one of:
   train:build_model     a function without arguments (or a class, or a module) of a
                         module; it is called with torch.device("meta"), so no weight
                         takes memory. It may return (model, inputs of its forward),
-                        or (model, inputs, function from the output to the loss)
+                        or (model, inputs, function from the output to the loss).
+                        With --tensor-parallel-size its argument is the mesh of the
+                        job, ("dp", "tp") or ("replicate", "shard", "tp"), and it
+                        calls parallelize_module(model, mesh["tp"], {...})
   train.py:build_model  the same, in a file
   config.json           a configuration of transformers, or its directory
   plan.json             what --json printed, for --diff
@@ -146,7 +153,18 @@ def _report(target: str, given: argparse.Namespace) -> Report:
         if given.html:
             raise UsageError(f"{target} is a saved report; --html needs the model.")
         return saved
-    model = load_config(target) if target == given.hf else load_model(target)
+    # Measuring activations sends, and so does planning for other dtypes.
+    with job(given) as mesh:
+        return _report_of(target, given, mesh)
+
+
+def _report_of(
+    target: str, given: argparse.Namespace, mesh: DeviceMesh | None
+) -> Report:
+    """Return the report of a model that is built now."""
+    # The configuration that --hf names is refused with a mesh like any other.
+    is_config = target == given.hf and mesh is None
+    model = load_config(target) if is_config else load_model(target, mesh)
     cast_model(model, given)
     planned, units_from = _plan(model, given)
     found = forecast(
@@ -160,11 +178,22 @@ def _report(target: str, given: argparse.Namespace) -> Report:
         units_from=units_from,
         capacity=given.gpu_memory,
         world_sizes=given.world_sizes,
-        notes=model.notes,
+        tensor_parallel_size=given.tensor_parallel_size,
+        notes=[*model.notes, *_notes(given)],
     )
     if given.html:
         _write(given.html, found, report)
     return report
+
+
+def _notes(given: argparse.Namespace) -> list[str]:
+    """Return a sentence on collectives that the plan does not count, if there are."""
+    # A plan has the collectives of sharding; the model's own depend on its forward.
+    cut = given.tensor_parallel_size or 1
+    return [
+        f"collectives over the {cut} tensor-parallel ranks are not counted; "
+        "`python -m composable_fsdp simulate` counts them"
+    ] * (cut > 1)
 
 
 def _saved(target: str) -> Report | None:
@@ -185,7 +214,7 @@ def _plan(model: Model, given: argparse.Namespace) -> tuple[ShardingPlan, str]:
     policy, units, units_from = chosen_of(model, given)
     planned = plan(
         model.module,
-        world_size=given.world_size,
+        world_size=data_ranks(given),
         shard_world_size=given.shard_world_size,
         policy=policy,
         units=units,
@@ -206,6 +235,12 @@ def _activations(
     # The report says that activations are left out.
     if inputs is None:
         return None
+    if is_sharded(model.module):
+        raise UsageError(
+            f"plan counts activations before sharding, and {model.source} shards its "
+            "model itself. Let the function return the model after parallelize_module "
+            "and select --units, leave the batch out, or run simulate."
+        )
     found = measure_activations(
         model.module, planned, inputs, loss=model.loss, batch=batch
     )

@@ -26,9 +26,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from composable_fsdp.errors import FSDPError
+from composable_fsdp.entries.tensor_parallel import check_cut, without_arguments
+from composable_fsdp.errors import FSDPError, PlanError
 from composable_fsdp.planning import walk
+from composable_fsdp.tree.traversal import walk_states
 
 CONFIG = "config.json"
 """The name of a configuration in a directory of a Hugging Face model."""
@@ -59,13 +62,28 @@ class Model:
     notes: list[str] = field(default_factory=list)
 
 
-def load_model(target: str) -> Model:
-    """Return the model that ``target`` names.
+def load_model(target: str, mesh: DeviceMesh | None = None) -> Model:
+    """Return the model that ``target`` names; with a mesh, if its function takes one.
 
     Raises: UsageError, with the way out.
     """
     if target.endswith(".json") or Path(target).is_dir():
+        if mesh is not None:
+            raise UsageError(
+                f"{target} does not say how its model is cut, which "
+                "--tensor-parallel-size needs. Write a function of the mesh that makes "
+                'the model and calls parallelize_module(model, mesh["tp"], {...}), '
+                "and pass MODULE:FUNCTION."
+            )
         return load_config(target)
+    return _from_object(object_of(target), target, mesh)
+
+
+def object_of(target: str) -> Any:
+    """Return the function, class or module that ``target`` names.
+
+    Raises: UsageError, with the way out.
+    """
     # The last colon: a path of Windows has another.
     path, colon, name = target.rpartition(":")
     if not colon or not path or not name:
@@ -73,13 +91,7 @@ def load_model(target: str) -> Model:
             f"{target!r} names no model. Write MODULE:FUNCTION, such as "
             "train:build_model or train.py:build_model, or the path of a config.json."
         )
-    return _from_object(_object_of(path, name), target)
-
-
-def _object_of(path: str, name: str) -> Any:
-    """Return the attribute ``name`` of a module or a file."""
-    module = _import(path)
-    found: Any = module
+    found: Any = _import(path)
     # A method or a nested class has several components.
     for part in name.split("."):
         if not hasattr(found, part):
@@ -130,10 +142,16 @@ def _import(path: str) -> ModuleType:
         ) from error
 
 
-def _from_object(found: Any, source: str) -> Model:
+def _from_object(found: Any, source: str, mesh: DeviceMesh | None) -> Model:
     """Return the model that ``found`` is or makes."""
     # A class of modules is callable and no module.
     if isinstance(found, nn.Module):
+        if mesh is not None:
+            raise UsageError(
+                f"{source} is a module, and --tensor-parallel-size needs a function of "
+                "the mesh that makes the model and calls parallelize_module(model, "
+                'mesh["tp"], {...}).'
+            )
         return Model(found, source)
     if not callable(found):
         raise UsageError(
@@ -141,15 +159,15 @@ def _from_object(found: Any, source: str) -> Model:
             f"arguments that makes one; got {found!r:.80}."
         )
     # The call would fail with the same, but from inside of the user's code.
-    needed = _needed_arguments(found)
-    if needed:
-        raise UsageError(
-            f"{source} needs arguments: {', '.join(needed)}. Write a function without "
-            "arguments that calls it, and pass that function."
-        )
+    try:
+        option = "--tensor-parallel-size"
+        make = without_arguments(found, mesh, source, option=option)
+    except PlanError as error:
+        # The same text; ``args`` is without the rank, which is none of the user's.
+        raise UsageError(*error.args) from error
     try:
         with torch.device("meta"):
-            made = found()
+            made = make()
     # The function is the user's code and may raise anything, also SystemExit.
     except (Exception, SystemExit) as error:
         raise UsageError(
@@ -168,23 +186,14 @@ def _from_object(found: Any, source: str) -> Model:
             f"{source}() expects to return a module, or a pair of a module and the "
             f"arguments of its forward; got {made!r:.80}."
         )
+    if mesh is not None and not is_sharded(made):
+        check_cut(made, mesh, source)
     return Model(made, source, inputs, loss)
 
 
-def _needed_arguments(function: Any) -> list[str]:
-    """Return the names of arguments without defaults."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    # Some classes of C have no signature; the call tells.
-    except (TypeError, ValueError):
-        return []
-    # ``*args`` and ``**kwargs`` may be empty.
-    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [
-        p.name
-        for p in parameters
-        if p.default is inspect.Parameter.empty and p.kind not in optional
-    ]
+def is_sharded(module: nn.Module) -> bool:
+    """Return whether a module in the tree of ``module`` is a unit."""
+    return any(True for _ in walk_states(module))
 
 
 def load_config(path: str) -> Model:

@@ -7,7 +7,7 @@ from typing import Any
 
 from composable_fsdp.planning.fit import Fit, at_world_size, fit
 from composable_fsdp.planning.forecast import Forecast, UnitRow
-from composable_fsdp.planning.plan import owner_lines
+from composable_fsdp.planning.plan import ShardingPlan, owner_lines
 from composable_fsdp.planning.unit_plan import Traffic
 
 Report = dict[str, Any]
@@ -37,6 +37,7 @@ def report_of(
     units_from: str,
     capacity: int | None = None,
     world_sizes: Sequence[int] = (),
+    tensor_parallel_size: int | None = None,
     notes: Sequence[str] = (),
 ) -> Report:
     """Return the numbers of a forecast.
@@ -47,6 +48,9 @@ def report_of(
         units_from: how the units were chosen, for a reader.
         capacity: bytes of the device. Default None: not asked.
         world_sizes: further world sizes to report a row of. Default: none.
+        tensor_parallel_size: number of ranks that cut the model of the forecast, which
+            is that of a rank; world sizes of the report are those of all ranks. Default
+            None: no tensor parallelism.
         notes: sentences for a reader, besides the plan's warnings. Default: none.
 
     Returns: a dict of texts, numbers, lists and dicts. Bytes are per rank.
@@ -57,17 +61,19 @@ def report_of(
     rows = [_row(row) for row in found.rows]
     peak = found.peak
     activations = found.activations
+    cut = tensor_parallel_size or 1
     report: Report = {
         KEY: 1,
         "model": {
             "source": source,
             "class": plan.units[0].class_name,
             "parameters": plan.numel,
+            **_whole(plan),
             "trainable": sum(sum(unit.trainable.values()) for unit in plan.units),
             "units": len(plan.units),
             "units_from": units_from,
         },
-        "options": _options(found),
+        "options": _options(found) | _ranks(found, tensor_parallel_size),
         "rows": rows,
         "total": _total(rows),
         "peak": {
@@ -84,20 +90,37 @@ def report_of(
     }
     # A key that is absent was not asked for.
     if capacity is not None:
-        report["fit"] = _fit(fit(found, capacity))
+        report["fit"] = _fit(fit(found, capacity), cut)
     # Only layouts change with the world size; the model is walked once.
     if world_sizes:
         report["world_sizes"] = [
-            _at(at_world_size(found, size), capacity) for size in world_sizes
+            _at(at_world_size(found, size // cut), capacity) | {"world_size": size}
+            for size in world_sizes
         ]
     return report
+
+
+def _whole(plan: ShardingPlan) -> Report:
+    """Return the number of parameters of the whole model, if a rank has less."""
+    whole = plan.whole_numel
+    return {"whole_parameters": whole} if whole != plan.numel else {}
+
+
+def _ranks(found: Forecast, tensor_parallel_size: int | None) -> Report:
+    """Return the numbers of ranks: in all, and of each dim of the mesh."""
+    # The root of a hybrid plan may be unsharded; the units below tell the groups.
+    groups = max(found.plan.units, key=lambda unit: unit.shard_world_size)
+    return {
+        "world_size": found.plan.world_size * (tensor_parallel_size or 1),
+        "shard_world_size": groups.shard_world_size,
+        "replicas": groups.replicas,
+        "tensor_parallel_size": tensor_parallel_size,
+    }
 
 
 def _options(found: Forecast) -> Report:
     """Return the options of the plan, the root's where units differ."""
     root = found.plan.units[0]
-    # The root of a hybrid plan may be unsharded; the units below tell the groups.
-    groups = max(found.plan.units, key=lambda unit: unit.shard_world_size)
     options, mixed = root.options, root.options.mixed_precision
     prefetch = options.backward_prefetch
     activations = found.activations
@@ -108,9 +131,6 @@ def _options(found: Forecast) -> Report:
         return None if value is None else str(value).removeprefix("torch.")
 
     return {
-        "world_size": found.plan.world_size,
-        "shard_world_size": groups.shard_world_size,
-        "replicas": groups.replicas,
         "strategy": options.strategy.name,
         "dtypes": sorted(
             {
@@ -179,12 +199,15 @@ def _traffic(traffic: Traffic) -> Report:
     }
 
 
-def _fit(found: Fit) -> Report:
-    """Return whether the plan fits, and what would make it fit."""
+def _fit(found: Fit, cut: int) -> Report:
+    """Return whether the plan fits, and what would make it fit.
+
+    ``cut`` ranks hold the parts of the model of a rank of the plan.
+    """
     return {
         "capacity": found.capacity,
         "fits": found.fits,
-        "smallest_world_size": found.smallest,
+        "smallest_world_size": found.smallest and cut * found.smallest,
         "changes": [
             {"change": change.text, "bytes": change.total, "fits": change.fits}
             for change in found.changes

@@ -149,8 +149,14 @@ def _headline(report: Report) -> str:
     ]
     # Replicas times ranks per shard group, as the dims of a mesh.
     ranks = f"{options['world_size']:,} rank{'s' * (options['world_size'] > 1)}"
+    dims = [options["shard_world_size"]]
     if options["replicas"] > 1:
-        ranks += f" ({options['replicas']} x {options['shard_world_size']})"
+        dims.insert(0, options["replicas"])
+    # ``get``: a saved report may be older than the option.
+    cut = options.get("tensor_parallel_size")
+    if cut is not None or len(dims) > 1:
+        tensor_parallel = f" x {cut} tensor-parallel" if cut is not None else ""
+        ranks += f" ({' x '.join(map(str, dims))}{tensor_parallel})"
     given = [
         options["strategy"],
         f"parameters in {' and '.join(options['dtypes'])}",
@@ -163,9 +169,11 @@ def _headline(report: Report) -> str:
     # Frozen parameters have neither gradients nor optimizer state.
     frozen = model["parameters"] - model["trainable"]
     is_frozen = f" ({frozen:,} frozen)" if frozen else ""
+    whole = model.get("whole_parameters", model["parameters"])
+    of = f" per rank of {whole:,}" if whole != model["parameters"] else ""
     return (
-        f"{model['class']}, {model['parameters']:,} parameters{is_frozen}, on {ranks}: "
-        f"{', '.join(filter(None, given))}\n"
+        f"{model['class']}, {model['parameters']:,} parameters{of}{is_frozen}, on "
+        f"{ranks}: {', '.join(filter(None, given))}\n"
         f"units below the root: {model['units_from']}"
     )
 

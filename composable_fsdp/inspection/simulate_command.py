@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
 from composable_fsdp.entries.simulate import DEVICE_TYPES, OPTIMIZERS, simulate
 from composable_fsdp.entries.simulation import Simulation
+from composable_fsdp.entries.tensor_parallel import without_arguments
+from composable_fsdp.inspection.job import job
 from composable_fsdp.inspection.model_arguments import (
     add_model_arguments,
     as_usage_errors,
@@ -19,10 +25,14 @@ from composable_fsdp.inspection.plan_models import (
     Model,
     UsageError,
     inputs_for,
+    is_sharded,
     load_model,
+    object_of,
 )
 from composable_fsdp.inspection.progress import waiting
 from composable_fsdp.inspection.sizes import bound
+from composable_fsdp.planning.chosen import unit_names
+from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.plan import size_text
 
 TOO_LARGE = 1
@@ -81,13 +91,12 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     Raises: UsageError, if no step can be simulated.
     """
     with as_usage_errors(), waiting("simulating a step", wanted=not given.json):
-        model = load_model(given.model)
-        found = _simulate(model, given)
+        found = _simulate(given)
         # The trace is written before the report is printed, which names the file.
         if given.trace:
             found.save_trace(given.trace)
     # A report holds numbers only, so that it can be JSON.
-    report = {"model": model.source, **_report(found)}
+    report = {"model": given.model, **_report(found)}
     # The text is made only if it is printed.
     if not given.json:
         report["text"] = str(found)
@@ -99,25 +108,32 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     return report
 
 
-def _simulate(model: Model, given: argparse.Namespace) -> Simulation:
-    """Run the step of a model on meta."""
-    inputs = inputs_for(model, given.batch) if given.batch else model.inputs
-    if inputs is None:
-        raise UsageError(
-            "simulate needs --batch, as --batch 4x2048, or a function that returns "
-            "(model, arguments of its forward)."
-        )
-    cast_model(model, given)
-    policy, units, _ = chosen_of(model, given)
-    # ``fully_shard`` selects modules itself if there is a policy.
-    options = options_of(given) | ({} if policy is None else {"policy": policy})
+def _simulate(given: argparse.Namespace) -> Simulation:
+    """Run the step of a model on meta, or of one that its function cuts."""
+    # Inputs and units are those of the model on meta, also if the step builds another.
+    with job(given) as mesh:
+        model = load_model(given.model, mesh)
+        inputs = inputs_for(model, given.batch) if given.batch else model.inputs
+        if inputs is None:
+            raise UsageError(
+                "simulate needs --batch, as --batch 4x2048, or a function that returns "
+                "(model, arguments of its forward)."
+            )
+        cast_model(model, given)
+        policy, units, _ = chosen_of(model, given)
+        # Names hold in the model of the step, too.
+        names = None if units is None else unit_names(model.module, units)
+        # ``fully_shard`` selects modules itself if there is a policy.
+        options = _options(model, given)
+        options |= {} if policy is None else {"policy": policy}
     return simulate(
-        model.module,
+        model.module if mesh is None else _maker(given),
         world_size=given.world_size,
         batch=inputs,
-        units=units,
+        units=names,
         loss=model.loss,
         shard_world_size=given.shard_world_size,
+        tensor_parallel_size=given.tensor_parallel_size,
         optimizer=given.optimizer,
         max_norm=given.max_norm,
         device_type=given.device_type,
@@ -125,11 +141,43 @@ def _simulate(model: Model, given: argparse.Namespace) -> Simulation:
     )
 
 
+def _options(model: Model, given: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of ``fully_shard``; those that differ, if MODEL shards."""
+    options = options_of(given)
+    if not is_sharded(model.module):
+        return options
+    # ``simulate`` refuses options beside those of the function; "error" is the default
+    # of ``tied_params``, which is no option of a unit.
+    default = UnitOptions()
+    return {
+        name: each
+        for name, each in options.items()
+        if each != getattr(default, name, "error")
+    }
+
+
+def _maker(given: argparse.Namespace) -> Callable[[DeviceMesh], nn.Module]:
+    """Return the function of MODEL, from the mesh to the model alone."""
+    function = object_of(given.model)
+
+    def make(mesh: DeviceMesh) -> nn.Module:
+        found = without_arguments(function, mesh, given.model)()
+        # The batch and the loss are known from the model on meta.
+        module: nn.Module = found[0] if isinstance(found, tuple) else found
+        cast_model(Model(module, given.model), given)
+        return module
+
+    # Messages name MODEL, not this function.
+    make.__name__ = given.model
+    return make
+
+
 def _report(found: Simulation) -> dict[str, Any]:
     """Return the simulation as numbers, for ``--json``."""
     # Names of fields are those of ``Simulation``.
     return {
         "world_size": found.world_size,
+        "data_ranks": found.plan.world_size,
         "device_type": found.device_type,
         "optimizer": found.optimizer,
         "peak": {
@@ -145,6 +193,9 @@ def _report(found: Simulation) -> dict[str, Any]:
                 "unit": each.unit,
                 "phase": each.phase,
                 "bytes": each.nbytes,
+                "group": each.group,
+                "ranks": each.ranks,
+                "by_model": each.by_model,
                 "begin": each.begin,
                 "end": each.end,
             }

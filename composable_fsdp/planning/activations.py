@@ -9,6 +9,7 @@ The step computes shapes and no values, so a batch of any size takes no memory::
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
@@ -20,7 +21,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
+from composable_fsdp.comm.model_sends import model_sends
 from composable_fsdp.errors import PlanError
+from composable_fsdp.planning import walk
+from composable_fsdp.planning.dtensors import is_dtensor
 from composable_fsdp.planning.fake_step import (
     FAKE_LOG,
     Inputs,
@@ -189,6 +193,7 @@ def measure_activations(
             muted(FAKE_LOG),
             FakeTensorMode(allow_non_fake_inputs=True),
             FakeValues() as values,
+            _sends_of(module),
             log,
         ):
             # The module keeps its own parameters; the step sees the stand-ins.
@@ -222,6 +227,13 @@ def measure_activations(
     # the text model first and runs the vision model first.
     largest = log.largest()
     return replace(found, beside=_beside(found, plan.in_forward_order(order), largest))
+
+
+def _sends_of(module: nn.Module) -> AbstractContextManager[None]:
+    """Return the block in which DTensors of ``module`` send nothing and are local."""
+    parameters = (p for each in walk.modules(module) for p in each._parameters.values())
+    has_dtensors = any(map(is_dtensor, parameters))
+    return model_sends(makes_dtensors=False) if has_dtensors else nullcontext()
 
 
 def _by_unit(log: StepLog) -> dict[str, UnitActivations]:

@@ -8,8 +8,8 @@ and notes where in the global parameter the rectangle lies::
                                                     rank 1: shape (4, 4), offset (4, 0)
 
 The only file that uses private parts of DTensor: ``DTensor._local_tensor``,
-``torch.distributed.tensor._utils.compute_local_shape_and_global_offset``, checked on
-torch 2.13.
+``torch.distributed.tensor._utils.compute_local_shape_and_global_offset``; and
+``torch.utils._python_dispatch._disable_current_modes``. Checked on torch 2.13.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from composable_fsdp.errors import PlanError
 from composable_fsdp.naming import quoted
@@ -52,6 +53,27 @@ def local_of(tensor: Tensor) -> Tensor:
     return waited
 
 
+def like_dtensor(local: Tensor, tensor: Tensor) -> Tensor:
+    """Return a DTensor placed as ``tensor``, of ``local``; ``local`` if it is none.
+
+    Collective: none.
+    """
+    if not is_dtensor(tensor):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    dtensor: DTensor = tensor  # type: ignore[assignment]  # as is_dtensor says
+    made: Tensor = DTensor.from_local(
+        local,
+        dtensor.device_mesh,
+        dtensor.placements,
+        run_check=False,
+        shape=dtensor.shape,
+        stride=dtensor.stride(),
+    )
+    return made
+
+
 def whole_of(parameter: Tensor) -> Whole | None:
     """Return where this rank's rectangle lies; None for a plain parameter."""
     if not is_dtensor(parameter):
@@ -60,9 +82,11 @@ def whole_of(parameter: Tensor) -> Whole | None:
 
     dtensor: DTensor = parameter  # type: ignore[assignment]  # as is_dtensor says
     mesh = dtensor.device_mesh
-    _, offset = compute_local_shape_and_global_offset(
-        dtensor.shape, mesh, dtensor.placements
-    )
+    # torch computes with tensors, which have no values under ``torch.device("meta")``.
+    with _disable_current_modes(), torch.device("cpu"):
+        _, offset = compute_local_shape_and_global_offset(
+            dtensor.shape, mesh, dtensor.placements
+        )
     # A mesh that was made without names has none to tell.
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
     return Whole(

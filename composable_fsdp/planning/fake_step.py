@@ -26,9 +26,10 @@ from torch.utils import _pytree as pytree
 from composable_fsdp.errors import PlanError
 from composable_fsdp.naming import join_name
 from composable_fsdp.planning import walk
+from composable_fsdp.planning.dtensors import like_dtensor, local_of
 from composable_fsdp.planning.fake_values import FakeValues
 from composable_fsdp.planning.plan import ShardingPlan
-from composable_fsdp.planning.storages import Block, StorageMode
+from composable_fsdp.planning.storages import Block, StorageMode, parts_of
 
 FAKE_LOG = "torch._subclasses.fake_tensor"
 """The logger of torch's fake tensors."""
@@ -116,15 +117,18 @@ def stand_ins(
             # itself, and the plan counts that gradient.
             key = (id(each), name)
             if key not in known:
-                known[key] = torch.empty(
-                    value.shape,
-                    dtype=dtype,
-                    device="cpu",
-                    requires_grad=value.requires_grad,
-                )
-                values.know(known[key], value)
+                known[key] = _stand_in(value, dtype, values)
             found[fqn] = known[key]
     return found
+
+
+def _stand_in(value: Tensor, dtype: torch.dtype, values: FakeValues) -> Tensor:
+    """Return a fake tensor on the CPU for a parameter or a buffer."""
+    local = local_of(value)
+    # Sizes of a rank's part of a DTensor; the whole has no memory on any rank.
+    made = torch.empty(local.shape, dtype=dtype, device="cpu")
+    values.know(made, local)
+    return like_dtensor(made, value).requires_grad_(value.requires_grad)
 
 
 class Inputs:
@@ -216,17 +220,18 @@ class StepLog(StorageMode):  # type: ignore[no-untyped-call]  # torch has no typ
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Count the storage of a saved tensor, once in all; parameters do not count."""
-        block = self._meet(tensor)
-        # A repeated forward saves for a short time, which the windows see.
-        if (
-            self.window.phase == "forward"
-            and block.kind == LIVE
-            and id(block) not in self._packed
-        ):
-            # The graph holds the tensor, so no later block gets the same id.
-            self._packed.add(id(block))
-            unit = self._running[-1]
-            self.saved[unit][unit in self._entered] += block.nbytes
+        for part in parts_of(tensor):
+            block = self._meet(part)
+            # A repeated forward saves for a short time, which the windows see.
+            if (
+                self.window.phase == "forward"
+                and block.kind == LIVE
+                and id(block) not in self._packed
+            ):
+                # The graph holds the tensor, so no later block gets the same id.
+                self._packed.add(id(block))
+                unit = self._running[-1]
+                self.saved[unit][unit in self._entered] += block.nbytes
         return tensor
 
     @contextmanager
@@ -263,7 +268,8 @@ class StepLog(StorageMode):  # type: ignore[no-untyped-call]  # torch has no typ
         self.outer.setdefault(fqn, self.outer[above] or fqn)
         # Inputs that need no gradient, as masks, are shared by all units.
         inputs = needing_gradients((args, kwargs))
-        self.saved[fqn][2] += sum(t.untyped_storage().nbytes() for t in inputs)
+        parts = [part for each in inputs for part in parts_of(each)]
+        self.saved[fqn][2] += sum(t.untyped_storage().nbytes() for t in parts)
         self._pending[above] = self._pending.get(above, 0) + 1
         # Without such an input, nothing tells when the unit's backward ends.
         if inputs:

@@ -100,8 +100,14 @@ class FakeValues(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch h
         # In bfloat16, torch itself knows the shape and the strides.
         if name == "aten::_grouped_mm" and args[0].dtype != torch.bfloat16:
             return _grouped_product(*args[:2], *args[2:3])
+        # A copy writes all values, so those before need not be known.
+        if name == "aten::copy_" and self._values.get(args[0]) is None:
+            self.know(args[0], args[0])
         # Operations in place change their values, so these are read before.
         known = self._known(args, kwargs)
+        # A collective would be sent again for the values.
+        if name.startswith("_c10d_functional::"):
+            known = None
         result = func(*args, **kwargs)
         self._follow(func, args, result, known, kwargs)
         return result

@@ -23,6 +23,23 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
+def is_wrapper(kind: type) -> bool:
+    """Return whether tensors of the class ``kind`` wrap others, as a DTensor does."""
+    return hasattr(kind, "__tensor_flatten__")
+
+
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors with memory that a wrapper holds; other tensors themselves."""
+    if not is_wrapper(type(tensor)):
+        return [tensor]
+    wrapper: Any = tensor
+    # The protocol by which torch takes wrappers apart.
+    names, _ = wrapper.__tensor_flatten__()
+    found = [getattr(wrapper, name) for name in names]
+    # A DTensor names its mesh, too.
+    return [p for each in found if isinstance(each, Tensor) for p in parts_of(each)]
+
+
 class Block:
     """A storage."""
 
@@ -57,13 +74,16 @@ class StorageMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Run ``func``, and follow the storages that it meets."""
+        # A wrapper, such as a DTensor, runs operations on what it wraps: those are met.
+        if any(map(is_wrapper, types)):
+            return NotImplemented
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         tensors = [
             each
             for each in pytree.tree_leaves((args, kwargs, result))
-            # A wrapper, such as a DTensor, has no memory of its own.
-            if isinstance(each, Tensor) and not hasattr(each, "__tensor_flatten__")
+            # A wrapper has no memory of its own.
+            if isinstance(each, Tensor) and not is_wrapper(type(each))
         ]
         self._ran(func, args, kwargs, result, tensors)
         # A tensor on meta has no memory on any device.
@@ -103,6 +123,6 @@ class StorageMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
     def mark(self, tensors: Iterable[Tensor | None], kind: str) -> None:
         """Say of which kind the storages of ``tensors`` are, also in hindsight."""
         for tensor in tensors:
-            if tensor is not None:
+            for part in () if tensor is None else parts_of(tensor):
                 # Changes refer to the block, so earlier changes get the kind, too.
-                self._meet(tensor).kind = kind
+                self._meet(part).kind = kind

@@ -112,3 +112,150 @@ def test_errors_say_the_way_out(
 
     assert (status, out) == (2, "")
     assert message in err
+
+
+CUT = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel, RowwiseParallel, parallelize_module,
+)
+from composable_fsdp import fully_shard
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(256, 1024), nn.Linear(1024, 256)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+def cut(mesh):
+    net = Net()
+    for block in net.blocks:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(block, mesh["tp"], plan)
+    return net, torch.zeros(2, 256)
+
+def sharded():
+    sizes = (dist.get_world_size() // 4, 4)
+    mesh = init_device_mesh("cuda", sizes, mesh_dim_names=("dp", "tp"))
+    net, _ = cut(mesh)
+    for block in net.blocks:
+        fully_shard(block, device_mesh=mesh["dp"])
+    return fully_shard(net, device_mesh=mesh["dp"])
+
+def whole(mesh):
+    return Net()
+"""
+
+SIZES = ("--world-size", "16", "--tensor-parallel-size", "4")
+
+
+@pytest.fixture
+def cut(tmp_path: Path) -> str:
+    """A file with functions of a mesh; the path to write before a colon."""
+    path = tmp_path / "models_to_cut.py"
+    path.write_text(CUT)
+    return str(path)
+
+
+@pytest.mark.req("N-02")
+def test_a_function_of_the_mesh_is_simulated_and_planned_alike(
+    run: Run, cut: str
+) -> None:
+    """The peaks are equal, and the collectives of the model itself are listed."""
+    plan = partial(run.func, "plan")  # type: ignore[attr-defined]  # a partial
+
+    status, out, err = run(f"{cut}:cut", *SIZES, "--json")
+    planned = json.loads(plan(f"{cut}:cut", *SIZES, "--json")[1])
+    found: dict[str, Any] = json.loads(out)
+
+    assert (status, err) == (0, "")
+    assert (found["world_size"], found["data_ranks"]) == (16, 4)
+    own = [each for each in found["collectives"] if each["by_model"]]
+    # Of 2 x 256 numbers, the sum of the parts: in forward, and in backward but for the
+    # first block, whose input needs no gradient.
+    assert {(each["group"], each["ranks"], each["bytes"]) for each in own} == {
+        ("tp", 4, 2048)
+    }
+    assert [each["op"] for each in own] == 5 * ["all_reduce"]
+    assert found["peak"]["bytes"] == pytest.approx(planned["peak"]["bytes"], rel=0.01)
+    assert planned["options"]["world_size"] == 16
+    assert planned["options"]["tensor_parallel_size"] == 4
+    assert planned["options"]["shard_world_size"] == 4
+    whole = 3 * (2 * 256 * 1024 + 1024 + 256)
+    assert planned["model"]["whole_parameters"] == whole
+    assert planned["model"]["parameters"] < whole / 3.9
+
+
+def test_a_function_may_shard_for_itself(run: Run, cut: str) -> None:
+    """Its units and options are those of the step and of the plan."""
+    plan = partial(run.func, "plan")  # type: ignore[attr-defined]  # a partial
+    given = (f"{cut}:sharded", *SIZES)
+
+    status, out, _ = run(*given, "--batch", "2x256")
+
+    assert status == 0
+    assert "4 units on 16 ranks" in out
+    assert "over tp (4 ranks): 5 x all_reduce of 10.00 KiB in all" in out
+    planned = plan(*given)[1]
+    assert "on 16 ranks (4 x 4 tensor-parallel)" in planned
+    assert "units below the root: those that" in planned
+    assert "4 tensor-parallel ranks are not counted" in " ".join(planned.split())
+
+
+def test_sizes_of_a_plan_are_those_of_all_ranks(run: Run, cut: str) -> None:
+    """Rows, the smallest world size, and a hybrid mesh."""
+    plan = partial(run.func, "plan")  # type: ignore[attr-defined]  # a partial
+    many = ("--world-sizes", "8,32", "--gpu-memory", "1GiB", "--json")
+
+    found = json.loads(plan(f"{cut}:cut", *SIZES, *many)[1])
+    hybrid = plan(
+        f"{cut}:cut", *SIZES, "--shard-world-size", 2, "--strategy", "hybrid-shard"
+    )[1]
+
+    assert [row["world_size"] for row in found["world_sizes"]] == [8, 32]
+    fewer, more = [row["parameters"] for row in found["world_sizes"]]
+    assert fewer == pytest.approx(4 * more, rel=0.02)
+    assert found["fit"]["smallest_world_size"] == 4
+    assert "on 16 ranks (2 x 2 x 4 tensor-parallel)" in hybrid
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{}:cut"], "needs arguments: mesh. Write a function without arguments"),
+        (["{}:cut"], "or pass --tensor-parallel-size, and the argument is the mesh"),
+        (["{}:cut", "--tensor-parallel-size", "3"], "divides world_size=8, got 3"),
+        (
+            ["{}:cut", "--tensor-parallel-size", "4", "--shard-world-size", "4"],
+            "divides the 2 data ranks of world_size=8 and tensor_parallel_size=4",
+        ),
+        (["{}:whole", "--tensor-parallel-size", "4"], "is a DTensor"),
+        (["config.json", "--tensor-parallel-size", "4"], "does not say how its model"),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_named(
+    run: Run, cut: str, command: str, arguments: list[str], message: str
+) -> None:
+    """By both commands, with status 2."""
+    call = partial(run.func, command)  # type: ignore[attr-defined]  # a partial
+
+    status, _, err = call(*[each.format(cut) for each in arguments], "--batch", "2x256")
+
+    assert status == 2
+    assert message in err

@@ -90,6 +90,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Run ``func``, then count."""
+        # While this mode runs an op of a wrapper, the ops on what is wrapped pass by.
+        if any(hasattr(each, "__tensor_flatten__") for each in types):
+            return NotImplemented
         kwargs = kwargs or {}
         given = pytree.tree_leaves((args, kwargs))
         if _is_coalesced(func) and any(isinstance(t, FakeTensor) for t in given):

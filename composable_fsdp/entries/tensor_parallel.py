@@ -1,0 +1,187 @@
+"""Models that a function cuts over a tensor-parallel mesh, for ``plan`` and a step.
+
+A function of a training script gets the mesh of the whole job, and does with the
+dimension ``tp`` what it does in the job; other dimensions shard what a rank has left::
+
+    8 ranks, tensor_parallel_size=2     mesh ("dp", "tp") of 4 x 2
+    and shard_world_size=2              mesh ("replicate", "shard", "tp") of 2 x 2 x 2
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from composable_fsdp.errors import PlanError
+from composable_fsdp.planning import walk
+from composable_fsdp.planning.dtensors import is_dtensor
+
+MESH = ("mesh", "device_mesh")
+"""Names of an argument that is the mesh, also if the argument has a default."""
+
+_WAY_OUT = (
+    'Let the function take the mesh and call parallelize_module(model, mesh["tp"], '
+    "{...}) on its model"
+)
+
+
+def check_sizes(
+    world_size: int, shard_world_size: int | None, tensor_parallel_size: int | None
+) -> None:
+    """Raise PlanError, unless the sizes of a mesh multiply to ``world_size``.
+
+    Args:
+        world_size: number of ranks in all.
+        shard_world_size: number of ranks that share the parameters; None for all ranks
+            that hold the same part of the model.
+        tensor_parallel_size: number of ranks that cut matrices; None for 1.
+
+    Raises: PlanError, with the argument that does not divide.
+    Collective: none.
+    """
+    cut = tensor_parallel_size
+    # bool is a subclass of int, and True is a mistake.
+    if cut is not None and (
+        isinstance(cut, bool) or not isinstance(cut, int) or cut < 1 or world_size % cut
+    ):
+        raise PlanError(
+            "tensor_parallel_size expects a number of ranks that divides world_size="
+            f"{world_size}, got {cut!r}."
+        )
+    data = world_size // (cut or 1)
+    ranks = f"world_size={world_size}"
+    if cut is not None:
+        ranks = f"the {data} data ranks of {ranks} and tensor_parallel_size={cut}"
+    if shard_world_size is not None and (
+        not isinstance(shard_world_size, int)
+        or shard_world_size < 1
+        or data % shard_world_size
+    ):
+        raise PlanError(
+            f"shard_world_size expects a number of ranks that divides {ranks}, got "
+            f"{shard_world_size!r}."
+        )
+
+
+def job_mesh(
+    world_size: int, shard_world_size: int | None, tensor_parallel_size: int | None
+) -> DeviceMesh:
+    """Return the mesh of all ranks of the default group, after ``check_sizes``.
+
+    Args:
+        world_size: number of ranks of the default group.
+        shard_world_size: as in ``check_sizes``.
+        tensor_parallel_size: as in ``check_sizes``.
+
+    Returns: a mesh whose last dimension is "tp", if ``tensor_parallel_size`` is given.
+    Collective: the creation of the process groups of the mesh.
+    """
+    sizes, names = [world_size // (tensor_parallel_size or 1)], ["dp"]
+    if shard_world_size is not None:
+        sizes = [sizes[0] // shard_world_size, shard_world_size]
+        names = ["replicate", "shard"]
+    if tensor_parallel_size is not None:
+        sizes, names = [*sizes, tensor_parallel_size], [*names, "tp"]
+    return init_device_mesh("cpu", tuple(sizes), mesh_dim_names=tuple(names))
+
+
+def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the part of a ``job_mesh`` over which ``fully_shard`` shards.
+
+    Collective: none.
+    """
+    names = [name for name in mesh.mesh_dim_names or () if name != "tp"]
+    # A mesh with all its dims cannot be cut out of itself.
+    return mesh if len(names) == mesh.ndim else mesh[tuple(names)]
+
+
+def without_arguments(
+    function: Callable[..., Any],
+    mesh: DeviceMesh | None,
+    name: str,
+    *,
+    option: str = "tensor_parallel_size",
+) -> Callable[[], Any]:
+    """Return ``function`` without arguments, with the mesh if it takes a mesh.
+
+    Args:
+        function: takes no argument, or the mesh: a single argument without default, or
+            an argument named "mesh" or "device_mesh".
+        mesh: a ``job_mesh`` with a dimension "tp"; None without tensor parallelism.
+        name: the name of the function in messages.
+        option: what the caller passes for a mesh, in messages.
+
+    Returns: a function without arguments.
+    Raises: PlanError, for a function with other arguments, or of a mesh without a mesh.
+    Collective: none.
+    """
+    needed, given = _arguments(function)
+    # A single argument without default is the mesh, whatever its name.
+    names = needed or [each for each in given if each in MESH]
+    if len(needed) > 1:
+        raise PlanError(
+            f"{name} needs arguments: {', '.join(needed)}. Write a function without "
+            "arguments that calls it, and pass that function."
+        )
+    if needed and mesh is None:
+        raise PlanError(
+            f"{name} needs arguments: {needed[0]}. Write a function without arguments "
+            f"that calls it, and pass that function; or pass {option}, and the "
+            'argument is the mesh ("dp", "tp").'
+        )
+    if mesh is None or not names:
+        return function
+    return partial(function, **{names[0]: mesh})
+
+
+def _arguments(function: Callable[..., Any]) -> tuple[list[str], list[str]]:
+    """Return the names of the arguments without defaults, and of all arguments."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    # Some classes of C have no signature; the call tells.
+    except (TypeError, ValueError):
+        return [], []
+    # ``*args`` and ``**kwargs`` may be empty.
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    given = [p for p in parameters if p.kind not in optional]
+    needed = [p.name for p in given if p.default is inspect.Parameter.empty]
+    return needed, [p.name for p in given]
+
+
+def name_of(model: object) -> str:
+    """Return the name of a function or the class of a module, for messages."""
+    return str(getattr(model, "__name__", type(model).__name__))
+
+
+def check_cut(module: nn.Module, mesh: DeviceMesh, name: str) -> None:
+    """Raise PlanError, if the dimension ``tp`` of ``mesh`` cuts nothing of ``module``.
+
+    Args:
+        module: the module that the function ``name`` returned; not sharded yet.
+        mesh: the mesh that the function could have.
+        name: the name of the function in messages.
+
+    Raises: PlanError, if no parameter is a DTensor.
+    Collective: none.
+    """
+    # On a single rank there is nothing to cut.
+    if mesh["tp"].size() > 1 and first_dtensor(module) is None:
+        raise PlanError(
+            f"{name} returned a {type(module).__name__} none of whose parameters is a "
+            f"DTensor, so tensor_parallel_size={mesh['tp'].size()} would leave ranks "
+            f"with the same work. {_WAY_OUT}, or leave tensor_parallel_size out."
+        )
+
+
+def first_dtensor(module: nn.Module) -> str | None:
+    """Return the name of the first parameter that is a DTensor; None if none is."""
+    for prefix, each in walk.named(module):
+        for name, parameter in each._parameters.items():
+            if is_dtensor(parameter):
+                return f"{prefix}.{name}" if prefix else name
+    return None

@@ -1,0 +1,611 @@
+"""A simulated step of a model with tensor or expert parallelism is the real one."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.debug import _get_fast_path_sharding_prop_cache_stats
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from composable_fsdp import (
+    MixedPrecision,
+    PlanError,
+    ShardingStrategy,
+    Simulation,
+    apply_activation_checkpointing,
+    clip_grad_norm_,
+    forecast,
+    fully_shard,
+    measure_activations,
+    plan,
+    recent_operations,
+    simulate,
+)
+from composable_fsdp.planning.unit_plan import Traffic
+from tests.parallel import experts, models
+from tests.support.memory import LiveBytes
+from tests.support.reference import backward
+from tests.support.world import World, fake_world, ranks
+
+WIDTH = 128
+LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+class Block(nn.Module):
+    """A residual block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(self.up(self.norm(x)).relu())
+        return out
+
+
+class Text(nn.Module):
+    """An embedding, blocks and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(256, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+
+def parallel(mesh: DeviceMesh, *, sequence: bool = True) -> Text:
+    """What a training script does with the mesh dim ``tp``."""
+    model, here = Text(), Shard(1) if sequence else Replicate()
+    norm: dict[str, Any] = {"norm": SequenceParallel()} if sequence else {}
+    parallelize_module(
+        model,
+        mesh["tp"],
+        {
+            "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=here),
+            "head": ColwiseParallel(
+                input_layouts=here, output_layouts=Shard(-1), use_local_output=False
+            ),
+            **norm,
+        },
+    )
+    for block in model.blocks:
+        up = ColwiseParallel(input_layouts=here)
+        down = RowwiseParallel(output_layouts=here)
+        parallelize_module(block, mesh["tp"], {"up": up, "down": down, **norm})
+    return model
+
+
+def sharded(dp: int, tp: int, *, sequence: bool = True, **options: Any) -> Text:
+    """The model over a mesh ``(dp, tp)``."""
+    mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+    model = parallel(mesh, sequence=sequence)
+    for block in model.blocks:
+        fully_shard(block, device_mesh=mesh["dp"], **options)
+    return fully_shard(model, device_mesh=mesh["dp"], **options)
+
+
+def batch(time: int = 8) -> Tensor:
+    """Token ids ``(2, time)``."""
+    return torch.zeros(2, time, dtype=torch.long)
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss on logits that are cut over ``tp``."""
+    targets = torch.zeros(output.shape[0] * output.shape[1], dtype=torch.long)
+    return nn.functional.cross_entropy(output.flatten(0, 1), targets)
+
+
+class Sent(NamedTuple):
+    """A collective: when it was sent, its kind, and bytes of the whole buffers."""
+
+    when: float
+    op: str
+    nbytes: int
+
+
+class Functional(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types
+    """Notes the functional collectives and exchanges of the model itself."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sent: list[Sent] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run ``func``, and note it."""
+        if any(hasattr(each, "__tensor_flatten__") for each in types):
+            return NotImplemented
+        when = time.time()
+        result = func(*args, **(kwargs or {}))
+        name = str(func.name())
+        op = next((op for op in KINDS if op in name), "")
+        if name.startswith("_c10d_functional::") and op:
+            whole = result if op == "all_gather" else args[0]
+            nbytes = sum(t.nbytes for t in pytree.tree_leaves(whole))
+            self.sent.append(Sent(when, op, nbytes))
+        if name.startswith("c10d::alltoall_base"):
+            self.sent.append(Sent(when, "all_to_all", args[1].nbytes))
+        return result
+
+
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+
+
+def real_step(
+    world: World, make: Callable[[], nn.Module], loss: Any, inputs: Tensor
+) -> tuple[int, list[tuple[str, int]], list[tuple[str, str]]]:
+    """Peak of the third step on real ranks, and what model and runtime have sent."""
+    models.forget_meshes()
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def step() -> None:
+        loss(model(inputs)).backward()
+        clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        model.zero_grad()
+
+    with loss_parallel():
+        # The first step compares weights, and DTensor computes shapes on fake tensors.
+        step()
+        gc.collect()
+        with Functional() as calls, LiveBytes() as live:
+            step()
+            before = time.time()
+            live.reset()
+            step()
+    own = [(each.op, each.nbytes) for each in calls.sent if each.when >= before]
+    sent = [each for each in recent_operations() if each.issued >= before]
+    runtime = [
+        (each.op, each.unit.strip("'\"")) for each in sent if "digest" not in each.op
+    ]
+    return live.peak, own, runtime
+
+
+def run(make: Callable[..., Any], world_size: int, **options: Any) -> Simulation:
+    """Simulate a step as ``real_step`` runs it."""
+    given = {"optimizer": "adamw-fused", "max_norm": 1.0, "device_type": "cpu"}
+    # The backward of the loss is in the block, too, as it has to be.
+    with loss_parallel():
+        return simulate(make, world_size=world_size, **{**given, **options})
+
+
+def assert_same(
+    found: Simulation, real: tuple[int, list[tuple[str, int]], list[tuple[str, str]]]
+) -> None:
+    """The peak within 5 %; kinds, bytes and order of all collectives."""
+    peak, own, runtime = real
+    assert own
+    assert [
+        (each.name, each.nbytes) for each in found.collectives if each.by_model
+    ] == own
+    assert [
+        (each.name, "(root)" if each.unit == "" else each.unit or "")
+        for each in found.collectives
+        if not each.by_model
+    ] == runtime
+    assert found.peak.memory.total == pytest.approx(peak, rel=0.05)
+
+
+@pytest.mark.req("N-02")
+@pytest.mark.parametrize("sequence", [True, False])
+@pytest.mark.parametrize(("dp", "tp"), [(2, 2), (1, 4), (4, 1)])
+def test_a_tensor_parallel_step_is_the_real_one(
+    dp: int, tp: int, *, sequence: bool
+) -> None:
+    """Each collective of layers and of the runtime, with its bytes, and the peak."""
+    make = partial(sharded, dp, tp, sequence=sequence)
+
+    real = ranks(4).run(real_step, make, loss_of, batch())[0]
+
+    assert_same(run(make, 4, batch=batch(), loss=loss_of), real)
+
+
+@pytest.mark.req("N-02")
+@pytest.mark.parametrize(
+    ("dp", "tp", "device_type", "optimizer", "options"),
+    [
+        (2, 2, "cpu", "sgd", {}),
+        (8, 4, "cuda", "adamw", {"mixed_precision": LOW}),
+        (256, 8, "cuda", "adamw-fused", {}),
+        (1, 4, "cuda", "adamw", {}),
+    ],
+)
+def test_the_peak_is_the_planned_one(
+    dp: int, tp: int, device_type: str, optimizer: str, options: dict[str, Any]
+) -> None:
+    """Within 1 %, and the runtime's collectives are those of the plan."""
+    with patch.object(sys.modules[__name__], "WIDTH", 1024):
+        found = run(
+            partial(sharded, dp, tp, **options),
+            dp * tp,
+            batch=batch(tp)[:1],
+            loss=loss_of,
+            device_type=device_type,
+            optimizer=optimizer,
+            max_norm=None,
+        )
+
+    planned = forecast(found.plan, optimizer=optimizer, device_type=device_type)
+    assert found.peak.memory.total == pytest.approx(planned.total, rel=0.01)
+    sent: Counter[str] = Counter()
+    for each in found.collectives:
+        sent[f"{each.name}_calls"] += not each.by_model
+        sent[f"{each.name}_bytes"] += 0 if each.by_model else each.nbytes
+    assert Traffic(**sent) == found.plan.traffic
+    assert (found.world_size, found.plan.world_size) == (dp * tp, dp)
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(2, 2), (1, 4)])
+def test_activations_of_a_tensor_parallel_model_are_the_simulated_ones(
+    dp: int, tp: int
+) -> None:
+    """``plan`` with a batch counts a rank's parts, also of logits and norms."""
+    with fake_world(dp * tp):
+        models.forget_meshes()
+        mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+        with torch.device("meta"):
+            model = parallel(mesh)
+        planned = plan(model, world_size=dp, units=["blocks.*"])
+        with loss_parallel():
+            saved = measure_activations(model, planned, [batch(256)], loss=loss_of)
+        models.forget_meshes()
+
+    found = run(partial(sharded, dp, tp), dp * tp, batch=batch(256), loss=loss_of)
+
+    expected = forecast(
+        planned, optimizer="adamw-fused", activations=saved, device_type="cpu"
+    )
+    assert max(m.memory.activations for m in found.timeline) > 500_000
+    assert found.peak.memory.total == pytest.approx(expected.total, rel=0.01)
+
+
+def test_the_function_gets_the_mesh_of_the_job() -> None:
+    """With units and options of the call; a hybrid mesh has the dims by name."""
+    seen: list[Any] = []
+
+    def make(mesh: DeviceMesh) -> Text:
+        seen.append((mesh.mesh_dim_names, tuple(mesh.shape)))
+        return parallel(mesh)
+
+    plain = run(
+        make,
+        8,
+        tensor_parallel_size=2,
+        batch=batch(),
+        loss=loss_of,
+        units=["blocks.*"],
+        mixed_precision=LOW,
+    )
+    hybrid = run(
+        make,
+        8,
+        tensor_parallel_size=2,
+        shard_world_size=2,
+        batch=batch(),
+        loss=loss_of,
+        strategy=ShardingStrategy.HYBRID_SHARD,
+    )
+
+    assert seen == [
+        (("dp", "tp"), (4, 2)),
+        (("replicate", "shard", "tp"), (2, 2, 2)),
+    ]
+    assert [unit.shard_world_size for unit in plain.plan.units] == [4] * 4
+    assert {(o.group, o.ranks) for o in plain.collectives} == {("dp", 4), ("tp", 2)}
+    assert {o.group for o in hybrid.collectives} == {"shard", "replicate", "tp"}
+
+
+def test_a_function_may_make_its_mesh_for_gpus() -> None:
+    """A script's mesh is one of "cuda", and tensors of a step are on the CPU."""
+
+    def make(device_mesh: DeviceMesh | None = None) -> Text:
+        assert device_mesh is None
+        mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = parallel(mesh)
+        return fully_shard(model, device_mesh=mesh["dp"])
+
+    found = run(make, 4, batch=batch(), loss=loss_of)
+
+    assert len(found.plan.units) == 1
+    assert any(each.group == "tp" for each in found.collectives)
+
+
+def test_a_summary_and_a_trace_tell_the_collectives_of_the_model_apart() -> None:
+    """A line and a row per mesh dimension."""
+    found = run(partial(sharded, 2, 4), 8, batch=batch(), loss=loss_of)
+
+    assert "4 units on 8 ranks" in str(found)
+    assert "collectives of the model itself over tp (4 ranks): " in str(found)
+    events = found.trace()["traceEvents"]
+    rows = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name"}
+    # The norm of clipping is summed over ``tp`` by the runtime.
+    own = [
+        e
+        for e in events
+        if e["ph"] == "X"
+        and e["args"].get("group") == "tp"
+        and e["args"]["phase"] != "clip"
+    ]
+    assert {e["tid"] for e in own} == {rows["communication of the model over tp"]}
+    assert all(e["args"]["ranks"] == 4 and e["args"]["bytes"] for e in own)
+    others = [e for e in events if e.get("cat") == "communication" and e not in own]
+    assert {e["tid"] for e in others} == {rows["communication"]}
+
+
+def checkpointed() -> Text:
+    """The model with activation checkpointing of its blocks, on 2 x 2 ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = parallel(mesh)
+    apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, Block))
+    for block in model.blocks:
+        fully_shard(block, device_mesh=mesh["dp"], mixed_precision=LOW)
+    return fully_shard(model, device_mesh=mesh["dp"], mixed_precision=LOW)
+
+
+def test_checkpointed_blocks_send_again_in_backward() -> None:
+    """The forward that is repeated gathers over ``tp``, as on real ranks."""
+    real = ranks(4).run(real_step, checkpointed, loss_of, batch())[0]
+
+    assert_same(run(checkpointed, 4, batch=batch(), loss=loss_of), real)
+
+
+def on_a_mesh(mesh: DeviceMesh) -> Text:
+    """What a function of a mesh does."""
+    return parallel(mesh)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": 3}, "divides world_size=8, got 3"),
+        ({"tensor_parallel_size": 0}, "divides world_size=8, got 0"),
+        ({"tensor_parallel_size": True}, "divides world_size=8, got True"),
+        (
+            {"shard_world_size": 8},
+            "divides the 4 data ranks of world_size=8 and tensor_parallel_size=2, got",
+        ),
+        ({"model": Text()}, "expects a function that makes the model, and got a Text"),
+        ({"model": Text}, "none of whose parameters is a DTensor.*parallelize_module"),
+        ({"tensor_parallel_size": None}, "needs arguments: mesh.*tensor_parallel_size"),
+        ({"model": lambda mesh, width: None}, "needs arguments: mesh, width"),
+        ({"model": lambda mesh: mesh}, "returns a module.*got a DeviceMesh"),
+    ],
+)
+def test_a_wrong_mesh_is_named(options: dict[str, Any], message: str) -> None:
+    """What is expected, what was given, and the way out."""
+    given = {"tensor_parallel_size": 2, "batch": batch(), "loss": loss_of, **options}
+
+    with pytest.raises(PlanError, match=message):
+        run(given.pop("model", on_a_mesh), 8, **given)
+
+
+def test_a_module_of_another_world_is_refused_by_the_name_of_a_parameter() -> None:
+    """Its mesh has process groups that are not those of the step."""
+    with fake_world(4):
+        models.forget_meshes()
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = parallel(mesh)
+    models.forget_meshes()
+
+    with pytest.raises(PlanError, match=r"'tokens.weight' is a DTensor.*function"):
+        run(model, 4, batch=batch(), loss=loss_of)
+
+
+def test_no_mesh_of_a_simulation_stays_behind() -> None:
+    """DTensor's caches are empty again, so that groups which are gone are not used."""
+    before = {name: getattr(DeviceMesh, name) for name in ("__init__", "__getitem__")}
+
+    run(partial(sharded, 2, 2), 4, batch=batch(), loss=loss_of)
+
+    assert {name: getattr(DeviceMesh, name) for name in before} == before
+    hits_and_misses = _get_fast_path_sharding_prop_cache_stats()  # type: ignore[no-untyped-call]  # torch
+    assert hits_and_misses == (0, 0)
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = parallel(mesh)
+        with loss_parallel():
+            backward(loss_of(model(batch())))
+    models.forget_meshes()
+
+
+def test_units_may_be_made_under_meta() -> None:
+    """torch finds the place of a DTensor by tensors, which need values."""
+    with fake_world(4):
+        models.forget_meshes()
+        with torch.device("meta"):
+            model = sharded(2, 2)
+        found = plan(model)
+        models.forget_meshes()
+
+    assert found.whole_numel == sum(p.numel() for p in Text().parameters())
+
+
+def wide(recipe: experts.Recipe) -> nn.Module:
+    """Experts over a mesh ``(edp, ep)``, whose tokens are spread evenly."""
+    mesh = init_device_mesh(
+        "cpu",
+        (dist.get_world_size() // recipe.ep, recipe.ep),
+        mesh_dim_names=("edp", "ep"),
+    )
+    model = recipe.sharded(mesh["ep"], mesh["edp"], mesh._flatten("dp"))
+    for layer in experts.layers_of(model):
+        layer.router.register_forward_hook(partial(_spread, recipe))
+    return model
+
+
+def _spread(
+    recipe: experts.Recipe, module: nn.Module, args: Any, out: Tensor
+) -> Tensor:
+    """Let each row take the next experts, as simulated routers do."""
+    rows, number = out.shape
+    places = torch.arange(rows * recipe.top).view(rows, -1) % number
+    return out * 0 + torch.zeros(rows, number).scatter(
+        1, places, torch.arange(recipe.top, 0.0, -1).expand(rows, -1)
+    )
+
+
+@pytest.mark.req("N-02")
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("ep", [2, 4])
+def test_an_expert_parallel_step_is_the_real_one(ep: int, *, listed: bool) -> None:
+    """Exchanges of tokens with their bytes, units over fewer ranks, and the peak."""
+    make = partial(wide, experts.Recipe(experts=8, ep=ep, listed=listed, shared=True))
+
+    real = ranks(4).run(real_step, make, mean, experts.batch(0, 0))[0]
+
+    assert sum(op == "all_to_all" for op, _ in real[1]) >= 10
+    assert_same(run(make, 4, batch=experts.batch(0, 0), loss=mean), real)
+
+
+@pytest.mark.req("N-02")
+def test_the_peak_of_experts_is_the_planned_one() -> None:
+    """Within 1 %, on 256 ranks, with units over 64 ranks and over all."""
+    # Stacked experts hold a gradient per expert beside that of the stack, which only
+    # a plan with activations counts.
+    make = partial(wide, experts.Recipe(experts=8, ep=4, listed=True, shared=True))
+
+    with patch.multiple(experts, DIM=512, HIDDEN=1024):
+        found = run(make, 256, batch=experts.batch(0, 0)[:1, :2], loss=mean)
+
+    planned = forecast(found.plan, optimizer="adamw-fused", device_type="cpu")
+    assert found.peak.memory.total == pytest.approx(planned.total, rel=0.01)
+    assert {unit.shard_world_size for unit in found.plan.units} == {64, 256}
+    assert {each.ranks for each in found.collectives if each.by_model} == {4}
+
+
+def mean(output: Tensor) -> Tensor:
+    """A loss."""
+    return output.square().mean()
+
+
+# Names of torch 2.13, and those before.
+_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_functional: Any = {
+    name: getattr(funcol, f"{name}_single", None) or getattr(funcol, f"{name}_tensor")
+    for name in ("all_gather", "reduce_scatter")
+}
+
+
+class Counts(nn.Module):
+    """A layer that tells the other ranks small integers, in every way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.seen: dict[str, list[int]] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        own, group = torch.tensor([1, 2]), dist.group.WORLD
+        assert group is not None
+        parts = [torch.empty_like(own) for _ in range(2)]
+        dist.all_gather(parts, own)
+        total, exchanged = own.clone(), torch.empty_like(own)
+        dist.all_reduce(total)
+        dist.all_to_all_single(exchanged, own)
+        most = own.clone()
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        mine = [torch.empty_like(own) for _ in range(2)]
+        dist.all_to_all(mine, [own, own + 1])
+        made = {
+            "all_gather": torch.stack(parts),
+            "all_gather_single": torch.empty(4, dtype=own.dtype),
+            "all_reduce": total,
+            "maximum": most,
+            "all_to_all": torch.stack(mine),
+            "all_to_all_single": exchanged,
+            "functional gather": _functional["all_gather"](own, 0, group),
+            "functional sum": funcol.all_reduce(own, "sum", group),
+            "functional maximum": funcol.all_reduce(own, "max", group),
+            "functional exchange": funcol.all_to_all_single(own, None, None, group),
+            "functional part": _functional["reduce_scatter"](own, "sum", 0, group),
+            "functional broadcast": funcol.broadcast(own, 0, group),
+        }
+        _gather(made["all_gather_single"], own)
+        self.seen = {name: each.flatten().tolist() for name, each in made.items()}
+        out: Tensor = self.layer(x)
+        return out
+
+
+class Sums(nn.Module):
+    """A layer whose large output is summed over the ranks, and used no more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        with torch.no_grad():
+            group = dist.group.WORLD
+            assert group is not None
+            # The largest tensors of the step: what is summed, and the sum.
+            total = funcol.all_reduce(out.repeat(1, 8), "sum", group)
+            out += total[:, :8]
+        return out
+
+
+def sums() -> Sums:
+    """The layer, sharded."""
+    return fully_shard(Sums())
+
+
+def test_a_wait_for_a_collective_takes_no_memory() -> None:
+    """The result is there once, as on real ranks."""
+    inputs = torch.zeros(2**14, 8)
+
+    real = ranks(2).run(real_step, sums, mean, inputs)[0]
+
+    assert_same(run(sums, 2, batch=inputs, loss=mean), real)
+
+
+def seen_on_ranks(world: World) -> dict[str, list[int]]:
+    """What real ranks see that hold the same integers."""
+    model = Counts()
+    model(torch.zeros(2, 8))
+    return model.seen
+
+
+def test_integers_are_those_of_ranks_that_agree() -> None:
+    """Numbers of tokens, for example, which decide shapes on the ranks of experts."""
+    made: list[Counts] = []
+
+    def make() -> Counts:
+        made.append(Counts())
+        return fully_shard(made[-1])
+
+    real = ranks(2).run(seen_on_ranks)[0]
+    simulate(make, world_size=2, batch=torch.zeros(2, 8))
+
+    assert made[0].seen == real
