@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -60,6 +61,11 @@ from composable_fsdp.storage.remote_commit import (
     remove_older_remote,
 )
 from composable_fsdp.storage.same_on_ranks import RankValues, require_same
+from composable_fsdp.storage.same_replicas import (
+    replica_shards,
+    replicas_differ,
+    warning_of,
+)
 from composable_fsdp.storage.selection import Patterns, Selection
 from composable_fsdp.storage.team import Team, meet_team, team_of
 from composable_fsdp.storage.writer import Piece, in_order, places_of, write_file
@@ -240,12 +246,14 @@ def prepare(
 
     Returns: the job for ``write``. The pieces still refer to the live tensors.
     Collective: one all-gather of objects over the team's group; a second all-gather if
-    the ranks' regions, kinds of optimizer state, or values that rank 0 saves differ.
+    the ranks' regions, kinds of optimizer state, or values that rank 0 saves differ, or
+    replicas.
     Raises: CheckpointError, TypeError or PhaseError, the same on every rank.
     """
     target, temporary, error = "", "", None
     part, pieces, values = FilePart(), list[Piece](), RankValues()
     kinds: Kinds = {}
+    shards = replica_shards(())
     # Two saves of the same ranks must not write or exchange objects at the same time.
     before = wait_for_pending(team)
     metric: Metric | None = None
@@ -265,6 +273,7 @@ def prepare(
         )
         part, pieces = maker.make(optims, given.extra, given.per_rank)
         values, kinds = maker.told, maker.kinds
+        shards = replica_shards(maker.chosen.states)
         if team.rank == 0:
             temporary = _begin(target, overwrite, team.world_size)
     # Do not raise yet: the other ranks would wait in the exchange below for this rank.
@@ -281,7 +290,7 @@ def prepare(
         plan = plan_cache_of(module)
         last = plan.token_for(part, team.ranks, is_first=team.rank == 0)
         told = digest(kinds), values.digest()
-        mine = target, temporary, before, *told, metric, nbytes, last
+        mine = target, temporary, before, *told, metric, nbytes, last, *shards[:2]
         answers = team.agree(error, mine)
         raise_unseen(team, [each[2] for each in answers])
         # Each rank has all metrics, so all raise alike.
@@ -289,19 +298,20 @@ def prepare(
         part.metric = None if metric is None else metric.to_save()
         kinds_differ = len({each[3] for each in answers if each[3]}) > 1
         values_differ = len({each[4] for each in answers}) > 1
+        shards_differ = replicas_differ([each[8:10] for each in answers])
         # Before entries are added that other ranks ask for, at each save alike.
         is_same = bool(last) and {each[7] for each in answers} == {last}
         reuse = Reuse(plan, part.copy(), team.ranks, is_same)
-        if kinds_differ or values_differ:
+        if kinds_differ or values_differ or shards_differ:
             # Names and hashes are sent in full only now: of 10,000 tensors and 1,024
             # ranks they are hundreds of megabytes.
-            everyone = team.agree(None, (kinds, values if values_differ else None))
-            add_missing(part, pieces, [each for each, _ in everyone])
-            if values_differ:
-                text = require_same(team.ranks, [each for _, each in everyone])
-                # Rank 0 alone saves the buffers, and a warning per rank says no more.
-                if text and team.rank == 0:
-                    warnings.warn(text, stacklevel=3)
+            told_now = (
+                (values if values_differ else None),
+                (shards if shards_differ else None),
+            )
+            everyone = team.agree(None, (kinds, *told_now))
+            add_missing(part, pieces, [each for each, *_ in everyone])
+            _require_same(team, everyone)
     except BaseException:
         _discard(target, temporary)
         raise
@@ -310,6 +320,22 @@ def prepare(
     block = block_size(sum(each[6] for each in answers))
     pieces, best = in_order(pieces), given.keep_best
     return Job(target, temporary, part, pieces, reuse, keep, overwrite, best, block)
+
+
+def _require_same(team: Team, told: Sequence[tuple[Any, ...]]) -> None:
+    """Compare what all ranks told in full: kinds, ``RankValues``, ``ReplicaShards``.
+
+    ``None`` stands for what was equal. Rank 0 alone warns. Collective: none.
+    Raises: CheckpointError, the same on every rank.
+    """
+    texts, (_, values, shards) = [], zip(*told, strict=True)
+    if values[0] is not None:
+        texts.append(require_same(team.ranks, values))
+    if shards[0] is not None:
+        texts.append(warning_of(team.ranks, shards))
+    # Rank 0 alone saves the buffers, and a warning per rank would say no more.
+    for text in filter(None, texts if team.rank == 0 else ()):
+        warnings.warn(text, stacklevel=4)
 
 
 def write(team: Team, job: Job, error: Exception | None = None) -> None:
