@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from composable_fsdp.comm import torch_waits
-from composable_fsdp.comm.hang_report import Position, lower
+from composable_fsdp.comm.hang_report import Position
 from composable_fsdp.comm.operations import UNEVEN, OperationRecord
 from composable_fsdp.naming import listed
 
@@ -39,7 +39,7 @@ _FRESH = 10.0
 def words_in_vain(
     positions: Iterable[Position], group: str, own: Mapping[str, int], slow: float
 ) -> list[str]:
-    """Return why a rank that waits in the store waits in vain for other ranks.
+    """Return why a rank that waits in the store, or here, waits in vain for others.
 
     Args:
         positions: those of the missing ranks.
@@ -63,10 +63,10 @@ def words_in_vain(
             words.append(position.told(group if group in stuck else stuck[0]))
         else:
             rest.append(position)
-    return words + words_in_torch(rest, group, torch_waits.issued() if rest else {})
+    return words + _words_in_torch(rest, group, torch_waits.issued() if rest else {})
 
 
-def words_in_torch(
+def _words_in_torch(
     positions: Iterable[Position], group: str, issued: dict[str, int]
 ) -> list[str]:
     """Return which ranks wait for this rank in a collective of torch.
@@ -108,11 +108,11 @@ def left_text(record: OperationRecord, rank: int, text: str) -> str:
     )
 
 
-def in_torch_text(record: OperationRecord, words: Sequence[str]) -> str:
-    """Return the verdict for a rank for which others wait inside of torch."""
+def cycle_text(record: OperationRecord, words: Sequence[str]) -> str:
+    """Return the verdict for a rank for which others wait elsewhere."""
     uneven = f" {UNEVEN}" if record.phase == "forward" else ""
     return (
         f"{record.title} waits in vain: {listed(words, '; ')}, and this rank cannot "
-        f"come there while it waits here ({lower(record.op)}). Make the same calls in "
-        f"the same order on every rank.{uneven}"
+        f"come there while it waits here. Make the same calls in the same order on "
+        f"every rank.{uneven}"
     )

@@ -43,9 +43,8 @@ from composable_fsdp.comm.hang_report import (
     tell,
 )
 from composable_fsdp.comm.in_vain import (
-    in_torch_text,
+    cycle_text,
     left_text,
-    words_in_torch,
     words_in_vain,
 )
 from composable_fsdp.comm.nodes import group_timeout
@@ -96,9 +95,9 @@ class GroupWatch(Reporter):
         self.told: str | None = None
         """The verdict of another rank, once the thread has read the verdict."""
         self._vain: tuple[int, str] | None = None
-        """Number of the operation that waits for a rank inside of torch, and why."""
+        """Number of the operation that waits for a rank that waits elsewhere; why."""
         self.looked = 0.0
-        """Seconds of a wait after which ``hear_torch`` has looked last."""
+        """Seconds of a wait after which ``look_for_cycle`` has looked last."""
         self.asked = self.reported = 0
         """Number of the last operation about which other ranks were asked, and of the
         last that was reported."""
@@ -106,7 +105,7 @@ class GroupWatch(Reporter):
     def verdict(self) -> DesyncError | None:
         """Return the error that ends the wait of the main thread, if any."""
         if self.told is None:
-            return self._verdict_of_torch()
+            return self._verdict_of_cycle()
         if not self._move(SAID, ACTED):
             # The other rank sends again.
             self.told = None
@@ -116,30 +115,30 @@ class GroupWatch(Reporter):
         self.leave()
         return DesyncError(self.told)
 
-    def _verdict_of_torch(self) -> DesyncError | None:
-        """Return the error about a rank that waits inside of torch, if any."""
+    def _verdict_of_cycle(self) -> DesyncError | None:
+        """Return the error about a rank that waits for this rank elsewhere, if any."""
         waits, (number, text) = self.waiting(), self._vain or (0, "")
         if waits is None or waits.number != number:
             self._vain = None
             return None
         pronounce(self._group.get(), text, torn=True)
+        pronounce_everywhere(text)
         return DesyncError(text)
 
-    def hear_torch(self, waits: Operation) -> None:
-        """Look whether a rank waits for this rank inside of torch."""
+    def look_for_cycle(self, waits: Operation) -> None:
+        """Look whether a rank that is missing waits for this rank elsewhere."""
         # Twice as long each time, because a look reads positions of up to 32 ranks.
         seconds = waited_for(waits)
         if not seconds > 2 * SLOW or self.looked <= seconds < 2 * self.looked:
             return
         self.looked = seconds
-        positions, counts = _WATCH.positions(self.ranks), torch_waits.issued()
-        behind = [
-            p for p in positions if p.groups.get(self.name, [0])[0] < waits.number
-        ]
-        words = words_in_torch(behind, self.name, counts)
+        # A rank that has issued ``waits`` is not waited for.
+        name, number = self.name, waits.number
+        told = _WATCH.positions(self.ranks)
+        behind = [each for each in told if each.groups.get(name, [0])[0] < number]
+        words = words_in_vain(behind, name, _WATCH.numbers(), SLOW)
         if words:
-            record = OperationRecord.of(waits)
-            self._vain = waits.number, in_torch_text(record, words)
+            self._vain = number, cycle_text(OperationRecord.of(waits), words)
 
     def hear(self, store: Any, waits: Operation) -> None:
         """Read the verdict of another rank that concerns ``waits``, if there is one."""
@@ -368,7 +367,7 @@ class _Watch:
             # Where the device waits, no wait of the host is there to be ended.
             if not waits.done:
                 watch.hear(store, waits)
-                watch.hear_torch(waits)
+                watch.look_for_cycle(waits)
             late = watch.report_after and waited_for(waits) > watch.report_after
             if late and watch.reported < waits.number:
                 watch.reported = waits.number

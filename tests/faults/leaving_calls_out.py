@@ -109,6 +109,37 @@ def tp_forward(rank: int) -> None:
             model.state_dict()
 
 
+class Mixture(nn.Module):
+    """An expert of this rank between two layers of all ranks."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.experts = nn.ModuleDict({name: nn.Linear(8, 8)})
+        self.has_tokens = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map ``(batch, 8)`` to the same."""
+        x = self.first(x)
+        for expert in self.experts.values() if self.has_tokens else ():
+            x = expert(x)
+        out: torch.Tensor = self.last(x)
+        return out
+
+
+def no_tokens(rank: int) -> None:
+    """The expert of the last rank gets no tokens in the last step."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+    model = Mixture(f"{rank % 2}")
+    options: dict[str, Any] = {"device_mesh": mesh["edp"], "expert_mesh": mesh["ep"]}
+    fully_shard(next(iter(model.experts.values())), **options)
+    fully_shard(model, device_mesh=mesh._flatten("dp"))
+    train(model, 3)
+    model.has_tokens = rank != 3
+    train(model, 1)
+
+
 def copy(rank: int, **options: Any) -> None:
     """Rank 1 alone uses a copy of the model that all ranks train."""
     model = layers(**options)
@@ -163,6 +194,7 @@ PROGRAMS: dict[str, Callable[[int], None]] = {
         end_early,
         tp_clip,
         tp_forward,
+        no_tokens,
         copy,
         copy_hybrid,
         synced,

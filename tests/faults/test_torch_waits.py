@@ -84,6 +84,20 @@ def test_tensor_parallel_ranks_that_leave_a_call_out_are_named(
     assert any("in torch's wait_tensor" in text for text in outputs)
 
 
+@pytest.mark.req("X-14")
+def test_ranks_that_wait_for_each_other_in_two_groups_are_named(tmp_path: Path) -> None:
+    """An expert without tokens: its group is another one than that of the model."""
+    found = run(tmp_path, 4, "no_tokens")
+
+    assert [each.status for each in found] == [1] * 4
+    expert, root = found[1].output, found[3].output
+    assert "DesyncError: The all-gather of 'experts.1' (forward; " in expert
+    assert "rank 3 waits" in expert
+    assert "reduce-scatter of (root) (backward; operation" in root
+    for each in found:
+        assert "waits in vain: rank" in each.output
+
+
 @pytest.mark.req("X-12", "X-16")
 def test_a_call_does_not_wait_for_a_program_that_has_ended(tmp_path: Path) -> None:
     """As ``if rank == 0: torch.save(model.state_dict())`` in the last line."""
