@@ -31,7 +31,12 @@ from composable_fsdp.comm.order_facts import (
     waiting,
     way_out,
 )
-from composable_fsdp.comm.watch import pronounce, ranks_in_vain, return_to
+from composable_fsdp.comm.watch import (
+    pronounce,
+    pronounce_everywhere,
+    ranks_in_vain,
+    return_to,
+)
 from composable_fsdp.errors import DesyncError
 from composable_fsdp.naming import listed
 
@@ -306,7 +311,9 @@ class OrderComparison:
                 f"Ranks disagree: in {place} of {mine.tree}, {own}; in {theirs.what} "
                 f"{theirs.number}, at {theirs.at} of {theirs.tree}, {peer}"
             )
-        return f"{told}. {way_out(here, there)}"
+        # Of two trees, the facts may be equal.
+        cure = way_out(here, there) if mine.tree == theirs.tree else SAME_CALLS
+        return f"{told}. {cure}"
 
     def _say(self, number: int, at: str, fact: Fact) -> None:
         """Write ``fact`` at a place of the store.
@@ -362,9 +369,12 @@ class OrderComparison:
                     self._raise(f"{story} Of {refused}")
                 late = f"Ranks [{listed(absent)}]"
                 why = f"{late} did not follow within {peers.timeout():g} s."
+                text = f"{story} {why} {way_out}"
                 if stuck:
-                    why = f"They cannot meet: {'; '.join(stuck)}."
-                self._raise(f"{story} {why} {way_out}")
+                    text = f"{story} They cannot meet: {'; '.join(stuck)}. {way_out}"
+                    # They may wait in a group of another tree.
+                    pronounce_everywhere(text)
+                self._raise(text)
 
     def _raise(self, text: str) -> NoReturn:
         """Raise ``text``, also on ranks that wait for this rank in a collective."""

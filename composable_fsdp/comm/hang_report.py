@@ -39,10 +39,17 @@ from composable_fsdp.comm.operations import (
     waiting_in,
 )
 from composable_fsdp.comm.progress import running_in, waited_for
+from composable_fsdp.comm.torch_waits import TorchWait
 
 DIRECTORY_VARIABLE = "COMPOSABLE_FSDP_HANG_DIR"
 """Environment variable: the parent of report directories. Default: the directory for
 temporary files."""
+
+ENDED = "has ended"
+"""The first words of ``Position.program`` after the end of a program."""
+
+MOST_RANKS = 32
+"""Number of other ranks whose positions are read at most."""
 
 _KEY = "composable_fsdp/watch/report"
 _PACKAGE = Path(__file__).parents[1]
@@ -67,13 +74,25 @@ class Position(NamedTuple):
     """By name of the group: number of operations issued, the title of the operation
     in which the rank waits (or None), the number of this operation, its kind, and the
     seconds of the wait."""
+    torch_wait: Any = None
+    """The fields of a ``TorchWait``, if the rank waits in a collective of torch."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the program of the rank has ended."""
+        return self.program.startswith(ENDED)
 
     def told(self, group: str) -> str:
         """Say where the rank is in ``group``, in words."""
         ago = f"{max(0.0, time.time() - self.at):.0f} s ago"
         number, title, *_, waited = self.groups.get(group, [0, None, 0, "", 0.0])
-        if title is not None:
-            return f"rank {self.rank} waits {waited:.0f} s in {lower(title)}"
+        where = None if title is None else lower(title)
+        if where is None and self.torch_wait is not None:
+            wait = TorchWait(*self.torch_wait)
+            where, waited = f"torch's {wait.function}", wait.seconds
+        # A program that was interrupted has ended in the middle of an operation.
+        if where is not None and not self.has_ended:
+            return f"rank {self.rank} waits {waited:.0f} s in {where}"
         return (
             f"rank {self.rank} finished operation {number} and {self.program} ({ago})"
         )
@@ -209,3 +228,29 @@ def _is_users(path: Path) -> bool:
     """Return whether a file is the user's: not torch's, ours, or Python's."""
     own = path.is_relative_to(_PACKAGE) or path.is_relative_to(_TORCH)
     return not own and not path.is_relative_to(Path(os.__file__).parent)
+
+
+def tell(
+    others: Sequence[int], said: dict[int, Position], group: str, since: float
+) -> list[str]:
+    """Return where other ranks are in ``group``, a text per rank.
+
+    Args:
+        others: the ranks.
+        said: the positions of those that have told theirs.
+        group: the name of the group.
+        since: the oldest time of an answer.
+
+    Returns: ranks without an answer first, then those that are behind. Collective:
+    none.
+    """
+    silent, heard = [], []
+    for rank in others[:MOST_RANKS]:
+        position = said.get(rank)
+        if position and (position.at > since or position.has_ended):
+            done = position.groups.get(group, [0])[0]
+            heard.append((done, rank, position.told(group)))
+        else:
+            silent.append(f"rank {rank} does not answer")
+    rest = [f"rank {rank} was not asked" for rank in others[MOST_RANKS:]]
+    return [*silent, *(text for *_, text in sorted(heard)), *rest]

@@ -42,7 +42,7 @@ import torch.distributed as dist
 from composable_fsdp.comm import agreement
 from composable_fsdp.comm.groups import GroupRef
 from composable_fsdp.comm.operations import round_order
-from composable_fsdp.comm.watch import pronounce, ranks_in_vain
+from composable_fsdp.comm.watch import pronounce_everywhere, ranks_in_vain
 from composable_fsdp.errors import DesyncError
 from composable_fsdp.naming import ranks_named
 
@@ -159,7 +159,9 @@ class History:
                 stuck = ranks_in_vain(group, meeting.absent)
                 if stuck and meeting.gives_up():
                     error = meeting.in_vain(stuck)
-                    pronounce(group, str(error.args[0]))
+                    # In any group: a hybrid model has several, and ranks that wait for
+                    # this rank in another one do not look into this one.
+                    pronounce_everywhere(str(error.args[0]))
                     raise error
             if waited > agreement.seconds_to_wait(group) and meeting.gives_up():
                 raise meeting.alone(usual if type(usual) is Call else None)

@@ -25,17 +25,28 @@ import sys
 import threading
 import time
 import weakref
-import zlib
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
 
-from composable_fsdp.comm import agreement, collectives, hang_report
+from composable_fsdp.comm import agreement, hang_report, torch_waits
+from composable_fsdp.comm.debug import is_debugging, require_same_operation
 from composable_fsdp.comm.device import is_capturing
 from composable_fsdp.comm.groups import GroupRef
-from composable_fsdp.comm.hang_report import Position, lower
+from composable_fsdp.comm.hang_report import (
+    ENDED,
+    MOST_RANKS,
+    Position,
+    lower,
+    tell,
+)
+from composable_fsdp.comm.in_vain import (
+    cycle_text,
+    left_text,
+    words_in_vain,
+)
 from composable_fsdp.comm.nodes import group_timeout
 from composable_fsdp.comm.operations import (
     OperationRecord,
@@ -53,9 +64,6 @@ HANG_VARIABLE = "COMPOSABLE_FSDP_HANG_AFTER"
 
 Default: 60, and at most half the timeout of the process group."""
 
-DEBUG_VARIABLE = "COMPOSABLE_FSDP_DEBUG"
-"""Environment variable: 1 compares every collective across ranks before it is sent."""
-
 TICK = 1.0
 """Seconds between two looks of the thread."""
 SLOW = 2.0
@@ -64,25 +72,11 @@ _ASK_EVERY = 4
 """Number of ticks between two reads of the key that asks all ranks."""
 _MOST_FAILURES = 2
 """Number of looks in a row that fail before the watch ends."""
-_MOST_RANKS = 32
-"""Number of other ranks whose positions are read at most."""
 _KEYS = "composable_fsdp/watch"
 
 SAID, ACTED, WITHDRAWN = "said", "acted", "withdrawn"
 """States of a verdict: a rank has left the order; another rank has abandoned the
 collective in which it waited; the rank that left sends again."""
-
-# An operation that completes only if every rank takes part. A broadcast is none of
-# them: a rank may have sent its part and left.
-_NEEDS_ALL = {
-    "all_gather",
-    "all_gather_digests",
-    "all_gather_object",
-    "all_gather_tag",
-    "all_reduce",
-    "all_to_all",
-    "reduce_scatter",
-}
 
 
 class GroupWatch(Reporter):
@@ -96,10 +90,14 @@ class GroupWatch(Reporter):
         self.report_after = min(float(os.environ.get(HANG_VARIABLE) or 60), limit)
         self.left = False
         """Whether this rank has left the order, or a collective before its end."""
-        self.compares = os.environ.get(DEBUG_VARIABLE) == "1"
+        self.compares = is_debugging()
         """Whether every collective is compared before it is sent."""
         self.told: str | None = None
         """The verdict of another rank, once the thread has read the verdict."""
+        self._vain: tuple[int, str] | None = None
+        """Number of the operation that waits for a rank that waits elsewhere; why."""
+        self.looked = 0.0
+        """Seconds of a wait after which ``look_for_cycle`` has looked last."""
         self.asked = self.reported = 0
         """Number of the last operation about which other ranks were asked, and of the
         last that was reported."""
@@ -107,7 +105,7 @@ class GroupWatch(Reporter):
     def verdict(self) -> DesyncError | None:
         """Return the error that ends the wait of the main thread, if any."""
         if self.told is None:
-            return None
+            return self._verdict_of_cycle()
         if not self._move(SAID, ACTED):
             # The other rank sends again.
             self.told = None
@@ -117,6 +115,31 @@ class GroupWatch(Reporter):
         self.leave()
         return DesyncError(self.told)
 
+    def _verdict_of_cycle(self) -> DesyncError | None:
+        """Return the error about a rank that waits for this rank elsewhere, if any."""
+        waits, (number, text) = self.waiting(), self._vain or (0, "")
+        if waits is None or waits.number != number:
+            self._vain = None
+            return None
+        pronounce(self._group.get(), text, torn=True)
+        pronounce_everywhere(text)
+        return DesyncError(text)
+
+    def look_for_cycle(self, waits: Operation) -> None:
+        """Look whether a rank that is missing waits for this rank elsewhere."""
+        # Twice as long each time, because a look reads positions of up to 32 ranks.
+        seconds = waited_for(waits)
+        if not seconds > 2 * SLOW or self.looked <= seconds < 2 * self.looked:
+            return
+        self.looked = seconds
+        # A rank that has issued ``waits`` is not waited for.
+        name, number = self.name, waits.number
+        told = _WATCH.positions(self.ranks)
+        behind = [each for each in told if each.groups.get(name, [0])[0] < number]
+        words = words_in_vain(behind, name, _WATCH.numbers(), SLOW)
+        if words:
+            self._vain = number, cycle_text(OperationRecord.of(waits), words)
+
     def hear(self, store: Any, waits: Operation) -> None:
         """Read the verdict of another rank that concerns ``waits``, if there is one."""
         key = f"{_KEYS}/verdict/{self.name}"
@@ -125,7 +148,7 @@ class GroupWatch(Reporter):
             others = state != WITHDRAWN and rank != dist.get_rank()
             # The rank that left takes part in all operations that it has issued.
             if others and waits.number > after:
-                self.told = _told(OperationRecord.of(waits), rank, text)
+                self.told = left_text(OperationRecord.of(waits), rank, text)
 
     def failed(self, operation: Operation, error: RuntimeError) -> FSDPError:
         """Return the verdict of a rank that ended, or the error about ``error``."""
@@ -155,31 +178,9 @@ class GroupWatch(Reporter):
         if self.compares and not is_capturing():
             self.compares = False
             try:
-                self._compare(OperationRecord.of(operation))
+                require_same_operation(operation, self._group.get())
             finally:
                 self.compares = True
-
-    def _compare(self, record: OperationRecord) -> None:
-        """Compare ``record`` with the operations of all ranks of the group."""
-        group = self._group.get()
-        # Without the number and the times: what pairs is what is sent at the same time.
-        told = " ".join(filter(None, [record.op, record.unit]))
-        told += f" ({record.phase}, {record.numel:,} x {record.dtype})"
-        tag = zlib.crc32(told.encode())
-        if set(collectives.all_gather_tag(tag, group)) == {tag}:
-            return
-        everyone = zip(
-            self.ranks, collectives.all_gather_object(told, group), strict=True
-        )
-        raise DesyncError(
-            f"Ranks are about to send different collectives over process group "
-            f"{self.name!r}, found by {DEBUG_VARIABLE}=1: "
-            f"{listed((f'rank {r}: {each}' for r, each in everyone), '; ')}. Nothing "
-            "was sent. Make the same calls in the same order on every rank.",
-            unit=record.unit,
-            op=record.op,
-            phase=record.phase,
-        )
 
     def back(self) -> None:
         """Note that this rank sends again after it had left.
@@ -253,6 +254,8 @@ class _Watch:
         """The connection of the thread; also read by the main thread for positions."""
         self._answered = 0
         self._ending = ""
+        self._seen = torch_waits.WaitSeen()
+        self._torch_wait: torch_waits.TorchWait | None = None
 
     def add(self, group: dist.ProcessGroup) -> None:
         """Watch ``group``; start the thread at the first call."""
@@ -283,7 +286,7 @@ class _Watch:
         # So the others learn why this rank is missing, even after its sockets are gone.
         error = getattr(sys, "last_value", None)
         reason = "" if error is None else f" with {type(error).__name__}: {error}"
-        self._ending = f"has ended{reason}"
+        self._ending = f"{ENDED}{reason}"
         self._stop.set()
         thread.join(5.0)
 
@@ -299,11 +302,16 @@ class _Watch:
         # The watch has ended, with the store or before.
         if store is None:
             return []
-        for rank in [each for each in ranks if each != own][:_MOST_RANKS]:
+        for rank in [each for each in ranks if each != own][:MOST_RANKS]:
             key = f"{_KEYS}/position/{rank}"
             if store.check([key]):
                 found.append(Position(*json.loads(store.get(key))))
         return found
+
+    def numbers(self) -> dict[str, int]:
+        """Return the number of operations issued, by name of the group."""
+        groups = list(self._groups.items())
+        return {watch.name: operation_log(group).number for group, watch in groups}
 
     def _run(self) -> None:
         """Look once a second until the process group or the program ends."""
@@ -345,9 +353,12 @@ class _Watch:
                 # All ranks tell their positions, for the error of this operation.
                 watch.asked = waits.number
                 self._answered = int(store.add(f"{_KEYS}/asked", 1))
-        if slow or ticks % _ASK_EVERY == 0:
+        in_turn = ticks % _ASK_EVERY == 0
+        if slow or in_turn:
             asked = int(store.add(f"{_KEYS}/asked", 0))
-        if slow or asked > self._answered:
+        self._torch_wait = wait = self._seen.look(self._main)
+        in_torch = in_turn and wait is not None and wait.seconds > SLOW
+        if slow or in_torch or asked > self._answered:
             self._publish(store)
         if asked > self._answered:
             self._answered = asked
@@ -356,6 +367,7 @@ class _Watch:
             # Where the device waits, no wait of the host is there to be ended.
             if not waits.done:
                 watch.hear(store, waits)
+                watch.look_for_cycle(waits)
             late = watch.report_after and waited_for(waits) > watch.report_after
             if late and watch.reported < waits.number:
                 watch.reported = waits.number
@@ -368,6 +380,7 @@ class _Watch:
             time.time(),
             self._ending or hang_report.program(self._main),
             {each.name: each.position() for each in list(self._groups.values())},
+            self._torch_wait,
         )
         store.set(f"{_KEYS}/position/{position.rank}", json.dumps(position))
 
@@ -390,40 +403,18 @@ class _Watch:
             others = [r for r in watch.ranks if r not in said or said[r].at <= asked]
             if sum(each.at > asked for each in said.values()) >= len(watch.ranks) - 1:
                 break
-        words = _tell(watch, said, asked - 2 * _ASK_EVERY * TICK)
+        own = dist.get_rank()
+        others = [rank for rank in watch.ranks if rank != own]
+        words = tell(others, said, watch.name, asked - 2 * _ASK_EVERY * TICK)
         written = hang_report.write(path, self._main, words)
         seconds = f"{waited_for(waits):.0f} s"
         line = (
-            f"composable_fsdp: rank {dist.get_rank()} waits {seconds} for "
+            f"composable_fsdp: rank {own} waits {seconds} for "
             f"{lower(record.title)}; {listed(words, '; ')}. Report: {written}; "
             "python -m composable_fsdp hang-report merges the files of all ranks."
         )
         sys.stderr.write(f"{line}\n")
         sys.stderr.flush()
-
-
-def _tell(watch: GroupWatch, said: dict[int, Position], since: float) -> list[str]:
-    """Return a text per other rank; ``since``: the oldest time of an answer."""
-    silent, heard = [], []
-    others = [rank for rank in watch.ranks if rank != dist.get_rank()]
-    for rank in others[:_MOST_RANKS]:
-        position = said.get(rank)
-        if position and (position.at > since or "has ended" in position.program):
-            done = position.groups.get(watch.name, [0])[0]
-            heard.append((done, rank, position.told(watch.name)))
-        else:
-            silent.append(f"rank {rank} does not answer")
-    # A line has five: first the ranks without an answer, then those that are behind.
-    rest = [f"rank {rank} was not asked" for rank in others[_MOST_RANKS:]]
-    return [*silent, *(text for *_, text in sorted(heard)), *rest]
-
-
-def _told(record: OperationRecord, rank: int, text: str) -> str:
-    """Return the verdict for a rank that waits in vain."""
-    return (
-        f"{record.title} waits in vain: rank {rank} has left the order and will not "
-        f"take part. Rank {rank} says: {text}"
-    )
 
 
 _WATCH = _Watch()
@@ -447,20 +438,25 @@ def ranks_in_vain(group: dist.ProcessGroup, absent: Iterable[int]) -> list[str]:
     Collective: none.
     """
     found = _WATCH.group(group)
-    # After a verdict, the ranks that wait for this rank are about to give up.
-    if found is None or found.left:
+    if found is None:
         return []
+    positions = _WATCH.positions(absent)
+    # After a verdict, the ranks that wait for this rank are about to give up.
+    if found.left:
+        return [each.told(found.name) for each in positions if each.has_ended]
     # A rank that is late waits in no operation beyond the last of this rank, so only
     # ranks that wait for this rank are found, and that does not change by waiting.
-    own, words = operation_log(group).number, []
-    for position in _WATCH.positions(absent):
-        entry = position.groups.get(found.name)
-        if entry is None or entry[1] is None:
-            continue
-        _, _, number, op, waited = entry
-        if number > own and op in _NEEDS_ALL and waited > SLOW:
-            words.append(position.told(found.name))
-    return words
+    return words_in_vain(positions, found.name, _WATCH.numbers(), SLOW)
+
+
+def pronounce_everywhere(text: str) -> None:
+    """Pronounce ``text`` over all groups, for a call that may be waited for in any.
+
+    Collective: none.
+    """
+    for group, found in list(_WATCH._groups.items()):
+        if not found.left:
+            pronounce(group, text)
 
 
 def pronounce(group: dist.ProcessGroup, text: str, *, torn: bool = False) -> None:

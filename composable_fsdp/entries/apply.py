@@ -21,7 +21,7 @@ from torch import nn
 from composable_fsdp.comm.compute_device import resolve_device
 from composable_fsdp.comm.groups import RankLayout, resolve_ranks
 from composable_fsdp.comm.registered_memory import refuse_without_nccl
-from composable_fsdp.entries.initial_values import prepare_values
+from composable_fsdp.entries.initial_values import meet_to_sync, prepare_values
 from composable_fsdp.entries.under_ddp import install_ddp_hook
 from composable_fsdp.errors import CompositionError, PlanError
 from composable_fsdp.flat.dtensor_params import refuse_shared_ranks
@@ -138,8 +138,8 @@ def apply(
     Collective: with ``sync_module_states`` a broadcast per parameter and buffer over
         the shard (and replicate) group; for the first hybrid unit that shards within a
         node the creation of the node groups; else none.
-    Raises: PlanError, CompositionError; the modules are then unchanged. An exception of
-        ``param_init_fn`` comes after the first change.
+    Raises: PlanError, CompositionError, DesyncError (``meet_to_sync``); the modules are
+        then unchanged. An exception of ``param_init_fn`` comes after the first change.
     """
     # Every check runs before the first change, so that a refusal leaves the modules as
     # they were.
@@ -170,6 +170,8 @@ def apply(
     on_meta = any(map(attrgetter("is_meta"), parameters))
     if on_meta and init is None and not sync:
         _refuse_mixed_meta(targets)
+    if sync:
+        meet_to_sync(application.request.api, modules[0], ranks)
     # build_units calls ``before`` just before sharding each unit, so at most a single
     # unit has full values beside the shards.
     before = prepare_values(

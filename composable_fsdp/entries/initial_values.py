@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.groups import RankLayout
+from composable_fsdp.comm.meeting import Call
 from composable_fsdp.planning.dtensors import local_of
 from composable_fsdp.planning.planner import Target
 from composable_fsdp.runtime.materialize import (
@@ -27,6 +28,7 @@ from composable_fsdp.runtime.materialize import (
     reset_parameters,
     with_memory,
 )
+from composable_fsdp.tree.same_models import meet_if_used
 
 
 def prepare_values(
@@ -91,6 +93,29 @@ def prepare_values(
             _broadcast([*parameters, *buffers], ranks, device)
 
     return before
+
+
+def meet_to_sync(api: str, module: nn.Module, ranks: RankLayout) -> None:
+    """Wait for all ranks before a broadcast, if they train another model already.
+
+    Args:
+        api: the function that the user called.
+        module: its module.
+        ranks: the shard group and the replicate group.
+
+    Collective: none, as ``meet_if_used``.
+    Raises: DesyncError, if another rank does something else.
+    """
+    details = ("sync_module_states=True",)
+    call = Call(api, type(module).__name__, details, _SYNC_EVERYWHERE)
+    groups = [g for g in (ranks.shard, ranks.replicate) if g is not None]
+    meet_if_used(groups, call)
+
+
+_SYNC_EVERYWHERE = (
+    "The values of the first rank are broadcast: shard the model on every rank, "
+    "outside of any 'if rank == 0'."
+)
 
 
 def _is_first(ranks: RankLayout) -> bool:

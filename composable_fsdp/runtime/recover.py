@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from composable_fsdp.comm.debug import is_debugging
 from composable_fsdp.comm.ranges import end_all_ranges
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import residency
@@ -42,6 +43,7 @@ from composable_fsdp.flat.residency import (
 )
 from composable_fsdp.phases import BACKWARD_PRE, IDLE, illegal_move
 from composable_fsdp.runtime.backward import GradientOrder
+from composable_fsdp.runtime.debug_shards import CHECKED, checked_record
 from composable_fsdp.runtime.equal_init import warn_of_equal_init
 from composable_fsdp.runtime.external_changes import (
     adopt_external_changes,
@@ -158,6 +160,8 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
     mode = (state.fqn, training, torch.is_grad_enabled(), context.changed_flags)
     fills = any(map(_fills, context.handles))
     context.tape = CommonOrder(mode) if fills else GradientOrder(mode)
+    if CHECKED and context in CHECKED:
+        context.tape = checked_record(mode, fills=fills)
     if context.streams.begin_iteration():
         make_nodes_on_current_stream(context)
     context.outermost = state
@@ -194,6 +198,8 @@ def _check_ranks(context: RuntimeContext, root: _RootFSDPState) -> None:
         require_filled(root._root_states)
         warn_of_equal_init(context.handles)
         log_units(root)
+        if is_debugging():
+            CHECKED.add(context)
         context.is_checked = True
 
 

@@ -165,6 +165,7 @@ class PartMaker:
         experts = experts_in(self.chosen)
         self._tell_experts(experts, groups)
         if not self.is_alone:
+            self.told.local = self._local_names()
             hash_tensors(shared, self.told)
             hash_rectangles(loose, self.told)
             self.told.shapes.update(facts)
@@ -279,6 +280,12 @@ class PartMaker:
     def _is_local(self, held: HeldParam | HeldTensor) -> bool:
         """Return whether each rank saves its own values; a tied tensor by any name."""
         return any(map(self._is_local_name, held.names))
+
+    def _local_names(self) -> dict[str, str]:
+        """Return the names of tensors and extra states that each rank saves."""
+        held = [each.names[0] for each in self.chosen.tensors if self._is_local(each)]
+        own = [name for name in self.chosen.own_states if self._is_local_name(name)]
+        return dict.fromkeys((*held, *own), "local")
 
     def _local(self, states: dict[int, dict[str, Any]], groups: Groups | None) -> None:
         """Collect the values of this rank alone; take scalars out of ``states``."""

@@ -50,6 +50,8 @@ class RankValues:
     rectangles: dict[str, Any] = field(default_factory=dict)
     """A hash of this rank's rectangle of each DTensor in no unit, by name and place;
     and its scalar optimizer state, by name."""
+    local: dict[str, str] = field(default_factory=dict)
+    """The names in no unit that this rank saves for itself (``local=``)."""
     experts: dict[str, int] = field(default_factory=dict)
     """The names of this rank's experts, with the place in the ``expert_mesh``."""
     options: dict[str, str] = field(default_factory=dict)
@@ -145,6 +147,7 @@ def require_same(ranks: Sequence[int], told: Sequence[RankValues]) -> str:
             "and freeze the same parameters."
         )
     require_own_names(ranks, [each.experts for each in told])
+    _require_same_local(ranks, told)
     # Names and shapes first: hashes of values are compared for tensors that all ranks
     # have.
     unlike = _unlike(told, lambda each: each.shapes)
@@ -203,6 +206,27 @@ def _require_same_own_states(ranks: Sequence[int], told: Sequence[RankValues]) -
             f"local=[{name!r}] (names, or patterns such as '*._extra_state'), which "
             "saves each rank's own."
         )
+
+
+def _require_same_local(ranks: Sequence[int], told: Sequence[RankValues]) -> None:
+    """Raise CheckpointError for a name that a rank saves for itself, and another not.
+
+    A rank that does not have the tensor may name it or not.
+    """
+    for name in dict.fromkeys(name for each in told for name in each.local):
+        without = [
+            rank
+            for rank, each in zip(ranks, told, strict=True)
+            if name in each.shapes or name in each.own_states
+        ]
+        if without:
+            having = [r for r, t in zip(ranks, told, strict=True) if name in t.local]
+            raise CheckpointError(
+                f"{quoted(name)} is in local=[..] on {ranks_text(having)} and not on "
+                f"{ranks_text(without)}; a tensor is saved once for all ranks, or by "
+                "each rank for itself. Nothing was written. Pass the same local on "
+                "every rank."
+            )
 
 
 def _require_same_rectangles(ranks: Sequence[int], told: Sequence[RankValues]) -> None:

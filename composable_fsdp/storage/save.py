@@ -61,7 +61,9 @@ from composable_fsdp.storage.remote_commit import (
     remove_older_remote,
 )
 from composable_fsdp.storage.same_copies import copies_differ, hashes_of
-from composable_fsdp.storage.same_on_ranks import RankValues, require_same
+from composable_fsdp.storage.same_on_ranks import RankValues
+from composable_fsdp.storage.same_replicas import replica_shards, replicas_differ
+from composable_fsdp.storage.same_values import require_same_values
 from composable_fsdp.storage.selection import Patterns, Selection
 from composable_fsdp.storage.team import Team, meet_team, team_of
 from composable_fsdp.storage.writer import Piece, in_order, places_of, write_file
@@ -244,12 +246,14 @@ def prepare(
 
     Returns: the job for ``write``. The pieces still refer to the live tensors.
     Collective: one all-gather of objects over the team's group; a second all-gather if
-    the ranks' regions, kinds of optimizer state, or values that rank 0 saves differ.
+    the ranks' regions, kinds of optimizer state, or values that rank 0 saves differ, or
+    replicas.
     Raises: CheckpointError, TypeError or PhaseError, the same on every rank.
     """
     target, temporary, error = "", "", None
     part, pieces, values = FilePart(), list[Piece](), RankValues()
     kinds: Kinds = {}
+    shards = replica_shards(())
     # Two saves of the same ranks must not write or exchange objects at the same time.
     before = wait_for_pending(team)
     metric: Metric | None = None
@@ -269,6 +273,7 @@ def prepare(
         )
         part, pieces = maker.make(optims, given.extra, given.per_rank)
         values, kinds = maker.told, maker.kinds
+        shards = replica_shards(maker.chosen.states)
         if team.rank == 0:
             temporary = _begin(target, overwrite, team.world_size)
     # Do not raise yet: the other ranks would wait in the exchange below for this rank.
@@ -287,7 +292,7 @@ def prepare(
         told = digest(kinds), values.digest()
         copies = hashes_of(values.copies)
         mine = target, temporary, before, *told, metric, nbytes, last, copies
-        answers = team.agree(error, mine)
+        answers = team.agree(error, (*mine, *shards[:2]))
         raise_unseen(team, [each[2] for each in answers])
         # Each rank has all metrics, so all raise alike.
         metric = agreed(team.ranks, [each[5] for each in answers])
@@ -295,19 +300,20 @@ def prepare(
         kinds_differ = len({each[3] for each in answers if each[3]}) > 1
         values_differ = len({each[4] for each in answers}) > 1
         values_differ |= copies_differ(team.ranks, [each[8] for each in answers])
+        shards_differ = replicas_differ([each[9:11] for each in answers])
         # Before entries are added that other ranks ask for, at each save alike.
         is_same = bool(last) and {each[7] for each in answers} == {last}
         reuse = Reuse(plan, part.copy(), team.ranks, is_same)
-        if kinds_differ or values_differ:
+        if kinds_differ or values_differ or shards_differ:
             # Names and hashes are sent in full only now: of 10,000 tensors and 1,024
             # ranks they are hundreds of megabytes.
-            everyone = team.agree(None, (kinds, values if values_differ else None))
-            add_missing(part, pieces, [each for each, _ in everyone])
-            if values_differ:
-                text = require_same(team.ranks, [each for _, each in everyone])
-                # Rank 0 alone saves the buffers, and a warning per rank says no more.
-                if text and team.rank == 0:
-                    error = _warned(text)
+            told_now = (
+                (values if values_differ else None),
+                (shards if shards_differ else None),
+            )
+            everyone = team.agree(None, (kinds, *told_now))
+            add_missing(part, pieces, [each for each, *_ in everyone])
+            error = require_same_values(team, everyone)
     except BaseException:
         _discard(target, temporary)
         raise
@@ -317,20 +323,6 @@ def prepare(
     pieces, best = in_order(pieces), given.keep_best
     given_on = keep, overwrite, best, error
     return Job(target, temporary, part, pieces, reuse, *given_on, block)
-
-
-def _warned(text: str) -> Exception | None:
-    """Warn; return the error for ``write`` if this process lets warnings raise."""
-    try:
-        warnings.warn(text, stacklevel=4)
-    except Warning as raised:
-        # Raised here, the warning would end rank 0 alone, and the others would wait.
-        error = CheckpointError(
-            f"{text} Nothing was written, because warnings are errors in this process."
-        )
-        error.__cause__ = raised
-        return error
-    return None
 
 
 def write(team: Team, job: Job, error: Exception | None = None) -> None:

@@ -19,9 +19,10 @@ from __future__ import annotations
 import pickle
 import struct
 import warnings
+import weakref
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ from composable_fsdp.comm import collectives
 from composable_fsdp.comm.agreement import can_compare
 from composable_fsdp.comm.device import outside_transforms
 from composable_fsdp.comm.groups import Groups
+from composable_fsdp.comm.meeting import Call, history_of
 from composable_fsdp.comm.watch import pronounce, watch
 from composable_fsdp.errors import DesyncError
 from composable_fsdp.flat.param_form import groups_of
@@ -57,6 +59,12 @@ _SENT = struct.Struct("<q16s16sqqq")
 _WAY_OUT = (
     "Build the same model on every rank, and call fully_shard (or replicate) in the "
     "same order with the same arguments. No parameter has been sent yet."
+)
+
+_FIRST_GATHER = (
+    "Ranks compare a model before its parameters are gathered for the first time, also "
+    "a copy of a model: run forward, state_dict, save, ... of the model on every rank, "
+    "outside of any 'if rank == 0'."
 )
 
 Units = list[tuple[str, _FSDPState]]
@@ -100,7 +108,8 @@ def compare_models(state: _FSDPState, *, replicas: bool) -> None:
         then over the replicate group; all ranks must call. Units over other ranks than
         the first unit's add the same over their ranks, as does each group whose ranks
         hold other parts or experts. If models or weights differ, or
-        if replicas were written to, up to two all-gathers of objects more.
+        if replicas were written to, up to two all-gathers of objects more. Waits in
+        the store for all ranks before, if an earlier tree has used the groups.
     Raises: DesyncError with the first difference, on all ranks alike.
     Warns: if weights differ and ``check_weights`` is "warn".
     """
@@ -115,6 +124,11 @@ def compare_models(state: _FSDPState, *, replicas: bool) -> None:
     experts = sum(state.handle.groups.experts_ref is not None for _, state in units)
     parts = _scopes_of_parts(units) if replicas else []
     _watch_all([*scopes, *parts])
+    routes = [group for each in (*scopes, *parts) for group in each.route]
+    meet_if_used(routes, Call("first_gather", top.title, way_out=_FIRST_GATHER))
+    _used.update(routes)
+    for groups in {state.handle.groups for _, state in units}:
+        _used.update(groups.present)
     due = [
         _compare(each, facts_of(each.units, buffers, experts), [*scopes, *parts])
         for each in scopes
@@ -192,6 +206,30 @@ def _watch_all(scopes: Sequence[Scope]) -> None:
     """Watch the groups of ``scopes``, so that a difference reaches ranks that wait."""
     for scope in scopes:
         watch(scope.route)
+
+
+def meet_if_used(groups: Iterable[dist.ProcessGroup], call: Call) -> None:
+    """Wait in the store for all ranks, over groups that an earlier tree has used.
+
+    Args:
+        groups: the groups, in an order that is equal on all ranks.
+        call: the call.
+
+    Collective: none.
+    Raises: DesyncError, if another rank does something else.
+    """
+    # A rank alone may use a new tree, as a copy for averages, while the others are in a
+    # step of an older tree: what the new tree sends would pair with an all-gather of
+    # another size, which aborts the process. Before the first tree is used, no rank has
+    # a tree to be in.
+    for group in dict.fromkeys(groups):
+        if group in _used and can_compare(group):
+            # No ``meet``: these calls come once and are no part of the order of calls.
+            history_of(group).gather(call)
+
+
+_used: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+"""The groups over which a tree was compared, and those of its units."""
 
 
 def _route(groups: Groups) -> tuple[dist.ProcessGroup, ...]:

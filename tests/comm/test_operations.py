@@ -21,7 +21,7 @@ from composable_fsdp import (
     fully_shard,
     recent_operations,
 )
-from composable_fsdp.comm import collectives, sequence, watch
+from composable_fsdp.comm import collectives, debug, sequence
 from composable_fsdp.comm.operations import operation_log
 from tests.support.on_ranks import on_ranks
 from tests.support.world import RankPool, World, fake_world
@@ -170,7 +170,7 @@ def test_a_collective_that_ends_with_the_limit_of_a_wait_has_not_failed() -> Non
 
 def send_another(world: World) -> tuple[str, str]:
     """Under debugging, rank 1 sends something else; then a step trains."""
-    os.environ[watch.DEBUG_VARIABLE] = "1"
+    os.environ[debug.DEBUG_VARIABLE] = "1"
     group = dist.new_group()
     assert group is not None
     model = fully_shard(nn.Linear(8, 8), process_group=group)

@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 import torch
@@ -156,9 +154,8 @@ def test_a_line_names_few_of_many_ranks(
         )
         for rank in (1, 2, 4)
     }
-    watching = SimpleNamespace(name="world", ranks=list(range(50)))
 
-    words = watch._tell(cast("watch.GroupWatch", watching), heard, 99.0)
+    words = hang_report.tell(range(1, 50), heard, "world", 99.0)
 
     assert words[:2] == ["rank 3 does not answer", "rank 5 does not answer"]
     assert [text.split(" and ")[0] for text in words[29:32]] == [

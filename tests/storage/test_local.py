@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +242,31 @@ def test_a_refusal_names_the_way_out(ranks: RankCount, tmp_path: Path) -> None:
     assert "or pass local=['weight'], which saves each rank's own." in scalars
     assert any("or pass local=[..] with their names" in text for text in buffers)
     assert second[:4] == first[:4]
+    assert not (tmp_path / "a").exists()
+
+
+def otherwise(world: World, folder: Path) -> list[str]:
+    """What a save says if ranks pass other patterns."""
+    pair, texts = trained(world, 0), []
+    for own in (["experts.own.up", "experts.own.down.bias"], []):
+        local = ["experts"] if world.rank else own
+        call = partial(save, folder / "a", *pair, local=local)
+        texts.append(message_of(call))
+    save(folder / "b", *pair, local=["experts.*", "head"] if world.rank else "experts")
+    return texts
+
+
+@pytest.mark.req("K-01")
+def test_another_local_on_a_rank_is_told_as_such(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """And not as a tensor that a rank lacks; other patterns of the same are none."""
+    first, second = ranks(2).run(otherwise, tmp_path)
+
+    for text in first:
+        assert "is in local=[..] on rank 1 and not on rank 0" in text
+        assert "Pass the same local on every rank" in text
+    assert second == first
     assert not (tmp_path / "a").exists()
 
 

@@ -1,0 +1,152 @@
+"""What ``COMPOSABLE_FSDP_DEBUG=1`` adds to a forward: shards are hashed.
+
+A write through ``.data`` between a forward and its backward moves no version counter of
+autograd, so that backward computes with other values in silence. Each use of a unit
+hashes the unit's shards at the end of its forward, and backward compares. Every byte is
+read twice in each step, so a tree is checked only if asked.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable
+from typing import NamedTuple
+
+from composable_fsdp.comm.debug import DEBUG_VARIABLE
+from composable_fsdp.comm.device import outside_transforms
+from composable_fsdp.errors import PhaseError
+from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.param_paths import slot_path
+from composable_fsdp.flat.param_ref import param_refs
+from composable_fsdp.flat.value_hash import hash_values, have_values
+from composable_fsdp.naming import listed, quoted
+from composable_fsdp.runtime.backward import GradientOrder
+from composable_fsdp.runtime.unshard import shard_versions
+from composable_fsdp.runtime.unused_params import CommonOrder
+from composable_fsdp.tree.state import ForwardRecord, RuntimeContext, _FSDPState
+
+CHECKED: weakref.WeakSet[RuntimeContext] = weakref.WeakSet()
+"""The trees whose shards are hashed."""
+
+
+class _Shards(NamedTuple):
+    """The shards of a unit at the end of a forward."""
+
+    versions: tuple[int, ...]
+    hashes: dict[str, int]
+    """By FQN of the parameter."""
+
+
+class CheckedOrder(GradientOrder):
+    """``GradientOrder`` with hashes of shards."""
+
+    __slots__ = ("shards",)
+
+    def __init__(self, mode: Hashable = ()) -> None:
+        super().__init__(mode)
+        self.shards: dict[int, _Shards] = {}
+
+    def record(self, unit: _FSDPState, begin: int = 0) -> int:
+        """Append a use, and hash the shards."""
+        index = super().record(unit, begin)
+        self.shards[index] = _shards_of(unit.handle)
+        return index
+
+    def reach(
+        self, context: RuntimeContext, handle: FlatParamHandle, index: int
+    ) -> None:
+        """Compare the shards, and do as ``GradientOrder``.
+
+        Args:
+            context: the context of the tree.
+            handle: the unit.
+            index: the use that backward has reached.
+
+        Collective, Raises: as ``GradientOrder``; PhaseError, if the shards differ.
+        """
+        _require_unchanged(self.shards, handle, index)
+        super().reach(context, handle, index)
+
+
+class CheckedCommonOrder(CommonOrder):
+    """``CommonOrder`` with hashes of shards."""
+
+    __slots__ = ("shards",)
+
+    def __init__(self, mode: Hashable = ()) -> None:
+        super().__init__(mode)
+        self.shards: dict[int, _Shards] = {}
+
+    def record(self, unit: _FSDPState, begin: int = 0) -> int:
+        """Append a use, and hash the shards."""
+        index = super().record(unit, begin)
+        self.shards[index] = _shards_of(unit.handle)
+        return index
+
+    def reach(
+        self, context: RuntimeContext, handle: FlatParamHandle, index: int
+    ) -> None:
+        """Compare the shards, and do as ``CommonOrder``.
+
+        Args:
+            context: the context of the tree.
+            handle: the unit.
+            index: the use that backward has reached.
+
+        Collective, Raises: as ``CommonOrder``; PhaseError, if the shards differ.
+        """
+        _require_unchanged(self.shards, handle, index)
+        super().reach(context, handle, index)
+
+
+def checked_record(mode: Hashable, *, fills: bool) -> ForwardRecord:
+    """Return a new record of a forward whose shards are hashed."""
+    return CheckedCommonOrder(mode) if fills else CheckedOrder(mode)
+
+
+# The forward may run inside a transform, where hashes would have no memory.
+@outside_transforms
+def _shards_of(handle: FlatParamHandle) -> _Shards:
+    """Return versions and hashes of the unit's sharded parameters."""
+    # Each parameter by itself, and not the flat buffer, so that the error has a name.
+    refs = list(param_refs(handle))
+    leaves = [ref.leaf for ref in refs]
+    values = hash_values(leaves).tolist() if have_values(leaves) else []
+    names = [slot_path(handle, ref.slot) for ref in refs]
+    return _Shards(shard_versions(handle), dict(zip(names, values, strict=False)))
+
+
+def _require_unchanged(
+    known: dict[int, _Shards], handle: FlatParamHandle, index: int
+) -> None:
+    """Refuse a backward whose shards are not those of the forward.
+
+    Args:
+        known: the shards at the end of each use.
+        handle: the unit.
+        index: the use that backward has reached; -1 in a recomputed forward.
+
+    Collective: none.
+    Raises: PhaseError, on the ranks that hold changed elements.
+    """
+    # Once: a second backward through a retained graph may follow a legal write.
+    before = known.pop(index, None)
+    if before is None:
+        return
+    now = _shards_of(handle)
+    # Autograd compares versions itself, and knows which writes are harmless.
+    if now.versions != before.versions:
+        return
+    found = [
+        name
+        for name, value in now.hashes.items()
+        if before.hashes.get(name, value) != value
+    ]
+    if found:
+        raise PhaseError(
+            f"This rank's elements of {listed(map(quoted, found))} have changed "
+            f"between the forward and the backward of unit {handle.name}, by a write "
+            "that moves no version counter (through .data, or by a kernel of another "
+            f"library), found by {DEBUG_VARIABLE}=1: backward would compute with other "
+            "values than forward. Write before the forward or after the backward."
+        )
