@@ -36,6 +36,7 @@ def require_same_operation(operation: Operation, group: dist.ProcessGroup) -> No
     # Without the number and the times: what pairs is what is sent at the same time.
     told = " ".join(filter(None, [record.op, record.unit]))
     told += f" ({record.phase}, {record.numel:,} x {record.dtype})"
+    # Eight bytes, and not the text: equal texts, of nearly all calls, are never sent.
     tag = zlib.crc32(told.encode())
     if set(collectives.all_gather_tag(tag, group)) == {tag}:
         return

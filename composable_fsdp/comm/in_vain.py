@@ -51,14 +51,17 @@ def words_in_vain(
     """
     words, rest = [], []
     for position in positions:
+        # Younger waits may end by themselves: the ranks tell positions once a second.
         stuck = [
             name
             for name, (_, title, number, op, waited) in position.groups.items()
             if title is not None and number > own.get(name, number)
             if op in _NEEDS_ALL and waited > slow
         ]
+        # An ended program cannot come, whatever else its last position says.
         if position.has_ended:
             words.append(position.told(group))
+        # In the group of this wait the reader can compare the numbers of operations.
         elif stuck:
             words.append(position.told(group if group in stuck else stuck[0]))
         else:

@@ -63,6 +63,7 @@ class ModelSends(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch h
         kwargs = kwargs or {}
         if func.namespace != _FUNCTIONAL:
             return func(*args, **kwargs)
+        # The fake forms of these operators have shapes, and tell no process group.
         name = func._opname
         if name == "wait_tensor":
             self._wait(args[0])
@@ -84,11 +85,13 @@ class ModelSends(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch h
         # The larger side of the collective has the whole buffers.
         whole = made if kind == "all_gather" else given
         work = group.note(kind, whole, rounds=2 if kind == "all_reduce" else 1)
+        # By storage: a view of the result may be what the model waits for.
         for output in made:
             self._works[output.untyped_storage()._cdata] = work
 
     def _wait(self, tensor: Tensor) -> None:
         """Note the first wait for a collective."""
+        # Later waits for the same result return at once, as on a device.
         work = self._works.pop(tensor.untyped_storage()._cdata, None)
         if work is not None:
             work.wait()

@@ -80,7 +80,9 @@ class WaitSeen:
     """What the watch thread has seen of the main thread's wait."""
 
     def __init__(self) -> None:
-        self._frame: FrameType | None = None
+        # Neither the frame itself, which would keep the program's variables alive after
+        # the wait, nor the line: a loop may call barrier again.
+        self._wait: tuple[str, int, dict[str, int]] | None = None
         self._since = 0.0
 
     def look(self, main: int | None) -> TorchWait | None:
@@ -91,25 +93,26 @@ class WaitSeen:
         frame = sys._current_frames().get(main) if main is not None else None
         found = None if frame is None else _in_torch(frame)
         if found is None:
-            self._frame = None
+            self._wait = None
             return None
-        function, inside = found
-        # The same frame, and not the same line: a loop may call barrier again.
-        if inside is not self._frame:
-            self._frame, self._since = inside, time.monotonic()
-        return TorchWait(function, time.monotonic() - self._since, issued())
+        # An identity may be that of a later call, but not with the same numbers.
+        wait = (*found, issued())
+        if wait != self._wait:
+            self._wait, self._since = wait, time.monotonic()
+        return TorchWait(wait[0], time.monotonic() - self._since, wait[2])
 
 
-def _in_torch(frame: FrameType) -> tuple[str, FrameType] | None:
-    """Return the function of torch in which a thread waits, and its frame."""
-    found: tuple[str, FrameType] | None = None
+def _in_torch(frame: FrameType) -> tuple[str, int] | None:
+    """Return the function of torch in which a thread waits, and the frame's ``id``."""
+    found: tuple[str, int] | None = None
     at: FrameType | None = frame
+    # From the innermost frame outwards, up to the first line that is not torch's.
     while at is not None:
         path, name = at.f_code.co_filename, at.f_code.co_name
         if path == _C10D and name in _NEEDS_ALL and found is None:
-            found = name, at
+            found = name, id(at)
         elif path == _FUNCTIONAL and name == _WAIT and found is None:
-            found = _WAIT, at
+            found = _WAIT, id(at)
         elif not path.startswith((str(_TORCH), "<")):
             ours = Path(path).is_relative_to(_PACKAGE)
             return None if ours else found

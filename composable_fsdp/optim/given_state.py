@@ -27,6 +27,7 @@ def keep_given(given: Mapping[str, Any], present: dict[str, Any]) -> None:
     for name in given.keys() & present.keys() - {_STEP}:
         cast = present[name]
         kept = _kept(given[name], cast)
+        # Most state is as given, and then torch's own objects stay.
         if kept is not cast:
             present[name] = kept
 
@@ -36,6 +37,7 @@ def _kept(given: Any, cast: Any) -> Any:
     if isinstance(given, Tensor):
         if not isinstance(cast, Tensor) or cast.dtype == given.dtype:
             return cast
+        # From the given tensor: the cast one has lost its digits.
         return given.to(cast.device)
     if type(given) is dict and isinstance(cast, dict):
         others = {k: v for k, v in given.items() if k != _STEP and k in cast}
@@ -46,7 +48,9 @@ def _kept(given: Any, cast: Any) -> Any:
         items = [_kept(a, b) for a, b in zip(given, cast, strict=True)]
         is_kept = all(a is b for a, b in zip(items, cast, strict=True))
         return cast if is_kept else type(given)(items)
+    # torch makes a deque from its items alone, so the length is lost in any case.
     if isinstance(given, deque):
         pairs = zip(given, cast, strict=True)
         return deque((_kept(a, b) for a, b in pairs), given.maxlen)
+    # A text is iterable, too: torch makes it into the name of a generator.
     return given if isinstance(given, str) else cast

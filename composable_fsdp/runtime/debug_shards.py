@@ -37,70 +37,48 @@ class _Shards(NamedTuple):
     """By FQN of the parameter."""
 
 
-class CheckedOrder(GradientOrder):
+class _HashedShards(ForwardRecord):
+    """Adds hashes of shards to the class of the record that stands behind."""
+
+    # Without slots: of two bases with slots of their own Python makes no class.
+    def __init__(self, mode: Hashable = ()) -> None:
+        super().__init__(mode)
+        self.shards: dict[int, _Shards] = {}
+
+    def record(self, unit: _FSDPState, begin: int = 0) -> int:
+        """Append a use, and hash the shards."""
+        index = super().record(unit, begin)
+        self.shards[index] = _shards_of(unit.handle)
+        return index
+
+    def reach(
+        self, context: RuntimeContext, handle: FlatParamHandle, index: int
+    ) -> None:
+        """Compare the shards, and do as the other class.
+
+        Args:
+            context: the context of the tree.
+            handle: the unit.
+            index: the use that backward has reached.
+
+        Collective, Raises: as the other class; PhaseError, if the shards differ.
+        """
+        # Before the order log: a rank that raises must not have announced the use.
+        _require_unchanged(self.shards, handle, index)
+        super().reach(context, handle, index)
+
+
+class CheckedOrder(_HashedShards, GradientOrder):
     """``GradientOrder`` with hashes of shards."""
 
-    __slots__ = ("shards",)
 
-    def __init__(self, mode: Hashable = ()) -> None:
-        super().__init__(mode)
-        self.shards: dict[int, _Shards] = {}
-
-    def record(self, unit: _FSDPState, begin: int = 0) -> int:
-        """Append a use, and hash the shards."""
-        index = super().record(unit, begin)
-        self.shards[index] = _shards_of(unit.handle)
-        return index
-
-    def reach(
-        self, context: RuntimeContext, handle: FlatParamHandle, index: int
-    ) -> None:
-        """Compare the shards, and do as ``GradientOrder``.
-
-        Args:
-            context: the context of the tree.
-            handle: the unit.
-            index: the use that backward has reached.
-
-        Collective, Raises: as ``GradientOrder``; PhaseError, if the shards differ.
-        """
-        _require_unchanged(self.shards, handle, index)
-        super().reach(context, handle, index)
-
-
-class CheckedCommonOrder(CommonOrder):
+class CheckedCommonOrder(_HashedShards, CommonOrder):
     """``CommonOrder`` with hashes of shards."""
-
-    __slots__ = ("shards",)
-
-    def __init__(self, mode: Hashable = ()) -> None:
-        super().__init__(mode)
-        self.shards: dict[int, _Shards] = {}
-
-    def record(self, unit: _FSDPState, begin: int = 0) -> int:
-        """Append a use, and hash the shards."""
-        index = super().record(unit, begin)
-        self.shards[index] = _shards_of(unit.handle)
-        return index
-
-    def reach(
-        self, context: RuntimeContext, handle: FlatParamHandle, index: int
-    ) -> None:
-        """Compare the shards, and do as ``CommonOrder``.
-
-        Args:
-            context: the context of the tree.
-            handle: the unit.
-            index: the use that backward has reached.
-
-        Collective, Raises: as ``CommonOrder``; PhaseError, if the shards differ.
-        """
-        _require_unchanged(self.shards, handle, index)
-        super().reach(context, handle, index)
 
 
 def checked_record(mode: Hashable, *, fills: bool) -> ForwardRecord:
     """Return a new record of a forward whose shards are hashed."""
+    # A record of its own class, and no test in the steps of programs without debugging.
     return CheckedCommonOrder(mode) if fills else CheckedOrder(mode)
 
 

@@ -58,6 +58,7 @@ def copied_states(
             [] if replicate is None else [dist.get_process_group_ranks(replicate)]
         )
         for param in held.params:
+            # A rank without elements has no state to compare.
             if is_absent(param.ref.leaf):
                 continue
             form, name = param.ref.form, param.names[0]
@@ -65,6 +66,7 @@ def copied_states(
             told = [found.setdefault(tuple(r), {}) for r in (*replicas, *others)]
             for key, value in states.get(id(param.tensor), {}).items():
                 where = f"{name} (state {key!r})"
+                # Elements would take a pass over memory; dtypes differ for free.
                 if is_elementwise(key, value, param.ref.leaf, name):
                     said = f"elements of {value.dtype}"
                 elif isinstance(value, Tensor) and value.ndim == 0:

@@ -320,9 +320,8 @@ def prepare(
     # Only rank 0 has made a directory; the other ranks write into the same directory.
     target, temporary, *_ = answers[0]
     block = block_size(sum(each[6] for each in answers))
-    pieces, best = in_order(pieces), given.keep_best
-    given_on = keep, overwrite, best, error
-    return Job(target, temporary, part, pieces, reuse, *given_on, block)
+    given_on = keep, overwrite, given.keep_best, error
+    return Job(target, temporary, part, in_order(pieces), reuse, *given_on, block)
 
 
 def write(team: Team, job: Job, error: Exception | None = None) -> None:
