@@ -222,7 +222,8 @@ class CudaStreams(Streams):
         # The optimizer wrote the shards on the caller's stream; the gather stream reads
         # them.
         self.gather.wait_stream(self.compute)
-        return self.armed != self.compute
+        # ``stream != None`` is False in torch (2.11 to 2.13).
+        return self.armed is None or self.armed != self.compute
 
     def wait_for_caller(self) -> None:
         """Make the gather stream wait for the current stream, which wrote shards."""

@@ -72,6 +72,7 @@ from composable_fsdp.runtime.returned_weights import copy_weights, is_weight
 from composable_fsdp.runtime.threads import runs_elsewhere
 from composable_fsdp.runtime.unshard import (
     drop_unused,
+    free_oldest,
     hold_for_backward,
     prefetch_forward,
     reshard,
@@ -99,8 +100,7 @@ def pre_forward(
 ) -> Arguments | None:
     """Unshard the unit before its forward, and alias the inputs that require grad.
 
-    The outermost unit also begins the iteration and, on CUDA, moves inputs to the
-    device.
+    The outermost unit also begins the iteration and moves inputs to a CUDA device.
 
     Args:
         state: the unit.
@@ -117,8 +117,7 @@ def pre_forward(
     context = state.context or ensure_root(state)
     if context.summoned is not None:
         raise _inside_block(state, context.summoned.name)
-    recomputing = current_task() != NO_TASK
-    handle, replaced = state.handle, None
+    recomputing, handle, replaced = current_task() != NO_TASK, state.handle, None
     calls, searches = handle.running.calls, state.searches
     # Before the all-gather, whose range lies inside.
     if profiler._is_profiler_enabled:
@@ -321,6 +320,9 @@ def post_forward(
     handle.phase = phase
     if (state.settings.reshard_after_forward or not awaited) and not stays_full:
         reshard(context, handle)
+        if not awaited and context.retiring and context.outermost is None:
+            # No all-gather of this iteration will take this memory.
+            free_oldest(context, keep=0)
     elif handle.residency is UNSHARDED and not stays_full:
         hold_for_backward(handle)
     return replaced

@@ -55,9 +55,13 @@ def test_a_step_on_a_stream_of_the_caller_changes_no_number(
 
 
 def gradients_of_two_losses(device: torch.device, delay: int) -> list[Tensor]:
-    """Two forwards, a backward, an optimizer that is late, and the other backward."""
+    """Two forwards, a backward, an optimizer that is late, and the other backward.
+
+    A fused optimizer: autograd takes the writes of another one for an error, here as in
+    a plain model.
+    """
     model = gpt(device, mixed_precision=BF16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=True)
     tokens = torch.arange(12, device=device).view(2, 6)
     first, second = (model(tokens + i).float().square().mean() for i in range(2))
     backward(first)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from composable_fsdp import reshard, set_reshard_after_backward
+from composable_fsdp import MixedPrecision, reshard, set_reshard_after_backward
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from tests.optim.models import Mixed, train_plain
 from tests.support.on_ranks import on_ranks
@@ -52,7 +52,10 @@ def test_no_step_on_weights_that_are_kept_full_passes_unnoticed(
 ) -> None:
     """Refused by the next forward, and as the plain model after ``reshard``."""
     plain = Mixed()
-    model = apply_units(Mixed().cuda(), ["first", "second"])
+    # Full parameters of another dtype are copies also on one rank.
+    wide = MixedPrecision(param_dtype=torch.float64)
+    units = ["first", "second"]
+    model = apply_units(Mixed().cuda(), units, mixed_precision=wide)
     ours = optim.AdamW(trainable(model), lr=0.05, eps=1e-3, **WAYS[way])
     reference = optim.AdamW(trainable(plain), lr=0.05, eps=1e-3)
     set_reshard_after_backward(model, False)

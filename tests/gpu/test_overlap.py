@@ -20,7 +20,7 @@ from benchmarks.trace import StreamUse, record, stream_uses
 from composable_fsdp import BackwardPrefetch, CPUOffload, fully_shard
 from composable_fsdp.flat import residency
 from composable_fsdp.runtime import backward, forward
-from tests.gpu.late import LONG, delayed, gpt, slow_compute, train
+from tests.gpu.late import LONG, delayed, gpt, sleep, slow_compute, train
 from tests.support.models import TinyGPT
 
 GPUS = torch.cuda.device_count()
@@ -81,10 +81,14 @@ def uses_of(
         with delayed(lambda: LONG // 2):
             for _ in range(3):
                 model(row).sum().backward()
-            if in_forward:
-                return stream_uses(record(lambda: model(row), device))
-            loss = model(row).sum()
-            return stream_uses(record(loss.backward, device))
+            step = (lambda: model(row)) if in_forward else model(row).sum().backward
+
+            def behind_host() -> None:
+                # The host gives all streams their work meanwhile, however slow it is.
+                sleep(100 * LONG)
+                step()
+
+            return stream_uses(record(behind_host, device))
 
 
 @pytest.mark.req("S2-03")
@@ -146,6 +150,7 @@ def test_a_missing_wait_would_be_seen(
         handle.ready = None
         if not handle.is_full:
             residency.use_full(handle)
+        handle.writes.make_readable(handle)
 
     with world("one", device):
         expected = train(gpt(device, mixed_precision=BF16), device)

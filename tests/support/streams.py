@@ -99,6 +99,16 @@ class FakeStream:
     def __repr__(self) -> str:
         return self.name
 
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __ne__(self, other: object) -> bool:
+        """As ``torch.Stream``, which is neither equal to None nor different from it."""
+        return other is not None and self is not other
+
+    def __hash__(self) -> int:
+        return id(self)
+
     def wait_event(self, event: FakeEvent) -> None:
         """What comes next is behind the latest record of ``event``."""
         if self.order.capturing and not event.is_captured:
