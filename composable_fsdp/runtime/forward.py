@@ -72,7 +72,6 @@ from composable_fsdp.runtime.returned_weights import copy_weights, is_weight
 from composable_fsdp.runtime.threads import runs_elsewhere
 from composable_fsdp.runtime.unshard import (
     drop_unused,
-    free_oldest,
     hold_for_backward,
     prefetch_forward,
     reshard,
@@ -320,9 +319,6 @@ def post_forward(
     handle.phase = phase
     if (state.settings.reshard_after_forward or not awaited) and not stays_full:
         reshard(context, handle)
-        if not awaited and context.retiring and context.outermost is None:
-            # No all-gather of this iteration will take this memory.
-            free_oldest(context, keep=0)
     elif handle.residency is UNSHARDED and not stays_full:
         hold_for_backward(handle)
     return replaced

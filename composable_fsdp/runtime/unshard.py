@@ -234,7 +234,9 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         # ``limit_all_gathers``.
         residency.defer_free(handle)
         context.retiring.append(handle)
-        free_oldest(context, keep=_limit(handle))
+        # Between steps no all-gather will follow that takes this memory.
+        runs = context.outermost is not None or context.tasks
+        free_oldest(context, keep=_limit(handle) if runs else 0)
 
 
 def keep_full(context: RuntimeContext, handle: FlatParamHandle) -> None:
