@@ -2,9 +2,11 @@
 
     python -m benchmarks.async_save                    # 2 GB in 240 parameters
     python -m benchmarks.async_save --blocks 1666 --width 32    # 10,000 parameters
+    python -m benchmarks.async_save --device cuda      # beside copies to pinned memory
 
 One process: the call has no other rank to wait for. In each round come a copy of all
-values into memory that is in use already, by ``memcpy``, and the call.
+values into memory that is in use already, by ``memcpy`` (of CUDA tensors: into pinned
+memory, and a wait), and the call.
 """
 
 from __future__ import annotations
@@ -35,9 +37,11 @@ def seconds(act: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def trained(blocks: int, width: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+def trained(
+    blocks: int, width: int, device: str
+) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """A sharded model and an AdamW that has stepped."""
-    model = torch.nn.Sequential(*(Block(width) for _ in range(blocks)))
+    model = torch.nn.Sequential(*(Block(width) for _ in range(blocks))).to(device)
     for block in model:
         fully_shard(block)
     fully_shard(model)
@@ -49,6 +53,26 @@ def trained(blocks: int, width: int) -> tuple[torch.nn.Module, torch.optim.Optim
     return model, optimizer
 
 
+def copying(sources: Sequence[torch.Tensor]) -> Callable[[], None]:
+    """A function that copies all values into host memory that is in use already."""
+    on_gpu = any(each.is_cuda for each in sources)
+    copies = [torch.zeros_like(each, device="cpu") for each in sources]
+    if on_gpu:
+        copies = [each.pin_memory() for each in copies]
+    pairs = [(into, each) for into, each in zip(copies, sources, strict=True)]
+
+    def memcpy() -> None:
+        for into, source in pairs:
+            if on_gpu:
+                into.copy_(source.detach(), non_blocking=True)
+            else:
+                ctypes.memmove(into.data_ptr(), source.data_ptr(), source.nbytes)
+        if on_gpu:
+            torch.cuda.synchronize()
+
+    return memcpy
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(prog="benchmarks.async_save")
@@ -56,24 +80,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--blocks", type=int, default=40, help="blocks of six parameters (40)")
     add("--width", type=int, default=1024, help="of a block (1024)")
     add("--rounds", type=int, default=9, help="calls after the first (9)")
+    add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--folder", type=Path, help="where to write (the temporary directory)")
     options = parser.parse_args(arguments)
     say_versions()
     # A store and no address: no port is taken.
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    model, optimizer = trained(options.blocks, options.width)
+    backend = {"cpu": "gloo", "cuda": "nccl"}[options.device]
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    model, optimizer = trained(options.blocks, options.width, options.device)
     sources = _values(model, optimizer)
     total = sum(each.nbytes for each in sources)
-    copies = [torch.zeros_like(each) for each in sources]
-    pairs = [
-        (into.data_ptr(), each.data_ptr(), each.nbytes)
-        for into, each in zip(copies, sources, strict=True)
-    ]
-
-    def memcpy() -> None:
-        for into, source, nbytes in pairs:
-            ctypes.memmove(into, source, nbytes)
-
+    memcpy = copying(sources)
     copied, called = [], []
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         for at in range(options.rounds + 1):

@@ -21,6 +21,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from datetime import date
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,8 +43,11 @@ from benchmarks.trace import StreamUse, hidden_part, record, stream_uses
 
 MIB = 2**20
 REPORTS = Path(__file__).parent / "reports"
-TESTS = (sys.executable, "-m", "pytest", "-m", "gpu", "-rs", "-q", "-W", "default")
+TESTS = [sys.executable, "-m", "pytest", "-m", "gpu", "-rs", "-q", "-W", "default"]
 """As ``make test-gpu``."""
+if find_spec("xdist") is not None:
+    # Tests of one file have their own process and share the GPU with the others.
+    TESTS += ["-n", "8", "--dist", "loadfile"]
 
 
 def trace_of(size: Size, device: torch.device) -> list[StreamUse]:

@@ -7,17 +7,19 @@ all-reduce stream. On CPU, collectives are issued with
 an event. The CPU waits for the GPU only if shards are offloaded: at the end of backward
 (``Streams.synchronize``), and before an optimizer step that no backward precedes.
 
-Checked on torch 2.13 (CPU); the CUDA calls are the public functions of ``torch.cuda``.
-Private: ``torch._C._functorch.peek_interpreter_stack`` and
-``torch._C._DisableFuncTorch``.
+Checked on torch 2.13 (CPU) and 2.11 (CUDA). Private: ``torch._C._cuda_getDevice``,
+``_cuda_getCurrentStream`` and ``_cuda_setStream`` (``torch.cuda`` calls them after more
+Python than the launch of a kernel takes),
+``torch._C._functorch.peek_interpreter_stack`` and ``torch._C._DisableFuncTorch``.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial, wraps
-from typing import ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,6 +45,44 @@ def as_cuda() -> bool:
     (``comm.simulated_world`` puts another function here).
     """
     return False
+
+
+_known: dict[tuple[int, ...], torch.cuda.Stream] = {}
+"""Streams that were current, by what ``torch._C`` tells of a stream."""
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the current stream of ``device``, which has an index."""
+    key = torch._C._cuda_getCurrentStream(device.index)
+    stream = _known.get(key)
+    if stream is None:
+        stream = _known[key] = torch.cuda.current_stream(device)
+    return stream
+
+
+class use_stream:  # in lower case as ``torch.cuda.stream``
+    """``with use_stream(stream):`` makes ``stream`` current, and its device, too."""
+
+    __slots__ = ("_before", "_elsewhere", "_stream")
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._elsewhere: Any = None  # torch annotates the class of its block in part
+
+    def __enter__(self) -> None:
+        stream, index = self._stream, self._stream.device_index
+        if torch._C._cuda_getDevice() != index:
+            self._elsewhere = torch.cuda.stream(stream)
+            self._elsewhere.__enter__()
+            return
+        self._before = torch._C._cuda_getCurrentStream(index)
+        torch._C._cuda_setStream(stream.stream_id, index, stream.device_type)
+
+    def __exit__(self, *error: object) -> None:
+        if self._elsewhere is not None:
+            self._elsewhere.__exit__(None, None, None)
+        else:
+            torch._C._cuda_setStream(*self._before)
 
 
 class Waitable(Protocol):
@@ -71,7 +111,7 @@ class StreamEvent:
 
     def wait(self) -> None:
         """Make the device's current stream wait for the mark; the CPU does not wait."""
-        torch.cuda.current_stream(self.device).wait_event(self.event)
+        current_stream(self.device).wait_event(self.event)
 
 
 class _NoEvent(StreamEvent):
@@ -180,6 +220,14 @@ class Streams:
     def synchronize(self) -> None:
         """Make the CPU wait for all work of the side streams."""
 
+    def current(self) -> torch.cuda.Stream:
+        """Return the current stream. CUDA only."""
+        return current_stream(self.device)
+
+    def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[None]:
+        """Make ``stream`` current in a block. CUDA only."""
+        return use_stream(stream)
+
     def users(self, events: UnitEvents) -> list[torch.cuda.Stream]:
         """Return the streams that write reduce buffers and ``.grad``; none on CPU."""
         return []
@@ -209,7 +257,7 @@ class CudaStreams(Streams):
         self.gather = _Stream(device, priority=-1)
         self.reduce = _Stream(device, priority=-1)
         self.all_reduce = _Stream(device, priority=-1)
-        self.compute = torch.cuda.current_stream(device)
+        self.compute = current_stream(device)
         _watch_steps(self)
 
     def begin_iteration(self) -> bool:
@@ -217,7 +265,7 @@ class CudaStreams(Streams):
 
         Returns: whether AccumulateGrad nodes may belong to another stream.
         """
-        self.compute = torch.cuda.current_stream(self.device)
+        self.compute = current_stream(self.device)
         note_capture(capturing=torch.cuda.is_current_stream_capturing())
         # The optimizer wrote the shards on the caller's stream; the gather stream reads
         # them.
@@ -227,7 +275,7 @@ class CudaStreams(Streams):
 
     def wait_for_caller(self) -> None:
         """Make the gather stream wait for the current stream, which wrote shards."""
-        self.gather.wait_stream(torch.cuda.current_stream(self.device))
+        self.gather.wait_stream(current_stream(self.device))
 
     def wait_for_step(self) -> None:
         """Make the gather stream wait for the end of the last step, if any."""
@@ -256,7 +304,7 @@ class CudaStreams(Streams):
         on the stream of the first forward whose graph is alive, other backward hooks on
         the stream of the matching forward, and the final callback on the caller's.
         """
-        found = [torch.cuda.current_stream(self.device)]
+        found = [current_stream(self.device)]
         for stream in (self.compute, *events.leaf_streams, events.reduce_owner):
             if stream is not None and stream not in found:
                 found.append(stream)
@@ -311,7 +359,7 @@ def _note_step(optim: object, args: object, kwargs: object) -> None:
     for streams in live:
         if streams.stepped is None:
             streams.stepped = StreamEvent(streams.device)
-        streams.stepped.record(torch.cuda.current_stream(streams.device))
+        streams.stepped.record(current_stream(streams.device))
 
 
 def is_capturing() -> bool:

@@ -353,7 +353,9 @@ def _stand_ins(table: Timetable) -> list[tuple[Any, str, Callable[..., Any]]]:
         (device, "_Event", SimulatedEvent),
         # Optimizer hooks see the streams of all trees of this process.
         (device, "live_streams", lambda: live),
-        # The runtime asks torch for these three in every step.
+        (device, "use_stream", table.use),
+        (device, "current_stream", lambda device=None: table.current),
+        # A program may ask torch, as the runtime does before it issues work.
         (torch.cuda, "stream", table.use),
         (torch.cuda, "current_stream", lambda device=None: table.current),
         (torch.cuda, "is_current_stream_capturing", lambda: False),

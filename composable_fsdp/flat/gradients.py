@@ -363,6 +363,9 @@ def free_reduce(handle: FlatParamHandle) -> None:
             except RuntimeError as error:
                 memory.require_unresizable(buffer, error)
     handle.reduction.has_memory = False
+    # A later reduction must not wait for this stream: a CUDA graph that is captured on
+    # another one may not depend on work from before.
+    handle.events.reduce_owner = None
 
 
 def leave_reduce(handle: FlatParamHandle) -> None:

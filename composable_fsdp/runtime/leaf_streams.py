@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from composable_fsdp.comm import device
 from composable_fsdp.comm.device import NO_EVENTS, outside_transforms
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.tree.state import RuntimeContext
@@ -66,7 +67,7 @@ def _note_streams(handle: FlatParamHandle) -> None:
 
     Collective: none.
     """
-    current = torch.cuda.current_stream(handle.layout.device)
+    current = device.current_stream(handle.layout.device)
     forms = [each for each in (handle.form, handle.other_form) if each is not None]
     # The node itself keeps its stream: a graph that is still alive, or an earlier
     # layout, brings nodes back that were made on another stream than the last ones.

@@ -164,7 +164,7 @@ def _reduce_on_stream(streams: Streams, reduction: Reduction) -> None:
     else:
         # The hook of a leaf may run on another stream, whose pool of memory serves
         # program code that does not wait for readers of ``.grad``.
-        with torch.cuda.stream(streams.compute):
+        with streams.on(streams.compute):
             for region in handle.layout.trainable:
                 ready_gradient(region)
     for stream in users:
@@ -174,7 +174,7 @@ def _reduce_on_stream(streams: Streams, reduction: Reduction) -> None:
     handle.reduction.replicates = bool(
         reduction.final and shard and replicate and not by_hook
     )
-    with torch.cuda.stream(streams.reduce):
+    with streams.on(streams.reduce):
         # Targets that are allocated here belong to the reduce stream, which waits for
         # the other streams (as above) before the next allocation.
         _choose_targets(handle, final=reduction.final)
@@ -203,7 +203,7 @@ def _reduce_on_stream(streams: Streams, reduction: Reduction) -> None:
 def _replicate_on_stream(streams: Streams, reduction: Reduction) -> None:
     """Issue the all-reduces of a hybrid unit, behind its reduce-scatters alone."""
     handle = reduction.handle
-    with torch.cuda.stream(streams.all_reduce):
+    with streams.on(streams.all_reduce):
         # Not ``wait_stream``: the reduce stream may have been given more by then.
         handle.events.reduce.wait()
         replicate(handle)

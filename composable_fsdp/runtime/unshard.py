@@ -17,8 +17,6 @@ instead.
 
 from __future__ import annotations
 
-import torch
-
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.device import Streams, Waitable, copy_async
 from composable_fsdp.comm.sequence import Operation
@@ -106,7 +104,7 @@ def _unshard_on_stream(
     context: RuntimeContext, streams: Streams, handle: FlatParamHandle
 ) -> None:
     """Allocate the full buffers and all-gather, both on the gather stream."""
-    with torch.cuda.stream(streams.gather):
+    with streams.on(streams.gather):
         if handle.residency is FREE_PENDING:
             # The unit was resharded and the memory is not freed yet. The all-gather
             # writes the same memory again, so the gather stream must wait for the last
@@ -152,7 +150,7 @@ def free_oldest(context: RuntimeContext, *, keep: int) -> None:
     # Freeing is legal at any time: the gather stream waits for the last reader, and
     # every later allocation of the gather stream from this memory comes after that
     # wait.
-    with torch.cuda.stream(context.streams.gather):
+    with context.streams.on(context.streams.gather):
         while len(context.retiring) > keep:
             handle = context.retiring.popleft()
             handle.events.free.wait()
@@ -220,7 +218,7 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
     if context.streams.host_waits:
         residency.free_full(handle)
     else:
-        current = torch.cuda.current_stream(handle.layout.device)
+        current = context.streams.current()
         # AccumulateGrad hooks run on the stream that was current at construction; the
         # last reader of the parameters may be on the forward's stream. ``wait_stream``
         # records an event, so skip the call if both streams are the same.
@@ -343,7 +341,7 @@ def release(context: RuntimeContext, handle: FlatParamHandle) -> None:
     end_use(context, handle, reshards=True, kept=False)
     if handle.residency is FREE_PENDING:
         context.retiring.remove(handle)
-        with torch.cuda.stream(context.streams.gather):
+        with context.streams.on(context.streams.gather):
             handle.events.free.wait()
             residency.free_full(handle)
 

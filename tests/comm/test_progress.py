@@ -176,9 +176,9 @@ def test_units_on_streams_mark_their_collectives_and_hold_no_work() -> None:
         log = operation_log(world())
         sent = list(log.operations)
         held = dict(log.marks)
-        order.capturing = True
+        order.captured = {order.current}
         model(torch.ones(2, 8)).sum().backward()
-        order.capturing = False
+        order.captured = set()
         progress.note_capture(capturing=False)  # as the next forward does
         assert not log.marks
         for _ in range(sequence.MOST_OPERATIONS):

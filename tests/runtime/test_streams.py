@@ -175,16 +175,24 @@ def test_a_captured_step_waits_for_nothing_from_before(
     """Neither a stream nor the host, for the warm-up or for the step of another model;
     and later steps wait for nothing from inside.
 
-    CUDA refuses a wait for an event that was recorded on the other side.
+    CUDA refuses a wait for an event that was recorded on the other side. The warm-up is
+    on a stream of its own, as torch asks for.
     """
     with watched() as order:
         host = gpt(order, cpu_offload=ON_HOST)
         train(host)
         model = gpt(order, device_mesh=mesh_for(strategy), strategy=strategy)
-        train(model)
-        order.capturing = True
-        train(model, steps=1)
-        order.capturing = False
+        side, graph = FakeStream(order, "side"), FakeStream(order, "graph")
+        side.wait_stream(order.compute)
+        with order.on(side):
+            train(model)
+        order.compute.wait_stream(side)
+        graph.wait_stream(order.compute)
+        with order.on(graph):
+            order.captured = {graph}
+            train(model, steps=1)
+            order.captured = set()
+        order.compute.wait_stream(graph)
         # Eager again, as for a batch of another shape.
         train(model)
         train(host)

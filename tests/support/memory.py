@@ -157,6 +157,12 @@ class _Streams(_Nothing):
     def users(self, events: object) -> list[_Nothing]:
         return [_Nothing()]
 
+    def current(self) -> _Nothing:
+        return _Nothing()
+
+    def on(self, stream: object) -> nullcontext[None]:
+        return nullcontext()
+
 
 @contextmanager
 def cuda_order(handles: Iterable[FlatParamHandle]) -> Iterator[None]:

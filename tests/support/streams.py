@@ -119,6 +119,8 @@ class FakeStream:
             self.order.report(
                 f"{self} waits in {_place()} for an event from inside the capture"
             )
+        if event.is_captured:
+            self.order.captured.add(self)
         if event.clock is None:
             self.order.report(f"{self} waits for an event that was never recorded")
         else:
@@ -126,6 +128,13 @@ class FakeStream:
 
     def wait_stream(self, other: FakeStream) -> None:
         """What comes next is behind all that ``other`` was given."""
+        captured = self.order.captured
+        if other in captured:
+            captured.add(self)
+        elif self in captured:
+            self.order.report(
+                f"{self} waits in {_place()} for {other}, which is not in the capture"
+            )
         self.join(other.clock)
 
     def synchronize(self) -> None:
@@ -156,7 +165,7 @@ class FakeEvent:
 
     def record(self, stream: FakeStream) -> None:
         """Remember what ``stream`` has been given so far."""
-        self.is_captured = stream.order.capturing
+        self.is_captured = stream in stream.order.captured
         self.clock = dict(stream.clock)
 
 
@@ -173,10 +182,16 @@ class StreamOrder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
         accumulates was made."""
         self.current = self.compute
         self.is_async = False
-        self.capturing = False
-        """Whether a CUDA graph is being captured: no wait may reach back before it."""
+        self.captured: set[FakeStream] = set()
+        """The streams whose work goes into a CUDA graph: no wait may reach back before
+        it. A stream joins them by a wait for one of them."""
         self._blocks: dict[int, tuple[Any, Block]] = {}
         self._freed: dict[FakeStream, list[Access]] = {}
+
+    @property
+    def capturing(self) -> bool:
+        """Whether a CUDA graph is being captured."""
+        return bool(self.captured)
 
     def report(self, text: str) -> None:
         """Note a problem, once."""
@@ -348,6 +363,8 @@ def _of_streams(order: StreamOrder) -> Patches:
 
     make: Callable[[torch.device], Any] = device_layer.CudaStreams
     return [
+        (device_layer, "use_stream", order.on),
+        (device_layer, "current_stream", current_stream),
         (torch.cuda, "stream", order.on),
         (torch.cuda, "current_stream", current_stream),
         (torch.cuda, "is_current_stream_capturing", lambda: order.capturing),
@@ -399,12 +416,14 @@ def _of_autograd(order: StreamOrder) -> Patches:
     """Nodes of leaves run on the stream they were made on."""
     arrival, accumulators = backward._make_grad_hook, leaf_streams.accumulators_of
     finish = graph_task.finish_task
+    ran: set[FakeStream] = set()
 
     def arrival_there(index: int) -> Callable[[Link, Tensor], None]:
         def arrive_there(link: Link, leaf: Tensor) -> None:
             # A node that has a stream of its own is run behind the op that gave it the
             # gradient, and the allocator knows.
             stream = order.leaf_streams[id(leaf)]
+            ran.add(stream)
             if leaf.grad is not None and stream is not order.current:
                 block = order.block(leaf.grad.untyped_storage())
                 block.is_recorded = True
@@ -424,8 +443,9 @@ def _of_autograd(order: StreamOrder) -> Patches:
         return nodes
 
     def finish_behind_leaves(*args: Any) -> None:
-        for stream in set(order.leaf_streams.values()):
+        for stream in ran:
             order.current.wait_stream(stream)
+        ran.clear()
         finish(*args)
 
     return [
