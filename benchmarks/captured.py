@@ -1,6 +1,8 @@
 """A whole step in a CUDA graph: captured once, replayed, and compared with eager steps.
 
-On CPU the same steps run without a capture, to try the code.
+Some kernels add in an order that chance decides, so a second model that trains eagerly
+tells how far equal runs come apart. On CPU the same steps run without a capture, to try
+the code.
 """
 
 from __future__ import annotations
@@ -17,25 +19,35 @@ from benchmarks.device_steps import WARM_UP, Size, Timer, Trainee
 
 
 class Captured(NamedTuple):
-    """Milliseconds of a step, and the largest difference of a weight at the end."""
+    """Milliseconds of a step, and the largest differences of a weight at the end."""
 
     eager: float
     replayed: float
     difference: float
+    """Of the model that trained by the graph from one that trained eagerly."""
+    by_chance: float
+    """Of two models that trained eagerly."""
 
 
 def captured_step(size: Size, device: torch.device, rounds: int) -> Captured:
-    """Train two equal models, one of them by a graph; the same number of steps."""
-    eager, graphed = (_trainee(size, device) for _ in range(2))
+    """Train three equal models, one of them by a graph; the same number of steps."""
+    eager, again, graphed = (_trainee(size, device) for _ in range(3))
     replay = _graph_of(graphed, device)
-    for _ in range(WARM_UP + 1):
-        eager.step()
+    for each in (eager, again):
+        for _ in range(WARM_UP + 1):
+            each.step()
     # A capture runs nothing: the replay is the step after the warm-up.
     replay()
-    times = [_median(step, device, rounds) for step in (eager.step, replay)]
-    pairs = zip(_weights(eager), _weights(graphed), strict=True)
-    most = max(float((a - b).abs().max()) for a, b in pairs if a.numel())
-    return Captured(times[0], times[1], most)
+    steps = (eager.step, again.step, replay)
+    times = [_median(step, device, rounds) for step in steps]
+    most = [_apart(eager, other) for other in (graphed, again)]
+    return Captured(times[0], times[-1], *most)
+
+
+def _apart(one: Trainee, other: Trainee) -> float:
+    """The largest difference of a weight."""
+    pairs = zip(_weights(one), _weights(other), strict=True)
+    return max(float((a - b).abs().max()) for a, b in pairs if a.numel())
 
 
 def _trainee(size: Size, device: torch.device) -> Trainee:
