@@ -158,10 +158,14 @@ def test_a_missing_wait_would_be_seen(
         late = gpt(device, mixed_precision=BF16)
         for module in (forward, backward):
             monkeypatch.setattr(module, "wait_unsharded", nothing)
-        with delayed(lambda: LONG):
-            with pytest.raises((AssertionError, PhaseError)) as raised:
-                for one, other in zip(expected, train(late, device), strict=True):
-                    assert torch.equal(one, other)
+
+        def compare() -> None:
+            for one, other in zip(expected, train(late, device), strict=True):
+                assert torch.equal(one, other)
+
+        seen = pytest.raises((AssertionError, PhaseError))
+        with delayed(lambda: LONG), seen as raised:
+            compare()
 
     error = raised.value
     assert type(error) is AssertionError or "wrote to its weights" in str(error)
