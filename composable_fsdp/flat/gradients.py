@@ -337,8 +337,8 @@ def note_shown(region: FlatParameter, parts: bytes) -> None:
         region.gradient.shown = bytes(map(or_, region.gradient.shown, parts))
 
 
-def allocate_reduce(handle: FlatParamHandle) -> None:
-    """Allocate the reduce buffers on the current stream."""
+def allocate_reduce(handle: FlatParamHandle, owner: torch.cuda.Stream | None) -> None:
+    """Allocate the reduce buffers on the current stream ``owner``; None on CPU."""
     # Without an arena, or if gradients of another unit wait in its slot.
     if handle.reduction.slot is None or not take_reduce_slot(handle):
         for region in handle.layout.trainable:
@@ -348,6 +348,7 @@ def allocate_reduce(handle: FlatParamHandle) -> None:
             if storage.nbytes() != nbytes:
                 storage.resize_(nbytes)
     handle.reduction.has_memory = True
+    handle.events.reduce_owner = owner
 
 
 def free_reduce(handle: FlatParamHandle) -> None:

@@ -80,8 +80,7 @@ def copy_grads_to_reduce_buffers(
     for stream in users[1:]:
         users[0].wait_stream(stream)
     if not handle.reduction.has_memory:
-        allocate_reduce(handle)
-        handle.events.reduce_owner = users[0] if users else None
+        allocate_reduce(handle, users[0] if users else None)
     for region in handle.layout.trainable:
         waiting = region.reduce.waiting
         gradients = [gradient for gradient in waiting if gradient is not None]

@@ -61,6 +61,10 @@ class FileBytes(ABC):
         """Return whether the system keeps in memory what is read of the file."""
         return False
 
+    def is_cached(self, at: int) -> bool:
+        """Return whether byte ``at`` is in memory, as far as the system tells."""
+        return False
+
     def give_back(self, data: memoryview) -> None:  # noqa: B027  # a default
         """Let a later ``load`` use the memory of a result, which is not used now."""
 
@@ -111,6 +115,14 @@ class _LocalBytes(FileBytes):
         with suppress(OSError):
             os.preadv(self._handle, [data], 0)
             return os.preadv(self._handle, [data], 0, _NOWAIT) == len(data)
+        return False
+
+    def is_cached(self, at: int) -> bool:
+        """Return whether byte ``at`` is in the page cache; see ``FileBytes``."""
+        with suppress(OSError):
+            return bool(
+                _NOWAIT and os.preadv(self._handle, [bytearray(1)], at, _NOWAIT)
+            )
         return False
 
     def load(self, at: int, nbytes: int, *, keep: bool = False) -> memoryview | None:

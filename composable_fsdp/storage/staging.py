@@ -103,12 +103,21 @@ def fits_in_memory(nbytes: int) -> bool:
 
     At most half of the free memory is used. False, if the system does not tell.
     """
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or _ranks()
-    return 2 * nbytes * ranks <= _free()
+    return 2 * nbytes * _ranks_here() <= _free()
 
 
-def _ranks() -> int:
-    """Return the number of ranks, all of which may be on this machine."""
+def cpus_per_rank() -> int:
+    """Return how many threads of each rank of this machine can run at the same time."""
+    # macOS does not tell on which processors the process may run.
+    allowed = getattr(os, "sched_getaffinity", None)
+    cpus = os.cpu_count() or 1 if allowed is None else len(allowed(0))
+    return max(1, cpus // _ranks_here())
+
+
+def _ranks_here() -> int:
+    """Return the number of ranks of this machine, as far as known; else of the job."""
+    if told := int(os.environ.get("LOCAL_WORLD_SIZE", "0")):
+        return told
     dist = torch.distributed
     there = dist.is_available() and dist.is_initialized()
     return dist.get_world_size() if there else 1

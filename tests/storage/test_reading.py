@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,7 +16,7 @@ import torch
 from torch import nn
 
 from composable_fsdp import fully_shard, load, open_source, save, verify
-from composable_fsdp.storage import file_bytes, native
+from composable_fsdp.storage import blocks, file_bytes, native
 from composable_fsdp.storage import save as saving
 from composable_fsdp.storage.manifest import BLOCK
 from tests.storage.training import everything, make, optimizer_of, same, step
@@ -79,6 +82,40 @@ def test_each_byte_is_read_once_where_memory_allows(tmp_path: Path) -> None:
     # The second time from the page cache.
     assert 6 * size <= sum(cached) < 6 * size + BLOCK
     assert 3 * size <= PAGE * len(pages) < 3 * size + BLOCK
+
+
+@pytest.mark.req("K-05")
+@pytest.mark.parametrize("cpus", [1, 2, 64])
+def test_reads_from_the_page_cache_have_a_thread_per_processor(
+    tmp_path: Path, cpus: int
+) -> None:
+    """Reads of a disk have four, which keep its queue full."""
+    model = torch.nn.Linear(5 * BLOCK // 4, 1, bias=False)
+    save(tmp_path / "run", model)
+    threads: set[int] = set()
+    preadv = os.preadv
+
+    def noted(*args: Any) -> int:
+        threads.add(threading.get_ident())
+        time.sleep(0.05)  # so that every thread of the pool has its part
+        return preadv(*args)
+
+    def load_noted() -> set[int]:
+        threads.clear()
+        with mock.patch.object(os, "preadv", noted):
+            load(tmp_path, model)
+        return threads - {threading.get_ident()}
+
+    with mock.patch.object(blocks, "cpus_per_rank", return_value=cpus):
+        on_disk = mock.patch.object(file_bytes._LocalBytes, "is_cached")
+        with uncached(), on_disk as is_cached:
+            is_cached.return_value = False
+            from_disk = load_noted()
+            assert len(from_disk) >= 4
+        # Verified and then filled, each by a pool.
+        cached = load_noted()
+        most = min(cpus, 4)
+        assert (most if most > 1 else 0) <= len(cached) <= (2 * most if most > 1 else 0)
 
 
 @pytest.mark.req("K-05")
