@@ -107,17 +107,19 @@ def _members(
         if i in region.absent:
             continue
         ref, fqn = param.ref, param.names[0]
-        holders = layout.holders(ref.slot)
-        for name, value in states.get(id(ref.leaf), {}).items():
+        # Computed by ``ref`` on each access.
+        slot, leaf, offset = ref.slot, ref.leaf, ref.offset
+        holders = layout.holders(slot)
+        for name, value in states.get(id(leaf), {}).items():
             # An entry has a single dtype, so parameters whose states differ in dtype
             # get separate entries of the region.
-            if is_elementwise(name, value, ref.leaf, fqn):
-                low = min(max(ref.offset, share.start), share.stop)
-                high = max(min(ref.offset + value.numel(), share.stop), low)
+            if is_elementwise(name, value, leaf, fqn):
+                low = min(max(offset, share.start), share.stop)
+                high = max(min(offset + value.numel(), share.stop), low)
                 # Another replica has all elements. A parameter without any is told by
                 # all, as ``merge`` expects.
-                if low < high or not ref.slot.numel:
-                    at = low - share.start, value, low - ref.offset, high - ref.offset
+                if low < high or not slot.numel:
+                    at = low - share.start, value, low - offset, high - offset
                     members.setdefault((name, str(value.dtype)), []).append((i, at))
                 continue
             # All replicas have the value, and the first part tells.
