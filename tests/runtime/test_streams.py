@@ -198,6 +198,30 @@ def test_a_captured_step_waits_for_nothing_from_before(
         train(host)
 
 
+def test_between_steps_no_unit_keeps_its_full_parameters() -> None:
+    """After an evaluation, after a reshard by hand, and after a step."""
+    with watched() as order:
+        model = gpt(order)
+        train(model)
+        assert residencies(model) == {Residency.SHARDED}
+        with torch.no_grad():
+            loss_of(model)
+        assert residencies(model) == {Residency.SHARDED}
+        unshard(model)
+        reshard(model)
+        assert residencies(model) == {Residency.SHARDED}
+        # A forward that a backward follows keeps memory for the next all-gather.
+        loss = loss_of(model)
+        assert Residency.FREE_PENDING in residencies(model)
+        backward(loss)
+        assert residencies(model) == {Residency.SHARDED}
+
+
+def residencies(model: Any) -> set[Residency]:
+    """Where the full parameters of the units are."""
+    return {handle.residency for handle in _get_fsdp_handles(model)}
+
+
 def listed(order: StreamOrder) -> None:
     """Units are gathered by lists, two at a time."""
     model = gpt(order)
