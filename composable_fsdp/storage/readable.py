@@ -63,18 +63,21 @@ def require_memory(tensor: Tensor, name: str, what: str) -> None:
 
     Collective: none.
     """
-    if tensor.is_meta or not tensor.numel():
+    numel = tensor.numel()
+    if tensor.is_meta or not numel:
         return
-    # The last element, for any strides: none is negative.
-    last = tensor.storage_offset() + sum(
-        (size - 1) * stride
-        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
+    last = tensor.storage_offset()
+    if tensor.is_contiguous():  # as most are
+        last += numel - 1
+    else:
+        # For any strides: none is negative.
+        pairs = zip(tensor.shape, tensor.stride(), strict=True)
+        last += sum((size - 1) * stride for size, stride in pairs)
     nbytes = tensor.untyped_storage().nbytes()
     # A read behind the end, or of no address, would end the process by a signal.
     if nbytes <= last * tensor.element_size():
         raise CheckpointError(
-            f"{quoted(name)} has {tensor.numel()} elements, and its storage was "
+            f"{quoted(name)} has {numel} elements, and its storage was "
             f"resized to {nbytes} bytes; {what} expects tensors with memory, and did "
             "nothing. Resize the storage and set the values, or leave the tensor out."
         )

@@ -204,7 +204,7 @@ def meet_team(module: object, what: str) -> None:
     # Names of groups in the store, not the team's own group: a rank that is alone would
     # wait in the creation of that group.
     groups: list[dist.ProcessGroup | None] = []
-    layouts, others = _layouts(module), _mesh_groups(module)
+    layouts, others = _meshes(module)
     for layout in layouts:
         groups += [layout.shard, layout.replicate]
     groups += others
@@ -222,17 +222,17 @@ def meet_team(module: object, what: str) -> None:
         raise _no_module(module) from error
 
 
-def _layouts(module: object) -> list[RankLayout]:
-    """Return the ranks of the meshes of the units in ``module``, each mesh once."""
-    states = units_in(module) if isinstance(module, nn.Module) else []
-    return list({id(state.ranks): state.ranks for state in states}.values())
+def _meshes(module: object) -> tuple[list[RankLayout], list[dist.ProcessGroup]]:
+    """Return the ranks of the meshes of the units in ``module``, each mesh once.
 
-
-def _mesh_groups(module: object) -> list[dist.ProcessGroup]:
-    """Return the groups of the meshes of DTensors in ``module``."""
+    And the groups of the meshes of DTensors in ``module``. None for another object.
+    """
     if not isinstance(module, nn.Module):
-        return []
-    return mesh_groups_in(module, (state.handle for state in units_in(module)))
+        return [], []
+    states = units_in(module)
+    layouts = {id(state.ranks): state.ranks for state in states}
+    groups = mesh_groups_in(module, (state.handle for state in states))
+    return list(layouts.values()), groups
 
 
 def _is_world(layout: RankLayout, others: Sequence[dist.ProcessGroup]) -> bool:
@@ -276,7 +276,7 @@ def team_of(module: object, purpose: str = "checkpoint") -> Team:
     """
     if not dist.is_available() or not dist.is_initialized():
         return Team(None)
-    layouts, others = _layouts(module), _mesh_groups(module)
+    layouts, others = _meshes(module)
     ranks: set[int] = set() if layouts else set(range(dist.get_world_size()))
     for layout in layouts:
         # The usual case needs no exchange: the mesh holds all ranks.
