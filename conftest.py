@@ -87,6 +87,13 @@ def few_objects() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_objects_of_other_modules() -> None:
+    """The same at the begin of each module, as many tests collect."""
+    gc.collect()
+    gc.freeze()
+
+
 # Two threads would change the order of sums, and ranks have one each.
 torch.set_num_threads(1)
 

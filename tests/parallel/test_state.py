@@ -162,7 +162,6 @@ def test_sharded_values_know_their_place_in_the_whole(world: World, kind: str) -
         assert torch.equal(get_full_param(model, name), expected)
 
 
-@pytest.mark.no_pairs("kind")
 @on_ranks(4)
 @recipes
 @pytest.mark.parametrize("saved", MESHES)
