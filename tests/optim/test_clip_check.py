@@ -223,6 +223,7 @@ def _scaler() -> Change:
     return change
 
 
+@pytest.mark.few(1)
 @pytest.mark.req("P-13")
 @pytest.mark.parametrize("path", PATHS)
 def test_other_writes_to_gradients_are_the_users(ranks: RankCount, path: str) -> None:
@@ -294,6 +295,7 @@ def check_without_gradients(world: World) -> list[tuple[int, str]]:
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_without_a_gradient_refuse_the_step_with_the_others(
     ranks: RankCount, world_size: int

@@ -49,7 +49,8 @@ from tests.support.reference import backward
 from tests.support.sharded import message_of
 from tests.support.world import World
 
-pytestmark = pytest.mark.few
+# Four ranks and DTensors: a combination takes seconds.
+pytestmark = pytest.mark.few(1)
 
 RECIPES = {
     "listed": Recipe(listed=True, shared=True),

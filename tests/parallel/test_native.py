@@ -52,7 +52,8 @@ from tests.support.sharded import message_of
 from tests.support.uncached import uncached
 from tests.support.world import World
 
-pytestmark = pytest.mark.few
+# Four ranks and DTensors: a combination takes seconds.
+pytestmark = pytest.mark.few(1)
 
 PLACEMENTS = {**MESHES, "sharded": 0, "plain": -1}
 Trained = tuple[nn.Module, torch.optim.Optimizer]

@@ -57,7 +57,8 @@ from tests.support.on_ranks import on_ranks
 from tests.support.reference import backward
 from tests.support.world import World
 
-pytestmark = pytest.mark.few
+# Four ranks and DTensors: a combination takes seconds.
+pytestmark = pytest.mark.few(1)
 
 RECIPES = {
     "columns and rows": Recipe(),
@@ -105,6 +106,7 @@ def require_equal(model: nn.Module, plain: Model) -> None:
         assert torch.equal(get_full_param(model, name), whole(parameter.detach())), name
 
 
+@pytest.mark.few
 @pytest.mark.req("M-01")
 @on_ranks(4)
 @recipes

@@ -263,6 +263,7 @@ def test_gradients_with_respect_to_parameters_are_those_of_the_plain_model(
     ranks(2).run(compare, FIRST, path, strategy)
 
 
+@pytest.mark.few(2)
 @pytest.mark.req("P-10")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)

@@ -132,6 +132,7 @@ OPTIONS: dict[str, State] = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.req("S3-06")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_strategy_saves_what_the_plain_model_loads(

@@ -98,7 +98,7 @@ def thin(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.I
 
 
 def _alone(item: pytest.Item, cells: Sequence[Cell]) -> Collection[str]:
-    """The arguments of ``item``, a matrix of ``cells``, that are no partner in a pair."""
+    """The arguments of ``item``, of which ``cells`` are all, that are in no pair."""
     on_ranks = "ranks" in getattr(item, "fixturenames", ())
     if on_ranks and item.get_closest_marker("pairs") is None:
         return cells[0].keys()
