@@ -25,7 +25,7 @@ def test_the_peak_of_a_billion_parameters_is_the_planned_one(
     assert found.planned <= found.step <= 1.01 * found.planned
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.req("U-03")
 @pytest.mark.parametrize("order", memory.ORDERS)
 @pytest.mark.parametrize("tokens", [memory.SHORT, memory.LONG])

@@ -218,7 +218,7 @@ def assert_same(
     assert found.peak.memory.total == pytest.approx(peak, rel=0.05)
 
 
-@pytest.mark.few
+@pytest.mark.few(2)
 @pytest.mark.req("N-02")
 @pytest.mark.parametrize("sequence", [True, False])
 @pytest.mark.parametrize(("dp", "tp"), [(2, 2), (1, 4), (4, 1)])

@@ -119,6 +119,7 @@ def check_refused(world: World, path: str) -> list[tuple[int, str]]:
     ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.req("P-13")
 @pytest.mark.parametrize("path", PATHS)
 def test_torchs_clipping_is_refused_at_the_first_step_that_it_changes(

@@ -1110,6 +1110,7 @@ def test_flat_parameters_of_experts_step_alike(world: World, kind: str) -> None:
     require_equal(model, plain)
 
 
+@pytest.mark.full_matrix("test_native_checkpoints_go_to_any_mesh has the state")
 @on_ranks(4)
 @pytest.mark.parametrize("kind", ["mixtral", "listed"])
 def test_dcp_takes_optimizer_state_to_another_mesh(

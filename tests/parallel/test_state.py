@@ -115,6 +115,7 @@ def test_full_optimizer_state_is_that_of_the_plain_model(
         require_same(optim_state_dict(fresh, empty)["state"], expected)
 
 
+@pytest.mark.full_matrix("test_tensor_parallel.py holds it for parameters")
 @on_ranks(4)
 def test_the_state_of_a_single_parameter_is_read_and_written_whole(
     world: World,

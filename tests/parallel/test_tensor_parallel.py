@@ -268,6 +268,7 @@ def test_an_error_names_a_nonfinite_gradient_on_all_ranks(world: World) -> None:
         clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
 
 
+@pytest.mark.full_matrix("access/test_no_sync.py, without DTensors")
 @on_ranks(4)
 def test_accumulation_without_communication(world: World) -> None:
     """Backwards of no_sync are summed, as of the plain model."""
@@ -330,6 +331,7 @@ def test_mixed_precision_gathers_and_computes_in_the_narrow_dtype(world: World) 
             parameter.grad = None
 
 
+@pytest.mark.full_matrix("runtime/test_freeze.py, without DTensors")
 @on_ranks(4)
 def test_freezing_and_unfreezing_between_steps(world: World) -> None:
     """A frozen parameter keeps its value and its form."""
@@ -346,6 +348,7 @@ def test_freezing_and_unfreezing_between_steps(world: World) -> None:
     require_equal(model, plain)
 
 
+@pytest.mark.full_matrix("entries/test_checkpoint.py, without DTensors")
 @on_ranks(4)
 def test_activation_checkpointing(world: World) -> None:
     """A recomputed forward redistributes as the first one did."""
@@ -427,6 +430,7 @@ def test_a_single_parameter_is_read_and_written_whole(world: World) -> None:
         assert torch.equal(gradient, value + 1)
 
 
+@pytest.mark.full_matrix("runtime/test_deepcopy.py, without DTensors")
 @on_ranks(4)
 def test_a_deep_copy_trains_on_its_own(world: World) -> None:
     """The copy has the same meshes, and shards of its own."""

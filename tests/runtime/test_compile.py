@@ -84,7 +84,7 @@ def fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.few
+@pytest.mark.few(2)
 @pytest.mark.req("B-23")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("fresh")

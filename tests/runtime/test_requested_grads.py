@@ -253,6 +253,7 @@ def step(model: nn.Module) -> None:
     torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
+@pytest.mark.few(2)
 @pytest.mark.req("P-09")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)

@@ -612,6 +612,7 @@ SHOWN = [
 ]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("shown", SHOWN, ids=lambda shown: "-".join(shown) or "plain")
 @pytest.mark.parametrize("precision", [None, LOW], ids=["own", "low"])
 @pytest.mark.parametrize("offload", [None, ON_HOST], ids=["device", "host"])

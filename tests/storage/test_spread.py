@@ -115,7 +115,7 @@ def check_load(
 MESHES = [(2, 2), (4, 1), (3, 1), (2, 1)]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.req("K-05", "S3-06")
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_replicas_divide_the_bytes_and_any_world_reads_them(
