@@ -33,7 +33,7 @@ demo: $(DEV) ## train a small language model on two ranks and check it against o
 	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone --nproc-per-node 2 \
 		examples/train_lm.py --check
 
-test: $(DEV) ## run all tests
+test: $(DEV) ## run the everyday tests; ARGS=--full-matrix runs all
 	$(PYTEST)
 
 test-integrations: $(INTEGRATIONS)/.stamp ## run the tests that need lightning, accelerate, peft, torchao or an S3 server

@@ -23,6 +23,11 @@ os.environ.setdefault("PYTEST_TIMEOUT", "120")
 # Tests give groups short timeouts, half of which would be reported as a hang. Ranks
 # inherit the variable.
 os.environ.setdefault("COMPOSABLE_FSDP_HANG_AFTER", "0")
+# Without these, glibc gives freed memory back to the kernel all the time, and the page
+# faults that follow are half of the time of ranks. Read by processes started from here
+# on: pytest's workers, and the fork server of the ranks.
+os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(64 << 20))
+os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(512 << 20))
 
 collect_ignore_glob: list[str] = []
 if find_spec("hypothesis") is not None:
@@ -83,6 +88,13 @@ def few_objects() -> None:
     Garbage among these is collected first. A collection of all objects of a whole run
     takes seconds.
     """
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_objects_of_other_modules() -> None:
+    """The same at the begin of each module, as many tests collect."""
     gc.collect()
     gc.freeze()
 

@@ -168,6 +168,7 @@ def case(*actions: Action) -> list[Program]:
     return [(HEAD, KEPT, path, list(actions)) for path in ("composable", "wrapper")]
 
 
+@pytest.mark.few(1)
 @pytest.mark.req("P-03")
 @pytest.mark.parametrize("world_size", [2, 3])
 @examples(5)

@@ -158,6 +158,7 @@ class TrainingState(RuleBasedStateMachine):
             self.pool.run(run_program, self.recipe, self.options, self.program)
 
 
+@pytest.mark.few(2)
 @pytest.mark.req("S1-42", "S1-36")
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_whatever_a_script_does_the_three_models_agree(

@@ -45,7 +45,7 @@ def collect(*arguments: str, missing: str = "") -> list[str]:
 @pytest.mark.slow
 def test_tests_are_collected_without_plugins() -> None:
     """With Hypothesis: files that ask pytest-timeout for more time, and GPU laws."""
-    found = collect(*MARKED, "tests/gpu", LAWS)
+    found = collect("--full-matrix", *MARKED, "tests/gpu", LAWS)
 
     for file in (*MARKED, "tests/gpu/test_nccl.py", LAWS):
         assert any(line.startswith(file) for line in found), file

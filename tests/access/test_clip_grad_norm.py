@@ -106,6 +106,7 @@ def check_norm(
     assert sent == [numel] * sharded
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("strategy", "norm_type"),
     [(ShardingStrategy.FULL_SHARD, norm_type) for norm_type in NORMS]

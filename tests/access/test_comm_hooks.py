@@ -65,6 +65,7 @@ def register(model: nn.Module, state: object, hook: Any) -> None:
         register_comm_hook(model, state, hook)
 
 
+@pytest.mark.few(1)
 @both_paths
 @by_strategy
 @on_ranks(2)

@@ -135,6 +135,7 @@ def clone(gradient: Tensor | None) -> Tensor | None:
     return None if gradient is None else gradient.clone()
 
 
+@pytest.mark.few(2)
 @pytest.mark.req("D-12")
 @pytest.mark.parametrize(
     ("world_size", "strategy"),

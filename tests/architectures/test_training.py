@@ -131,6 +131,7 @@ def train_architecture(
     assert_same_training(sharded, plain, losses, mine, tolerance=TOLERANCE[name])
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("choose", [by_class, by_own_names])
 @pytest.mark.parametrize("name", CASES)

@@ -13,6 +13,7 @@ from tests.support.memory import LiveBytes
 SMALL = {"width": 64, "hidden": 96, "heads": 4, "kv_heads": 2, "vocab": 128}
 
 
+@pytest.mark.few(1)
 @pytest.mark.req("U-03")
 @pytest.mark.parametrize(("world_size", "order"), [(8, "cpu"), (64, "cuda")])
 def test_the_peak_of_a_billion_parameters_is_the_planned_one(
@@ -24,6 +25,7 @@ def test_the_peak_of_a_billion_parameters_is_the_planned_one(
     assert found.planned <= found.step <= 1.01 * found.planned
 
 
+@pytest.mark.few(1)
 @pytest.mark.req("U-03")
 @pytest.mark.parametrize("order", memory.ORDERS)
 @pytest.mark.parametrize("tokens", [memory.SHORT, memory.LONG])

@@ -82,6 +82,7 @@ def check_state(world: World) -> None:
         assert len(model) == len(other)
 
 
+@pytest.mark.few(1)
 @pytest.mark.req("N-05")
 @pytest.mark.parametrize("ranks_of", [2, 4])
 def test_state_of_an_optimizer_has_full_tensors_on_every_rank(
@@ -201,6 +202,7 @@ def check_custom(world: World) -> list[Any]:
     return counts
 
 
+@pytest.mark.few(1)
 @pytest.mark.req("N-05")
 @pytest.mark.parametrize("ranks_of", [2, 4])
 def test_custom_collectives_run_in_every_forward_and_backward(

@@ -39,6 +39,7 @@ def numbers(value: Any) -> Any:
     return value
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 def test_a_script_for_fsdp1_runs_with_its_imports_changed(

@@ -84,6 +84,7 @@ def run(model: Any = None, **options: Any) -> Simulation:
     return simulate(model or on_meta(), **given)
 
 
+@pytest.mark.few(2)
 @pytest.mark.req("N-02")
 @pytest.mark.parametrize(
     ("world_size", "device_type", "optimizer", "options"),

@@ -218,6 +218,7 @@ def assert_same(
     assert found.peak.memory.total == pytest.approx(peak, rel=0.05)
 
 
+@pytest.mark.few(2)
 @pytest.mark.req("N-02")
 @pytest.mark.parametrize("sequence", [True, False])
 @pytest.mark.parametrize(("dp", "tp"), [(2, 2), (1, 4), (4, 1)])
@@ -232,6 +233,7 @@ def test_a_tensor_parallel_step_is_the_real_one(
     assert_same(run(make, 4, batch=batch(), loss=loss_of), real)
 
 
+@pytest.mark.few(2)
 @pytest.mark.req("N-02")
 @pytest.mark.parametrize(
     ("dp", "tp", "device_type", "optimizer", "options"),
@@ -476,6 +478,7 @@ def _spread(
     )
 
 
+@pytest.mark.few(2)
 @pytest.mark.req("N-02")
 @pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize("ep", [2, 4])

@@ -69,6 +69,7 @@ def shard_inside(model: Mixed, path: str) -> nn.Module:
     return model
 
 
+@pytest.mark.few(1)
 @pytest.mark.req("P-13")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("path", PATHS)

@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from composable_fsdp import ShardingStrategy, clip_grad_norm_, fully_shard
+from tests.support.short_waits import LONG
 
 
 def layers(**options: Any) -> nn.Module:
@@ -170,18 +171,18 @@ def late(rank: int) -> None:
     model, work = layers(), None
     train(model)
     if rank == 0:
-        time.sleep(3)
+        time.sleep(4 * LONG)
     dist.barrier()
     # Rank 0 has sent its part before it waits for rank 1 in a forward.
     if rank == 0:
         work = dist.all_reduce(torch.ones(3), async_op=True)
     else:
-        time.sleep(3)
+        time.sleep(4 * LONG)
         dist.all_reduce(torch.ones(3))
     train(model)
     if work is not None:
         work.wait()
-        time.sleep(3)
+        time.sleep(4 * LONG)
     model.state_dict()
 
 

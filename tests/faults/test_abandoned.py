@@ -136,6 +136,7 @@ def abandon(
     return changed, free, same
 
 
+@pytest.mark.few(2)
 @pytest.mark.req("X-06", "X-35")
 @pytest.mark.parametrize("arena", [None, Arena(poison=True)], ids=["", "arena"])
 @pytest.mark.parametrize("how", ["gather", "reduce", "interrupt"])

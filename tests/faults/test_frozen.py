@@ -77,6 +77,7 @@ def freeze_other(
     return str(caught.value), time.monotonic() - start
 
 
+@pytest.mark.few
 @pytest.mark.req("X-09")
 @pytest.mark.parametrize(
     ("strategy", "steps", "how"),

@@ -144,6 +144,7 @@ def change_alone(
     return str(caught.value), time.monotonic() - start
 
 
+@pytest.mark.few(4)
 @pytest.mark.req("X-09")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_setting_that_a_rank_alone_changes_is_told(
@@ -158,6 +159,7 @@ def test_a_setting_that_a_rank_alone_changes_is_told(
         assert "Change settings of units" in text
 
 
+@pytest.mark.few(2)
 @pytest.mark.req("X-09")
 @pytest.mark.parametrize(
     ("name", "steps", "strategy", "world_size"),

@@ -65,6 +65,7 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_step(
     require_saved(folder, step)
 
 
+@pytest.mark.full_matrix("test_a_signal_to_one_rank_... ends ranks without torchrun")
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.req("X-35")

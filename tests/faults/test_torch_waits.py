@@ -34,6 +34,7 @@ def run(folder: Path, ranks: int, name: str, end: str = "nothing") -> list[Ended
     return found
 
 
+@pytest.mark.few
 @pytest.mark.req("X-12", "X-16", "X-17")
 @pytest.mark.parametrize(
     ("name", "end", "told"),
@@ -108,6 +109,7 @@ def test_a_call_does_not_wait_for_a_program_that_has_ended(tmp_path: Path) -> No
     assert re.search(r"rank 1 finished operation \d+ and has ended", first.output)
 
 
+@pytest.mark.few(2)
 @pytest.mark.req("X-12")
 @pytest.mark.parametrize(
     ("name", "ranks", "told"),

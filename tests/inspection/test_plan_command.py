@@ -281,6 +281,7 @@ def test_modules_with_tied_parameters_stay_in_the_root(
     assert found["model"]["units"] == 1 + 2
 
 
+@pytest.mark.few(4)
 @needs_transformers
 @pytest.mark.req("N-01")
 @pytest.mark.parametrize("name", ARCHITECTURES)

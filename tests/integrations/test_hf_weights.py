@@ -78,6 +78,7 @@ def files_of(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("size", ["5GB", "2KB"])
 @on_ranks(2)

@@ -119,6 +119,7 @@ def check_refused(world: World, path: str) -> list[tuple[int, str]]:
     ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.req("P-13")
 @pytest.mark.parametrize("path", PATHS)
 def test_torchs_clipping_is_refused_at_the_first_step_that_it_changes(
@@ -223,6 +224,7 @@ def _scaler() -> Change:
     return change
 
 
+@pytest.mark.few(1)
 @pytest.mark.req("P-13")
 @pytest.mark.parametrize("path", PATHS)
 def test_other_writes_to_gradients_are_the_users(ranks: RankCount, path: str) -> None:
@@ -294,6 +296,7 @@ def check_without_gradients(world: World) -> list[tuple[int, str]]:
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_without_a_gradient_refuse_the_step_with_the_others(
     ranks: RankCount, world_size: int

@@ -71,6 +71,7 @@ def trained(
     return model, optimizer
 
 
+@pytest.mark.few(2)
 @pytest.mark.req("S1-14", "S1-32", "S1-15")
 @on_ranks(1, 2, 3)
 @both_paths
@@ -166,6 +167,7 @@ def test_torchs_functions_give_what_their_options_ask_for(
             assert isinstance(value, ShardedValue)
 
 
+@pytest.mark.few(2)
 @pytest.mark.req("D-19")
 @on_ranks(2, 3)
 @both_paths

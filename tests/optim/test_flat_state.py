@@ -612,6 +612,7 @@ def load_named(world: World, folder: Path, form: str) -> State:
     return optim_state_dict(model, optimizer)["state"]  # type: ignore[no-any-return]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 3), (3, 1)], ids=str)
 @pytest.mark.parametrize(
     "forms", [("flat", "originals"), ("originals", "flat"), ("flat", "flat")], ids=str

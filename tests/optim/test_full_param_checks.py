@@ -110,6 +110,7 @@ def check_step_inside(world: World, path: str) -> list[str]:
     return texts
 
 
+@pytest.mark.few(1)
 @pytest.mark.req("P-14")
 @both_paths
 def test_a_step_inside_a_block_is_refused_and_done_after_it(

@@ -55,6 +55,7 @@ def check_refused(world: World, path: str, name: str, way: str) -> None:
     assert differences(model.state_dict(), plain.state_dict()) == {}, (name, way)
 
 
+@pytest.mark.few(1)
 @pytest.mark.req("P-02")
 @both_paths
 @on_ranks(2)
@@ -96,6 +97,7 @@ def check_kept_between(world: World, path: str, name: str, way: str) -> None:
     assert all(value <= 1e-5 for value in apart.values()), (name, way, apart)
 
 
+@pytest.mark.few(1)
 @pytest.mark.req("P-02")
 @both_paths
 @on_ranks(2)

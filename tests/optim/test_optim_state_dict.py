@@ -205,6 +205,7 @@ def test_a_plain_models_state_is_loaded_under_its_names(
     assert all(value <= limit for value in apart.values()), apart
 
 
+@pytest.mark.few(2)
 @pytest.mark.req("S1-15", "S1-34")
 @on_ranks(1, 2, 3)
 def test_both_paths_give_and_take_the_same(world: World) -> None:

@@ -118,6 +118,7 @@ def go_on(world: World, folder: Path, options: dict[str, Any]) -> list[int]:
     return held
 
 
+@pytest.mark.few(2)
 @pytest.mark.req("M-05")
 @pytest.mark.parametrize(
     ("first", "name", "then", "options"),

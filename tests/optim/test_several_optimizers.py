@@ -121,6 +121,7 @@ def load_either(world: World, folder: Path, full: Any, weights: Any) -> None:
             train(model, optims, 0, 1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("saved", "loaded"), [(2, 3), (3, 1), (1, 2)])
 def test_a_checkpoint_of_several_goes_to_another_number_of_ranks(
     ranks: RankCount, tmp_path: Path, saved: int, loaded: int

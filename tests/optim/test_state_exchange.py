@@ -195,6 +195,7 @@ def loaded_with(world: World, folder: Path, saved_by: int) -> None:
             assert all(value < 1e-5 for value in apart.values()), apart
 
 
+@pytest.mark.few(1)
 @pytest.mark.req("P-03", "U-04")
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [(3, 2), (2, 3), (3, 1), (1, 3)])
 def test_checkpoints_take_it_from_the_ranks_that_hold_elements(

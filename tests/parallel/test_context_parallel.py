@@ -106,6 +106,7 @@ def part(length: int, index: int, count: int) -> slice:
     return slice(index * length // count, (index + 1) * length // count)
 
 
+@pytest.mark.few(2)
 @pytest.mark.req("M-03")
 @pytest.mark.parametrize("path", ["composable", "wrapper"])
 @pytest.mark.parametrize("names", MESHES)

@@ -49,7 +49,8 @@ from tests.support.reference import backward
 from tests.support.sharded import message_of
 from tests.support.world import World
 
-pytestmark = pytest.mark.few
+# Four ranks and DTensors: a combination takes seconds.
+pytestmark = pytest.mark.few(1)
 
 RECIPES = {
     "listed": Recipe(listed=True, shared=True),
@@ -166,6 +167,7 @@ def test_experts_on_meta_train_after_a_load(
     require_plain_state(model.state_dict(), plain)
 
 
+@pytest.mark.full_matrix("runtime/test_deepcopy.py, without experts")
 @on_ranks(4)
 @recipes
 def test_a_copy_trains_as_the_model(world: World, kind: str) -> None:
@@ -181,6 +183,7 @@ def test_a_copy_trains_as_the_model(world: World, kind: str) -> None:
     require_plain_state(model.state_dict(), plain)
 
 
+@pytest.mark.full_matrix("runtime/test_freeze.py, without experts")
 @on_ranks(4)
 @pytest.mark.parametrize("options", [{}, {"cpu_offload": CPUOffload(True)}])
 def test_experts_frozen_later_train_as_the_plain_model(

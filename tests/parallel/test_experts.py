@@ -67,7 +67,8 @@ from tests.support.reference import backward
 from tests.support.sharded import message_of
 from tests.support.world import World
 
-pytestmark = pytest.mark.few
+# Four ranks and DTensors: a combination takes seconds.
+pytestmark = pytest.mark.few(1)
 
 _dcp: Any = torch.distributed.checkpoint
 MIXTRAL, DEEPSEEK = Recipe(), Recipe(experts=6, top=3, shared=True)
@@ -152,6 +153,7 @@ def require_equal_gradients(model: nn.Module, plain: nn.Module) -> None:
             )
 
 
+@pytest.mark.few
 @pytest.mark.req("M-02")
 @on_ranks(4)
 @recipes
@@ -1108,6 +1110,7 @@ def test_flat_parameters_of_experts_step_alike(world: World, kind: str) -> None:
     require_equal(model, plain)
 
 
+@pytest.mark.full_matrix("test_native_checkpoints_go_to_any_mesh has the state")
 @on_ranks(4)
 @pytest.mark.parametrize("kind", ["mixtral", "listed"])
 def test_dcp_takes_optimizer_state_to_another_mesh(

@@ -52,7 +52,8 @@ from tests.support.sharded import message_of
 from tests.support.uncached import uncached
 from tests.support.world import World
 
-pytestmark = pytest.mark.few
+# Four ranks and DTensors: a combination takes seconds.
+pytestmark = pytest.mark.few(1)
 
 PLACEMENTS = {**MESHES, "sharded": 0, "plain": -1}
 Trained = tuple[nn.Module, torch.optim.Optimizer]
@@ -159,6 +160,7 @@ def test_rows_need_no_newer_format(world: World, tmp_path: Path) -> None:
     assert names == ["blocks.0.down.weight", "blocks.1.down.weight"]
 
 
+@pytest.mark.full_matrix("storage/test_parts.py and test_async.py, on sharded models")
 @on_ranks(4)
 def test_part_rename_and_asynchronous_saves(world: World, tmp_path: Path) -> None:
     """``include``, ``rename`` and ``async_save`` know parameters by the plain names."""
@@ -317,6 +319,7 @@ def test_a_model_of_tensor_parallelism_alone(world: World, tmp_path: Path) -> No
         assert torch.equal(whole(value.detach()), weights[name])
 
 
+@pytest.mark.full_matrix("storage/test_plan_cache.py, on sharded models")
 @on_ranks(4)
 @pytest.mark.req("K-05")
 @pytest.mark.parametrize("mesh", MESHES)
@@ -376,6 +379,7 @@ def test_parts_that_differ_over_copies_are_refused(
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.full_matrix("storage/test_plan_cache.py, on sharded models")
 @on_ranks(4)
 @pytest.mark.req("K-01")
 def test_scalars_that_differ_over_copies_are_refused(

@@ -48,7 +48,8 @@ from tests.support.reference import backward
 from tests.support.sharded import message_of
 from tests.support.world import World
 
-pytestmark = pytest.mark.few
+# Four ranks and DTensors: a combination takes seconds.
+pytestmark = pytest.mark.few(1)
 
 _dcp: Any = torch.distributed.checkpoint
 RECIPES = {
@@ -114,6 +115,7 @@ def test_full_optimizer_state_is_that_of_the_plain_model(
         require_same(optim_state_dict(fresh, empty)["state"], expected)
 
 
+@pytest.mark.full_matrix("test_tensor_parallel.py holds it for parameters")
 @on_ranks(4)
 def test_the_state_of_a_single_parameter_is_read_and_written_whole(
     world: World,
@@ -162,7 +164,6 @@ def test_sharded_values_know_their_place_in_the_whole(world: World, kind: str) -
         assert torch.equal(get_full_param(model, name), expected)
 
 
-@pytest.mark.no_pairs("kind")
 @on_ranks(4)
 @recipes
 @pytest.mark.parametrize("saved", MESHES)

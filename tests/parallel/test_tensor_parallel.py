@@ -57,7 +57,8 @@ from tests.support.on_ranks import on_ranks
 from tests.support.reference import backward
 from tests.support.world import World
 
-pytestmark = pytest.mark.few
+# Four ranks and DTensors: a combination takes seconds.
+pytestmark = pytest.mark.few(1)
 
 RECIPES = {
     "columns and rows": Recipe(),
@@ -105,6 +106,7 @@ def require_equal(model: nn.Module, plain: Model) -> None:
         assert torch.equal(get_full_param(model, name), whole(parameter.detach())), name
 
 
+@pytest.mark.few
 @pytest.mark.req("M-01")
 @on_ranks(4)
 @recipes
@@ -266,6 +268,7 @@ def test_an_error_names_a_nonfinite_gradient_on_all_ranks(world: World) -> None:
         clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
 
 
+@pytest.mark.full_matrix("access/test_no_sync.py, without DTensors")
 @on_ranks(4)
 def test_accumulation_without_communication(world: World) -> None:
     """Backwards of no_sync are summed, as of the plain model."""
@@ -328,6 +331,7 @@ def test_mixed_precision_gathers_and_computes_in_the_narrow_dtype(world: World) 
             parameter.grad = None
 
 
+@pytest.mark.full_matrix("runtime/test_freeze.py, without DTensors")
 @on_ranks(4)
 def test_freezing_and_unfreezing_between_steps(world: World) -> None:
     """A frozen parameter keeps its value and its form."""
@@ -344,6 +348,7 @@ def test_freezing_and_unfreezing_between_steps(world: World) -> None:
     require_equal(model, plain)
 
 
+@pytest.mark.full_matrix("entries/test_checkpoint.py, without DTensors")
 @on_ranks(4)
 def test_activation_checkpointing(world: World) -> None:
     """A recomputed forward redistributes as the first one did."""
@@ -425,6 +430,7 @@ def test_a_single_parameter_is_read_and_written_whole(world: World) -> None:
         assert torch.equal(gradient, value + 1)
 
 
+@pytest.mark.full_matrix("runtime/test_deepcopy.py, without DTensors")
 @on_ranks(4)
 def test_a_deep_copy_trains_on_its_own(world: World) -> None:
     """The copy has the same meshes, and shards of its own."""

@@ -40,6 +40,9 @@ from tests.support.reference import backward
 from tests.support.sharded import message_of
 from tests.support.world import World
 
+# Four ranks and DTensors: a combination takes seconds.
+pytestmark = pytest.mark.few(1)
+
 
 def require_plain_step(model: nn.Module, world: World, mesh: DeviceMesh) -> None:
     """Loss and gradients of a step are those of the plain model on all data."""
@@ -173,6 +176,9 @@ def compiled_step(model: nn.Module, mesh: DeviceMesh) -> str:
     return message_of(lambda: backward(loss_of(model, batch(0, data_rank(mesh)))))
 
 
+@pytest.mark.full_matrix(
+    "runtime/test_compile.py compiles blocks; the tests around train them eagerly"
+)
 @on_ranks(4)
 def test_compiled_blocks_do_as_in_the_plain_tensor_parallel_model(world: World) -> None:
     """Where torch compiles the DTensors of a block, so do sharded blocks."""

@@ -324,6 +324,7 @@ def test_activations_are_what_forward_saves_for_backward() -> None:
     assert all(m.memory.total == sum(m.memory.by_kind().values()) for m in with_)
 
 
+@pytest.mark.few(1)
 @pytest.mark.req("U-03", "U-08")
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "checkpointed"])
 @pytest.mark.parametrize("batch", [(2, 64), (4, 256)])

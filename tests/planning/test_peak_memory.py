@@ -176,6 +176,7 @@ def test_the_planned_peak_is_that_of_a_step(
     assert 0.998 * measured <= planned <= measured
 
 
+@pytest.mark.few
 @pytest.mark.req("U-03")
 @pytest.mark.parametrize("order", ["cpu", "cuda"])
 @pytest.mark.parametrize("precision", [None, LOW], ids=["own", "low"])
@@ -189,6 +190,7 @@ def test_a_root_with_parameters_of_its_own_is_in_the_peak(
     assert planned == pytest.approx(measured, rel=0.005)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("order", ["cpu", "cuda"])
 @pytest.mark.parametrize("mode", [*BackwardPrefetch, None])
 @pytest.mark.parametrize("strategy", KEEPING, ids=lambda s: s.name)
@@ -212,6 +214,7 @@ def test_one_rank_has_a_peak_too(precision: MixedPrecision | None, order: str) -
     assert 0.998 * measured <= planned <= measured
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("order", ["cpu", "cuda"])
 @pytest.mark.parametrize(
     "precision",
@@ -293,6 +296,7 @@ def test_units_that_wait_for_the_gpu_are_in_the_peak() -> None:
     assert 0.998 * measured <= planned <= measured
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("order", ["cpu", "cuda"])
 @pytest.mark.parametrize("shard_world_size", [1, 4, 8])
 @pytest.mark.parametrize("precision", [None, LOWER], ids=["own", "lower"])

@@ -114,6 +114,7 @@ def test_addresses_stay_and_numbers_are_those_without_an_arena(
         assert torch.equal(ours[1], others[1]), ours[0]
 
 
+@pytest.mark.few(8)
 @pytest.mark.req("M-07", "U-03")
 @by_arena
 @pytest.mark.parametrize("order", ["cpu", "cuda"])

@@ -165,6 +165,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.req("M-07")
 @by_arena
 @pytest.mark.parametrize("mode", MODES)

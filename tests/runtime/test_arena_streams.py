@@ -13,6 +13,7 @@ from tests.runtime.test_streams import CASES, gpt, train, watched
 from tests.support.streams import StreamOrder
 
 
+@pytest.mark.few(15)
 @pytest.mark.req("M-07")
 @pytest.mark.parametrize(
     "arena",

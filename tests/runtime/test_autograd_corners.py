@@ -152,6 +152,7 @@ def test_values_and_gradients_are_those_of_the_unsharded_model(
     ranks(2).run(turn, path, STRATEGIES[0], corner, FROZEN["all train"])
 
 
+@pytest.mark.few(12)
 @pytest.mark.req("B-11")
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("frozen", ["a unit is frozen", "some are frozen"])
@@ -163,6 +164,7 @@ def test_gradients_pass_through_frozen_parameters(
     ranks(2).run(turn, PATHS[0], STRATEGIES[0], corner, FROZEN[frozen])
 
 
+@pytest.mark.few(12)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("corner", CORNERS)
 def test_a_reduction_behind_the_next_all_gather_makes_no_difference(
@@ -174,6 +176,7 @@ def test_a_reduction_behind_the_next_all_gather_makes_no_difference(
     ranks(2).run(turn, PATHS[0], STRATEGIES[0], corner, FROZEN["all train"], post)
 
 
+@pytest.mark.few(12)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("strategy", STRATEGIES[1:], ids=lambda s: s.name)
 @pytest.mark.parametrize("corner", CORNERS)

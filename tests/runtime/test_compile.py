@@ -84,6 +84,7 @@ def fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.few(2)
 @pytest.mark.req("B-23")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("fresh")
@@ -130,6 +131,7 @@ def train_compiled(
     return found[0], found[1]
 
 
+@pytest.mark.few(2)
 @pytest.mark.req("B-23")
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")

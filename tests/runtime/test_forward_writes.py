@@ -105,6 +105,7 @@ def build(kind: type[nn.Module]) -> nn.Sequential:
 UNITS = ("0", "1", "2")
 
 
+@pytest.mark.few(2)
 @pytest.mark.req("P-06")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)

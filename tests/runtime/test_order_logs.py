@@ -393,6 +393,7 @@ SCHEDULES = (
 )
 
 
+@pytest.mark.few
 @pytest.mark.req("D-06")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("what", SCHEDULES)

@@ -212,6 +212,7 @@ def train_replicas(case: Case, world: World) -> tuple[nn.Module, list[float]]:
     return replicas[world.rank], losses
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", CASES)
 @on_ranks(2)

@@ -297,6 +297,7 @@ class Mix(nn.Module):
 KINDS = {"list": "0", "dict": "a", "module": "scale", "nested": "0.0.scale"}
 
 
+@pytest.mark.few(1)
 @pytest.mark.req("P-12")
 @pytest.mark.parametrize("path", PATHS)
 @on_ranks(2)

@@ -253,6 +253,7 @@ def step(model: nn.Module) -> None:
     torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
+@pytest.mark.few(2)
 @pytest.mark.req("P-09")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
@@ -263,6 +264,7 @@ def test_gradients_with_respect_to_parameters_are_those_of_the_plain_model(
     ranks(2).run(compare, FIRST, path, strategy)
 
 
+@pytest.mark.few(2)
 @pytest.mark.req("P-10")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)

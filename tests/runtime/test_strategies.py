@@ -342,6 +342,7 @@ def train_mixed(world: World, path: str, form: str) -> dict[str, tuple[int, int]
     }
 
 
+@pytest.mark.few(2)
 @pytest.mark.req("D-07")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(

@@ -124,6 +124,7 @@ def mesh_for(strategy: ShardingStrategy) -> DeviceMesh | None:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("offload", [None, ON_HOST], ids=["device", "host"])
 @pytest.mark.parametrize("precision", [None, LOW, LOWER], ids=["own", "low", "lower"])
 @pytest.mark.parametrize("strategy", ShardingStrategy, ids=lambda s: s.name)
@@ -168,6 +169,7 @@ def test_every_prefetch_mode_is_ordered(
         train(model.train())
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("strategy", ShardingStrategy, ids=lambda s: s.name)
 def test_a_captured_step_waits_for_nothing_from_before(
     strategy: ShardingStrategy,
@@ -642,6 +644,7 @@ SHOWN = [
 ]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("shown", SHOWN, ids=lambda shown: "-".join(shown) or "plain")
 @pytest.mark.parametrize("precision", [None, LOW], ids=["own", "low"])
 @pytest.mark.parametrize("offload", [None, ON_HOST], ids=["device", "host"])

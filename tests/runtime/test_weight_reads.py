@@ -263,6 +263,7 @@ def whole_loss(model: nn.Module, x: Tensor) -> Tensor:
 UNITS = tuple(f"blocks.{i}" for i in range(3))
 
 
+@pytest.mark.few(1)
 @pytest.mark.req("P-01")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(

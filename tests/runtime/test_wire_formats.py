@@ -191,6 +191,7 @@ def test_the_plan_counts_the_bytes_that_are_sent(
     assert ("all_reduce" in sent) == wire.needs_maximum
 
 
+@pytest.mark.few(5)
 @pytest.mark.req("M-04", "U-03")
 @by_format
 @pytest.mark.parametrize("order", ["cpu", "cuda"])
@@ -214,6 +215,7 @@ def test_the_planned_peak_is_that_of_a_step(
     assert found == pytest.approx(measured, rel=0.01)
 
 
+@pytest.mark.few(2)
 @pytest.mark.req("M-04")
 @by_format
 def test_the_simulator_runs_the_formats(wire: WireFormat) -> None:
@@ -392,6 +394,7 @@ def test_gradients_are_exchanged_as_int8(world: World, strategy: str) -> None:
     assert sent["all_to_all"][1] < reduced[1] / 2
 
 
+@pytest.mark.few(2)
 @pytest.mark.req("M-04", "U-03")
 @pytest.mark.parametrize("order", ["cpu", "cuda"])
 @pytest.mark.parametrize(

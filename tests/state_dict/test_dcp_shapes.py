@@ -69,6 +69,7 @@ def load_corners(world: World, block: Block, folder: Path, expected: Any) -> Non
         )
 
 
+@pytest.mark.few(2)
 @pytest.mark.req("X-28")
 @pytest.mark.parametrize("block", Block, ids=lambda b: b.name)
 @pytest.mark.parametrize("before", [2, 3])

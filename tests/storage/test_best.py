@@ -45,6 +45,7 @@ def names(folder: Path) -> list[str]:
 LOSSES: list[Any] = [0.5, 0.2, float("nan"), 0.9, None, 0.2, 0.4]
 
 
+@pytest.mark.few(4)
 @pytest.mark.req("K-04")
 @pytest.mark.parametrize(
     ("best", "keep", "keep_best", "left"),

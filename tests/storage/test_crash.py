@@ -50,6 +50,7 @@ def bytes_below(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
+@pytest.mark.few(4)
 @pytest.mark.req("X-04")
 @pytest.mark.parametrize("point", [*POINTS, "mid-file:1", "mid-file in thread"])
 def test_a_killed_save_leaves_the_old_checkpoint_whole(

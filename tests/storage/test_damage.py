@@ -91,6 +91,7 @@ BREAK: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.req("X-18", "X-19")
 @pytest.mark.parametrize("name", BREAK)
 def test_a_damaged_checkpoint_is_refused_before_anything_changes(

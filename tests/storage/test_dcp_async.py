@@ -22,7 +22,11 @@ from tests.support.reference import PATHS, adamw
 from tests.support.sharded import RankCount, gpt, message_of, step
 from tests.support.world import World
 
-HOW = ["thread", "writer", pytest.param("process", marks=pytest.mark.slow)]
+PROCESS = [
+    pytest.mark.slow,
+    pytest.mark.full_matrix("a thread and a writer hold the law, without a process"),
+]
+HOW = ["thread", "writer", pytest.param("process", marks=PROCESS)]
 
 
 def save(world: World, path: str, how: str, folder: Path) -> Any:

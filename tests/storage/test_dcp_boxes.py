@@ -32,6 +32,7 @@ def check_save(world: World, folder: str, placements: list[Placement]) -> None:
     dcp_save({"model": {"cube": value}}, checkpoint_id=folder)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("placements", "world_size"),
     [([Shard(0)], 3), ([Shard(1)], 2), ([Shard(2)], 3), ([Shard(2), Shard(0)], 4)],

@@ -128,6 +128,7 @@ def saved(
     return folder_of
 
 
+@pytest.mark.few(2)
 @pytest.mark.req("S1-32", "S1-15", "D-19", "U-07")
 @pytest.mark.parametrize("after", [1, 2, 4])
 @pytest.mark.parametrize("loading", KINDS)

@@ -56,6 +56,9 @@ def run_example(world: World, folder: Path) -> str:
     return printed.getvalue()
 
 
+@pytest.mark.full_matrix(
+    "faults/test_deaths.py goes on after kills; test_round_trip.py on other ranks"
+)
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.req("U-07", "X-04", "X-24")

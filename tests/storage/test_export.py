@@ -91,6 +91,7 @@ def _boxes_on_this_rank(model: nn.Module) -> int:
     )
 
 
+@pytest.mark.few(2)
 @pytest.mark.req("D-17", "U-06")
 @pytest.mark.parametrize("limit", [10**9, 200], ids=["one-file", "many-files"])
 @one_to_three_ranks

@@ -118,6 +118,7 @@ def load_part(world: World, folder: Path, part: str, options: Any) -> tuple[Any,
     return *loaded, kept
 
 
+@pytest.mark.few(4)
 @pytest.mark.req("K-09", "U-07")
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("options", [{}, {"block": Block.ELEMENT}], ids=["", "cut"])

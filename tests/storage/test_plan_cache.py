@@ -27,6 +27,7 @@ from tests.storage.test_spread import options_of, small_parts
 from tests.storage.training import everything, make, optimizer_of, same, step
 from tests.support.on_ranks import on_ranks
 from tests.support.sharded import RankCount, message_of
+from tests.support.strategies import examples_of
 from tests.support.world import World
 
 ACTS = (
@@ -141,10 +142,11 @@ def change(
 MESHES = [(1, 2), (2, 2), (2, 1)]
 
 
+@pytest.mark.few(2)
 @pytest.mark.req("K-05")
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @settings(
-    max_examples=6,
+    max_examples=examples_of(6),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
@@ -166,6 +168,7 @@ def test_a_plan_that_is_reused_gives_the_manifest_of_a_merge(
         assert all(equal for equal, _ in found)
 
 
+@pytest.mark.few(2)
 @pytest.mark.req("K-05")
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_a_steady_run_merges_once(
@@ -183,6 +186,7 @@ def test_a_steady_run_merges_once(
     assert all(count == 0 for rank in found[1:] for _, count in rank)
 
 
+@pytest.mark.few(2)
 @pytest.mark.req("K-05")
 @pytest.mark.parametrize("act", ["cut", "local"])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)

@@ -74,6 +74,7 @@ def killed_save(path: Path, number: int, **options: Any) -> bool:
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
+@pytest.mark.few(1)
 @pytest.mark.req("K-03", "X-04")
 @pytest.mark.filterwarnings("ignore:.*interrupted")
 @pytest.mark.parametrize("overwrite", [False, True])

@@ -75,6 +75,7 @@ def plain_world(folder: Path) -> tuple[State, float, bool]:
     return load_and_go_on(None, folder, "plain", {})  # type: ignore[arg-type]  # unused
 
 
+@pytest.mark.few(1)
 @pytest.mark.req("X-24", "S3-06")
 @both_paths
 def test_a_checkpoint_of_two_ranks_resumes_on_any_number(
@@ -132,6 +133,7 @@ OPTIONS: dict[str, State] = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.req("S3-06")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_strategy_saves_what_the_plain_model_loads(

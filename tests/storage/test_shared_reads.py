@@ -102,6 +102,7 @@ def check_bytes(
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.req("K-05")
 @pytest.mark.parametrize("small", [1, 1 << 12, 1 << 20])
 @pytest.mark.parametrize("mesh", [(2, 2), (3, 1)], ids=str)

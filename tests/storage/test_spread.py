@@ -115,6 +115,7 @@ def check_load(
 MESHES = [(2, 2), (4, 1), (3, 1), (2, 1)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.req("K-05", "S3-06")
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_replicas_divide_the_bytes_and_any_world_reads_them(
@@ -143,6 +144,7 @@ def test_replicas_divide_the_bytes_and_any_world_reads_them(
             assert again == [True] * world_size
 
 
+@pytest.mark.few(2)
 @pytest.mark.req("K-06", "U-03")
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_the_plan_tells_the_share_of_a_replica(

@@ -10,21 +10,27 @@ keeps as many combinations as bring every pair of values together once::
 
 The door (``path``) is no partner in a pair: both doors run the same code, which the
 laws of ``property_tests/test_lockstep.py`` hold, so each of its values runs at least
-once. So does each value of an argument that the marker ``no_pairs`` names: its values
-are kinds of models which the code under test does not tell apart. Of these, the marker
-``few`` keeps the first, the middle and the last, for tests of many ranks that take
-seconds each. ``--full-matrix`` runs every combination, as continuous integration does.
+once. Tests on ranks take seconds, so there every argument is as the door, and each of
+its values runs at least once; the marker ``pairs`` asks for the pairs there, too.
+
+Of these combinations, the marker ``few`` keeps the first, the middle and the last, or
+as many as it is told. The marker ``full_matrix`` keeps no combination of a test, or
+none with a value of a parameter; it says which everyday test holds the same law on a
+smaller case. ``--full-matrix`` runs every combination, as continuous integration does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from itertools import combinations
+from typing import TypeVar
 
 import pytest
 
 DOOR = "path"
 """The argument that chooses between ``fully_shard`` and the wrapper."""
+
+Value = TypeVar("Value")
 
 Cell = dict[str, int]
 """A combination: a number for the value that each argument has."""
@@ -72,17 +78,18 @@ def thin(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.I
     """Return the items to run, in order, and the items left out."""
     families: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
+        if item.get_closest_marker("full_matrix"):
+            continue
         families.setdefault((str(item.path), _function(item)), []).append(item)
     kept: set[int] = set()
     for family in families.values():
         cells = [cell for item in family if (cell := _cell(item)) is not None]
         is_matrix = len(cells) == len(family)
         is_matrix &= all(cell.keys() == cells[0].keys() for cell in cells)
-        marker = family[0].get_closest_marker("no_pairs")
-        alone = {DOOR, *(marker.args if marker else ())}
-        chosen = pairwise(cells, alone) if is_matrix else []
-        if chosen and family[0].get_closest_marker("few"):
-            chosen = ends_and_middle(chosen)
+        chosen = pairwise(cells, _alone(family[0], cells)) if is_matrix else []
+        few = family[0].get_closest_marker("few")
+        if chosen and few:
+            chosen = spread(chosen, *few.args)
         kept.update(id(family[i]) for i in chosen or range(len(family)))
     return (
         [item for item in items if id(item) in kept],
@@ -90,9 +97,25 @@ def thin(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.I
     )
 
 
-def ends_and_middle(cells: Sequence[int]) -> list[int]:
-    """Return the first, the middle and the last of ``cells``, each once."""
-    return sorted({cells[0], cells[len(cells) // 2], cells[-1]})
+def _alone(item: pytest.Item, cells: Sequence[Cell]) -> Collection[str]:
+    """The arguments of ``item``, of which ``cells`` are all, that are in no pair."""
+    on_ranks = "ranks" in getattr(item, "fixturenames", ())
+    if on_ranks and item.get_closest_marker("pairs") is None:
+        return cells[0].keys()
+    return (DOOR,)
+
+
+def spread(cells: Sequence[Value], number: int = 3) -> list[Value]:
+    """Return ``number`` of ``cells``, as far apart as possible, with both ends.
+
+    A single one is the last, which tends to combine most.
+    """
+    if number >= len(cells):
+        return list(cells)
+    if number == 1:
+        return [cells[-1]]
+    steps = number - 1
+    return [*(cells[i * len(cells) // steps] for i in range(steps)), cells[-1]]
 
 
 def _function(item: pytest.Item) -> str:

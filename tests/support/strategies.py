@@ -49,7 +49,7 @@ NAMES = (
 def register_profiles() -> None:
     """Register the profiles and load the one named by COMPOSABLE_FSDP_HYPOTHESIS.
 
-    ``everyday`` (the default): fixed examples, 25 unless
+    ``everyday`` (the default): fixed examples, 10 unless
     COMPOSABLE_FSDP_HYPOTHESIS_EXAMPLES says otherwise, as continuous integration does
     (50). ``long``: 2000 random ones.
     """
@@ -57,7 +57,7 @@ def register_profiles() -> None:
         "everyday",
         derandomize=True,
         deadline=None,  # a first collective or a cold import is no failure
-        max_examples=int(os.environ.get(EXAMPLES_VARIABLE, "25")),
+        max_examples=int(os.environ.get(EXAMPLES_VARIABLE, "10")),
         print_blob=True,
         suppress_health_check=[HealthCheck.too_slow],
     )
@@ -69,6 +69,13 @@ def register_profiles() -> None:
         suppress_health_check=[HealthCheck.too_slow],
     )
     settings.load_profile(os.environ.get(PROFILE_VARIABLE, "everyday"))
+
+
+def examples_of(number: int) -> int:
+    """``number`` where 50 examples were asked for, else in proportion; at least 1."""
+    profile = settings.default
+    assert profile is not None
+    return max(1, number * profile.max_examples // 50)
 
 
 def world_sizes(max_size: int = 8) -> st.SearchStrategy[int]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from itertools import combinations, product
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.matrix import DOOR, ends_and_middle, pairwise
+from tests.support.matrix import DOOR, pairwise, spread, thin
 
 SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 
@@ -52,7 +55,55 @@ def test_values_of_one_decorator_are_one_factor() -> None:
 
 
 def test_few_combinations_are_the_ends_and_the_middle() -> None:
-    """Fewer than three stay as they are."""
-    assert ends_and_middle([1, 4, 5, 8, 9]) == [1, 5, 9]
-    assert ends_and_middle([2, 7]) == [2, 7]
-    assert ends_and_middle([3]) == [3]
+    """Fewer than asked for stay as they are."""
+    assert spread([1, 4, 5, 8, 9]) == [1, 5, 9]
+    assert spread([2, 7]) == [2, 7]
+    assert spread([3]) == [3]
+    assert spread("abcdefgh", 2) == ["a", "h"]
+    assert spread("abcdefgh", 1) == ["h"]
+    assert spread("abcdefgh", 5) == ["a", "c", "e", "g", "h"]
+
+
+class Item:
+    """What `thin` reads of a test that pytest has collected."""
+
+    def __init__(self, name: str, size: object = None, **markers: tuple[Any, ...]):
+        self.path, self.nodeid = "test_file.py", name
+        if size is not None:
+            self.callspec = SimpleNamespace(params={"size": size})
+        self._markers = {
+            k: getattr(pytest.mark, k)(*v).mark for k, v in markers.items()
+        }
+
+    def get_closest_marker(self, name: str) -> pytest.Mark | None:
+        """The marker of this name, if there is one."""
+        return self._markers.get(name)
+
+
+def test_a_test_on_ranks_runs_each_value_once() -> None:
+    """Unless it asks for pairs; a test without ranks runs the pairs."""
+    numbers = list(map(str, range(3)))
+    for fixtures, markers, expected in (
+        (["ranks"], {}, 3),
+        (["ranks"], {"pairs": ()}, 9),
+        ([], {}, 9),
+    ):
+        items: Any = [
+            Item(f"some[{a}{b}]", a, **markers) for a in numbers for b in numbers
+        ]
+        for item, b in zip(items, numbers * 3, strict=True):
+            item.callspec.params["other"], item.fixturenames = b, fixtures
+        assert len(thin(items)[0]) == expected
+
+
+def test_markers_leave_cases_to_the_full_matrix() -> None:
+    """A test, a value, and all but some of the others."""
+    sizes = [f"size {n}" for n in range(5)]
+    items: Any = [Item(f"some[{each}]", each, few=(2,)) for each in sizes]
+    items.append(Item("some[large]", "large", few=(2,), full_matrix=("some",)))
+    items += [Item("alone", full_matrix=("some",)), Item("plain")]
+
+    kept, left_out = thin(items)
+
+    assert kept == [items[0], items[4], items[7]]
+    assert left_out == [*items[1:4], *items[5:7]]
