@@ -239,7 +239,7 @@ def on_streams(
     """Go the way of CUDA: ours with ``handles``, which have not run yet; and torch's.
 
     Torch's libraries ask ``torch.cpu`` for streams when their tensors are on the CPU;
-    ours asks ``torch.cuda``, once a tree has streams.
+    ours asks ``comm.device``, once a tree has streams.
     """
     numbers = iter(range(1, 1000))
 
@@ -262,6 +262,8 @@ def on_streams(
     patches: list[tuple[Any, str, Any]] = [
         (device_layer, "_Stream", make_stream),
         (device_layer, "_live", weakref.WeakSet()),
+        (device_layer, "use_stream", use),
+        (device_layer, "current_stream", current),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
         (torch.cpu, "Stream", make_stream),
         (torch.cpu, "Event", lambda *a, **k: Mark(schedule)),
