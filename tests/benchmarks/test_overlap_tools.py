@@ -162,6 +162,8 @@ def test_the_gpu_benchmark_says_that_there_is_no_gpu(
 
 @pytest.mark.slow
 @pytest.mark.req("M-07")
+# FSDP1 on one rank.
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use")
 def test_the_gpu_benchmark_writes_its_report_on_a_cpu(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
