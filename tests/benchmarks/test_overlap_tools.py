@@ -170,7 +170,7 @@ def test_the_gpu_benchmark_writes_its_report_on_a_cpu(
     """Tests, every table, and that a CPU's trace shows no device."""
     # The tests themselves are skipped without a GPU: collecting one file shows it.
     monkeypatch.setattr(cuda, "TESTS", (*cuda.TESTS, "tests/gpu/test_states.py"))
-    sizes = ["--world", "fake", "one", "--rounds", "1", "--steps", "1"]
+    sizes = ["--world", "one", "--rounds", "1", "--steps", "1"]
 
     assert cuda.main(["--device", "cpu", "--report", str(tmp_path), *sizes]) == 0
 
