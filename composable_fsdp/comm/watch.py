@@ -42,11 +42,7 @@ from composable_fsdp.comm.hang_report import (
     lower,
     tell,
 )
-from composable_fsdp.comm.in_vain import (
-    cycle_text,
-    left_text,
-    words_in_vain,
-)
+from composable_fsdp.comm.in_vain import cycle_text, left_text, words_in_vain
 from composable_fsdp.comm.nodes import group_timeout
 from composable_fsdp.comm.operations import (
     OperationRecord,
@@ -56,6 +52,7 @@ from composable_fsdp.comm.operations import (
 )
 from composable_fsdp.comm.progress import running_in, waited_for
 from composable_fsdp.comm.sequence import Operation
+from composable_fsdp.comm.verdicts import ACTED, SAID, WITHDRAWN, move_verdict
 from composable_fsdp.errors import DesyncError, FSDPError
 from composable_fsdp.naming import listed
 
@@ -73,10 +70,6 @@ _ASK_EVERY = 4
 _MOST_FAILURES = 2
 """Number of looks in a row that fail before the watch ends."""
 _KEYS = "composable_fsdp/watch"
-
-SAID, ACTED, WITHDRAWN = "said", "acted", "withdrawn"
-"""States of a verdict: a rank has left the order; another rank has abandoned the
-collective in which it waited; the rank that left sends again."""
 
 
 class GroupWatch(Reporter):
@@ -201,18 +194,7 @@ class GroupWatch(Reporter):
 
     def _move(self, before: str, after: str) -> bool:
         """Move the verdict from ``before``; return whether ``after`` is reached."""
-        store, key = agreement.key_value_store(), f"{_KEYS}/verdict/{self.name}"
-        if not store.check([key]):
-            return False
-        known = store.get(key).decode()
-        state, *rest = json.loads(known)
-        if state == before:
-            # Another rank may move the verdict at the same moment: one of them wins,
-            # and the other reads how. Either the collective was abandoned, and no rank
-            # uses the group again, or the rank that had left takes part in it.
-            moved = json.dumps([after, *rest])
-            state = json.loads(store.compare_set(key, known, moved))[0]
-        return bool(state == after)
+        return move_verdict(f"{_KEYS}/verdict/{self.name}", before, after)
 
     def last_words(self) -> str:
         """Return where the other ranks said they are, as far as the store knows."""
@@ -256,6 +238,8 @@ class _Watch:
         self._ending = ""
         self._seen = torch_waits.WaitSeen()
         self._torch_wait: torch_waits.TorchWait | None = None
+        self._told_wait: torch_waits.TorchWait | None = None
+        """The wait in torch that the last position of this rank tells."""
 
     def add(self, group: dist.ProcessGroup) -> None:
         """Watch ``group``; start the thread at the first call."""
@@ -358,7 +342,9 @@ class _Watch:
             asked = int(store.add(f"{_KEYS}/asked", 0))
         self._torch_wait = wait = self._seen.look(self._main)
         in_torch = in_turn and wait is not None and wait.seconds > SLOW
-        if slow or in_torch or asked > self._answered:
+        # A position about a wait that has ended would accuse this rank.
+        over = torch_waits.is_over(self._told_wait, wait)
+        if slow or in_torch or over or asked > self._answered:
             self._publish(store)
         if asked > self._answered:
             self._answered = asked
@@ -383,6 +369,7 @@ class _Watch:
             self._torch_wait,
         )
         store.set(f"{_KEYS}/position/{position.rank}", json.dumps(position))
+        self._told_wait = position.torch_wait
 
     def _report(self, store: Any, watch: GroupWatch, waits: Operation) -> None:
         """Ask all ranks where they are, print a line, and write the report."""
@@ -407,14 +394,8 @@ class _Watch:
         others = [rank for rank in watch.ranks if rank != own]
         words = tell(others, said, watch.name, asked - 2 * _ASK_EVERY * TICK)
         written = hang_report.write(path, self._main, words)
-        seconds = f"{waited_for(waits):.0f} s"
-        line = (
-            f"composable_fsdp: rank {own} waits {seconds} for "
-            f"{lower(record.title)}; {listed(words, '; ')}. Report: {written}; "
-            "python -m composable_fsdp hang-report merges the files of all ranks."
-        )
-        sys.stderr.write(f"{line}\n")
-        sys.stderr.flush()
+        waited = f"{waited_for(waits):.0f} s for {lower(record.title)}"
+        hang_report.print_line(f"rank {own} waits {waited}", words, written)
 
 
 _WATCH = _Watch()
@@ -446,7 +427,14 @@ def ranks_in_vain(group: dist.ProcessGroup, absent: Iterable[int]) -> list[str]:
         return [each.told(found.name) for each in positions if each.has_ended]
     # A rank that is late waits in no operation beyond the last of this rank, so only
     # ranks that wait for this rank are found, and that does not change by waiting.
-    return words_in_vain(positions, found.name, _WATCH.numbers(), SLOW)
+    words = words_in_vain(positions, found.name, _WATCH.numbers(), SLOW)
+    if words:
+        # A wait in torch may have ended a moment ago; the rank says so at its next
+        # look, before a late rank can have come here.
+        time.sleep(2 * TICK)
+        positions = _WATCH.positions(absent)
+        words = words_in_vain(positions, found.name, _WATCH.numbers(), SLOW)
+    return words
 
 
 def pronounce_everywhere(text: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -185,6 +185,55 @@ def late(rank: int) -> None:
     model.state_dict()
 
 
+def beside(rank: int, before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Nothing is wrong: ranks 0 and 1 train, and rank 0 waits inside of torch for rank
+    2, which is late; rank 0 calls ``before`` before that, and rank 1 ``after``."""
+    trainers, others = dist.new_group([0, 1]), dist.new_group([0, 2])
+    model = None
+    if rank < 2:
+        model = layers(device_mesh=DeviceMesh.from_group(trainers, "cpu"))
+        train(model, 3)
+    if rank == 0:
+        before()
+        dist.barrier(others)
+    if rank == 2:
+        before()
+        time.sleep(4)
+        dist.barrier(others)
+    if model is not None:
+        train(model)
+    after()
+
+
+def messages(rank: int) -> None:
+    """Rank 0 has sent messages to rank 2, which gloo counts as collectives."""
+
+    def exchange() -> None:
+        if rank == 0:
+            dist.send(torch.ones(3), 2)
+        else:
+            dist.recv(torch.ones(3), 0)
+
+    beside(rank, exchange, lambda: None)
+
+
+def ahead(rank: int) -> None:
+    """Rank 0 has issued an all-reduce that the others issue at their end."""
+    works: list[Any] = []
+
+    def begin() -> None:
+        if rank == 0:
+            works.append(dist.all_reduce(torch.ones(3), async_op=True))
+
+    def end() -> None:
+        if rank == 0:
+            works[0].wait()
+        else:
+            dist.all_reduce(torch.ones(3))
+
+    beside(rank, begin, end)
+
+
 PROGRAMS: dict[str, Callable[[int], None]] = {
     each.__name__: each
     for each in (
@@ -199,6 +248,8 @@ PROGRAMS: dict[str, Callable[[int], None]] = {
         copy_hybrid,
         synced,
         late,
+        messages,
+        ahead,
     )
 }
 ENDS: dict[str, Callable[[], Any]] = {

@@ -1,0 +1,44 @@
+"""The state of a verdict in the key-value store, which two ranks may move at once.
+
+::
+
+    said -------> acted       another rank has abandoned its collective
+         `------> withdrawn   the rank that left sends again
+
+The rank that is first decides for both: either the group is of no use any more, or no
+rank has left.
+"""
+
+from __future__ import annotations
+
+import json
+
+from composable_fsdp.comm import agreement
+
+SAID, ACTED, WITHDRAWN = "said", "acted", "withdrawn"
+"""States of a verdict: a rank has left the order; another rank has abandoned the
+collective in which it waited; the rank that left sends again."""
+
+
+def move_verdict(key: str, before: str, after: str) -> bool:
+    """Move the verdict at ``key`` from the state ``before`` to ``after``.
+
+    Args:
+        key: where the verdict is; there may be none.
+        before: a state. A verdict in another state stays as it is.
+        after: the next state.
+
+    Returns: whether ``after`` is the state now. Collective: none.
+    """
+    store = agreement.key_value_store()
+    if not store.check([key]):
+        return False
+    known = store.get(key).decode()
+    state, *rest = json.loads(known)
+    if state == before:
+        # Another rank may move the verdict at the same moment: one of them wins, and
+        # the other reads how. Either the collective was abandoned, and no rank uses the
+        # group again, or the rank that had left takes part in it.
+        moved = json.dumps([after, *rest])
+        state = json.loads(store.compare_set(key, known, moved))[0]
+    return bool(state == after)
