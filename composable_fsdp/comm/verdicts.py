@@ -12,12 +12,45 @@ rank has left.
 from __future__ import annotations
 
 import json
+import time
+
+import torch.distributed as dist
 
 from composable_fsdp.comm import agreement
 
 SAID, ACTED, WITHDRAWN = "said", "acted", "withdrawn"
 """States of a verdict: a rank has left the order; another rank has abandoned the
 collective in which it waited; the rank that left sends again."""
+
+
+def keys_of_this_time(prefix: str) -> str:
+    """Return a prefix of keys that no earlier default group of this store has used.
+
+    Called once per default group. Collective: none; one round trip.
+    """
+    # Default groups that follow one another may share a store, as that of torchrun.
+    # Positions and verdicts from before would accuse ranks: the names of groups repeat,
+    # and operations are counted from 1 on again. The store counts how often this rank
+    # was there; all ranks take part in each default group.
+    own = f"{prefix}/times/{dist.get_rank()}"
+    times = int(agreement.key_value_store().add(own, 1))
+    return prefix if times == 1 else f"{prefix}/{times}"
+
+
+def say_verdict(key: str, state: str, number: int, text: str) -> None:
+    """Write the verdict of this rank.
+
+    Args:
+        key: where the verdict is.
+        state: ``SAID`` or ``ACTED``.
+        number: the number of the last operation that this rank has issued.
+        text: the error of this rank.
+
+    Collective: none.
+    """
+    # The time makes every verdict another value.
+    value = json.dumps([state, number, dist.get_rank(), text, time.time()])
+    agreement.key_value_store().set(key, value)
 
 
 def move_verdict(key: str, before: str, after: str) -> bool:

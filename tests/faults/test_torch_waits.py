@@ -222,7 +222,7 @@ def barrier_that_one_is_late_for(world: World) -> list[bool]:
     shorten_waits()
     model = fully_shard(nn.Linear(4, 4))
     model(torch.ones(2, 4)).sum().backward()
-    store, key = agreement.key_value_store(), f"{watch._KEYS}/position/0"
+    store, key = agreement.key_value_store(), f"{watch._WATCH.keys}/position/0"
     told = []
     if world.rank:
         time.sleep(2.5)
