@@ -7,8 +7,10 @@ the ranks print. Each rank prints the seconds after which its program has ended.
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from copy import deepcopy
 from typing import Any
 
@@ -22,7 +24,12 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from composable_fsdp import ShardingStrategy, clip_grad_norm_, fully_shard
+from composable_fsdp import (
+    DesyncError,
+    ShardingStrategy,
+    clip_grad_norm_,
+    fully_shard,
+)
 
 
 def layers(**options: Any) -> nn.Module:
@@ -234,6 +241,37 @@ def ahead(rank: int) -> None:
     beside(rank, begin, end)
 
 
+def again(rank: int) -> None:
+    """Rank 1 leaves the order, and the program begins anew in the same store: there,
+    rank 1 is late, which is no error."""
+    model: Any = layers()
+    train(model, 3)
+
+    def refuse(*_: object) -> None:
+        raise ZeroDivisionError
+
+    if rank == 1:
+        hook = model[0].register_forward_pre_hook(refuse, prepend=True)
+        with suppress(ZeroDivisionError):
+            train(model)
+        hook.remove()
+    try:
+        train(model)
+    except DesyncError as error:
+        sys.stdout.write(f"the first time: {error}\n")
+    del model
+    dist.destroy_process_group()
+    dist.init_process_group("gloo")
+    model = layers()
+    # More operations than before the verdict.
+    train(model, 14)
+    if rank == 1:
+        time.sleep(3)
+    train(model)
+    threads = [each.name for each in threading.enumerate()]
+    assert threads.count("composable_fsdp watch") == 1
+
+
 PROGRAMS: dict[str, Callable[[int], None]] = {
     each.__name__: each
     for each in (
@@ -250,6 +288,7 @@ PROGRAMS: dict[str, Callable[[int], None]] = {
         late,
         messages,
         ahead,
+        again,
     )
 }
 ENDS: dict[str, Callable[[], Any]] = {

@@ -104,6 +104,16 @@ def test_tensor_parallel_ranks_that_leave_a_call_out_are_named(
     assert any("in torch's wait_tensor" in text for text in outputs)
 
 
+@pytest.mark.req("X-12", "X-17")
+def test_a_verdict_of_a_destroyed_group_accuses_nobody(tmp_path: Path) -> None:
+    """After another ``init_process_group`` with the store of torchrun."""
+    found = run(tmp_path, 2, "again", "barrier")
+
+    for each in found:
+        assert "the first time: " in each.output
+        assert each.status == 0, each.output
+
+
 @pytest.mark.req("X-14")
 def test_ranks_that_wait_for_each_other_in_two_groups_are_named(tmp_path: Path) -> None:
     """An expert without tokens: its group is another one than that of the model."""

@@ -5,7 +5,6 @@ The time limits of collectives are those of a program that sets nothing: half an
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable_fsdp import (
@@ -196,47 +194,3 @@ def come_late(world: World) -> bool:
 def test_a_rank_that_is_late_is_not_accused(ranks: RankCount) -> None:
     """At a change of order, and in a collective."""
     assert all(ranks(2).run(come_late, timeout=60, retire=True))
-
-
-def twice_in_a_store(world: World) -> tuple[str, str, float, bool]:
-    """A verdict over a process group; then another default group in the same store, in
-    which rank 1 is late, and later raises. The errors of this rank in both, how long
-    the second took, and whether the thread of before is gone."""
-    shorten_waits()
-    store = dist.distributed_c10d._get_default_store()
-    texts, took = [], 0.0
-    for time_ in range(2):
-        if time_:
-            dist.destroy_process_group()
-            dist.init_process_group(
-                "gloo", store=store, rank=world.rank, world_size=world.world_size
-            )
-        model = sharded()
-        # More operations than before, so that each is beyond the first verdict.
-        for _ in range(8 * time_):
-            model(torch.ones(2, 4)).sum().backward()
-        if time_ and world.rank:
-            time.sleep(6 * LONG)
-        model(torch.ones(2, 4)).sum().backward()
-        if world.rank:
-            model.route = [0, 2, 1]
-        start = time.monotonic()
-        with pytest.raises(DesyncError) as caught:
-            model(torch.ones(2, 4))
-        took = time.monotonic() - start
-        texts.append(str(caught.value))
-        del model
-    threads = [each.name for each in threading.enumerate()]
-    return texts[0], texts[1], took, threads.count("composable_fsdp watch") == 1
-
-
-@pytest.mark.req("X-12")
-def test_a_verdict_of_a_destroyed_group_accuses_nobody(ranks: RankCount) -> None:
-    """As after ``init_process_group`` with the store of torchrun; the watch goes on."""
-    found = ranks(2).run(twice_in_a_store, timeout=90, retire=True)
-
-    for text, later, took, one_thread in found:
-        assert "runs 'blocks.2' of 24" in text
-        assert "runs 'blocks.2' of 24" in later
-        assert took < SOON
-        assert one_thread
