@@ -30,6 +30,7 @@ from composable_fsdp import (
     clip_grad_norm_,
     fully_shard,
 )
+from composable_fsdp.comm import agreement, watch
 
 
 def layers(**options: Any) -> nn.Module:
@@ -260,8 +261,12 @@ def again(rank: int) -> None:
     except DesyncError as error:
         sys.stdout.write(f"the first time: {error}\n")
     del model
+    # gloo alone gets other keys: a rank would read where its peer was before.
+    store: Any = agreement.key_value_store()
+    vars(agreement)["_store"] = lambda: store
     dist.destroy_process_group()
-    dist.init_process_group("gloo")
+    other = dist.PrefixStore("again", store)
+    dist.init_process_group("gloo", store=other, rank=rank, world_size=2)
     model = layers()
     # More operations than before the verdict.
     train(model, 14)
@@ -270,6 +275,9 @@ def again(rank: int) -> None:
     train(model)
     threads = [each.name for each in threading.enumerate()]
     assert threads.count("composable_fsdp watch") == 1
+    # The late rank has answered where it was, although it had answered before.
+    key = f"{watch._WATCH.keys}/position/1"
+    assert rank or store.check([key])
 
 
 PROGRAMS: dict[str, Callable[[int], None]] = {
