@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -265,7 +266,7 @@ def again(rank: int) -> None:
     store: Any = agreement.key_value_store()
     vars(agreement)["_store"] = lambda: store
     dist.destroy_process_group()
-    other = dist.PrefixStore("again", store)
+    other = PrefixStore("again", store)
     dist.init_process_group("gloo", store=other, rank=rank, world_size=2)
     model = layers()
     # More operations than before the verdict.
