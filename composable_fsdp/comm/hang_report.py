@@ -40,6 +40,7 @@ from composable_fsdp.comm.operations import (
 )
 from composable_fsdp.comm.progress import running_in, waited_for
 from composable_fsdp.comm.torch_waits import TorchWait
+from composable_fsdp.naming import listed
 
 DIRECTORY_VARIABLE = "COMPOSABLE_FSDP_HANG_DIR"
 """Environment variable: the parent of report directories. Default: the directory for
@@ -228,6 +229,23 @@ def _is_users(path: Path) -> bool:
     """Return whether a file is the user's: not torch's, ours, or Python's."""
     own = path.is_relative_to(_PACKAGE) or path.is_relative_to(_TORCH)
     return not own and not path.is_relative_to(Path(os.__file__).parent)
+
+
+def print_line(waits: str, words: Sequence[str], written: str) -> None:
+    """Print a line about a hang to the standard error.
+
+    Args:
+        waits: which rank waits for how long, and for which operation.
+        words: where the other ranks are.
+        written: where the report is.
+
+    Collective: none.
+    """
+    sys.stderr.write(
+        f"composable_fsdp: {waits}; {listed(words, '; ')}. Report: {written}; "
+        "python -m composable_fsdp hang-report merges the files of all ranks.\n"
+    )
+    sys.stderr.flush()
 
 
 def tell(

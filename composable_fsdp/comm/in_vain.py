@@ -6,8 +6,8 @@
     has ended                                        in vain
     waits in an operation that this rank has not     in vain, in whatever group of both
     issued, and will not before the other comes
-    waits in a collective of torch, of which it      in vain
-    has issued more than this rank (``torch_waits``)
+    waits in a collective of torch over a group of   in vain
+    which it has issued more (``torch_waits``)
     anything else                                    for a rank that is late
 """
 
@@ -66,7 +66,14 @@ def words_in_vain(
             words.append(position.told(group if group in stuck else stuck[0]))
         else:
             rest.append(position)
-    return words + _words_in_torch(rest, group, torch_waits.issued() if rest else {})
+    stuck_there = [
+        each
+        for each in rest
+        if each.torch_wait is not None
+        if torch_waits.TorchWait(*each.torch_wait).seconds > slow
+    ]
+    issued = torch_waits.issued() if stuck_there else {}
+    return words + _words_in_torch(stuck_there, group, issued)
 
 
 def _words_in_torch(
@@ -75,7 +82,7 @@ def _words_in_torch(
     """Return which ranks wait for this rank in a collective of torch.
 
     Args:
-        positions: those of ranks for which this rank waits.
+        positions: those of ranks for which this rank waits, and which wait in torch.
         group: the name of the group in which this rank waits.
         issued: the collectives of torch that this rank has issued (``torch_waits``).
 
@@ -83,11 +90,8 @@ def _words_in_torch(
     """
     words = []
     for position in positions:
-        if position.torch_wait is None or position.has_ended:
-            continue
         wait = torch_waits.TorchWait(*position.torch_wait)
-        # The stack does not tell the group, so an old position may be about another
-        # wait, which has ended.
+        # An old position may be about another wait, which has ended.
         over = wait.needs(issued) if time.time() - position.at < _FRESH else ""
         if over:
             name = over.partition("@")[0]

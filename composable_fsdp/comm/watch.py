@@ -31,7 +31,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from composable_fsdp.comm import agreement, hang_report, torch_waits
+from composable_fsdp.comm import agreement, hang_report, torch_waits, verdicts
 from composable_fsdp.comm.debug import is_debugging, require_same_operation
 from composable_fsdp.comm.device import is_capturing
 from composable_fsdp.comm.groups import GroupRef
@@ -42,11 +42,7 @@ from composable_fsdp.comm.hang_report import (
     lower,
     tell,
 )
-from composable_fsdp.comm.in_vain import (
-    cycle_text,
-    left_text,
-    words_in_vain,
-)
+from composable_fsdp.comm.in_vain import cycle_text, left_text, words_in_vain
 from composable_fsdp.comm.nodes import group_timeout
 from composable_fsdp.comm.operations import (
     OperationRecord,
@@ -56,6 +52,7 @@ from composable_fsdp.comm.operations import (
 )
 from composable_fsdp.comm.progress import running_in, waited_for
 from composable_fsdp.comm.sequence import Operation
+from composable_fsdp.comm.verdicts import ACTED, SAID, WITHDRAWN
 from composable_fsdp.errors import DesyncError, FSDPError
 from composable_fsdp.naming import listed
 
@@ -73,10 +70,6 @@ _ASK_EVERY = 4
 _MOST_FAILURES = 2
 """Number of looks in a row that fail before the watch ends."""
 _KEYS = "composable_fsdp/watch"
-
-SAID, ACTED, WITHDRAWN = "said", "acted", "withdrawn"
-"""States of a verdict: a rank has left the order; another rank has abandoned the
-collective in which it waited; the rank that left sends again."""
 
 
 class GroupWatch(Reporter):
@@ -142,7 +135,7 @@ class GroupWatch(Reporter):
 
     def hear(self, store: Any, waits: Operation) -> None:
         """Read the verdict of another rank that concerns ``waits``, if there is one."""
-        key = f"{_KEYS}/verdict/{self.name}"
+        key = f"{_WATCH.keys}/verdict/{self.name}"
         if self.told is None and store.check([key]):
             state, after, rank, text, _ = json.loads(store.get(key))
             others = state != WITHDRAWN and rank != dist.get_rank()
@@ -201,18 +194,8 @@ class GroupWatch(Reporter):
 
     def _move(self, before: str, after: str) -> bool:
         """Move the verdict from ``before``; return whether ``after`` is reached."""
-        store, key = agreement.key_value_store(), f"{_KEYS}/verdict/{self.name}"
-        if not store.check([key]):
-            return False
-        known = store.get(key).decode()
-        state, *rest = json.loads(known)
-        if state == before:
-            # Another rank may move the verdict at the same moment: one of them wins,
-            # and the other reads how. Either the collective was abandoned, and no rank
-            # uses the group again, or the rank that had left takes part in it.
-            moved = json.dumps([after, *rest])
-            state = json.loads(store.compare_set(key, known, moved))[0]
-        return bool(state == after)
+        key = f"{_WATCH.keys}/verdict/{self.name}"
+        return verdicts.move_verdict(key, before, after)
 
     def last_words(self) -> str:
         """Return where the other ranks said they are, as far as the store knows."""
@@ -252,27 +235,46 @@ class _Watch:
         self._main = threading.main_thread().ident
         self._store: Any = None
         """The connection of the thread; also read by the main thread for positions."""
+        self.keys = _KEYS
+        """The prefix of the keys in the store."""
+        self._world: weakref.ref[dist.ProcessGroup] | None = None
+        """The default group whose store the thread visits."""
         self._answered = 0
         self._ending = ""
         self._seen = torch_waits.WaitSeen()
         self._torch_wait: torch_waits.TorchWait | None = None
+        self._told_wait: torch_waits.TorchWait | None = None
+        """The wait in torch that the last position of this rank tells."""
 
     def add(self, group: dist.ProcessGroup) -> None:
         """Watch ``group``; start the thread at the first call."""
         log = operation_log(group)
         if group in self._groups:
             return
+        if self._world is None or self._world() is not dist.group.WORLD:
+            self._begin()
         # The log and not this object decides about a wait, so the hot path reads a
         # single attribute.
         found = log.watcher = self._groups[group] = GroupWatch(group)
         log.guarded = found.compares
         if self._thread is None or not self._thread.is_alive():
             self._main = threading.get_ident()
-            self._store = agreement.own_connection()
+            self._store = store = agreement.own_connection()
+            name = "composable_fsdp watch"
             self._thread = threading.Thread(
-                target=self._run, name="composable_fsdp watch", daemon=True
+                target=self._run, args=(store,), name=name, daemon=True
             )
             self._thread.start()
+
+    def _begin(self) -> None:
+        """Forget the default group that was before this one, if there was one."""
+        assert dist.group.WORLD is not None
+        self._world = weakref.ref(dist.group.WORLD)
+        self.keys = verdicts.keys_of_this_time(_KEYS)
+        self._answered, self._torch_wait, self._told_wait = 0, None, None
+        self._groups.clear()
+        # The thread of before ends at its next look.
+        self._thread = None
 
     def stop(self) -> None:
         """Say that the program ends, and end the thread; called at exit."""
@@ -303,7 +305,7 @@ class _Watch:
         if store is None:
             return []
         for rank in [each for each in ranks if each != own][:MOST_RANKS]:
-            key = f"{_KEYS}/position/{rank}"
+            key = f"{self.keys}/position/{rank}"
             if store.check([key]):
                 found.append(Position(*json.loads(store.get(key))))
         return found
@@ -313,7 +315,7 @@ class _Watch:
         groups = list(self._groups.items())
         return {watch.name: operation_log(group).number for group, watch in groups}
 
-    def _run(self) -> None:
+    def _run(self, store: Any) -> None:
         """Look once a second until the process group or the program ends."""
         ticks = failures = 0
         # A store that has failed twice is gone with the rank that hosts it. There is no
@@ -321,22 +323,24 @@ class _Watch:
         # timeout.
         while failures < _MOST_FAILURES:
             ended = self._stop.wait(TICK)
-            if not dist.is_initialized():
+            # Another thread looks into the store of a later default group.
+            if self._store is not store or not dist.is_initialized():
                 break
             # Whatever happens here, the program goes on: a watch must not be the reason
             # why training ends.
             try:
                 if ended:
-                    self._publish(self._store)
+                    self._publish(store)
                 else:
-                    self._look(self._store, ticks)
+                    self._look(store, ticks)
                 failures = 0
             except Exception:
                 failures += 1
             if ended:
                 break
             ticks += 1
-        self._store = None
+        if self._store is store:
+            self._store = None
 
     def _look(self, store: Any, ticks: int) -> None:
         """Publish the position if this rank waits or was asked; read verdicts."""
@@ -352,13 +356,15 @@ class _Watch:
             if watch.asked < waits.number:
                 # All ranks tell their positions, for the error of this operation.
                 watch.asked = waits.number
-                self._answered = int(store.add(f"{_KEYS}/asked", 1))
+                self._answered = int(store.add(f"{self.keys}/asked", 1))
         in_turn = ticks % _ASK_EVERY == 0
         if slow or in_turn:
-            asked = int(store.add(f"{_KEYS}/asked", 0))
+            asked = int(store.add(f"{self.keys}/asked", 0))
         self._torch_wait = wait = self._seen.look(self._main)
         in_torch = in_turn and wait is not None and wait.seconds > SLOW
-        if slow or in_torch or asked > self._answered:
+        # A position about a wait that has ended would accuse this rank.
+        over = torch_waits.is_over(self._told_wait, wait)
+        if slow or in_torch or over or asked > self._answered:
             self._publish(store)
         if asked > self._answered:
             self._answered = asked
@@ -382,13 +388,14 @@ class _Watch:
             {each.name: each.position() for each in list(self._groups.values())},
             self._torch_wait,
         )
-        store.set(f"{_KEYS}/position/{position.rank}", json.dumps(position))
+        store.set(f"{self.keys}/position/{position.rank}", json.dumps(position))
+        self._told_wait = position.torch_wait
 
     def _report(self, store: Any, watch: GroupWatch, waits: Operation) -> None:
         """Ask all ranks where they are, print a line, and write the report."""
         asked, record = time.time(), OperationRecord.of(waits)
         path = hang_report.begin(store, record.title)
-        self._answered = int(store.add(f"{_KEYS}/asked", 1))
+        self._answered = int(store.add(f"{self.keys}/asked", 1))
         # Other threads look every few seconds, and write their own file of the report
         # when they answer. A rank whose process is stopped or dead does neither.
         said: dict[int, Position] = {}
@@ -407,14 +414,8 @@ class _Watch:
         others = [rank for rank in watch.ranks if rank != own]
         words = tell(others, said, watch.name, asked - 2 * _ASK_EVERY * TICK)
         written = hang_report.write(path, self._main, words)
-        seconds = f"{waited_for(waits):.0f} s"
-        line = (
-            f"composable_fsdp: rank {own} waits {seconds} for "
-            f"{lower(record.title)}; {listed(words, '; ')}. Report: {written}; "
-            "python -m composable_fsdp hang-report merges the files of all ranks."
-        )
-        sys.stderr.write(f"{line}\n")
-        sys.stderr.flush()
+        waited = f"{waited_for(waits):.0f} s for {lower(record.title)}"
+        hang_report.print_line(f"rank {own} waits {waited}", words, written)
 
 
 _WATCH = _Watch()
@@ -446,7 +447,14 @@ def ranks_in_vain(group: dist.ProcessGroup, absent: Iterable[int]) -> list[str]:
         return [each.told(found.name) for each in positions if each.has_ended]
     # A rank that is late waits in no operation beyond the last of this rank, so only
     # ranks that wait for this rank are found, and that does not change by waiting.
-    return words_in_vain(positions, found.name, _WATCH.numbers(), SLOW)
+    words = words_in_vain(positions, found.name, _WATCH.numbers(), SLOW)
+    if words:
+        # A wait in torch may have ended a moment ago; the rank says so at its next
+        # look, before a late rank can have come here.
+        time.sleep(2 * TICK)
+        positions = _WATCH.positions(absent)
+        words = words_in_vain(positions, found.name, _WATCH.numbers(), SLOW)
+    return words
 
 
 def pronounce_everywhere(text: str) -> None:
@@ -476,12 +484,8 @@ def pronounce(group: dist.ProcessGroup, text: str, *, torn: bool = False) -> Non
         return
     # Before the error is raised here, because the program may end this rank at once.
     with suppress(RuntimeError):
-        key = f"{_KEYS}/verdict/{found.name}"
-        # The time makes every verdict another value.
-        number = operation_log(group).number
-        state = ACTED if torn else SAID
-        value = json.dumps([state, number, dist.get_rank(), text, time.time()])
-        agreement.key_value_store().set(key, value)
+        key, number = f"{_WATCH.keys}/verdict/{found.name}", operation_log(group).number
+        verdicts.say_verdict(key, ACTED if torn else SAID, number, text)
         found.leave()
 
 

@@ -7,22 +7,31 @@ the ranks print. Each rank prints the seconds after which its program has ended.
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from copy import deepcopy
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     parallelize_module,
 )
 
-from composable_fsdp import ShardingStrategy, clip_grad_norm_, fully_shard
+from composable_fsdp import (
+    DesyncError,
+    ShardingStrategy,
+    clip_grad_norm_,
+    fully_shard,
+)
+from composable_fsdp.comm import agreement, watch
 from tests.support.short_waits import LONG
 
 
@@ -186,6 +195,93 @@ def late(rank: int) -> None:
     model.state_dict()
 
 
+def beside(rank: int, before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Nothing is wrong: ranks 0 and 1 train, and rank 0 waits inside of torch for rank
+    2, which is late; rank 0 calls ``before`` before that, and rank 1 ``after``."""
+    trainers, others = dist.new_group([0, 1]), dist.new_group([0, 2])
+    model = None
+    if rank < 2:
+        model = layers(device_mesh=DeviceMesh.from_group(trainers, "cpu"))
+        train(model, 3)
+    if rank == 0:
+        before()
+        dist.barrier(others)
+    if rank == 2:
+        before()
+        time.sleep(4)
+        dist.barrier(others)
+    if model is not None:
+        train(model)
+    after()
+
+
+def messages(rank: int) -> None:
+    """Rank 0 has sent messages to rank 2, which gloo counts as collectives."""
+
+    def exchange() -> None:
+        if rank == 0:
+            dist.send(torch.ones(3), 2)
+        else:
+            dist.recv(torch.ones(3), 0)
+
+    beside(rank, exchange, lambda: None)
+
+
+def ahead(rank: int) -> None:
+    """Rank 0 has issued an all-reduce that the others issue at their end."""
+    works: list[Any] = []
+
+    def begin() -> None:
+        if rank == 0:
+            works.append(dist.all_reduce(torch.ones(3), async_op=True))
+
+    def end() -> None:
+        if rank == 0:
+            works[0].wait()
+        else:
+            dist.all_reduce(torch.ones(3))
+
+    beside(rank, begin, end)
+
+
+def again(rank: int) -> None:
+    """Rank 1 leaves the order, and the program begins anew in the same store: there,
+    rank 1 is late, which is no error."""
+    model: Any = layers()
+    train(model, 3)
+
+    def refuse(*_: object) -> None:
+        raise ZeroDivisionError
+
+    if rank == 1:
+        hook = model[0].register_forward_pre_hook(refuse, prepend=True)
+        with suppress(ZeroDivisionError):
+            train(model)
+        hook.remove()
+    try:
+        train(model)
+    except DesyncError as error:
+        sys.stdout.write(f"the first time: {error}\n")
+    del model
+    # gloo alone gets other keys: a rank would read where its peer was before.
+    store: Any = agreement.key_value_store()
+    vars(agreement)["_store"] = lambda: store
+    dist.destroy_process_group()
+    other = PrefixStore("again", store)
+    dist.init_process_group("gloo", store=other, rank=rank, world_size=2)
+    model = layers()
+    # More operations than before the verdict.
+    train(model, 14)
+    if rank == 1:
+        time.sleep(3)
+    train(model)
+    threads = [each.name for each in threading.enumerate()]
+    assert threads.count("composable_fsdp watch") == 1
+    # The late rank has answered where it was, although it had answered before.
+    key = f"{watch._WATCH.keys}/position/1"
+    assert rank or store.check([key])
+
+
 PROGRAMS: dict[str, Callable[[int], None]] = {
     each.__name__: each
     for each in (
@@ -200,6 +296,9 @@ PROGRAMS: dict[str, Callable[[int], None]] = {
         copy_hybrid,
         synced,
         late,
+        messages,
+        ahead,
+        again,
     )
 }
 ENDS: dict[str, Callable[[], Any]] = {

@@ -302,7 +302,8 @@ def keys(world: World) -> int:
     store = agreement._store()
     count: int = store.num_keys()
     # A rank that waits long on a busy machine tells its position.
-    watched = "asked", *[f"position/{rank}" for rank in range(world.world_size)]
+    every = range(world.world_size)
+    watched = "asked", *[f"{key}/{n}" for key in ("position", "times") for n in every]
     count -= sum(store.check([f"composable_fsdp/watch/{key}"]) for key in watched)
     world.barrier()
     return count
