@@ -19,7 +19,7 @@ ELSEWHERE = {"elastic_resume.py"}
 NAMES = [each.path.name for each in run_all.examples()]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ELSEWHERE])
 def test_an_example_runs_on_two_ranks(tmp_path: Path, name: str) -> None:

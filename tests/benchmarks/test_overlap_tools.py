@@ -160,6 +160,7 @@ def test_the_gpu_benchmark_says_that_there_is_no_gpu(
     assert capsys.readouterr().out.startswith("no CUDA device: nothing was measured")
 
 
+@pytest.mark.full_matrix("the parts of the benchmark have everyday tests above")
 @pytest.mark.slow
 @pytest.mark.req("M-07")
 # FSDP1 on one rank.

@@ -49,7 +49,7 @@ NAMES = (
 def register_profiles() -> None:
     """Register the profiles and load the one named by COMPOSABLE_FSDP_HYPOTHESIS.
 
-    ``everyday`` (the default): fixed examples, 10 unless
+    ``everyday`` (the default): fixed examples, 8 unless
     COMPOSABLE_FSDP_HYPOTHESIS_EXAMPLES says otherwise, as continuous integration does
     (50). ``long``: 2000 random ones.
     """
@@ -57,7 +57,7 @@ def register_profiles() -> None:
         "everyday",
         derandomize=True,
         deadline=None,  # a first collective or a cold import is no failure
-        max_examples=int(os.environ.get(EXAMPLES_VARIABLE, "10")),
+        max_examples=int(os.environ.get(EXAMPLES_VARIABLE, "8")),
         print_blob=True,
         suppress_health_check=[HealthCheck.too_slow],
     )
