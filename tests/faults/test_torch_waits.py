@@ -76,6 +76,7 @@ def test_a_rank_that_is_late_for_torch_is_not_accused(tmp_path: Path) -> None:
     assert [each.status for each in run(tmp_path, 2, "late", "barrier")] == [0, 0]
 
 
+@pytest.mark.few(1)
 @pytest.mark.req("X-17")
 @pytest.mark.parametrize("name", ["messages", "ahead"])
 def test_a_rank_that_waits_in_another_group_is_not_accused(
@@ -85,6 +86,7 @@ def test_a_rank_that_waits_in_another_group_is_not_accused(
     assert [each.status for each in run(tmp_path, 3, name, "barrier")] == [0] * 3
 
 
+@pytest.mark.few(1)
 @pytest.mark.req("X-12", "X-14")
 @pytest.mark.parametrize(
     ("name", "told"),

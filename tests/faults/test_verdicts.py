@@ -99,6 +99,7 @@ def deviate(world: World, how: str, path: Path) -> tuple[str, float, bool, str]:
     return str(caught.value), took, whole, str(later.value)
 
 
+@pytest.mark.few(2)
 @pytest.mark.req("X-06", "X-12")
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
@@ -162,6 +163,7 @@ def raise_in_backward(world: World) -> tuple[str, float]:
     return str(caught.value), took
 
 
+@pytest.mark.few(1)
 @pytest.mark.req("X-06")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_rank_in_a_reduce_scatter_has_the_verdict_soon(
