@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.support import world as worlds
-from tests.support.matrix import thin
+from tests.support.matrix import mixed, thin
 
 # Read by pytest-timeout where it is installed; an option of its own would be an error
 # where it is not.
@@ -72,7 +72,8 @@ def pytest_collection_modifyitems(
 ) -> None:
     """Cut test matrices to pairs of values."""
     if not config.getoption("--full-matrix"):
-        items[:], left_out = thin(items)
+        chosen, left_out = thin(items)
+        items[:] = mixed(chosen, "tests/faults/")
         config.hook.pytest_deselected(items=left_out)
 
 

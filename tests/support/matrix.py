@@ -97,6 +97,21 @@ def thin(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.I
     )
 
 
+def mixed(items: Sequence[pytest.Item], folder: str) -> list[pytest.Item]:
+    """Return ``items`` with the files of ``folder`` spread evenly over the others.
+
+    Tests of faults mostly wait. Side by side, they would leave the processors idle.
+    """
+    files: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.nodeid.partition("::")[0], []).append(item)
+    waiting = [name for name in files if name.startswith(folder)]
+    others = [name for name in files if not name.startswith(folder)]
+    places = [(i / len(others), 0, name) for i, name in enumerate(others)]
+    places += [(i / len(waiting), 1, name) for i, name in enumerate(waiting)]
+    return [item for *_, name in sorted(places) for item in files[name]]
+
+
 def _alone(item: pytest.Item, cells: Sequence[Cell]) -> Collection[str]:
     """The arguments of ``item``, of which ``cells`` are all, that are in no pair."""
     on_ranks = "ranks" in getattr(item, "fixturenames", ())

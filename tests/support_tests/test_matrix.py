@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.matrix import DOOR, pairwise, spread, thin
+from tests.support.matrix import DOOR, mixed, pairwise, spread, thin
 
 SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 
@@ -107,3 +107,18 @@ def test_markers_leave_cases_to_the_full_matrix() -> None:
 
     assert kept == [items[0], items[4], items[7]]
     assert left_out == [*items[1:4], *items[5:7]]
+
+
+def test_files_that_wait_are_spread_over_the_others() -> None:
+    """In order, each file as a whole."""
+    names = ["w/1::a", "w/1::b", "w/2::a", "x::a", "x::b", "y::a", "z::a", "u::a"]
+    items: Any = [SimpleNamespace(nodeid=name) for name in names]
+
+    found = [item.nodeid for item in mixed(items, "w/")]
+
+    assert found == [
+        *("x::a", "x::b", "w/1::a", "w/1::b"),
+        *("y::a", "z::a", "w/2::a", "u::a"),
+    ]
+    assert mixed(items[3:], "w/") == items[3:]
+    assert mixed(items[:3], "w/") == items[:3]
