@@ -144,23 +144,6 @@ def input_gradient(side: Side, which: int, then: str) -> Seen:
     return found
 
 
-def parameter_gradients(side: Side, which: int, how: str) -> Seen:
-    """``autograd.grad`` with respect to parameters; compared as gradients are."""
-    if not side.slots:
-        return
-    slot = side.slots.pop(which % len(side.slots))
-    chosen = {n: p for n, p in sorted(named(side.model).items()) if p.requires_grad}
-    if not chosen:
-        return
-    grads = torch.autograd.grad(
-        slot.loss,
-        list(chosen.values()),
-        allow_unused=how == "unused" or None,
-        materialize_grads=how == "zeros",
-    )
-    side.asked = dict(zip(chosen, grads, strict=True))
-
-
 def step(side: Side) -> Seen:
     forget_hidden(side)
     side.optimizer.step()

@@ -180,33 +180,18 @@ EXAMPLES: dict[str, list[Program]] = {
             ("SHARD_GRAD_OP", False),
         ]
     ],
-    "gradients asked for while the switch of no_sync is off": [
-        Program(
-            options=Options(strategy=strategy, replicas=2),
-            actions=(
-                ("sync", False),
-                ("forward", 0),
-                ("parameter_gradients", 0, "unused"),
-            ),
-        )
-        for strategy in ("FULL_SHARD", "NO_SHARD", "HYBRID_SHARD")
-    ],
-    "gradients asked for of parameters that are full by hand": [
+    "gradients of chosen parameters that are full by hand": [
         Program(
             Part(children=(Part(),)),
             options=Options(strategy=strategy),
             actions=(
                 ("forward", 0, "input_grad"),
                 ("unshard_unit", unit, False),
-                last,
+                ("backward", 0, "inputs"),
             ),
         )
         for strategy in ("FULL_SHARD", "NO_SHARD")
         for unit in (0, 1)
-        for last in [
-            ("parameter_gradients", 0, "unused"),
-            ("backward", 0, "inputs"),
-        ]
     ],
     "states of a unit with two names": [
         Program(
@@ -409,14 +394,6 @@ EXAMPLES: dict[str, list[Program]] = {
     ],
     "gradients of chosen parameters": [
         below(Part(), actions=(("forward", 0), ("backward", 0, "inputs"), ("step",))),
-        *(
-            below(
-                Part(call=call),
-                actions=(("forward", 0), ("parameter_gradients", 0, how)),
-            )
-            for call in ("plain", "recomputed")
-            for how in ("strict", "unused", "zeros")
-        ),
         Program(
             Part(form="removed", frozen=2),
             actions=(
@@ -816,31 +793,11 @@ EXAMPLES: dict[str, list[Program]] = {
         )
         for on, backwards, options in [
             (True, (("backward", 0), ("backward", 0)), Options()),
-            (False, (("backward", 0), ("backward", 0)), Options(prefetch=None)),
             (True, (("backward", 1), ("backward", 0)), Options(strategy="NO_SHARD")),
-            (False, (("backward", 0, "all"),), Options(offload=True)),
             (True, (("backward", 0, "all"),), Options(offload=True, low=True)),
             (True, (("backward", 0, "all"),), Options(fill=True)),
             (False, (("backward", 0, "inputs"), ("backward", 0)), Options(low=True)),
-            (
-                True,
-                (("parameter_gradients", 0, "unused"), ("backward", 0, "inputs")),
-                Options(strategy="SHARD_GRAD_OP"),
-            ),
-            (
-                True,
-                (("backward", 0, "retain"), ("backward", 1), ("backward", 0)),
-                Options(keep_full=True),
-            ),
-            (False, (("backward", 0, "no_sync"), ("backward", 0)), Options()),
             (True, (("input_gradient", 0, "products"), ("backward",)), Options()),
-            (False, (("backward", 0, "create_graph"), ("backward", 0)), Options()),
-            (True, (("step",), ("backward", 0)), Options(strategy="NO_SHARD")),
-            (
-                True,
-                (("unshard_unit", 1, True), ("backward", 0), ("backward", 0)),
-                Options(pairs=True),
-            ),
         ]
     ],
     "a unit that writes its weights, with a module inside a transform": [

@@ -56,23 +56,10 @@ REFUSALS: list[tuple[set[str], str]] = [
         {"option:fill", "action:fill"},
         "while set_reduce_scatter_unused_params gives every parameter one",
     ),
-    # Gradients asked for where no rank reduces.
-    (
-        {"action:sync", "argument:no_sync"},
-        "(inside no_sync, where gradients are not reduced|while gradients of no_sync)",
-    ),
-    (
-        {"action:sync", "argument:no_sync"},
-        "through a forward that ran before .* now gradients of no_sync wait",
-    ),
-    # A backward inside a backward that was asked for gradients of parameters.
-    (
-        {"call:recomputed", "core:recomputed"},
-        "which a backward inside this backward computes",
-    ),
+    # Layouts of which a graph holds full parameters.
+    ({"action:freeze", "action:freeze_piece"}, "through a forward that ran before"),
     # What only the sharded parameters can serve.
     ({"action:unshard_unit"}, "is not a parameter of"),
-    ({"action:unshard_unit"}, "was asked for the gradient of full parameter"),
     ({"action:inside_summon"}, "called inside unshard_params, which shows"),
     ({"action:inside_summon", "action:unshard_unit"}, "holds the full parameters of"),
     ({"action:clip_as_plain"}, "scaled after they were averaged"),

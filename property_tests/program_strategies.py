@@ -128,7 +128,6 @@ def actions() -> st.SearchStrategy[list[Action]]:
             INDEX,
             ["once", "retain", "penalty", "products", "product_and_backward"],
         ),
-        _action("parameter_gradients", INDEX, ["strict", "unused", "zeros"]),
         _action("raise_in_forward", INDEX, BATCH, ON),
         _action("raise_in_backward", INDEX, BATCH, clears),
         _action("drop"),

@@ -32,7 +32,6 @@ from tests.support.world import World
 REDUCING = (
     "backward",
     "input_gradient",
-    "parameter_gradients",
     "raise_in_backward",
 )
 WITHIN = ("forward", "raise_in_forward", "copy_aside")
@@ -194,7 +193,7 @@ class Run:
             "argument:provide",
         } & (self.program.words()):
             return False  # gradients that a script assigns may differ by rank
-        if name in REDUCING[:3] and not self.plain[0].slots:
+        if name in REDUCING[:2] and not self.plain[0].slots:
             return False
         if name in ("backward", "forward", "sync") and self.local:
             how = arguments[1] if len(arguments) > 1 else "plain"
@@ -206,12 +205,6 @@ class Run:
         self.local = not self.plain[0].synced or "no_sync" in action
         if self.local:
             return
-        asked = [side.asked for side in self.plain]
-        for name, first in asked[0].items():
-            if action[0] == "parameter_gradients" and first is not None:
-                mean = torch.stack([t for a in asked if (t := a[name]) is not None])
-                for each in asked:
-                    each[name] = mean.mean(0)
         tables = [named(side.model) for side in self.plain]
         for name in tables[0]:
             grads = [table[name].grad for table in tables]
@@ -303,9 +296,8 @@ class Run:
         tables: dict[str, dict[str, Tensor | None]] = {
             "grad": {n: p.grad for n, p in names.items()},
             "kept": {n: plain.kept.get(n) for n in names},
-            "asked": {n: plain.asked.get(n) for n in names},
         }
-        held: dict[str, Any] = {"kept": self.ours.kept, "asked": self.ours.asked}
+        held: dict[str, Any] = {"kept": self.ours.kept}
         for what, table in tables.items():
             whole = {
                 n: torch.zeros_like(names[n]) if g is None else g

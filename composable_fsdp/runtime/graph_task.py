@@ -184,11 +184,9 @@ def begin_unit_backward(context: RuntimeContext, state: _FSDPState, task: int) -
     try:
         # ``_will_engine_execute_node`` raises for the AccumulateGrad node of a
         # parameter if ``autograd.grad`` captures the gradient.
-        pending = (
-            0 if context.captures else sum(map(will_run, handle.form.accumulators))
-        )
+        pending = sum(map(will_run, handle.form.accumulators))
     except RuntimeError as error:
-        raise full_param_requested(handle, _captured_name(handle)) from error
+        raise _full_param_requested(handle) from error
     # With ``create_graph`` the graph of this backward reads the parameters again.
     retained = RETAINED if torch.is_grad_enabled() else 0
     handle.backward = BackwardProgress(task, pending, retained)
@@ -196,24 +194,19 @@ def begin_unit_backward(context: RuntimeContext, state: _FSDPState, task: int) -
         expect_gradients(handle)
 
 
-def _captured_name(handle: FlatParamHandle) -> str:
-    """Return the path of the first parameter whose gradient ``autograd.grad`` takes."""
-    captured = next(filter(_is_captured, handle.form.accumulators))
-    shown = [leaf is captured.variable for leaf in handle.form.placed]
-    return place_path(handle, shown.index(True))
-
-
-def full_param_requested(handle: FlatParamHandle, path: str) -> PhaseError:
+def _full_param_requested(handle: FlatParamHandle) -> PhaseError:
     """Return the error for ``autograd.grad`` with respect to a full parameter.
 
     The engine would return the gradient of this rank's batch alone.
     """
+    captured = next(filter(_is_captured, handle.form.accumulators))
+    shown = [leaf is captured.variable for leaf in handle.form.placed]
     return PhaseError(
         "torch.autograd.grad was asked for the gradient of full parameter "
-        f"{quoted(path)}, which unit {handle.name} has shown since unshard or in a "
-        "forward; expected the sharded parameter, whose gradient is averaged over "
-        "ranks. Take module.parameters() after reshard(module), or call backward() "
-        "and read .grad."
+        f"{quoted(place_path(handle, shown.index(True)))}, which unit {handle.name} "
+        "has shown since unshard or in a forward: the result would be that of this "
+        "rank's batch alone. Call backward() and read .grad, which is averaged over "
+        "ranks."
     )
 
 

@@ -135,7 +135,6 @@ class RuntimeContext:
     __slots__ = (
         "__weakref__",
         "backward_logs",
-        "captures",
         "changed_flags",
         "dead",
         "filling",
@@ -177,10 +176,6 @@ class RuntimeContext:
         self.prefetched: list[FlatParamHandle] = []
         """Units prefetched in the current forward, to be resharded at its end if
         unused."""
-        self.captures = False
-        """Whether the running backward captures gradients of full leaves
-        (``autograd.grad``), so that no AccumulateGrad node runs and no gradient
-        arrives."""
         self.streams = Streams(device)
         """The side streams; a null object on CPU."""
         # Replaced, and not cleared, when an iteration begins: hooks in the autograd

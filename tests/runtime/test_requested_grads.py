@@ -10,24 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import (
-    DefaultState,
     PhaseError,
     ShardingStrategy,
     flat_parameters,
-    no_sync,
-    recent_operations,
-    reduce_scatter_hook,
-    register_comm_hook,
-    set_is_last_backward,
-    set_requires_all_reduce,
-    set_requires_gradient_sync,
-    set_separate_reduce_scatter_group,
 )
-from composable_fsdp.tree.traversal import _get_fsdp_handles
-from tests.support.models import module_at
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import PATHS, STRATEGIES, apply_units, backward
 from tests.support.world import RankPool, World
@@ -93,20 +81,6 @@ def with_inputs_of_both_kinds(model: nn.Module) -> Tensor | None:
     return x.grad
 
 
-def asked_gradients(model: nn.Module) -> Tensor:
-    """``autograd.grad`` beside gradients that are there and stay."""
-    backward(scalar(model, points()))
-    parameters, x = chosen(model), points().requires_grad_()
-    found = torch.autograd.grad(
-        scalar(model, 2 * x), [*parameters, x], materialize_grads=True
-    )
-    for parameter, gradient in zip(parameters, found, strict=False):
-        assert gradient.shape == parameter.shape
-        if parameter.grad is not None:
-            parameter.grad.add_(gradient, alpha=3.0)
-    return found[-1]
-
-
 def hessian(model: nn.Module) -> Tensor:
     """One backward through the graph for each row."""
     take: Any = torch.autograd.functional.hessian  # untyped in torch
@@ -139,34 +113,6 @@ def penalty_again(model: nn.Module) -> None:
     backward(penalty)
 
 
-def products_in_parameters(model: nn.Module) -> None:
-    """Hessian-vector products in the parameters; the vector is the weights."""
-    parameters = list(model.parameters())
-    found = torch.autograd.grad(
-        scalar(model, points()), parameters, create_graph=True, materialize_grads=True
-    )
-    for scale in (1.0, 2.0):
-        pairs = zip(found, parameters, strict=True)
-        dot = sum((scale * g * p.detach()).sum() for g, p in pairs)
-        assert isinstance(dot, Tensor)
-        products = torch.autograd.grad(
-            dot, parameters, retain_graph=True, materialize_grads=True
-        )
-        for parameter, product in zip(parameters, products, strict=True):
-            assert product.shape == parameter.shape
-            parameter.grad = product + (0 if parameter.grad is None else parameter.grad)
-
-
-def penalty_of_parameters(model: nn.Module) -> Tensor | None:
-    """The squares of the gradients of some parameters, beside the loss."""
-    x = points().requires_grad_()
-    loss = scalar(model, x)
-    of_x, *found = torch.autograd.grad(loss, [x, *chosen(model)], create_graph=True)
-    penalty = sum(gradient.square().sum() for gradient in found)
-    torch.autograd.backward(0.1 * loss + 0.01 * penalty + 0.1 * of_x.square().sum())
-    return x.grad
-
-
 def penalty_on_weights(model: nn.Module) -> Tensor:
     """All weights, as a loss beside the units sees them."""
     return sum((p.square().sum() for p in model.parameters()), torch.zeros(()))
@@ -178,54 +124,11 @@ def with_penalty(model: nn.Module) -> None:
     torch.autograd.backward(loss, inputs=list(model.parameters()))
 
 
-def asked_with_penalty(model: nn.Module) -> None:
-    """The same by ``autograd.grad``; and of the penalty alone."""
-    parameters = list(model.parameters())
-    loss = scalar(model, points()) + penalty_on_weights(model)
-    found = torch.autograd.grad(loss, parameters)
-    again = torch.autograd.grad(penalty_on_weights(model), parameters)
-    for parameter, first, second in zip(parameters, found, again, strict=True):
-        parameter.grad = first + second
-
-
-def asked_in_forward(model: nn.Module) -> None:
-    """Between a forward and its backward, of another one."""
-    loss = scalar(model, points())
-    parameters = chosen(model)
-    found = torch.autograd.grad(scalar(model, 2 * points()), parameters)
-    backward(loss)
-    for parameter, gradient in zip(parameters, found, strict=True):
-        if parameter.grad is not None:
-            parameter.grad.add_(gradient)
-
-
-def asked_with_penalty_and_graph(model: nn.Module) -> None:
-    """Products with the Hessian of the loss and its penalty."""
-    parameters = list(model.parameters())
-    loss = scalar(model, points()) + penalty_on_weights(model)
-    found = torch.autograd.grad(loss, parameters, create_graph=True)
-    dot = torch.stack([g.sum() for g in found]).sum()
-    for parameter, gradient in zip(
-        parameters, torch.autograd.grad(dot, parameters), strict=True
-    ):
-        parameter.grad = gradient
-
-
-FIRST: tuple[Program, ...] = (
-    with_inputs,
-    with_inputs_of_both_kinds,
-    asked_gradients,
-    with_penalty,
-    asked_with_penalty,
-    asked_in_forward,
-    asked_with_penalty_and_graph,
-)
+FIRST: tuple[Program, ...] = (with_inputs, with_inputs_of_both_kinds, with_penalty)
 SECOND: tuple[Program, ...] = (
     hessian,
     hessian_vector_products,
     penalty_again,
-    products_in_parameters,
-    penalty_of_parameters,
 )
 
 
@@ -260,7 +163,7 @@ def step(model: nn.Module) -> None:
 def test_gradients_with_respect_to_parameters_are_those_of_the_plain_model(
     path: str, strategy: ShardingStrategy, ranks: RankCount
 ) -> None:
-    """``backward(inputs=...)`` and ``autograd.grad`` reduce as any backward."""
+    """``backward(inputs=...)`` reduces as any backward."""
     ranks(2).run(compare, FIRST, path, strategy)
 
 
@@ -273,155 +176,6 @@ def test_a_graph_of_a_backward_can_be_run_again_and_again(
 ) -> None:
     """Hessians, products with vectors, and penalties with other backwards between."""
     ranks(2).run(compare, SECOND, path, strategy)
-
-
-def own_points(rank: int) -> Tensor:
-    """Inputs ``(2, WIDTH)`` of one rank."""
-    return points() * (1 + rank) / 2
-
-
-@pytest.mark.req("P-10")
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
-@on_ranks(3)
-def test_a_product_with_a_hessian_is_that_of_the_mean_over_ranks(
-    world: World, strategy: ShardingStrategy
-) -> None:
-    """A scalar of shards is this rank's part of a sum over ranks.
-
-    A product with the Hessian of the mean over ranks that have data of their own.
-    """
-    compare_products(world, *pair("composable", strategy))
-
-
-def compare_products(world: World, plain: nn.Module, model: nn.Module) -> None:
-    """Products with the Hessian of the mean over ranks, in a step of both models."""
-    losses = [scalar(plain, own_points(rank)) for rank in range(world.world_size)]
-    mean = torch.stack(losses).mean()
-    for each, loss in (
-        (plain, mean),
-        (model, scalar(model, own_points(world.rank))),
-    ):
-        parameters = chosen(each)
-        found = torch.autograd.grad(loss, parameters, create_graph=True)
-        pairs = zip(found, parameters, strict=True)
-        dot = torch.stack([(g * p.detach()).sum() for g, p in pairs]).sum()
-        products = torch.autograd.grad(dot, parameters)
-        for parameter, product in zip(parameters, products, strict=True):
-            parameter.grad = product
-        step(each)
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[name], value)
-
-
-@pytest.mark.req("P-10", "M-07")
-@pytest.mark.parametrize(
-    "strategy",
-    [ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD],
-    ids=lambda s: s.name,
-)
-@on_ranks(4)
-def test_gradients_with_a_graph_are_reduced_over_the_separate_group(
-    world: World, strategy: ShardingStrategy
-) -> None:
-    """Each reduce-scatter, told with its unit; also beside replicas."""
-    mesh = None
-    if strategy is ShardingStrategy.HYBRID_SHARD:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    plain, model = pair("composable", strategy, device_mesh=mesh)
-    set_separate_reduce_scatter_group(model)
-    before = {(each.group, each.number) for each in recent_operations()}
-
-    compare_products(world, plain, model)
-
-    own = [handle.rule.group for handle in _get_fsdp_handles(model)]
-    sent = [
-        (each.group, each.unit)
-        for each in recent_operations()
-        if each.op == "reduce_scatter" and (each.group, each.number) not in before
-    ]
-    assert {group for group, _ in sent} == {g.operations.name for g in own if g}
-    assert {unit for _, unit in sent} == {"(root)", *map(repr, UNITS)}
-
-
-def refusals(world: World) -> list[str]:
-    """The errors of what cannot be given, and a backward that is right after them."""
-    errors = []
-    plain, model = pair("composable", ShardingStrategy.FULL_SHARD)
-    parameters = chosen(model)
-    rows = model(points())
-    with pytest.raises(PhaseError, match="under vmap"):
-        torch.autograd.grad(
-            rows, parameters, torch.eye(2)[..., None], is_grads_batched=True
-        )
-    hooked = model(points())
-    hooked.register_hook(
-        lambda _: torch.autograd.grad(scalar(model, points()), parameters)
-    )
-    with pytest.raises(PhaseError, match="inside another backward"):
-        backward(hooked.sum())
-    _, uncut = pair("composable", ShardingStrategy.NO_SHARD)
-    set_requires_all_reduce(uncut, False)
-    with pytest.raises(PhaseError, match="replicas do not reduce"):
-        torch.autograd.grad(scalar(uncut, points()), chosen(uncut))
-    # The switch of no_sync, which turns the reduction over replicas off, too.
-    set_requires_gradient_sync(uncut, False)
-    with pytest.raises(PhaseError) as caught:
-        torch.autograd.grad(scalar(uncut, points()), chosen(uncut))
-    errors.append(str(caught.value))
-    hooks = DefaultState(world.group)
-    register_comm_hook(uncut, hooks, reduce_scatter_hook)
-    set_requires_gradient_sync(uncut, True)
-    with pytest.raises(PhaseError, match="a hook without a graph reduces unit"):
-        torch.autograd.grad(scalar(uncut, points()), chosen(uncut), create_graph=True)
-    for graph in (True, False):
-        inner = scalar(module_at(model, "0"), points())
-        with pytest.raises(PhaseError) as caught:
-            torch.autograd.grad(inner, parameters, create_graph=graph)
-        errors.append(str(caught.value))
-    with no_sync(model), pytest.raises(PhaseError) as caught:
-        torch.autograd.grad(scalar(model, points()), parameters)
-    errors.append(str(caught.value))
-    for each in (plain, model):
-        each.zero_grad()
-        backward(scalar(each, points()))
-        step(each)
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[name], value)
-    return errors
-
-
-@pytest.mark.req("P-09")
-def test_gradients_that_cannot_be_given_are_refused_by_name(ranks: RankCount) -> None:
-    """On every rank, before anything runs; never zeros."""
-    for switched, graph, path, waiting in ranks(2).run(refusals):
-        assert "inside no_sync" in switched
-        assert "after set_requires_gradient_sync(module, True)" in switched
-        assert "no path from the output to '1.layer.weight'" in graph
-        assert "no path from the output to '1.layer.weight'" in path
-        assert "inside no_sync" in waiting
-
-
-@pytest.mark.req("P-09")
-@on_ranks(2)
-def test_gradients_asked_for_do_not_wait_for_the_last_backward(world: World) -> None:
-    """Under ``set_is_last_backward(False)``, where reductions may be in flight.
-
-    Gradients asked for are reduced to the end, and others stay what they are.
-    """
-    plain, model = pair("composable", ShardingStrategy.FULL_SHARD)
-    set_is_last_backward(model, False)
-    for each in (plain, model):
-        backward(scalar(each, points()))
-    parameters = list(model.parameters())
-    found = torch.autograd.grad(scalar(model, points()), parameters)
-    set_is_last_backward(model, True)
-    for parameter, gradient in zip(parameters, found, strict=True):
-        if gradient.numel():  # this rank holds some of it
-            torch.testing.assert_close(gradient, parameter.grad)
-    for each in (plain, model):
-        step(each)
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[name], value)
 
 
 @pytest.mark.req("P-09")
@@ -443,34 +197,33 @@ def test_functions_in_front_of_the_engine_can_be_stacked(world: World) -> None:
     try:
         _, later = pair("composable", ShardingStrategy.FULL_SHARD)
         for each in (model, later):
-            torch.autograd.grad(scalar(each, points()), chosen(each))
+            torch.autograd.backward(scalar(each, points()), inputs=chosen(each))
         assert len(calls) == 2
     finally:
         found._engine_run_backward = before
 
 
 @pytest.mark.req("P-09")
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("flat", [False, True])
 @on_ranks(2)
-def test_gradients_of_flat_parameters_can_be_asked_for(world: World) -> None:
-    """They are this rank's parts, as their parameters are.
+def test_autograd_grad_of_sharded_parameters_is_refused_by_name(
+    world: World, graph: bool, flat: bool
+) -> None:
+    """On every rank before anything runs, never zeros; the next step is right."""
+    plain, model = pair("composable", ShardingStrategy.FULL_SHARD)
+    asked = list(flat_parameters(model)) if flat else chosen(model)
+    loss = scalar(model, points())
 
-    Gradients of a flat parameter, asked for, are those that a backward gives.
-    """
-    _, model = pair("composable", ShardingStrategy.FULL_SHARD)
-    flats = list(flat_parameters(model))
-    found = torch.autograd.grad(scalar(model, points()), flats)
-    assert all(flat.grad is None for flat in flats)
-    backward(scalar(model, points()))
-    for flat, gradient in zip(flats, found, strict=True):
-        torch.testing.assert_close(gradient, flat.grad)
-    # Of the leaves: the same, in parts, and the flat gradients stay.
-    before = [flat.grad.clone() for flat in flats]  # type: ignore[union-attr]  # set above
-    parts = torch.autograd.grad(scalar(model, points()), list(model.parameters()))
-    assert all(
-        torch.equal(flat.grad, values)  # type: ignore[arg-type]  # set above
-        for flat, values in zip(flats, before, strict=True)
-    )
-    torch.testing.assert_close(
-        sum(part.square().sum() for part in parts),
-        sum(flat.square().sum() for flat in found),
-    )
+    with pytest.raises(PhaseError) as caught:
+        torch.autograd.grad(loss, [points(), *asked], create_graph=graph)
+
+    name = "a flat parameter" if flat else "'0.layer.weight'"
+    assert f"gradient of sharded parameter {name}, of which" in str(caught.value)
+    assert "backward(inputs=[...])" in str(caught.value)
+    backward(loss)
+    backward(scalar(plain, points()))
+    torch.optim.SGD(asked if flat else model.parameters(), lr=0.1).step()
+    step(plain)
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[key], value)
