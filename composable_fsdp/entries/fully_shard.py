@@ -146,9 +146,8 @@ def _shard(
             ``flat_parameter_groups`` can separate them. The results must be equal on
             all ranks. Default None: no separation.
         if_sharded: "error" (default), or "skip" to return a module that is already
-            sharded as this call asks: equal units with equal parameters, options, ranks
-            and device, however the arguments are written. A module sharded differently
-            is refused.
+            sharded with equal options over equal ranks on the same device. A module
+            sharded with other options is refused. The policy is not compared.
         tied_params: Treatment of a parameter that several units share: "error"
             (default), or "promote" to assign the parameter to the lowest unit that
             contains all its places.

@@ -339,7 +339,7 @@ def in_force(options: UnitOptions) -> dict[str, object]:
     """
     found = {name: getattr(options, name) for name in PER_MODULE}
     del found["use_orig_params"]  # both values have the same effect
-    # Compared by the regions: two functions may return the same groups.
+    # Two functions may return the same groups.
     del found["group_by"]
     # CPUOffload(offload_params=False) equals no offload.
     offload = options.cpu_offload

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Container, Sequence
-from itertools import count
 
 import torch
 
@@ -23,7 +22,6 @@ from composable_fsdp.tree.initial_weights import InitialWeights, hash_weights
 from composable_fsdp.tree.state import OWNERS, _FSDPState
 from composable_fsdp.tree.unit_settings import ForwardSearches, UnitSettings
 
-_applications = count(1)
 """Counter of the process; the copy of a unit keeps the number."""
 
 
@@ -59,7 +57,6 @@ def build_units(
     """
     engine.install()
     states = [root_state, *(_FSDPState() for _ in targets[1:])]
-    application = next(_applications)
     # Nested units first: each unit takes its modules, and outer units take only modules
     # without an owner.
     for index in reversed(range(len(targets))):
@@ -78,7 +75,7 @@ def build_units(
             record_replaced(handle, given, target.parameters)
         if not handle.layout.on_meta:
             initial.mark(handle.layout)
-        _fill(state, target, ranks, application, handle, initial, index in awaiting)
+        _fill(state, target, ranks, handle, initial, index in awaiting)
         if state is not root_state:
             set_state(target.modules[0], api, state)
             _link(state, states[target.parent])
@@ -104,7 +101,6 @@ def _fill(
     state: _FSDPState,
     target: Target,
     ranks: RankLayout,
-    number: int,
     handle: FlatParamHandle,
     initial: InitialWeights,
     awaits_buffers: bool,
@@ -115,7 +111,6 @@ def _fill(
         state: the state that the registry made.
         target: the planned unit.
         ranks: the shard and replicate groups.
-        number: number of the call of ``fully_shard``.
         handle: the handle of the unit.
         initial: the hashes of the values.
         awaits_buffers: whether buffers of the unit were on meta.
@@ -130,7 +125,6 @@ def _fill(
         make_precision(handle),
         options=options,
         ranks=ranks,
-        application=number,
         initial=initial,
         copier=copy_state,
         settings=UnitSettings(

@@ -55,7 +55,6 @@ def copy_state(state: _FSDPState, memo: Memo) -> _FSDPState:
         copy.deepcopy(state.precision, memo),
         options=state.options,
         ranks=state.ranks,
-        application=state.application,
         initial=state.initial.copy(state.handle.layout, handle.layout),
         copier=copy_state,
         settings=state.settings.copy(),

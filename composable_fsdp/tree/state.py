@@ -310,7 +310,6 @@ class _FSDPState:
         "_root_states",
         "ahead_in_backward",
         "ahead_in_forward",
-        "application",
         "context",
         "copier",
         "fqn",
@@ -361,7 +360,6 @@ class _FSDPState:
         *,
         options: UnitOptions,
         ranks: RankLayout,
-        application: int,
         initial: InitialWeights,
         copier: Callable[[_FSDPState, dict[int, Any]], _FSDPState],
         settings: UnitSettings,
@@ -377,9 +375,6 @@ class _FSDPState:
         """The unit's options, resolved from ``fully_shard``."""
         self.ranks = ranks
         """The ranks that the caller of ``fully_shard`` chose."""
-        self.application = application
-        """Number of the call of ``fully_shard`` that created the unit. A policy creates
-        several units in a call."""
         self.initial = initial
         """The values that ``fully_shard`` was given, for a comparison with other
         ranks."""
