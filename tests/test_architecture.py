@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 import composable_fsdp
-from tests import field_rules, import_graph, source_rules
+from tests import budgets, field_rules, import_graph, source_rules
 from tests.import_graph import Module
 
 ROOT = Path(composable_fsdp.__file__).parent
@@ -158,6 +158,31 @@ def test_files_and_functions_stay_small(package: dict[str, Module]) -> None:
     print("\n".join(report))
 
     assert broken == []
+
+
+def test_figures_are_at_their_budgets(package: dict[str, Module]) -> None:
+    """No figure rises, and one that has fallen lowers its budget."""
+    found = budgets.measured(package, ROOT)
+    found["modules that fully_shard loads"] = budgets.loaded_modules()
+
+    assert budgets.off_budget(found) == []
+
+
+def test_a_figure_off_its_budget_is_told() -> None:
+    """Above, below by more than the slack, and unknown."""
+    found = {name: figure for name, figure in budgets.BUDGETS.items()}
+    name = "longest chain of imports"
+    found[name] += 1
+    found["lines"] //= 2
+    found["lines of a new folder"] = 1
+
+    told = budgets.off_budget(found)
+
+    assert [text.split(":")[0] for text in told] == [
+        "lines",
+        name,
+        "lines of a new folder",
+    ]
 
 
 def test_classes_have_few_fields(package: dict[str, Module]) -> None:

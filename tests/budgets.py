@@ -1,0 +1,161 @@
+"""Measures of the package's size and structure, which only go down.
+
+``tests/test_architecture.py`` holds each figure at its budget. A change that lowers a
+figure lowers the budget in the same commit; a change that raises one takes as much
+elsewhere.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from tests.import_graph import PACKAGE, Module, inner_edges, reached_from
+
+BUDGETS: dict[str, int] = {
+    "lines": 73919,
+    "lines of files": 1121,
+    "lines of access": 3246,
+    "lines of comm": 7639,
+    "lines of compose": 663,
+    "lines of entries": 5082,
+    "lines of flat": 5559,
+    "lines of hugging_face": 21,
+    "lines of inspection": 4850,
+    "lines of integrations": 3662,
+    "lines of optim": 6641,
+    "lines of planning": 7171,
+    "lines of runtime": 5922,
+    "lines of state_dict": 2917,
+    "lines of storage": 16445,
+    "lines of tree": 2980,
+    "files reached from entries.fully_shard": 151,
+    "lines reached from entries.fully_shard": 31640,
+    "files reached from runtime.forward": 116,
+    "lines reached from runtime.forward": 25812,
+    "files reached from tree.traversal": 65,
+    "lines reached from tree.traversal": 14593,
+    "longest chain of imports": 45,
+    "imports out of the core": 27,
+    "branching functions": 35,
+    "names": 136,
+    "modules that fully_shard loads": 321,
+}
+"""The largest value of each figure."""
+WORDS = frozenset({"errors", "config", "naming", "phases"})
+CORE = WORDS | {"compose", "comm", "planning", "flat", "tree", "runtime", "entries"}
+MOST_DECISIONS = 15
+"""Most decision points of a function: branches, loops, handlers and ``and``/``or``."""
+_DECISIONS = (
+    ast.If,
+    ast.For,
+    ast.While,
+    ast.IfExp,
+    ast.ExceptHandler,
+    ast.comprehension,
+    ast.Assert,
+    ast.match_case,
+)
+
+
+SLACK = 0.02
+"""How far a figure may lie below its budget, as a part of the budget."""
+
+
+def off_budget(found: dict[str, int]) -> list[str]:
+    """Return the figures that are above their budgets, or below by more than SLACK."""
+    told = []
+    for name, figure in found.items():
+        budget = BUDGETS.get(name, 0)
+        if figure > budget:
+            told.append(f"{name}: {figure}, more than {budget}")
+        elif figure < budget * (1 - SLACK) - 1:
+            told.append(f"{name}: {figure}; lower its budget of {budget}")
+    return told
+
+
+def measured(modules: dict[str, Module], root: Path) -> dict[str, int]:
+    """Return each figure by name."""
+    lines = {name: len(m.path.read_text().splitlines()) for name, m in modules.items()}
+    found = {"lines": sum(lines.values())}
+    for name, module in modules.items():
+        # A folder by its name; single files, doors among them, count together.
+        folder = module.part if (root / module.part).is_dir() else "files"
+        key = f"lines of {folder or 'files'}"
+        found[key] = found.get(key, 0) + lines[name]
+    for start in ("entries.fully_shard", "runtime.forward", "tree.traversal"):
+        reached = {f"{PACKAGE}.{start}", *reached_from(modules, f"{PACKAGE}.{start}")}
+        reached &= set(lines)
+        found[f"files reached from {start}"] = len(reached)
+        found[f"lines reached from {start}"] = sum(lines[each] for each in reached)
+    found["longest chain of imports"] = _longest_chain(modules)
+    found["imports out of the core"] = sum(
+        1
+        for edge in inner_edges(modules)
+        if edge.module.part in CORE and edge.target.split(".")[1] not in CORE
+    )
+    found["branching functions"] = len(branching(modules))
+    found["names"] = len(_public_names(modules[PACKAGE]))
+    return found
+
+
+def branching(modules: dict[str, Module]) -> list[str]:
+    """Return the functions with more than ``MOST_DECISIONS`` decision points."""
+    return [
+        f"{module.at(node.lineno)} {node.name}: {count}"
+        for module in modules.values()
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if (count := sum(_decisions(node))) > MOST_DECISIONS
+    ]
+
+
+def _decisions(function: ast.AST) -> Iterator[int]:
+    """Yield the decision points of ``function``, without functions inside."""
+    for child in ast.iter_child_nodes(function):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        if isinstance(child, _DECISIONS):
+            yield 1
+        elif isinstance(child, ast.BoolOp):
+            yield len(child.values) - 1
+        yield from _decisions(child)
+
+
+def _longest_chain(modules: dict[str, Module]) -> int:
+    """Return how many files the longest chain of imports has."""
+    targets: dict[str, set[str]] = {name: set() for name in modules}
+    for edge in inner_edges(modules):
+        if edge.target in modules:
+            targets[edge.module.name].add(edge.target)
+
+    @cache
+    def depth(name: str) -> int:
+        return 1 + max(map(depth, targets[name]), default=0)
+
+    return max(map(depth, targets))
+
+
+def _public_names(package: Module) -> list[str]:
+    """Return ``__all__`` of the package."""
+    for node in ast.walk(package.tree):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            names: list[str] = ast.literal_eval(node.value)
+            return names
+    raise AssertionError("the package has no __all__")
+
+
+def loaded_modules() -> int:
+    """Return how many modules of the package ``fully_shard`` alone loads."""
+    code = (
+        "import sys; from composable_fsdp import fully_shard; "
+        "print(sum(m.split('.')[0] == 'composable_fsdp' for m in sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    return int(done.stdout)
