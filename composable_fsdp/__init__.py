@@ -38,7 +38,6 @@ from composable_fsdp.access.single import (
 from composable_fsdp.access.unshard_params import unshard_params
 from composable_fsdp.comm.int8_exchange import int8_all_to_all_hook
 from composable_fsdp.comm.operations import OperationRecord, recent_operations
-from composable_fsdp.comm.simulated_world import Machine
 from composable_fsdp.comm.wires import Float8Wire, Int8Wire, WireFormat, WireLayout
 from composable_fsdp.compose.contract import contract
 from composable_fsdp.config import (
@@ -74,8 +73,6 @@ from composable_fsdp.entries.fully_shard import fully_shard
 from composable_fsdp.entries.open_wrapped_params import open_wrapped_params
 from composable_fsdp.entries.plan import plan
 from composable_fsdp.entries.replicate import replicate
-from composable_fsdp.entries.simulate import simulate
-from composable_fsdp.entries.simulation import Simulation
 from composable_fsdp.entries.wrapper import FullyShardedDataParallel
 from composable_fsdp.errors import (
     CheckpointError,
@@ -101,14 +98,12 @@ from composable_fsdp.optim.rekey import rekey_optim_state_dict
 from composable_fsdp.optim.replicas import load_replica_state_dict, replica_state_dict
 from composable_fsdp.optim.save import optim_state_dict
 from composable_fsdp.optim.single import get_full_optim_state, set_full_optim_state
-from composable_fsdp.planning.activations import Activations, measure_activations
 from composable_fsdp.planning.callables import (
     always_wrap_policy,
     lambda_auto_wrap_policy,
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
-from composable_fsdp.planning.forecast import Forecast, forecast
 from composable_fsdp.planning.plan import ShardingPlan
 from composable_fsdp.planning.policies import (
     CustomPolicy,
@@ -151,6 +146,11 @@ from composable_fsdp.storage.snapshot import free_save_memory
 from composable_fsdp.storage.source import Source, TensorInfo
 from composable_fsdp.storage.storages import register_storage
 from composable_fsdp.storage.verify import Verification, verify
+from composable_fsdp.tools.activations import Activations, measure_activations
+from composable_fsdp.tools.forecast import Forecast, forecast
+from composable_fsdp.tools.simulate import simulate
+from composable_fsdp.tools.simulated_world import Machine
+from composable_fsdp.tools.simulation import Simulation
 
 __all__ = [
     "Activations",

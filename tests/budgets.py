@@ -17,21 +17,22 @@ from pathlib import Path
 from tests.import_graph import PACKAGE, Module, inner_edges, reached_from
 
 BUDGETS: dict[str, int] = {
-    "lines": 73919,
+    "lines": 73920,
     "lines of files": 1121,
     "lines of access": 3246,
-    "lines of comm": 7639,
+    "lines of comm": 6739,
     "lines of compose": 663,
-    "lines of entries": 5082,
+    "lines of entries": 4075,
     "lines of flat": 5559,
     "lines of hugging_face": 21,
     "lines of inspection": 4850,
     "lines of integrations": 3662,
     "lines of optim": 6641,
-    "lines of planning": 7171,
+    "lines of planning": 5629,
     "lines of runtime": 5922,
     "lines of state_dict": 2917,
     "lines of storage": 16445,
+    "lines of tools": 3450,
     "lines of tree": 2980,
     "files reached from entries.fully_shard": 151,
     "lines reached from entries.fully_shard": 31640,
@@ -40,10 +41,10 @@ BUDGETS: dict[str, int] = {
     "files reached from tree.traversal": 65,
     "lines reached from tree.traversal": 14593,
     "longest chain of imports": 45,
-    "imports out of the core": 27,
+    "imports out of the core": 26,
     "branching functions": 35,
     "names": 136,
-    "modules that fully_shard loads": 321,
+    "modules that fully_shard loads": 322,
 }
 """The largest value of each figure."""
 WORDS = frozenset({"errors", "config", "naming", "phases"})

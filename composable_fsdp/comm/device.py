@@ -42,7 +42,7 @@ def as_cuda() -> bool:
     """Return whether units and roots on CPU get streams and events, too.
 
     True only in a thread that simulates a step in the order of CUDA
-    (``comm.simulated_world`` puts another function here).
+    (``tools.simulated_world`` puts another function here).
     """
     return False
 
@@ -319,7 +319,7 @@ _watching = False
 def live_streams() -> weakref.WeakSet[Streams]:
     """Return the streams of this thread's process; those of a simulation have others.
 
-    ``comm.simulated_world`` puts another function here for the thread that simulates,
+    ``tools.simulated_world`` puts another function here for the thread that simulates,
     so that optimizer steps of other threads never meet a stand-in.
     """
     return _live

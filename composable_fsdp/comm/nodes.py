@@ -35,7 +35,7 @@ TIMEOUT_VARIABLE = "COMPOSABLE_FSDP_CHECKPOINT_TIMEOUT"
 ``load``. Default: the timeout of the model's process group."""
 
 SIMULATED = "simulated"
-"""The backend of ``comm.simulated_world``."""
+"""The backend of ``tools.simulated_world``."""
 
 PEERLESS = ("fake", SIMULATED)
 """Backends of groups without other ranks; ``fake`` is torch's."""

@@ -32,10 +32,10 @@ from composable_fsdp.inspection.plan_report import KEY, Report, report_of
 from composable_fsdp.inspection.plan_text import parts_of, print_parts
 from composable_fsdp.inspection.progress import waiting
 from composable_fsdp.inspection.sizes import count
-from composable_fsdp.planning.activations import Activations, measure_activations
-from composable_fsdp.planning.forecast import Forecast, forecast
-from composable_fsdp.planning.optimizers import OPTIMIZERS
 from composable_fsdp.planning.plan import ShardingPlan
+from composable_fsdp.tools.activations import Activations, measure_activations
+from composable_fsdp.tools.forecast import Forecast, forecast
+from composable_fsdp.tools.optimizers import OPTIMIZERS
 
 DOES_NOT_FIT = 1
 """Exit status if ``--gpu-memory`` is given and the plan needs more."""

@@ -10,7 +10,7 @@ from composable_fsdp.errors import PlanError
 from composable_fsdp.inspection.plan_pictures import holdings, memory, schedule
 from composable_fsdp.inspection.plan_report import Report
 from composable_fsdp.inspection.plan_text import Table, parts_of
-from composable_fsdp.planning.forecast import Forecast
+from composable_fsdp.tools.forecast import Forecast
 
 _BEGIN = "<!doctype html><!-- composable_fsdp plan -->\n"
 """The first line of every page; a file that begins otherwise is not overwritten."""

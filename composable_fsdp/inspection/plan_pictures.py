@@ -19,10 +19,10 @@ from composable_fsdp.inspection.svg import (
 )
 from composable_fsdp.naming import ROOT_NAME
 from composable_fsdp.planning.fold import Fold
-from composable_fsdp.planning.forecast import Forecast, StepMoment
 from composable_fsdp.planning.layout import ParameterSlot, RegionLayout
 from composable_fsdp.planning.memory import COMPUTE, GATHER, REDUCE
 from composable_fsdp.planning.plan import size_text
+from composable_fsdp.tools.forecast import Forecast, StepMoment
 
 PADDING = "url(#padding)"
 """The fill of padding."""

@@ -24,7 +24,7 @@ OPTIONS = {
     "cpu_offload=CPUOffload(offload_params=True)": "--cpu-offload",
     "activation checkpointing of each unit": "--checkpointing",
 }
-"""Changes that ``planning.fit`` suggests, with the option that tries each."""
+"""Changes that ``tools.fit`` suggests, with the option that tries each."""
 
 
 @dataclass(frozen=True)

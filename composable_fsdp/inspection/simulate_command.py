@@ -10,8 +10,6 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_fsdp.entries.simulate import DEVICE_TYPES, OPTIMIZERS, simulate
-from composable_fsdp.entries.simulation import Simulation
 from composable_fsdp.entries.tensor_parallel import without_arguments
 from composable_fsdp.inspection.job import job
 from composable_fsdp.inspection.model_arguments import (
@@ -34,6 +32,8 @@ from composable_fsdp.inspection.sizes import bound
 from composable_fsdp.planning.chosen import unit_names
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.plan import size_text
+from composable_fsdp.tools.simulate import DEVICE_TYPES, OPTIMIZERS, simulate
+from composable_fsdp.tools.simulation import Simulation
 
 TOO_LARGE = 1
 """Exit status if ``--gpu-memory`` is given and the step needs more."""

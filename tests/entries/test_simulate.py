@@ -30,8 +30,8 @@ from composable_fsdp import (
     simulate,
 )
 from composable_fsdp.comm import device
-from composable_fsdp.entries.simulation import _microseconds
 from composable_fsdp.planning.unit_plan import Traffic
+from composable_fsdp.tools.simulation import _microseconds
 from tests.support.memory import LiveBytes
 from tests.support.tiny import TinyBlock
 from tests.support.world import World, ranks, single_rank_group

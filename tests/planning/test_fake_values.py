@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from composable_fsdp import forecast, measure_activations, plan, simulate
-from composable_fsdp.planning.fake_values import LARGEST, FakeValues
+from composable_fsdp.tools.fake_values import LARGEST, FakeValues
 
 EXPERTS, CHOSEN, TOKENS, WIDTH = 4, 2, 64, 32
 

@@ -26,10 +26,10 @@ from composable_fsdp import (
     plan,
     replan,
 )
-from composable_fsdp.planning.fit import fit, smallest_world_size
-from composable_fsdp.planning.forecast import DeviceMemory
 from composable_fsdp.planning.plan import ShardingPlan
 from composable_fsdp.planning.unit_plan import Traffic
+from composable_fsdp.tools.fit import fit, smallest_world_size
+from composable_fsdp.tools.forecast import DeviceMemory
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.planning.trees import linears, units
 from tests.support.memory import LiveBytes, cuda_order, fake_tensors

@@ -25,7 +25,7 @@ from torch.distributed import distributed_c10d
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from composable_fsdp.comm.simulated_world import (
+from composable_fsdp.tools.simulated_world import (
     SimulatedGroup,
     echo,
     echo_rows,

@@ -21,11 +21,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
-from composable_fsdp.comm.model_sends import model_sends
 from composable_fsdp.errors import PlanError
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.dtensors import is_dtensor
-from composable_fsdp.planning.fake_step import (
+from composable_fsdp.planning.memory import COMPUTE, Event
+from composable_fsdp.planning.plan import ShardingPlan
+from composable_fsdp.tools.fake_step import (
     FAKE_LOG,
     Inputs,
     Step,
@@ -34,9 +35,8 @@ from composable_fsdp.planning.fake_step import (
     muted,
     stand_ins,
 )
-from composable_fsdp.planning.fake_values import FakeValues
-from composable_fsdp.planning.memory import COMPUTE, Event
-from composable_fsdp.planning.plan import ShardingPlan
+from composable_fsdp.tools.fake_values import FakeValues
+from composable_fsdp.tools.model_sends import model_sends
 
 
 class UnitActivations(NamedTuple):

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from composable_fsdp.comm.ranges import running_unit
-from composable_fsdp.comm.simulated_world import Machine, replaced_here
-from composable_fsdp.comm.timetable import Label, Timetable
-from composable_fsdp.planning.storages import Block, StorageMode
+from composable_fsdp.tools.simulated_world import Machine, replaced_here
+from composable_fsdp.tools.storages import Block, StorageMode
+from composable_fsdp.tools.timetable import Label, Timetable
 
 
 @cache

@@ -14,16 +14,16 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import NamedTuple
 
-from composable_fsdp.planning.activations import Activations, Held
 from composable_fsdp.planning.fold import Fold, fold_units
 from composable_fsdp.planning.memory import Event
-from composable_fsdp.planning.optimizers import (
+from composable_fsdp.planning.plan import ShardingPlan
+from composable_fsdp.planning.unit_plan import Traffic, UnitPlan
+from composable_fsdp.tools.activations import Activations, Held
+from composable_fsdp.tools.optimizers import (
     OPTIMIZERS,
     OptimizerMemory,
     optimizer_memory,
 )
-from composable_fsdp.planning.plan import ShardingPlan
-from composable_fsdp.planning.unit_plan import Traffic, UnitPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
-from composable_fsdp.comm.simulated_world import replaced
+from composable_fsdp.tools.simulated_world import replaced
 
 
 @contextmanager

@@ -38,9 +38,9 @@ from composable_fsdp.comm import device
 from composable_fsdp.comm.nodes import SIMULATED
 from composable_fsdp.comm.operations import PHASES, operation_log
 from composable_fsdp.comm.ranges import running_unit
-from composable_fsdp.comm.timetable import Label, SimulatedEvent, Timetable
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.phases import Phase
+from composable_fsdp.tools.timetable import Label, SimulatedEvent, Timetable
 
 LARGEST = 1 << 20
 """Tensors of more elements have no values in a simulated step."""

@@ -1,0 +1,1 @@
+"""What plans, simulates and inspects; the package below imports nothing of it."""
