@@ -48,10 +48,9 @@ class CutPart:
     """The key of the entry in the rank's file."""
     states: dict[str, tuple[torch.dtype, str]] = field(default_factory=dict)
     """Per element-wise state: the dtype and the key of the entry."""
-    # Values, which change from save to save; see ``FilePart``.
-    values: dict[str, Json] = field(default_factory=dict, compare=False)
+    values: dict[str, Json] = field(default_factory=dict)
     """State that is not element-wise, encoded."""
-    shared: dict[str, str] = field(default_factory=dict, compare=False)
+    shared: dict[str, str] = field(default_factory=dict)
     """The same as texts, to compare over ranks."""
     rectangle: Rectangle | None = None
     """The rectangle that ``start`` and ``stop`` count in. Default None: no rectangle.

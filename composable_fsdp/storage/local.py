@@ -24,10 +24,9 @@ class LocalPart:
 
     singles: list[Any] = field(default_factory=list)
     """A ``SinglePart`` for each tensor in no unit."""
-    # Values, which change from save to save; see ``FilePart``.
-    own_states: dict[str, Json] = field(default_factory=dict, compare=False)
-    values: dict[str, dict[str, Json]] = field(default_factory=dict, compare=False)
-    param_groups: list[Json] | None = field(default=None, compare=False)
+    own_states: dict[str, Json] = field(default_factory=dict)
+    values: dict[str, dict[str, Json]] = field(default_factory=dict)
+    param_groups: list[Json] | None = None
 
     def is_empty(self) -> bool:
         """Return whether the rank has nothing of its own."""

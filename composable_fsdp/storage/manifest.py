@@ -17,8 +17,7 @@ of the JSON: ``to_json`` writes any field, and ``parse`` in ``validate`` is the 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import pairwise, product
 from math import prod
@@ -414,10 +413,6 @@ class Manifest:
         """Return the manifest for ``json.dumps``; ``parse`` is the inverse."""
         return {name: _to_json(getattr(self, name)) for name in self._written()}
 
-    def text(self, known: Mapping[str, str]) -> str:
-        """Return the manifest as JSON; ``known`` are texts of fields, by name."""
-        return fields_text(self, self._written(), known)
-
     def _written(self) -> list[str]:
         """Return the names of the fields that the version of the manifest has."""
         # Releases that read only the older version refuse fields that are newer.
@@ -433,26 +428,6 @@ def version_of(grids: tuple[Grid, ...], wrappers: dict[str, str]) -> int:
     """Return the oldest version that can describe a checkpoint."""
     # A checkpoint without both stays readable for releases that do not know them.
     return 3 if grids or wrappers else 2
-
-
-def fields_text(value: Any, names: Iterable[str], known: Mapping[str, str]) -> str:
-    """Return a part of a manifest as JSON.
-
-    Args:
-        value: the manifest, or an object in it.
-        names: the names of the fields to write, in order.
-        known: texts of some fields, by name; the others are made.
-    """
-    texts = []
-    for name in names:
-        text = known.get(name)
-        texts.append(f'"{name}":{text or text_of_value(getattr(value, name))}')
-    return f"{{{','.join(texts)}}}"
-
-
-def text_of_value(value: Any) -> str:
-    """Return the value of a field as JSON without spaces."""
-    return json.dumps(_to_json(value), allow_nan=False, separators=(",", ":"))
 
 
 def _to_json(value: Any) -> Json:

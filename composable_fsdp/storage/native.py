@@ -8,7 +8,6 @@ import os
 import zlib
 from collections.abc import Mapping, Sequence
 from functools import cache
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -58,14 +57,10 @@ _TAIL = b"\n}\n"
 _Key = tuple[str, str | None]
 
 
-def manifest_bytes(
-    manifest: Manifest, known: Mapping[str, str] = MappingProxyType({})
-) -> bytes:
-    """Return the content of the manifest file: JSON with a crc32 of the manifest.
-
-    ``known`` are the texts of some fields, by name. Default: none.
-    """
-    body = manifest.text(known).encode()
+def manifest_bytes(manifest: Manifest) -> bytes:
+    """Return the content of the manifest file: JSON with a crc32 of the manifest."""
+    text = json.dumps(manifest.to_json(), allow_nan=False, separators=(",", ":"))
+    body = text.encode()
     return _HEAD % zlib.crc32(body) + body + _TAIL
 
 

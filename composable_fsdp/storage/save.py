@@ -46,12 +46,13 @@ from composable_fsdp.storage.directory import (
 )
 from composable_fsdp.storage.file_part import FilePart, Kinds, digest
 from composable_fsdp.storage.listing import spared
-from composable_fsdp.storage.manifest import BLOCK, block_size
+from composable_fsdp.storage.manifest import BLOCK, Manifest, block_size
+from composable_fsdp.storage.merge import RankPart, merge
 from composable_fsdp.storage.metric import Metric, agreed
+from composable_fsdp.storage.native import manifest_bytes
 from composable_fsdp.storage.new_file import named_errors
 from composable_fsdp.storage.part import PartMaker
 from composable_fsdp.storage.pending import raise_unseen, wait_for_pending
-from composable_fsdp.storage.plan_cache import Reuse, plan_cache_of
 from composable_fsdp.storage.region_part import add_missing
 from composable_fsdp.storage.remote import is_url, join, whole_path
 from composable_fsdp.storage.remote_commit import (
@@ -66,6 +67,7 @@ from composable_fsdp.storage.same_replicas import replica_shards, replicas_diffe
 from composable_fsdp.storage.same_values import require_same_values
 from composable_fsdp.storage.selection import Patterns, Selection
 from composable_fsdp.storage.team import Team, meet_team, team_of
+from composable_fsdp.storage.validate import parse
 from composable_fsdp.storage.writer import Piece, in_order, places_of, write_file
 from composable_fsdp.tree.traversal import require_module
 
@@ -203,8 +205,6 @@ class Job:
     """The description of this rank's file; rank 0 merges the parts of all ranks."""
     pieces: list[Piece]
     """The entries of this rank's file, in the order of the file."""
-    reuse: Reuse
-    """The plan of the last save, and whether this save is as the last."""
     keep: int | None
     """See ``save``."""
     overwrite: bool = False
@@ -287,11 +287,9 @@ def prepare(
         nbytes = sum(piece.nbytes for piece in pieces)
         # A share of a shard may lack a state that the other shares have.
         add_missing(part, pieces, [kinds])
-        plan = plan_cache_of(module)
-        last = plan.token_for(part, team.ranks, is_first=team.rank == 0)
         told = digest(kinds), values.digest()
         copies = hashes_of(values.copies)
-        mine = target, temporary, before, *told, metric, nbytes, last, copies
+        mine = target, temporary, before, *told, metric, nbytes, copies
         answers = team.agree(error, (*mine, *shards[:2]))
         raise_unseen(team, [each[2] for each in answers])
         # Each rank has all metrics, so all raise alike.
@@ -299,11 +297,8 @@ def prepare(
         part.metric = None if metric is None else metric.to_save()
         kinds_differ = len({each[3] for each in answers if each[3]}) > 1
         values_differ = len({each[4] for each in answers}) > 1
-        values_differ |= copies_differ(team.ranks, [each[8] for each in answers])
-        shards_differ = replicas_differ([each[9:11] for each in answers])
-        # Before entries are added that other ranks ask for, at each save alike.
-        is_same = bool(last) and {each[7] for each in answers} == {last}
-        reuse = Reuse(plan, part.copy(), team.ranks, is_same)
+        values_differ |= copies_differ(team.ranks, [each[7] for each in answers])
+        shards_differ = replicas_differ([each[8:10] for each in answers])
         if kinds_differ or values_differ or shards_differ:
             # Names and hashes are sent in full only now: of 10,000 tensors and 1,024
             # ranks they are hundreds of megabytes.
@@ -321,7 +316,7 @@ def prepare(
     target, temporary, *_ = answers[0]
     block = block_size(sum(each[6] for each in answers))
     given_on = keep, overwrite, given.keep_best, error
-    return Job(target, temporary, part, in_order(pieces), reuse, *given_on, block)
+    return Job(target, temporary, part, in_order(pieces), *given_on, block)
 
 
 def write(team: Team, job: Job, error: Exception | None = None) -> None:
@@ -346,13 +341,12 @@ def write(team: Team, job: Job, error: Exception | None = None) -> None:
                 raise error
             begins = places_of(job.pieces)
             file = write_file(job.file_of(team.rank), job.pieces, job.block)
-            told = job.reuse.told(job.part, file, begins)
+            told = job.part, file, begins
         except Exception as raised:
             error = raised
         # Release the pieces before the exchange: in an asynchronous save they hold the
         # copies of this rank's values in host memory.
         job.pieces.clear()
-        job.reuse.begin()
         answers = team.to_first(error, told)
         failures = [each.failure for each in answers]
         if team.rank == 0:
@@ -364,7 +358,6 @@ def write(team: Team, job: Job, error: Exception | None = None) -> None:
                 failures[0] = team.failure_of(failure)
             error = error or failure
         team.from_first(failures, error)
-        job.reuse.end(job.temporary)
     finally:
         # Also after a lost rank or an interrupt, no half-written directory stays
         # behind.
@@ -377,8 +370,7 @@ def _finish(job: Job, told: list[Any]) -> tuple[bool, Exception | None]:
     committed = False
     try:
         with paused_collection():
-            place = join(job.path, MANIFEST)
-            manifest, data = job.reuse.manifest(told, job.block, place)
+            manifest, data = _manifest(told, job)
         if is_url(job.path):
             sizes = {f.name: f.header_nbytes + f.payload_nbytes for f in manifest.files}
             commit_remote(job.path, data, job.overwrite, sizes)
@@ -401,6 +393,13 @@ def _finish(job: Job, told: list[Any]) -> tuple[bool, Exception | None]:
             return True, _after_commit(job, raised)
         return False, raised
     return True, None
+
+
+def _manifest(told: list[RankPart], job: Job) -> tuple[Manifest, bytes]:
+    """Return the manifest and the content of its file; raise if no load takes it."""
+    manifest = merge(told, job.block)
+    parse(manifest.to_json(), join(job.path, MANIFEST))
+    return manifest, manifest_bytes(manifest)
 
 
 def _begin(target: str, overwrite: bool, ranks: int) -> str:

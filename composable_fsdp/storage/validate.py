@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -68,35 +67,6 @@ def parse(document: Json, file: str) -> Manifest:
     entries_by_file(manifest, file)
     check_values(manifest, file)
     return manifest
-
-
-def require_changed(manifest: Manifest, file: str) -> None:
-    """Check the fields of a manifest that change from save to save.
-
-    The others, and how they fit together, are those of a manifest that was checked.
-
-    Args:
-        manifest: the manifest.
-        file: as in ``parse``.
-
-    Raises: CheckpointError, as ``parse``.
-    Collective: none.
-    """
-    # Thousands of places of shards are as they were, and take seconds to check. Of the
-    # files, sizes are as they were, and checksums are results of ``crc32``.
-    changed = replace(
-        manifest,
-        files=(),
-        regions=(),
-        singles=(),
-        cuts=(),
-        grids=(),
-        local=(),
-        loose=(),
-    )
-    parse_fields(changed.to_json(), file)
-    _check_files(manifest, file)
-    check_values(manifest, file)
 
 
 def _check_files(manifest: Manifest, file: str) -> None:
