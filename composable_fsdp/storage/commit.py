@@ -17,7 +17,6 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -258,11 +257,7 @@ def is_of_series(name: str, other: str) -> bool:
     return all(match[end] == own[end] for end in ("before", "after"))
 
 
-def remove_older(
-    path: str,
-    keep: int | None,
-    spared: Callable[[list[str]], Mapping[str, str]] = lambda paths: {},
-) -> list[str]:
+def remove_older(path: str, keep: int | None) -> list[str]:
     """Remove replaced checkpoints, and all of the series but the newest ``keep``.
 
     The series of ``path`` are the checkpoints beside ``path`` whose names differ from
@@ -273,8 +268,6 @@ def remove_older(
     Args:
         path: the checkpoint that was committed.
         keep: the number of newest checkpoints that stay, ``path`` included.
-        spared: returns which of the series stay in any case, with a text for the user
-            or "". Default: none.
 
     Returns: texts about directories that could not be removed.
     Collective: none.
@@ -308,12 +301,7 @@ def remove_older(
                 older.append((number, entry.path))
     count = len(older) if keep is None else keep - 1
     older.sort(reverse=True)
-    # Asked once, before the first rename: the best is known while all are there.
-    stay = spared([*(each for _, each in reversed(older)), path]) if older else {}
     for _, each in older[count:]:
-        if each in stay:
-            problems += [f"{each} ({stay[each]})"] if stay[each] else []
-            continue
         base, token = os.path.basename(each), secrets.token_hex(8)
         aside = os.path.join(parent, f".{base}.old-{token}")
         # Rename before removing: a directory that is removed only in part must not be

@@ -9,7 +9,7 @@ import torch
 
 from composable_fsdp.storage.cuts import CutPart
 from composable_fsdp.storage.local import LocalPart
-from composable_fsdp.storage.manifest import Json, SavedMetric, Slot
+from composable_fsdp.storage.manifest import Json, Slot
 
 StateKey = tuple[str, str]
 """The name and the dtype of an optimizer state."""
@@ -75,8 +75,6 @@ class FilePart:
     """Names of experts of this rank by the number of their group."""
     own_states: dict[str, Json] = field(default_factory=dict)
     rng: Json = None
-    metric: SavedMetric | None = None
-    """The metric of the save; the same on all ranks."""
     per_rank: Json = None
     """The values of this rank alone; None if the caller has given none."""
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(

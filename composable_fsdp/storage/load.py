@@ -33,7 +33,7 @@ from composable_fsdp.storage.contents import (
 from composable_fsdp.storage.expert_names import other_experts
 from composable_fsdp.storage.load_optim import optimizer_loads
 from composable_fsdp.storage.local import other_ranks_text
-from composable_fsdp.storage.look_up import NEWEST, Found, look_up
+from composable_fsdp.storage.look_up import Found, look_up
 from composable_fsdp.storage.opening import open_source
 from composable_fsdp.storage.pending import wait_for_pending
 from composable_fsdp.storage.planned import Planned, change, name_of, verify
@@ -65,7 +65,6 @@ def load(
     trainable_only: bool = False,
     rename: Rename | None = None,
     local: Patterns = None,
-    which: str = NEWEST,
     share: bool | None = None,
 ) -> Any:
     """Read model, optimizer and random states; return the ``extra`` that was saved.
@@ -120,8 +119,6 @@ def load(
             per rank (``save(.., local=..)``) and may come back at another world size:
             rank r gets the values that rank r saved, and ranks beyond the saved ones
             keep their own. Default None: another number of ranks is a difference.
-        which: the checkpoint to load from a directory of checkpoints: ``"newest"``, or
-            ``"best"`` by the metric of ``save``. Default ``"newest"``.
         share: whether ranks that hold the same elements (replicas of ``HYBRID_SHARD``
             and ``NO_SHARD``; all ranks, of tensors in no unit) read an even part each
             and send it to the others; the same on every rank. Default None: if
@@ -160,7 +157,7 @@ def load(
     # have compared a part of the names.
     try:
         for left in reversed(range(_ATTEMPTS)):
-            found = look_up(team, path, before, which, share)
+            found = look_up(team, path, before, share)
             wanted = wanted._replace(report=LoadReport())
             loaded = _attempt(team, found, module, wanted, retry=left > 0)
             if loaded is not None:

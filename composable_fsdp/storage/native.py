@@ -197,7 +197,7 @@ class NativeSource(Source):
             for key, stored in single.states.items():
                 optim.setdefault(name, {})[key] = info_of(stored.dtype, stored.shape)
                 self._wholes[name, key] = stored
-        for cut in self.manifest.alone():
+        for cut in self.manifest.cuts:
             name, *others = cut.fqns
             # All states of a parameter are divided as the parameter.
             model[name], runs = info_of(cut.dtype, cut.shape), PartRuns(cut)
@@ -215,7 +215,7 @@ class NativeSource(Source):
         held = [(s.fqns[0], s.values) for r in manifest.regions for s in r.slots]
         singles = (*manifest.singles, *own.singles)
         held += [(single.fqns[0], single.values) for single in singles]
-        held += [(cut.fqns[0], cut.values) for cut in manifest.alone()]
+        held += [(cut.fqns[0], cut.values) for cut in manifest.cuts]
         held += own.values.items()
         for name, found in held:
             if found:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
 from typing import NamedTuple
@@ -246,19 +246,13 @@ def newest_remote(url: str) -> Marked | None:
     )
 
 
-def remove_older_remote(
-    url: str,
-    keep: int | None,
-    files: set[str],
-    spared: Callable[[list[str]], Mapping[str, str]] = lambda urls: {},
-) -> list[str]:
+def remove_older_remote(url: str, keep: int | None, files: set[str]) -> list[str]:
     """Remove files at ``url`` that its marker does not name, and older checkpoints.
 
     Args:
         url: the checkpoint that was just committed.
         keep: the number of checkpoints of the series to keep; None: all.
         files: the names of the files of the checkpoint at ``url``.
-        spared: see ``remove_older``. Default: none.
 
     Returns: texts about checkpoints that could not be removed.
     Collective: none.
@@ -281,13 +275,8 @@ def remove_older_remote(
             and number <= mine
         ]
         older.sort(key=lambda pair: pair[0])
-        # Asked once, before the first is removed, as in a directory.
-        stay = spared([*(each.url for _, each in older), url]) if older else {}
         for _, each in older[: max(0, len(older) - keep + 1)]:
-            if each.url not in stay:
-                _delete(each, problems)
-            elif stay[each.url]:
-                problems.append(f"{each.url} ({stay[each.url]})")
+            _delete(each, problems)
     except OSError as error:
         problems.append(f"{parent} ({error})")
     return problems

@@ -12,7 +12,6 @@ from composable_fsdp.planning.boxes import interval_boxes, moved
 from composable_fsdp.storage.manifest import (
     Cut,
     EntryPlace,
-    Grid,
     Manifest,
     Region,
     Slot,
@@ -89,14 +88,13 @@ class PartRuns:
     """Finds the elements of a parameter that is stored in parts, of rectangles or not.
 
     Args:
-        cut: the parameter; a cut is a grid of a single rectangle.
+        cut: the parameter.
     """
 
-    def __init__(self, cut: Cut | Grid) -> None:
-        self._grid = grid = cut if isinstance(cut, Grid) else cut.as_grid()
-        self._rectangles = grid.rectangles()
-        # Per rectangle the index of the first part in ``grid.parts``.
-        self._first = [0, *accumulate(map(len, grid.begins))]
+    def __init__(self, cut: Cut) -> None:
+        self._cut, self._rectangles = cut, cut.rectangles()
+        # Per rectangle the index of the first part in ``cut.parts``.
+        self._first = [0, *accumulate(map(len, cut.begins))]
         self._index = {
             (each.offset, each.shape): i for i, each in enumerate(self._rectangles)
         }
@@ -112,13 +110,13 @@ class PartRuns:
         """Return the places of elements ``[start, stop)``, in order.
 
         Args:
-            places: the places of the parts: of the grid, or of an optimizer state.
+            places: the places of the parts: of the cut, or of an optimizer state.
             itemsize: the bytes of an element.
             rectangle: the rectangle whose elements are counted; None: of the whole.
             start: the first element.
             stop: the element after the last.
         """
-        shape, whole = self._grid.shape, (0,) * len(self._grid.shape)
+        shape, whole = self._cut.shape, (0,) * len(self._cut.shape)
         wanted = rectangle or Rectangle(shape, whole, shape)
         # A rank that reads as a rank has saved: the elements are a few intervals.
         same = self._index.get((wanted.offset, wanted.shape))
@@ -142,12 +140,12 @@ class PartRuns:
         """
         indices = []
         # From the last dim, whose indices are adjacent.
-        for size in reversed(self._grid.shape):
+        for size in reversed(self._cut.shape):
             position, index = divmod(position, size)
             indices.append(index)
         found = inner = 0
         for index, begins, size in zip(
-            reversed(indices), self._grid.cuts, self._grid.shape, strict=True
+            reversed(indices), self._cut.cuts, self._cut.shape, strict=True
         ):
             i = bisect_right(begins, index) - 1
             # The last interval of a dim ends with the dim.
@@ -174,7 +172,7 @@ class PartRuns:
             start: the first element of the flattened rectangle.
             stop: the element after the last.
         """
-        begins, first = self._grid.begins[index], self._first[index]
+        begins, first = self._cut.begins[index], self._first[index]
         runs = []
         # A search: a parameter of a large model has a part per rank.
         at = bisect_right(begins, start) - 1

@@ -17,10 +17,9 @@ import shutil
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed
@@ -45,10 +44,8 @@ from composable_fsdp.storage.directory import (
     write_synced,
 )
 from composable_fsdp.storage.file_part import FilePart, Kinds, digest
-from composable_fsdp.storage.listing import spared
 from composable_fsdp.storage.manifest import BLOCK, Manifest, block_size
 from composable_fsdp.storage.merge import RankPart, merge
-from composable_fsdp.storage.metric import Metric, agreed
 from composable_fsdp.storage.native import manifest_bytes
 from composable_fsdp.storage.new_file import named_errors
 from composable_fsdp.storage.part import PartMaker
@@ -85,9 +82,6 @@ def save(
     exclude: Patterns = None,
     trainable_only: bool = False,
     local: Patterns = None,
-    metric: float | Tensor | None = None,
-    best: str = "min",
-    keep_best: int = 0,
 ) -> None:
     """Write model, optimizer, ``extra`` and random states as the directory ``path``.
 
@@ -129,13 +123,6 @@ def save(
             and options, and scalar optimizer state and options of parameters of units.
             Each rank's own are saved and come back to the same rank. Default None: a
             difference is refused.
-        metric: a number that ranks the checkpoint, such as the validation loss; the
-            same on all ranks that pass a number. ``checkpoints`` lists the metric, and
-            ``load(.., which="best")`` loads the best. Default None: no metric.
-        best: ``"min"`` if the smallest metric is the best, or ``"max"``. Default
-            ``"min"``.
-        keep_best: the number of checkpoints of the series with the best metric that
-            ``keep`` does not remove. Default 0.
 
     Collective: two small gathers (three, if a rank has no optimizer state of a kind
     that other ranks have, or other values in no unit) and a broadcast of objects on a
@@ -147,9 +134,7 @@ def save(
     meet_team(module, "save")
     team = team_of(module)
     chosen = include, exclude, trainable_only
-    values = SaveValues(
-        optim, extra, per_rank, chosen, local, (metric, best), keep_best
-    )
+    values = SaveValues(optim, extra, per_rank, chosen, local)
     write(team, prepare(team, path, module, values, keep, overwrite))
 
 
@@ -163,25 +148,11 @@ class SaveValues:
     chosen: tuple[Patterns, Patterns, bool] = (None, None, False)
     """The arguments ``include``, ``exclude`` and ``trainable_only``."""
     local: Patterns = None
-    metric: tuple[float | Tensor | None, str] = (None, "min")
-    """The arguments ``metric`` and ``best``."""
-    keep_best: int = 0
 
     def require_types(self, keep: int | None) -> None:
         """Raise TypeError or ValueError for a value of another type; see ``save``."""
         if keep is not None and (type(keep) is not int or keep < 1):
             raise TypeError(f"save expects keep=None or a number from 1, got {keep!r}.")
-        # A bool is an int in Python, and says no number of checkpoints.
-        if type(self.keep_best) is not int or self.keep_best < 0:
-            raise TypeError(
-                f"save expects keep_best= a number from 0, got {self.keep_best!r}."
-            )
-        # Without ``keep``, nothing is removed, and the caller expects otherwise.
-        if self.keep_best and keep is None:
-            raise ValueError(
-                f"save got keep_best={self.keep_best} without keep, which says how "
-                "many of the newest stay beside the best. Pass keep=1 or more."
-            )
         if self.per_rank is not None and not isinstance(self.per_rank, dict):
             raise TypeError(
                 "save expects per_rank=None or a dict, got a "
@@ -208,8 +179,6 @@ class Job:
     keep: int | None
     """See ``save``."""
     overwrite: bool = False
-    """See ``save``."""
-    keep_best: int = 0
     """See ``save``."""
     error: Exception | None = None
     """An error of this rank that the other ranks do not know yet."""
@@ -256,12 +225,10 @@ def prepare(
     shards = replica_shards(())
     # Two saves of the same ranks must not write or exchange objects at the same time.
     before = wait_for_pending(team)
-    metric: Metric | None = None
     try:
         require_module(module, "save")
         target = whole_path(path_text(path, "save"))
         given.require_types(keep)
-        metric = Metric.of(*given.metric)
         optims = optimizers_in(given.optim, "save")
         contents = contents_of(module, "save", inner=True)
         maker = PartMaker(
@@ -289,16 +256,13 @@ def prepare(
         add_missing(part, pieces, [kinds])
         told = digest(kinds), values.digest()
         copies = hashes_of(values.copies)
-        mine = target, temporary, before, *told, metric, nbytes, copies
+        mine = target, temporary, before, *told, nbytes, copies
         answers = team.agree(error, (*mine, *shards[:2]))
         raise_unseen(team, [each[2] for each in answers])
-        # Each rank has all metrics, so all raise alike.
-        metric = agreed(team.ranks, [each[5] for each in answers])
-        part.metric = None if metric is None else metric.to_save()
         kinds_differ = len({each[3] for each in answers if each[3]}) > 1
         values_differ = len({each[4] for each in answers}) > 1
-        values_differ |= copies_differ(team.ranks, [each[7] for each in answers])
-        shards_differ = replicas_differ([each[8:10] for each in answers])
+        values_differ |= copies_differ(team.ranks, [each[6] for each in answers])
+        shards_differ = replicas_differ([each[7:9] for each in answers])
         if kinds_differ or values_differ or shards_differ:
             # Names and hashes are sent in full only now: of 10,000 tensors and 1,024
             # ranks they are hundreds of megabytes.
@@ -314,9 +278,9 @@ def prepare(
         raise
     # Only rank 0 has made a directory; the other ranks write into the same directory.
     target, temporary, *_ = answers[0]
-    block = block_size(sum(each[6] for each in answers))
-    given_on = keep, overwrite, given.keep_best, error
-    return Job(target, temporary, part, in_order(pieces), *given_on, block)
+    block = block_size(sum(each[5] for each in answers))
+    given_on = keep, overwrite, error, block
+    return Job(target, temporary, part, in_order(pieces), *given_on)
 
 
 def write(team: Team, job: Job, error: Exception | None = None) -> None:
@@ -426,13 +390,11 @@ def _tidy(job: Job, files: set[str]) -> None:
 
     ``files`` are the names of the files of the new checkpoint.
     """
-    # ``spared`` reads manifests only if the caller asks for best ones.
-    best = partial(spared, count=job.keep_best)
     try:
         if is_url(job.path):
-            problems = remove_older_remote(job.path, job.keep, files, best)
+            problems = remove_older_remote(job.path, job.keep, files)
         else:
-            problems = remove_older(job.path, job.keep, best)
+            problems = remove_older(job.path, job.keep)
     except OSError as error:
         problems = [f"those beside it ({error.strerror or error})"]
     if problems:

@@ -142,19 +142,17 @@ def test_each_element_is_in_the_files_once(
 
 
 @on_ranks(4)
-def test_rows_need_no_newer_format(world: World, tmp_path: Path) -> None:
-    """Cut columns need version 3; all else is version 2, as without DTensors."""
+def test_rows_are_stored_as_intervals(world: World, tmp_path: Path) -> None:
+    """Cut columns are rectangles; rows are intervals, which any mesh reads at once."""
     mesh = mesh_of(world, 2)
     model = sharded(Recipe().parallel(mesh), mesh)
 
-    save(tmp_path / "rows", model, exclude=["*.down.weight"])
-    save(tmp_path / "columns", model)
+    save(tmp_path / "new", model)
 
-    with NativeSource(tmp_path / "rows") as source:
-        assert (source.manifest.version, source.manifest.grids) == (2, ())
-    with NativeSource(tmp_path / "columns") as source:
-        names = [grid.fqns[0] for grid in source.manifest.grids]
-        assert (source.manifest.version, source.manifest.world_size) == (3, 4)
+    with NativeSource(tmp_path / "new") as source:
+        found = source.manifest.cuts
+        names = [each.fqns[0] for each in found if len(each.rectangles()) > 1]
+        assert len(found) > len(names)
     assert names == ["blocks.0.down.weight", "blocks.1.down.weight"]
 
 
@@ -466,8 +464,8 @@ def test_a_damaged_block_names_rectangles(world: World, tmp_path: Path) -> None:
     save(tmp_path / "new", model)
     if world.rank == 0:
         with NativeSource(tmp_path / "new") as source:
-            (grid,) = source.manifest.grids
-            place = grid.parts[2]
+            (cut,) = source.manifest.cuts
+            place = cut.parts[2]
             file = source.manifest.files[place.file]
         path = tmp_path / "new" / file.name
         data = bytearray(path.read_bytes())
