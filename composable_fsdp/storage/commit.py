@@ -82,12 +82,6 @@ def commit(made: str, path: str, overwrite: bool = False) -> None:
     The files must be on the disk. The name is on the disk after ``finish_commit``. If
     ``commit`` raises, ``path`` is as before.
 
-    Args:
-        made: the temporary directory, beside ``path``.
-        path: the final directory, absolute.
-        overwrite: put a checkpoint at ``path`` aside first. Default False: refuse.
-
-    Collective: none.
     Raises: CheckpointError, if ``path`` exists; OSError.
     """
     require_place(path, overwrite)
@@ -264,13 +258,6 @@ def remove_older(path: str, keep: int | None) -> list[str]:
     the name of ``path`` in the last number only, and whose number is smaller:
     ``lr0.1-step-100`` is of the series of ``lr0.1-step-200``, ``lr0.2-step-100`` is
     not. With ``keep`` None, no checkpoint of the series is removed.
-
-    Args:
-        path: the checkpoint that was committed.
-        keep: the number of newest checkpoints that stay, ``path`` included.
-
-    Returns: texts about directories that could not be removed.
-    Collective: none.
     """
     parent, name = os.path.split(path)
     own = _NUMBER.match(name)

@@ -96,14 +96,7 @@ def cut_parts(
 ) -> Iterator[tuple[CutPart, list[Piece]]]:
     """Yield the part and the entries of each parameter that this rank stores.
 
-    Args:
-        params: the parameters; those without elements on this rank are left out, unless
-            no rank has elements.
-        states: the optimizer state, by the ``id`` of the parameter.
-        how: tells how a state is stored.
-
     Raises: CheckpointError, for a dtype that no file holds.
-    Collective: none.
     """
     for param in params:
         # In the whole parameter where possible: a load on another mesh reads intervals.
@@ -159,11 +152,6 @@ def merge_cuts(
     shifted: Callable[[Json, int], Json],
 ) -> tuple[Cut, ...]:
     """Return the parameters that are stored alone.
-
-    Args:
-        told: the parts of each rank.
-        place: returns the place of an entry of a rank.
-        shifted: returns a JSON value of a rank for the manifest.
 
     Raises: CheckpointError, for elements that no rank or two ranks have written, or for
     optimizer state that differs.

@@ -201,13 +201,6 @@ def _attempt(
 ) -> tuple[Any] | None:
     """Load the checkpoint; return ``extra`` in a tuple, or None to look up another.
 
-    Args:
-        team: the ranks of the load.
-        found: the checkpoint to open.
-        module: the model.
-        wanted: the arguments of ``load``; the report gets the differences.
-        retry: whether a checkpoint that is gone leads to None on all ranks.
-
     Collective: two all-gathers of objects over the team's group (four if reads are
     shared, with broadcasts of values); one less before None.
     Raises: as ``load``.
@@ -255,14 +248,7 @@ def _attempt(
 def _of_ranks(source: Source, team: Team, wanted: _Wanted) -> Selection:
     """Return the selection without the tensors that this rank has no values for.
 
-    Args:
-        source: the open checkpoint; shows the values of this rank.
-        team: the ranks of the load.
-        wanted: the arguments of ``load``; the report gets the names that need
-            ``local``.
-
     Raises: TypeError, for patterns of another type.
-    Collective: none.
     """
     selection, rename = Selection.of(*wanted.chosen), wanted.rename
     told = matcher(wanted.local, "local")
@@ -293,14 +279,7 @@ def _of_ranks(source: Source, team: Team, wanted: _Wanted) -> Selection:
 def _planned(team: Team, source: Source, module: nn.Module, wanted: _Wanted) -> Planned:
     """Compare the checkpoint with all that is to be filled on this rank.
 
-    Args:
-        team: the ranks of the load.
-        source: the open checkpoint.
-        module: the model; unchanged.
-        wanted: the arguments of ``load``; the report gets the differences.
-
     Raises: as ``load``.
-    Collective: none.
     """
     # Before the names are renamed and compared: ranks may have other names.
     source.on_rank(team.rank)
@@ -327,16 +306,7 @@ def _prepare(
 ) -> Planned:
     """Compare the checkpoint with model and optimizers, and list what to read.
 
-    Args:
-        source: the checkpoint.
-        module: the model; unchanged.
-        wanted: the arguments of ``load``; the optimizers are unchanged.
-        selection: the tensors to load.
-
-    Returns: the comparison of the model and of each optimizer, and all copies, without
-    objects and random state.
     Raises: CheckpointError.
-    Collective: none.
     """
     contents = contents_of(module, "load", inner=True)
     report, optims = wanted.report, optimizers_in(wanted.optim, "load")

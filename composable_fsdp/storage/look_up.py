@@ -49,14 +49,6 @@ def look_up(
 ) -> Found:
     """Return the checkpoint that this rank opens: rank 0 alone looks in a directory.
 
-    Args:
-        team: the ranks of the load.
-        path: see ``load``.
-        before: the outcome of the previous asynchronous save on this rank.
-        share: see ``load``. Default None: at URLs.
-
-    Returns: ``path`` itself for an open source; else this rank's ``path``, followed by
-    the name that rank 0 has found in the directory.
     Collective: one all-gather of objects over the team's group.
     Raises: CheckpointError or TypeError, the same on every rank.
     """

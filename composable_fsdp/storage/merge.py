@@ -57,7 +57,6 @@ def merge(told: Sequence[RankPart], block: int = BLOCK) -> Manifest:
 
     ``block`` are the bytes of payload that a checksum covers (default ``BLOCK``).
 
-    Collective: none.
     Raises: CheckpointError, if a shard was written by no rank or by two ranks, or if
     the ranks have different optimizer state.
     """
@@ -200,12 +199,6 @@ def _region(
 ) -> Region:
     """Return the merged region, with the places of all shards in shard order.
 
-    Args:
-        told: the parts of all ranks, in rank order.
-        shifts: per rank, the number to add to the numbers of loose tensors.
-        found: the rank and the region part, by shard number.
-
-    Returns: the region with slots, states and places.
     Raises: CheckpointError, for a missing shard or differing optimizer state.
     """
     # Only the first rank of the unit describes the slots.
@@ -261,14 +254,7 @@ def _region(
 def require_same_values(
     slots: Sequence[Slot], told: Sequence[tuple[int, dict[int, dict[str, str]]]]
 ) -> None:
-    """Raise CheckpointError for scalar state that differs between ranks.
-
-    Args:
-        slots: the parameters of a region.
-        told: ranks with their ``RegionPart.shared`` of the region.
-
-    Collective: none.
-    """
+    """Raise CheckpointError for scalar state that differs between ranks."""
     # (slot, state) -> the first rank with elements of the parameter, and the value.
     known: dict[tuple[int, str], tuple[int, str]] = {}
     for rank, shared in told:

@@ -257,12 +257,6 @@ class NativeSource(Source):
     def read_model(self, name: str, start: int, stop: int) -> Tensor:
         """Return elements ``[start, stop)`` of the flattened tensor; see ``Source``.
 
-        Args:
-            name: a key of ``model``.
-            start: the first element.
-            stop: the element after the last.
-
-        Returns: a CPU tensor ``(stop - start,)`` in the saved dtype.
         Raises: CheckpointError, for missing or damaged bytes.
         """
         runs = self._runs(name, None, start, stop)
@@ -271,13 +265,6 @@ class NativeSource(Source):
     def read_optim(self, name: str, state: str, start: int, stop: int) -> Tensor:
         """Return elements ``[start, stop)`` of an optimizer state; see ``Source``.
 
-        Args:
-            name: the name of the parameter.
-            state: a key of ``optim[name]``.
-            start: the first element.
-            stop: the element after the last.
-
-        Returns: a CPU tensor ``(stop - start,)`` in the saved dtype.
         Raises: CheckpointError, for missing or damaged bytes.
         """
         runs = self._runs(name, state, start, stop)
@@ -347,11 +334,7 @@ class NativeSource(Source):
         return copy.into.dtype == dtype and is_plain(copy.into)
 
     def _stage(self, copies: Sequence[Copy]) -> tuple[bool, list[Tensor] | None]:
-        """Decide where verified bytes wait until all ranks agree.
-
-        Returns: whether they wait in the page cache; else host memory for ``copies``,
-            or None if this rank has not enough and ``finish`` reads the disk again.
-        """
+        """Decide where verified bytes wait until all ranks agree."""
         sizes = [
             (copy.stop - copy.start) * self._info(copy.name, copy.state).dtype.itemsize
             for copy in copies

@@ -58,7 +58,6 @@ def parse_fields(document: Json, file: str) -> Manifest:
     """Return the manifest in ``document``; ``file`` is the document's name in messages.
 
     Raises: CheckpointError, naming the file and the field.
-    Collective: none.
     """
     try:
         _require_version(document, file)
@@ -151,13 +150,7 @@ def _place(value: Json) -> EntryPlace:
 
 
 def _container(kind: Any, inner: tuple[Any, ...], *, is_tuple: bool) -> _Parser:
-    """Return the parser of a text, list or object.
-
-    Args:
-        kind: the type in JSON.
-        inner: the annotations of the items.
-        is_tuple: whether a list is a tuple in the manifest.
-    """
+    """Return the parser of a text, list or object."""
     # Items of other lists are values of any form.
     is_dict = kind is dict and bool(inner)
     parse = _parser(inner[-1 if is_dict else 0]) if is_tuple or is_dict else None

@@ -35,15 +35,7 @@ class Run(NamedTuple):
 
 
 def whole_runs(stored: Stored, start: int, stop: int) -> list[Run]:
-    """Return the place of elements ``[start, stop)`` of a tensor in a single entry.
-
-    Args:
-        stored: the tensor.
-        start: the first element.
-        stop: the element after the last.
-
-    Returns: a list of a single run.
-    """
+    """Return the place of elements ``[start, stop)`` of a tensor in a single entry."""
     size, at = stored.dtype.itemsize, stored.at
     return [Run(start, stop, at.file, at.begin + start * size, at.begin + stop * size)]
 
@@ -56,18 +48,7 @@ def cut_runs(
     start: int,
     stop: int,
 ) -> list[Run]:
-    """Return the places of elements ``[start, stop)`` of a parameter, shard by shard.
-
-    Args:
-        region: the region of the parameter.
-        slot: the parameter's slot in the region.
-        shards: the places of the shards: of the region, or of an optimizer state.
-        itemsize: the bytes of an element.
-        start: the first element, counted in the flattened parameter.
-        stop: the element after the last.
-
-    Returns: a run for each shard that holds some of the elements, in order.
-    """
+    """Return the places of elements ``[start, stop)`` of a parameter, shard by shard."""
     size = region.shard_numel
     runs = []
     # A parameter may span several shards. Each shard is an entry of its own, usually in
@@ -85,11 +66,7 @@ def cut_runs(
 
 
 class PartRuns:
-    """Finds the elements of a parameter that is stored in parts, of rectangles or not.
-
-    Args:
-        cut: the parameter.
-    """
+    """Finds the elements of a parameter that is stored in parts, of rectangles or not."""
 
     def __init__(self, cut: Cut) -> None:
         self._cut, self._rectangles = cut, cut.rectangles()
@@ -107,15 +84,7 @@ class PartRuns:
         start: int,
         stop: int,
     ) -> list[Run]:
-        """Return the places of elements ``[start, stop)``, in order.
-
-        Args:
-            places: the places of the parts: of the cut, or of an optimizer state.
-            itemsize: the bytes of an element.
-            rectangle: the rectangle whose elements are counted; None: of the whole.
-            start: the first element.
-            stop: the element after the last.
-        """
+        """Return the places of elements ``[start, stop)``, in order."""
         shape, whole = self._cut.shape, (0,) * len(self._cut.shape)
         wanted = rectangle or Rectangle(shape, whole, shape)
         # A rank that reads as a rank has saved: the elements are a few intervals.
@@ -133,11 +102,7 @@ class PartRuns:
         return found
 
     def _at(self, position: int) -> tuple[int, int, int]:
-        """Return where an element of the whole parameter is stored.
-
-        Returns: the index of the rectangle, the element of the flattened rectangle, and
-        the number of elements from there that are adjacent in both.
-        """
+        """Return where an element of the whole parameter is stored."""
         indices = []
         # From the last dim, whose indices are adjacent.
         for size in reversed(self._cut.shape):
@@ -163,15 +128,7 @@ class PartRuns:
         start: int,
         stop: int,
     ) -> list[Run]:
-        """Return the places of elements of a rectangle, part by part.
-
-        Args:
-            index: the index of the rectangle.
-            places: as of ``runs``.
-            itemsize: as of ``runs``.
-            start: the first element of the flattened rectangle.
-            stop: the element after the last.
-        """
+        """Return the places of elements of a rectangle, part by part."""
         begins, first = self._cut.begins[index], self._first[index]
         runs = []
         # A search: a parameter of a large model has a part per rank.
@@ -190,15 +147,7 @@ class PartRuns:
 def boxes_of(
     shape: tuple[int, ...], start: int, stop: int, at: tuple[int, ...] | None = None
 ) -> str:
-    """Return the interval of a flattened tensor as rectangles, as text for messages.
-
-    Args:
-        shape: the shape of the tensor.
-        start: the first element.
-        stop: the element after the last.
-        at: the place of the tensor in another tensor. Default None: the tensor is
-            whole.
-    """
+    """Return the interval of a flattened tensor as rectangles, as text for messages."""
     boxes = interval_boxes(shape, start, stop)
     if at is not None:
         boxes = moved(boxes, at)

@@ -205,15 +205,6 @@ def prepare(
 ) -> Job:
     """Collect this rank's pieces and make the temporary directory; all ranks, or none.
 
-    Args:
-        team: the ranks of the save.
-        path: see ``save``.
-        module: see ``save``.
-        given: optimizers, ``extra`` and ``per_rank``.
-        keep: see ``save``.
-        overwrite: see ``save``.
-
-    Returns: the job for ``write``. The pieces still refer to the live tensors.
     Collective: one all-gather of objects over the team's group; a second all-gather if
     the ranks' regions, kinds of optimizer state, or values that rank 0 saves differ, or
     replicas.
@@ -285,13 +276,6 @@ def prepare(
 
 def write(team: Team, job: Job, error: Exception | None = None) -> None:
     """Write this rank's file and commit the checkpoint; see ``save``.
-
-    Args:
-        team: the ranks of the save. An asynchronous save passes a team with another
-            group than the group of ``prepare``.
-        job: the result of ``prepare``. ``job.pieces`` is emptied.
-        error: a failure of this rank since ``prepare``. If set, the rank writes no
-            file, and all ranks raise the error. Default None: no failure.
 
     Collective: one gather to rank 0 and one broadcast of objects over the team's group.
     Raises: CheckpointError, the same on every rank.
@@ -369,13 +353,7 @@ def _manifest(told: list[RankPart], job: Job) -> tuple[Manifest, bytes]:
 def _begin(target: str, overwrite: bool, ranks: int) -> str:
     """Return the directory to write to, or the token of the new files at a URL.
 
-    Args:
-        target: the checkpoint's final path, absolute.
-        overwrite: see ``save``.
-        ranks: the number of ranks of the save.
-
     Raises: CheckpointError, if nothing can be saved at ``target``; OSError.
-    Collective: none.
     """
     if is_url(target):
         return begin_remote(target, overwrite, ranks)

@@ -51,7 +51,6 @@ def parse(document: Json, file: str) -> Manifest:
     bounded by the size of the document.
 
     Raises: CheckpointError, naming the file, and the parameter if there is any.
-    Collective: none.
     """
     manifest = parse_fields(document, file)
     _check_files(manifest, file)

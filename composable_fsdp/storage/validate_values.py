@@ -41,7 +41,6 @@ def check_values(manifest: Manifest, file: str) -> None:
     Each loose tensor must belong to exactly a single value.
 
     Raises: CheckpointError, naming ``file``.
-    Collective: none.
     """
     _Checker(manifest, file).check_all()
 

@@ -57,14 +57,6 @@ _NUMPY = re.compile(r"[<>|=]?[biufcSUMm]\d{1,6}(\[\d{0,9}[a-zA-Z]{1,2}\])?\Z")
 def encode(value: Any, where: str, put: Put, *, python_values: bool = False) -> Any:
     """Return ``value`` as JSON; tensors are passed to ``put``.
 
-    Args:
-        value: nested dicts, lists, tuples and Counters of strings, bytes, numbers,
-            booleans, None, tensors, and numpy's arrays and scalars.
-        where: the name of the value in error messages.
-        put: stores a tensor and returns a number.
-        python_values: write 0-d tensors as numbers, as needed for the values of
-            optimizers and modules. Default False.
-
     Raises: TypeError, naming the path (``extra['a'][2]``), for any other type.
     """
     return _Encoder(put, python_values).encode(value, where, 0)
@@ -202,12 +194,6 @@ def _tensor_of(value: bytes) -> Tensor:
 
 def decode(value: Any, where: str, get: Get, depth: int = 0) -> Any:
     """Return the value that ``encode`` was given.
-
-    Args:
-        value: the JSON value.
-        where: the start of error messages: the file, and the path in the document.
-        get: returns the tensor of a number.
-        depth: the number of containers around the value. Default 0.
 
     Raises: CheckpointError, for a value that ``encode`` never writes.
     """

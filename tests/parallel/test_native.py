@@ -131,7 +131,7 @@ def test_each_element_is_in_the_files_once(
 
     with NativeSource(tmp_path / "new") as source:
         manifest = source.manifest
-        stored = [each.shape for each in manifest.alone()]
+        stored = [each.shape for each in manifest.cuts]
         files = manifest.files
         loose = sum(each.numel * each.dtype.itemsize for each in manifest.loose)
     assert sum(torch.Size(shape).numel() for shape in stored) == numel

@@ -297,12 +297,6 @@ def require_cover(
 ) -> None:
     """Raise if chunks leave elements out, overlap, or reach beyond the tensor.
 
-    Args:
-        directory: the checkpoint, for messages.
-        key: the key of the tensor, for messages.
-        info: the dtype and shape of the tensor.
-        chunks: the boxes of the tensor.
-
     Raises: CheckpointError, naming the tensor; ``_Malformed``, for a box that reaches
     beyond the shape (``read_metadata`` turns this error into CheckpointError).
     """

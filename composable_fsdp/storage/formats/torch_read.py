@@ -158,11 +158,6 @@ def first_line(error: Exception) -> str:
 def lazy_tensors(value: Any, where: str, nbytes: int) -> Any:
     """Return ``value`` with every tensor replaced by a ``LazyTensor``.
 
-    Args:
-        value: the unpickled value.
-        where: the name of the value in messages.
-        nbytes: the size of the pickle and its tensors in bytes, which bounds the walk.
-
     Raises: CheckpointError, for a tensor that is a shard or not a plain dense tensor,
         and for a value that is much larger than the bytes of the value, as nested lists
         that share their halves are.
@@ -187,13 +182,7 @@ class _Walk:
         self.places: set[Hashable] = set()
 
     def lazy(self, value: Any, where: str, depth: int) -> Any:
-        """Return the copy of ``value``; see ``lazy_tensors``.
-
-        Args:
-            value: the value.
-            where: the name of the value in messages.
-            depth: the number of containers around the value.
-        """
+        """Return the copy of ``value``; see ``lazy_tensors``."""
         self.values -= 1
         if self.values < 0 or depth > _MAX_DEPTH:
             raise _too_large(where, "more nested values than bytes, or too deep ones")
