@@ -174,7 +174,7 @@ def copy_of(
     *,
     is_new: bool = False,
 ) -> Copy:
-    """Return the read of this rank's elements of a tensor, or of a state of the tensor."""
+    """Return the read of this rank's elements of a tensor, or of one of its states."""
     # An interval of the whole tensor is read faster than the rows of a rectangle.
     rectangle, (start, stop) = held.rectangle, held.interval
     if rectangle is not None:

@@ -34,7 +34,7 @@ from composable_fsdp.storage.rectangles import Rectangle, rectangle_of
 def mesh_groups_in(
     module: nn.Module, handles: Iterable[FlatParamHandle]
 ) -> list[dist.ProcessGroup]:
-    """Return the groups of the meshes of DTensors and experts, each set of ranks once."""
+    """Return the groups of the meshes of DTensors and experts, each set once."""
     # Units first: after ``fully_shard`` the modules show plain parameters, and the
     # forms of the units know the meshes.
     found = []

@@ -59,7 +59,7 @@ class Rectangle:
         return found
 
     def runs(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield elements ``[start, stop)`` of the rectangle as intervals of the whole."""
+        """Yield elements ``[start, stop)`` as intervals of the whole tensor."""
         # The first run may begin inside of a row, and the last may end there.
         width = self.width
         while start < stop:

@@ -48,7 +48,7 @@ def cut_runs(
     start: int,
     stop: int,
 ) -> list[Run]:
-    """Return the places of elements ``[start, stop)`` of a parameter, shard by shard."""
+    """Return the places of elements of a parameter, shard by shard."""
     size = region.shard_numel
     runs = []
     # A parameter may span several shards. Each shard is an entry of its own, usually in
@@ -66,7 +66,7 @@ def cut_runs(
 
 
 class PartRuns:
-    """Finds the elements of a parameter that is stored in parts, of rectangles or not."""
+    """Finds the elements of a parameter that is stored in parts."""
 
     def __init__(self, cut: Cut) -> None:
         self._cut, self._rectangles = cut, cut.rectangles()

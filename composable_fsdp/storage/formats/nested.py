@@ -109,7 +109,7 @@ class NestedSource(Source):
         }
 
     def _has_elements(self, name: str, key: str, value: Any) -> bool:
-        """Return whether a state is a tensor that is read in slices, and not a scalar."""
+        """Return whether a state is a tensor that is read in slices, no scalar."""
         return isinstance(value, LazyTensor) and not is_scalar_shape(
             key, value.info.shape, self.model[name].shape
         )
@@ -171,7 +171,7 @@ def nested_tree(source: Source) -> dict[str, Any]:
 
 
 def _require_restricted(value: Any, where: str) -> None:
-    """Raise CheckpointError for a value that ``torch.load(weights_only=True)`` refuses."""
+    """Raise CheckpointError for a value that torch's restricted reader refuses."""
     # The file could be written, and neither this library nor careful users read it.
     if isinstance(value, dict):
         for key, each in value.items():
