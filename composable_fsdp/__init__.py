@@ -133,7 +133,6 @@ from composable_fsdp.storage.convert import convert
 from composable_fsdp.storage.export import export_safetensors
 from composable_fsdp.storage.listing import (
     CheckpointInfo,
-    best_checkpoint,
     checkpoints,
     remove_stale,
     stale_directories,
@@ -216,7 +215,6 @@ __all__ = [
     "always_wrap_policy",
     "apply_activation_checkpointing",
     "async_save",
-    "best_checkpoint",
     "bf16_compress_hook",
     "checkpoint",
     "checkpoint_wrapper",

@@ -79,7 +79,7 @@ def namespace(module: str) -> dict[str, Any]:
     torch.autograd.backward(model(x).sum())
     optimizer.step()
     optimizer.zero_grad()
-    save("runs/step-100", model, optimizer, metric=0.25)
+    save("runs/step-100", model, optimizer)
     torch.save(_Model().state_dict(), "step_100.pt")
     names.update(optim=optimizer, optimizer=optimizer, blocks=list(model.blocks))
     names.update(loss_of=lambda x: model(x).sum(), loss=model(x).sum())

@@ -13,7 +13,7 @@ import threading
 from concurrent.futures import Future
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.optim.names import Optimizers
@@ -37,9 +37,6 @@ def async_save(
     exclude: Patterns = None,
     trainable_only: bool = False,
     local: Patterns = None,
-    metric: float | Tensor | None = None,
-    best: str = "min",
-    keep_best: int = 0,
 ) -> Future[None]:
     """Save as ``save`` does, but in the background; return after the values are copied.
 
@@ -67,9 +64,6 @@ def async_save(
         exclude: see ``save``.
         trainable_only: see ``save``.
         local: see ``save``.
-        metric: see ``save``.
-        best: see ``save``.
-        keep_best: see ``save``.
 
     Returns: a future with the result None. The future cannot be cancelled.
     Collective: as ``save``. The first exchange happens in the call, the others in the
@@ -82,9 +76,7 @@ def async_save(
     # The thread has a gloo group of its own, so the two threads' exchanges never mix.
     behind = team_of(module, "asynchronous checkpoint")
     chosen = include, exclude, trainable_only
-    values = SaveValues(
-        optim, extra, per_rank, chosen, local, (metric, best), keep_best
-    )
+    values = SaveValues(optim, extra, per_rank, chosen, local)
     job = prepare(team, path, module, values, keep, overwrite)
     error: Exception | None = None
     interrupt: BaseException | None = None

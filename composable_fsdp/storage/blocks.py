@@ -65,16 +65,7 @@ class ReadRequest(NamedTuple):
 
 
 class BlockFile:
-    """The file of a rank, opened on the first read.
-
-    Args:
-        path: the path of the file.
-        file: the sizes and checksums that the manifest says.
-        blame: names the tensors in an interval of bytes, for error messages.
-        told: names the wanted slice, for error messages.
-        block: the bytes of payload that a checksum covers.
-        sizes: as of ``open_bytes``.
-    """
+    """The file of a rank, opened on the first read."""
 
     def __init__(
         self,
@@ -109,12 +100,6 @@ class BlockFile:
         """Verify the header and each block that ``wants`` touch; fill their ``into``.
 
         Several blocks are read and summed at the same time, and used in file order.
-
-        Args:
-            wants: the requests, in file order. Requests without ``into`` are only
-                verified.
-            keep: read through the page cache, where ``fill`` finds the bytes. Default
-                False: past the cache, unless the bytes are there.
 
         Raises: CheckpointError, for a missing, short or damaged file.
         """
@@ -158,14 +143,7 @@ class BlockFile:
         return sorted(found.items(), key=lambda pair: pair[0])
 
     def _copy(self, want: ReadRequest, number: int, loaded: memoryview | None) -> None:
-        """Copy the part of a request that lies in a block.
-
-        Args:
-            want: the request.
-            number: the number of the block.
-            loaded: the verified bytes of the block; None: read them again, because the
-                block was verified in an earlier call.
-        """
+        """Copy the part of a request that lies in a block."""
         start = number * self.block
         low, high = max(want.begin, start), min(want.end, start + self.block)
         part = want.data()[low - want.begin : high - want.begin]

@@ -26,14 +26,7 @@ def cast_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
 def cast_weight(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
     """Return values of the weight ``name`` in ``dtype``.
 
-    Args:
-        name: the name of the weight, for the message.
-        values: elements of the weight.
-        dtype: the result of ``cast_dtype``.
-
-    Returns: the values, rounded.
     Raises: CheckpointError, if finite values become infinite.
-    Collective: none.
     """
     made = values.to(dtype)
     # Float16 ends at 65504; bfloat16 has the range of float32.
@@ -63,13 +56,7 @@ class CastWeights(Source):
         self.extra = None
 
     def read_model(self, name: str, start: int, stop: int) -> Tensor:
-        """Read from ``source`` and cast; see ``Source``.
-
-        Args:
-            name: a key of ``model``.
-            start: the first element.
-            stop: the element after the last.
-        """
+        """Read from ``source`` and cast; see ``Source``."""
         values = self._source.read_model(name, start, stop)
         return cast_weight(name, values, self.model[name].dtype)
 

@@ -17,7 +17,6 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -83,12 +82,6 @@ def commit(made: str, path: str, overwrite: bool = False) -> None:
     The files must be on the disk. The name is on the disk after ``finish_commit``. If
     ``commit`` raises, ``path`` is as before.
 
-    Args:
-        made: the temporary directory, beside ``path``.
-        path: the final directory, absolute.
-        overwrite: put a checkpoint at ``path`` aside first. Default False: refuse.
-
-    Collective: none.
     Raises: CheckpointError, if ``path`` exists; OSError.
     """
     require_place(path, overwrite)
@@ -258,26 +251,13 @@ def is_of_series(name: str, other: str) -> bool:
     return all(match[end] == own[end] for end in ("before", "after"))
 
 
-def remove_older(
-    path: str,
-    keep: int | None,
-    spared: Callable[[list[str]], Mapping[str, str]] = lambda paths: {},
-) -> list[str]:
+def remove_older(path: str, keep: int | None) -> list[str]:
     """Remove replaced checkpoints, and all of the series but the newest ``keep``.
 
     The series of ``path`` are the checkpoints beside ``path`` whose names differ from
     the name of ``path`` in the last number only, and whose number is smaller:
     ``lr0.1-step-100`` is of the series of ``lr0.1-step-200``, ``lr0.2-step-100`` is
     not. With ``keep`` None, no checkpoint of the series is removed.
-
-    Args:
-        path: the checkpoint that was committed.
-        keep: the number of newest checkpoints that stay, ``path`` included.
-        spared: returns which of the series stay in any case, with a text for the user
-            or "". Default: none.
-
-    Returns: texts about directories that could not be removed.
-    Collective: none.
     """
     parent, name = os.path.split(path)
     own = _NUMBER.match(name)
@@ -308,12 +288,7 @@ def remove_older(
                 older.append((number, entry.path))
     count = len(older) if keep is None else keep - 1
     older.sort(reverse=True)
-    # Asked once, before the first rename: the best is known while all are there.
-    stay = spared([*(each for _, each in reversed(older)), path]) if older else {}
     for _, each in older[count:]:
-        if each in stay:
-            problems += [f"{each} ({stay[each]})"] if stay[each] else []
-            continue
         base, token = os.path.basename(each), secrets.token_hex(8)
         aside = os.path.join(parent, f".{base}.old-{token}")
         # Rename before removing: a directory that is removed only in part must not be

@@ -174,17 +174,7 @@ def copy_of(
     *,
     is_new: bool = False,
 ) -> Copy:
-    """Return the read of this rank's elements of a tensor, or of a state of the tensor.
-
-    Args:
-        held: the tensor of the model.
-        name: the name in the checkpoint.
-        state: the name of the state; None for the tensor itself.
-        into: the destination, with an element for each of this rank.
-        is_new: whether no code uses ``into`` yet. Default False.
-
-    Collective: none.
-    """
+    """Return the read of this rank's elements of a tensor, or of one of its states."""
     # An interval of the whole tensor is read faster than the rows of a rectangle.
     rectangle, (start, stop) = held.rectangle, held.interval
     if rectangle is not None:
@@ -204,16 +194,6 @@ def compare_model(
 
     Reads no values, except of tied parameters that the checkpoint has under several
     names. Changes nothing.
-
-    Args:
-        source: the open checkpoint.
-        contents: the parameters and buffers of the model that are loaded.
-        report: receives the differences.
-        leaves_out: whether a name of the checkpoint is not asked for. Default: none is.
-        cast: whether a tensor of another dtype fits.
-
-    Returns: the reads of this rank, and the modules with a saved extra state.
-    Collective: none.
     """
     copies: list[Copy] = []
     used: set[str] = set()
@@ -221,13 +201,7 @@ def compare_model(
     def fits(
         names: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype
     ) -> str | None:
-        """Return the name in the checkpoint if the tensor fits; report differences.
-
-        Args:
-            names: all names of the tensor in the model.
-            shape: the shape in the plain model.
-            dtype: the dtype to load.
-        """
+        """Return the name in the checkpoint if the tensor fits; report differences."""
         found = find(source, names)
         if found is None:
             report.missing.append(names[0])

@@ -180,15 +180,8 @@ def contents_of(module: nn.Module, what: str, *, inner: bool = False) -> Content
 
     Afterwards the units are sharded and idle.
 
-    Args:
-        module: the module.
-        what: the caller in messages.
-        inner: whether tensors that wrap others are told by their inner tensors.
-            Default False: such tensors are refused.
-
     Raises: PhaseError, inside a step; CheckpointError, if ``module`` holds only a part
     of a unit, or a unit has no values yet.
-    Collective: none, except as ``recover`` after an interrupted forward.
     """
     states = _settled_states(module, what)
     # (module that holds the parameter, attribute name) -> (unit, slot). The attribute
@@ -419,16 +412,7 @@ def _require_values(
 
 
 def not_in_module(parameter: Tensor, g: int, i: int, what: str) -> CheckpointError:
-    """Return the error for an optimizer's parameter that the module does not have.
-
-    Args:
-        parameter: the parameter.
-        g: the index of the optimizer's group.
-        i: the index of the parameter in the group.
-        what: the past participle for the message: ``saved`` or ``loaded``.
-
-    Returns: the error to raise.
-    """
+    """Return the error for an optimizer's parameter that the module does not have."""
     shape = tuple(parameter.shape)
     told = f"Parameter {i} of the optimizer's group {g}, of shape {shape},"
     # Its inner tensors are in the module, and the optimizer knows the wrapper.

@@ -106,13 +106,7 @@ def convert(
 def write_safetensors(path: Path, source: Source, *, max_shard_bytes: int) -> None:
     """Write the weights of ``source``; a single file for a file path.
 
-    Args:
-        path: the directory to make, or the file if the name ends in ``.safetensors``.
-        source: the open checkpoint.
-        max_shard_bytes: the largest size of a file in bytes.
-
     Raises: CheckpointError, as ``convert``.
-    Collective: none.
     """
     with appear(path) as out:
         writer = SafetensorsWriter(
@@ -203,15 +197,7 @@ def check_readable(
 ) -> int:
     """Read every element of model, optimizer and extra state; return the bytes read.
 
-    Args:
-        source: the open checkpoint.
-        weights_only: read parameters and buffers only. Default False.
-        progress: called with the number of bytes read since the last call. Default
-            None.
-
-    Returns: the number of bytes of all tensors.
     Raises: CheckpointError, for damaged or missing data.
-    Collective: none.
     """
     total = 0
     watched = _Watched(source, progress, weights_only=weights_only)
@@ -271,24 +257,11 @@ class _Watched(Source):
             self.own_states = source.own_states
 
     def read_model(self, name: str, start: int, stop: int) -> Tensor:
-        """Read from ``source`` and report the bytes; see ``Source``.
-
-        Args:
-            name: a key of ``model``.
-            start: the first element.
-            stop: the element after the last.
-        """
+        """Read from ``source`` and report the bytes; see ``Source``."""
         return self._told(self._source.read_model(name, start, stop))
 
     def read_optim(self, name: str, state: str, start: int, stop: int) -> Tensor:
-        """Read from ``source`` and report the bytes; see ``Source``.
-
-        Args:
-            name: the name of the parameter.
-            state: the name of the state.
-            start: the first element.
-            stop: the element after the last.
-        """
+        """Read from ``source`` and report the bytes; see ``Source``."""
         return self._told(self._source.read_optim(name, state, start, stop))
 
     def _told(self, values: Tensor) -> Tensor:

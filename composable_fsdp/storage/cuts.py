@@ -7,14 +7,25 @@ that holds elements::
     rank 0   elements [0, 7) of lora_A.weight    and of its optimizer states
     rank 1   elements [7, 16)
 
-A part of a parameter that tensor parallelism cuts counts the elements of a rectangle
-(``grids``), unless each rectangle is an interval of the whole parameter.
+A matrix whose columns tensor parallelism cuts is stored as the ranks hold the columns,
+so that no rank sends a tensor, and the same mesh reads each part as a single interval::
+
+    down.weight (8, 32) over 2 x 2 ranks        cuts    ((0,), (0, 16))
+
+    tp 0   dp 0   elements [0, 64)   of the rectangle (8, 16) at (0, 0)
+           dp 1   elements [64, 128)
+    tp 1   dp 0   elements [0, 64)   of the rectangle (8, 16) at (0, 16)
+           dp 1   elements [64, 128)
+
+If each rectangle is an interval of the whole parameter, as rows are, parts count the
+elements of the whole: a single rectangle.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -48,10 +59,9 @@ class CutPart:
     """The key of the entry in the rank's file."""
     states: dict[str, tuple[torch.dtype, str]] = field(default_factory=dict)
     """Per element-wise state: the dtype and the key of the entry."""
-    # Values, which change from save to save; see ``FilePart``.
-    values: dict[str, Json] = field(default_factory=dict, compare=False)
+    values: dict[str, Json] = field(default_factory=dict)
     """State that is not element-wise, encoded."""
-    shared: dict[str, str] = field(default_factory=dict, compare=False)
+    shared: dict[str, str] = field(default_factory=dict)
     """The same as texts, to compare over ranks."""
     rectangle: Rectangle | None = None
     """The rectangle that ``start`` and ``stop`` count in. Default None: no rectangle.
@@ -86,17 +96,10 @@ def cut_parts(
 ) -> Iterator[tuple[CutPart, list[Piece]]]:
     """Yield the part and the entries of each parameter that this rank stores.
 
-    Args:
-        params: the parameters; those without elements on this rank are left out, unless
-            no rank has elements.
-        states: the optimizer state, by the ``id`` of the parameter.
-        how: tells how a state is stored.
-
     Raises: CheckpointError, for a dtype that no file holds.
-    Collective: none.
     """
     for param in params:
-        # In the whole parameter where possible: intervals need no newer format.
+        # In the whole parameter where possible: a load on another mesh reads intervals.
         rectangle, (start, stop) = param.rectangle, param.interval
         if rectangle is not None:
             rectangle, start, stop = rectangle.moved(start, stop)
@@ -139,52 +142,99 @@ def _piece(part: CutPart, key: str, dtype: torch.dtype, values: Tensor) -> Piece
     return Piece(key, dtype, (numel,), lambda: [values.detach().to(dtype)])
 
 
-def merge_cut(
-    written: Sequence[tuple[int, CutPart]],
+Written = Sequence[tuple[int, CutPart]]
+"""The parts of a parameter, with the ranks that have stored them."""
+
+
+def merge_cuts(
+    told: Sequence[Sequence[CutPart]],
     place: Callable[[int, str], EntryPlace],
     shifted: Callable[[Json, int], Json],
-) -> Cut:
-    """Return the cut of a parameter that ranks have stored in intervals.
-
-    Args:
-        written: the ranks and their parts.
-        place: returns the place of an entry of a rank.
-        shifted: returns a JSON value of a rank for the manifest.
+) -> tuple[Cut, ...]:
+    """Return the parameters that are stored alone.
 
     Raises: CheckpointError, for elements that no rank or two ranks have written, or for
     optimizer state that differs.
-    Collective: none.
     """
-    # In the order of the elements, which is the order of the unit's ranks.
-    written = sorted(written, key=lambda each: each[1].start)
+    found: dict[str, list[tuple[int, CutPart]]] = {}
+    # By the first name: a rank without elements of a parameter tells nothing of it.
+    for rank, parts in enumerate(told):
+        for part in parts:
+            found.setdefault(part.names[0], []).append((rank, part))
+    for written in found.values():
+        # Ranks tell only of elements that they store, so only now all is known.
+        _require_alike(written)
+    return tuple(_merge_cut(each, place, shifted) for each in found.values())
+
+
+def _require_alike(written: Written) -> None:
+    """Raise CheckpointError if ranks have stored a parameter in different ways."""
     rank, first = written[0]
-    require_cover(written, prod(first.shape), quoted(first.names[0]))
-    require_same_state(written)
-    return Cut(
-        first.names,
-        first.dtype,
-        first.shape,
-        tuple(part.start for _, part in written),
-        tuple(place(r, part.key) for r, part in written),
-        merged_states(written, place),
-        {name: shifted(value, rank) for name, value in first.values.items()},
+    for other, part in written[1:]:
+        # Meshes of different placements: no rank knows the values of all elements.
+        if (part.rectangle is None) != (first.rectangle is None) or (
+            part.shape,
+            part.dtype,
+        ) != (first.shape, first.dtype):
+            raise CheckpointError(
+                f"{quoted(first.names[0])} is cut differently on ranks {rank} and "
+                f"{other} of the save; expected the same shape, dtype and placements "
+                "on all ranks. Nothing was committed. Call parallelize_module alike "
+                "on all ranks."
+            )
+
+
+def _merge_cut(
+    written: Written,
+    place: Callable[[int, str], EntryPlace],
+    shifted: Callable[[Json, int], Json],
+) -> Cut:
+    """Return the cut of a parameter; see ``merge_cuts``."""
+    first = written[0][1]
+    name, whole = quoted(first.names[0]), (0,) * len(first.shape)
+    by_offset: dict[tuple[int, ...], list[tuple[int, CutPart]]] = {}
+    for rank, part in written:
+        offset = whole if part.rectangle is None else part.rectangle.offset
+        by_offset.setdefault(offset, []).append((rank, part))
+    cuts = tuple(tuple(sorted(set(each))) for each in zip(*by_offset, strict=True))
+    ordered: list[tuple[int, CutPart]] = []
+    begins: list[tuple[int, ...]] = []
+    # The sizes follow from the first indices, so a missing rectangle leaves a gap.
+    cut = Cut(first.names, first.dtype, first.shape, cuts, (), (), {}, {})
+    for offset, expected in zip(product(*cuts), cut.rectangles(), strict=True):
+        parts = sorted(by_offset.get(offset, []), key=lambda each: each[1].start)
+        shapes = {
+            first.shape if each.rectangle is None else each.rectangle.shape
+            for _, each in parts
+        }
+        if shapes != {expected.shape}:
+            raise CheckpointError(
+                f"The rectangle {expected.shape} at {offset} of {name} was written by "
+                "no rank of the save. Call save on every rank that the model is "
+                "sharded and cut over."
+            )
+        what = name if len(by_offset) == 1 else f"the rectangle at {offset} of {name}"
+        _require_cover(parts, expected.numel, what)
+        ordered += parts
+        begins.append(tuple(part.start for _, part in parts))
+    _require_same_state(ordered)
+    # The rank with the first element has told the scalars.
+    rank, teller = ordered[0]
+    return replace(
+        cut,
+        begins=tuple(begins),
+        parts=tuple(place(r, part.key) for r, part in ordered),
+        states={
+            key: CutState(
+                dtype, tuple(place(r, part.states[key][1]) for r, part in ordered)
+            )
+            for key, (dtype, _) in teller.states.items()
+        },
+        values={key: shifted(value, rank) for key, value in teller.values.items()},
     )
 
 
-def merged_states(
-    written: Sequence[tuple[int, CutPart]],
-    place: Callable[[int, str], EntryPlace],
-) -> dict[str, CutState]:
-    """Return the element-wise states of a parameter, with the places of all parts."""
-    return {
-        name: CutState(
-            dtype, tuple(place(r, part.states[name][1]) for r, part in written)
-        )
-        for name, (dtype, _) in written[0][1].states.items()
-    }
-
-
-def require_cover(parts: Sequence[tuple[int, CutPart]], numel: int, what: str) -> None:
+def _require_cover(parts: Sequence[tuple[int, CutPart]], numel: int, what: str) -> None:
     """Raise CheckpointError, unless sorted parts cover ``numel`` elements once."""
     # A gap would come back as whatever the memory holds.
     end = 0
@@ -207,7 +257,7 @@ def require_cover(parts: Sequence[tuple[int, CutPart]], numel: int, what: str) -
         )
 
 
-def require_same_state(parts: Sequence[tuple[int, CutPart]]) -> None:
+def _require_same_state(parts: Sequence[tuple[int, CutPart]]) -> None:
     """Raise CheckpointError for optimizer state that differs between the parts."""
     rank, first = parts[0]
     kinds = {name: dtype for name, (dtype, _) in first.states.items()}

@@ -95,17 +95,7 @@ def require_free(path: str, more: str = "") -> None:
 
 
 def no_checkpoint_text(path: str, where: str = "") -> str:
-    """Return a sentence for a path without a checkpoint: what is there instead.
-
-    Args:
-        path: the path, absolute.
-        where: words that follow the path, such as the file that names the path.
-            Default "".
-
-    Returns: the sentence. For a missing path, the sentence lists what the nearest
-    directory holds.
-    Collective: none.
-    """
+    """Return a sentence for a path without a checkpoint: what is there instead."""
     if os.path.isdir(path):
         inside = sorted(os.listdir(path))
         found = f"holds {listed(inside)}" if inside else "is an empty directory"

@@ -28,8 +28,6 @@ def experts_in(contents: Contents) -> dict[str, int]:
     """Return the names of this rank's experts, with the place in the ``expert_mesh``.
 
     Ranks with the same experts have the same place. Empty without an ``expert_mesh``.
-
-    Collective: none.
     """
     found: dict[str, int] = {}
     for region in contents.regions:
@@ -42,14 +40,7 @@ def experts_in(contents: Contents) -> dict[str, int]:
 
 
 def require_own_names(ranks: Sequence[int], told: Sequence[dict[str, int]]) -> None:
-    """Raise CheckpointError if ranks use a name for different experts.
-
-    Args:
-        ranks: the global ranks, in the order of ``told``.
-        told: the result of ``experts_in`` of each rank.
-
-    Collective: none; all ranks have the same ``told``, so all decide alike.
-    """
+    """Raise CheckpointError if ranks use a name for different experts."""
     seen: dict[str, tuple[int, int]] = {}
     for rank, each in zip(ranks, told, strict=True):
         for name, place in each.items():
@@ -71,13 +62,7 @@ def with_experts(
 ) -> list[Json] | None:
     """Return the options of rank 0 with the experts of all ranks as members.
 
-    Args:
-        groups: the options, with the names of rank 0.
-        numbers: the number of each group in the optimizer of rank 0.
-        told: the experts of each rank.
-
     Raises: CheckpointError, for experts in a group that rank 0 lacks.
-    Collective: none.
     """
     if groups is None or not any(told):
         return groups
@@ -99,10 +84,6 @@ def with_experts(
 
 def other_experts(team: Team, module: object) -> frozenset[str]:
     """Return the names of experts that other ranks hold, and this rank does not.
-
-    Args:
-        team: the ranks of the load.
-        module: the model.
 
     Collective: an all-gather of objects over the team's group, if a unit has an
         ``expert_mesh``; else none. Meshes are alike on all ranks.

@@ -110,16 +110,6 @@ def export_module(
 ) -> bool:
     """Gather the units of ``module`` in turn, and write them on the first rank.
 
-    Args:
-        path: see ``export_safetensors``.
-        module: a module, sharded or plain.
-        max_shard_bytes: see ``export_safetensors``.
-        dtype: see ``export_safetensors``.
-        rewrite: renames, combines or drops tensors; called once with all tensors on
-            meta, which gives names, shapes and the order in the files, and then with
-            the values of each unit. Default None: every tensor as it is.
-
-    Returns: whether this rank has written the files.
     Collective: as ``export_safetensors`` for a module.
     Raises: as ``export_safetensors``.
     """
@@ -194,12 +184,6 @@ class _Writing:
         alike: bool,
     ) -> None:
         """Check the module, make the files, and write the tensors that no unit holds.
-
-        Args:
-            path: see ``export_safetensors``.
-            module: the module to export.
-            max_shard_bytes: see ``export_safetensors``.
-            alike: whether all units have the same first rank.
 
         Raises: CheckpointError, if the units have different first ranks.
         """

@@ -76,11 +76,6 @@ class FileBytes(ABC):
 def open_bytes(path: str, sizes: Mapping[str, int] | None = None) -> FileBytes:
     """Open a file of a checkpoint, at a path or URL.
 
-    Args:
-        path: the path or URL.
-        sizes: at a URL, the sizes of the objects in the folder, by name. Default None:
-            the folder is listed.
-
     Raises: CheckpointError, naming ``path``, if the file is missing or not regular.
     """
     return _RemoteBytes(path, sizes) if is_url(path) else _LocalBytes(path)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
 from composable_fsdp.storage.cuts import CutPart
 from composable_fsdp.storage.local import LocalPart
-from composable_fsdp.storage.manifest import Json, SavedMetric, Slot
+from composable_fsdp.storage.manifest import Json, Slot
 
 StateKey = tuple[str, str]
 """The name and the dtype of an optimizer state."""
@@ -35,10 +35,9 @@ class RegionPart:
     """The key of the shard's entry in the rank's file."""
     states: dict[StateKey, tuple[torch.dtype, tuple[int, ...], str]]
     """Per state: dtype, slots with elements and state on this rank, and entry key."""
-    # Values, which change from save to save.
-    values: dict[int, dict[str, Json]] = field(default_factory=dict, compare=False)
+    values: dict[int, dict[str, Json]] = field(default_factory=dict)
     """State that is not element-wise, by slot, where this rank writes the state."""
-    shared: dict[int, dict[str, str]] = field(default_factory=dict, compare=False)
+    shared: dict[int, dict[str, str]] = field(default_factory=dict)
     """The same as texts to compare, for slots that other ranks hold elements of."""
     slots: tuple[Slot, ...] | None = None
 
@@ -52,16 +51,12 @@ class SinglePart:
     number: int = 0
     """The place in the order of the tensors of all ranks that are saved once."""
     states: dict[str, str] = field(default_factory=dict)
-    values: dict[str, Json] = field(default_factory=dict, compare=False)
+    values: dict[str, Json] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class FilePart:
-    """The description of this rank's file for rank 0, without tensor values.
-
-    Two parts are equal if the places in their files mean the same; fields that change
-    from save to save are not compared.
-    """
+    """The description of this rank's file for rank 0, without tensor values."""
 
     regions: list[RegionPart] = field(default_factory=list)
     singles: list[SinglePart] = field(default_factory=list)
@@ -72,27 +67,20 @@ class FilePart:
     """The facts of tensors that wrap others, by name."""
     loose: list[str] = field(default_factory=list)
     """Keys of the entries that JSON values refer to by index in this list."""
-    param_groups: list[Json] | None = field(default=None, compare=False)
-    extra: Json = field(default=None, compare=False)
+    param_groups: list[Json] | None = None
+    extra: Json = None
     group_numbers: list[int] = field(default_factory=list)
     """The number of each of ``param_groups`` in the optimizer."""
     experts: dict[int, list[str]] = field(default_factory=dict)
     """Names of experts of this rank by the number of their group."""
-    own_states: dict[str, Json] = field(default_factory=dict, compare=False)
-    rng: Json = field(default=None, compare=False)
-    metric: SavedMetric | None = field(default=None, compare=False)
-    """The metric of the save; the same on all ranks."""
-    per_rank: Json = field(default=None, compare=False)
+    own_states: dict[str, Json] = field(default_factory=dict)
+    rng: Json = None
+    per_rank: Json = None
     """The values of this rank alone; None if the caller has given none."""
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(
         default_factory=dict
     )
     """The dtype and shape of every entry, by key."""
-
-    def copy(self) -> FilePart:
-        """Return a part that keeps its entries when ``add_missing`` adds some here."""
-        regions = [replace(each, states=dict(each.states)) for each in self.regions]
-        return replace(self, regions=regions, tensors=dict(self.tensors))
 
     def kinds(self) -> Kinds:
         """Return the states that each region has on this rank."""

@@ -64,13 +64,7 @@ class FsspecStorage(Storage):
             return _FsspecUpload(self._files, name)
 
     def put(self, name: str, data: bytes, *, absent: bool) -> None:
-        """Write a small object at once; see ``Storage``.
-
-        Args:
-            name: the name.
-            data: the content.
-            absent: raise FileExistsError if there is an object of that name.
-        """
+        """Write a small object at once; see ``Storage``."""
         with _as_os_error(name):
             self._make_folder(name)
             # Object stores compare in the same request, which no other writer can
@@ -88,13 +82,7 @@ class FsspecStorage(Storage):
             self._files.mv(part, name)
 
     def read(self, name: str, begin: int, end: int) -> bytes:
-        """Return bytes ``[begin, end)``; see ``Storage``.
-
-        Args:
-            name: the name.
-            begin: the first byte.
-            end: the byte after the last.
-        """
+        """Return bytes ``[begin, end)``; see ``Storage``."""
         # Object stores refuse the range of an empty interval.
         if begin == end:
             return b""

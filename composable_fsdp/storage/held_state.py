@@ -17,13 +17,7 @@ from composable_fsdp.storage.readable import require_readable
 def readable_state(value: Any, held: HeldParam | HeldTensor, key: str) -> Any:
     """Return a state with the elements of this rank.
 
-    Args:
-        value: the state; need not be a tensor.
-        held: the parameter.
-        key: the name of the state.
-
     Raises: CheckpointError, for a tensor without values in memory of its own.
-    Collective: none.
     """
     # Numbers and texts have no memory that could be read wrongly.
     if not isinstance(value, Tensor):
@@ -37,12 +31,6 @@ def is_elementwise(name: str, value: Any, leaf: Tensor, fqn: str) -> bool:
     """Return whether ``value`` has an element for each element of the shard.
 
     If not, the state has the same value on all ranks.
-
-    Args:
-        name: the name of the state.
-        value: the state; need not be a tensor.
-        leaf: the sharded parameter.
-        fqn: the parameter's name, for messages.
 
     Raises: CheckpointError, for a tensor that is neither a scalar nor element-wise.
     """

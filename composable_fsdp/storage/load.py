@@ -33,7 +33,7 @@ from composable_fsdp.storage.contents import (
 from composable_fsdp.storage.expert_names import other_experts
 from composable_fsdp.storage.load_optim import optimizer_loads
 from composable_fsdp.storage.local import other_ranks_text
-from composable_fsdp.storage.look_up import NEWEST, Found, look_up
+from composable_fsdp.storage.look_up import Found, look_up
 from composable_fsdp.storage.opening import open_source
 from composable_fsdp.storage.pending import wait_for_pending
 from composable_fsdp.storage.planned import Planned, change, name_of, verify
@@ -65,7 +65,6 @@ def load(
     trainable_only: bool = False,
     rename: Rename | None = None,
     local: Patterns = None,
-    which: str = NEWEST,
     share: bool | None = None,
 ) -> Any:
     """Read model, optimizer and random states; return the ``extra`` that was saved.
@@ -120,8 +119,6 @@ def load(
             per rank (``save(.., local=..)``) and may come back at another world size:
             rank r gets the values that rank r saved, and ranks beyond the saved ones
             keep their own. Default None: another number of ranks is a difference.
-        which: the checkpoint to load from a directory of checkpoints: ``"newest"``, or
-            ``"best"`` by the metric of ``save``. Default ``"newest"``.
         share: whether ranks that hold the same elements (replicas of ``HYBRID_SHARD``
             and ``NO_SHARD``; all ranks, of tensors in no unit) read an even part each
             and send it to the others; the same on every rank. Default None: if
@@ -160,7 +157,7 @@ def load(
     # have compared a part of the names.
     try:
         for left in reversed(range(_ATTEMPTS)):
-            found = look_up(team, path, before, which, share)
+            found = look_up(team, path, before, share)
             wanted = wanted._replace(report=LoadReport())
             loaded = _attempt(team, found, module, wanted, retry=left > 0)
             if loaded is not None:
@@ -203,13 +200,6 @@ def _attempt(
     team: Team, found: Found, module: nn.Module, wanted: _Wanted, *, retry: bool
 ) -> tuple[Any] | None:
     """Load the checkpoint; return ``extra`` in a tuple, or None to look up another.
-
-    Args:
-        team: the ranks of the load.
-        found: the checkpoint to open.
-        module: the model.
-        wanted: the arguments of ``load``; the report gets the differences.
-        retry: whether a checkpoint that is gone leads to None on all ranks.
 
     Collective: two all-gathers of objects over the team's group (four if reads are
     shared, with broadcasts of values); one less before None.
@@ -258,14 +248,7 @@ def _attempt(
 def _of_ranks(source: Source, team: Team, wanted: _Wanted) -> Selection:
     """Return the selection without the tensors that this rank has no values for.
 
-    Args:
-        source: the open checkpoint; shows the values of this rank.
-        team: the ranks of the load.
-        wanted: the arguments of ``load``; the report gets the names that need
-            ``local``.
-
     Raises: TypeError, for patterns of another type.
-    Collective: none.
     """
     selection, rename = Selection.of(*wanted.chosen), wanted.rename
     told = matcher(wanted.local, "local")
@@ -296,14 +279,7 @@ def _of_ranks(source: Source, team: Team, wanted: _Wanted) -> Selection:
 def _planned(team: Team, source: Source, module: nn.Module, wanted: _Wanted) -> Planned:
     """Compare the checkpoint with all that is to be filled on this rank.
 
-    Args:
-        team: the ranks of the load.
-        source: the open checkpoint.
-        module: the model; unchanged.
-        wanted: the arguments of ``load``; the report gets the differences.
-
     Raises: as ``load``.
-    Collective: none.
     """
     # Before the names are renamed and compared: ranks may have other names.
     source.on_rank(team.rank)
@@ -330,16 +306,7 @@ def _prepare(
 ) -> Planned:
     """Compare the checkpoint with model and optimizers, and list what to read.
 
-    Args:
-        source: the checkpoint.
-        module: the model; unchanged.
-        wanted: the arguments of ``load``; the optimizers are unchanged.
-        selection: the tensors to load.
-
-    Returns: the comparison of the model and of each optimizer, and all copies, without
-    objects and random state.
     Raises: CheckpointError.
-    Collective: none.
     """
     contents = contents_of(module, "load", inner=True)
     report, optims = wanted.report, optimizers_in(wanted.optim, "load")

@@ -60,16 +60,7 @@ def optimizer_loads(
 ) -> list[OptimizerLoad]:
     """Compare each optimizer with the checkpoint; return an ``OptimizerLoad`` for each.
 
-    Args:
-        source: the open checkpoint.
-        contents: the parameters and buffers of the whole model.
-        optims: the optimizers to load; may be empty.
-        report: receives parameters and states that the optimizers or ``source`` lack.
-        selection: the parameters to load; state of others stays. Default: all.
-
-    Returns: the ``OptimizerLoad`` objects, in the order of ``optims``.
     Raises: CheckpointError, for a parameter that is not in the module.
-    Collective: none.
     """
     if optims and source.param_groups is None:
         report.optimizer.append(NO_OPTIMIZER)
@@ -98,15 +89,7 @@ class OptimizerLoad:
         optim: torch.optim.Optimizer,
         report: LoadReport,
     ) -> None:
-        """Compare the optimizer with the checkpoint.
-
-        Args:
-            source: the open checkpoint.
-            contents: the parameters and buffers of the whole model.
-            chosen: the keys of ``named`` for the parameters to load.
-            optim: the optimizer.
-            report: receives the differences.
-        """
+        """Compare the optimizer with the checkpoint."""
         self.source, self.report = source, report
         # An optimizer over flat parameters is viewed as an optimizer over the original
         # parameters: the checkpoint stores state per original parameter.

@@ -24,10 +24,9 @@ class LocalPart:
 
     singles: list[Any] = field(default_factory=list)
     """A ``SinglePart`` for each tensor in no unit."""
-    # Values, which change from save to save; see ``FilePart``.
-    own_states: dict[str, Json] = field(default_factory=dict, compare=False)
-    values: dict[str, dict[str, Json]] = field(default_factory=dict, compare=False)
-    param_groups: list[Json] | None = field(default=None, compare=False)
+    own_states: dict[str, Json] = field(default_factory=dict)
+    values: dict[str, dict[str, Json]] = field(default_factory=dict)
+    param_groups: list[Json] | None = None
 
     def is_empty(self) -> bool:
         """Return whether the rank has nothing of its own."""
@@ -39,15 +38,7 @@ def merge_local(
     single: Callable[[int, Any], Single],
     shifted: Callable[[Json, int], Json],
 ) -> tuple[Local, ...]:
-    """Return the own values of each rank; empty if no rank has any.
-
-    Args:
-        parts: the part of each rank, in rank order.
-        single: returns the tensor of a rank for the manifest.
-        shifted: returns a JSON value of a rank for the manifest.
-
-    Collective: none.
-    """
+    """Return the own values of each rank; empty if no rank has any."""
     # Most checkpoints: a tuple per rank would only make the manifest longer.
     if all(part.is_empty() for part in parts):
         return ()
@@ -108,13 +99,7 @@ class LocalNames:
 
 
 def other_ranks_text(names: Sequence[str], saved: int, loading: int) -> str:
-    """Return the difference of a load of single ranks' values at another world size.
-
-    Args:
-        names: the names.
-        saved: the number of ranks that saved.
-        loading: the number of ranks that load.
-    """
+    """Return the difference of a load of single ranks' values at another world size."""
     return (
         f"{listed(map(quoted, names))} were saved per rank (local=) by {saved} ranks, "
         f"and {loading} load: pass load(.., local=[..]) with their names, if rank r is "

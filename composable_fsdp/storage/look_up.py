@@ -8,16 +8,12 @@ from typing import NamedTuple
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage.directory import path_text
-from composable_fsdp.storage.listing import best_checkpoint
 from composable_fsdp.storage.opening import find_checkpoint
 from composable_fsdp.storage.pending import PendingOutcome, raise_unseen
 from composable_fsdp.storage.remote import is_url, join, split, whole_path
 from composable_fsdp.storage.remote_commit import folder_at
 from composable_fsdp.storage.source import Source
 from composable_fsdp.storage.team import Team
-
-NEWEST, BEST = "newest", "best"
-"""The checkpoints of a directory that a load can ask for."""
 
 
 class Found(NamedTuple):
@@ -49,39 +45,23 @@ def look_up(
     team: Team,
     path: str | os.PathLike[str] | Source,
     before: PendingOutcome,
-    which: str = NEWEST,
     share: bool | None = None,
 ) -> Found:
     """Return the checkpoint that this rank opens: rank 0 alone looks in a directory.
 
-    Args:
-        team: the ranks of the load.
-        path: see ``load``.
-        before: the outcome of the previous asynchronous save on this rank.
-        which: see ``load``. Default: the newest.
-        share: see ``load``. Default None: at URLs.
-
-    Returns: ``path`` itself for an open source; else this rank's ``path``, followed by
-    the name that rank 0 has found in the directory.
     Collective: one all-gather of objects over the team's group.
     Raises: CheckpointError or TypeError, the same on every rank.
     """
     error: Exception | None = None
     own, name = "", "."
     try:
-        # On every rank: ranks that ask for different checkpoints must not hang.
-        if which not in (NEWEST, BEST):
-            raise ValueError(
-                f"load expects which={NEWEST!r} or which={BEST!r}, got {which!r}."
-            )
         if share is not None and type(share) is not bool:
             raise TypeError(f"load expects share=None, True or False, got {share!r}.")
         if not isinstance(path, Source):
             own = whole_path(path_text(path, "load"))
             # Ranks that looked for themselves would differ beside a job that saves.
             if team.rank == 0:
-                found = find_checkpoint(own)[0] if which == NEWEST else ""
-                name = _relative(found or best_checkpoint(own).path, own)
+                name = _relative(find_checkpoint(own)[0], own)
     except Exception as raised:
         error = raised
     # Also ranks with an open source take part: the call may differ between ranks.

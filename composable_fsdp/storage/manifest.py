@@ -17,9 +17,8 @@ of the JSON: ``to_json`` writes any field, and ``parse`` in ``validate`` is the 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
 from itertools import pairwise, product
 from math import prod
 from typing import Annotated, Any, NamedTuple
@@ -31,13 +30,7 @@ from composable_fsdp.storage.rectangles import Rectangle
 
 FORMAT = "composable_fsdp.checkpoint"
 # A reader refuses another version, because fields may have another meaning there.
-VERSION = 3
-# The fields that older versions lack, with the value that stands for them.
-SINCE: dict[int, dict[str, Any]] = {
-    2: {"per_rank": [], "cuts": [], "local": [], "metric": None},
-    3: {"grids": [], "wrappers": {}},
-}
-"""Per version: the fields that the version has added, with their defaults in JSON."""
+VERSION = 1
 # To verify a slice, a reader reads whole blocks: larger blocks cost more for small
 # slices, and smaller blocks make a larger manifest.
 BLOCK = 4 * 1024 * 1024
@@ -157,9 +150,6 @@ BlockSize = Annotated[
 Shape = Annotated[
     tuple[Size, ...], Rule("a shape that fits into a file", _fits_into_a_file)
 ]
-MODES = ("min", "max")
-"""Whether the smallest or the largest metric is the best."""
-Mode = Annotated[str, Rule("'min' or 'max'", lambda mode: mode in MODES)]
 Names = Annotated[
     tuple[str, ...],
     Rule("one or more different names", lambda n: 0 < len(n) == len(set(n))),
@@ -260,43 +250,12 @@ class CutState:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A parameter of a unit that is stored alone, in parts; see ``cuts``.
-
-    Part ``i`` holds the elements ``[begins[i], begins[i + 1])`` of the flattened
-    parameter, the last part all others. ``values`` are as those of ``Slot``.
-    """
-
-    fqns: Names
-    dtype: torch.dtype
-    shape: Shape
-    begins: tuple[Size, ...]
-    parts: tuple[EntryPlace, ...]
-    states: dict[str, CutState]
-    values: dict[str, Json]
-
-    @property
-    def numel(self) -> int:
-        """The number of elements."""
-        return prod(self.shape)
-
-    def as_grid(self) -> Grid:
-        """Return the cut as a grid of a single rectangle."""
-        whole, told = ((0,),) * len(self.shape), (self.fqns, self.dtype, self.shape)
-        return Grid(*told, whole, (self.begins,), self.parts, self.states, self.values)
-
-    def bounds(self) -> list[tuple[int, int]]:
-        """Return the elements ``[start, stop)`` of each part."""
-        ends = (*self.begins[1:], self.numel)
-        return list(zip(self.begins, ends, strict=True))
-
-
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """A parameter of a unit that is stored by rectangles, each in parts; see ``cuts``.
+    """A parameter that is stored alone, by rectangles, each in parts; see ``cuts``.
 
     ``cuts`` are, per dim, the first indices of the intervals whose products are the
-    rectangles, in row-major order. ``begins`` and ``parts`` are, per rectangle, as
-    those of ``Cut`` in the flattened rectangle; ``parts`` of all rectangles in a row.
+    rectangles, in row-major order. ``begins`` are, per rectangle, the first elements of
+    its parts in the flattened rectangle; ``parts`` has those of all rectangles in a
+    row. ``values`` are as those of ``Slot``.
     """
 
     fqns: Names
@@ -307,11 +266,6 @@ class Grid:
     parts: tuple[EntryPlace, ...]
     states: dict[str, CutState]
     values: dict[str, Json]
-
-    @property
-    def numel(self) -> int:
-        """The number of elements."""
-        return prod(self.shape)
 
     def rectangles(self) -> list[Rectangle]:
         """Return the rectangles, in the order of ``begins``."""
@@ -356,14 +310,6 @@ class File:
     """The crc32 of each ``BLOCK`` bytes of payload; the last block may be shorter."""
 
 
-@dataclass(frozen=True, slots=True)
-class SavedMetric:
-    """The metric of a save: ``value`` is a float, encoded."""
-
-    value: Json
-    best: Mode
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """A whole checkpoint without the values of tensors.
@@ -386,10 +332,8 @@ class Manifest:
     singles: tuple[Single, ...]
     # Empty, unless the save was of a part of a unit, or of a DTensor.
     cuts: tuple[Cut, ...]
-    # Empty, unless a DTensor is cut in another dim than the first.
-    grids: tuple[Grid, ...] = ()
     # The facts of tensors that wrap others, by name; their inner tensors are singles.
-    wrappers: dict[str, str] = field(default_factory=dict)
+    wrappers: dict[str, str]
     # Empty, or an entry per rank.
     local: tuple[Local, ...]
     loose: tuple[Stored, ...]
@@ -402,57 +346,10 @@ class Manifest:
     rng: tuple[Json, ...]
     # Empty if no rank has given values of its own.
     per_rank: tuple[Json, ...]
-    # None: the save was given no metric.
-    metric: SavedMetric | None
-
-    def alone(self) -> Iterator[Cut | Grid]:
-        """Yield the parameters of units that are stored apart from their region."""
-        yield from self.cuts
-        yield from self.grids
 
     def to_json(self) -> Json:
         """Return the manifest for ``json.dumps``; ``parse`` is the inverse."""
-        return {name: _to_json(getattr(self, name)) for name in self._written()}
-
-    def text(self, known: Mapping[str, str]) -> str:
-        """Return the manifest as JSON; ``known`` are texts of fields, by name."""
-        return fields_text(self, self._written(), known)
-
-    def _written(self) -> list[str]:
-        """Return the names of the fields that the version of the manifest has."""
-        # Releases that read only the older version refuse fields that are newer.
-        newer = {
-            name
-            for version, added in SINCE.items()
-            for name in (added if version > self.version else ())
-        }
-        return [each.name for each in fields(self) if each.name not in newer]
-
-
-def version_of(grids: tuple[Grid, ...], wrappers: dict[str, str]) -> int:
-    """Return the oldest version that can describe a checkpoint."""
-    # A checkpoint without both stays readable for releases that do not know them.
-    return 3 if grids or wrappers else 2
-
-
-def fields_text(value: Any, names: Iterable[str], known: Mapping[str, str]) -> str:
-    """Return a part of a manifest as JSON.
-
-    Args:
-        value: the manifest, or an object in it.
-        names: the names of the fields to write, in order.
-        known: texts of some fields, by name; the others are made.
-    """
-    texts = []
-    for name in names:
-        text = known.get(name)
-        texts.append(f'"{name}":{text or text_of_value(getattr(value, name))}')
-    return f"{{{','.join(texts)}}}"
-
-
-def text_of_value(value: Any) -> str:
-    """Return the value of a field as JSON without spaces."""
-    return json.dumps(_to_json(value), allow_nan=False, separators=(",", ":"))
+        return _to_json(self)
 
 
 def _to_json(value: Any) -> Json:

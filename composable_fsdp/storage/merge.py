@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import quoted
+from composable_fsdp.storage.cuts import merge_cuts
 from composable_fsdp.storage.expert_names import with_experts
 from composable_fsdp.storage.file_part import (
     FilePart,
@@ -21,7 +22,6 @@ from composable_fsdp.storage.file_part import (
     SinglePart,
     StateKey,
 )
-from composable_fsdp.storage.grids import merge_parts
 from composable_fsdp.storage.local import merge_local
 from composable_fsdp.storage.manifest import (
     BLOCK,
@@ -34,7 +34,6 @@ from composable_fsdp.storage.manifest import (
     Single,
     Slot,
     Stored,
-    version_of,
 )
 
 _LOST = (
@@ -58,7 +57,6 @@ def merge(told: Sequence[RankPart], block: int = BLOCK) -> Manifest:
 
     ``block`` are the bytes of payload that a checksum covers (default ``BLOCK``).
 
-    Collective: none.
     Raises: CheckpointError, if a shard was written by no rank or by two ranks, or if
     the ranks have different optimizer state.
     """
@@ -85,13 +83,12 @@ def merge(told: Sequence[RankPart], block: int = BLOCK) -> Manifest:
     def of_rank(value: Json, rank: int) -> Json:
         return shifted(value, shifts[rank])
 
-    cuts, grids = merge_parts(
+    cuts = merge_cuts(
         [part.cuts for part, _, _ in told],
         lambda rank, key: EntryPlace(rank, told[rank][2][key]),
         of_rank,
     )
     return Manifest(
-        version=version_of(grids, first.wrappers),
         library=_library_version(),
         torch=str(torch.__version__),
         world_size=len(told),
@@ -100,7 +97,6 @@ def merge(told: Sequence[RankPart], block: int = BLOCK) -> Manifest:
         regions=tuple(_regions(told, shifts)),
         singles=tuple(single_of(*each) for each in single_parts(told)),
         cuts=cuts,
-        grids=grids,
         wrappers=first.wrappers,
         local=merge_local([part.local for part, _, _ in told], single_of, of_rank),
         loose=tuple(loose),
@@ -116,7 +112,6 @@ def merge(told: Sequence[RankPart], block: int = BLOCK) -> Manifest:
             for (part, _, _), shift in zip(told, shifts, strict=True)
         ),
         per_rank=_per_rank(told, shifts),
-        metric=first.metric,
     )
 
 
@@ -204,12 +199,6 @@ def _region(
 ) -> Region:
     """Return the merged region, with the places of all shards in shard order.
 
-    Args:
-        told: the parts of all ranks, in rank order.
-        shifts: per rank, the number to add to the numbers of loose tensors.
-        found: the rank and the region part, by shard number.
-
-    Returns: the region with slots, states and places.
     Raises: CheckpointError, for a missing shard or differing optimizer state.
     """
     # Only the first rank of the unit describes the slots.
@@ -265,14 +254,7 @@ def _region(
 def require_same_values(
     slots: Sequence[Slot], told: Sequence[tuple[int, dict[int, dict[str, str]]]]
 ) -> None:
-    """Raise CheckpointError for scalar state that differs between ranks.
-
-    Args:
-        slots: the parameters of a region.
-        told: ranks with their ``RegionPart.shared`` of the region.
-
-    Collective: none.
-    """
+    """Raise CheckpointError for scalar state that differs between ranks."""
     # (slot, state) -> the first rank with elements of the parameter, and the value.
     known: dict[tuple[int, str], tuple[int, str]] = {}
     for rank, shared in told:

@@ -34,15 +34,7 @@ from composable_fsdp.storage.rectangles import Rectangle, rectangle_of
 def mesh_groups_in(
     module: nn.Module, handles: Iterable[FlatParamHandle]
 ) -> list[dist.ProcessGroup]:
-    """Return the groups of the meshes of DTensors and experts, each set of ranks once.
-
-    Args:
-        module: the model.
-        handles: the units in the model.
-
-    Returns: the groups of several ranks, in an order that is equal on all ranks.
-    Collective: none.
-    """
+    """Return the groups of the meshes of DTensors and experts, each set once."""
     # Units first: after ``fully_shard`` the modules show plain parameters, and the
     # forms of the units know the meshes.
     found = []
@@ -77,16 +69,7 @@ def is_first_copy(
     form: ParamForm | None,
     groups: Sequence[dist.ProcessGroup],
 ) -> bool:
-    """Return whether this rank is the first of a replica with a part of a parameter.
-
-    Args:
-        handle: the unit of the parameter.
-        form: the form of the parameter; None for a plain parameter.
-        groups: the result of ``mesh_groups_in`` for the whole model.
-
-    Returns: True on a single rank of those with equal values, in each replica.
-    Collective: none.
-    """
+    """Return whether this rank is the first of a replica with a part of a parameter."""
     # Without tensor parallelism nothing else is a copy.
     if not groups:
         return True
@@ -102,13 +85,6 @@ def copies_of(
     """Return the ranks along each dim of the meshes that copies of a parameter lie on.
 
     Without the replicas of the unit.
-
-    Args:
-        handle: the unit of the parameter.
-        form: the form of the parameter; None for a plain parameter.
-        groups: the result of ``mesh_groups_in`` for the whole model.
-
-    Collective: none.
     """
     if not groups:
         return []
@@ -132,13 +108,7 @@ def is_first_part(handle: FlatParamHandle, form: ParamForm | None) -> bool:
 def loose_rectangle(tensor: Tensor, name: str, what: str) -> Rectangle | None:
     """Return this rank's rectangle of a DTensor in no unit; None for other tensors.
 
-    Args:
-        tensor: the tensor.
-        name: the name in messages.
-        what: the caller in messages.
-
     Raises: CheckpointError, for placements that leave no rectangle on a rank.
-    Collective: none.
     """
     if not is_dtensor(tensor):
         return None
@@ -159,16 +129,7 @@ def loose_rectangle(tensor: Tensor, name: str, what: str) -> Rectangle | None:
 
 
 def stores_loose(tensor: Tensor, first_rank: int) -> bool:
-    """Return whether this rank stores its rectangle of a DTensor in no unit.
-
-    Args:
-        tensor: the DTensor.
-        first_rank: the first of the ranks that save, which stores all other tensors in
-            no unit.
-
-    Returns: True on a single rank for each rectangle of the first rank's mesh.
-    Collective: none.
-    """
+    """Return whether this rank stores its rectangle of a DTensor in no unit."""
     given: Any = tensor
     mesh = given.device_mesh
     at = mesh.get_coordinate()
@@ -199,13 +160,7 @@ def whole_value(tensor: Tensor) -> Tensor:
 def local_state(value: Tensor, parameter: Tensor, where: str) -> Tensor:
     """Return this rank's part of a state of a DTensor.
 
-    Args:
-        value: the state: a DTensor placed as the parameter, or a plain tensor.
-        parameter: the DTensor.
-        where: the name of the state in messages.
-
     Raises: CheckpointError, for a state that is placed otherwise.
-    Collective: none.
     """
     # A step that all ranks count alike, or the state of a plain parameter.
     if not is_dtensor(value):

@@ -8,7 +8,6 @@ import os
 import zlib
 from collections.abc import Mapping, Sequence
 from functools import cache
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -58,14 +57,10 @@ _TAIL = b"\n}\n"
 _Key = tuple[str, str | None]
 
 
-def manifest_bytes(
-    manifest: Manifest, known: Mapping[str, str] = MappingProxyType({})
-) -> bytes:
-    """Return the content of the manifest file: JSON with a crc32 of the manifest.
-
-    ``known`` are the texts of some fields, by name. Default: none.
-    """
-    body = manifest.text(known).encode()
+def manifest_bytes(manifest: Manifest) -> bytes:
+    """Return the content of the manifest file: JSON with a crc32 of the manifest."""
+    text = json.dumps(manifest.to_json(), allow_nan=False, separators=(",", ":"))
+    body = text.encode()
     return _HEAD % zlib.crc32(body) + body + _TAIL
 
 
@@ -202,7 +197,7 @@ class NativeSource(Source):
             for key, stored in single.states.items():
                 optim.setdefault(name, {})[key] = info_of(stored.dtype, stored.shape)
                 self._wholes[name, key] = stored
-        for cut in self.manifest.alone():
+        for cut in self.manifest.cuts:
             name, *others = cut.fqns
             # All states of a parameter are divided as the parameter.
             model[name], runs = info_of(cut.dtype, cut.shape), PartRuns(cut)
@@ -220,7 +215,7 @@ class NativeSource(Source):
         held = [(s.fqns[0], s.values) for r in manifest.regions for s in r.slots]
         singles = (*manifest.singles, *own.singles)
         held += [(single.fqns[0], single.values) for single in singles]
-        held += [(cut.fqns[0], cut.values) for cut in manifest.alone()]
+        held += [(cut.fqns[0], cut.values) for cut in manifest.cuts]
         held += own.values.items()
         for name, found in held:
             if found:
@@ -262,12 +257,6 @@ class NativeSource(Source):
     def read_model(self, name: str, start: int, stop: int) -> Tensor:
         """Return elements ``[start, stop)`` of the flattened tensor; see ``Source``.
 
-        Args:
-            name: a key of ``model``.
-            start: the first element.
-            stop: the element after the last.
-
-        Returns: a CPU tensor ``(stop - start,)`` in the saved dtype.
         Raises: CheckpointError, for missing or damaged bytes.
         """
         runs = self._runs(name, None, start, stop)
@@ -276,13 +265,6 @@ class NativeSource(Source):
     def read_optim(self, name: str, state: str, start: int, stop: int) -> Tensor:
         """Return elements ``[start, stop)`` of an optimizer state; see ``Source``.
 
-        Args:
-            name: the name of the parameter.
-            state: a key of ``optim[name]``.
-            start: the first element.
-            stop: the element after the last.
-
-        Returns: a CPU tensor ``(stop - start,)`` in the saved dtype.
         Raises: CheckpointError, for missing or damaged bytes.
         """
         runs = self._runs(name, state, start, stop)
@@ -352,11 +334,7 @@ class NativeSource(Source):
         return copy.into.dtype == dtype and is_plain(copy.into)
 
     def _stage(self, copies: Sequence[Copy]) -> tuple[bool, list[Tensor] | None]:
-        """Decide where verified bytes wait until all ranks agree.
-
-        Returns: whether they wait in the page cache; else host memory for ``copies``,
-            or None if this rank has not enough and ``finish`` reads the disk again.
-        """
+        """Decide where verified bytes wait until all ranks agree."""
         sizes = [
             (copy.stop - copy.start) * self._info(copy.name, copy.state).dtype.itemsize
             for copy in copies

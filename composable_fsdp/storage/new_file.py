@@ -62,11 +62,6 @@ class NewFile:
     ``O_DIRECT`` requires that the file offset, the buffer's address and the length are
     multiples of the disk's block size. The end of the file is therefore written through
     the page cache; so is the whole file if ``O_DIRECT`` is refused (tmpfs, macOS).
-
-    Args:
-        path: the path; nothing may exist there.
-        keep: write through the page cache, where the next load finds the file. Default
-            False: past the cache.
     """
 
     def __init__(self, path: str, *, keep: bool = False) -> None:

@@ -35,16 +35,7 @@ STATES: dict[str, tuple[str, ...]] = {
 def require_options(
     optim: object, own: Mapping[str, Any], saved: Mapping[str, Any], g: int
 ) -> None:
-    """Raise CheckpointError for a saved option of another type than the present one.
-
-    Args:
-        optim: the optimizer, for its class.
-        own: the options of the optimizer's group.
-        saved: the saved options that replace them.
-        g: the number of the group, for the message.
-
-    Collective: none.
-    """
+    """Raise CheckpointError for a saved option of another type than the present one."""
     # Options that this version of torch does not know are kept, and no code reads them;
     # ``initial_lr`` of a scheduler is one.
     for name, value in saved.items():
@@ -98,17 +89,7 @@ def require_states(
     values: Mapping[str, Any],
     own: Mapping[str, Any],
 ) -> None:
-    """Raise CheckpointError for a state that is missing, or of a wrong type.
-
-    Args:
-        optim: the optimizer; only torch's own classes are known.
-        name: the name of the parameter.
-        tensors: the saved states that are read in slices.
-        values: all other saved states.
-        own: the options of the parameter's group.
-
-    Collective: none.
-    """
+    """Raise CheckpointError for a state that is missing, or of a wrong type."""
     # The first problem is enough: a reader fixes the checkpoint, not the state.
     for problem in _problems(optim, tensors, values, own):
         raise CheckpointError(

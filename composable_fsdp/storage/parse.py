@@ -19,7 +19,6 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage.manifest import (
     DTYPES,
     FORMAT,
-    SINCE,
     VERSION,
     EntryPlace,
     Json,
@@ -59,11 +58,10 @@ def parse_fields(document: Json, file: str) -> Manifest:
     """Return the manifest in ``document``; ``file`` is the document's name in messages.
 
     Raises: CheckpointError, naming the file and the field.
-    Collective: none.
     """
     try:
         _require_version(document, file)
-        manifest: Manifest = _parser(Manifest)(_completed(document))
+        manifest: Manifest = _parser(Manifest)(document)
     except _UnexpectedError as error:
         where, expected, got = error.args
         where = where.removeprefix(".")
@@ -83,29 +81,12 @@ def _require_version(document: Json, file: str) -> None:
     if found != FORMAT:
         raise _UnexpectedError("format", repr(FORMAT), found)
     version = document.get("version")
-    if type(version) is not int or not 1 <= version <= VERSION:
+    if type(version) is not int or version != VERSION:
         raise CheckpointError(
             f"{file} is of format version {excerpt(version)}; this version of "
-            f"composable_fsdp reads versions 1 to {VERSION}. Read it with the release "
-            "that wrote it, or a newer one."
+            f"composable_fsdp reads version {VERSION}. Read it with the release that "
+            "wrote it, or a newer one."
         )
-
-
-def _completed(document: dict[str, Json]) -> dict[str, Json]:
-    """Return the document with the fields that its version does not have yet.
-
-    Raises: _UnexpectedError, for a field of a newer version.
-    """
-    completed = dict(document)
-    for version, added in SINCE.items():
-        # The document's own version has the field: a missing one is damage.
-        if version <= document["version"]:
-            continue
-        # A reader of the old version would refuse the field, so it is damage.
-        if newer := sorted(added.keys() & document.keys()):
-            raise _UnexpectedError("", f"fields of version {version - 1}", newer)
-        completed.update(added)
-    return completed
 
 
 _Parser = Callable[[Json], Any]
@@ -169,13 +150,7 @@ def _place(value: Json) -> EntryPlace:
 
 
 def _container(kind: Any, inner: tuple[Any, ...], *, is_tuple: bool) -> _Parser:
-    """Return the parser of a text, list or object.
-
-    Args:
-        kind: the type in JSON.
-        inner: the annotations of the items.
-        is_tuple: whether a list is a tuple in the manifest.
-    """
+    """Return the parser of a text, list or object."""
     # Items of other lists are values of any form.
     is_dict = kind is dict and bool(inner)
     parse = _parser(inner[-1 if is_dict else 0]) if is_tuple or is_dict else None

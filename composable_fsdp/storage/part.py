@@ -89,15 +89,7 @@ class PartMaker:
         ranks: Sequence[int],
         rank: int,
     ) -> None:
-        """Choose the tensors to save.
-
-        Args:
-            contents: the tensors of the module.
-            selection: the tensors to save. Default: all.
-            local: see ``save``.
-            ranks: the global ranks of the save.
-            rank: the number of this rank among them.
-        """
+        """Choose the tensors to save."""
         self.contents, self._rank, self._ranks = contents, rank, ranks
         self.is_first, self.is_alone = rank == 0, len(ranks) == 1
         # Names and ids of all are still needed: the optimizer may hold
@@ -122,14 +114,8 @@ class PartMaker:
         Scalars are read now; the elements of other tensors are read when the file is
         written.
 
-        Args:
-            optims: the optimizers.
-            extra: the values that rank 0 saves for all ranks.
-            per_rank: the values that each rank saves. Default None: no values.
-
         Raises: TypeError, for a value that ``extra`` or the optimizer may not hold;
         CheckpointError, for tensors that cannot be stored.
-        Collective: none.
         """
         for each in optims:
             # State that was loaded before the optimizer's first step is taken up.

@@ -51,10 +51,7 @@ class PendingOutcome(NamedTuple):
 
 
 def wait_for_pending(team: Team) -> PendingOutcome:
-    """Wait until no asynchronous save of these ranks is running; return the outcome.
-
-    Collective: none.
-    """
+    """Wait until no asynchronous save of these ranks is running; return the outcome."""
     # ``get`` and not ``pop``: the call may raise another error before ``raise_unseen``,
     # and then a later call must still raise this failure.
     future = _pending.get(team.ranks)
@@ -99,7 +96,6 @@ def raise_unseen(team: Team, answers: list[PendingOutcome]) -> None:
     ``answers`` holds the outcome that each rank knows. The save is forgotten
     afterwards.
 
-    Collective: none.
     Raises: CheckpointError, the same on every rank.
     """
     # The failure is raised at most once, or has been seen by a caller.

@@ -12,15 +12,7 @@ from composable_fsdp.planning.dtensors import local_of
 
 
 def require_readable(tensor: Tensor, name: str, what: str) -> None:
-    """Raise CheckpointError for a tensor without values in memory of its own.
-
-    Args:
-        tensor: the tensor; not a part of a unit.
-        name: the name in messages.
-        what: the caller in messages.
-
-    Collective: none.
-    """
+    """Raise CheckpointError for a tensor without values in memory of its own."""
     kind = type(tensor)
     # Read by this rank's part, which is a tensor of its own.
     tensor = local_of(tensor)
@@ -54,15 +46,7 @@ def _has_no_memory(tensor: Tensor) -> bool:
 
 
 def require_memory(tensor: Tensor, name: str, what: str) -> None:
-    """Raise CheckpointError for a dense tensor whose storage was resized.
-
-    Args:
-        tensor: a dense tensor.
-        name: the name in messages.
-        what: the caller in messages.
-
-    Collective: none.
-    """
+    """Raise CheckpointError for a dense tensor whose storage was resized."""
     numel = tensor.numel()
     if tensor.is_meta or not numel:
         return

@@ -22,15 +22,7 @@ from composable_fsdp.planning.layout import Whole
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
-    """The indices ``[offset[d], offset[d] + shape[d])`` of each dim of a tensor.
-
-    Args:
-        whole: shape of the tensor.
-        offset: index of the first element.
-        shape: number of indices per dim.
-        adjacent: whether the elements of each rectangle of the same cut are adjacent
-            in the whole tensor; the same for all of them.
-    """
+    """The indices ``[offset[d], offset[d] + shape[d])`` of each dim of a tensor."""
 
     whole: tuple[int, ...]
     offset: tuple[int, ...]
@@ -67,12 +59,7 @@ class Rectangle:
         return found
 
     def runs(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield elements ``[start, stop)`` of the rectangle as intervals of the whole.
-
-        Args:
-            start: the first element of the flattened rectangle.
-            stop: the element after the last.
-        """
+        """Yield elements ``[start, stop)`` as intervals of the whole tensor."""
         # The first run may begin inside of a row, and the last may end there.
         width = self.width
         while start < stop:
@@ -85,10 +72,6 @@ class Rectangle:
         """Return the interval in the whole tensor, with None, if that is an interval.
 
         Otherwise the rectangle and the interval as they are.
-
-        Args:
-            start: the first element of the flattened rectangle.
-            stop: the element after the last.
         """
         if not self.adjacent:
             return self, start, stop
@@ -98,12 +81,7 @@ class Rectangle:
 
 
 def rectangle_of(place: Whole, shape: Sequence[int]) -> Rectangle:
-    """Return the rectangle of a DTensor's part on this rank.
-
-    Args:
-        place: where the part lies.
-        shape: shape of the part.
-    """
+    """Return the rectangle of a DTensor's part on this rank."""
     cut = sorted({dim for _, size, dim in place.axes if dim is not None and size > 1})
     # Of the placement and not of this rank's part: ranks must store a parameter alike,
     # and the part of a rank may be a single row.

@@ -42,14 +42,7 @@ def region_part(
 
     A shard that replicas share is a shard per part in the manifest.
 
-    Args:
-        held: the region.
-        share: the elements of this rank's shard that the rank writes.
-        states: the optimizer state.
-        encoded: returns a state that is not element-wise as JSON.
-
     Raises: CheckpointError, for tensors that cannot be stored.
-    Collective: none.
     """
     layout, region = held.region.layout, held.region
     first = held.params[0].names[0] if held.params else ""
@@ -156,12 +149,7 @@ def kinds_of(regions: Iterable[HeldRegion], states: States) -> Kinds:
 
     Of the whole shard, and so equal on all replicas, whichever share they write.
 
-    Args:
-        regions: the regions that are stored as shards.
-        states: the optimizer state.
-
     Raises: CheckpointError, for a state that is neither element-wise nor a scalar.
-    Collective: none.
     """
     return {
         (held.unit, held.index): {
@@ -176,15 +164,7 @@ def kinds_of(regions: Iterable[HeldRegion], states: States) -> Kinds:
 
 
 def add_missing(part: FilePart, pieces: list[Piece], told: Iterable[Kinds]) -> None:
-    """Add entries of zeros for states of regions that only other shares have.
-
-    Args:
-        part: the part of this rank, changed in place.
-        pieces: the entries of this rank's file; new entries are appended.
-        told: ``PartMaker.kinds`` of all ranks; of this rank, if all are equal.
-
-    Collective: none.
-    """
+    """Add entries of zeros for states of regions that only other shares have."""
     # This share has no element of the parameters with such a state, so zeros lose
     # nothing. If it has elements, the slots stay empty here, and ``merge`` raises.
     everyone: Kinds = {}

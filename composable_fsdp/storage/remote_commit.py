@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
 from typing import NamedTuple
@@ -96,11 +96,6 @@ def is_part(file: str) -> bool:
 def begin_remote(url: str, overwrite: bool, ranks: int) -> str:
     """Return the token of a new attempt to save at ``url``.
 
-    Args:
-        url: the checkpoint's final URL.
-        overwrite: whether a checkpoint at ``url`` may be replaced.
-        ranks: the number of ranks of the save.
-
     Raises: CheckpointError, if the save cannot be committed at ``url``.
     """
     if split(url)[1] in ("", LATEST):
@@ -139,12 +134,6 @@ def commit_remote(
     url: str, marker: bytes, overwrite: bool, files: Mapping[str, int]
 ) -> None:
     """Write the marker, which makes the files at ``url`` a checkpoint.
-
-    Args:
-        url: the checkpoint's final URL, with all files.
-        marker: the content of the manifest, which names the files.
-        overwrite: replace a checkpoint there.
-        files: the size in bytes of each file that the marker names, by name.
 
     Raises: CheckpointError, if another save has committed there meanwhile, or a file
     is not there; OSError.
@@ -246,23 +235,8 @@ def newest_remote(url: str) -> Marked | None:
     )
 
 
-def remove_older_remote(
-    url: str,
-    keep: int | None,
-    files: set[str],
-    spared: Callable[[list[str]], Mapping[str, str]] = lambda urls: {},
-) -> list[str]:
-    """Remove files at ``url`` that its marker does not name, and older checkpoints.
-
-    Args:
-        url: the checkpoint that was just committed.
-        keep: the number of checkpoints of the series to keep; None: all.
-        files: the names of the files of the checkpoint at ``url``.
-        spared: see ``remove_older``. Default: none.
-
-    Returns: texts about checkpoints that could not be removed.
-    Collective: none.
-    """
+def remove_older_remote(url: str, keep: int | None, files: set[str]) -> list[str]:
+    """Remove files at ``url`` that its marker does not name, and older checkpoints."""
     problems: list[str] = []
     parent, name = split(url)
     mine = number_of(name)
@@ -281,13 +255,8 @@ def remove_older_remote(
             and number <= mine
         ]
         older.sort(key=lambda pair: pair[0])
-        # Asked once, before the first is removed, as in a directory.
-        stay = spared([*(each.url for _, each in older), url]) if older else {}
         for _, each in older[: max(0, len(older) - keep + 1)]:
-            if each.url not in stay:
-                _delete(each, problems)
-            elif stay[each.url]:
-                problems.append(f"{each.url} ({stay[each.url]})")
+            _delete(each, problems)
     except OSError as error:
         problems.append(f"{parent} ({error})")
     return problems

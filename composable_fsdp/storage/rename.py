@@ -23,12 +23,7 @@ def renaming(rename: Rename, names: Sequence[str]) -> Callable[[str], str | None
     ``model.weight``, and not ``models.weight``. The longest prefix counts; the prefix
     ``""`` stands before every name.
 
-    Args:
-        rename: see ``load``.
-        names: all names of the checkpoint.
-
     Raises: TypeError, for another type; CheckpointError, for a prefix that no name has.
-    Collective: none.
 
     >>> new = renaming({"model.": "", "head": "lm_head"}, ["model.a", "head.weight"])
     >>> new("model.a"), new("head.weight"), new("scale")
@@ -168,24 +163,11 @@ class RenamedSource(Source):
         return copy._replace(name=self._old[copy.name])
 
     def read_model(self, name: str, start: int, stop: int) -> Tensor:
-        """Return elements ``[start, stop)`` of a tensor; see ``Source``.
-
-        Args:
-            name: a key of ``model``.
-            start: the first element.
-            stop: the element after the last.
-        """
+        """Return elements ``[start, stop)`` of a tensor; see ``Source``."""
         return self._source.read_model(self._old[name], start, stop)
 
     def read_optim(self, name: str, state: str, start: int, stop: int) -> Tensor:
-        """Return elements ``[start, stop)`` of a state; see ``Source``.
-
-        Args:
-            name: the name of the parameter.
-            state: the name of the state.
-            start: the first element.
-            stop: the element after the last.
-        """
+        """Return elements ``[start, stop)`` of a state; see ``Source``."""
         return self._source.read_optim(self._old[name], state, start, stop)
 
     def prepare(self, copies: Sequence[Copy]) -> None:

@@ -12,7 +12,6 @@ from composable_fsdp.planning.boxes import interval_boxes, moved
 from composable_fsdp.storage.manifest import (
     Cut,
     EntryPlace,
-    Grid,
     Manifest,
     Region,
     Slot,
@@ -36,15 +35,7 @@ class Run(NamedTuple):
 
 
 def whole_runs(stored: Stored, start: int, stop: int) -> list[Run]:
-    """Return the place of elements ``[start, stop)`` of a tensor in a single entry.
-
-    Args:
-        stored: the tensor.
-        start: the first element.
-        stop: the element after the last.
-
-    Returns: a list of a single run.
-    """
+    """Return the place of elements ``[start, stop)`` of a tensor in a single entry."""
     size, at = stored.dtype.itemsize, stored.at
     return [Run(start, stop, at.file, at.begin + start * size, at.begin + stop * size)]
 
@@ -57,18 +48,7 @@ def cut_runs(
     start: int,
     stop: int,
 ) -> list[Run]:
-    """Return the places of elements ``[start, stop)`` of a parameter, shard by shard.
-
-    Args:
-        region: the region of the parameter.
-        slot: the parameter's slot in the region.
-        shards: the places of the shards: of the region, or of an optimizer state.
-        itemsize: the bytes of an element.
-        start: the first element, counted in the flattened parameter.
-        stop: the element after the last.
-
-    Returns: a run for each shard that holds some of the elements, in order.
-    """
+    """Return the places of elements of a parameter, shard by shard."""
     size = region.shard_numel
     runs = []
     # A parameter may span several shards. Each shard is an entry of its own, usually in
@@ -86,17 +66,12 @@ def cut_runs(
 
 
 class PartRuns:
-    """Finds the elements of a parameter that is stored in parts, of rectangles or not.
+    """Finds the elements of a parameter that is stored in parts."""
 
-    Args:
-        cut: the parameter; a cut is a grid of a single rectangle.
-    """
-
-    def __init__(self, cut: Cut | Grid) -> None:
-        self._grid = grid = cut if isinstance(cut, Grid) else cut.as_grid()
-        self._rectangles = grid.rectangles()
-        # Per rectangle the index of the first part in ``grid.parts``.
-        self._first = [0, *accumulate(map(len, grid.begins))]
+    def __init__(self, cut: Cut) -> None:
+        self._cut, self._rectangles = cut, cut.rectangles()
+        # Per rectangle the index of the first part in ``cut.parts``.
+        self._first = [0, *accumulate(map(len, cut.begins))]
         self._index = {
             (each.offset, each.shape): i for i, each in enumerate(self._rectangles)
         }
@@ -109,16 +84,8 @@ class PartRuns:
         start: int,
         stop: int,
     ) -> list[Run]:
-        """Return the places of elements ``[start, stop)``, in order.
-
-        Args:
-            places: the places of the parts: of the grid, or of an optimizer state.
-            itemsize: the bytes of an element.
-            rectangle: the rectangle whose elements are counted; None: of the whole.
-            start: the first element.
-            stop: the element after the last.
-        """
-        shape, whole = self._grid.shape, (0,) * len(self._grid.shape)
+        """Return the places of elements ``[start, stop)``, in order."""
+        shape, whole = self._cut.shape, (0,) * len(self._cut.shape)
         wanted = rectangle or Rectangle(shape, whole, shape)
         # A rank that reads as a rank has saved: the elements are a few intervals.
         same = self._index.get((wanted.offset, wanted.shape))
@@ -135,19 +102,15 @@ class PartRuns:
         return found
 
     def _at(self, position: int) -> tuple[int, int, int]:
-        """Return where an element of the whole parameter is stored.
-
-        Returns: the index of the rectangle, the element of the flattened rectangle, and
-        the number of elements from there that are adjacent in both.
-        """
+        """Return where an element of the whole parameter is stored."""
         indices = []
         # From the last dim, whose indices are adjacent.
-        for size in reversed(self._grid.shape):
+        for size in reversed(self._cut.shape):
             position, index = divmod(position, size)
             indices.append(index)
         found = inner = 0
         for index, begins, size in zip(
-            reversed(indices), self._grid.cuts, self._grid.shape, strict=True
+            reversed(indices), self._cut.cuts, self._cut.shape, strict=True
         ):
             i = bisect_right(begins, index) - 1
             # The last interval of a dim ends with the dim.
@@ -165,16 +128,8 @@ class PartRuns:
         start: int,
         stop: int,
     ) -> list[Run]:
-        """Return the places of elements of a rectangle, part by part.
-
-        Args:
-            index: the index of the rectangle.
-            places: as of ``runs``.
-            itemsize: as of ``runs``.
-            start: the first element of the flattened rectangle.
-            stop: the element after the last.
-        """
-        begins, first = self._grid.begins[index], self._first[index]
+        """Return the places of elements of a rectangle, part by part."""
+        begins, first = self._cut.begins[index], self._first[index]
         runs = []
         # A search: a parameter of a large model has a part per rank.
         at = bisect_right(begins, start) - 1
@@ -192,15 +147,7 @@ class PartRuns:
 def boxes_of(
     shape: tuple[int, ...], start: int, stop: int, at: tuple[int, ...] | None = None
 ) -> str:
-    """Return the interval of a flattened tensor as rectangles, as text for messages.
-
-    Args:
-        shape: the shape of the tensor.
-        start: the first element.
-        stop: the element after the last.
-        at: the place of the tensor in another tensor. Default None: the tensor is
-            whole.
-    """
+    """Return the interval of a flattened tensor as rectangles, as text for messages."""
     boxes = interval_boxes(shape, start, stop)
     if at is not None:
         boxes = moved(boxes, at)

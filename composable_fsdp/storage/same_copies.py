@@ -38,13 +38,7 @@ def copied_states(
 ) -> Copies:
     """Return the states of this rank's parameters in units that other ranks hold, too.
 
-    Args:
-        contents: the parameters to save.
-        states: the optimizer state, by the ``id`` of the parameter.
-        text: returns a text that is equal for equal values.
-
     Raises: CheckpointError, for a state that is neither element-wise nor a scalar.
-    Collective: none.
     """
     found: Copies = {}
     # Read together at the end: a GPU would be waited for at each number.
@@ -104,14 +98,7 @@ def hashes_of(copies: Copies) -> Hashes:
 
 
 def copies_differ(ranks: Sequence[int], told: Sequence[Hashes]) -> bool:
-    """Return whether two ranks have told different hashes of the same ranks.
-
-    Args:
-        ranks: the global ranks, in the order of ``told``.
-        told: the hashes of each rank.
-
-    Collective: none; all ranks have the same ``told``, so all decide alike.
-    """
+    """Return whether two ranks have told different hashes of the same ranks."""
     by_rank = dict(zip(ranks, told, strict=True))
     # A rank that has told nothing of the set lacks all of its state.
     return any(
@@ -124,14 +111,7 @@ def copies_differ(ranks: Sequence[int], told: Sequence[Hashes]) -> bool:
 
 
 def require_same_copies(ranks: Sequence[int], told: Sequence[Copies]) -> None:
-    """Raise CheckpointError for a state that two copies have differently.
-
-    Args:
-        ranks: the global ranks, in the order of ``told``.
-        told: the states of each rank.
-
-    Collective: none; all ranks have the same ``told``, so all raise alike.
-    """
+    """Raise CheckpointError for a state that two copies have differently."""
     by_rank = dict(zip(ranks, told, strict=True))
     for rank, each in by_rank.items():
         for group, mine in each.items():

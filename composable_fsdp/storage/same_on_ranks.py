@@ -129,12 +129,6 @@ def text_of(value: Any, where: str) -> str:
 def require_same(ranks: Sequence[int], told: Sequence[RankValues]) -> str:
     """Compare the values of all ranks; return the text of a warning, or "".
 
-    Args:
-        ranks: the global ranks, in the order of ``told``.
-        told: the values of each rank.
-
-    Returns: a warning about buffers that differ.
-    Collective: none; all ranks have the same ``told``, so all decide alike.
     Raises: CheckpointError, for tensors and options that would be lost.
     """
     unlike = _unlike(told, lambda each: each.chosen)

@@ -38,7 +38,7 @@ class ReplicaShards(NamedTuple):
 def replica_shards(states: Iterable[_FSDPState]) -> ReplicaShards:
     """Hash the shards of units with replicas, unless ``check_weights`` is ``"off"``.
 
-    One copy of all hashes per unit to the host. Collective: none.
+    One copy of all hashes per unit to the host.
     """
     places: list[Any] = []
     hashes: dict[str, int] = {}
@@ -73,7 +73,7 @@ def _digest(value: object) -> bytes:
 def replicas_differ(told: Sequence[tuple[bytes, bytes]]) -> bool:
     """Return whether ranks of the same place have told different digests.
 
-    ``told``: place and digest of each rank. Collective: none.
+    ``told``: place and digest of each rank.
     """
     # A set of pairs: equal pairs of many ranks count once.
     places = Counter(place for place, _ in set(told))
@@ -83,11 +83,6 @@ def replicas_differ(told: Sequence[tuple[bytes, bytes]]) -> bool:
 def warning_of(ranks: Sequence[int], told: Sequence[ReplicaShards]) -> str:
     """Return the text of a warning about replicas that differ.
 
-    Args:
-        ranks: the global ranks, in the order of ``told``.
-        told: the shards of each rank.
-
-    Returns: the warning. Collective: none; all ranks have the same ``told``.
     Raises: CheckpointError, with ``check_weights="error"``.
     """
     values: dict[tuple[str, bytes], dict[int, list[int]]] = {}

@@ -17,9 +17,8 @@ def require_same_values(
 ) -> Exception | None:
     """Compare what all ranks told in full: kinds, ``RankValues``, ``ReplicaShards``.
 
-    ``None`` stands for what was equal. Rank 0 alone warns. Collective: none.
+    ``None`` stands for what was equal. Rank 0 alone warns.
 
-    Returns: the error for ``write`` if warnings are errors in this process.
     Raises: CheckpointError, the same on every rank.
     """
     texts, (_, values, shards) = [], zip(*told, strict=True)

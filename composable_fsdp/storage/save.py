@@ -17,10 +17,9 @@ import shutil
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed
@@ -45,13 +44,12 @@ from composable_fsdp.storage.directory import (
     write_synced,
 )
 from composable_fsdp.storage.file_part import FilePart, Kinds, digest
-from composable_fsdp.storage.listing import spared
-from composable_fsdp.storage.manifest import BLOCK, block_size
-from composable_fsdp.storage.metric import Metric, agreed
+from composable_fsdp.storage.manifest import BLOCK, Manifest, block_size
+from composable_fsdp.storage.merge import RankPart, merge
+from composable_fsdp.storage.native import manifest_bytes
 from composable_fsdp.storage.new_file import named_errors
 from composable_fsdp.storage.part import PartMaker
 from composable_fsdp.storage.pending import raise_unseen, wait_for_pending
-from composable_fsdp.storage.plan_cache import Reuse, plan_cache_of
 from composable_fsdp.storage.region_part import add_missing
 from composable_fsdp.storage.remote import is_url, join, whole_path
 from composable_fsdp.storage.remote_commit import (
@@ -66,6 +64,7 @@ from composable_fsdp.storage.same_replicas import replica_shards, replicas_diffe
 from composable_fsdp.storage.same_values import require_same_values
 from composable_fsdp.storage.selection import Patterns, Selection
 from composable_fsdp.storage.team import Team, meet_team, team_of
+from composable_fsdp.storage.validate import parse
 from composable_fsdp.storage.writer import Piece, in_order, places_of, write_file
 from composable_fsdp.tree.traversal import require_module
 
@@ -83,9 +82,6 @@ def save(
     exclude: Patterns = None,
     trainable_only: bool = False,
     local: Patterns = None,
-    metric: float | Tensor | None = None,
-    best: str = "min",
-    keep_best: int = 0,
 ) -> None:
     """Write model, optimizer, ``extra`` and random states as the directory ``path``.
 
@@ -127,13 +123,6 @@ def save(
             and options, and scalar optimizer state and options of parameters of units.
             Each rank's own are saved and come back to the same rank. Default None: a
             difference is refused.
-        metric: a number that ranks the checkpoint, such as the validation loss; the
-            same on all ranks that pass a number. ``checkpoints`` lists the metric, and
-            ``load(.., which="best")`` loads the best. Default None: no metric.
-        best: ``"min"`` if the smallest metric is the best, or ``"max"``. Default
-            ``"min"``.
-        keep_best: the number of checkpoints of the series with the best metric that
-            ``keep`` does not remove. Default 0.
 
     Collective: two small gathers (three, if a rank has no optimizer state of a kind
     that other ranks have, or other values in no unit) and a broadcast of objects on a
@@ -145,9 +134,7 @@ def save(
     meet_team(module, "save")
     team = team_of(module)
     chosen = include, exclude, trainable_only
-    values = SaveValues(
-        optim, extra, per_rank, chosen, local, (metric, best), keep_best
-    )
+    values = SaveValues(optim, extra, per_rank, chosen, local)
     write(team, prepare(team, path, module, values, keep, overwrite))
 
 
@@ -161,25 +148,11 @@ class SaveValues:
     chosen: tuple[Patterns, Patterns, bool] = (None, None, False)
     """The arguments ``include``, ``exclude`` and ``trainable_only``."""
     local: Patterns = None
-    metric: tuple[float | Tensor | None, str] = (None, "min")
-    """The arguments ``metric`` and ``best``."""
-    keep_best: int = 0
 
     def require_types(self, keep: int | None) -> None:
         """Raise TypeError or ValueError for a value of another type; see ``save``."""
         if keep is not None and (type(keep) is not int or keep < 1):
             raise TypeError(f"save expects keep=None or a number from 1, got {keep!r}.")
-        # A bool is an int in Python, and says no number of checkpoints.
-        if type(self.keep_best) is not int or self.keep_best < 0:
-            raise TypeError(
-                f"save expects keep_best= a number from 0, got {self.keep_best!r}."
-            )
-        # Without ``keep``, nothing is removed, and the caller expects otherwise.
-        if self.keep_best and keep is None:
-            raise ValueError(
-                f"save got keep_best={self.keep_best} without keep, which says how "
-                "many of the newest stay beside the best. Pass keep=1 or more."
-            )
         if self.per_rank is not None and not isinstance(self.per_rank, dict):
             raise TypeError(
                 "save expects per_rank=None or a dict, got a "
@@ -203,13 +176,9 @@ class Job:
     """The description of this rank's file; rank 0 merges the parts of all ranks."""
     pieces: list[Piece]
     """The entries of this rank's file, in the order of the file."""
-    reuse: Reuse
-    """The plan of the last save, and whether this save is as the last."""
     keep: int | None
     """See ``save``."""
     overwrite: bool = False
-    """See ``save``."""
-    keep_best: int = 0
     """See ``save``."""
     error: Exception | None = None
     """An error of this rank that the other ranks do not know yet."""
@@ -236,15 +205,6 @@ def prepare(
 ) -> Job:
     """Collect this rank's pieces and make the temporary directory; all ranks, or none.
 
-    Args:
-        team: the ranks of the save.
-        path: see ``save``.
-        module: see ``save``.
-        given: optimizers, ``extra`` and ``per_rank``.
-        keep: see ``save``.
-        overwrite: see ``save``.
-
-    Returns: the job for ``write``. The pieces still refer to the live tensors.
     Collective: one all-gather of objects over the team's group; a second all-gather if
     the ranks' regions, kinds of optimizer state, or values that rank 0 saves differ, or
     replicas.
@@ -256,12 +216,10 @@ def prepare(
     shards = replica_shards(())
     # Two saves of the same ranks must not write or exchange objects at the same time.
     before = wait_for_pending(team)
-    metric: Metric | None = None
     try:
         require_module(module, "save")
         target = whole_path(path_text(path, "save"))
         given.require_types(keep)
-        metric = Metric.of(*given.metric)
         optims = optimizers_in(given.optim, "save")
         contents = contents_of(module, "save", inner=True)
         maker = PartMaker(
@@ -287,23 +245,15 @@ def prepare(
         nbytes = sum(piece.nbytes for piece in pieces)
         # A share of a shard may lack a state that the other shares have.
         add_missing(part, pieces, [kinds])
-        plan = plan_cache_of(module)
-        last = plan.token_for(part, team.ranks, is_first=team.rank == 0)
         told = digest(kinds), values.digest()
         copies = hashes_of(values.copies)
-        mine = target, temporary, before, *told, metric, nbytes, last, copies
+        mine = target, temporary, before, *told, nbytes, copies
         answers = team.agree(error, (*mine, *shards[:2]))
         raise_unseen(team, [each[2] for each in answers])
-        # Each rank has all metrics, so all raise alike.
-        metric = agreed(team.ranks, [each[5] for each in answers])
-        part.metric = None if metric is None else metric.to_save()
         kinds_differ = len({each[3] for each in answers if each[3]}) > 1
         values_differ = len({each[4] for each in answers}) > 1
-        values_differ |= copies_differ(team.ranks, [each[8] for each in answers])
-        shards_differ = replicas_differ([each[9:11] for each in answers])
-        # Before entries are added that other ranks ask for, at each save alike.
-        is_same = bool(last) and {each[7] for each in answers} == {last}
-        reuse = Reuse(plan, part.copy(), team.ranks, is_same)
+        values_differ |= copies_differ(team.ranks, [each[6] for each in answers])
+        shards_differ = replicas_differ([each[7:9] for each in answers])
         if kinds_differ or values_differ or shards_differ:
             # Names and hashes are sent in full only now: of 10,000 tensors and 1,024
             # ranks they are hundreds of megabytes.
@@ -319,20 +269,13 @@ def prepare(
         raise
     # Only rank 0 has made a directory; the other ranks write into the same directory.
     target, temporary, *_ = answers[0]
-    block = block_size(sum(each[6] for each in answers))
-    given_on = keep, overwrite, given.keep_best, error
-    return Job(target, temporary, part, in_order(pieces), reuse, *given_on, block)
+    block = block_size(sum(each[5] for each in answers))
+    given_on = keep, overwrite, error, block
+    return Job(target, temporary, part, in_order(pieces), *given_on)
 
 
 def write(team: Team, job: Job, error: Exception | None = None) -> None:
     """Write this rank's file and commit the checkpoint; see ``save``.
-
-    Args:
-        team: the ranks of the save. An asynchronous save passes a team with another
-            group than the group of ``prepare``.
-        job: the result of ``prepare``. ``job.pieces`` is emptied.
-        error: a failure of this rank since ``prepare``. If set, the rank writes no
-            file, and all ranks raise the error. Default None: no failure.
 
     Collective: one gather to rank 0 and one broadcast of objects over the team's group.
     Raises: CheckpointError, the same on every rank.
@@ -346,13 +289,12 @@ def write(team: Team, job: Job, error: Exception | None = None) -> None:
                 raise error
             begins = places_of(job.pieces)
             file = write_file(job.file_of(team.rank), job.pieces, job.block)
-            told = job.reuse.told(job.part, file, begins)
+            told = job.part, file, begins
         except Exception as raised:
             error = raised
         # Release the pieces before the exchange: in an asynchronous save they hold the
         # copies of this rank's values in host memory.
         job.pieces.clear()
-        job.reuse.begin()
         answers = team.to_first(error, told)
         failures = [each.failure for each in answers]
         if team.rank == 0:
@@ -364,7 +306,6 @@ def write(team: Team, job: Job, error: Exception | None = None) -> None:
                 failures[0] = team.failure_of(failure)
             error = error or failure
         team.from_first(failures, error)
-        job.reuse.end(job.temporary)
     finally:
         # Also after a lost rank or an interrupt, no half-written directory stays
         # behind.
@@ -377,8 +318,7 @@ def _finish(job: Job, told: list[Any]) -> tuple[bool, Exception | None]:
     committed = False
     try:
         with paused_collection():
-            place = join(job.path, MANIFEST)
-            manifest, data = job.reuse.manifest(told, job.block, place)
+            manifest, data = _manifest(told, job)
         if is_url(job.path):
             sizes = {f.name: f.header_nbytes + f.payload_nbytes for f in manifest.files}
             commit_remote(job.path, data, job.overwrite, sizes)
@@ -403,16 +343,17 @@ def _finish(job: Job, told: list[Any]) -> tuple[bool, Exception | None]:
     return True, None
 
 
+def _manifest(told: list[RankPart], job: Job) -> tuple[Manifest, bytes]:
+    """Return the manifest and the content of its file; raise if no load takes it."""
+    manifest = merge(told, job.block)
+    parse(manifest.to_json(), join(job.path, MANIFEST))
+    return manifest, manifest_bytes(manifest)
+
+
 def _begin(target: str, overwrite: bool, ranks: int) -> str:
     """Return the directory to write to, or the token of the new files at a URL.
 
-    Args:
-        target: the checkpoint's final path, absolute.
-        overwrite: see ``save``.
-        ranks: the number of ranks of the save.
-
     Raises: CheckpointError, if nothing can be saved at ``target``; OSError.
-    Collective: none.
     """
     if is_url(target):
         return begin_remote(target, overwrite, ranks)
@@ -427,13 +368,11 @@ def _tidy(job: Job, files: set[str]) -> None:
 
     ``files`` are the names of the files of the new checkpoint.
     """
-    # ``spared`` reads manifests only if the caller asks for best ones.
-    best = partial(spared, count=job.keep_best)
     try:
         if is_url(job.path):
-            problems = remove_older_remote(job.path, job.keep, files, best)
+            problems = remove_older_remote(job.path, job.keep, files)
         else:
-            problems = remove_older(job.path, job.keep, best)
+            problems = remove_older(job.path, job.keep)
     except OSError as error:
         problems = [f"those beside it ({error.strerror or error})"]
     if problems:

@@ -41,14 +41,7 @@ _MESSAGE = 1 << 28
 
 
 class SharedReads:
-    """The reads of a load that other ranks make as well.
-
-    Args:
-        team: the ranks of the load.
-        copies: all reads of this rank.
-        is_local: whether the checkpoint has tensors in no unit that belong to single
-            ranks; then all tensors in no unit are read by each rank.
-    """
+    """The reads of a load that other ranks make as well."""
 
     def __init__(self, team: Team, copies: Sequence[Copy], *, is_local: bool) -> None:
         self._team = team

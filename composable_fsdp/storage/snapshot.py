@@ -54,10 +54,7 @@ _memories: weakref.WeakKeyDictionary[nn.Module, SaveMemory] = (
 
 
 def take_memory(module: nn.Module) -> SaveMemory:
-    """Return the memory of ``module``, marked as used until ``release``.
-
-    Collective: none.
-    """
+    """Return the memory of ``module``, marked as used until ``release``."""
     memory = _memories.get(module)
     # A save of the same module by other ranks may still write the values of its call.
     if memory is None or memory.is_used:
@@ -95,13 +92,6 @@ def snapshot(memory: SaveMemory, pieces: Sequence[Piece]) -> list[Piece]:
 
     On return, training may change the originals. The memory has exactly the bytes of
     the values; zeros between them take none.
-
-    Args:
-        memory: the memory of the module.
-        pieces: the entries of this rank's file, in file order: entries with larger
-            elements first, so each value is aligned.
-
-    Collective: none.
     """
     # Listed once: pieces may be made on each call, and the sizes are needed first.
     found = [list(piece.pieces()) for piece in pieces]
@@ -149,13 +139,7 @@ def _copy(tensors: Sequence[Tensor], buffer: Tensor) -> None:
 def _runs(
     parts: Iterable[Tensor | int], buffer: Tensor, begin: int
 ) -> tuple[list[Tensor | int], int]:
-    """Return the bytes of a piece and the end in ``buffer``; neighbours are joined.
-
-    Args:
-        parts: the tensors of the piece, and numbers of zero bytes.
-        buffer: the copies of all tensors.
-        begin: the byte of the buffer at which the copies of the piece begin.
-    """
+    """Return the bytes of a piece and the end in ``buffer``; neighbours are joined."""
     found: list[Tensor | int] = []
     end = begin
     for part in parts:

@@ -41,13 +41,7 @@ class Share(NamedTuple):
 
     @staticmethod
     def of(shard_numel: int, number: int, parts: int) -> Share:
-        """Return a part of a shard.
-
-        Args:
-            shard_numel: the number of elements of the shard.
-            number: the number of the part.
-            parts: the number of parts, of a single size.
-        """
+        """Return a part of a shard."""
         # Rounded up: a manifest knows a single size of all shards of a region, so the
         # last part gets the padding.
         numel = -(-shard_numel // parts)
@@ -59,11 +53,6 @@ def shares_of(regions: Sequence[HeldRegion]) -> list[tuple[HeldRegion, Share]]:
     """Return this rank's shares of the regions that are stored as shards.
 
     Regions of which this replica writes nothing are left out.
-
-    Args:
-        regions: the regions of a save, equal on all ranks.
-
-    Collective: none.
     """
     # Of all regions at once: the turns of small regions balance over the model, and
     # each replica finds the same turns.
@@ -83,7 +72,7 @@ def shares_of(regions: Sequence[HeldRegion]) -> list[tuple[HeldRegion, Share]]:
 def cut_shares(regions: Sequence[HeldRegion]) -> list[HeldRegion]:
     """Return the regions of which parameters are stored alone, with this replica's.
 
-    ``regions`` are as those of ``shares_of``. Collective: none.
+    ``regions`` are as those of ``shares_of``.
     """
     regions = [held for held in regions if not is_whole(held)]
     # By the size of the whole parameter, which all ranks of the unit know: they must
@@ -114,15 +103,7 @@ def cut_shares(regions: Sequence[HeldRegion]) -> list[HeldRegion]:
 def tensors_of(
     tensors: Iterable[HeldTensor], rank: int, ranks: int
 ) -> list[tuple[int, HeldTensor]]:
-    """Return the tensors in no unit that ``rank`` of a save writes, numbered.
-
-    Args:
-        tensors: the tensors that all ranks hold alike.
-        rank: the number of this rank.
-        ranks: the number of ranks.
-
-    Collective: none.
-    """
+    """Return the tensors in no unit that ``rank`` of a save writes, numbered."""
     listed = list(tensors)
     # The names, shapes and values of these tensors are compared over ranks before a
     # file is written: ranks that would take other turns end with an error.

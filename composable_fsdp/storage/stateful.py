@@ -42,12 +42,6 @@ def is_stateful(value: object) -> bool:
 def states_of(value: Any, where: str, depth: int = 0) -> Any:
     """Return ``value`` with the state in place of each object that has a state.
 
-    Args:
-        value: nested dicts, lists and tuples.
-        where: the name of the value in messages.
-        depth: the number of containers around the value. Default 0.
-
-    Returns: the value itself, if it has no such object.
     Raises: TypeError, for an optimizer or a sharded module; any error of
     ``state_dict``.
     Collective: those of the objects' ``state_dict``.
@@ -116,17 +110,7 @@ class Filling:
 
 
 def fill(objects: Any, saved: Any, where: str) -> Filling:
-    """Find the saved state of each object in ``objects``, at the same keys.
-
-    Args:
-        objects: nested dicts, lists and tuples as at the save; values without state are
-            ignored.
-        saved: the saved value.
-        where: the name of the value in messages.
-
-    Returns: the filling; no object is changed yet.
-    Collective: none.
-    """
+    """Find the saved state of each object in ``objects``, at the same keys."""
     found = Filling()
     found.value = _merged(objects, saved, where, found)
     return found
@@ -135,17 +119,7 @@ def fill(objects: Any, saved: Any, where: str) -> Filling:
 def _merged(
     objects: Any, saved: Any, where: str, found: Filling, depth: int = 0
 ) -> Any:
-    """Return ``saved`` with the objects; add states and problems to ``found``.
-
-    Args:
-        objects: see ``fill``.
-        saved: see ``fill``.
-        where: see ``fill``.
-        found: gets the states and the problems.
-        depth: the number of containers around the value. Default 0.
-
-    Collective: none.
-    """
+    """Return ``saved`` with the objects; add states and problems to ``found``."""
     if is_stateful(objects):
         found.states.append((objects, saved))
         return objects
@@ -189,15 +163,8 @@ def own_values(
 ) -> Filling:
     """Return the values for this rank's ``per_rank``; see ``load``.
 
-    Args:
-        source: the open checkpoint.
-        team: the ranks of the load.
-        wanted: the caller's ``per_rank``; None: nothing is read.
-        redeal: see ``load``.
-
     Raises: TypeError, if ``wanted`` or a result of ``redeal`` is no dict; any error of
     ``redeal``.
-    Collective: none.
     """
     if wanted is None:
         return Filling()

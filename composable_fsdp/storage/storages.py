@@ -54,10 +54,6 @@ class RemoteFile:
     """A new object at ``url``, written from beginning to end, as ``NewFile``.
 
     As a context manager, the object is discarded unless ``finish`` was called.
-
-    Args:
-        url: the URL of the object.
-        nbytes: about the number of bytes that will be written.
     """
 
     def __init__(self, url: str, nbytes: int) -> None:

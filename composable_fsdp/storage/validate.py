@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -18,7 +17,6 @@ from composable_fsdp.naming import listed, quoted
 from composable_fsdp.storage.manifest import (
     Cut,
     EntryPlace,
-    Grid,
     Json,
     Manifest,
     Region,
@@ -53,7 +51,6 @@ def parse(document: Json, file: str) -> Manifest:
     bounded by the size of the document.
 
     Raises: CheckpointError, naming the file, and the parameter if there is any.
-    Collective: none.
     """
     manifest = parse_fields(document, file)
     _check_files(manifest, file)
@@ -62,41 +59,10 @@ def parse(document: Json, file: str) -> Manifest:
         _check_region(region, file)
     for cut in manifest.cuts:
         _check_cut(cut, file)
-    for grid in manifest.grids:
-        _check_grid(grid, file)
     # After the checks of files and regions, on which this check relies.
     entries_by_file(manifest, file)
     check_values(manifest, file)
     return manifest
-
-
-def require_changed(manifest: Manifest, file: str) -> None:
-    """Check the fields of a manifest that change from save to save.
-
-    The others, and how they fit together, are those of a manifest that was checked.
-
-    Args:
-        manifest: the manifest.
-        file: as in ``parse``.
-
-    Raises: CheckpointError, as ``parse``.
-    Collective: none.
-    """
-    # Thousands of places of shards are as they were, and take seconds to check. Of the
-    # files, sizes are as they were, and checksums are results of ``crc32``.
-    changed = replace(
-        manifest,
-        files=(),
-        regions=(),
-        singles=(),
-        cuts=(),
-        grids=(),
-        local=(),
-        loose=(),
-    )
-    parse_fields(changed.to_json(), file)
-    _check_files(manifest, file)
-    check_values(manifest, file)
 
 
 def _check_files(manifest: Manifest, file: str) -> None:
@@ -157,19 +123,6 @@ def _refuse_twice(names: list[str], file: str) -> None:
         raise refuse(file, f"{listed(map(quoted, repeated))} stand there twice")
 
 
-def _check_cut(cut: Cut, file: str) -> None:
-    """Check that the parts of a cut cover the parameter, and its states, too."""
-    where = f"{quoted(cut.fqns[0])} of shape {cut.shape}"
-    count = len(cut.parts)
-    if len(cut.begins) != count or not _covers(cut.begins, cut.numel):
-        raise refuse(
-            file,
-            f"{where} has {count} parts that begin at elements {cut.begins[:8]}, which "
-            "do not cover it",
-        )
-    _check_states(cut, where, file)
-
-
 def _covers(begins: tuple[int, ...], size: int) -> bool:
     """Return whether intervals that begin at ``begins`` cover ``[0, size)``."""
     # A parameter without elements has a single part without elements.
@@ -177,37 +130,35 @@ def _covers(begins: tuple[int, ...], size: int) -> bool:
     return bool(begins) and not begins[0] and rises
 
 
-def _check_grid(grid: Grid, file: str) -> None:
-    """Check that the rectangles of a grid cover the parameter, and the parts those."""
-    where = f"{quoted(grid.fqns[0])} of shape {grid.shape}"
-    fits = len(grid.cuts) == len(grid.shape) and all(
-        map(_covers, grid.cuts, grid.shape)
-    )
+def _check_cut(cut: Cut, file: str) -> None:
+    """Check that the rectangles of a cut cover the parameter, and the parts those."""
+    where = f"{quoted(cut.fqns[0])} of shape {cut.shape}"
+    fits = len(cut.cuts) == len(cut.shape) and all(map(_covers, cut.cuts, cut.shape))
     # Counted before the rectangles are made: the product of hostile cuts is huge.
     count = 1
-    for begins in grid.cuts:
-        count = min(count * len(begins), len(grid.begins) + 1)
-    if not fits or count != len(grid.begins):
+    for begins in cut.cuts:
+        count = min(count * len(begins), len(cut.begins) + 1)
+    if not fits or count != len(cut.begins):
         raise refuse(
             file,
-            f"{where} has {len(grid.begins)} rectangles cut at "
-            f"{[begins[:8] for begins in grid.cuts[:8]]}, which do not cover it",
+            f"{where} has {len(cut.begins)} rectangles cut at "
+            f"{[begins[:8] for begins in cut.cuts[:8]]}, which do not cover it",
         )
     # A gap between parts would come back as bytes of another tensor.
-    for begins, rectangle in zip(grid.begins, grid.rectangles(), strict=True):
+    for begins, rectangle in zip(cut.begins, cut.rectangles(), strict=True):
         if not _covers(begins, rectangle.numel):
             raise refuse(
                 file,
                 f"{where} has parts that begin at elements {begins[:8]} of the "
                 f"rectangle at {rectangle.offset}, which do not cover it",
             )
-    parts = sum(map(len, grid.begins))
-    if parts != len(grid.parts):
-        raise refuse(file, f"{where} has {len(grid.parts)} parts, expected {parts}")
-    _check_states(grid, where, file)
+    parts = sum(map(len, cut.begins))
+    if parts != len(cut.parts):
+        raise refuse(file, f"{where} has {len(cut.parts)} parts, expected {parts}")
+    _check_states(cut, where, file)
 
 
-def _check_states(cut: Cut | Grid, where: str, file: str) -> None:
+def _check_states(cut: Cut, where: str, file: str) -> None:
     """Check that each state is stored once, with a part for each of the parameter."""
     count = len(cut.parts)
     for name, state in cut.states.items():
@@ -306,8 +257,6 @@ def all_entries(manifest: Manifest) -> Iterator[tuple[EntryPlace, Entry]]:
                 yield at, Entry(at.begin, end, size, what, region, r, state)
     for cut in manifest.cuts:
         yield from _entries_of_cut(cut)
-    for grid in manifest.grids:
-        yield from _entries_of_grid(grid)
     # Entries of whole tensors: tensors in no unit, their optimizer states, loose
     # tensors.
     singles = [(quoted(single.fqns[0]), single) for single in manifest.singles]
@@ -328,39 +277,24 @@ def all_entries(manifest: Manifest) -> Iterator[tuple[EntryPlace, Entry]]:
 
 
 def _entries_of_cut(cut: Cut) -> Iterator[tuple[EntryPlace, Entry]]:
-    """Yield the entries of the parts of a cut, with the places."""
+    """Yield the entries of the parts of all rectangles, with the places."""
     name = quoted(cut.fqns[0])
     kinds = [(name, cut.dtype, cut.parts)]
     kinds += [
         (f"state {k!r} of {name}", s.dtype, s.parts) for k, s in cut.states.items()
     ]
+    rectangles = list(zip(cut.rectangles(), cut.begins, strict=True))
     for what, dtype, parts in kinds:
-        for (start, stop), at in zip(cut.bounds(), parts, strict=True):
-            end = at.begin + (stop - start) * dtype.itemsize
-            told = f"elements {start} to {stop} of {what}"
-            shape = (stop - start,)
-            yield at, Entry(at.begin, end, dtype.itemsize, told, shape=shape)
-
-
-def _entries_of_grid(grid: Grid) -> Iterator[tuple[EntryPlace, Entry]]:
-    """Yield the entries of the parts of all rectangles, with the places."""
-    name = quoted(grid.fqns[0])
-    kinds = [(name, grid.dtype, grid.parts)]
-    kinds += [
-        (f"state {k!r} of {name}", s.dtype, s.parts) for k, s in grid.states.items()
-    ]
-    rectangles = list(zip(grid.rectangles(), grid.begins, strict=True))
-    for what, dtype, parts in kinds:
-        # All parts in a row; ``_check_grid`` has counted them.
+        # All parts in a row; ``_check_cut`` has counted them.
         places = iter(parts)
         for rectangle, begins in rectangles:
+            of = what
+            if len(rectangles) > 1:
+                of = f"the rectangle {rectangle.shape} at {rectangle.offset} of {what}"
             for start, stop in pairwise((*begins, rectangle.numel)):
                 at = next(places)
                 end = at.begin + (stop - start) * dtype.itemsize
-                told = (
-                    f"elements {start} to {stop} of the rectangle {rectangle.shape} at "
-                    f"{rectangle.offset} of {what}"
-                )
+                told = f"elements {start} to {stop} of {of}"
                 shape = (stop - start,)
                 yield at, Entry(at.begin, end, dtype.itemsize, told, shape=shape)
 

@@ -9,7 +9,6 @@ from typing import Any
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import quoted
 from composable_fsdp.storage.manifest import Json, Local, Manifest, Stored
-from composable_fsdp.storage.parse import excerpt
 from composable_fsdp.storage.values import decode
 
 RNG_KEYS = ("torch", "cuda", "others")
@@ -32,7 +31,7 @@ def names_of(manifest: Manifest) -> Iterator[str]:
             yield from slot.fqns
     for single in manifest.singles:
         yield from single.fqns
-    for cut in manifest.alone():
+    for cut in manifest.cuts:
         yield from cut.fqns
 
 
@@ -42,7 +41,6 @@ def check_values(manifest: Manifest, file: str) -> None:
     Each loose tensor must belong to exactly a single value.
 
     Raises: CheckpointError, naming ``file``.
-    Collective: none.
     """
     _Checker(manifest, file).check_all()
 
@@ -80,16 +78,6 @@ class _Checker:
         self._require_ranks("per_rank", len(manifest.per_rank))
         for r, value in enumerate(manifest.per_rank):
             self._check(value, f"per_rank[{r}]")
-        if manifest.metric is not None:
-            # Compared as numbers by readers, which a text or a list would end.
-            value = manifest.metric.value
-            self._check(value, "metric.value")
-            # Infinity and NaN are dicts in JSON.
-            is_float = type(value) is float or (
-                isinstance(value, dict) and value.keys() == {"$float"}
-            )
-            if not is_float:
-                raise refuse(self.file, f"metric.value is {excerpt(value)}, no float")
         used = self.used
         if len(used) != len(manifest.loose) or any(n > 1 for n in used.values()):
             raise refuse(self.file, "loose tensors are not referred to once each")
@@ -124,7 +112,7 @@ class _Checker:
                 yield slot.fqns[0], slot.values
         for single in self.manifest.singles:
             yield single.fqns[0], single.values
-        for cut in self.manifest.alone():
+        for cut in self.manifest.cuts:
             yield cut.fqns[0], cut.values
 
     def _check_groups(self, groups: list[Json], known: set[str], where: str) -> None:

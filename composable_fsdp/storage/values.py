@@ -8,32 +8,33 @@ that starts with ``$``; a user's dict with such a key is written as pairs.
     tensor    {"$tensor": 3}                  the manifest's third loose tensor
     number    {"$number": ["float32", 1.0]}   a 0-d tensor, with python_values
     float     {"$float": "nan"}
-    complex   {"$complex": [1.0, -2.0]}
     bytes     {"$bytes": {"$tensor": 3}}
-    tuple     {"$tuple": [..]}                also $set, $frozenset
-    deque     {"$deque": [[..], 5]}           items and maxlen
+    tuple     {"$tuple": [..]}
     dict      {"$dict": [["$key", ..], ..]}   a key that looks like a mark
               {"$map": [[1, ..], ..]}         a key that is no string
-    Counter   {"$counter": [["a", 2], ..]}
+    Counter   {"$counter": [[30, 1], ..]}     the milestones of a scheduler
     array     {"$array": ["<f4", [2, 3], {"$tensor": 3}]}
     scalar    {"$scalar": ["<f4", "0000803f"]}
 
 Decoding accepts only values that encoding writes, so no part of a manifest is ignored.
+numpy is used only if a value is numpy's. Its objects and records are refused, because
+their bytes are pointers, or need pickle.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.storage import numpy_values
 from composable_fsdp.storage.manifest import DTYPES, dtype_name
 from composable_fsdp.storage.parse import excerpt
 from composable_fsdp.storage.readable import require_memory
@@ -48,23 +49,15 @@ _SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _MAX_DEPTH = 100
 """The deepest nesting that is written and read. By a number, and not by the recursion
 limit of Python, which programs change."""
+# Boolean, integers, floats, complex numbers, bytes, text, dates and durations, each
+# with a byte order and the size of an element.
+_NUMPY = re.compile(r"[<>|=]?[biufcSUMm]\d{1,6}(\[\d{0,9}[a-zA-Z]{1,2}\])?\Z")
 
 
 def encode(value: Any, where: str, put: Put, *, python_values: bool = False) -> Any:
     """Return ``value`` as JSON; tensors are passed to ``put``.
 
-    Args:
-        value: nested containers (dict, list, tuple, set, frozenset, deque, Counter) of
-            strings, bytes, numbers, booleans, None, tensors, and numpy's arrays and
-            scalars.
-        where: the name of the value in error messages.
-        put: stores a tensor and returns a number.
-        python_values: write 0-d tensors as numbers, as needed for the values of
-            optimizers and modules. Default False.
-
-    Returns: a value for ``json.dumps``.
     Raises: TypeError, naming the path (``extra['a'][2]``), for any other type.
-    Collective: none.
     """
     return _Encoder(put, python_values).encode(value, where, 0)
 
@@ -76,15 +69,7 @@ class _Encoder:
         self.put, self.python_values = put, python_values
 
     def encode(self, value: Any, where: str, depth: int) -> Any:
-        """Return ``value`` as JSON.
-
-        Args:
-            value: the value.
-            where: the path of the value, for messages.
-            depth: the number of containers around the value.
-
-        Raises: TypeError, as the function ``encode``.
-        """
+        """Return ``value``, in ``depth`` containers, as JSON; see ``encode`` above."""
         # A container that holds itself would never end.
         if depth > _MAX_DEPTH:
             raise TypeError(
@@ -94,56 +79,59 @@ class _Encoder:
         # Before ``int``: in Python, a bool is an int.
         if value is None or isinstance(value, bool):
             return value
+        # Not ``str(value)``, which an enum overrides. And not ``value`` itself: an
+        # object of a class that other ranks cannot unpickle would end the save on those
+        # ranks alone.
         if isinstance(value, str):
-            return _text(value)
+            return str.__str__(value)
         # ``int`` and ``float`` remove subclasses, such as enums and numpy's float64.
         if isinstance(value, int):
             return int(value)
         if isinstance(value, float):
             return _float(float(value))
-        if isinstance(value, complex):
-            return {"$complex": [_float(value.real), _float(value.imag)]}
         if isinstance(value, Tensor):
             return self._tensor(value, where)
-        if isinstance(value, bytes | bytearray):
-            mark = "$bytes" if isinstance(value, bytes) else "$bytearray"
-            data = numpy_values.bytes_tensor(bytes(value))
-            return {mark: {"$tensor": self.put(data, where)}}
+        if isinstance(value, bytes):
+            return {"$bytes": {"$tensor": self.put(_tensor_of(value), where)}}
         if isinstance(value, dict):
             return self._dict(value, where, depth)
-        if isinstance(value, list | tuple | set | frozenset | deque):
-            return self._items(value, where, depth)
-        # Bytes of an array go to the payload: a manifest is read whole by every rank.
-        if numpy_values.is_array(value):
-            data = numpy_values.array_bytes(value)
-            place = {"$tensor": self.put(data, where)}
-            return {"$array": [value.dtype.str, list(value.shape), place]}
-        if numpy_values.is_scalar(value):
-            return {"$scalar": numpy_values.scalar_text(value)}
-        raise _refused(value, where)
+        if isinstance(value, list | tuple):
+            items = [
+                self.encode(item, f"{where}[{i}]", depth + 1)
+                for i, item in enumerate(value)
+            ]
+            return items if isinstance(value, list) else {"$tuple": items}
+        return self._of_numpy(value, where)
 
-    def _items(self, value: Any, where: str, depth: int) -> Any:
-        """Return a container of items as JSON."""
-        # Items of a set have no number, and no order that is the same on all ranks.
-        if isinstance(value, set | frozenset):
-            found = [self.encode(each, f"{where}{{..}}", depth + 1) for each in value]
-            mark = "$set" if isinstance(value, set) else "$frozenset"
-            return {mark: sorted(found, key=json.dumps)}
-        items = [
-            self.encode(item, f"{where}[{i}]", depth + 1)
-            for i, item in enumerate(value)
-        ]
-        if isinstance(value, deque):
-            return {"$deque": [items, value.maxlen]}
-        return items if isinstance(value, list) else {"$tuple": items}
+    def _of_numpy(self, value: Any, where: str) -> Any:
+        """Return an array or a scalar of numpy as JSON. Raises: TypeError."""
+        numpy: Any = sys.modules.get("numpy")
+        if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
+            dtype = value.dtype.str
+            is_plain = _NUMPY.match(dtype) is not None
+            # No subclass: a masked array or a matrix holds more than its bytes. The
+            # bytes go to the payload: a manifest is read whole by every rank.
+            if type(value) is numpy.ndarray and is_plain:
+                place = {"$tensor": self.put(_tensor_of(value.tobytes()), where)}
+                return {"$array": [dtype, list(value.shape), place]}
+            # As bytes, and not as a number: exact for each dtype, dates included.
+            if isinstance(value, numpy.generic) and is_plain:
+                return {"$scalar": [dtype, value.tobytes().hex()]}
+        raise _refused(value, where)
 
     def _dict(self, value: dict[Any, Any], where: str, depth: int) -> Any:
         """Return a dict as JSON."""
         pairs: list[Any] = []
         for key, item in value.items():
-            path = f"{where}[{key!r}]"
-            name = self._key(key, where, depth)
-            pairs.append([name, self.encode(item, path, depth + 1)])
+            # Other keys are equal only to themselves, or are no JSON.
+            if key is not None and not isinstance(key, str | int | float):
+                raise TypeError(
+                    f"{where} has the key {key!r} of type {type(key).__name__}; a "
+                    "checkpoint holds dicts whose keys are strings or numbers. Save it "
+                    f"under {str(key)!r}, or as a list of pairs, or leave it out."
+                )
+            name = self.encode(key, where, depth + 1)
+            pairs.append([name, self.encode(item, f"{where}[{key!r}]", depth + 1)])
         # ``MultiStepLR`` counts milestones, and asks for ``elements`` of the Counter.
         if isinstance(value, Counter):
             return {"$counter": pairs}
@@ -154,20 +142,6 @@ class _Encoder:
         if any(name.startswith("$") for name, _ in pairs):
             return {"$dict": pairs}
         return dict(pairs)
-
-    def _key(self, key: Any, where: str, depth: int) -> Any:
-        """Return the key of a dict as JSON."""
-        if isinstance(key, str):
-            return _text(key)
-        # Other keys are equal only to themselves, so nobody would find the value again.
-        if not _is_key(key):
-            raise TypeError(
-                f"{where} has the key {key!r} of type {type(key).__name__}; a "
-                "checkpoint holds dicts whose keys are strings, numbers, bytes, or "
-                f"tuples of them. Save it under {str(key)!r}, or as a list of pairs, "
-                "or leave it out."
-            )
-        return self.encode(key, f"a key of {where}", depth + 1)
 
     def _tensor(self, value: Tensor, where: str) -> Any:
         """Return a tensor as JSON, as a number or through ``put``."""
@@ -190,14 +164,6 @@ class _Encoder:
         return {"$tensor": self.put(value, where)}
 
 
-def _is_key(key: Any) -> bool:
-    """Return whether a key of a dict can be saved."""
-    if isinstance(key, tuple | frozenset):
-        return all(map(_is_key, key))
-    plain = key is None or isinstance(key, str | bytes | int | float | complex)
-    return plain or numpy_values.is_scalar(key)
-
-
 def _refused(value: Any, where: str) -> TypeError:
     """Return the error for a type that a checkpoint cannot hold."""
     kind = type(value)
@@ -205,18 +171,10 @@ def _refused(value: Any, where: str) -> TypeError:
     dtype = f" of dtype {value.dtype}" if kind.__module__ == "numpy" else ""
     return TypeError(
         f"{where} is a {kind.__module__}.{kind.__qualname__}{dtype}; a checkpoint "
-        "holds dicts, lists, tuples, sets and deques of strings, bytes, numbers, "
-        "booleans, None, plain tensors and numpy arrays, and no pickled objects. "
-        "Convert it, or save its state_dict()."
+        "holds dicts, lists and tuples of strings, bytes, numbers, booleans, None, "
+        "plain tensors and numpy arrays, and no pickled objects. Convert it (a set or "
+        "deque to a list, a complex number to a tensor), or save its state_dict()."
     )
-
-
-def _text(value: str) -> str:
-    """Return the characters of ``value`` as a plain string."""
-    # Not ``str(value)``, which an enum overrides. And not ``value`` itself: an object
-    # of a class that other ranks cannot unpickle would end the save on those ranks
-    # alone.
-    return str.__str__(value)
 
 
 def _float(value: float) -> Any:
@@ -226,18 +184,18 @@ def _float(value: float) -> Any:
     return {"$float": "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"}
 
 
+def _tensor_of(value: bytes) -> Tensor:
+    """Return ``value`` as a tensor of ``uint8``."""
+    # ``frombuffer`` refuses no bytes, and warns of bytes that cannot be written to.
+    if not value:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(value), dtype=torch.uint8)
+
+
 def decode(value: Any, where: str, get: Get, depth: int = 0) -> Any:
     """Return the value that ``encode`` was given.
 
-    Args:
-        value: the JSON value.
-        where: the start of error messages: the file, and the path in the document.
-        get: returns the tensor of a number.
-        depth: the number of containers around the value. Default 0.
-
-    Returns: the decoded value.
     Raises: CheckpointError, for a value that ``encode`` never writes.
-    Collective: none.
     """
     if depth > _MAX_DEPTH:
         raise CheckpointError(
@@ -248,115 +206,106 @@ def decode(value: Any, where: str, get: Get, depth: int = 0) -> Any:
     if value is None or isinstance(value, (bool, int, str)):
         return value
     # Python's JSON parser accepts NaN and Infinity, although JSON lacks them.
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            raise _damaged(where, value)
+    if isinstance(value, float) and math.isfinite(value):
         return value
     within = depth + 1
     if isinstance(value, list):
         return [decode(v, f"{where}[{i}]", get, within) for i, v in enumerate(value)]
-    if isinstance(value, dict):
-        if len(value) == 1 and next(iter(value)).startswith("$"):
-            return _decode_marked(*next(iter(value.items())), where, get, depth)
-        if not any(key.startswith("$") for key in value):
-            return {
-                k: decode(v, f"{where}[{k!r}]", get, within) for k, v in value.items()
-            }
-    raise _damaged(where, value)
+    if isinstance(value, dict) and not any(key.startswith("$") for key in value):
+        return {k: decode(v, f"{where}[{k!r}]", get, within) for k, v in value.items()}
+    if isinstance(value, dict) and len(value) == 1:
+        ((mark, inner),) = value.items()
+        decoder = _DECODERS.get(mark)
+        if decoder is not None:
+            try:
+                return decoder(inner, where, get, depth)
+            # A value of another form, or a key that stands there twice.
+            except (TypeError, ValueError):
+                pass
+    raise CheckpointError(
+        f"{where}: {excerpt(value)} is nothing that a checkpoint writes. The file is "
+        "damaged or was edited; use another checkpoint."
+    )
 
 
-def _decode_marked(mark: str, value: Any, where: str, get: Get, depth: int) -> Any:
-    """Decode the value of a dict with a single key that starts with ``$``."""
-    if mark == "$tensor" and type(value) is int:
-        return get(value)
-    if mark == "$float" and isinstance(value, str) and value in _SPECIAL:
-        return _SPECIAL[value]
-    if mark == "$number":
-        return _number(value, where)
-    if mark == "$scalar" and isinstance(value, list) and len(value) == 2:
-        dtype = numpy_values.dtype_of(value[0], where)
-        found = None if dtype is None else numpy_values.scalar_of(dtype, value[1])
-        if found is not None:
-            return found
-    decoder = _DECODERS.get(mark)
-    if decoder is not None:
-        try:
-            return decoder(value, where, get, depth)
-        # Items that no set or dict takes, or that stand there twice.
-        except (TypeError, ValueError):
-            pass
-    raise _damaged(where, {mark: value})
-
-
-def _list(value: Any, where: str, get: Get, depth: int) -> list[Any]:
-    """Decode items. Raises: ValueError, if ``value`` is no list."""
-    if not isinstance(value, list):
-        raise ValueError
-    found: list[Any] = decode(value, where, get, depth)
-    return found
+# Each decodes the value of a mark. Raises: TypeError or ValueError, for another form.
+def _get_tensor(value: Any, where: str, get: Get, depth: int) -> Any:
+    if type(value) is not int:
+        raise TypeError
+    return get(value)
 
 
 def _tuple(value: Any, where: str, get: Get, depth: int) -> Any:
-    return tuple(_list(value, where, get, depth))
+    if not isinstance(value, list):
+        raise TypeError
+    return tuple(decode(value, where, get, depth))
 
 
-def _set(value: Any, where: str, get: Get, depth: int) -> set[Any]:
-    items = _list(value, where, get, depth)
-    found: set[Any] = _whole(set(items), items)
-    return found
-
-
-def _whole(made: Any, given: Sequence[object]) -> Any:
-    """Return ``made``. Raises: ValueError, if two of ``given`` are the same."""
-    if len(made) != len(given):
+def _special(value: Any, where: str, get: Get, depth: int) -> float:
+    if not isinstance(value, str) or value not in _SPECIAL:
         raise ValueError
-    return made
+    return _SPECIAL[value]
 
 
-def _deque(value: Any, where: str, get: Get, depth: int) -> deque[Any]:
-    items, maxlen = value
-    # More items than ``maxlen`` would be dropped without a word.
-    if maxlen is not None and (type(maxlen) is not int or not maxlen >= len(items)):
-        raise ValueError
-    return deque(_list(items, where, get, depth), maxlen)
-
-
-def _complex(value: Any, where: str, get: Get, depth: int) -> complex:
-    # Two floats, not a text: infinities and the sign of zero stay.
-    real, imaginary = (decode(part, where, get, depth) for part in value)
-    if type(real) is not float or type(imaginary) is not float:
-        raise ValueError
-    return complex(real, imaginary)
-
-
-def _dict(value: Any, where: str, get: Get, depth: int) -> dict[Any, Any]:
-    """Decode a dict with a string key that looks like a mark."""
-    if not all(isinstance(key, str) for key, _ in value):
-        raise ValueError
-    if not any(key.startswith("$") for key, _ in value):
-        raise ValueError
-    return _map_of(value, where, get, depth)
-
-
-def _map(value: Any, where: str, get: Get, depth: int) -> dict[Any, Any]:
-    """Decode a dict with a key that is no string."""
-    if all(isinstance(key, str) for key, _ in value):
-        raise ValueError
-    return _map_of(value, where, get, depth)
-
-
-def _map_of(value: Any, where: str, get: Get, depth: int) -> dict[Any, Any]:
-    """Decode the pairs of a dict. Raises: ValueError, if a key stands there twice."""
+def _pairs(value: Any, where: str, get: Get, depth: int) -> dict[Any, Any]:
     # Duplicate keys are damage: one of the values would be ignored.
     pairs = [
         (decode(key, where, get, depth + 1), decode(item, where, get, depth + 1))
         for key, item in value
     ]
-    return dict(_whole(dict(pairs), pairs))
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError
+    return made
+
+
+def _dict(value: Any, where: str, get: Get, depth: int) -> dict[Any, Any]:
+    made = _pairs(value, where, get, depth)
+    if not any(key.startswith("$") for key in map(_text, made)):
+        raise ValueError
+    return made
+
+
+def _text(key: object) -> str:
+    if not isinstance(key, str):
+        raise TypeError
+    return key
+
+
+def _map(value: Any, where: str, get: Get, depth: int) -> dict[Any, Any]:
+    if all(isinstance(key, str) for key, _ in value):
+        raise ValueError
+    return _pairs(value, where, get, depth)
 
 
 def _counter(value: Any, where: str, get: Get, depth: int) -> Counter[Any]:
-    return Counter(_map_of(value, where, get, depth))
+    return Counter(_pairs(value, where, get, depth))
+
+
+def _number(value: Any, where: str, get: Get, depth: int) -> Tensor:
+    name, number = value
+    dtype = DTYPES.get(name)
+    if isinstance(number, dict):
+        number = decode(number, where, get, depth)
+    # An exact type: ``True`` is no number of an int64 tensor.
+    if dtype is None or type(number) is not _python_type(dtype):
+        raise ValueError
+    try:
+        made = torch.tensor(number, dtype=dtype)
+    except (OverflowError, RuntimeError):
+        raise ValueError from None
+    back = made.item()
+    # The dtype must represent the number exactly; NaN differs from itself.
+    if back != number and back == back:
+        raise ValueError
+    return made
+
+
+def _python_type(dtype: torch.dtype) -> type:
+    """Return the Python type of a number of ``dtype``."""
+    if dtype is torch.bool:
+        return bool
+    return float if dtype.is_floating_point else int
 
 
 def _bytes(value: Any, where: str, get: Get, depth: int) -> Any:
@@ -364,24 +313,50 @@ def _bytes(value: Any, where: str, get: Get, depth: int) -> Any:
     return bytes(bytes_of(data)) if isinstance(data, Tensor) else data
 
 
-def _bytearray(value: Any, where: str, get: Get, depth: int) -> Any:
-    data = _data(value, where, get, depth)
-    return bytearray(bytes_of(data)) if isinstance(data, Tensor) else data
-
-
 def _array(value: Any, where: str, get: Get, depth: int) -> Any:
     text, shape, place = value
-    dtype = numpy_values.dtype_of(text, where)
-    sizes = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
+    dtype = _numpy_dtype(text, where)
+    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+        raise ValueError
     data = _data(place, where, get, depth)
-    if dtype is None or not sizes:
-        raise ValueError
     # The claim is compared with the bytes before anything is allocated.
-    if data.shape[0] != numpy_values.nbytes_of(dtype, tuple(shape)):
+    if data.shape[0] != int(dtype.itemsize) * prod(shape):
         raise ValueError
-    if isinstance(data, Tensor):
-        return numpy_values.array_of(data, dtype, tuple(shape))
-    return data
+    if not isinstance(data, Tensor):
+        return data
+    import numpy
+
+    # Of a bytearray: the array can be written to, as the saved one.
+    memory = bytearray(data.numpy().tobytes())
+    # ``frombuffer`` refuses no bytes.
+    if not memory:
+        return numpy.empty(shape, dtype)
+    return numpy.frombuffer(memory, dtype).reshape(shape)
+
+
+def _scalar(value: Any, where: str, get: Get, depth: int) -> Any:
+    text, digits = value
+    dtype = _numpy_dtype(text, where)
+    # The length first: ``fromhex`` and numpy allocate as much as the text claims.
+    if not isinstance(digits, str) or len(digits) != 2 * dtype.itemsize or not digits:
+        raise ValueError
+    import numpy
+
+    return numpy.frombuffer(bytes.fromhex(digits), dtype)[0]
+
+
+def _numpy_dtype(text: object, where: str) -> Any:
+    """Return the numpy dtype of ``text``. Raises: CheckpointError, without numpy."""
+    # The text comes from a file: the pattern leaves out objects and records.
+    if not isinstance(text, str) or not _NUMPY.match(text):
+        raise ValueError
+    try:
+        import numpy
+    except ImportError:
+        raise CheckpointError(
+            f"{where} is a value of numpy, which is not installed. Install numpy."
+        ) from None
+    return numpy.dtype(text)
 
 
 def _data(value: Any, where: str, get: Get, depth: int) -> Any:
@@ -394,51 +369,15 @@ def _data(value: Any, where: str, get: Get, depth: int) -> Any:
 
 
 _DECODERS: dict[str, Callable[[Any, str, Get, int], Any]] = {
+    "$tensor": _get_tensor,
+    "$number": _number,
+    "$float": _special,
+    "$bytes": _bytes,
     "$tuple": _tuple,
-    "$set": _set,
-    "$frozenset": lambda *told: frozenset(_set(*told)),
-    "$deque": _deque,
-    "$complex": _complex,
     "$dict": _dict,
     "$map": _map,
     "$counter": _counter,
-    "$bytes": _bytes,
-    "$bytearray": _bytearray,
     "$array": _array,
+    "$scalar": _scalar,
 }
-"""How each mark is decoded; TypeError and ValueError stand for a damaged value."""
-
-
-def _number(value: Any, where: str) -> Tensor:
-    """Return the 0-d tensor of ``[dtype name, number]``."""
-    if isinstance(value, list) and len(value) == 2 and isinstance(value[0], str):
-        dtype, number = DTYPES.get(value[0]), value[1]
-        if isinstance(number, dict):
-            number = decode(number, where, lambda _: None)
-        # An exact type: ``True`` is no number of an int64 tensor.
-        if dtype is not None and type(number) is _python_type(dtype):
-            try:
-                made = torch.tensor(number, dtype=dtype)
-            except (RuntimeError, OverflowError, ValueError):
-                raise _damaged(where, value) from None
-            back = made.item()
-            # The dtype must represent the number exactly; NaN differs from itself.
-            if back == number or back != back:
-                return made
-    raise _damaged(where, value)
-
-
-def _python_type(dtype: torch.dtype) -> type:
-    """Return the Python type of a number of ``dtype``."""
-    if dtype is torch.bool:
-        return bool
-    return float if dtype.is_floating_point else int
-
-
-def _damaged(where: str, value: Any) -> CheckpointError:
-    """Return the error for a value that ``encode`` never writes."""
-    return CheckpointError(
-        f"{where}: {excerpt(value)} is nothing that a checkpoint writes. The file is "
-        "damaged or "
-        "was edited; use another checkpoint."
-    )
+"""How each mark is decoded."""

@@ -36,12 +36,7 @@ class HeldWrapper:
 
 
 class Wrappers:
-    """Opens the tensors of a module that wrap others, and notes them.
-
-    Args:
-        what: the caller in messages.
-        allowed: whether such tensors are opened; else they are returned as they are.
-    """
+    """Opens the tensors of a module that wrap others, and notes them."""
 
     def __init__(self, what: str, *, allowed: bool) -> None:
         self._what, self._allowed = what, allowed
@@ -67,13 +62,7 @@ class Wrappers:
 def inner_tensors(wrapper: Tensor, name: str, what: str) -> Iterator[tuple[str, Any]]:
     """Yield the inner tensors of a wrapper, with names.
 
-    Args:
-        wrapper: a tensor with ``__tensor_flatten__``.
-        name: the name of the wrapper.
-        what: the caller in messages.
-
     Raises: CheckpointError, for a class that makes inner tensors anew when asked.
-    Collective: none.
     """
     given: Any = wrapper
     for key in given.__tensor_flatten__()[0]:

@@ -51,13 +51,7 @@ class Piece:
 
 
 def of_tensor(key: str, tensor: Tensor, dtype: torch.dtype | None = None) -> Piece:
-    """Return the piece of a whole tensor.
-
-    Args:
-        key: the key of the entry.
-        tensor: the tensor, on any device; read when the file is written.
-        dtype: the dtype to convert to. Default None: the tensor's dtype.
-    """
+    """Return the piece of a whole tensor."""
     return Piece(
         key,
         dtype or tensor.dtype,
@@ -86,14 +80,7 @@ def places_of(pieces: Sequence[Piece]) -> dict[str, int]:
 def write_file(path: str, pieces: Sequence[Piece], block: int = BLOCK) -> File:
     """Write ``pieces`` as a new file; on return, the file is on the disk.
 
-    Args:
-        path: the path or URL of the file, which must not exist.
-        pieces: the entries, in file order.
-        block: the bytes of payload that a checksum covers. Default ``BLOCK``.
-
-    Returns: the sizes and checksums of the file.
     Raises: OSError; the file may then exist in part.
-    Collective: none.
     """
     header = _header(pieces)
     total = sum(piece.nbytes for piece in pieces)
@@ -209,13 +196,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 def shard_pieces(
     parts: Iterable[tuple[int, Tensor]], shard_numel: int, itemsize: int
 ) -> Iterator[Tensor | int]:
-    """Yield the elements of a shard in order, with zeros between the tensors.
-
-    Args:
-        parts: tensors with their element offsets in the shard, in order.
-        shard_numel: the number of elements of the shard.
-        itemsize: the number of bytes of an element.
-    """
+    """Yield the elements of a shard in order, with zeros between the tensors."""
     end = 0
     # Zeros stand for padding and for parameters without the state.
     for offset, tensor in parts:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from tests.goldens import checkpoints, checkpoints_v2, checkpoints_v3, recorded
+from tests.goldens import checkpoints, checkpoints_cut, checkpoints_own, recorded
 from tests.support.world import rank_pool, shutdown_pools
 
 
@@ -31,8 +31,8 @@ def main() -> int:
     try:
         if asked.write_checkpoints:
             changed += checkpoints.write_missing(rank_pool)
-            changed += checkpoints_v2.write_missing(rank_pool)
-            changed += checkpoints_v3.write_missing(rank_pool)
+            changed += checkpoints_own.write_missing(rank_pool)
+            changed += checkpoints_cut.write_missing(rank_pool)
         if asked.write:
             changed += recorded.write(rank_pool)
     finally:

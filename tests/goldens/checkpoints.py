@@ -1,7 +1,7 @@
-"""Checkpoints of format v1, written once and kept; every later commit loads them.
+"""Checkpoints, written once and kept; every later commit loads them.
 
 ``python -m tests.goldens --write-checkpoints`` writes those that are missing. One that
-exists is never written over: what was written with format v1 stays readable.
+exists is never written over: what a release wrote stays readable.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def everything(model: nn.Module, optimizers: Optimizers) -> State:
 
 def name_of(world_size: int) -> str:
     """Return the name of the checkpoint that ``world_size`` ranks wrote."""
-    return f"v1-of-{world_size}-ranks"
+    return f"of-{world_size}-ranks"
 
 
 def save_one(world: World, folder: Path) -> None:

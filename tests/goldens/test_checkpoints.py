@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from composable_fsdp import Block, best_checkpoint, open_source, verify
-from tests.goldens import checkpoints, checkpoints_v2, checkpoints_v3
+from composable_fsdp import Block, open_source, verify
+from tests.goldens import checkpoints, checkpoints_cut, checkpoints_own
 from tests.goldens.checkpoints import EXTRA, FOLDER, WORLD_SIZES, State, name_of
 from tests.goldens.recorded import RankCount
 from tests.support.place import _same
@@ -80,38 +80,38 @@ def test_a_changed_value_is_seen() -> None:
 
 
 @pytest.mark.req("U-07", "K-01", "K-08", "K-09")
-def test_a_checkpoint_of_format_v2_loads_with_equal_values(ranks: RankCount) -> None:
-    """Values of ranks, a parameter stored alone, all types of ``extra``, a metric."""
-    folder = FOLDER / checkpoints_v2.NAME
-    for rank, (state, extra, own) in enumerate(ranks(2).run(checkpoints_v2.load_one)):
-        saved = torch.load(checkpoints_v2.file_of(rank), weights_only=True)
+def test_values_of_ranks_of_an_earlier_commit_load_with_equal_values(
+    ranks: RankCount,
+) -> None:
+    """Values of ranks, a parameter stored alone, all types of ``extra``."""
+    folder = FOLDER / checkpoints_own.NAME
+    for rank, (state, extra, own) in enumerate(ranks(2).run(checkpoints_own.load_one)):
+        saved = torch.load(checkpoints_own.file_of(rank), weights_only=True)
         assert _same(state, saved)
-        assert extra == checkpoints_v2.EXTRA
+        assert extra == checkpoints_own.EXTRA
         assert own == {"at": (rank, "b")}
 
-    ((alone, extra, _),) = ranks(1).run(checkpoints_v2.load_one)
-    parts = [torch.load(checkpoints_v2.file_of(r), weights_only=True) for r in (0, 1)]
+    ((alone, extra, _),) = ranks(1).run(checkpoints_own.load_one)
+    parts = [torch.load(checkpoints_own.file_of(r), weights_only=True) for r in (0, 1)]
     whole = torch.cat([part["values"]["body.weight"].flatten() for part in parts])
     assert torch.equal(alone["values"]["body.weight"].flatten(), whole)
     assert _same(alone["values"]["expert.weight"], parts[0]["values"]["expert.weight"])
     assert verify(folder)
     with open_source(folder) as source:
         assert source.local_ranks == source.saved_ranks == 2
-        assert checkpoints_v2.LEFT_OUT not in source.model
-    best = best_checkpoint(FOLDER)
-    assert (best.path, best.metric) == (str(folder), 0.25)
+        assert checkpoints_own.LEFT_OUT not in source.model
 
 
 @pytest.mark.req("M-01", "K-02")
-def test_a_checkpoint_of_format_v3_loads_with_equal_values(ranks: RankCount) -> None:
+def test_columns_of_an_earlier_commit_load_with_equal_values(ranks: RankCount) -> None:
     """Columns that were cut, on every mesh and on none; a tensor that wraps another."""
-    folder = FOLDER / checkpoints_v3.NAME
-    saved = torch.load(FOLDER / f"{checkpoints_v3.NAME}.pt", weights_only=True)
+    folder = FOLDER / checkpoints_cut.NAME
+    saved = torch.load(FOLDER / f"{checkpoints_cut.NAME}.pt", weights_only=True)
 
     for dp in (1, 2, 4):
-        for found in ranks(4).run(checkpoints_v3.load_one, dp):
+        for found in ranks(4).run(checkpoints_cut.load_one, dp):
             assert _same(found, saved)
-    (alone,) = ranks(1).run(checkpoints_v3.load_one, 0)
+    (alone,) = ranks(1).run(checkpoints_cut.load_one, 0)
     assert _same(alone, saved)
     assert verify(folder)
     with open_source(folder) as source:

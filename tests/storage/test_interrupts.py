@@ -14,7 +14,6 @@ import torch
 
 from composable_fsdp import (
     async_save,
-    best_checkpoint,
     checkpoints,
     load,
     register_storage,
@@ -78,19 +77,6 @@ def test_an_interrupt_at_any_call_to_a_storage_leaves_the_old_or_the_new(
     with pytest.raises(KeyboardInterrupt):
         save("own://last/step-1", model, extra=5)
     assert load("own://last", model) == 5
-
-
-@pytest.mark.req("K-04", "K-07")
-def test_the_best_at_a_url_is_kept(tmp_path: Path) -> None:
-    """``keep_best`` spares the best of a series in a storage, as in a directory."""
-    own = Folder(tmp_path / "own")
-    register_storage("own", lambda: own)
-    model = torch.nn.Linear(3, 3)
-    for at, loss in enumerate([0.5, 0.1, 0.4, 0.3]):
-        save(f"own://b/step-{at}", model, metric=loss, keep=1, keep_best=1)
-
-    assert [each.step for each in checkpoints("own://b")] == [1, 3]
-    assert best_checkpoint("own://b").step == 1
 
 
 def test_what_a_user_has_put_beside_a_checkpoint_is_never_removed(

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from composable_fsdp import fully_shard, load, save, verify
 from composable_fsdp.comm import collectives
 from tests.storage.test_quantised_state import Half
 from tests.storage.test_spread import options_of
+from tests.storage.training import make, step
+from tests.support.on_ranks import on_ranks
 from tests.support.sharded import RankCount, message_of
 from tests.support.world import World
 
@@ -304,3 +307,35 @@ def test_an_extra_state_that_differs_is_refused_or_saved_per_rank(
     assert "local=['1._extra_state']" in text
     assert not (tmp_path / "own").exists()
     assert (first, second) == (5, 6)
+
+
+@on_ranks(2)
+@pytest.mark.req("K-01")
+def test_scalar_state_that_differs_between_parts_is_refused(
+    world: World, tmp_path: Path
+) -> None:
+    """Both ranks hold a part of the parameter; nothing is committed."""
+    model = make("composable")
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer, 0)
+    if world.rank == 1:
+        for state in optimizer.state.values():
+            state["step"] += 1
+
+    text = message_of(lambda: save(tmp_path / "new", model, optimizer))
+
+    assert "Optimizer state 'step' of" in text
+    assert "which hold parts of the parameter" in text
+    assert not (tmp_path / "new").exists()
+
+
+@on_ranks(2)
+@pytest.mark.req("N-09")
+def test_a_save_after_the_process_group_is_gone_says_so(
+    world: World, tmp_path: Path
+) -> None:
+    """Not that shards were written by no rank."""
+    model = fully_shard(torch.nn.Linear(4, 4))
+    with mock.patch.object(torch.distributed, "is_initialized", return_value=False):
+        text = message_of(lambda: save(tmp_path / f"alone-{world.rank}", model))
+    assert "The process group was destroyed" in text

@@ -103,8 +103,16 @@ _IGNORED = {
 }
 
 
+# Those that DCP's metadata needs, in any protocol. Others hash any value (sets, DICT),
+# allocate what they claim (BYTEARRAY8) or call in other ways.
+_ALLOWED = (
+    *("PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET"),
+    *("LONG_BINGET", "GLOBAL", "STACK_GLOBAL", "NEWOBJ", "REDUCE", "BUILD"),
+    *("NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "LONG4"),
+    *("BINUNICODE", "SHORT_BINUNICODE", "EMPTY_LIST", "APPEND", "APPENDS"),
+    *("EMPTY_DICT", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
+)
 _OPCODES: dict[int, Any] = pickle._Unpickler.dispatch
-_HASHING = {code[0] for code in (pickle.DICT, pickle.ADDITEMS, pickle.FROZENSET)}
 
 
 class _Reader(pickle._Unpickler):
@@ -146,16 +154,12 @@ class _Reader(pickle._Unpickler):
                     f"a {type(key).__name__} is no key of DCP's metadata"
                 )
 
-    # The functions by opcode, without the other opcodes that hash values.
+    # The functions by opcode; an opcode without one ends the reading.
     dispatch: ClassVar[dict[int, Any]] = {
-        **{code: _OPCODES[code] for code in _OPCODES if code not in _HASHING},
+        **{code: _OPCODES[code] for name in _ALLOWED for code in getattr(pickle, name)},
         pickle.SETITEM[0]: _set_item,
         pickle.SETITEMS[0]: _set_items,
     }
-
-    def persistent_load(self, pid: Any) -> Any:
-        """Refuse persistent ids, which DCP does not use."""
-        raise pickle.UnpicklingError("DCP's metadata has no persistent ids")
 
 
 def read_metadata(directory: Path) -> dict[str, SavedKey]:
@@ -292,12 +296,6 @@ def require_cover(
     directory: Path, key: str, info: TensorInfo, chunks: tuple[Chunk, ...]
 ) -> None:
     """Raise if chunks leave elements out, overlap, or reach beyond the tensor.
-
-    Args:
-        directory: the checkpoint, for messages.
-        key: the key of the tensor, for messages.
-        info: the dtype and shape of the tensor.
-        chunks: the boxes of the tensor.
 
     Raises: CheckpointError, naming the tensor; ``_Malformed``, for a box that reaches
     beyond the shape (``read_metadata`` turns this error into CheckpointError).

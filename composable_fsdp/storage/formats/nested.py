@@ -51,12 +51,6 @@ EXTRA_KEY = "extra"
 class NestedSource(Source):
     """A source over a nested dictionary whose tensors are ``LazyTensor``.
 
-    Args:
-        where: the path of the checkpoint, also for messages.
-        tree: the dictionary.
-        aliases: other names of tied parameters -> the name that each is tied to.
-            Default None: no names. Equal storages are found as ties in any case.
-
     Raises: CheckpointError, if ``tree`` has none of the accepted forms.
     """
 
@@ -76,24 +70,11 @@ class NestedSource(Source):
         self.model = {name: tensor.info for name, tensor in self._model.items()}
 
     def read_model(self, name: str, start: int, stop: int) -> Tensor:
-        """Return elements ``[start, stop)`` of a tensor; see ``Source``.
-
-        Args:
-            name: a key of ``model``.
-            start: the first element.
-            stop: the element after the last.
-        """
+        """Return elements ``[start, stop)`` of a tensor; see ``Source``."""
         return self._model[name].read(start, stop)
 
     def read_optim(self, name: str, state: str, start: int, stop: int) -> Tensor:
-        """Return elements ``[start, stop)`` of a state; see ``Source``.
-
-        Args:
-            name: the name of the parameter.
-            state: the name of the state.
-            start: the first element.
-            stop: the element after the last.
-        """
+        """Return elements ``[start, stop)`` of a state; see ``Source``."""
         value: Tensor = self._optim.state[name][state].read(start, stop)
         return value
 
@@ -128,13 +109,7 @@ class NestedSource(Source):
         }
 
     def _has_elements(self, name: str, key: str, value: Any) -> bool:
-        """Return whether a state is a tensor that is read in slices, and not a scalar.
-
-        Args:
-            name: the name of the parameter.
-            key: the name of the state.
-            value: the state.
-        """
+        """Return whether a state is a tensor that is read in slices, no scalar."""
         return isinstance(value, LazyTensor) and not is_scalar_shape(
             key, value.info.shape, self.model[name].shape
         )
@@ -196,14 +171,7 @@ def nested_tree(source: Source) -> dict[str, Any]:
 
 
 def _require_restricted(value: Any, where: str) -> None:
-    """Raise CheckpointError for a value that ``torch.load(weights_only=True)`` refuses.
-
-    Args:
-        value: the value.
-        where: the name of the value in messages.
-
-    Collective: none.
-    """
+    """Raise CheckpointError for a value that torch's restricted reader refuses."""
     # The file could be written, and neither this library nor careful users read it.
     if isinstance(value, dict):
         for key, each in value.items():
@@ -350,12 +318,6 @@ def _named_optim(
 ) -> _Optim:
     """Return the saved optimizer ``tree`` with all parameters by name.
 
-    Args:
-        where: the name of the checkpoint in messages.
-        tree: the saved optimizer in any of the three forms; None without optimizer.
-        names: each name of a tensor in the model -> the first name of the same tensor.
-
-    Returns: the state and the groups; ``groups`` is None without optimizer.
     Raises: CheckpointError, for state by ids without names, state of unknown
     parameters, or another form.
     """

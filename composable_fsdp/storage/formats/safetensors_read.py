@@ -103,11 +103,6 @@ class SafetensorsSource(Source):
     def read_model(self, name: str, start: int, stop: int) -> Tensor:
         """Return elements ``[start, stop)`` of a tensor; see ``Source``.
 
-        Args:
-            name: a key of ``model``.
-            start: the first element.
-            stop: the element after the last.
-
         Raises: CheckpointError, if the file is too short.
         """
         info = self.model[name]

@@ -27,14 +27,6 @@ class SafetensorsWriter:
 
     Call ``write`` for all elements of each tensor, then ``finish``.
 
-    Args:
-        out: the directory to make, with Hugging Face's names for files and index; with
-            ``single`` the file to make.
-        tensors: dtype and shape of each tensor by name, in the order of the files.
-        aliases: other names of tied parameters -> the name in ``tensors``.
-        max_shard_bytes: the largest size of the tensors in a file, in bytes.
-        single: write all tensors to a single file. Default False.
-
     Raises: CheckpointError, for a dtype that safetensors does not have.
     """
 
@@ -96,14 +88,7 @@ class SafetensorsWriter:
             self._at[name] = (file, len(text) + place)
 
     def write(self, name: str, start: int, values: Tensor) -> None:
-        """Write ``values`` of any shape at element ``start`` of tensor ``name``.
-
-        Args:
-            name: the name of the tensor.
-            start: the position of the first element in the flattened tensor.
-            values: the elements in row-major order, in the tensor's dtype, on any
-                device.
-        """
+        """Write ``values`` of any shape at element ``start`` of tensor ``name``."""
         file, begin = self._at[name]
         file.seek(begin + start * values.dtype.itemsize)
         write_elements(file, values)

@@ -8,6 +8,7 @@ file. The file is mapped into memory, so the disk is read when elements are used
 from __future__ import annotations
 
 import pickle
+import pickletools
 import re
 import zipfile
 from collections import Counter
@@ -15,7 +16,7 @@ from collections.abc import Hashable, Mapping
 from contextlib import nullcontext
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
@@ -89,6 +90,11 @@ def load_safely(path: Path) -> Any:
         mapped = zipfile.is_zipfile(path)
         if mapped:
             require_uncompressed(path)
+        else:
+            # A magic number, a protocol, facts of the system, the object, and the keys.
+            with bounded(path) as file:
+                for _ in range(5):
+                    _require_no_claim(file)
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         raise refusal(path, error) from error
@@ -110,8 +116,22 @@ def require_uncompressed(file: Path | BytesIO) -> None:
             # torch reads the pickle whole; the tensors are in records beside it.
             if record.filename.endswith("/data.pkl"):
                 require_document(record.filename, record.file_size)
+                data = archive.read(record)
+                # The pickle of 10,000 tensors takes a second to walk.
+                if b"bytearray" in data:
+                    _require_no_claim(BytesIO(data))
             if record.compress_type != zipfile.ZIP_STORED:
                 raise zipfile.BadZipFile(f"record {record.filename!r} is compressed")
+
+
+def _require_no_claim(data: IO[bytes]) -> None:
+    """Raise UnpicklingError for a pickle that may allocate any size.
+
+    torch's restricted reader calls ``bytearray(n)`` with the number in the pickle.
+    """
+    for opcode, argument, _ in pickletools.genops(data):
+        if opcode.name == "GLOBAL" and str(argument).endswith(" bytearray"):
+            raise pickle.UnpicklingError("global builtins.bytearray")
 
 
 def refusal(what: object, error: Exception) -> CheckpointError:
@@ -138,11 +158,6 @@ def first_line(error: Exception) -> str:
 def lazy_tensors(value: Any, where: str, nbytes: int) -> Any:
     """Return ``value`` with every tensor replaced by a ``LazyTensor``.
 
-    Args:
-        value: the unpickled value.
-        where: the name of the value in messages.
-        nbytes: the size of the pickle and its tensors in bytes, which bounds the walk.
-
     Raises: CheckpointError, for a tensor that is a shard or not a plain dense tensor,
         and for a value that is much larger than the bytes of the value, as nested lists
         that share their halves are.
@@ -167,13 +182,7 @@ class _Walk:
         self.places: set[Hashable] = set()
 
     def lazy(self, value: Any, where: str, depth: int) -> Any:
-        """Return the copy of ``value``; see ``lazy_tensors``.
-
-        Args:
-            value: the value.
-            where: the name of the value in messages.
-            depth: the number of containers around the value.
-        """
+        """Return the copy of ``value``; see ``lazy_tensors``."""
         self.values -= 1
         if self.values < 0 or depth > _MAX_DEPTH:
             raise _too_large(where, "more nested values than bytes, or too deep ones")
