@@ -49,7 +49,7 @@ def bytes_tensor(value: bytes) -> Tensor:
     """Return ``value`` as a tensor of ``uint8``."""
     # ``frombuffer`` refuses no bytes, and warns of bytes that cannot be written to.
     if not value:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(bytearray(value), dtype=torch.uint8)
 
 

@@ -418,7 +418,7 @@ def _number(value: Any, where: str) -> Tensor:
         # An exact type: ``True`` is no number of an int64 tensor.
         if dtype is not None and type(number) is _python_type(dtype):
             try:
-                made = torch.tensor(number, dtype=dtype)
+                made = torch.tensor(number, dtype=dtype, device="cpu")
             except (RuntimeError, OverflowError, ValueError):
                 raise _damaged(where, value) from None
             back = made.item()

@@ -110,7 +110,8 @@ class Pair:
         """Set the optimizer's state to zero; the block has to bring it back."""
         with _zeroed([v for each in self.optim.state.values() for v in each.values()]):
             yield
-            same_state(cf.optim_state_dict(self.model, self.optim), self)
+            with cf.state_dict_type(self.model, StateDictType.FULL_STATE_DICT):
+                same_state(cf.optim_state_dict(self.model, self.optim), self)
 
 
 @contextmanager
