@@ -120,18 +120,25 @@ def collective_uses(modules: dict[str, Module]) -> list[str]:
 
 
 def placeless_tensors(modules: dict[str, Module]) -> list[str]:
-    """Calls that make a tensor without ``device=``: on the user's default device."""
-    return [
-        f"{module.at(node.lineno)} -> torch.{node.func.attr}: no device="
-        for module in modules.values()
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and isinstance(node.func.value, ast.Name)
-        and node.func.value.id == "torch"
-        and node.func.attr in _FACTORIES
-        and not any(each.arg in ("device", None) for each in node.keywords)
-    ]
+    """Uses of torch's factories without ``device=``: on the user's default device."""
+    found = []
+    for module in modules.values():
+        placed = {
+            id(node.func)
+            for node in ast.walk(module.tree)
+            if isinstance(node, ast.Call)
+            and any(each.arg in ("device", None) for each in node.keywords)
+        }
+        found += [
+            f"{module.at(node.lineno)} -> torch.{node.attr}: no device="
+            for node in ast.walk(module.tree)
+            if isinstance(node, ast.Attribute)
+            and node.attr in _FACTORIES
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "torch"
+            and id(node) not in placed
+        ]
+    return found
 
 
 def group_makers(modules: dict[str, Module]) -> list[str]:
