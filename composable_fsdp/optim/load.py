@@ -42,7 +42,13 @@ from composable_fsdp.optim.names import (
     name_parameters,
     require_pairs,
 )
-from composable_fsdp.optim.sharded import own_part, part_for, require_own_parts
+from composable_fsdp.optim.sharded import (
+    is_of_chunks,
+    own_part,
+    part_for,
+    require_own_parts,
+    whole_of_chunks,
+)
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.optim.step_checks import needs_whole_params, require_elementwise
 from composable_fsdp.optim.units import meet_for_state, units_known
@@ -329,6 +335,8 @@ def _part(
     """
     if isinstance(value, ShardedValue):
         value = own_part(named, value)
+    elif is_of_chunks(value):
+        value = whole_of_chunks(value, _device(named))
     elif senders and isinstance(value, (Tensor, Described)) and value.shape:
         # Scalars were sent with the structure; see ``unpacked``.
         value = share_tensor(value, senders, _device(named))
