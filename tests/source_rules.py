@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from torch.utils._device import _device_constructors
+
 from tests.import_graph import DOORS, FORBIDDEN, PACKAGE, Module, imports
 
 COLLECTIVES_HOME = f"{PACKAGE}.comm.collectives"
@@ -35,6 +37,8 @@ _COLLECTIVE_STARTS = (
     "send",
 )
 _COLLECTIVE_NAMES = frozenset({"barrier", "reduce"})
+_FACTORIES = frozenset(function.__name__ for function in _device_constructors())
+"""What ``torch.device`` as a context and ``torch.set_default_device`` act on."""
 _GROUP_MAKERS = ("new_group", "new_subgroups", "split_group")
 
 # Methods of a process group. The object cannot be resolved from syntax, so these are
@@ -113,6 +117,28 @@ def collective_uses(modules: dict[str, Module]) -> list[str]:
             if _is_collective(name) or name in _GROUP_METHODS:
                 found[f"{module.at(line)} -> {name}: only {COLLECTIVES_HOME}"] = None
     return list(found)
+
+
+def placeless_tensors(modules: dict[str, Module]) -> list[str]:
+    """Uses of torch's factories without ``device=``: on the user's default device."""
+    found = []
+    for module in modules.values():
+        placed = {
+            id(node.func)
+            for node in ast.walk(module.tree)
+            if isinstance(node, ast.Call)
+            and any(each.arg in ("device", None) for each in node.keywords)
+        }
+        found += [
+            f"{module.at(node.lineno)} -> torch.{node.attr}: no device="
+            for node in ast.walk(module.tree)
+            if isinstance(node, ast.Attribute)
+            and node.attr in _FACTORIES
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "torch"
+            and id(node) not in placed
+        ]
+    return found
 
 
 def group_makers(modules: dict[str, Module]) -> list[str]:

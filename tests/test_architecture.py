@@ -147,6 +147,11 @@ def test_process_groups_are_made_in_one_module(package: dict[str, Module]) -> No
     assert source_rules.group_makers(package) == []
 
 
+def test_tensors_are_made_on_a_named_device(package: dict[str, Module]) -> None:
+    """The user may call us inside ``torch.device("meta")``."""
+    assert source_rules.placeless_tensors(package) == []
+
+
 def test_doors_hold_no_logic(package: dict[str, Module]) -> None:
     """Doors import and list names; the command line's door calls one function."""
     assert source_rules.door_logic(package) == []
@@ -338,6 +343,13 @@ Rule = Callable[[dict[str, Module]], list[str]]
             "composable_fsdp/tree/root.py:2 -> torch.distributed.new_group: "
             "only composable_fsdp.comm.nodes",
             id="group",
+        ),
+        pytest.param(
+            source_rules.placeless_tensors,
+            "tree/root",
+            "import torch\nx = torch.zeros(3, device=y)\ny = torch.empty(0)",
+            "composable_fsdp/tree/root.py:3 -> torch.empty: no device=",
+            id="tensor-without-device",
         ),
         pytest.param(
             source_rules.door_logic,

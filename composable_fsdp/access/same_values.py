@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,9 +14,6 @@ from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_paths import slot_path
 from composable_fsdp.flat.value_hash import hash_values
 from composable_fsdp.naming import quoted
-
-SAMPLES = 4096
-"""Most elements that ``brief`` reads of a tensor."""
 
 
 @torch.no_grad()
@@ -54,38 +50,3 @@ def require_same_values(handle: FlatParamHandle, fulls: Sequence[Tensor]) -> Non
             "part that it holds; nothing was written. Write the same on every rank, or "
             "pass rank0_only=True to give all of them rank 0's values."
         )
-
-
-def brief_of_all(values: Iterable[tuple[str, object]]) -> str:
-    """Return a short text about named values; see ``brief``. Collective: none."""
-    # Sorted: the entries of a state may be in another order on each rank.
-    texts = sorted(f"{name}={brief(value)}" for name, value in values)
-    digest = hashlib.blake2b("\n".join(texts).encode(), digest_size=4)
-    return f"{len(texts)} values #{digest.hexdigest()}"
-
-
-@torch.no_grad()
-def brief(value: object) -> str:
-    """Return a short text about a value, for the comparison of a call over ranks.
-
-    Tensors of other shapes, dtypes or values get other texts. Of a tensor of more than
-    ``SAMPLES`` elements some elements are read, at equal distances: enough to tell two
-    files apart, at a cost that does not grow with the model.
-
-    Collective: none.
-    """
-    # ``repr`` of a float is exact, and that of NaN is equal on all ranks.
-    if isinstance(value, (bool, int, float, str)):
-        return repr(value)
-    # A sharded value is another one on each rank.
-    if type(value) not in (Tensor, torch.nn.Parameter):
-        return type(value).__name__
-    assert isinstance(value, Tensor)
-    # Not the device: a rank may load from the host what another loads from its GPU.
-    kind = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    if value.is_meta or value.layout is not torch.strided or not value.numel():
-        return kind
-    flat = value.detach().reshape(-1)
-    # A single number per tensor is read from the device, whatever its size.
-    (number,) = hash_values([flat[:: -(-flat.numel() // SAMPLES)]]).tolist()
-    return f"{kind} #{number >> 32 & 0xFFFFFFFF:08x}"

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.access.gather import gather_slot
-from composable_fsdp.access.same_values import brief
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.meeting import Call
 from composable_fsdp.errors import CompositionError, PhaseError
@@ -71,7 +70,7 @@ def set_full_param(module: nn.Module, fqn: str, value: Tensor) -> None:
     if not isinstance(found, ParamRef):
         found.copy_(value)
     else:
-        _meet(found, "set_full_param", fqn, value=value)
+        _meet(found, "set_full_param", fqn)
         # A unit that is unsharded now would show the old values: free its full
         # parameters, which forward or backward gathers again.
         free_all_full_params(unit_of(found))
@@ -128,7 +127,7 @@ def set_full_grad(module: nn.Module, fqn: str, value: Tensor | None) -> None:
     if value is not None:
         value = _checked(found, fqn, value, "set_full_grad")
     if isinstance(found, ParamRef):
-        _meet(found, "set_full_grad", fqn, value=value)
+        _meet(found, "set_full_grad", fqn)
     if value is None:
         _set_grad(found, None)
         return
@@ -140,25 +139,15 @@ def set_full_grad(module: nn.Module, fqn: str, value: Tensor | None) -> None:
     _set_grad(found, found.part_of(value) if isinstance(found, ParamRef) else value)
 
 
-def _meet(
-    found: ParamRef,
-    what: str,
-    fqn: str,
-    *,
-    value: Tensor | None = None,
-    always: bool = True,
-) -> None:
-    """Wait until every rank of the unit makes this call, with a value like ``value``.
+def _meet(found: ParamRef, what: str, fqn: str, *, always: bool = True) -> None:
+    """Wait until every rank of the unit makes this call.
 
     Raises: DesyncError.
     """
     # Reading sends over the shard group; writing sends nothing, so the replicas, which
     # must write the same, are asked, too.
-    details: tuple[str, ...] = (repr(strip_wrapper(fqn)),)
-    if what.startswith("set"):
-        details += (brief(value),)
     replicas = what.startswith("set")
-    call = Call(what, unit_of(found).title, details)
+    call = Call(what, unit_of(found).title, (repr(strip_wrapper(fqn)),))
     meet_over([unit_of(found)], call, replicas=replicas, always=always)
 
 

@@ -135,7 +135,7 @@ class _Source(Generic[T]):
         self._taken = 0
         self._error: Exception | None = None
         self._sent: Operation | None = None
-        self._counts = torch.zeros(3, dtype=torch.int64)
+        self._counts = torch.zeros(3, dtype=torch.int64, device="cpu")
 
     def take(self) -> None:
         """Take a batch from the loader, and begin to tell the other ranks.
@@ -156,7 +156,9 @@ class _Source(Generic[T]):
             except Exception as error:
                 self.has_batch, self._error = False, error
         raised, empty = self._error is not None, self._taken == 0
-        self._counts = torch.tensor([self.has_batch, raised, empty], dtype=torch.int64)
+        self._counts = torch.tensor(
+            [self.has_batch, raised, empty], dtype=torch.int64, device="cpu"
+        )
         if (group := self.team.group) is not None:
             # Integers on the CPU over the private gloo group: no GPU waits for them.
             named = begin("all_reduce", group, self._counts, "even_batches")

@@ -11,13 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.groups import RankLayout
 from composable_fsdp.comm.meeting import Call
+from composable_fsdp.errors import DesyncError
+from composable_fsdp.naming import join_name, quoted, strip_wrapper
 from composable_fsdp.planning.dtensors import local_of
 from composable_fsdp.planning.planner import Target
+from composable_fsdp.planning.walk import named
 from composable_fsdp.runtime.materialize import (
     Init,
     MetaModule,
@@ -55,10 +59,11 @@ def prepare_values(
         ignored: Identities of parameters that stay as they are.
 
     Returns: a function of a target's index; None if no unit needs preparation.
-    Collective: none here. The returned function: with ``sync`` a broadcast per
-        parameter and buffer of the unit over the shard (and replicate) group; else
-        none.
-    Raises: PlanError, for a module on meta that has no ``reset_parameters``.
+    Collective: with ``sync`` an all-gather of objects over the shard (and replicate)
+        group. The returned function: with ``sync`` a broadcast per parameter and buffer
+        of the unit over these groups.
+    Raises: PlanError, for a module on meta that has no ``reset_parameters``;
+        DesyncError, if names, shapes or dtypes differ between ranks.
     """
     # With a CPU as the compute device no buffer is moved, so no unit needs preparation.
     if init is None and not sync and device.type == "cpu":
@@ -69,6 +74,8 @@ def prepare_values(
         # Found for all units before the first unit changes, so that a missing
         # reset_parameters is refused with the model unchanged.
         init = _choose(init, waiting, device, is_first=not sync or _is_first(ranks))
+    if sync:
+        _require_equal_forms(targets, ranks)
     # A buffer that several units share is moved and broadcast once.
     done: set[int] = set()
 
@@ -116,6 +123,48 @@ _SYNC_EVERYWHERE = (
     "The values of the first rank are broadcast: shard the model on every rank, "
     "outside of any 'if rank == 0'."
 )
+
+
+def _require_equal_forms(targets: Sequence[Target], ranks: RankLayout) -> None:
+    """Refuse a broadcast of tensors whose names, dtypes or shapes differ between ranks.
+
+    Collective: an all-gather of objects over the shard and the replicate group.
+    Raises: DesyncError, on all ranks.
+    """
+    names = {id(m): name for top in targets[0].modules for name, m in named(top)}
+    mine: dict[str, str] = {}
+    for target in targets:
+        own = {id(p) for region in target.parameters for p in region}
+        for module in target.members:
+            found = [(k, p) for k, p in module._parameters.items() if id(p) in own]
+            for key, tensor in (*found, *module._buffers.items()):
+                if tensor is not None:
+                    part = local_of(tensor)
+                    name = strip_wrapper(join_name(names[id(module)], key))
+                    mine[name] = f"{part.dtype} of shape {tuple(part.shape)}"
+    error = ""
+    # An error of a shard group reaches the other replicas by the second gather.
+    for group in (ranks.shard, ranks.replicate):
+        if group is None or group.size() == 1:
+            continue
+        told = collectives.all_gather_object((mine, error), group)
+        error = next((text for _, text in told if text), "")
+        for rank, (theirs, _) in zip(
+            dist.get_process_group_ranks(group), told, strict=True
+        ):
+            first = told[0][0]
+            for name in (*first, *theirs):
+                if not error and first.get(name) != theirs.get(name):
+                    error = (
+                        f"sync_module_states=True: {quoted(name)} is "
+                        f"{first.get(name, 'absent')} on rank "
+                        f"{dist.get_global_rank(group, 0)} and "
+                        f"{theirs.get(name, 'absent')} on rank {rank}. Make the model "
+                        "with equal names, shapes and dtypes on every rank; values "
+                        "may differ."
+                    )
+    if error:
+        raise DesyncError(error)
 
 
 def _is_first(ranks: RankLayout) -> bool:

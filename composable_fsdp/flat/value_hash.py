@@ -60,7 +60,7 @@ def hash_values(values: Sequence[Tensor]) -> Tensor:
     Does not wait for the device. Collective: none.
     """
     if not values:
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device="cpu")
     # Not a decorator, which makes a context per call: each unit comes here at set-up.
     with torch.no_grad():
         if len({value.dtype for value in values}) == 1:

@@ -284,7 +284,7 @@ def inputs_for(model: Model, shape: Sequence[int]) -> Any:
     if model.config is None:
         first = next((m for m in walk.modules(model.module) if m._parameters), None)
         dtype = torch.long if isinstance(first, nn.Embedding) else torch.float32
-        return [torch.zeros(*shape, dtype=dtype)]
+        return [torch.zeros(*shape, dtype=dtype, device="cpu")]
     kind = type(model.module)
     main = getattr(model.module, "main_input_name", "input_ids")
     takes = inspect.signature(kind.forward).parameters
@@ -330,16 +330,18 @@ def _tensors(config: Any, shape: Sequence[int]) -> dict[str, torch.Tensor]:
     # Some configurations have (height, width).
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     found = {
-        "input_ids": torch.zeros(*shape, dtype=torch.long),
-        "input_values": torch.zeros(*shape),
+        "input_ids": torch.zeros(*shape, dtype=torch.long, device="cpu"),
+        "input_values": torch.zeros(*shape, device="cpu"),
         "pixel_values": torch.zeros(
-            shape[0], getattr(vision, "num_channels", 3), height, width
+            shape[0], getattr(vision, "num_channels", 3), height, width, device="cpu"
         ),
     }
     # The encoder of Whisper halves the length of a spectrogram.
     if hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions"):
         length = 2 * config.max_source_positions
-        found["input_features"] = torch.zeros(shape[0], config.num_mel_bins, length)
+        found["input_features"] = torch.zeros(
+            shape[0], config.num_mel_bins, length, device="cpu"
+        )
     return found
 
 

@@ -276,7 +276,7 @@ def _model() -> nn.Module:
 def _batch(step: int, rank: int) -> Tensor:
     """Return the batch of a rank, which is the same on every machine."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randn(4, WIDTH, generator=generator)
+    return torch.randn(4, WIDTH, generator=generator, device="cpu")
 
 
 def _train(device: torch.device, trained: list[nn.Module]) -> str:

@@ -146,20 +146,6 @@ def without_other_experts(
     return {**saved, "state": kept, "param_groups": left}
 
 
-def without_experts(saved: dict[str, Any], members: Sequence[Named]) -> dict[str, Any]:
-    """Return a state by names without this rank's experts, as all ranks pass."""
-    own = {
-        each.fqn
-        for each in members
-        if each.handle is not None and each.handle.groups.experts_ref is not None
-    }
-    # Without experts the state is passed on as it is, with every name.
-    if not own:
-        return saved
-    kept = {name: value for name, value in saved["state"].items() if name not in own}
-    return {**saved, "state": kept}
-
-
 def _names(members: Sequence[Named], units: Sequence[FlatParamHandle]) -> list[str]:
     """Return the names of the parameters of ``units``."""
     return [each.fqn for each in members if each.handle in units]

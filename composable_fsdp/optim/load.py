@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from composable_fsdp.access.same_values import brief_of_all
 from composable_fsdp.comm.consensus import require_success_on_all_ranks
 from composable_fsdp.comm.meeting import Call, meet
 from composable_fsdp.config import (
@@ -31,11 +30,7 @@ from composable_fsdp.optim.broadcast_state import (
     share_tensor,
     unpacked,
 )
-from composable_fsdp.optim.experts import (
-    refuse_experts,
-    without_experts,
-    without_other_experts,
-)
+from composable_fsdp.optim.experts import refuse_experts, without_other_experts
 from composable_fsdp.optim.flat_state import flatten_state, originals
 from composable_fsdp.optim.keys import aligned_groups, state_by_name
 from composable_fsdp.optim.local_state import local_part, require_plans
@@ -47,7 +42,13 @@ from composable_fsdp.optim.names import (
     name_parameters,
     require_pairs,
 )
-from composable_fsdp.optim.sharded import own_part, part_for, require_own_parts
+from composable_fsdp.optim.sharded import (
+    is_of_chunks,
+    own_part,
+    part_for,
+    require_own_parts,
+    whole_of_chunks,
+)
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.optim.step_checks import needs_whole_params, require_elementwise
 from composable_fsdp.optim.units import meet_for_state, units_known
@@ -237,10 +238,8 @@ def state_to_load(
             # Refuse here, before the loop below gathers or broadcasts the first tensor.
             require_own_parts(list(chain(*groups)), saved, from_first=bool(senders))
     if not local and not from_first:
-        # No rank sends, so only this meeting tells that a rank loads alone, or another
-        # state.
-        common = without_experts(saved, list(chain(*groups)))
-        meet_for_state(units, what, _brief(common), replicas=True)
+        # No rank sends, so only this meeting tells that a rank loads alone.
+        meet_for_state(units, what, replicas=True)
     part = local_part if local else partial(_part, senders=senders)
     state_of = _own_state(chain(*groups), saved["state"], part)
     # ``groups`` are the groups of all optimizers; return them to their optimizers.
@@ -279,22 +278,6 @@ def _own_state(
         if not member.is_absent:
             found[member.fqn] = {name: parts[name] for name in values}
     return found
-
-
-def _brief(saved: dict[str, Any]) -> str:
-    """Return a short text about a state, equal on ranks that load an equal state."""
-    # The groups hold options, which decide no collective and no value of a shard.
-    state = saved["state"]
-    if any(
-        isinstance(v, ShardedValue) for each in state.values() for v in each.values()
-    ):
-        # A rank without elements of a parameter may lack the entry.
-        return "sharded values"
-    return brief_of_all(
-        (f"{fqn}.{name}", value)
-        for fqn, values in state.items()
-        for name, value in values.items()
-    )
 
 
 def _split(items: list[T], sizes: list[int]) -> list[list[T]]:
@@ -352,6 +335,8 @@ def _part(
     """
     if isinstance(value, ShardedValue):
         value = own_part(named, value)
+    elif is_of_chunks(value):
+        value = whole_of_chunks(value, _device(named))
     elif senders and isinstance(value, (Tensor, Described)) and value.shape:
         # Scalars were sent with the structure; see ``unpacked``.
         value = share_tensor(value, senders, _device(named))

@@ -246,7 +246,7 @@ class _Exchange:
             max(item.sizes) < sum(item.sizes) for item in self.here
         )
         # Empty outside of ``begin`` and ``end``, because a step has many units.
-        self.parts = self.received = self.answers = torch.empty(0)
+        self.parts = self.received = self.answers = torch.empty(0, device="cpu")
         self.operation: Operation | None = None
 
     @property
@@ -299,7 +299,7 @@ class _Exchange:
         """Give each parameter its part of the result."""
         self._wait()
         # Freed before the results of the replicas need memory.
-        self.received = self.answers = torch.empty(0)
+        self.received = self.answers = torch.empty(0, device="cpu")
         for replica in range(self.groups.replicas):
             items = [item for item in self.items if item.replica == replica]
             held = [item.sizes[self.rank] for item in items]

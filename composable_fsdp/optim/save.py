@@ -228,6 +228,10 @@ def _agreed(
             require_between_steps(state, "optim_state_dict")
         groups, joined, own = joined_state(model, optims, given, "optim_state_dict")
     members = [named for group_members in groups for named in group_members]
+    # In the order of the model, which is that of every rank: a loop over the result may
+    # call ``full_tensor()``. The order of an optimizer's parameters may differ.
+    place = {id(parameter): n for n, parameter in enumerate(model.parameters())}
+    members.sort(key=lambda named: place.get(id(named.parameter), len(place)))
     states: list[dict[str, Any]] = [joined["state"].get(m.fqn, {}) for m in members]
     by_handle: dict[int, list[int]] = {}
     # Sort by name: the order of the collectives follows this order, and the order of

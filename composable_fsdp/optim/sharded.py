@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from composable_fsdp.comm import collectives
 from composable_fsdp.config import StateDictType
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.handle import FlatParamHandle
@@ -108,6 +110,31 @@ def own_part(named: Named, value: ShardedValue) -> Tensor:
     # ranks.
     whole = value.full_tensor()
     return whole if named.ref is None else named.ref.part_of(whole)
+
+
+def is_of_chunks(value: object) -> bool:
+    """Return whether ``value`` is a ``ShardedTensor`` of torch.
+
+    ``load_sharded_optimizer_state_dict`` of torch.distributed.checkpoint returns them.
+    """
+    return type(value).__name__ == "ShardedTensor" and hasattr(value, "local_shards")
+
+
+def whole_of_chunks(value: Any, device: torch.device) -> Tensor:
+    """Return the whole of a ``ShardedTensor`` of torch, on every rank of its group.
+
+    Collective: an all-reduce of the whole over the group.
+    """
+    whole = torch.zeros(value.shape, dtype=value.dtype, device=device)
+    for shard in value.local_shards():
+        place = whole
+        for dim, (at, size) in enumerate(
+            zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes, strict=True)
+        ):
+            place = place.narrow(dim, at, size)
+        place.copy_(shard.tensor)
+    collectives.all_reduce(whole, value._process_group)
+    return whole
 
 
 def _mismatch(named: Named, value: ShardedValue) -> str:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.access.gather import gather_slot
-from composable_fsdp.access.same_values import brief_of_all
 from composable_fsdp.access.single import closest_names, find_parameter, unit_of
 from composable_fsdp.comm.consensus import raise_on_all_ranks
 from composable_fsdp.errors import CheckpointError, CompositionError
@@ -84,7 +83,7 @@ def set_full_optim_state(
     name that the optimizer does not keep, before anything is written. A rank without
     any state cannot check names.
     """
-    found, named = _find(model, optim, fqn, "set_full_optim_state", state)
+    found, named = _find(model, optim, fqn, "set_full_optim_state")
     state_of = over_originals(optim).state
     own = known = state_of.get(named.parameter, {})
     if named.is_absent:
@@ -130,12 +129,11 @@ def _find(
     optim: torch.optim.Optimizer,
     fqn: str,
     what: str,
-    state: dict[str, Any] | None = None,
 ) -> tuple[ParamRef | nn.Parameter, Named]:
     """Find the parameter by name and check that ``optim`` holds the parameter.
 
-    Waits until every rank makes this call, with equal values ``state``. For
-    ``get_full_optim_state``, an error is raised on all ranks of the shard group.
+    Waits until every rank makes this call. For ``get_full_optim_state``, an error is
+    raised on all ranks of the shard group.
 
     Raises: DesyncError, CompositionError.
     """
@@ -146,9 +144,7 @@ def _find(
         named = Named(fqn, found, None)
     sends = what == "get_full_optim_state"
     units = [unit_of(found)] if isinstance(found, ParamRef) else []
-    # A rank that reads passes no values.
-    values = () if state is None else (brief_of_all(state.items()),)
-    meet_for_state(units, what, repr(fqn), *values, replicas=not sends)
+    meet_for_state(units, what, repr(fqn), replicas=not sends)
     if not sends:
         units = []
     with raise_on_all_ranks(shard_groups(units)):

@@ -223,7 +223,9 @@ def _compare(
     # Draw on the CPU with a fixed seed, so that all ranks draw the same values.
     drawn = torch.Generator().manual_seed(1)
     shape, first = _SHAPES[cut.is_matrix]
-    values = [torch.randn(shape, generator=drawn) for _ in range(_STEPS + 1)]
+    values = [
+        torch.randn(shape, generator=drawn, device="cpu") for _ in range(_STEPS + 1)
+    ]
     for at, value in enumerate(values):
         # The part with large weights has small gradients, and the other way round.
         value[:first] *= 0.2 if at else 5.0

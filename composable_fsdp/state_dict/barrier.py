@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 from torch import nn
 
-from composable_fsdp.access.same_values import brief_of_all
-from composable_fsdp.access.single import names_in_several
 from composable_fsdp.comm.meeting import Call
 from composable_fsdp.config import FullStateDictConfig, StateDictType
-from composable_fsdp.naming import strip_wrapper
 from composable_fsdp.state_dict.effective_settings import effective_settings
 from composable_fsdp.tree.meeting import meet_over
 from composable_fsdp.tree.same_models import compare_models
@@ -88,25 +82,12 @@ class _OpenLoad:
 _open_load = _OpenLoad()
 
 
-def barrier_before_load(
-    state: _FSDPState,
-    module: nn.Module,
-    state_dict: Mapping[str, Any],
-    prefix: str,
-    error_msgs: list[str],
-) -> None:
-    """Wait until all ranks that hold the unit load the same values into ``module``.
+def barrier_before_load(state: _FSDPState, error_msgs: list[str]) -> None:
+    """Wait until all ranks that hold the unit load.
 
-    The outermost units of a call do so for the units below.
+    The outermost units of a call do so for the units below. ``error_msgs`` is torch's
+    list of errors, which identifies the call.
 
-    Args:
-        state: The unit.
-        module: The module of the unit whose hook runs.
-        state_dict: The state dict.
-        prefix: The prefix of the keys of ``module``.
-        error_msgs: torch's list of errors, which identifies the call.
-
-    Collective: none, as ``meet``.
     Raises: DesyncError, before any value is written.
     """
     # torch passes the same list to all hooks of a call, and a new list to those of the
@@ -114,45 +95,18 @@ def barrier_before_load(
     if _open_load.errors is not error_msgs:
         _open_load.errors, _open_load.units = error_msgs, set()
     units, parent = _open_load.units, state.parent
-    # A unit below a unit is a part of what the unit above has compared. A unit of
-    # several modules has a hook per module, each with the keys below its own prefix.
-    is_inner = parent is not None and id(parent) in units
+    # A unit below a unit loads in the same call. A unit of several modules has a hook
+    # per module.
+    is_inner = (parent is not None and id(parent) in units) or id(state) in units
     units.add(id(state))
     if not is_inner:
-        names = [
-            name
-            for _, _, below in walk_states(module)
-            # Ranks with other experts have other names there.
-            if below.handle.groups.experts is state.handle.groups.experts
-            for places in names_in_several(module, below).values()
-            for name in places
-        ]
-        meet_to_load(state, names, state_dict, prefix)
+        meet_to_load(state)
 
 
-def meet_to_load(
-    state: _FSDPState, names: Sequence[str], state_dict: Mapping[str, Any], prefix: str
-) -> None:
-    """Wait until all ranks that hold the unit load the same values.
+def meet_to_load(state: _FSDPState) -> None:
+    """Wait until all ranks that hold the unit load.
 
-    Args:
-        state: The unit.
-        names: The names of the parameters, below ``prefix``.
-        state_dict: The state dict.
-        prefix: The prefix of the keys.
-
-    Collective: none, as ``meet``.
     Raises: DesyncError, before any value is written.
     """
-    # A wrapper's own hook may have inserted the wrapper's component into the keys.
-    start = strip_wrapper(prefix)
-    wanted = {start + strip_wrapper(name) for name in names}
-    kind = effective_settings(state).state_dict_type
-    details: tuple[str, ...] = ()
-    # Sharded values and local shards are other values on each rank. Buffers and ignored
-    # parameters may be.
-    if kind is StateDictType.FULL_STATE_DICT:
-        found = ((strip_wrapper(key), value) for key, value in state_dict.items())
-        details = (brief_of_all((k, v) for k, v in found if k in wanted),)
-    call = Call("load_state_dict", state.title, details, _LOAD_EVERYWHERE)
+    call = Call("load_state_dict", state.title, way_out=_LOAD_EVERYWHERE)
     meet_over([state], call, replicas=True)

@@ -286,7 +286,7 @@ class _Load:
         Collective: none, but all ranks must call.
         Raises: PhaseError, inside forward or backward; CheckpointError, for shards of
             another plan, or for values on meta; DesyncError, if another rank does not
-            load, or loads other values.
+            load.
         """
         handle, module = self.state.handle, self.module
         own_plan = local_metadata.get(PLAN, {}).get("")
@@ -297,7 +297,7 @@ class _Load:
             refuse_forms([handle], "load_state_dict inside unshard_params")
             return  # torch copies into the full parameters itself
         require_between_steps(self.state, "load_state_dict")
-        barrier_before_load(self.state, module, state_dict, prefix, error_msgs)
+        barrier_before_load(self.state, error_msgs)
         # An unsharded unit would keep showing the old values.
         free_all_full_params(self.state)
         if is_local(self.state):

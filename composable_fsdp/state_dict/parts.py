@@ -176,9 +176,7 @@ class _LoadPart:
         if not handle.layout.on_meta:
             require_between_steps(state, "load_state_dict")
             free_all_full_params(state)
-        # Each module of a part has a hook of its own, and torch passes to the hook only
-        # the entries of the module; so each module's values are compared separately.
-        meet_to_load(state, list(given), given, prefix="")
+        meet_to_load(state)
         places = _places(state)
         slots = {
             prefix + key: places[id(self.module), key]

@@ -393,6 +393,12 @@ def _copy(func: Op, to: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
     return to
 
 
+def _whole(func: Op, *args: Any, **kwargs: Any) -> Any:
+    """Apply an operator to full values. Collective: as ``full_tensor``, for each."""
+    given = [v.full_tensor() if isinstance(v, ShardedValue) else v for v in args]
+    return func(*given, **kwargs)
+
+
 _aten = torch.ops.aten
 # Operators that move a state dict, and operators that torch's stagers call.
 _OPS: dict[Any, Callable[..., Any]] = {
@@ -403,6 +409,11 @@ _OPS: dict[Any, Callable[..., Any]] = {
     _aten.zeros_like: _on_local,
     _aten.new_empty: _new_empty,
     _aten.copy_: _copy,
+    # Comparisons, whose result has to be that of all ranks.
+    _aten.eq: _whole,
+    _aten.ne: _whole,
+    _aten.equal: _whole,
+    _aten.allclose: _whole,
 }
 
 

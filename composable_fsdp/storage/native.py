@@ -376,7 +376,10 @@ class NativeSource(Source):
         # compares the sizes with the real file.
         for run in runs:
             self.files[run.file].check([ReadRequest(run.begin, run.end, None, 0, what)])
-        result, at = torch.empty(sum(r.stop - r.start for r in runs), dtype=dtype), 0
+        result, at = (
+            torch.empty(sum(r.stop - r.start for r in runs), dtype=dtype, device="cpu"),
+            0,
+        )
         for run in runs:
             self.files[run.file].fill(
                 [ReadRequest(run.begin, run.end, result, at, what)]

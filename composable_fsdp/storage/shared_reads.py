@@ -55,7 +55,7 @@ class SharedReads:
             mine.append(copy)
         self.told: Told = {r: _digest(each) for r, each in self._by_ranks.items()}
         self._parts: list[tuple[dist.ProcessGroup, list[list[Copy]]]] = []
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def divide(self, everyone: Sequence[Told]) -> list[Copy]:
         """Return the reads of this rank: its own, and its part of shared ones.
@@ -86,7 +86,9 @@ class SharedReads:
             for message in _messages(part)
             if not _goes_directly(message[0].into)
         ]
-        self._buffer = torch.empty(max(packed, default=0), dtype=torch.uint8)
+        self._buffer = torch.empty(
+            max(packed, default=0), dtype=torch.uint8, device="cpu"
+        )
         return reads
 
     @torch.no_grad()

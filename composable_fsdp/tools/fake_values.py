@@ -77,7 +77,7 @@ class FakeValues(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch h
             with outside_modes():
                 # The step may write to its inputs, which belong to the caller.
                 self._values[tensor] = (
-                    torch.zeros(value.shape, dtype=value.dtype)
+                    torch.zeros(value.shape, dtype=value.dtype, device="cpu")
                     if value.is_meta or isinstance(value, FakeTensor)
                     else value.detach().cpu().clone()
                 )
@@ -209,16 +209,20 @@ def _made_up(name: str, args: Any, fake: Tensor) -> Tensor:
         # A condition that holds goes the way of a finite loss, for example.
         differs = name.startswith("aten::ne.") and args[0] is args[1]
         value = not (differs or name.startswith(_RARE))
-        return torch.full(fake.shape, value, dtype=torch.bool)
+        return torch.full(fake.shape, value, dtype=torch.bool, device="cpu")
     # A cast of unknown numbers has no better value.
     if not name.startswith(_CHOICES):
-        return torch.zeros(fake.shape, dtype=fake.dtype)
+        return torch.zeros(fake.shape, dtype=fake.dtype, device="cpu")
     # Rows take the places in turn: even shares, and no place twice in a row of topk.
     dim = next((a for a in args[1:] if type(a) is int), -1)
     if name.startswith(("aten::topk", "aten::multinomial")):
         dim = args[2] if name.startswith("aten::topk") and len(args) > 2 else -1
     count = args[0].shape[dim] if args[0].ndim else 1
-    return (torch.arange(fake.numel()) % max(count, 1)).view(fake.shape).to(fake.dtype)
+    return (
+        (torch.arange(fake.numel(), device="cpu") % max(count, 1))
+        .view(fake.shape)
+        .to(fake.dtype)
+    )
 
 
 def _grouped_product(left: Tensor, right: Tensor, ends: Tensor | None = None) -> Tensor:

@@ -58,7 +58,9 @@ def simulated_meshes() -> Iterator[None]:
         ranks = kwargs.get("_rank_map")
         if isinstance(ranks, Tensor) and (ranks.is_meta or type(ranks) is FakeTensor):
             with _plain_tensors():
-                kwargs["_rank_map"] = torch.arange(ranks.numel(), dtype=torch.int)
+                kwargs["_rank_map"] = torch.arange(
+                    ranks.numel(), dtype=torch.int, device="cpu"
+                )
         # Fake tensors of a step are on the CPU, also if the script trains on GPUs.
         plain(self, "cpu", *args, **kwargs)
 

@@ -134,7 +134,7 @@ def _read_interval(
 ) -> Tensor:
     """Return elements ``[start, stop)`` of the flattened tensor."""
     assert entry.info is not None
-    result = torch.empty(stop - start, dtype=entry.info.dtype)
+    result = torch.empty(stop - start, dtype=entry.info.dtype, device="cpu")
     # An interval of a flattened tensor is a few boxes: a part of a row, whole rows, a
     # part of a row, and so on for each dimension.
     for box in interval_boxes(entry.info.shape, start, stop):

@@ -108,7 +108,7 @@ class SafetensorsSource(Source):
         info = self.model[name]
         file, begin = self._at[name]
         if start == stop:
-            return torch.empty(0, dtype=info.dtype)
+            return torch.empty(0, dtype=info.dtype, device="cpu")
         if file not in self._maps:
             size = file.stat().st_size
             # A private mapping (``shared=False``): writing into the result changes no

@@ -259,7 +259,7 @@ def _lazy_tensor(tensor: Tensor, where: str) -> LazyTensor:
         if tensor.is_contiguous():
             return tensor.view(-1)[start:stop]
         # ``reshape(-1)`` would copy the whole of an expanded tensor for one element.
-        result = torch.empty(stop - start, dtype=tensor.dtype)
+        result = torch.empty(stop - start, dtype=tensor.dtype, device="cpu")
         for box in interval_boxes(tuple(tensor.shape), start, stop):
             part = tensor
             for dim, (at, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
