@@ -25,7 +25,6 @@ from composable_fsdp.inspection import (
     hang_report,
     inspect_command,
     plan_command,
-    selftest,
     simulate_command,
 )
 from composable_fsdp.inspection.model_arguments import DTYPES, dtype_name, error_text
@@ -77,7 +76,6 @@ examples:
   python -m composable_fsdp diff runs/step_100 runs/step_200
   python -m composable_fsdp convert runs/step_100 step_100.pt --to torch
   python -m composable_fsdp export runs/step_100 my-model --dtype bfloat16
-  python -m composable_fsdp selftest
 """,
     "verify": """\
 examples:
@@ -107,7 +105,6 @@ _MODULES: dict[str, Any] = {
     "diff": checkpoint_diff,
     "env": environment,
     "hang-report": hang_report,
-    "selftest": selftest,
 }
 """Commands with a module of their own, which has ``ABOUT``, ``EXAMPLES``,
 ``add_arguments``, ``run``, ``show`` and ``status``."""
