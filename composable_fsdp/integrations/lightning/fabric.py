@@ -405,8 +405,8 @@ def _load_values(
 def _redirects(own: Any) -> Any:
     """Return ``_FabricModule.__getattr__`` that redirects for this strategy, too.
 
-    Fabric runs a marked method as a forward if the strategy has wrapped the module; this
-    strategy wraps nothing. Checked on Lightning 2.6.6.
+    Fabric runs a marked method as a forward if the strategy has wrapped the module;
+    this strategy wraps nothing. Checked on Lightning 2.6.6.
     """
 
     @wraps(own)
