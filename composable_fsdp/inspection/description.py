@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from composable_fsdp.naming import printable
 from composable_fsdp.planning.fold import Fold, fold_units
 from composable_fsdp.planning.layout import ParameterSlot, RegionLayout
 from composable_fsdp.planning.plan import size_text
@@ -156,7 +157,8 @@ class Description:
                 f"  {_names(each):{width}}  {each.kind} {each.dtype} {each.shape}"
                 for each in self.tensors
             ]
-        return "\n".join(lines)
+        # Names from a file may hold escape sequences.
+        return "\n".join(map(printable, lines))
 
 
 def _headline(described: Description) -> str:

@@ -156,6 +156,27 @@ def test_the_command_prints_text_and_json(
     assert main(["inspect", str(tmp_path / "none")]) == 1
 
 
+@pytest.mark.req("K-10")
+@pytest.mark.parametrize("command", ["inspect", "diff", "verify"])
+def test_names_of_a_file_are_printed_escaped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    """A checkpoint of a stranger cannot clear the screen or forge a line."""
+    name = "a\x1b[2J\nforged \x9b31m"
+    paths = [tmp_path / "a.pt", tmp_path / "b.pt"]
+    for number, path in enumerate(paths):
+        torch.save({"model": {name: torch.full((2,), float(number))}}, path)
+
+    main([command, str(paths[0]), *([str(paths[1])] if command == "diff" else [])])
+    torch.save({"model": {name: "no tensor"}}, paths[0])
+    main(["inspect", str(paths[0])])
+
+    out = "".join(capsys.readouterr())
+    assert command == "verify" or r"a\x1b[2J\nforged \x9b31m" in out
+    assert all(each.isprintable() or each == "\n" for each in out)
+    assert not any(line.startswith("forged") for line in out.splitlines())
+
+
 def test_a_full_unit_and_a_module_without_units(one_rank: World) -> None:
     """The first says so, the second is refused with the way out."""
     with pytest.raises(CompositionError, match="call plan for a model that is not"):

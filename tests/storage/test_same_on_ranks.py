@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from composable_fsdp import fully_shard, load, save, verify
 from composable_fsdp.comm import collectives
 from tests.storage.test_quantised_state import Half
 from tests.storage.test_spread import options_of
+from tests.support.on_ranks import on_ranks
 from tests.support.sharded import RankCount, message_of
 from tests.support.world import World
 
@@ -304,3 +306,25 @@ def test_an_extra_state_that_differs_is_refused_or_saved_per_rank(
     assert "local=['1._extra_state']" in text
     assert not (tmp_path / "own").exists()
     assert (first, second) == (5, 6)
+
+
+@on_ranks(2)
+def test_another_path_on_a_rank_is_told_in_the_log(
+    world: World, tmp_path: Path
+) -> None:
+    """The checkpoint is at rank 0's path; the rank with another path is told both."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("composable_fsdp.storage.save")
+    logger.addHandler(handler)
+    try:
+        save(tmp_path / f"rank{world.rank}", pair())
+        save(tmp_path / "one", pair())
+    finally:
+        logger.removeHandler(handler)
+
+    assert (tmp_path / "rank0").is_dir()
+    assert not (tmp_path / "rank1").exists()
+    assert len(told) == world.rank
+    assert all("rank1' on rank 1" in text and "rank0'" in text for text in told)
