@@ -56,6 +56,20 @@ def strip_wrapper_in_text(text: str) -> str:
     return re.sub(rf"(?<!\w)(?:{'|'.join(TRANSPARENT)})\.", "", text)
 
 
+def printable(text: str) -> str:
+    r"""Return ``text`` with characters that a terminal would obey written as escapes.
+
+    >>> print(printable("a\x1b[2Jb"))
+    a\x1b[2Jb
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode()
+        for each in text
+    )
+
+
 def quoted(name: str) -> str:
     """Return ``name`` quoted for a message; ``ROOT_NAME`` for the root."""
     return repr(name) if name else ROOT_NAME

@@ -7,10 +7,12 @@ pages. Colors are those of Okabe and Ito, which color-blind readers can tell apa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 
 import torch
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from torch import nn
 
 from composable_fsdp import fully_shard, simulate
@@ -18,65 +20,49 @@ from composable_fsdp import fully_shard, simulate
 FOLDER = Path(__file__).parent / "_static"
 RANKS = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7")
 """The colors of ranks 0 to 3."""
+DPI = 72
+"""Pixels per inch of an SVG by matplotlib."""
 INK, SOFT, PAPER, EMPTY = "#1f2430", "#5b6270", "#fbfaf7", "#e4e2dc"
 
 
 class Picture:
-    """Shapes and texts, collected in the order in which they are drawn."""
+    """A figure whose coordinates are pixels, from the upper left corner."""
 
     def __init__(self, width: int, height: int, title: str) -> None:
-        self.parts = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-            f'width="{width}" height="{height}" role="img" '
-            'font-family="system-ui, sans-serif" font-size="14">',
-            f"<title>{escape(title)}</title>",
-            f'<rect width="{width}" height="{height}" rx="8" fill="{PAPER}"/>',
-        ]
+        self.about = title
+        self.figure = Figure(figsize=(width / DPI, height / DPI), facecolor=PAPER)
+        self.axes = self.figure.add_axes((0, 0, 1, 1))
+        self.axes.set(xlim=(0, width), ylim=(height, 0))
+        self.axes.axis("off")
 
     def box(
         self, x: float, y: float, w: float, h: float, fill: str, text: str = ""
     ) -> None:
         """Draw a rectangle with a centered text."""
-        self.parts.append(
-            f'<rect x="{x}" y="{y}" width="{w}" height="{h}" rx="3" fill="{fill}" '
-            f'stroke="{INK}" stroke-width="1"/>'
-        )
+        self.axes.add_patch(Rectangle((x, y), w, h, facecolor=fill, edgecolor=INK))
         if text:
-            self.text(x + w / 2, y + h / 2 + 5, text, anchor="middle")
+            self.text(x + w / 2, y + h / 2 + 5, text, anchor="center")
 
     def text(
-        self, x: float, y: float, text: str, anchor: str = "start", fill: str = INK
+        self, x: float, y: float, text: str, anchor: str = "left", fill: str = INK
     ) -> None:
         """Write a line of text."""
-        self.parts.append(
-            f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{fill}">'
-            f"{escape(text)}</text>"
-        )
+        self.axes.text(x, y, text, ha=anchor, color=fill, fontsize=12)
 
     def title(self, x: float, y: float, text: str) -> None:
         """Write a line in bold."""
-        self.parts.append(
-            f'<text x="{x}" y="{y}" font-weight="600" fill="{INK}">'
-            f"{escape(text)}</text>"
-        )
+        self.axes.text(x, y, text, fontweight="bold", color=INK, fontsize=12)
 
     def arrow(self, x1: float, y1: float, x2: float, y2: float) -> None:
-        """Draw a line with a head at its end, along an axis."""
-        self.parts.append(
-            f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="{SOFT}" '
-            'stroke-width="2"/>'
-        )
-        if x1 == x2:
-            d = 6 if y2 > y1 else -6
-            points = f"{x2 - 5},{y2 - d} {x2 + 5},{y2 - d} {x2},{y2 + d / 3}"
-        else:
-            d = 6 if x2 > x1 else -6
-            points = f"{x2 - d},{y2 - 5} {x2 - d},{y2 + 5} {x2 + d / 3},{y2}"
-        self.parts.append(f'<polygon points="{points}" fill="{SOFT}"/>')
+        """Draw a line with a head at its end."""
+        style = {"arrowstyle": "-|>", "color": SOFT, "lw": 2, "shrinkA": 0}
+        self.axes.annotate("", (x2, y2), (x1, y1), arrowprops=style)
 
     def write(self, name: str) -> None:
-        """Write the file."""
-        (FOLDER / name).write_text("\n".join([*self.parts, "</svg>\n"]))
+        """Write the file, equal for equal pictures."""
+        about = {"Title": self.about, "Date": None, "Creator": None}
+        with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+            self.figure.savefig(FOLDER / name, format="svg", metadata=about)
 
 
 def stripes(
@@ -105,7 +91,7 @@ def block() -> None:
         stripes(picture, 600, y, 150, 28, own)
     for x, text in ((265, "all-gather"), (520, "free")):
         picture.arrow(x, 124, x + 54, 124)
-        picture.text(x + 28, 112, text, anchor="middle", fill=SOFT)
+        picture.text(x + 28, 112, text, anchor="center", fill=SOFT)
     picture.text(
         20,
         242,
@@ -139,7 +125,7 @@ def layout() -> None:
     for rank, text in enumerate(held):
         x = left + rank * 8 * scale
         picture.box(x, 270, 8 * scale, 34, RANKS[rank], text)
-        picture.text(x + 4 * scale, 322, f"rank {rank}", anchor="middle", fill=SOFT)
+        picture.text(x + 4 * scale, 322, f"rank {rank}", anchor="center", fill=SOFT)
     picture.write("layout.svg")
 
 
@@ -246,21 +232,21 @@ def memory() -> None:
     moments = found.timeline
     highest = max(each.memory.total for each in moments)
     across = width / len(moments)
-    base = [0.0] * len(moments)
+    edges = [left + i * across for i in range(len(moments) + 1)]
+    low = [float(bottom)] * len(moments)
     for number, (kind, (name, color)) in enumerate(KINDS.items()):
-        top = [b + getattr(m.memory, kind) for b, m in zip(base, moments, strict=True)]
-        points = _steps(top, across) + _steps(base, across)[::-1]
-        drawn = " ".join(
-            f"{left + x:.1f},{bottom - y / highest * height:.1f}" for x, y in points
-        )
-        picture.parts.append(f'<polygon points="{drawn}" fill="{color}"/>')
+        high = [
+            y - getattr(each.memory, kind) / highest * height
+            for y, each in zip(low, moments, strict=True)
+        ]
+        picture.axes.stairs(high, edges, baseline=low, fill=True, color=color)
         picture.box(600, 280 - 32 * number, 18, 18, color)
         picture.text(626, 294 - 32 * number, name)
-        base = top
+        low = high
     for part in range(3):
         y = bottom - part * height / 2
         size = f"{part * highest / 2 / 2**20:.0f} MiB"
-        picture.text(left - 8, y + 5, size, anchor="end", fill=SOFT)
+        picture.text(left - 8, y + 5, size, anchor="right", fill=SOFT)
     backward = next(i for i, m in enumerate(moments) if "backward" in m.when)
     last = next(i for i, m in enumerate(moments) if "optimizer" in m.when)
     for begin, end, text in (
@@ -269,7 +255,7 @@ def memory() -> None:
         (last, len(moments), "optimizer"),
     ):
         x = left + (begin + end) / 2 * across
-        picture.text(x, bottom + 22, text, anchor="middle")
+        picture.text(x, bottom + 22, text, anchor="center")
     picture.text(
         20,
         382,
@@ -277,16 +263,6 @@ def memory() -> None:
         fill=SOFT,
     )
     picture.write("memory.svg")
-
-
-def _steps(values: Sequence[float], across: float) -> list[tuple[float, float]]:
-    """Return the corners of a line that keeps each value until the next one."""
-    corners = [
-        ((i + side) * across, value)
-        for i, value in enumerate(values)
-        for side in (0, 1)
-    ]
-    return corners
 
 
 if __name__ == "__main__":

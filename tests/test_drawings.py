@@ -14,6 +14,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 @pytest.fixture
 def drawn(tmp_path: Path) -> Path:
     """A folder with new pictures."""
+    pytest.importorskip("matplotlib")
     names: dict[str, Any] = runpy.run_path(str(DOCS / "draw.py"))
     names["block"].__globals__["FOLDER"] = tmp_path
     for name in ("block", "layout", "step", "memory", "checkpoint"):

@@ -7,7 +7,6 @@ import struct
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from operator import is_
 from typing import NamedTuple, NoReturn, SupportsFloat, cast
 
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from composable_fsdp.access.block import block
 from composable_fsdp.access.nonfinite import (
     collect_nonfinite,
     parameters_given,
@@ -49,7 +49,7 @@ from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.naming import listed
 
 
-@contextmanager
+@block
 def no_sync(module: nn.Module) -> Iterator[None]:
     """Accumulate gradients locally, without communication, while the block runs.
 
@@ -202,7 +202,9 @@ def _as_norms(norm_type: object, max_norm: object) -> tuple[float, float]:
     numbers = []
     for name, given in (("norm_type", norm_type), ("max_norm", max_norm)):
         try:
-            # As torch's function, also a 0-d tensor, and a number in a string.
+            # As torch's function, also a 0-d tensor; no text, which ``float`` reads.
+            if isinstance(given, str):
+                raise TypeError("a text")
             numbers.append(float(cast("SupportsFloat", given)))
         except (TypeError, ValueError) as error:
             raise TypeError(

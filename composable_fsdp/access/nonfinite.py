@@ -76,6 +76,7 @@ def find_nonfinite(
     ...     print(each)
     """
     parameters = parameters_given(module_or_params, "find_nonfinite")
+    _require_gradients(parameters)
     chosen = dict(zip(map(id, parameters), parameters, strict=True))
     handles, others = units_and_others(chosen)
     require_one_world(handles, "find_nonfinite")
@@ -220,6 +221,18 @@ def _examined(held: Sequence[_Held]) -> Iterator[NonFinite]:
             kinds = [kind for kind, n in (("nan", nans), ("inf", infs)) if n]
             kind = " and ".join(kinds)
             yield NonFinite(name, unit, (), kind, count, is_reduced)
+
+
+def _require_gradients(tensors: list[Tensor]) -> None:
+    """Raise TypeError for a tensor that never gets a gradient, such as a loss."""
+    for each in tensors:
+        lost = each.grad_fn is not None and not each.retains_grad
+        if lost or not (each.requires_grad or isinstance(each, nn.Parameter)):
+            raise TypeError(
+                "find_nonfinite looks at the gradients of parameters; got a tensor of "
+                f"shape {tuple(each.shape)} that gets none. For a loss or an output "
+                "ask torch.isfinite(tensor).all()."
+            )
 
 
 def parameters_given(

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from composable_fsdp.access.block import block
 from composable_fsdp.access.same_values import require_same_values
 from composable_fsdp.access.settings import units_of
 from composable_fsdp.access.unsharded_unit import _unshard_state
@@ -44,7 +45,7 @@ Route = tuple[dist.ProcessGroup, ...]
 """The groups of a unit, over which an outcome travels in turn."""
 
 
-@contextmanager
+@block
 def unshard_params(
     module: nn.Module,
     *,

@@ -472,6 +472,8 @@ def _from_mesh(mesh: DeviceMesh) -> RankLayout:
             "with torch.distributed.device_mesh.init_device_mesh."
         )
     if mesh.ndim == 1:
+        if mesh._get_root_mesh().ndim > 1:
+            refuse_model_parallel(mesh, *(mesh.mesh_dim_names or ()))
         return RankLayout(_member(mesh.get_group()), None, mesh.device_type)
     if mesh.ndim == 2:
         first, second = mesh.mesh_dim_names or ("", "")

@@ -12,7 +12,7 @@
 Several dims that shard become a single dim of all their ranks, so that a mesh
 ``(dp_replicate, dp_shard, cp)`` shards over ``dp_shard x cp`` ranks.
 
-Private: ``DeviceMesh._flatten``, checked on torch 2.13 and 2.11.
+Private: ``DeviceMesh._flatten``, ``_get_root_mesh``, checked on torch 2.13 and 2.11.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _one_dim(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
 
 
 def refuse_model_parallel(mesh: DeviceMesh, *names: str) -> None:
-    """Raise if a dim of a 2-D mesh is named for ranks that hold other layers or rows.
+    """Raise if a dim of the mesh is named for ranks that hold other layers or rows.
 
     Raises: PlanError, naming the dim and the mesh to pass.
     """
@@ -85,7 +85,7 @@ def refuse_model_parallel(mesh: DeviceMesh, *names: str) -> None:
         others = [name for name in names if name not in MODEL_PARALLEL]
         rest = f"mesh[{others[0]!r}]" if others else "a mesh of data-parallel ranks"
         raise PlanError(
-            "A 2-D device_mesh expects dimensions that replicate and shard; got a "
+            "device_mesh expects dimensions that replicate and shard; got a "
             f"dimension named {parallel[0]!r}, whose ranks hold different parts of the "
             f"model: {mesh}. Pass {rest}. If its ranks hold equal parameters (context "
             "parallelism), flatten: mesh['dp', 'cp']._flatten('dp_cp')."

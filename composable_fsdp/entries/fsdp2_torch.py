@@ -6,7 +6,7 @@
                                                  this package; all others: as before
     torch.amp.GradScaler                         ranks agree whether there is an inf in
                                                  gradients of units of the door
-    parameter.full_tensor                        an AttributeError, with the way out
+    parameter.full_tensor, placements, ...       an AttributeError, with the way out
 
 All are installed by the first ``fully_shard`` of the door and stay. Private:
 ``torch.nn.utils.clip_grad_norm_`` is a wrapper that calls the variable ``func`` of its
@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterable
+from functools import partial
 from types import CellType
 from typing import Any
 
@@ -35,16 +36,32 @@ from composable_fsdp.optim.scaler_check import AGREED
 from composable_fsdp.optim.state_dict_hooks import SHOWN_ON_ALL
 from composable_fsdp.tree.state import _get_module_fsdp_state
 
+_FULL = (
+    "Call composable_fsdp.get_full_param(model, name) on all ranks (get_full_grad for "
+    "its gradient), or full_tensor() of the value that model.state_dict() gives"
+)
+_PLACE = (
+    "Ask isinstance(parameter, DTensor) first; print(composable_fsdp.describe(model)) "
+    "shows which rank holds which rows, and model.load_state_dict takes full tensors"
+)
+_OF_DTENSORS = {
+    "full_tensor": _FULL,
+    "placements": _PLACE,
+    "device_mesh": _PLACE,
+    "to_local": "The parameter itself is this rank's part",
+}
+"""Attributes of DTensor parameters that scripts read, with the way out here."""
 _MARK = "_composable_fsdp"
 """An attribute of the function that clips sharded parameters."""
 
 
 def change_torch() -> None:
     """Install the changes; a second call does nothing."""
-    if "full_tensor" not in vars(nn.Parameter):
-        # A property that raises, so ``hasattr`` stays False. DTensor parameters are of
-        # another class, and keep their method.
-        setattr(nn.Parameter, "full_tensor", property(_no_full_tensor))  # noqa: B010  # for mypy
+    for name in _OF_DTENSORS:
+        if name not in vars(nn.Parameter):
+            # A property that raises, so ``hasattr`` stays False. DTensor parameters are
+            # of another class, and keep their attributes.
+            setattr(nn.Parameter, name, property(partial(_advise, name)))
     cell = _clip_cell()
     if cell is not None and not hasattr(cell.cell_contents, _MARK):
         cell.cell_contents = _clip_by_kind(cell.cell_contents)
@@ -96,7 +113,7 @@ def _unscale_by_kind(plain: Any) -> Any:
         found_inf: Tensor,
         *args: Any,
     ) -> dict[torch.device, Tensor]:
-        torchs = functools.partial(plain, self, optimizer, inv_scale, found_inf, *args)
+        torchs = partial(plain, self, optimizer, inv_scale, found_inf, *args)
         # ``ShardedGradScaler`` calls this method, too, and asks the ranks itself.
         if isinstance(self, ShardedGradScaler):
             found: dict[torch.device, Tensor] = torchs()
@@ -153,17 +170,15 @@ def _own_names(
     return {"module_or_params": bound.pop("parameters"), **bound}
 
 
-def _no_full_tensor(parameter: nn.Parameter) -> None:
+def _advise(attribute: str, parameter: nn.Parameter) -> None:
     """Raise AttributeError, for a sharded parameter with the way out."""
-    text = f"{type(parameter).__name__!r} object has no attribute 'full_tensor'"
+    text = f"{type(parameter).__name__!r} object has no attribute {attribute!r}"
     # Parameters of other models get Python's own text.
     found = find_leaf(parameter) if id(parameter) in LEAVES else None
     if found is not None:
         name = param_ref(*found).name
         text += (
-            f". It holds this rank's rows of {quoted(name)} as a plain tensor. Call "
-            "composable_fsdp.get_full_param(model, name) on all ranks "
-            "(get_full_grad for its gradient), or full_tensor() of the value that "
-            "model.state_dict() gives"
+            f". It holds this rank's rows of {quoted(name)} as a plain tensor and is "
+            f"no DTensor. {_OF_DTENSORS[attribute]}"
         )
     raise AttributeError(text)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from composable_fsdp.inspection.progress import Advance, progress
 from composable_fsdp.inspection.sizes import bound, counted
+from composable_fsdp.naming import printable
 from composable_fsdp.storage.convert import open_whole
 from composable_fsdp.storage.source import Source, TensorInfo
 
@@ -313,7 +314,7 @@ def _name(dtype: torch.dtype) -> str:
 
 def show(found: dict[str, Any]) -> None:
     """Print the differences as text."""
-    first, second = found["paths"]
+    first, second = map(printable, found["paths"])
     print(f"{first} and {second} {'are equal' if found['equal'] else 'differ'}")
     for part in ("model", "optimizer"):
         if part not in found:
@@ -327,17 +328,17 @@ def show(found: dict[str, Any]) -> None:
                 print(f"    only in {path}: {_listed(entries[key])}")
         # After a step of training every tensor differs.
         for name in list(entries["different"])[:_SHOWN]:
-            print(f"    {name}: {_words(entries['different'][name])}")
+            print(f"    {printable(name)}: {_words(entries['different'][name])}")
         if count > _SHOWN:
             print(f"    and {count - _SHOWN} more; --json lists all")
     if found["others"]:
-        print(f"  also differ: {', '.join(found['others'])}")
+        print(f"  also differ: {', '.join(map(printable, found['others']))}")
 
 
 def _listed(names: list[str]) -> str:
     """Return names in a line."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    return ", ".join(map(printable, names[:_SHOWN])) + more
 
 
 def _words(difference: dict[str, Any]) -> str:

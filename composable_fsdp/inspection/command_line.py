@@ -25,13 +25,13 @@ from composable_fsdp.inspection import (
     hang_report,
     inspect_command,
     plan_command,
-    selftest,
     simulate_command,
 )
 from composable_fsdp.inspection.model_arguments import DTYPES, dtype_name, error_text
 from composable_fsdp.inspection.plan_models import UsageError
 from composable_fsdp.inspection.progress import progress
 from composable_fsdp.inspection.sizes import byte_size, counted
+from composable_fsdp.naming import printable
 from composable_fsdp.storage.cast import CastWeights
 from composable_fsdp.storage.convert import (
     MAX_SHARD_BYTES,
@@ -77,7 +77,6 @@ examples:
   python -m composable_fsdp diff runs/step_100 runs/step_200
   python -m composable_fsdp convert runs/step_100 step_100.pt --to torch
   python -m composable_fsdp export runs/step_100 my-model --dtype bfloat16
-  python -m composable_fsdp selftest
 """,
     "verify": """\
 examples:
@@ -107,7 +106,6 @@ _MODULES: dict[str, Any] = {
     "diff": checkpoint_diff,
     "env": environment,
     "hang-report": hang_report,
-    "selftest": selftest,
 }
 """Commands with a module of their own, which has ``ABOUT``, ``EXAMPLES``,
 ``add_arguments``, ``run``, ``show`` and ``status``."""
@@ -151,7 +149,9 @@ def _failed(error: Exception, given: argparse.Namespace, status: int) -> int:
     # failures, too.
     if given.json:
         print(json.dumps({"ok": False, "error": text}))
-    print(f"error: {text}", file=sys.stderr)
+    # A message may have several lines, and hold names from a file.
+    lines = "\n".join(map(printable, text.split("\n")))
+    print(f"error: {lines}", file=sys.stderr)
     return status
 
 
@@ -404,7 +404,7 @@ def _text(found: dict[str, Any]) -> str:
         lines.append(f"  read       {_bytes(found['bytes_read'])}, every byte")
     if found.get("left_out"):
         lines.append(f"  left out   {', '.join(found['left_out'])}")
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def _bytes(number: int) -> str:

@@ -3,7 +3,7 @@
 ::
 
     model       units and their states --.
-                                          >-- Description --> str(), as_dict(), html()
+                                          >-- Description --> str(), as_dict()
     checkpoint  regions of the manifest --'
 
 A description is made of plans, so it needs no collective and reads no values.

@@ -1,14 +1,12 @@
-"""``Description``: who holds what, as text, as JSON and as a page with pictures."""
+"""``Description``: who holds what, as text and as JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from html import escape
 from typing import Any, NamedTuple
 
-from composable_fsdp.inspection.plan_html import page, scroll
-from composable_fsdp.inspection.plan_pictures import holdings, part_words
+from composable_fsdp.naming import printable
 from composable_fsdp.planning.fold import Fold, fold_units
 from composable_fsdp.planning.layout import ParameterSlot, RegionLayout
 from composable_fsdp.planning.plan import size_text
@@ -146,31 +144,6 @@ class Description:
         # A model has no optimizer, and safetensors files have none.
         return {**found, "optimizer": self.optimizer} if self.optimizer else found
 
-    def html(self) -> str:
-        """Return a page with a picture per kind of unit; the page loads nothing."""
-        body = [
-            f"<h1>{escape(self.title)}</h1>",
-            f"<p>{escape(_headline(self))}</p>",
-            "<p>A row is the shard of a rank, a color is a parameter, and hatching is "
-            "padding. A parameter with several names (a = b) is tied. Point at a piece "
-            "to read its rows.</p>",
-        ]
-        # A picture per kind: 126 equal blocks have equal pictures.
-        for fold, unit in _folds(self.units):
-            body.append(f"<h2>{escape(_unit_line(fold, unit))}</h2>")
-            # A root that has left all parameters to its units holds nothing.
-            if fold.unit.regions:
-                body.append(scroll(holdings(fold)))
-        if self.tensors:
-            rows = "".join(
-                f'<tr><td class="left">{escape(_names(each))}</td>'
-                f"<td>{each.kind}</td><td>{each.dtype}</td><td>{each.shape}</td></tr>"
-                for each in self.tensors
-            )
-            title = _OUTSIDE if self.units else "tensors"
-            body.append(f"<h2>{title}</h2>{scroll(f'<table>{rows}</table>')}")
-        return page(self.title, body)
-
     def __str__(self) -> str:
         lines = [f"{self.title}: {_headline(self)}"]
         for fold, unit in _folds(self.units):
@@ -184,7 +157,8 @@ class Description:
                 f"  {_names(each):{width}}  {each.kind} {each.dtype} {each.shape}"
                 for each in self.tensors
             ]
-        return "\n".join(lines)
+        # Names from a file may hold escape sequences.
+        return "\n".join(map(printable, lines))
 
 
 def _headline(described: Description) -> str:
@@ -210,7 +184,7 @@ def _headline(described: Description) -> str:
 def _folds(units: Sequence[DescribedUnit]) -> list[tuple[Fold, DescribedUnit]]:
     """Return equal units together, each with the first of them.
 
-    A fold of a single unit has the names from the model, as the pictures print them.
+    A fold of a single unit has the names from the model, as the text prints them.
     """
     found = []
     for fold in fold_units([unit.plan for unit in units]):
@@ -285,13 +259,29 @@ def _held(unit: DescribedUnit, region: RegionLayout, slot: ParameterSlot) -> str
     # Shards of ``Block.ELEMENT`` may begin inside a row.
     rows = unit.plan.options.keeps_rows
     words = [
-        f"rank {part.rank}: {part_words(slot, part.start, part.stop, rows=rows)}"
+        f"rank {part.rank}: {_part_words(slot, part.start, part.stop, rows=rows)}"
         for part in unit.parts(region, slot)
     ]
     # Of many ranks the first two and the last tell the sizes.
     if len(words) > _RANKS:
         words = [*words[:2], f"... ({len(words) - 3} more)", words[-1]]
     return " | ".join(words) or "no elements"
+
+
+def _part_words(slot: ParameterSlot, start: int, stop: int, *, rows: bool) -> str:
+    """Return the part ``[start, stop)`` of a parameter in words."""
+    if (start, stop) == (0, slot.numel):
+        return "whole"
+    # Shards of Block.ELEMENT may begin inside a row.
+    if rows and len(slot.shape) > 1:
+        width = slot.numel // slot.shape[0]
+        return _range("row", start // width, (stop - 1) // width)
+    return _range("element", start, stop - 1)
+
+
+def _range(what: str, first: int, last: int) -> str:
+    """Return a range of rows or elements in words."""
+    return f"{what}s {first:,}-{last:,}" if last > first else f"{what} {first:,}"
 
 
 def _names(tensor: DescribedTensor) -> str:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from composable_fsdp.inspection.describe import describe
-from composable_fsdp.inspection.plan_html import write_page
 
 ABOUT = "show what is in a checkpoint: units, names, shapes, dtypes, shards per rank"
 
@@ -15,7 +13,6 @@ EXAMPLES = """\
 examples:
   python -m composable_fsdp inspect runs/step_100
   python -m composable_fsdp inspect runs/step_100 --json
-  python -m composable_fsdp inspect runs/step_100 --html shards.html
 
 In a program, composable_fsdp.describe(model) shows the same of a sharded model.
 
@@ -26,13 +23,10 @@ exit status: 0 good, 1 no checkpoint there, or damaged, 2 wrong usage
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Add the arguments of ``inspect`` to its parser."""
     command.add_argument("path", metavar="PATH", help="the checkpoint; a path or URL")
-    command.add_argument(
-        "--html", type=Path, metavar="FILE", help="write a page with pictures"
-    )
 
 
 def run(given: argparse.Namespace) -> dict[str, Any]:
-    """Describe the checkpoint, and write the page if one is wanted.
+    """Describe the checkpoint.
 
     Raises: CheckpointError, if the checkpoint cannot be read.
     """
@@ -42,19 +36,12 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     # JSON has no use for the text, which is made only if it is printed.
     if not given.json:
         found["text"] = str(described)
-    # As ``plan``: no file but a page of this package is overwritten.
-    if given.html is not None:
-        write_page(given.html, described.html())
-        found["html"] = str(given.html)
     return found
 
 
 def show(found: dict[str, Any]) -> None:
     """Print the description as text."""
     print(found["text"])
-    # The page is written before, so a path that cannot be written prints no text.
-    if "html" in found:
-        print(f"pictures: {found['html']}")
 
 
 def status(found: dict[str, Any]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -139,6 +140,7 @@ def _add_options(group: Any) -> None:
     """Add the arguments that are options of ``fully_shard``."""
     group.add_argument(
         "--strategy",
+        type=_strategy,
         choices=_STRATEGIES,
         default="full-shard",
         help="what is sharded, and when (default: full-shard)",
@@ -213,8 +215,8 @@ def as_usage_errors() -> Iterator[None]:
 def error_text(error: Exception) -> str:
     """Return the text of an error for people.
 
-    >>> error_text(FileNotFoundError(2, "No such file or directory", "a/plan.html"))
-    'a/plan.html: No such file or directory.'
+    >>> error_text(FileNotFoundError(2, "No such file or directory", "a/plan.png"))
+    'a/plan.png: No such file or directory.'
     """
     # "[Errno 2]" says nothing to most readers.
     if isinstance(error, OSError) and error.filename and error.strerror:
@@ -274,6 +276,18 @@ def options_of(given: argparse.Namespace) -> dict[str, Any]:
         "wire": _WIRES.get(given.wire),
         "tied_params": given.tied_params,
     }
+
+
+def _strategy(text: str) -> str:
+    """Return the name in ``_STRATEGIES``; reports print it as the enum does."""
+    name = text.lower().strip("_").replace("_", "-")
+    if name not in _STRATEGIES:
+        near = difflib.get_close_matches(name, _STRATEGIES, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise argparse.ArgumentTypeError(
+            f"expects {', '.join(_STRATEGIES)}, got {text!r}.{hint}"
+        )
+    return name
 
 
 def _block(text: str) -> Block | RowBlock:

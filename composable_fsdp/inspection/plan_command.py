@@ -19,7 +19,6 @@ from composable_fsdp.inspection.model_arguments import (
     words,
 )
 from composable_fsdp.inspection.plan_diff import differences, parts_of_difference
-from composable_fsdp.inspection.plan_html import page_of, write_page
 from composable_fsdp.inspection.plan_models import (
     Model,
     UsageError,
@@ -28,13 +27,14 @@ from composable_fsdp.inspection.plan_models import (
     load_config,
     load_model,
 )
+from composable_fsdp.inspection.plan_pictures import draw_memory
 from composable_fsdp.inspection.plan_report import KEY, Report, report_of
 from composable_fsdp.inspection.plan_text import parts_of, print_parts
 from composable_fsdp.inspection.progress import waiting
 from composable_fsdp.inspection.sizes import count
 from composable_fsdp.planning.plan import ShardingPlan
 from composable_fsdp.tools.activations import Activations, measure_activations
-from composable_fsdp.tools.forecast import Forecast, forecast
+from composable_fsdp.tools.forecast import forecast
 from composable_fsdp.tools.optimizers import OPTIMIZERS
 
 DOES_NOT_FIT = 1
@@ -47,7 +47,7 @@ examples:
   python -m composable_fsdp plan train:build_model --world-size 64 --gpu-memory 80GiB
   python -m composable_fsdp plan --hf config.json --world-size 64 --gpu-memory 80GiB
   python -m composable_fsdp plan --hf config.json --world-sizes 8,16,64 --batch 1x4096
-  python -m composable_fsdp plan train:build_model --units 'blocks.*' --html plan.html
+  python -m composable_fsdp plan train:build_model --units 'blocks.*' --plot plan.png
   python -m composable_fsdp plan train:small train:large --diff
 
 MODEL is one of:
@@ -82,7 +82,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         help="print a row for each of these world sizes, too",
     )
     command.add_argument(
-        "--html", type=Path, metavar="FILE", help="write a page with pictures"
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw the memory over one step, as plan.png, .svg or .pdf",
     )
     command.add_argument(
         "--diff", action="store_true", help="print how two MODELs differ"
@@ -117,9 +120,9 @@ def run(given: argparse.Namespace) -> Report:
         )
     if given.checkpointing and not given.batch and not given.diff:
         raise UsageError("--checkpointing needs --batch, as --batch 1x4096.")
-    # Pictures are of one plan.
-    if given.diff and given.html:
-        raise UsageError("--html draws one plan; leave --diff or --html out.")
+    # A picture is of one plan.
+    if given.diff and given.plot:
+        raise UsageError("--plot draws one plan; leave --diff or --plot out.")
     with as_usage_errors(), waiting("planning", wanted=not given.json):
         if given.diff:
             a, b = (_report(target, given) for target in targets)
@@ -135,8 +138,8 @@ def show(found: Report) -> None:
         print_parts(parts_of_difference(found["differences"], names))
         return
     print_parts(parts_of(found))
-    if "html" in found:
-        print(f"\nwrote {found['html']}")
+    if "plot" in found:
+        print(f"\nwrote {found['plot']}")
 
 
 def status(found: Report) -> int:
@@ -150,8 +153,8 @@ def _report(target: str, given: argparse.Namespace) -> Report:
     # A saved report needs neither the model nor its packages.
     saved = _saved(target)
     if saved is not None:
-        if given.html:
-            raise UsageError(f"{target} is a saved report; --html needs the model.")
+        if given.plot:
+            raise UsageError(f"{target} is a saved report; --plot needs the model.")
         return saved
     # Measuring activations sends, and so does planning for other dtypes.
     with job(given) as mesh:
@@ -181,8 +184,10 @@ def _report_of(
         tensor_parallel_size=given.tensor_parallel_size,
         notes=[*model.notes, *_notes(given)],
     )
-    if given.html:
-        _write(given.html, found, report)
+    if given.plot:
+        draw_memory(given.plot, found, given.gpu_memory)
+        # The report says where the picture is, also in JSON.
+        report["plot"] = str(given.plot)
     return report
 
 
@@ -245,13 +250,6 @@ def _activations(
         model.module, planned, inputs, loss=model.loss, batch=batch
     )
     return found.with_checkpointing() if given.checkpointing else found
-
-
-def _write(path: Path, found: Forecast, report: Report) -> None:
-    """Write the page, and note its path in the report."""
-    # The report says where the page is, also in JSON.
-    write_page(path, page_of(found, report))
-    report["html"] = str(path)
 
 
 def _counts(text: str) -> tuple[int, ...]:

@@ -17,9 +17,13 @@ def byte_size(text: str) -> int:
     >>> byte_size("5GB"), byte_size("80 GiB"), byte_size("1.5k")
     (5000000000, 85899345920, 1500)
     """
-    match = re.fullmatch(
-        r"(\d+(?:\.\d+)?) *(?:([KMGT])(i?))?B?", text.strip(), re.IGNORECASE
-    )
+    text = text.strip()
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *(?:([KMGT])(i?))?(B?)", text, re.IGNORECASE)
+    # "80" means 80 GiB to one reader and 80 bytes to another.
+    if match and not match[2] and not match[4]:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} has no unit; write {text}GiB, or {text}B for bytes"
+        )
     number = 0
     if match:
         base = 1024 if match[3] else 1000
@@ -47,14 +51,6 @@ def count(text: str) -> int:
     if not number.is_integer() or number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
     return int(number)
-
-
-def seconds(text: str) -> float:
-    """Return a time above 0; raises argparse.ArgumentTypeError."""
-    found = bound(text)
-    if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time in seconds above 0")
-    return found
 
 
 def bound(text: str) -> float:

@@ -19,17 +19,21 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.local_sgd import LocalSGD
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from composable_fsdp.access.grads import clip_grad_norm_, no_sync
 from composable_fsdp.config import FullStateDictConfig, MixedPrecision, StateDictType
+from composable_fsdp.errors import CompositionError
+from composable_fsdp.integrations.given_optimizers import shard_state
 from composable_fsdp.integrations.hf_config import HFSharding, from_hf_config
 from composable_fsdp.state_dict.settings import state_dict_type
 from composable_fsdp.storage.contents import units_in
@@ -147,6 +151,20 @@ class ShardedAccelerator(Accelerator):
         prepared: nn.Module = super().prepare_model(
             model, device_placement=False, evaluation_mode=True
         )
+        return prepared
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Prepare models, optimizers and loaders; see ``Accelerator.prepare``.
+
+        State that an optimizer has already, as Adagrad makes it in its constructor, is
+        cut to this rank's rows.
+
+        Collective: as ``fully_shard``; all ranks must call. Raises: as ``shard``.
+        """
+        prepared = super().prepare(*args, device_placement=device_placement)
+        # After all models, which may stand behind their optimizers.
+        for each in self._optimizers:
+            shard_state(each.optimizer)
         return prepared
 
     @contextmanager
@@ -277,6 +295,28 @@ class ShardedAccelerator(Accelerator):
             for each in self._optimizers_of(model) or ()
         }
         return [each for each in self._optimizers if id(each.optimizer) not in held]
+
+
+def _refuse_sharded(own: Any) -> Any:
+    """Return ``LocalSGD.__init__`` that refuses a sharded model by name."""
+
+    @wraps(own)
+    def init(
+        self: Any, accelerator: Any, model: nn.Module, *rest: Any, **kw: Any
+    ) -> None:
+        if units_in(model):
+            raise CompositionError(
+                f"LocalSGD expects a model that every rank holds whole, got a sharded "
+                f"{type(model).__name__}: it trains and averages whole weights on each "
+                "rank. Take the plain Accelerator, or leave LocalSGD out."
+            )
+        own(self, accelerator, model, *rest, **kw)
+
+    return init
+
+
+if not hasattr(LocalSGD.__init__, "__wrapped__"):
+    LocalSGD.__init__ = _refuse_sharded(LocalSGD.__init__)
 
 
 def as_sharding(given: HFSharding | Mapping[str, Any] | None) -> HFSharding:

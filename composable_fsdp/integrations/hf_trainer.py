@@ -14,6 +14,7 @@ for other engines, and not documented there; checked with transformers 5.23.
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 from collections.abc import Mapping
 from functools import partial
@@ -47,13 +48,14 @@ class ShardedTrainer(Trainer):
     Units, precision and device follow ``TrainingArguments``: ``bf16=True`` is a
     ``MixedPrecision``, ``max_grad_norm`` clips by the norm over all ranks, and
     checkpoints can be resumed at another number of ranks. As a first base class it does
-    the same for another trainer: ``class MyTrainer(ShardedTrainer, Seq2SeqTrainer)``.
+    the same for another trainer: ``class MyTrainer(ShardedTrainer, Seq2SeqTrainer)``,
+    ``class MyDPO(ShardedTrainer, trl.DPOTrainer)``.
 
     Args:
         model: the model; sharded here unless ``fully_shard`` was applied before.
-        args: the ``TrainingArguments``. With ``fsdp=True`` the settings of
-            ``fsdp_config`` are read as ``from_hf_config`` reads them.
-        more: further arguments of the trainer.
+        more: further arguments of the trainer in its order. Its ``args`` are
+            ``TrainingArguments``: with ``fsdp=True`` the settings of ``fsdp_config``
+            are read as ``from_hf_config`` reads them.
         sharding: an ``HFSharding``, or the settings that ``from_hf_config`` reads.
             Default None: ``args.fsdp_config``, or a unit per layer that the model names
             in ``_no_split_modules``.
@@ -70,16 +72,18 @@ class ShardedTrainer(Trainer):
 
     def __init__(
         self,
-        model: nn.Module | None = None,
-        args: TrainingArguments | None = None,
+        model: nn.Module | str | None = None,
         *more: Any,
         sharding: HFSharding | Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        given = _order_of(type(self)).bind_partial(self, model, *more, **kwargs)
         # A copy: the caller's arguments may make another trainer.
-        args = copy.copy(args or TrainingArguments("tmp_trainer"))
+        args = copy.copy(given.arguments.get("args"))
         self._sharding = _sharding_of(args, sharding)
-        super().__init__(model, args, *more, **kwargs)
+        if args is not None:
+            given.arguments["args"] = args
+        super().__init__(*given.args[1:], **given.kwargs)
 
     def _build_accelerator_args(self, **given: Any) -> dict[str, Any]:
         """Note the arguments of the accelerator."""
@@ -202,12 +206,26 @@ class ShardedTrainer(Trainer):
         self.lr_scheduler.load_state_dict(scheduler)
 
 
+def _order_of(kind: type) -> inspect.Signature:
+    """Return the signature of the trainer behind the mixin, which names ``args``."""
+    # TRL's second argument is a reference model, a teacher or reward functions. A class
+    # between that passes on ``*args`` names nothing.
+    behind = kind.__mro__[kind.__mro__.index(ShardedTrainer) + 1 :]
+    signatures = (inspect.signature(each.__init__) for each in behind)
+    return next(
+        each
+        for each in signatures
+        if "args" in each.parameters
+        and each.parameters["args"].kind is not inspect.Parameter.VAR_POSITIONAL
+    )
+
+
 def _sharding_of(
-    args: TrainingArguments, given: HFSharding | Mapping[str, Any] | None
+    args: TrainingArguments | None, given: HFSharding | Mapping[str, Any] | None
 ) -> HFSharding:
     """Return the sharding to train with, and switch off torch's FSDP in ``args``."""
     # An empty ``fsdp_config`` alone switches nothing on.
-    if not args.fsdp:
+    if args is None or not args.fsdp:
         return as_sharding(given)
     if given is not None:
         raise ValueError(

@@ -30,6 +30,12 @@ def refuse_container(module: object) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"Expected a module, got a {type(module).__name__}.")
     refuse_module(module, "")
+    if isinstance(module, nn.DataParallel):
+        raise CompositionError(
+            "fully_shard got an nn.DataParallel, which copies its module to all GPUs "
+            "of a process. Apply fully_shard to its .module, and start a process per "
+            "GPU with torchrun."
+        )
     if walk.is_container(module):
         raise CompositionError(
             f"fully_shard got a {type(module).__name__}, which has no forward, so "

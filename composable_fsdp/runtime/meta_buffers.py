@@ -7,7 +7,8 @@ buffer on meta is an ``UnfilledBuffer``, which fills new memory with a mark::
     meta buffer --to_empty--> all NaN (integers: the smallest) --fill--> values
 
 A buffer that holds only marks at the first forward was never written. An object that
-the user assigned in place of the buffer has values.
+the user assigned in place of the buffer has values. Buffers of another class of tensor,
+such as DTensors, keep that class and are not watched.
 """
 
 from __future__ import annotations
@@ -48,19 +49,21 @@ class UnfilledBuffer(Tensor):
                 _mark(made)
         return made
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> UnfilledBuffer:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         memo[id(self)] = made = as_unfilled(torch.empty_like(self))
         return made
 
 
-def as_unfilled(buffer: Tensor) -> UnfilledBuffer:
-    """Return ``buffer`` on meta as an ``UnfilledBuffer``."""
-    return buffer.as_subclass(UnfilledBuffer)
+def as_unfilled(buffer: Tensor) -> Tensor:
+    """Return ``buffer`` on meta as an ``UnfilledBuffer``, if it is a plain tensor."""
+    # A tensor has one Python class: a DTensor cannot become another subclass.
+    plain = type(buffer) in (Tensor, UnfilledBuffer)
+    return buffer.as_subclass(UnfilledBuffer) if plain else buffer
 
 
 def mark_meta_buffers(modules: Iterable[nn.Module]) -> bool:
     """Replace buffers on meta by ``UnfilledBuffer``; return whether any was on meta."""
-    made: dict[int, UnfilledBuffer] = {}
+    made: dict[int, Tensor] = {}
     for module in modules:
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
@@ -82,6 +85,8 @@ def _mark(buffer: Tensor) -> None:
 
 def _is_marked(buffer: Tensor) -> bool:
     """Return whether the buffer holds only marks."""
+    if type(buffer) not in (Tensor, UnfilledBuffer):
+        return False
     # An empty buffer has no values to fill, and bool has no mark.
     if not buffer.numel() or buffer.is_meta or buffer.dtype is torch.bool:
         return False

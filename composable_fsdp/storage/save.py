@@ -12,6 +12,7 @@ private gloo group.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import warnings
@@ -68,6 +69,8 @@ from composable_fsdp.storage.validate import parse
 from composable_fsdp.storage.writer import Piece, in_order, places_of, write_file
 from composable_fsdp.tree.traversal import require_module
 
+_log = logging.getLogger(__name__)
+
 
 def save(
     path: str | os.PathLike[str],
@@ -92,7 +95,7 @@ def save(
 
     Args:
         path: the directory to make, or a URL such as ``s3://bucket/runs/step-100``.
-            Rank 0's ``path`` is used.
+            Rank 0's ``path`` is used; a rank with another path logs a warning.
         module: a module that ``fully_shard`` or the wrapper was applied to, or a plain
             module.
         optim: an optimizer over the parameters of ``module``, or a list of optimizers
@@ -267,6 +270,14 @@ def prepare(
     except BaseException:
         _discard(target, temporary)
         raise
+    if target != answers[0][0]:
+        _log.warning(
+            "save got the path %r on rank %d and writes to rank 0's %r. Pass one path "
+            "on every rank.",
+            target,
+            team.rank,
+            answers[0][0],
+        )
     # Only rank 0 has made a directory; the other ranks write into the same directory.
     target, temporary, *_ = answers[0]
     block = block_size(sum(each[5] for each in answers))

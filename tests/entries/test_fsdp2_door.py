@@ -109,6 +109,11 @@ def test_state_dicts_have_full_tensors_and_parameters_say_the_way_out(
     text = message_of(partial(getattr, parameter, "full_tensor"))
     assert "'blocks.0.out.weight'" in text
     assert "composable_fsdp.get_full_param(model, name)" in text
+    for name in ("placements", "device_mesh", "to_local"):
+        assert not hasattr(parameter, name)
+        text = message_of(partial(getattr, parameter, name))
+        assert f"no attribute {name!r}. It holds this rank's rows of 'blocks.0" in text
+        assert "isinstance(parameter, DTensor)" in text or name == "to_local"
     with pytest.raises(AttributeError, match=r"no attribute 'full_tensor'$"):
         getattr(nn.Parameter(torch.ones(1)), "full_tensor")  # noqa: B009  # for mypy
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import composable_fsdp
 from composable_fsdp import (
@@ -17,12 +19,14 @@ from composable_fsdp import (
     StateDictType,
     clip_grad_norm_,
     export_safetensors,
+    find_nonfinite,
     fully_shard,
     load,
     plan,
     replicate,
     save,
     set_state_dict_type,
+    unshard_params,
     verify,
 )
 from composable_fsdp.entries.fsdp2_module import FSDPModule
@@ -144,6 +148,14 @@ def another_shape_assigned(_: Path) -> None:
     model(torch.ones(1, 8))
 
 
+def block_without_with(_: Path) -> None:
+    """Raise the warning that Python prints when the block is collected."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        unshard_params(fully_shard(tiny_mlp()))
+    raise told[0].message  # type: ignore[misc]  # a Warning
+
+
 ON_A_RANK: dict[str, tuple[Misuse, tuple[str, ...]]] = {
     "a positional argument": (
         lambda _: fully_shard(tiny_mlp(), 1),  # type: ignore[arg-type, call-arg]  # meant
@@ -186,6 +198,31 @@ ON_A_RANK: dict[str, tuple[Misuse, tuple[str, ...]]] = {
     "a norm that is no number": (
         lambda _: clip_grad_norm_(fully_shard(tiny_mlp()), "abc"),  # type: ignore[arg-type]  # meant
         ("clip_grad_norm_ expects a number for max_norm, got 'abc'",),
+    ),
+    "a norm in a text": (
+        lambda _: clip_grad_norm_(fully_shard(tiny_mlp()), "1"),  # type: ignore[arg-type]  # meant
+        ("clip_grad_norm_ expects a number for max_norm, got '1'",),
+    ),
+    "a loss looked at for NaN": (
+        lambda _: find_nonfinite(fully_shard(tiny_mlp())(torch.ones(2, 8)).sum()),
+        ("looks at the gradients of parameters", "torch.isfinite(tensor)"),
+    ),
+    "DataParallel inside": (
+        lambda _: fully_shard(nn.DataParallel(tiny_mlp())),
+        ("fully_shard got an nn.DataParallel", ".module", "torchrun"),
+    ),
+    "a mesh dim of tensor parallelism": (
+        lambda _: fully_shard(
+            tiny_mlp(),
+            device_mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))[
+                "tp"
+            ],
+        ),
+        ("dimension named 'tp'", "Pass a mesh of data-parallel ranks"),
+    ),
+    "a block without with": (
+        block_without_with,
+        ("unshard_params(...) without `with` did nothing",),
     ),
     "an export that is there": (export_twice, ("exists already", "another name")),
     "a checkpoint of another model": (

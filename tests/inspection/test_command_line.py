@@ -158,10 +158,9 @@ def test_nothing_is_overwritten(tmp_path: Path, run: Run, checkpoint: Path) -> N
         ("diff", "a", "b", "--tolerance", "nan"),
         ("diff", "a", "b", "--tolerance", "-1"),
         ("plan", "a", "--world-size", "inf"),
+        ("plan", "a", "--gpu-memory", "80"),
         ("plan", "a", "--world-sizes", "2,nan"),
         ("simulate", "a", "--max-norm", "-1"),
-        ("selftest", "--ranks", "0"),
-        ("selftest", "--timeout", "0"),
         ("hang-report",),
         ("env", "more"),
     ],
@@ -192,7 +191,7 @@ def layer(): return nn.Linear(8, 8)
         (("plan", "m.py:exits"), 2, "m.py:exits() fails on the meta device"),
         (("plan", "m.py:fails"), 2, "no weights"),
         (("plan", "m.py:number"), 2, "expects to return a module"),
-        (("plan", "m.py:layer", "--html", "no/p.html"), 2, "no/p.html: No such file"),
+        (("plan", "m.py:layer", "--plot", "no/p.png"), 2, "no/p.png: No such file"),
         (("plan", "--hf", "model.json"), 2, "Validation error"),
         (("simulate", "m.py:layer"), 2, "needs --batch"),
         (("simulate", "m.py:layer", "--batch", "2x3"), 2, "fake tensors"),
@@ -252,7 +251,7 @@ def test_every_help_has_examples_formats_and_status(run: Run, command: str) -> N
 
 @pytest.mark.parametrize(
     "command",
-    ["plan", "simulate", "inspect", "diff", "env", "selftest", "hang-report"],
+    ["plan", "simulate", "inspect", "diff", "env", "hang-report"],
 )
 def test_every_other_help_has_examples_and_status(run: Run, command: str) -> None:
     """The exit statuses differ from command to command."""

@@ -131,18 +131,17 @@ def test_a_checkpoint_shows_the_shards_that_were_saved(
 
 
 @pytest.mark.req("N-11")
-def test_the_command_prints_text_json_and_a_page(
+def test_the_command_prints_text_and_json(
     one_rank: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Equal units in one entry; the page has a picture and loads nothing."""
+    """Equal units in one entry of the text; all of them in JSON."""
     model = TinyGPT(layers=3)
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
     save(tmp_path / "run", model)
-    page = tmp_path / "shards.html"
 
-    assert main(["inspect", str(tmp_path / "run"), "--html", str(page)]) == 0
+    assert main(["inspect", str(tmp_path / "run")]) == 0
     text = capsys.readouterr().out
     assert main(["inspect", str(tmp_path / "run"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -154,9 +153,28 @@ def test_the_command_prints_text_json_and_a_page(
         "blocks.1",
         "blocks.2",
     ]
-    assert "<svg" in page.read_text()
-    assert "http" not in page.read_text().replace("http://www.w3.org", "")
     assert main(["inspect", str(tmp_path / "none")]) == 1
+
+
+@pytest.mark.req("K-10")
+@pytest.mark.parametrize("command", ["inspect", "diff", "verify"])
+def test_names_of_a_file_are_printed_escaped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    """A checkpoint of a stranger cannot clear the screen or forge a line."""
+    name = "a\x1b[2J\nforged \x9b31m"
+    paths = [tmp_path / "a.pt", tmp_path / "b.pt"]
+    for number, path in enumerate(paths):
+        torch.save({"model": {name: torch.full((2,), float(number))}}, path)
+
+    main([command, str(paths[0]), *([str(paths[1])] if command == "diff" else [])])
+    torch.save({"model": {name: "no tensor"}}, paths[0])
+    main(["inspect", str(paths[0])])
+
+    out = "".join(capsys.readouterr())
+    assert command == "verify" or r"a\x1b[2J\nforged \x9b31m" in out
+    assert all(each.isprintable() or each == "\n" for each in out)
+    assert not any(line.startswith("forged") for line in out.splitlines())
 
 
 def test_a_full_unit_and_a_module_without_units(one_rank: World) -> None:

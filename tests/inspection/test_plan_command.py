@@ -9,7 +9,6 @@ import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -316,59 +315,30 @@ def test_a_model_whose_input_is_unknown_says_the_way_out(
     assert "MODULE:FUNCTION" in err
 
 
-@pytest.mark.req("N-03", "U-09")
-def test_the_page_is_one_file_with_three_pictures(
-    run: Run, script: str, tmp_path: Path
-) -> None:
-    """Well-formed, loads nothing, and shows cuts, padding, ties and the capacity."""
-    path = tmp_path / "plan.html"
-    status, out, _ = run(
-        f"{script}:Net", "--world-size", 20, "--gpu-memory", "1600KiB", "--html", path
-    )
-    page = path.read_text()
-
-    assert status in (0, 1)
-    assert f"wrote {path}" in out
-    assert not re.search(r"(src|href)=|@import|url\((?!#)", page)
-    pictures = [
-        ElementTree.fromstring(svg)
-        for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL)
-    ]
-    # Memory, schedule, and the shards of the root and of a block.
-    assert len(pictures) == 4
-    memory, order, root, block = (" ".join(each.itertext()) for each in pictures)
-    assert "peak" in memory
-    assert "of the GPU" in memory
-    assert all(kind in order for kind in ("all-gather", "compute", "reduction"))
-    assert "tokens.weight = head.weight" in root
-    assert "12 more ranks" in block
-    assert "up.weight rows" in block
-    assert "padding" in block
-    for each in pictures:
-        assert each.get("aria-label")
-
-    assert run(f"{script}:Net", "--html", path)[0] == 0, "a page is written again"
-    status, _, err = run(f"{script}:Net", "--html", script)
-    assert status == 2
-    assert "is no page of a plan" in err
-
-
 @pytest.mark.req("N-03")
-def test_the_drawn_schedule_has_every_call(
+def test_the_picture_is_the_memory_of_a_step(
     run: Run, script: str, tmp_path: Path
 ) -> None:
-    """As many all-gathers and reductions as the plan says, in each mode."""
-    for mode in ("pre", "post", "none"):
-        path = tmp_path / f"{mode}.html"
-        options = ("--world-size", 2, "--backward-prefetch", mode, "--html", path)
-        found = report_of(run, f"{script}:small", *options)
-        drawn = path.read_text()
+    """Each kind of memory, the phases and the GPU; only pictures are overwritten."""
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.svg"
+    plan = (f"{script}:Net", "--world-size", 20, "--gpu-memory", "1600KiB")
+    found = report_of(run, *plan, "--plot", path)
+    drawn = path.read_text()
 
-        calls = {k: each["calls"] for k, each in found["step"].items()}
-        assert drawn.count("<title>all-gather: ") == calls["all_gather"] == 7
-        assert drawn.count("<title>reduction: ") == calls["reduce_scatter"] == 4
-        # Each unit twice per phase: the root computes before and after its blocks.
-        assert drawn.count("<title>compute: ") == 2 * (3 + 2)
+    assert found["plot"] == str(path)
+    kinds = found["peak"]["kinds"]
+    words = [KINDS[kind] for kind, nbytes in kinds.items() if nbytes]
+    assert all(
+        f"<!-- {text} -->" in drawn
+        for text in [*words, "forward", "backward", "optimizer"]
+    )
+    assert f"peak {size_text(found['peak']['bytes'])}" in drawn
+    assert "a GPU has 1.56 MiB" in drawn
+
+    status, _, err = run(f"{script}:Net", "--plot", script)
+    assert status == 2
+    assert "Format 'py' is not supported" in err
 
 
 @pytest.mark.req("N-01")
@@ -410,6 +380,8 @@ def test_two_plans_are_compared(run: Run, script: str, tmp_path: Path) -> None:
         (":Net --batch two", "expected numbers with x between them, as 4x2048"),
         (":Net --checkpointing", "needs --batch"),
         (":Net --gpu-memory 80xb", "expected a number with KB"),
+        (":Net --gpu-memory 80", "has no unit; write 80GiB"),
+        (":Net --strategy full_shrd", "Did you mean full-shard"),
         (":Net --diff", "expects two MODELs, got 1"),
     ],
 )
@@ -501,7 +473,7 @@ def test_sizes_have_both_kinds_of_units() -> None:
     """Powers of 1000 and of 1024."""
     assert byte_size("80GiB") == 80 * 2**30
     assert byte_size("80 gb") == 80 * 10**9
-    assert byte_size("7") == 7
+    assert byte_size("7B") == 7
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ def _forget() -> None:
     PartialState._reset_state()
 
 
-def arguments(folder: Path, **more: Any) -> TrainingArguments:
+def arguments(folder: Path, config: Any = TrainingArguments, **more: Any) -> Any:
     """Return arguments of six steps, with four sequences per rank and step."""
     given: dict[str, Any] = {
         "use_cpu": True,
@@ -65,4 +65,4 @@ def arguments(folder: Path, **more: Any) -> TrainingArguments:
         "disable_tqdm": True,
         **more,
     }
-    return TrainingArguments(str(folder), **given)
+    return config(str(folder), **given)

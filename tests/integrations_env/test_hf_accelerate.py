@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.local_sgd import LocalSGD
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -206,6 +207,41 @@ def test_bf16_is_a_mixed_precision_and_not_autocast(world: World) -> None:
     assert {s.options.mixed_precision for s in units_in(ready[1])} == {expected}
     assert "forward" not in vars(ready[1])
     assert ready[1](torch.tensor([[3, 4]])).logits.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("first", ["model", "optimizer"])
+@on_ranks(1, 2, 3)
+def test_state_made_at_construction_is_cut(world: World, first: str) -> None:
+    """Adagrad, prepared behind the model or before it."""
+    plain, data = tiny_llama(), Tokens(8).ids
+    models = (plain, tiny_llama())
+    optimizers: list[Any] = [
+        torch.optim.Adagrad(each.parameters(), 1e-2, initial_accumulator_value=0.1)
+        for each in models
+    ]
+    with as_torchrun(world):
+        accelerator = ShardedAccelerator(cpu=True)
+        given = (models[1], optimizers[1])
+        ready = accelerator.prepare(*given[:: 1 if first == "model" else -1])
+        model, optimizers[1] = ready[:: 1 if first == "model" else -1]
+        for _ in range(3):
+            for each, optimizer in zip((plain, model), optimizers, strict=True):
+                each(input_ids=data, labels=data).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    assert distance(full(model), parameters_of(plain)) < CLOSE
+
+
+@on_ranks(2)
+def test_local_sgd_of_a_sharded_model_is_refused(world: World) -> None:
+    """It would average this rank's rows with the rows of others."""
+    with as_torchrun(world):
+        accelerator = ShardedAccelerator(cpu=True)
+        model = accelerator.prepare(tiny_llama())
+        with pytest.raises(CompositionError, match="LocalSGD expects a model that"):
+            LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2)
+        LocalSGD(accelerator, nn.Linear(2, 2), 2, enabled=False)
 
 
 @on_ranks(2)

@@ -128,6 +128,108 @@ def test_a_model_on_meta_starts_with_the_weights_of_rank_0(world: World) -> None
     assert weights(model)["head.weight"].std() > 0.05
 
 
+class Parts(L.LightningModule):
+    """A LightningModule whose steps and methods call its parts, and not itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = seeded(Net)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("no step calls forward")
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.encoded(batch[0]), batch[1])
+
+    def encoded(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.net.layers:
+            x = torch.relu(layer(x))
+        scores: torch.Tensor = self.net.head(self.net.norm(x))
+        # A weight is read as a tensor, too.
+        return scores + self.net.head.weight.sum()
+
+
+@pytest.mark.parametrize("how", ["step", "marked", "option"])
+@on_ranks(2)
+def test_steps_and_marked_methods_run_as_forwards(world: World, how: str) -> None:
+    """By Lightning's names, by ``mark_forward_method``, by ``forward_methods``."""
+
+    def run(made: L.Fabric, data: Any) -> Any:
+        module = Parts()
+        optimizer: Any = torch.optim.AdamW(module.parameters(), 0.01)
+        model, optimizer = made.setup(module, optimizer)
+        if how == "marked":
+            model.mark_forward_method(module.encoded)
+        for batch in data:
+            if how == "step":
+                loss = model.training_step(batch, 0)
+            else:
+                scores = model.encoded(batch[0])
+                loss = nn.functional.cross_entropy(scores, batch[1])
+            made.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        return module
+
+    methods = ("encoded",) if how == "option" else ()
+    with as_torchrun(world):
+        strategy = ComposableFSDPFabricStrategy(forward_methods=methods)
+        sharded = run(fabric(strategy, 2), loader(2, world.rank))
+
+    require_equal(weights(sharded), weights(run(fabric("auto", 1), loader())), 2e-6)
+
+
+@pytest.mark.parametrize("together", [True, False])
+@on_ranks(1, 2, 3)
+def test_state_made_at_construction_is_cut(world: World, together: bool) -> None:
+    """Adagrad, and AdamW with a loaded state: the same steps as on one device."""
+    for make in (torch.optim.Adagrad, loaded_adamw):
+        with as_torchrun(world):
+            made = fabric("composable_fsdp", world.world_size)
+            model: Any = seeded(Net)
+            optimizer: Any = make(model.parameters(), 0.01)
+            if together:
+                model, optimizer = made.setup(model, optimizer)
+            else:
+                model = made.setup_module(model)
+                optimizer = made.setup_optimizers(optimizer)
+            each = loader(1, 0)
+            train(made, model, optimizer, each)
+
+        require_equal(weights(model), weights(reference(make)), 2e-6)
+
+
+def loaded_adamw(parameters: Any, lr: float) -> torch.optim.AdamW:
+    """AdamW with the state of three steps over whole parameters."""
+    made = torch.optim.AdamW(parameters, lr)
+    for step in range(3):
+        for group in made.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.full_like(parameter, 0.1 * (step + 1))
+        made.step()
+    made.zero_grad()
+    return made
+
+
+@on_ranks(2)
+def test_a_loaded_full_state_restores_the_random_states(
+    world: World, tmp_path: Path
+) -> None:
+    """Each rank draws what it would have drawn after the save."""
+    with as_torchrun(world):
+        made = fabric("composable_fsdp", 2)
+        model: Any = seeded(Net)
+        model, optimizer = made.setup(model, torch.optim.SGD(model.parameters(), 0.1))
+        torch.manual_seed(10 + world.rank)
+        state = {"model": model, "optim": optimizer}
+        made.save(tmp_path / "full", state)
+        expected = torch.rand(3)
+        left = made.load(tmp_path / "full", state)
+
+    assert left == {}
+    assert torch.equal(torch.rand(3), expected)
+
+
 def save_and_load(world: World, form: str, path: str) -> dict[str, Any]:
     """Train, save, train on; load into a fresh model, train on, compare."""
     with as_torchrun(world):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -339,3 +340,25 @@ def test_a_save_after_the_process_group_is_gone_says_so(
     with mock.patch.object(torch.distributed, "is_initialized", return_value=False):
         text = message_of(lambda: save(tmp_path / f"alone-{world.rank}", model))
     assert "The process group was destroyed" in text
+
+
+@on_ranks(2)
+def test_another_path_on_a_rank_is_told_in_the_log(
+    world: World, tmp_path: Path
+) -> None:
+    """The checkpoint is at rank 0's path; the rank with another path is told both."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("composable_fsdp.storage.save")
+    logger.addHandler(handler)
+    try:
+        save(tmp_path / f"rank{world.rank}", pair())
+        save(tmp_path / "one", pair())
+    finally:
+        logger.removeHandler(handler)
+
+    assert (tmp_path / "rank0").is_dir()
+    assert not (tmp_path / "rank1").exists()
+    assert len(told) == world.rank
+    assert all("rank1' on rank 1" in text and "rank0'" in text for text in told)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -22,11 +22,13 @@ from lightning.fabric.strategies.strategy import (
     _validate_keys_for_strict_loading,
 )
 from lightning.fabric.utilities.types import _Stateful
+from lightning.fabric.wrappers import _FabricModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from composable_fsdp.access.grads import clip_grad_norm_, no_sync
 from composable_fsdp.errors import CheckpointError
+from composable_fsdp.integrations.given_optimizers import shard_state
 from composable_fsdp.integrations.lightning import checkpoints, precision, settings
 from composable_fsdp.integrations.lightning.devices import move_to_device
 from composable_fsdp.integrations.lightning.sharding import has_units, shard
@@ -40,13 +42,16 @@ class ComposableFSDPFabricStrategy(ParallelStrategy):
     Importing ``composable_fsdp.lightning`` also registers the names "composable_fsdp",
     "composable_fsdp_offload" and "composable_fsdp_hybrid" for ``Fabric(strategy=...)``.
     A model and its optimizers may be set up together or apart: parameters stay the same
-    objects.
+    objects, and state that an optimizer has is cut to this rank's rows.
 
     Args:
         state_dict_type: "full" (default): ``fabric.save`` writes a file, gathered on
             rank 0. "sharded": a directory; each rank writes its part.
         process_group_backend: the backend. Default: NCCL for GPUs, else gloo.
         timeout: the timeout of the process group. Default 30 minutes.
+        forward_methods: names of methods of a module, beside ``forward`` and the steps
+            of a LightningModule, that compute with parameters. ``mark_forward_method``
+            of the module that ``Fabric.setup`` returns adds one.
         start_method: how the ranks start, if torchrun or a cluster did not start them:
             "popen" (default), or "spawn", "fork", "forkserver".
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision:
@@ -61,6 +66,7 @@ class ComposableFSDPFabricStrategy(ParallelStrategy):
         self,
         *,
         state_dict_type: str = _FULL,
+        forward_methods: tuple[str, ...] = (),
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         start_method: str = "popen",
@@ -83,6 +89,7 @@ class ComposableFSDPFabricStrategy(ParallelStrategy):
         own = tuple(ComposableFSDPFabricStrategy.__init__.__kwdefaults__ or ())
         self._options = settings.sharding_options(sharding, own, name)
         self._state_dict_type = state_dict_type
+        self.forward_methods = tuple(forward_methods)
         # Names that the methods of DDPStrategy and Fabric read.
         self._process_group_backend = process_group_backend
         self._timeout, self._start_method = timeout, start_method
@@ -134,6 +141,11 @@ class ComposableFSDPFabricStrategy(ParallelStrategy):
         shard(module, options, precision.mixed_precision(kind))
         move_to_device(module, self.root_device)
         return module
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Cut the state that ``optimizer`` has already; return ``optimizer``."""
+        shard_state(optimizer)
+        return optimizer
 
     def module_init_context(
         self, empty_init: bool | None = None
@@ -198,6 +210,9 @@ class ComposableFSDPFabricStrategy(ParallelStrategy):
             full: dict[str, Any] = {}
             for name, value in state.items():
                 _apply_filter(name, filter or {}, _full(state, value), full)
+            # As ``composable_fsdp.save``: weights alone need no random states.
+            if any(isinstance(value, Optimizer) for value in state.values()):
+                full[checkpoints.RANDOM] = checkpoints.random_states()
             with checkpoints.alike_on_all_ranks():
                 if self.is_global_zero:
                     self.checkpoint_io.save_checkpoint(
@@ -263,6 +278,9 @@ class ComposableFSDPFabricStrategy(ParallelStrategy):
                 )
             _validate_keys_for_strict_loading(state.keys(), found.keys(), strict)
             _load_full(state, found, strict)
+            random = found.pop(checkpoints.RANDOM, ())
+            if any(isinstance(value, Optimizer) for value in state.values()):
+                checkpoints.restore_random(random, path)
             return found
 
     def _load_sharded(
@@ -384,4 +402,26 @@ def _load_values(
             state[name] = found.pop(name)
 
 
+def _redirects(own: Any) -> Any:
+    """Return ``_FabricModule.__getattr__`` that redirects for this strategy, too.
+
+    Fabric runs a marked method as a forward if the strategy has wrapped the module;
+    this strategy wraps nothing. Checked on Lightning 2.6.6.
+    """
+
+    @wraps(own)
+    def find(self: Any, name: str) -> Any:
+        # From ``__dict__``: this method finds the names that are in no dictionary.
+        strategy, marked = map(vars(self).get, ("_strategy", "_forward_methods"))
+        if isinstance(strategy, ComposableFSDPFabricStrategy) and (
+            name in (marked or ()) or name in strategy.forward_methods
+        ):
+            return self._redirection_through_forward(name)
+        return own(self, name)
+
+    return find
+
+
+if not hasattr(_FabricModule.__getattr__, "__wrapped__"):
+    _FabricModule.__getattr__ = _redirects(_FabricModule.__getattr__)
 ComposableFSDPFabricStrategy.register_strategies(STRATEGY_REGISTRY)
