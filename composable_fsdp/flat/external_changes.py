@@ -25,6 +25,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -33,11 +34,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from composable_fsdp.comm.device import outside_transforms
 from composable_fsdp.errors import PlanError
+from composable_fsdp.flat import memory
 from composable_fsdp.flat.build import leaf_memory, replace_layout
-from composable_fsdp.flat.build_region import compute_views, own_memory
+from composable_fsdp.flat.build_region import fill_shard
 from composable_fsdp.flat.flat_parameter import rebind_flat_parameters
-from composable_fsdp.flat.gradients import shard_views
+from composable_fsdp.flat.gradients import new_shard, shard_views
 from composable_fsdp.flat.handle import (
+    LEAVES,
     FlatParamHandle,
     FullForm,
     find_leaf,
@@ -46,7 +49,7 @@ from composable_fsdp.flat.handle import (
 from composable_fsdp.flat.param_paths import place_path
 from composable_fsdp.flat.param_ref import param_refs
 from composable_fsdp.flat.precision import take_form
-from composable_fsdp.flat.region import FullBuffer
+from composable_fsdp.flat.region import FlatParameter, FullBuffer
 from composable_fsdp.flat.residency import shards_are_unchanged
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.planning.dtensors import is_dtensor, local_of
@@ -88,8 +91,7 @@ def require_leaves(handle: FlatParamHandle) -> bool:
     * A parameter that was replaced, cast, or moved from the CPU to a GPU: the new
       parameter is adopted and the region is rebuilt. Tied places are tied again, to the
       parameter that the first changed place shows.
-    * A parameter whose ``.data`` only moved to other memory: the data is copied into
-      the shard.
+    * A parameter whose ``.data`` only moved to other memory: see ``take_memory``.
 
     Collective: none.
     Raises: PlanError, naming the parameter, if a parameter is on meta, has another
@@ -110,7 +112,7 @@ def require_leaves(handle: FlatParamHandle) -> bool:
     current = _current(handle, names)
     _require_fit(handle, current, names)
     if not _is_replaced(handle):
-        restore_shard_views(handle)
+        take_memory(handle)
         return False
     if handle.reduction.due or handle.reduction.held is not None:
         raise PlanError(
@@ -216,17 +218,136 @@ def _device(handle: FlatParamHandle, current: dict[int, nn.Parameter]) -> torch.
     return handle.layout.device
 
 
+def follow_user_memory(handle: FlatParamHandle) -> bool:
+    """Copy leaves in memory of the user into the shard, if nothing else has changed.
+
+    Returns: whether the shards are current now.
+    """
+    here = handle.writes.memory
+    if not here.away:
+        return False
+    handle.writes.memory = here._replace(addresses=here.shown)
+    good = shards_are_unchanged(handle)
+    handle.writes.memory = here
+    if good:
+        take_memory(handle)
+    return good
+
+
 @outside_transforms
-def restore_shard_views(handle: FlatParamHandle) -> None:
-    """Copy changed leaves into the shard and make all leaves views of the shard."""
-    with torch.no_grad():
+def take_memory(handle: FlatParamHandle) -> None:
+    """Make the shard hold the values of all leaves, and write to no other memory.
+
+    A leaf whose memory only the leaf holds becomes a view of the shard. Other memory
+    may belong to the user (``buffer`` of ``p.data = buffer[a:b]``, or ``kept = p.data``
+    before a change): the leaf stays there, as in a plain module, so that both follow
+    each other, and each iteration copies the leaf into the shard.
+    """
+    before = handle.writes.memory
+    away, moved = set(map(id, before.away)), before.moved
+    with memory.outside_inference(), torch.no_grad():
         for region in handle.layout.regions:
-            homes, _ = shard_views(region.cuts, region.shard)
-            for leaf, home in zip(region.leaves, homes, strict=True):
-                if leaf.numel() and leaf.data_ptr() != home.data_ptr():
-                    home.copy_(leaf.detach())
-                leaf.data = own_memory(home)
-    handle.writes.memory = leaf_memory(handle.layout)
+            strangers = _strangers(region)
+            moved = moved or bool(strangers)
+            if any(id(leaf) not in away for leaf, _ in strangers):
+                # The user may hold the memory that the leaf was in.
+                _move_shard(handle, region)
+                continue
+            for leaf, home in strangers:
+                home.copy_(leaf.detach())
+        for leaf, storage in zip(before.empty, before.storages, strict=True):
+            if leaf.untyped_storage() is not storage:
+                moved = True
+                leaf.data = torch.empty_like(leaf)
+        found = _leave_with_user(handle)
+    handle.writes.memory = leaf_memory(handle.layout)._replace(away=found, moved=moved)
+
+
+def write_to_user_memory(handle: FlatParamHandle) -> None:
+    """Copy the shard into the leaves in memory of the user, after a write to it."""
+    if handle.writes.memory.away:
+        with torch.no_grad():
+            for region in handle.layout.regions:
+                for leaf, home in _strangers(region):
+                    leaf.copy_(home)
+
+
+def _strangers(region: FlatParameter) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    """Return the leaves with elements outside the shard, with their places in it."""
+    homes, _ = shard_views(region.cuts, region.shard)
+    storage = region.shard.untyped_storage()
+    return [
+        (leaf, home)
+        for leaf, home in zip(region.leaves, homes, strict=True)
+        if leaf.numel()
+        and not (is_at(leaf, home) and leaf.untyped_storage() is storage)
+    ]
+
+
+def _move_shard(handle: FlatParamHandle, region: FlatParameter) -> None:
+    """Give the region new memory for its shard, with the values of the leaves."""
+    old, layout = region.shard.untyped_storage(), region.layout
+    fresh = new_shard(
+        layout.shard_numel, layout.dtype, region.device, offload=region.offload
+    )
+    fill_shard(fresh, region.cuts, region.leaves, sharded=True)
+    views: list[torch.Tensor] = [region.shard]
+    if region.flat is not None:
+        views.append(region.flat)
+    at = handle.layout.regions.index(region)
+    fulls = [region.full]
+    for form in (handle.form, handle.other_form):
+        if form is not None:
+            fulls += form.regions[at : at + 1]
+            views += [shard for _, shard in form.fills]
+    for full in fulls:
+        if not full.is_cut:
+            views += map(local_of, full.leaves)
+    found = {id(v): v for v in views if v.untyped_storage() is old}
+    memory.move(found.values(), fresh, since=int(region.shard.storage_offset()))
+
+
+def _leave_with_user(handle: FlatParamHandle) -> tuple[nn.Parameter, ...]:
+    """Move leaves whose memory nobody else holds into the shard; return the others."""
+    groups: dict[int, list[tuple[nn.Parameter, torch.Tensor]]] = {}
+    for region in handle.layout.regions:
+        for leaf, home in _strangers(region):
+            if region.flat is not None:
+                # The optimizer steps on the shard itself.
+                leaf.data = home
+            else:
+                key = leaf.untyped_storage()._cdata
+                groups.setdefault(key, []).append((leaf, home))
+    if not groups:
+        return ()
+    others = {id(each): each for link in LEAVES.values() if (each := link())}
+    others.pop(id(handle), None)
+    elsewhere = [x for each in others.values() for x in each.writes.memory.away]
+    away: list[nn.Parameter] = []
+    for key, group in groups.items():
+        same = [x for x in elsewhere if x.untyped_storage()._cdata == key]
+        leaves = [leaf for leaf, _ in group] + same
+        if _is_held(leaves):
+            away += [leaf for leaf, _ in group]
+        else:
+            for leaf, home in group:
+                leaf.data = home
+    return tuple(away)
+
+
+def _is_held(leaves: Sequence[torch.Tensor]) -> bool:
+    """Return whether more than ``leaves``, of one storage, may read their memory."""
+    storage = leaves[0].untyped_storage()
+    # One more for ``storage``. Memory that is not resizable may belong to numpy.
+    # ``_storage_Use_Count`` is private, checked on torch 2.13 and 2.11.
+    count = torch._C._storage_Use_Count(storage._cdata) - 1
+    if count > len(leaves) or not storage.resizable():
+        return True
+    # Parameters that share elements must go on to share them.
+    spans = sorted((leaf.data_ptr(), leaf.data_ptr() + leaf.nbytes) for leaf in leaves)
+    return any(end > begin for (_, end), (begin, _) in pairwise(spans)) or not all(
+        leaf.is_contiguous() for leaf in leaves
+    )
 
 
 def _misfit(fqn: str, expected: torch.Tensor, got: torch.Tensor) -> PlanError:
@@ -241,24 +362,6 @@ def _misfit(fqn: str, expected: torch.Tensor, got: torch.Tensor) -> PlanError:
     )
 
 
-def full_locations(handle: FlatParamHandle) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return each full leaf with the view of ``full`` that its data must be.
-
-    Of a full leaf with a form, the plain tensor inside.
-
-    ``full`` must have memory.
-    """
-    return [
-        pair
-        for region in handle.layout.regions
-        for pair in zip(
-            map(local_of, region.full.leaves),
-            compute_views(region.layout, region.full.buffer),
-            strict=True,
-        )
-    ]
-
-
 def is_at(leaf: torch.Tensor, home: torch.Tensor) -> bool:
     """Return whether ``leaf`` is the same view of the same memory as ``home``."""
     # Strides too: a transposed view has the same address and, if square, the same
@@ -269,17 +372,6 @@ def is_at(leaf: torch.Tensor, home: torch.Tensor) -> bool:
         home.shape,
         home.stride(),
     )
-
-
-def restore_full_views(handle: FlatParamHandle) -> None:
-    """Make every full leaf whose ``.data`` was replaced a view of ``full`` again.
-
-    The replaced data is lost, unless a caller has copied the data. ``full`` must have
-    memory.
-    """
-    for leaf, home in full_locations(handle):
-        if not is_at(leaf, home):
-            leaf.data = home
 
 
 def _rebuild_handle(

@@ -181,12 +181,18 @@ class LeafMemory(NamedTuple):
     leaves: tuple[nn.Parameter, ...]
     """Sharded leaves with elements on this rank."""
     addresses: tuple[int, ...]
-    """The expected ``data_ptr()`` of each leaf in ``leaves``."""
+    """The expected ``data_ptr()`` of each leaf in ``leaves``, in the shard."""
     empty: tuple[nn.Parameter, ...]
     """Sharded leaves without elements on this rank."""
     storages: tuple[torch.UntypedStorage, ...]
     """The expected storage of each leaf in ``empty``. Each of these leaves has an empty
     storage of its own, so that a replaced ``.data`` can be detected."""
+    shown: tuple[int, ...]
+    """``data_ptr()`` of each leaf in ``leaves`` when it was last looked at."""
+    away: tuple[nn.Parameter, ...] = ()
+    """The leaves that stay in memory of the user; the shard has copies."""
+    moved: bool = False
+    """Whether a leaf ever had other memory. Equal on all ranks, unlike ``away``."""
 
 
 class UnitLogs(NamedTuple):

@@ -15,6 +15,7 @@ import torch
 from composable_fsdp.comm.device import outside_transforms
 from composable_fsdp.errors import PhaseError, PlanError
 from composable_fsdp.flat.external_changes import (
+    follow_user_memory,
     rebuild_for_requires_grad,
     require_leaves,
 )
@@ -47,10 +48,13 @@ def adopt_external_changes(state: _FSDPState) -> None:
     if shards_are_unchanged(handle):
         return
     if context is not None:
+        synchronize_copy_stream(context)
+    if follow_user_memory(handle):
+        return
+    if context is not None:
         # The old buffers are freed below, so no stream may still read them.
         _finish_reduction(context, handle)
         free_oldest(context, keep=0)
-        synchronize_copy_stream(context)
     device, was_on_meta = handle.layout.device, handle.layout.on_meta
     if not require_leaves(handle):
         return
