@@ -18,11 +18,11 @@ from composable_fsdp.access.unsharded_grads import UnshardedGrads, unshard_grads
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import part_guards, residency
 from composable_fsdp.flat.build_region import full_leaves_in_form, full_views
-from composable_fsdp.flat.external_changes import is_at, write_to_user_memory
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_paths import place_path
 from composable_fsdp.flat.residency import version_of
 from composable_fsdp.flat.step_counts import written
+from composable_fsdp.flat.user_memory import is_at, write_to_user_memory
 from composable_fsdp.naming import quoted
 from composable_fsdp.phases import Phase, illegal_move
 from composable_fsdp.planning.dtensors import is_dtensor, local_of

@@ -25,22 +25,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from composable_fsdp.comm.device import outside_transforms
 from composable_fsdp.errors import PlanError
-from composable_fsdp.flat import memory
-from composable_fsdp.flat.build import leaf_memory, replace_layout
-from composable_fsdp.flat.build_region import fill_shard
+from composable_fsdp.flat.build import replace_layout
 from composable_fsdp.flat.flat_parameter import rebind_flat_parameters
-from composable_fsdp.flat.gradients import new_shard, shard_views
+from composable_fsdp.flat.gradients import shard_views
 from composable_fsdp.flat.handle import (
-    LEAVES,
     FlatParamHandle,
     FullForm,
     find_leaf,
@@ -49,29 +44,13 @@ from composable_fsdp.flat.handle import (
 from composable_fsdp.flat.param_paths import place_path
 from composable_fsdp.flat.param_ref import param_refs
 from composable_fsdp.flat.precision import take_form
-from composable_fsdp.flat.region import FlatParameter, FullBuffer
+from composable_fsdp.flat.region import FullBuffer
 from composable_fsdp.flat.residency import shards_are_unchanged
+from composable_fsdp.flat.user_memory import take_memory
 from composable_fsdp.naming import listed, quoted
-from composable_fsdp.planning.dtensors import is_dtensor, local_of
+from composable_fsdp.planning.dtensors import is_dtensor
 from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.split import split_region
-
-
-def leaves_view_shards(handle: FlatParamHandle) -> bool:
-    """Return whether the leaves with elements share the storage of the shard.
-
-    Stricter than the address comparison of ``shards_are_unchanged``.
-    """
-    # ``leaf.data = torch.from_numpy(leaf.data.numpy())`` keeps the address and replaces
-    # the storage. The difference matters for a unit that is kept unsharded: a changed
-    # leaf leads to an all-gather, so all ranks must detect the change. Ranks without
-    # elements detect the change by the storage.
-    for region in handle.layout.regions:
-        memory = region.shard.untyped_storage()
-        for leaf in region.leaves:
-            if leaf.numel() and leaf.untyped_storage() is not memory:
-                return False
-    return True
 
 
 def requires_grad_changed(handle: FlatParamHandle) -> bool:
@@ -218,138 +197,6 @@ def _device(handle: FlatParamHandle, current: dict[int, nn.Parameter]) -> torch.
     return handle.layout.device
 
 
-def follow_user_memory(handle: FlatParamHandle) -> bool:
-    """Copy leaves in memory of the user into the shard, if nothing else has changed.
-
-    Returns: whether the shards are current now.
-    """
-    here = handle.writes.memory
-    if not here.away:
-        return False
-    handle.writes.memory = here._replace(addresses=here.shown)
-    good = shards_are_unchanged(handle)
-    handle.writes.memory = here
-    if good:
-        take_memory(handle)
-    return good
-
-
-@outside_transforms
-def take_memory(handle: FlatParamHandle) -> None:
-    """Make the shard hold the values of all leaves, and write to no other memory.
-
-    A leaf whose memory only the leaf holds becomes a view of the shard. Other memory
-    may belong to the user (``buffer`` of ``p.data = buffer[a:b]``, or ``kept = p.data``
-    before a change): the leaf stays there, as in a plain module, so that both follow
-    each other, and each iteration copies the leaf into the shard.
-    """
-    before = handle.writes.memory
-    away, moved = set(map(id, before.away)), before.moved
-    with memory.outside_inference(), torch.no_grad():
-        for region in handle.layout.regions:
-            strangers = _strangers(region)
-            moved = moved or bool(strangers)
-            if any(id(leaf) not in away for leaf, _ in strangers):
-                # The user may hold the memory that the leaf was in.
-                _move_shard(handle, region)
-                continue
-            for leaf, home in strangers:
-                home.copy_(leaf.detach())
-        for leaf, storage in zip(before.empty, before.storages, strict=True):
-            if leaf.untyped_storage() is not storage:
-                moved = True
-                leaf.data = torch.empty_like(leaf)
-        found = _leave_with_user(handle)
-    handle.writes.memory = leaf_memory(handle.layout)._replace(away=found, moved=moved)
-
-
-def write_to_user_memory(handle: FlatParamHandle) -> None:
-    """Copy the shard into the leaves in memory of the user, after a write to it."""
-    if handle.writes.memory.away:
-        with torch.no_grad():
-            for region in handle.layout.regions:
-                for leaf, home in _strangers(region):
-                    leaf.copy_(home)
-
-
-def _strangers(region: FlatParameter) -> list[tuple[nn.Parameter, torch.Tensor]]:
-    """Return the leaves with elements outside the shard, with their places in it."""
-    homes, _ = shard_views(region.cuts, region.shard)
-    storage = region.shard.untyped_storage()
-    return [
-        (leaf, home)
-        for leaf, home in zip(region.leaves, homes, strict=True)
-        if leaf.numel()
-        and not (is_at(leaf, home) and leaf.untyped_storage() is storage)
-    ]
-
-
-def _move_shard(handle: FlatParamHandle, region: FlatParameter) -> None:
-    """Give the region new memory for its shard, with the values of the leaves."""
-    old, layout = region.shard.untyped_storage(), region.layout
-    fresh = new_shard(
-        layout.shard_numel, layout.dtype, region.device, offload=region.offload
-    )
-    fill_shard(fresh, region.cuts, region.leaves, sharded=True)
-    views: list[torch.Tensor] = [region.shard]
-    if region.flat is not None:
-        views.append(region.flat)
-    at = handle.layout.regions.index(region)
-    fulls = [region.full]
-    for form in (handle.form, handle.other_form):
-        if form is not None:
-            fulls += form.regions[at : at + 1]
-            views += [shard for _, shard in form.fills]
-    for full in fulls:
-        if not full.is_cut:
-            views += map(local_of, full.leaves)
-    found = {id(v): v for v in views if v.untyped_storage() is old}
-    memory.move(found.values(), fresh, since=int(region.shard.storage_offset()))
-
-
-def _leave_with_user(handle: FlatParamHandle) -> tuple[nn.Parameter, ...]:
-    """Move leaves whose memory nobody else holds into the shard; return the others."""
-    groups: dict[int, list[tuple[nn.Parameter, torch.Tensor]]] = {}
-    for region in handle.layout.regions:
-        for leaf, home in _strangers(region):
-            if region.flat is not None:
-                # The optimizer steps on the shard itself.
-                leaf.data = home
-            else:
-                key = leaf.untyped_storage()._cdata
-                groups.setdefault(key, []).append((leaf, home))
-    if not groups:
-        return ()
-    others = {id(each): each for link in LEAVES.values() if (each := link())}
-    others.pop(id(handle), None)
-    elsewhere = [x for each in others.values() for x in each.writes.memory.away]
-    away: list[nn.Parameter] = []
-    for key, group in groups.items():
-        same = [x for x in elsewhere if x.untyped_storage()._cdata == key]
-        leaves = [leaf for leaf, _ in group] + same
-        if _is_held(leaves):
-            away += [leaf for leaf, _ in group]
-        else:
-            for leaf, home in group:
-                leaf.data = home
-    return tuple(away)
-
-
-def _is_held(leaves: Sequence[torch.Tensor]) -> bool:
-    """Return whether more than ``leaves``, of one storage, may read their memory."""
-    storage = leaves[0].untyped_storage()
-    # One more for ``storage``. Memory that is not resizable may belong to numpy.
-    # ``_storage_Use_Count`` is private, checked on torch 2.13 and 2.11.
-    count = torch._C._storage_Use_Count(storage._cdata) - 1
-    if count > len(leaves) or not storage.resizable():
-        return True
-    # Parameters that share elements must go on to share them.
-    spans = sorted((leaf.data_ptr(), leaf.data_ptr() + leaf.nbytes) for leaf in leaves)
-    return any(end > begin for (_, end), (begin, _) in pairwise(spans)) or not all(
-        leaf.is_contiguous() for leaf in leaves
-    )
-
-
 def _misfit(fqn: str, expected: torch.Tensor, got: torch.Tensor) -> PlanError:
     """Return the error for a parameter that does not fit its place in the shard."""
     return PlanError(
@@ -359,18 +206,6 @@ def _misfit(fqn: str, expected: torch.Tensor, got: torch.Tensor) -> PlanError:
         "values, write in place inside unshard_params, or call set_full_param; to "
         "change shapes, change the plain model before fully_shard. A cast of the "
         "whole model is taken up."
-    )
-
-
-def is_at(leaf: torch.Tensor, home: torch.Tensor) -> bool:
-    """Return whether ``leaf`` is the same view of the same memory as ``home``."""
-    # Strides too: a transposed view has the same address and, if square, the same
-    # shape.
-    return (leaf.data_ptr(), leaf.dtype, leaf.shape, leaf.stride()) == (
-        home.data_ptr(),
-        home.dtype,
-        home.shape,
-        home.stride(),
     )
 
 

@@ -15,12 +15,12 @@ import torch
 from composable_fsdp.comm.device import outside_transforms
 from composable_fsdp.errors import PhaseError, PlanError
 from composable_fsdp.flat.external_changes import (
-    follow_user_memory,
     rebuild_for_requires_grad,
     require_leaves,
 )
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.residency import shards_are_unchanged
+from composable_fsdp.flat.user_memory import follow_user_memory
 from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.runtime.backward import install_grad_hooks
 from composable_fsdp.runtime.offload import (

@@ -23,11 +23,7 @@ from composable_fsdp.comm.ranges import end_all_ranges
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import residency
 from composable_fsdp.flat.changed_flags import changed_flags, common_mode
-from composable_fsdp.flat.external_changes import (
-    leaves_view_shards,
-    requires_grad_changed,
-    take_memory,
-)
+from composable_fsdp.flat.external_changes import requires_grad_changed
 from composable_fsdp.flat.functional_params import (
     functional_params_aside,
     restore_functional_params,
@@ -41,6 +37,7 @@ from composable_fsdp.flat.residency import (
     UNSHARDED,
     shards_are_unchanged,
 )
+from composable_fsdp.flat.user_memory import leaves_view_shards, take_memory
 from composable_fsdp.phases import BACKWARD_PRE, IDLE, illegal_move
 from composable_fsdp.runtime.backward import GradientOrder
 from composable_fsdp.runtime.debug_shards import CHECKED, checked_record
