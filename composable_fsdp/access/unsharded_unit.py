@@ -1,12 +1,8 @@
 """Full parameters of a single unit while a block runs outside the step.
 
-::
-
-    usual                           the unit's own ``full`` and full leaves, as in
-    forward
-    offload_to_cpu, an arena, or    new buffers in the parameters' dtype, and new
-    compute dtype != parameter      leaves; the unit itself stays sharded underneath
-    dtype
+The block sees new parameters over new buffers, in the parameters' dtype; the unit stays
+sharded underneath. Nothing frees this memory under a tensor that the block keeps, and
+parameters that it keeps show this rank's rows afterwards.
 """
 
 from __future__ import annotations
@@ -19,21 +15,20 @@ from torch import Tensor, nn
 
 from composable_fsdp.access.gather import gather_flat_values, spread_flat_values
 from composable_fsdp.access.unsharded_grads import UnshardedGrads, unshard_grads
-from composable_fsdp.comm import collectives
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import part_guards, residency
 from composable_fsdp.flat.build_region import full_leaves_in_form, full_views
-from composable_fsdp.flat.external_changes import is_at, restore_full_views
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_paths import place_path
 from composable_fsdp.flat.residency import version_of
 from composable_fsdp.flat.step_counts import written
+from composable_fsdp.flat.user_memory import is_at, write_to_user_memory
 from composable_fsdp.naming import quoted
 from composable_fsdp.phases import Phase, illegal_move
-from composable_fsdp.planning.dtensors import local_of
-from composable_fsdp.runtime.unshard import reshard, unshard, wait_unsharded
+from composable_fsdp.planning.dtensors import is_dtensor, local_of
+from composable_fsdp.runtime.unshard import reshard
 from composable_fsdp.tree.root import ensure_root
-from composable_fsdp.tree.state import RuntimeContext, _FSDPState
+from composable_fsdp.tree.state import _FSDPState
 
 UNSHARDED: set[int] = set()
 """Identities of the handles whose full parameters a block shows now."""
@@ -138,6 +133,13 @@ class UnshardedUnit:
             home.copy_(found.clone())
             parameters[name] = expected
 
+    def show_shards(self) -> None:
+        """Make the parameters of the block, which a user may keep, show the shards."""
+        for parameter, leaf in zip(self.leaves, self.handle.leaves, strict=False):
+            # A DTensor keeps its values, because the shard is no DTensor.
+            if not is_dtensor(parameter):
+                parameter.data = leaf.data
+
     def _homes(self) -> list[Tensor]:
         """Return the views of the full buffers that ``leaves`` must use as data."""
         return [
@@ -181,22 +183,9 @@ def _unshard_state(
     _begin_block(handle)
     # The optimizer wrote the shards on the caller's stream.
     context.streams.wait_for_caller()
-    # Units in slots of an arena cannot all be full in their own buffers, which some of
-    # them share.
-    in_slot = handle.form.slot is not None
-    apart = offload_to_cpu or in_slot or any(_casts(handle))
-    # A region that is not sharded shows ``shard`` itself as ``full``: keep a copy,
-    # which is restored if the writes must not be kept.
-    uncut = (
-        [] if apart else [r.shard for r in handle.layout.regions if not r.full.is_cut]
-    )
-    kept = [(shard, shard.clone()) for shard in uncut]
-    unit, written = UnshardedUnit(handle), False
+    unit = UnshardedUnit(handle)
     try:
-        if apart:
-            _show_copies(unit, rank0_only=rank0_only, to_cpu=offload_to_cpu)
-        else:
-            _show_unit_buffer(unit, context, rank0_only=rank0_only)
+        _show_copies(unit, rank0_only=rank0_only, to_cpu=offload_to_cpu)
         if not rank0_only:
             unit.versions = tuple(map(version_of, unit.leaves))
         if with_grads:
@@ -209,8 +198,8 @@ def _unshard_state(
             unit.take_assigned()
             shards = [region.shard for region in handle.layout.regions]
             spread_flat_values(handle, shards, unit.fulls, from_first=rank0_only)
+            write_to_user_memory(handle)
             unit.count_writes()
-            written = True
             if unit.grads is not None:
                 unit.grads.write_back()
     finally:
@@ -219,55 +208,8 @@ def _unshard_state(
         UNSHARDED.discard(id(handle))
         if unit.grads is not None:
             unit.grads.hide()
-        if unit.leaves and not apart:
-            # The block may have set ``.data`` of the unit's full leaves, which later
-            # steps reuse.
-            restore_full_views(handle)
         reshard(context, handle)
-        if not written:
-            # The block wrote into the shard of an unsharded region directly: restore
-            # the values.
-            for shard, values in kept:
-                shard.copy_(values)
-
-
-def _casts(handle: FlatParamHandle) -> Iterator[bool]:
-    """Yield per region whether full values are cast, encoded or in another order."""
-    return (
-        not region.is_exact or region.layout.is_strided
-        for region in handle.layout.regions
-    )
-
-
-def _show_unit_buffer(
-    unit: UnshardedUnit, context: RuntimeContext, *, rank0_only: bool
-) -> None:
-    """All-gather into the unit's own ``full`` and show its full leaves."""
-    handle = unit.handle
-    if rank0_only and handle.groups.shard is not None:
-        _gather_to_first(handle)
-        if handle.groups.rank != 0:
-            return
-    else:
-        unshard(context, handle)
-    wait_unsharded(handle)
-    unit.fulls = [region.full.buffer for region in handle.layout.regions]
-    unit.leaves = [
-        leaf for region in handle.layout.regions for leaf in region.full.leaves
-    ]
-
-
-def _gather_to_first(handle: FlatParamHandle) -> None:
-    """Fill ``full`` on the shard group's first rank; others allocate nothing."""
-    group = handle.groups.shard
-    assert group is not None
-    first = handle.groups.rank == 0
-    if first:
-        residency.allocate_full(handle)
-    for region in handle.layout.regions:
-        if region.full.is_cut and region.layout.padded_numel:
-            full = region.full.buffer if first else None
-            collectives.gather_flat(full, region.shard.to(handle.layout.device), group)
+        unit.show_shards()
 
 
 def _show_copies(unit: UnshardedUnit, *, rank0_only: bool, to_cpu: bool) -> None:

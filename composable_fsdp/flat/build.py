@@ -261,21 +261,29 @@ def leaf_memory(layout: UnitLayout) -> LeafMemory:
     """Return where the data of every leaf is, for ``shards_are_unchanged``."""
     here: list[nn.Parameter] = []
     empty: list[nn.Parameter] = []
+    addresses: list[int] = []
     for region in layout.regions:
+        begin, size = region.shard.data_ptr(), region.shard.element_size()
         # From the cuts, which equal units share, and not from each leaf.
-        for leaf, (start, stop, _) in zip(
+        for leaf, (start, stop, at) in zip(
             region.leaves, region.cuts.parts, strict=True
         ):
-            (here if stop > start else empty).append(leaf)
+            if stop > start:
+                here.append(leaf)
+                # Fake tensors have no addresses.
+                addresses.append(begin and begin + at * size)
+            else:
+                empty.append(leaf)
     # An empty tensor has no address (``data_ptr()`` is 0), so leaves without elements
     # are compared by their storage.
     return LeafMemory(
         tuple(here),
-        tuple([leaf.data_ptr() for leaf in here]),
+        tuple(addresses),
         tuple(empty),
         # Strong references: if a storage were freed, a new storage could get the same
         # id.
         tuple([leaf.untyped_storage() for leaf in empty]),
+        tuple([leaf.data_ptr() for leaf in here]),
     )
 
 

@@ -66,7 +66,7 @@ def build_region(
     # No torch.no_grad is needed: the parameters are detached, so autograd records
     # nothing here.
     with memory.outside_inference():
-        _fill_shard(shard, cuts, leaves, sharded=sharded)
+        fill_shard(shard, cuts, leaves, sharded=sharded)
         _make_sharded_leaves(shard, cuts, leaves, dtypes.gradient, sharded=sharded)
         full = make_full(
             layout,
@@ -97,7 +97,7 @@ def build_region(
     return region
 
 
-def _fill_shard(
+def fill_shard(
     shard: Tensor,
     shard_cuts: ShardCuts,
     parameters: Sequence[nn.Parameter],
@@ -136,19 +136,13 @@ def _make_sharded_leaves(
             # Setting ``.data`` keeps a ``.grad`` of the old shape, which no optimizer
             # accepts.
             parameter.grad = None
-        # ``own_memory``, inlined.
+        # All empty views have address 0, so only the storage can show that a user
+        # replaced ``.data`` of an empty leaf (``external_changes``).
         parameter.data = view if stop > start else torch.empty_like(view)
         # Without ``grad_dtype``, torch refuses a ``.grad`` whose dtype differs from the
         # parameter's dtype.
         if gradient_dtype != view.dtype:
             parameter.grad_dtype = gradient_dtype
-
-
-def own_memory(view: Tensor) -> Tensor:
-    """Return ``view``, or an empty tensor with its own storage if ``view`` is empty."""
-    # All empty views have address 0, so only the storage can show that a user replaced
-    # ``.data`` of an empty leaf (``external_changes``).
-    return view if view.numel() else torch.empty_like(view)
 
 
 def make_full(

@@ -30,10 +30,8 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from composable_fsdp.comm.device import outside_transforms
 from composable_fsdp.errors import PlanError
-from composable_fsdp.flat.build import leaf_memory, replace_layout
-from composable_fsdp.flat.build_region import compute_views, own_memory
+from composable_fsdp.flat.build import replace_layout
 from composable_fsdp.flat.flat_parameter import rebind_flat_parameters
 from composable_fsdp.flat.gradients import shard_views
 from composable_fsdp.flat.handle import (
@@ -44,27 +42,11 @@ from composable_fsdp.flat.handle import (
 from composable_fsdp.flat.param_paths import place_path
 from composable_fsdp.flat.param_ref import param_refs
 from composable_fsdp.flat.residency import shards_are_unchanged
+from composable_fsdp.flat.user_memory import take_memory
 from composable_fsdp.naming import listed, quoted
-from composable_fsdp.planning.dtensors import is_dtensor, local_of
+from composable_fsdp.planning.dtensors import is_dtensor
 from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.split import split_region
-
-
-def leaves_view_shards(handle: FlatParamHandle) -> bool:
-    """Return whether the leaves with elements share the storage of the shard.
-
-    Stricter than the address comparison of ``shards_are_unchanged``.
-    """
-    # ``leaf.data = torch.from_numpy(leaf.data.numpy())`` keeps the address and replaces
-    # the storage. The difference matters for a unit that is kept unsharded: a changed
-    # leaf leads to an all-gather, so all ranks must detect the change. Ranks without
-    # elements detect the change by the storage.
-    for region in handle.layout.regions:
-        memory = region.shard.untyped_storage()
-        for leaf in region.leaves:
-            if leaf.numel() and leaf.untyped_storage() is not memory:
-                return False
-    return True
 
 
 def requires_grad_changed(handle: FlatParamHandle) -> bool:
@@ -84,8 +66,7 @@ def require_leaves(handle: FlatParamHandle) -> bool:
     * A parameter that was replaced, cast, or moved from the CPU to a GPU: the new
       parameter is adopted and the region is rebuilt. Tied places are tied again, to the
       parameter that the first changed place shows.
-    * A parameter whose ``.data`` only moved to other memory: the data is copied into
-      the shard.
+    * A parameter whose ``.data`` only moved to other memory: see ``take_memory``.
 
     Collective: none.
     Raises: PlanError, naming the parameter, if a parameter is on meta, has another
@@ -106,7 +87,7 @@ def require_leaves(handle: FlatParamHandle) -> bool:
     current = _current(handle, names)
     _require_fit(handle, current, names)
     if not _is_replaced(handle):
-        restore_shard_views(handle)
+        take_memory(handle)
         return False
     if handle.reduction.due or handle.reduction.held is not None:
         raise PlanError(
@@ -212,19 +193,6 @@ def _device(handle: FlatParamHandle, current: dict[int, nn.Parameter]) -> torch.
     return handle.layout.device
 
 
-@outside_transforms
-def restore_shard_views(handle: FlatParamHandle) -> None:
-    """Copy changed leaves into the shard and make all leaves views of the shard."""
-    with torch.no_grad():
-        for region in handle.layout.regions:
-            homes, _ = shard_views(region.cuts, region.shard)
-            for leaf, home in zip(region.leaves, homes, strict=True):
-                if leaf.numel() and leaf.data_ptr() != home.data_ptr():
-                    home.copy_(leaf.detach())
-                leaf.data = own_memory(home)
-    handle.writes.memory = leaf_memory(handle.layout)
-
-
 def _misfit(fqn: str, expected: torch.Tensor, got: torch.Tensor) -> PlanError:
     """Return the error for a parameter that does not fit its place in the shard."""
     return PlanError(
@@ -235,47 +203,6 @@ def _misfit(fqn: str, expected: torch.Tensor, got: torch.Tensor) -> PlanError:
         "change shapes, change the plain model before fully_shard. A cast of the "
         "whole model is taken up."
     )
-
-
-def full_locations(handle: FlatParamHandle) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return each full leaf with the view of ``full`` that its data must be.
-
-    Of a full leaf with a form, the plain tensor inside.
-
-    ``full`` must have memory.
-    """
-    return [
-        pair
-        for region in handle.layout.regions
-        for pair in zip(
-            map(local_of, region.full.leaves),
-            compute_views(region.layout, region.full.buffer),
-            strict=True,
-        )
-    ]
-
-
-def is_at(leaf: torch.Tensor, home: torch.Tensor) -> bool:
-    """Return whether ``leaf`` is the same view of the same memory as ``home``."""
-    # Strides too: a transposed view has the same address and, if square, the same
-    # shape.
-    return (leaf.data_ptr(), leaf.dtype, leaf.shape, leaf.stride()) == (
-        home.data_ptr(),
-        home.dtype,
-        home.shape,
-        home.stride(),
-    )
-
-
-def restore_full_views(handle: FlatParamHandle) -> None:
-    """Make every full leaf whose ``.data`` was replaced a view of ``full`` again.
-
-    The replaced data is lost, unless a caller has copied the data. ``full`` must have
-    memory.
-    """
-    for leaf, home in full_locations(handle):
-        if not is_at(leaf, home):
-            leaf.data = home
 
 
 def _rebuild_handle(

@@ -19,6 +19,7 @@ from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_paths import slot_path
 from composable_fsdp.flat.region import FlatParameter, part_of
 from composable_fsdp.flat.residency import accept_versions, set_versions, version_of
+from composable_fsdp.flat.user_memory import write_to_user_memory
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning.dtensors import local_of
 
@@ -79,8 +80,8 @@ def _copy_write_to_shard(
             "lost or rounded. Write to it between steps, inside "
             f"unshard_params(module), or give the unit no {_cause(region)[1]}."
         )
-    # Else the full leaf views the shard itself, which already has the new values.
-    if region.full.is_cut:
+    # A full leaf may view the shard itself, which already has the new values.
+    if region.full.is_cut or handle.writes.memory.away:
         sharded.copy_(part_of(region, slot, local_of(full), like=sharded))
     # The full leaf's version must equal the sharded leaf's version plus the versions of
     # flat parameters (``versions.make_readable``).
@@ -160,3 +161,4 @@ def copy_all_to_shards(handle: FlatParamHandle) -> None:
             region.shard.copy_(
                 region.full.buffer[start : start + region.layout.shard_numel]
             )
+    write_to_user_memory(handle)

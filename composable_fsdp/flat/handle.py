@@ -169,17 +169,22 @@ class UnitLayout:
 
 
 class LeafMemory(NamedTuple):
-    """Where the data of a unit's leaves is expected (``flat.external_changes``)."""
+    """Where the data of a unit's leaves is expected (``flat.user_memory``)."""
 
     leaves: tuple[nn.Parameter, ...]
     """Sharded leaves with elements on this rank."""
     addresses: tuple[int, ...]
-    """The expected ``data_ptr()`` of each leaf in ``leaves``."""
+    """The expected ``data_ptr()`` of each leaf in ``leaves``, in the shard."""
     empty: tuple[nn.Parameter, ...]
     """Sharded leaves without elements on this rank."""
     storages: tuple[torch.UntypedStorage, ...]
-    """The expected storage of each leaf in ``empty``. Each of these leaves has an empty
-    storage of its own, so that a replaced ``.data`` can be detected."""
+    """The storage of each leaf in ``empty``, of its own, to detect other ``.data``."""
+    shown: tuple[int, ...]
+    """``data_ptr()`` of each leaf in ``leaves`` when it was last looked at."""
+    away: tuple[nn.Parameter, ...] = ()
+    """The leaves that stay in memory of the user; the shard has copies."""
+    moved: bool = False
+    """Whether a leaf was ever elsewhere; equal on all ranks, unlike ``away``."""
 
 
 class UnitLogs(NamedTuple):
@@ -230,8 +235,7 @@ class RunningForwards:
         """Running forwards of the unit, outermost first: a ``UnitForward``, or ``None``
         if the forward runs without gradients."""
         self.lent: list[Any] = []
-        """``ContainerCopies`` of those running forwards that received copies of
-        containers."""
+        """``ContainerCopies`` of the running forwards that received copies."""
         self.foreign: dict[int, Any] = {}
         """By index of the place: tensors from ``torch.func.functional_call`` that the
         modules show instead of full leaves while the unit is full."""

@@ -20,6 +20,7 @@ from composable_fsdp.flat.external_changes import (
 )
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.residency import shards_are_unchanged
+from composable_fsdp.flat.user_memory import follow_user_memory
 from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.runtime.backward import install_grad_hooks
 from composable_fsdp.runtime.offload import (
@@ -47,10 +48,13 @@ def adopt_external_changes(state: _FSDPState) -> None:
     if shards_are_unchanged(handle):
         return
     if context is not None:
+        synchronize_copy_stream(context)
+    if follow_user_memory(handle):
+        return
+    if context is not None:
         # The old buffers are freed below, so no stream may still read them.
         _finish_reduction(context, handle)
         free_oldest(context, keep=0)
-        synchronize_copy_stream(context)
     device, was_on_meta = handle.layout.device, handle.layout.on_meta
     if not require_leaves(handle):
         return

@@ -23,11 +23,7 @@ from composable_fsdp.comm.ranges import end_all_ranges
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import residency
 from composable_fsdp.flat.changed_flags import changed_flags, common_mode
-from composable_fsdp.flat.external_changes import (
-    leaves_view_shards,
-    requires_grad_changed,
-    restore_shard_views,
-)
+from composable_fsdp.flat.external_changes import requires_grad_changed
 from composable_fsdp.flat.functional_params import (
     functional_params_aside,
     restore_functional_params,
@@ -41,6 +37,7 @@ from composable_fsdp.flat.residency import (
     UNSHARDED,
     shards_are_unchanged,
 )
+from composable_fsdp.flat.user_memory import leaves_view_shards, take_memory
 from composable_fsdp.phases import BACKWARD_PRE, IDLE, illegal_move
 from composable_fsdp.runtime.backward import GradientOrder
 from composable_fsdp.runtime.debug_shards import CHECKED, checked_record
@@ -245,9 +242,9 @@ def require_current_full_params(handle: FlatParamHandle) -> bool:
             "reshard(module), or set_reshard_after_backward(module, True) before the "
             "backward that comes before the step."
         )
-    good = shards_are_unchanged(handle)
+    good = shards_are_unchanged(handle) and not handle.writes.memory.moved
     if good and not leaves_view_shards(handle):
-        restore_shard_views(handle)
+        take_memory(handle)
         good = False
     if good:
         # The values are current, but their versions are not if torch has made state of
@@ -388,7 +385,9 @@ def require_between_steps(state: _FSDPState, what: str) -> None:
     handle = state.handle
     if handle.residency is not UNSHARDED and handle.residency is not COPIES_SHOWN:
         # The unit is kept full for backward, and the user has assigned ``p.data``.
-        if handle.residency is not SHARDED and not shards_are_unchanged(handle):
+        if handle.residency is not SHARDED and (
+            handle.writes.memory.moved or not shards_are_unchanged(handle)
+        ):
             free_all_full_params(state)
         if handle.residency is SHARDED:
             adopt_external_changes_unless_meta(state)
