@@ -7,11 +7,11 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from composable_fsdp.errors import CheckpointError
+from composable_fsdp.storage.commit import Folder
 from composable_fsdp.storage.directory import path_text
 from composable_fsdp.storage.opening import find_checkpoint
 from composable_fsdp.storage.pending import PendingOutcome, raise_unseen
 from composable_fsdp.storage.remote import is_url, join, split, whole_path
-from composable_fsdp.storage.remote_commit import folder_at
 from composable_fsdp.storage.source import Source
 from composable_fsdp.storage.team import Team
 
@@ -28,17 +28,14 @@ class Found(NamedTuple):
 
     def is_gone(self) -> bool:
         """Return whether a save with ``keep`` has removed the path."""
-        if self.newest and is_url(self.what):
+        # A path that the caller has named is never looked up again: its loss is an
+        # error.
+        if self.newest and isinstance(self.what, str):
             # The other ranks wait for this rank: what has kept it from opening the
             # checkpoint, such as a network, may well keep it from this answer.
             with suppress(OSError):
-                return not folder_at(str(self.what)).is_committed
-            return False
-        # A checkpoint disappears by one rename of its directory, so no file of the
-        # directory needs a look. A path that the caller has named is never looked up
-        # again: its loss is an error.
-        is_path = isinstance(self.what, str) and self.newest
-        return is_path and not os.path.lexists(self.what)  # type: ignore[arg-type]  # a path
+                return not Folder(self.what).is_committed
+        return False
 
 
 def look_up(

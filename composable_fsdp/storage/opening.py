@@ -10,8 +10,8 @@ from typing import NamedTuple
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed
 from composable_fsdp.storage.bounds import within_limits
-from composable_fsdp.storage.commit import has_newest, interrupted, newest_in
-from composable_fsdp.storage.directory import LATEST, MANIFEST, no_checkpoint_text
+from composable_fsdp.storage.commit import Folder, folders_in, newest_in
+from composable_fsdp.storage.directory import MANIFEST, no_checkpoint_text
 from composable_fsdp.storage.formats.dcp_metadata import METADATA
 from composable_fsdp.storage.formats.dcp_read import open_dcp
 from composable_fsdp.storage.formats.safetensors_read import (
@@ -23,12 +23,6 @@ from composable_fsdp.storage.formats.safetensors_read import (
 from composable_fsdp.storage.formats.torch_read import is_torch_file, open_torch
 from composable_fsdp.storage.native import NativeSource
 from composable_fsdp.storage.remote import is_url, split, whole_path
-from composable_fsdp.storage.remote_commit import (
-    Marked,
-    folder_at,
-    folders_in,
-    newest_remote,
-)
 from composable_fsdp.storage.source import Source
 
 
@@ -72,8 +66,7 @@ FORMATS = tuple(_FORMATS)
 def open_source(path: str | os.PathLike[str]) -> Source:
     """Open the checkpoint at ``path``, of any format; run no code of a pickle.
 
-    For a directory with a text file ``latest`` and no checkpoint in it, open the
-    checkpoint that the file names, or a newer one whose commit was interrupted.
+    For a directory of checkpoints of this library, open the newest.
 
     Raises: CheckpointError, if no known format lies at ``path``, or the checkpoint is
     damaged or refused.
@@ -83,14 +76,12 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     ...     print(source.model["head.weight"].shape)
     (4, 4)
     """
-    path = whole_path(path)
-    if is_url(path):
-        marked = _find_at_url(path)
-        with within_limits(marked.url):
-            return NativeSource(marked.url, folder=marked)
-    found, name = find_checkpoint(path)
-    with within_limits(found):
-        return _FORMATS[name].opener(found)
+    found, name = _find(path)
+    with within_limits(found.path):
+        if is_url(found.path):
+            # Listed already, for the manifest and all files.
+            return NativeSource(found.path, folder=found)
+        return _FORMATS[name].opener(found.path)
 
 
 def find_checkpoint(path: str | os.PathLike[str]) -> tuple[str, str]:
@@ -100,48 +91,33 @@ def find_checkpoint(path: str | os.PathLike[str]) -> tuple[str, str]:
 
     Raises: CheckpointError, if there is no checkpoint.
     """
-    asked = path = whole_path(path)
-    if is_url(path):
-        return _find_at_url(path).url, NATIVE
-    name = _format_at(path)
-    # A checkpoint at ``path`` itself takes precedence over ``latest``. ``latest`` is
-    # followed only once, so no chain of directories can lead in a circle.
-    if name is None and has_newest(path):
-        path = newest_in(path)
-        name = _format_at(path)
-    elif name is None and (found := interrupted(path)):
-        path, name = found, NATIVE
+    found, name = _find(path)
+    return found.path, name
+
+
+def _find(path: str | os.PathLike[str]) -> tuple[Folder, str]:
+    """Return the place of the checkpoint that ``path`` stands for, and the format."""
+    here = Folder(whole_path(path))
+    path = here.path
+    name = (NATIVE if here.is_committed else None) if is_url(path) else _format_at(path)
+    # A checkpoint at ``path`` itself takes precedence over those in ``path``.
     if name is not None:
-        return path, name
-    # The message names the file ``latest``, if ``latest`` has led to this path.
-    where = "" if path == asked else f", which {os.path.join(asked, LATEST)} names,"
-    text = no_checkpoint_text(path, where)
+        return here, name
+    newest = newest_in(path)
+    if newest is not None:
+        return newest, NATIVE
+    if is_url(path):
+        names = [split(each.path)[1] for each in folders_in(path)]
+        told = f"uploads without a {MANIFEST} ({listed(names)})" if names else "nothing"
+        raise CheckpointError(
+            f"{path} holds {told}, and no checkpoint. Expected a checkpoint of this "
+            f"library ({MANIFEST}), or a folder of such. Copy checkpoints of other "
+            "formats to a local directory first."
+        )
     words = [each.words for each in _FORMATS.values()]
     raise CheckpointError(
-        f"{text} Expected {', '.join(words[:-1])} or {words[-1]}, or a directory with "
-        f"a file {LATEST!r} that names one beside it."
-    )
-
-
-def _find_at_url(url: str) -> Marked:
-    """Return the checkpoint at ``url``, or the newest below ``url``, as listed.
-
-    Raises: CheckpointError, if there is none; OSError.
-    """
-    found = folder_at(url)
-    if found.is_committed:
-        return found
-    # There is no file ``latest``, which could not be replaced in the same request as
-    # the marker is written.
-    newest = newest_remote(url)
-    if newest is not None:
-        return newest
-    names = [split(each.url)[1] for each in folders_in(url)]
-    uploads = f"holds uploads without a {MANIFEST} ({listed(names)})" if names else ""
-    raise CheckpointError(
-        f"{url} {uploads or 'holds nothing'}, and no checkpoint. Expected a checkpoint "
-        f"of this library ({MANIFEST}), or a folder of such. Copy checkpoints of other "
-        "formats to a local directory first."
+        f"{no_checkpoint_text(path)} Expected {', '.join(words[:-1])} or {words[-1]}, "
+        "or a directory that holds checkpoints of this library."
     )
 
 

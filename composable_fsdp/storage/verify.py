@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage.blocks import ReadRequest
-from composable_fsdp.storage.commit import has_newest, interrupted, newest_in
+from composable_fsdp.storage.commit import newest_in
 from composable_fsdp.storage.directory import MANIFEST, no_checkpoint_text
 from composable_fsdp.storage.manifest import BLOCK
 from composable_fsdp.storage.native import NativeSource
@@ -111,7 +111,8 @@ def _newest(path: str) -> str:
         return find_checkpoint(path)[0]
     if os.path.lexists(os.path.join(path, MANIFEST)):
         return path
-    return newest_in(path) if has_newest(path) else interrupted(path) or path
+    newest = newest_in(path)
+    return path if newest is None else newest.path
 
 
 def _text(error: CheckpointError) -> str:

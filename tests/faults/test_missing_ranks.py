@@ -59,7 +59,7 @@ def test_a_rank_that_is_stopped_before_a_save_is_named(
         "save() was called on this rank, which waits for rank 1. Call save on every "
         "rank, outside of any 'if rank == 0'."
     ]
-    assert sorted(os.listdir(tmp_path)) == ["both", "latest"]
+    assert sorted(os.listdir(tmp_path)) == ["both"]
 
 
 def stopped_inside(world: World, folder: Path) -> tuple[str, list[str]]:
