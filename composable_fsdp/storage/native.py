@@ -20,7 +20,7 @@ from composable_fsdp.storage.blocks import BlockFile, ReadRequest
 from composable_fsdp.storage.bounds import within_limits
 from composable_fsdp.storage.commit import Folder, read_marker
 from composable_fsdp.storage.directory import MANIFEST
-from composable_fsdp.storage.local import LocalNames
+from composable_fsdp.storage.file_part import LocalNames
 from composable_fsdp.storage.manifest import (
     EntryPlace,
     Local,

@@ -44,10 +44,13 @@ from composable_fsdp.storage.part import PartMaker
 from composable_fsdp.storage.pending import raise_unseen, wait_for_pending
 from composable_fsdp.storage.region_part import add_missing
 from composable_fsdp.storage.remote import is_url, join, split, whole_path
-from composable_fsdp.storage.same_copies import copies_differ, hashes_of
-from composable_fsdp.storage.same_on_ranks import RankValues
-from composable_fsdp.storage.same_replicas import replica_shards, replicas_differ
-from composable_fsdp.storage.same_values import require_same_values
+from composable_fsdp.storage.same_copies import (
+    copies_differ,
+    hashes_of,
+    replica_shards,
+    replicas_differ,
+)
+from composable_fsdp.storage.same_on_ranks import RankValues, require_same_values
 from composable_fsdp.storage.selection import Patterns, Selection
 from composable_fsdp.storage.team import Team, meet_team, team_of
 from composable_fsdp.storage.validate import parse

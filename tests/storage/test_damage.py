@@ -14,7 +14,7 @@ import torch
 
 from composable_fsdp import load, open_source, save, verify
 from composable_fsdp.storage.native import NativeSource
-from composable_fsdp.storage.rng import rng_state
+from composable_fsdp.storage.stateful import rng_state
 from tests.storage.training import everything, make, optimizer_of, same, step
 from tests.support.sharded import RankCount, message_of
 from tests.support.world import World

@@ -21,7 +21,7 @@ from composable_fsdp import (
 )
 from composable_fsdp.storage import async_save as saving_behind
 from composable_fsdp.storage import save as saving
-from composable_fsdp.storage.snapshot import snapshot
+from composable_fsdp.storage.async_save import snapshot
 from tests.storage.test_remote import Folder
 from tests.storage.training import make, optimizer_of
 from tests.support.on_ranks import on_ranks

@@ -20,8 +20,8 @@ from torch import nn
 from composable_fsdp import checkpoints, load, save, verify
 from composable_fsdp.inspection.command_line import main
 from composable_fsdp.storage import bounds, native
+from composable_fsdp.storage.load_optim import STATES
 from composable_fsdp.storage.opening import open_source
-from composable_fsdp.storage.optim_types import STATES
 from tests.storage.samples import saved
 from tests.support.sharded import message_of
 

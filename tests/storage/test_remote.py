@@ -38,7 +38,7 @@ from composable_fsdp import (
     verify,
 )
 from composable_fsdp.inspection.command_line import main
-from composable_fsdp.storage import fsspec_storage
+from composable_fsdp.storage import storages as fsspec_storage
 from composable_fsdp.storage.remote import whole_path
 from tests.storage.training import everything, make, optimizer_of, same, step
 from tests.support.on_ranks import on_ranks

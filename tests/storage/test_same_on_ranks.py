@@ -324,7 +324,7 @@ def test_scalar_state_that_differs_between_parts_is_refused(
 
     assert "Optimizer state 'step' of" in text
     assert "which hold parts of the parameter" in text
-    assert not (tmp_path / "new").exists()
+    assert not (tmp_path / "new" / "manifest.json").exists()
 
 
 @on_ranks(2)
