@@ -270,6 +270,11 @@ def write(team: Team, job: Job, error: Exception | None = None) -> None:
         try:
             if error is not None:
                 raise error
+            # Network file systems remember for seconds that a name was not there; to
+            # make the directory again asks the server.
+            if not is_url(job.path):
+                with suppress(FileExistsError):
+                    os.mkdir(job.path)
             begins = places_of(job.pieces)
             file = write_file(job.file_of(team.rank), job.pieces, job.block)
             told = job.part, file, begins

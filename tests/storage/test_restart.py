@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from composable_fsdp import CheckpointError, checkpoints, load, save, verify
+from composable_fsdp.storage import save as saving
 from tests.support.on_ranks import on_ranks
 from tests.support.sharded import message_of
 from tests.support.world import World
@@ -154,6 +155,25 @@ def test_a_rename_that_reports_failure_and_was_done_is_a_commit(tmp_path: Path) 
         save(tmp_path / "step-1", model(3.0))
 
     assert value_in(tmp_path) == 3.0
+
+
+@on_ranks(2)
+@pytest.mark.req("K-03")
+def test_a_rank_that_does_not_see_the_new_directory_yet_writes_all_the_same(
+    world: World, tmp_path: Path
+) -> None:
+    """As on a network file system, which remembers that the name was not there."""
+    begin = saving.begin
+
+    def unseen(path: str, *options: Any) -> str:
+        ending = begin(path, *options)
+        os.rmdir(path)
+        return ending
+
+    with mock.patch.object(saving, "begin", unseen):
+        save(tmp_path / "step-1", model(3.0))
+
+    assert verify(tmp_path / "step-1")
 
 
 @pytest.mark.req("K-04")
