@@ -26,7 +26,7 @@ from torch import nn
 import composable_fsdp as ours
 from benchmarks.checkpoint import Block
 from benchmarks.tables import say_versions, table
-from composable_fsdp.storage.fsspec_storage import FsspecStorage
+from composable_fsdp.storage.storages import FsspecStorage
 from tests.support.pool import RankPool
 from tests.support.world import World
 

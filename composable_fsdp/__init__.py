@@ -127,24 +127,24 @@ from composable_fsdp.state_dict.settings import (
     state_dict_type,
 )
 from composable_fsdp.state_dict.sharded import ShardedValue
-from composable_fsdp.storage.async_save import async_save
+from composable_fsdp.storage.async_save import async_save, free_save_memory
 from composable_fsdp.storage.compare import LoadReport
 from composable_fsdp.storage.convert import convert
 from composable_fsdp.storage.export import export_safetensors
 from composable_fsdp.storage.listing import (
     CheckpointInfo,
+    Verification,
     checkpoints,
     remove_stale,
     stale_directories,
+    verify,
 )
 from composable_fsdp.storage.load import load
 from composable_fsdp.storage.opening import open_source
 from composable_fsdp.storage.remote import Storage, StoredObject, Upload
 from composable_fsdp.storage.save import save
-from composable_fsdp.storage.snapshot import free_save_memory
 from composable_fsdp.storage.source import Source, TensorInfo
 from composable_fsdp.storage.storages import register_storage
-from composable_fsdp.storage.verify import Verification, verify
 from composable_fsdp.tools.activations import Activations, measure_activations
 from composable_fsdp.tools.forecast import Forecast, forecast
 from composable_fsdp.tools.simulate import simulate

@@ -32,6 +32,7 @@ from lm_text import Batch, Corpus, load_corpus
 from lm_world import World, joined_world
 
 from composable_fsdp import (
+    checkpoints,
     clip_grad_norm_,
     fully_shard,
     load,
@@ -65,7 +66,7 @@ def run(arguments: argparse.Namespace, corpus: Corpus, world: World) -> None:
     optimizer = recipe.optimizer(model.parameters())
 
     folder, begin = arguments.folder, 0
-    if (folder / "latest").exists():
+    if checkpoints(folder):
         begin = load(folder, model, optimizer)["step"]
         world.say(f"resumed after step {begin} on {world.size} ranks")
     if world.rank == 0 and folder.exists():

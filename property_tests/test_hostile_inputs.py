@@ -91,7 +91,6 @@ class Bench:
             path = write(files, kind, folder)
             if change is not None:
                 change(path)
-            path = folder if (folder / "latest").exists() else path
             to = ("torch", "native", "safetensors", "dcp")[number % 4]
             model, optimizer = self.model, self.optimizer
             return read_every_way(self.guard, path, model, optimizer, to)
@@ -142,9 +141,8 @@ def test_changed_bytes_are_refused_or_read_as_they_were(
 @given(case=spoilt(KINDS, NAMES))
 @example(case=("safetensors", [("link", 0, "../../outside")]))
 @example(case=("dcp", [("link", 0, "self")]))
-@example(case=("native", [("latest", b"\xed\xa0\x80"), ("remove", 0)]))
 def test_changed_names_lead_nowhere_else(bench: Bench, case: Case) -> None:
-    """Files that are missing, renamed, links, pipes or directories, and ``latest``."""
+    """Files that are missing, renamed, links, pipes or directories."""
     kind, changes = case
 
     def change(path: Path) -> None:

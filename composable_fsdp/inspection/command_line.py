@@ -32,13 +32,14 @@ from composable_fsdp.inspection.plan_models import UsageError
 from composable_fsdp.inspection.progress import progress
 from composable_fsdp.inspection.sizes import byte_size, counted
 from composable_fsdp.naming import printable
-from composable_fsdp.storage.cast import CastWeights
 from composable_fsdp.storage.convert import (
     MAX_SHARD_BYTES,
     check_readable,
     convert,
     open_whole,
 )
+from composable_fsdp.storage.export import CastWeights
+from composable_fsdp.storage.listing import verify
 from composable_fsdp.storage.native import read_manifest
 from composable_fsdp.storage.opening import (
     DCP,
@@ -49,7 +50,6 @@ from composable_fsdp.storage.opening import (
     open_source,
 )
 from composable_fsdp.storage.source import Source
-from composable_fsdp.storage.verify import verify
 
 # Exit statuses: 0 success, 1 a bad checkpoint or nothing written, 2 wrong usage
 # (argparse), 130 interrupted (128 + SIGINT, the shells' convention).

@@ -36,6 +36,7 @@ from composable_fsdp.errors import CompositionError
 from composable_fsdp.integrations.given_optimizers import shard_state
 from composable_fsdp.integrations.hf_config import HFSharding, from_hf_config
 from composable_fsdp.state_dict.settings import state_dict_type
+from composable_fsdp.storage.commit import Folder
 from composable_fsdp.storage.contents import units_in
 from composable_fsdp.storage.load import load
 from composable_fsdp.storage.save import save
@@ -336,7 +337,7 @@ def save_sharded(
     """Save into ``folder``; an earlier state there is removed after the commit.
 
     Args:
-        folder: the folder of states, of which ``latest`` names the complete one.
+        folder: the folder of states, of which the newest is complete.
         model: a sharded model.
         optimizers: the optimizers over its parameters, or None.
 
@@ -344,7 +345,12 @@ def save_sharded(
     """
     # ``save`` overwrites nothing, and both frameworks save into existing folders. All
     # ranks list the folder before any rank commits, because a commit waits for all.
-    found = [re.fullmatch(r"state-(\d+)", each.name) for each in _entries(folder)]
+    # Committed ones alone: another rank may be in the save already.
+    found = [
+        re.fullmatch(r"state-(\d+)", each.name)
+        for each in _entries(folder)
+        if Folder(str(each)).is_committed
+    ]
     number = max((int(each[1]) for each in found if each), default=0) + 1
     save(os.path.join(folder, f"state-{number}"), model, optimizers, keep=1)
 

@@ -1,14 +1,15 @@
-"""Gives a complete checkpoint directory its name; a crash in between is finished.
+"""Commits, lists and removes checkpoints: rank 0 writes the manifest last, at once.
 
-A commit has several steps. Before the first, a *record* tells what was meant; the next
-save finishes the steps, and a load reads the directory that the record names::
+::
 
-    .step-2.commit-9f3a..      three lines: name, temporary directory, checksum
-    .step-2.tmp-9f3a..         complete; becomes step-2
-    .step-2.old-77b0..         the checkpoint that is replaced, if any
-    latest                     names step-2; after that, the record is removed
+    runs/step-100/rank00000.safetensors     written by each rank
+    runs/step-100/rank00001.safetensors
+    runs/step-100/manifest.json             now it is a checkpoint
 
-No function here uses a collective.
+In a directory as in a storage: a folder without a manifest is no checkpoint, and the
+manifest names the files. Where the folder was there before, and in a storage, names of
+files have a token (``rank00000-9f3a..77``), so that attempts never share a file. No
+function here uses a collective.
 """
 
 from __future__ import annotations
@@ -16,217 +17,310 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import shutil
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import NamedTuple
+from datetime import datetime, timezone
+from functools import cached_property
 
 from composable_fsdp.errors import CheckpointError
+from composable_fsdp.storage.bounds import read_document, require_document
 from composable_fsdp.storage.directory import (
     MANIFEST,
-    follow_latest,
-    require_free,
-    set_latest,
+    make_parents,
+    open_plain,
+    put_file,
     sync,
-    write_synced,
 )
+from composable_fsdp.storage.remote import StoredObject, is_url, join, split
+from composable_fsdp.storage.storages import storage_of
 
-_RECORD = re.compile(r"\.(?P<name>.+)\.commit-[0-9a-f]{16}\Z")
 _NUMBER = re.compile(r"(?P<before>.*?)(?P<number>\d+)(?P<after>\D*)\Z", re.DOTALL)
-_LONGEST = 4096
-"""The number of bytes that are read of a record, and of a manifest's first line."""
+_HEAD = re.compile(rb'\{"crc32": "[0-9a-f]{8}", "time": "(\d{19})"')
+PLAIN = ".safetensors"
+"""The end of the names of files in a folder that the save has made."""
 
 
-class _Record(NamedTuple):
-    """What a commit meant to do; paths are absolute."""
+class Folder:
+    """The place of a checkpoint: committed if there is a manifest, else an upload."""
 
-    file: str
-    path: str
-    made: str
-    head: str
+    def __init__(
+        self, path: str, files: Mapping[str, StoredObject] | None = None
+    ) -> None:
+        self.path, self._files = path, files
 
+    @cached_property
+    def files(self) -> Mapping[str, StoredObject]:
+        """All objects of the folder, by the name within it. Raises: OSError."""
+        return _list(self.path) if self._files is None else self._files
 
-def require_place(path: str, overwrite: bool) -> None:
-    """Raise CheckpointError unless a checkpoint may be saved at ``path``."""
-    if not overwrite or not os.path.lexists(path):
-        # Exports and conversions have no such option.
-        require_free(path, more=", or pass save(..., overwrite=True)")
-    # A link is kept: its target may lie on another file system, or be of another run.
-    elif os.path.islink(path) or not head_of(path):
-        raise CheckpointError(
-            f"{path} is no checkpoint of this library; overwrite=True replaces such "
-            "alone. Choose another name, or remove it first."
-        )
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The bytes of each object."""
+        return {name: each.nbytes for name, each in self.files.items()}
 
+    @property
+    def is_committed(self) -> bool:
+        """Whether the manifest is there."""
+        if is_url(self.path):
+            return MANIFEST in self.files
+        # Without a list: a directory of checkpoints of 1,024 ranks has many files.
+        return os.path.lexists(os.path.join(self.path, MANIFEST))
 
-def head_of(path: str) -> str:
-    """Return the first line of the manifest, with the checksum; "" if there is none."""
-    # The checksum identifies the checkpoint: the manifest holds those of all files.
-    return _first_bytes(os.path.join(path, MANIFEST)).partition("\n")[0]
+    @property
+    def time(self) -> datetime:
+        """The time at which the manifest was written."""
+        return self.files[MANIFEST].time
 
-
-def _first_bytes(file: str) -> str:
-    """Return the first bytes of a regular file as text; "" if there is none."""
-    try:
-        handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            return os.read(handle, _LONGEST).decode(errors="replace")
-        finally:
-            os.close(handle)
-    except OSError:
-        return ""
-
-
-def commit(made: str, path: str, overwrite: bool = False) -> None:
-    """Rename the complete checkpoint ``made`` to ``path``.
-
-    The files must be on the disk. The name is on the disk after ``finish_commit``. If
-    ``commit`` raises, ``path`` is as before.
-
-    Raises: CheckpointError, if ``path`` exists; OSError.
-    """
-    require_place(path, overwrite)
-    sync(made)
-    parent, name = os.path.split(path)
-    head, token = head_of(made), secrets.token_hex(8)
-    record = os.path.join(parent, f".{name}.commit-{token}")
-    aside = os.path.join(parent, f".{name}.old-{token}")
-    try:
-        write_synced(record, f"{name}\n{os.path.basename(made)}\n{head}\n".encode())
-        sync(parent)
-        # Two renames, because a rename cannot replace a directory with files. Between
-        # them only the record leads to the new checkpoint. The new checkpoint is at
-        # ``path`` already, and no longer at ``made``, if a save of another name, which
-        # finishes all records of the directory, came in between. The checksums do not
-        # tell: a run that was repeated bit by bit has saved the same.
-        if overwrite and os.path.lexists(path) and os.path.lexists(made):
-            os.rename(path, aside)
-        try:
-            os.rename(made, path)
-        except OSError:
-            # NFS may repeat a rename whose answer was lost, and then report that the
-            # source is gone; or another save has done the rename.
-            if os.path.lexists(made) or head_of(path) != head:
-                raise
-    # Also for Ctrl-C: the old checkpoint must be back before the process leaves.
-    except BaseException:
-        # The disk tells: Ctrl-C may have come between a rename and the next line.
-        if os.path.lexists(aside) and not os.path.lexists(path):
-            os.rename(aside, path)
-        # Without the rename the record would speak of a directory that is discarded.
-        # After it, the record lets the next call finish the commit.
-        if os.path.lexists(made) or head_of(path) != head:
-            with suppress(OSError):
-                os.unlink(record)
-        raise
-
-
-def finish_commit(path: str) -> None:
-    """Make ``latest`` name ``path``; on return, both names are on the disk.
-
-    Raises: OSError; then the next ``finish_commits`` does the rest.
-    """
-    parent = os.path.dirname(path)
-    # The name of the checkpoint goes to the disk before ``latest`` can refer to it.
-    sync(parent)
-    set_latest(path)
-    for record in _records(parent):
-        if record.path == path:
-            with suppress(FileNotFoundError):
-                os.unlink(record.file)
-
-
-def finish_commits(directory: str) -> None:
-    """Finish commits in ``directory`` that a crash has interrupted.
-
-    Records without their directory, which say nothing any more, are removed.
-    """
-    for record in _records(directory):
-        # A rename is repeated here, and not the writing: the record was made when all
-        # files were on the disk.
-        place = _place(record)
-        if place == record.made:
-            # Another process may be at the same step; then the directory is gone.
-            with suppress(FileNotFoundError):
-                os.rename(record.made, record.path)
-        if place:
-            finish_commit(record.path)
-        elif not record.head or not os.path.lexists(record.made):
-            with suppress(FileNotFoundError):
-                os.unlink(record.file)
-
-
-def _records(directory: str) -> list[_Record]:
-    """Return the records in ``directory``, oldest first."""
-    found = []
-    try:
-        names = os.listdir(directory)
-    except OSError:
-        return []
-    for entry in names:
-        match = _RECORD.match(entry)
-        if match is None:
-            continue
-        file = os.path.join(directory, entry)
-        name, made, head, *_ = [*_first_bytes(file).split("\n"), "", "", ""]
-        # A record is data: a damaged one, or one that a crash has cut short, must not
-        # lead to a directory.
-        plain = os.path.basename(made) == made and made.startswith(f".{match['name']}.")
-        if name != match["name"] or not plain:
-            head = ""
-        name = match["name"]
+    @property
+    def age(self) -> tuple[int, int]:
+        """A value that is larger for a checkpoint that was committed later."""
+        number = number_of(split(self.path)[1]) or -1
+        # A request per manifest would cost more; object stores tell times in seconds.
+        if is_url(self.path):
+            return int(self.time.timestamp()), number
+        # In the file, because a copy of a directory may have other times.
+        found = None
+        with suppress(OSError, CheckpointError):
+            handle = open_plain(os.path.join(self.path, MANIFEST))
+            with open(handle, "rb") as file:
+                found = _HEAD.match(file.read(100))
+        if found is not None:
+            return int(found[1]), number
+        # Damaged: a load of the directory must say so, and take no older one.
         with suppress(OSError):
-            path = os.path.join(directory, name)
-            age = os.lstat(file).st_mtime_ns
-            found.append(
-                (age, _Record(file, path, os.path.join(directory, made), head))
-            )
-    return [record for _, record in sorted(found)]
+            return os.lstat(os.path.join(self.path, MANIFEST)).st_mtime_ns, number
+        return 0, number
 
 
-def _place(record: _Record) -> str:
-    """Return where the checkpoint of ``record`` is now; "" if it is gone."""
-    if not record.head:
-        return ""
-    # A save of the same name may have replaced the checkpoint since; the checksum
-    # tells.
-    if head_of(record.path) == record.head:
-        return record.path
-    # With another checkpoint at the path, the commit had not begun.
-    if not os.path.lexists(record.path) and head_of(record.made) == record.head:
-        return record.made
-    return ""
+def _list(path: str) -> dict[str, StoredObject]:
+    """Return the objects of a folder itself; empty if it is not there."""
+    if not is_url(path):
+        with suppress(FileNotFoundError):
+            return {each.name: _entry(each) for each in os.scandir(path)}
+        return {}
+    storage, name = storage_of(path)
+    start = name.strip("/")
+    return {
+        inner: each
+        for each in storage.list(name)
+        # A deeper folder is another checkpoint.
+        if "/" not in (inner := each.name.strip("/")[len(start) :].strip("/"))
+    }
 
 
-def newest_in(directory: str) -> str:
-    """Return the checkpoint that was committed last in ``directory``.
-
-    The checkpoint of an interrupted commit comes before the one that ``latest`` names.
-
-    Raises: CheckpointError, as ``follow_latest``.
-    """
-    # The last record is of the save that began last: an earlier save of this
-    # directory has finished the records before it.
-    places = list(filter(None, map(_place, _records(directory))))
-    return places[-1] if places else follow_latest(directory)
+def _entry(entry: os.DirEntry[str]) -> StoredObject:
+    """Return an entry of a directory; a link or a directory has no bytes."""
+    status = entry.stat(follow_symlinks=False)
+    time = datetime.fromtimestamp(status.st_mtime, timezone.utc)
+    is_file = entry.is_file(follow_symlinks=False)
+    return StoredObject(entry.path, status.st_size if is_file else -1, time)
 
 
-def interrupted(path: str) -> str:
-    """Return the directory of an interrupted commit of ``path``, or "".
+def folders_in(path: str) -> Iterator[Folder]:
+    """Yield the folders in ``path`` that may hold a checkpoint; none without it."""
+    if not is_url(path):
+        found_here: list[os.DirEntry[str]] = []
+        with suppress(FileNotFoundError):
+            found_here = sorted(os.scandir(path), key=lambda each: each.name)
+        for entry in found_here:
+            # Never the target of a link, and no temporary directory.
+            if not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False):
+                yield Folder(entry.path)
+        return
+    storage, name = storage_of(path)
+    found: defaultdict[str, dict[str, StoredObject]] = defaultdict(dict)
+    start = name.strip("/")
+    for each in storage.list(name):
+        inner = each.name.strip("/")[len(start) :].strip("/")
+        folder, _, file = inner.rpartition("/")
+        # Only folders directly below: others belong to other runs.
+        if folder and "/" not in folder and (file == MANIFEST or is_part(file)):
+            found[folder][file] = each
+    for name in sorted(found):
+        yield Folder(join(path, name), found[name])
 
-    Only a commit between two renames leaves no directory at ``path``.
-    """
-    if os.path.lexists(path):
-        return ""
-    parent = os.path.dirname(path)
-    places = [_place(record) for record in _records(parent) if record.path == path]
-    return next(filter(None, reversed(places)), "")
+
+def newest_in(path: str) -> Folder | None:
+    """Return the checkpoint in ``path`` that was committed last, or None."""
+    # A file of another format has no folders.
+    if not is_url(path) and not os.path.isdir(path):
+        return None
+    # A folder without a manifest may be an upload that is still running.
+    marked = [each for each in folders_in(path) if each.is_committed]
+    return max(marked, key=lambda each: each.age, default=None)
 
 
-def has_newest(directory: str) -> bool:
-    """Return whether ``newest_in`` can name a checkpoint in ``directory``."""
-    if os.path.isfile(os.path.join(directory, "latest")):
+def is_part(file: str) -> bool:
+    """Return whether ``file`` is the name of a rank's file, or of half a manifest."""
+    if file.startswith(f"{MANIFEST}.") and file.endswith(".part"):
         return True
-    return any(map(_place, _records(directory)))
+    return file.startswith("rank") and file.endswith(".safetensors")
+
+
+def begin(path: str, overwrite: bool, ranks: int) -> str:
+    """Return the end of the names of the files of a new attempt to save at ``path``.
+
+    Raises: CheckpointError, if the save cannot be committed at ``path``; OSError.
+    """
+    if not split(path)[1]:
+        raise CheckpointError(f"{path} has no name of a checkpoint, such as step-100.")
+    # Every process has a memory of its own, so the manifest would name files that no
+    # other process sees.
+    if path.startswith("memory://") and ranks > 1:
+        raise CheckpointError(
+            f"{path} lies in the memory of a single process, and {ranks} ranks save. "
+            "Save to a file system or an object store that all ranks reach."
+        )
+    if not is_url(path) and _is_made(path):
+        return PLAIN
+    folder = Folder(path)
+    if folder.is_committed and not overwrite:
+        raise _exists(path)
+    # A folder of the user is never mixed with files of a checkpoint.
+    others = sorted(n for n in folder.files if n != MANIFEST and not is_part(n))
+    if others:
+        raise CheckpointError(
+            f"{path} holds {others[0]!r}, which is no file of a checkpoint. Choose "
+            "another name, or remove it first."
+        )
+    # A writer of an interrupted attempt that is still alive cannot change the files of
+    # this attempt, and a checkpoint that is replaced stays whole until the commit.
+    return f"-{secrets.token_hex(8)}{PLAIN}"
+
+
+def _is_made(path: str) -> bool:
+    """Make the directory ``path``; return False if it is there."""
+    # A link is kept: its target may lie on another file system, or be of another run.
+    if os.path.islink(path) or (os.path.exists(path) and not os.path.isdir(path)):
+        raise CheckpointError(
+            f"{path} exists already and is no directory. Choose another name, or "
+            "remove it first."
+        )
+    parent = os.path.dirname(path)
+    try:
+        make_parents(parent)
+        with suppress(FileExistsError):
+            os.mkdir(path)
+            sync(parent)
+            return True
+    except OSError as error:
+        raise CheckpointError(
+            f"The directory {path} cannot be made ({error.strerror}: "
+            f"{error.filename}). Save where this process may write."
+        ) from error
+    return False
+
+
+def _exists(path: str) -> CheckpointError:
+    """Return the error for a checkpoint that would be overwritten."""
+    return CheckpointError(
+        f"{path} exists already, and nothing is overwritten. Choose another name, or "
+        "remove it first, or pass save(..., overwrite=True)."
+    )
+
+
+def commit(path: str, marker: bytes, overwrite: bool, files: Mapping[str, int]) -> None:
+    """Write the manifest ``marker``, which names ``files`` (with sizes in bytes).
+
+    Raises: CheckpointError, if another save has committed there meanwhile, or a file is
+    not there; OSError.
+    """
+    _require_files(path, files)
+    file = join(path, MANIFEST)
+    try:
+        # Replaced at once, so that readers see the old checkpoint or the new one, whose
+        # files lie beside each other until then.
+        if is_url(path):
+            storage, name = storage_of(file)
+            storage.put(name, marker, absent=not overwrite)
+        else:
+            put_file(file, marker, absent=not overwrite)
+    except FileExistsError as error:
+        # The answer may be lost, and the client then writes again.
+        if not _is_there(path, marker):
+            raise _exists(path) from error
+    except OSError:
+        if not _is_there(path, marker):
+            raise
+
+
+def _require_files(path: str, files: Mapping[str, int]) -> None:
+    """Raise CheckpointError if a file that the manifest will name is not there."""
+    # Another save to the same place that has committed meanwhile removed all files that
+    # its own manifest does not name.
+    there = Folder(path).sizes if is_url(path) else {}
+    for name, nbytes in sorted(files.items()):
+        found = there.get(name)
+        if not is_url(path):
+            with suppress(OSError):
+                found = os.lstat(os.path.join(path, name)).st_size
+        if found != nbytes:
+            told = "nothing" if found is None else f"{found} bytes"
+            raise CheckpointError(
+                f"{join(path, name)} was written with {nbytes} bytes, and {told} is "
+                f"there; nothing was committed. Another save to {path} may have "
+                "removed the file: save from a single job, or choose another name."
+            )
+
+
+def _is_there(path: str, marker: bytes) -> bool:
+    """Return whether the manifest at ``path`` is ``marker``."""
+    with suppress(OSError, CheckpointError):
+        return read_marker(path) == marker
+    return False
+
+
+def discard(path: str, ending: str) -> None:
+    """Remove the files of an attempt that was not committed; errors are ignored.
+
+    ``ending`` is the result of ``begin``. Nothing is removed if the manifest names the
+    files, or cannot be read.
+    """
+    name = re.compile(rf"rank\d{{5}}{re.escape(ending)}\Z")
+    with suppress(OSError, CheckpointError):
+        files = Folder(path).files
+        mine = [each for each in files if name.match(each)]
+        # The answer to the manifest may have been lost, or Ctrl-C have come after it:
+        # the files are then those of a checkpoint.
+        if MANIFEST in files:
+            marker = read_marker(path)
+            if any(f'"{each}"'.encode() in marker for each in mine):
+                return
+        parts = [each for each in files if each.startswith(f"{MANIFEST}.")]
+        for each in [*mine, *(parts if ending == PLAIN else ())]:
+            _remove(path, files[each])
+        if not is_url(path):
+            os.rmdir(path)
+
+
+def _remove(path: str, each: StoredObject) -> None:
+    """Remove an object of the folder ``path``. Raises: OSError."""
+    if is_url(path):
+        storage_of(path)[0].delete(each.name)
+    else:
+        # Two saves may tidy up at the same time.
+        with suppress(FileNotFoundError):
+            os.unlink(each.name)
+
+
+def read_marker(path: str, folder: Folder | None = None) -> bytes:
+    """Return the content of the manifest at ``path``; ``folder`` is its place.
+
+    Raises: CheckpointError, if there is none, or its size is no manifest's.
+    """
+    file = join(path, MANIFEST)
+    if not is_url(path):
+        return read_document(file)
+    found = (folder or Folder(path)).files.get(MANIFEST)
+    if found is None:
+        raise CheckpointError(
+            f"{path} has no {MANIFEST}, which a save writes last; expected a "
+            "checkpoint that was committed."
+        )
+    require_document(file, found.nbytes)
+    storage, name = storage_of(file)
+    return storage.read(name, 0, found.nbytes)
 
 
 def number_of(name: str) -> int | None:
@@ -251,60 +345,67 @@ def is_of_series(name: str, other: str) -> bool:
     return all(match[end] == own[end] for end in ("before", "after"))
 
 
-def remove_older(path: str, keep: int | None) -> list[str]:
-    """Remove replaced checkpoints, and all of the series but the newest ``keep``.
+def remove_older(path: str, keep: int | None, files: set[str]) -> list[str]:
+    """Remove files at ``path`` that its manifest does not name, and older checkpoints.
 
-    The series of ``path`` are the checkpoints beside ``path`` whose names differ from
-    the name of ``path`` in the last number only, and whose number is smaller:
-    ``lr0.1-step-100`` is of the series of ``lr0.1-step-200``, ``lr0.2-step-100`` is
-    not. With ``keep`` None, no checkpoint of the series is removed.
+    Those of the series of ``path``, with a smaller number, but the newest ``keep``
+    (``path`` included; None: all stay). Return texts about what could not be removed.
     """
-    parent, name = os.path.split(path)
-    own = _NUMBER.match(name)
     problems: list[str] = []
-    older: list[tuple[int, str]] = []
-
-    for entry in list(os.scandir(parent)):
-        # Only directories, and never the target of a link.
-        if not entry.is_dir(follow_symlinks=False):
-            continue
-        # Left by a removal that failed or was interrupted.
-        old = re.match(r"\.(.+)\.old-[0-9a-f]{16}\Z", entry.name)
-        if old and (
-            old[1] == name or (keep is not None and is_of_series(name, old[1]))
-        ):
-            _remove(entry.path, problems)
-        elif (
-            entry.name != name
-            and keep is not None
-            and is_of_series(name, entry.name)
-            and own is not None
-        ):
-            number = number_of(entry.name)
-            has_manifest = os.path.lexists(os.path.join(entry.path, MANIFEST))
-            # Never one with a larger number: the run may have gone back to an older
-            # checkpoint.
-            if number is not None and number <= int(own["number"]) and has_manifest:
-                older.append((number, entry.path))
-    count = len(older) if keep is None else keep - 1
-    older.sort(reverse=True)
-    for _, each in older[count:]:
-        base, token = os.path.basename(each), secrets.token_hex(8)
-        aside = os.path.join(parent, f".{base}.old-{token}")
-        # Rename before removing: a directory that is removed only in part must not be
-        # taken for a checkpoint.
-        try:
-            os.rename(each, aside)
-        except OSError as error:
-            problems.append(f"{each} ({error.strerror})")
-            continue
-        _remove(aside, problems)
+    parent, name = split(path)
+    mine = number_of(name)
+    try:
+        # Left by a checkpoint that was replaced, or by an attempt that was interrupted.
+        _delete(Folder(path), problems, spare={MANIFEST, *files})
+        if keep is None or mine is None:
+            return problems
+        # Never one with a larger number: the run may have gone back to an older
+        # checkpoint.
+        older = [
+            (number, each)
+            for each in folders_in(parent)
+            if is_of_series(name, other := split(each.path)[1])
+            and other != name
+            and (number := number_of(other)) is not None
+            and number <= mine
+            and each.is_committed
+        ]
+        older.sort(key=lambda pair: pair[0])
+        for _, each in older[: max(0, len(older) - keep + 1)]:
+            _delete(each, problems)
+    except OSError as error:
+        problems.append(f"{parent} ({error.strerror or error})")
     return problems
 
 
-def _remove(path: str, problems: list[str]) -> None:
-    """Remove a directory; add a text to ``problems`` if that fails."""
+def _delete(folder: Folder, problems: list[str], spare: set[str] | None = None) -> None:
+    """Delete the files of a folder but ``spare``; errors go to ``problems``."""
     try:
-        shutil.rmtree(path)
+        # The manifest first: a folder that is removed in part must be no checkpoint.
+        for file in sorted(folder.files, key=lambda file: file != MANIFEST):
+            # A user may have put a file beside those of the checkpoint.
+            is_ours = file == MANIFEST or is_part(file)
+            if is_ours and file not in (spare or ()):
+                _remove(folder.path, folder.files[file])
+        if spare is None and not is_url(folder.path):
+            os.rmdir(folder.path)
     except OSError as error:
-        problems.append(f"{path} ({error.strerror})")
+        problems.append(f"{folder.path} ({error.strerror or error})")
+
+
+def stale_folders(path: str) -> list[Folder]:
+    """Return the folders in ``path`` with files of saves that were not committed."""
+    return [
+        each
+        for each in folders_in(path)
+        if not each.is_committed and any(map(is_part, each.files))
+    ]
+
+
+def remove_folders(folders: list[Folder]) -> None:
+    """Remove folders that ``stale_folders`` returned. Raises: OSError."""
+    for each in folders:
+        problems: list[str] = []
+        _delete(each, problems)
+        if problems:
+            raise OSError(f"{problems[0]} could not be removed.")

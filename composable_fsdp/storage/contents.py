@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,14 +29,23 @@ from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.naming import join_name, listed, quoted
 from composable_fsdp.optim.names import names_of, optimizers_of
 from composable_fsdp.optim.own_state_dict import is_wrapper
+from composable_fsdp.optim.scalars import is_scalar
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.dtensors import local_of
 from composable_fsdp.runtime.recover import require_between_steps, require_idle
-from composable_fsdp.storage.mesh_copies import loose_rectangle, mesh_groups_in
-from composable_fsdp.storage.readable import require_readable
+from composable_fsdp.storage.mesh_copies import (
+    local_state,
+    loose_rectangle,
+    mesh_groups_in,
+)
 from composable_fsdp.storage.rectangles import Rectangle, rectangle_of
 from composable_fsdp.storage.source import OWN_STATE
-from composable_fsdp.storage.wrappers import HeldWrapper, Wrappers, kind_of
+from composable_fsdp.storage.wrappers import (
+    HeldWrapper,
+    Wrappers,
+    kind_of,
+    require_readable,
+)
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import _get_unit_state
 
@@ -452,3 +462,36 @@ def optimizers_in(optim: object, what: str) -> list[torch.optim.Optimizer]:
 def named(contents: Contents) -> dict[int, HeldParam | HeldTensor]:
     """Return each parameter and tensor by the ``id`` of what an optimizer holds."""
     return {id(held.tensor): held for held in contents.each()}
+
+
+def readable_state(value: Any, held: HeldParam | HeldTensor, key: str) -> Any:
+    """Return a state with the elements of this rank.
+
+    Raises: CheckpointError, for a tensor without values in memory of its own.
+    """
+    # Numbers and texts have no memory that could be read wrongly.
+    if not isinstance(value, Tensor):
+        return value
+    where = f"{held.names[0]} (state {key!r})"
+    require_readable(value, where, "save")
+    return local_state(value, held.tensor, where)
+
+
+def is_elementwise(name: str, value: Any, leaf: Tensor, fqn: str) -> bool:
+    """Return whether ``value`` has an element for each element of the shard.
+
+    If not, the state has the same value on all ranks.
+
+    Raises: CheckpointError, for a tensor that is neither a scalar nor element-wise.
+    """
+    if is_scalar(name, value, leaf.shape):
+        return False
+    if value.shape == leaf.shape:
+        return True
+    raise CheckpointError(
+        f"Optimizer state {name!r} of {quoted(fqn)} has shape {tuple(value.shape)}; "
+        f"expected a number or the shape of this rank's shard, {tuple(leaf.shape)}. "
+        "State that is not element-wise, or was made before fully_shard, cannot be "
+        "saved in shards: use an element-wise optimizer, and make it hold state only "
+        "after fully_shard."
+    )

@@ -15,11 +15,9 @@ from torch import Tensor
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.storage.directory import appear
-from composable_fsdp.storage.formats.dcp_write import write_dcp
-from composable_fsdp.storage.formats.native_write import write_native
 from composable_fsdp.storage.formats.safetensors_write import SafetensorsWriter
 from composable_fsdp.storage.formats.torch_read import require_checksums
-from composable_fsdp.storage.formats.torch_write import write_torch
+from composable_fsdp.storage.formats.write import write_dcp, write_native, write_torch
 from composable_fsdp.storage.opening import (
     DCP,
     FORMATS,

@@ -1,21 +1,13 @@
-"""Makes, commits, finds and removes directories of checkpoints, on the writing rank.
+"""Makes, syncs and finds files and directories of checkpoints, on the writing rank.
 
 Also checks the file names that a checkpoint contains, and makes converted checkpoints
-appear at once.
-
-::
-
-    runs/
-      step-100/  step-200/         whole checkpoints
-      .step-300.tmp-9f3a.../       being written, or left by a process that died
-      .step-90.old-77b0.../        being removed, or left by a process that died
-      latest                       text: step-200
-
-No function here uses a collective.
+and exports appear at once, by the rename of a temporary directory. No function here
+uses a collective.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
@@ -30,10 +22,8 @@ from composable_fsdp.naming import listed
 from composable_fsdp.storage.new_file import named_errors
 
 MANIFEST = "manifest.json"
-LATEST = "latest"
-# The names of unfinished and of replaced directories, and of unfinished files; the 16
-# digits are random, so two saves never share a name.
-_TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?:tmp|old)-[0-9a-f]{16}\Z")
+# The names of unfinished directories; the 16 digits are random.
+_TEMPORARY = re.compile(r"\..+\.tmp-[0-9a-f]{16}\Z")
 
 
 def path_text(path: object, what: str) -> str:
@@ -50,17 +40,11 @@ def make_temporary(path: str) -> str:
     Raises: CheckpointError, if the directory cannot be made.
     """
     parent, name = os.path.split(path)
-    if name == LATEST:
-        raise CheckpointError(
-            f"{path}: the name {LATEST!r} is kept for the text file that names the "
-            "newest checkpoint beside it. Save under another name; load of the "
-            "directory above finds it."
-        )
     # In the same parent directory as ``path``: a rename is atomic only within a file
     # system.
     made = os.path.join(parent, f".{name}.tmp-{secrets.token_hex(8)}")
     try:
-        _make_parents(parent)
+        make_parents(parent)
         os.mkdir(made)
     except OSError as error:
         raise CheckpointError(
@@ -71,7 +55,7 @@ def make_temporary(path: str) -> str:
     return made
 
 
-def _make_parents(path: str) -> None:
+def make_parents(path: str) -> None:
     """Make a directory and missing parents; on return, the names are on disk."""
     missing = []
     while not os.path.isdir(path):
@@ -84,13 +68,13 @@ def _make_parents(path: str) -> None:
             sync(os.path.dirname(each))
 
 
-def require_free(path: str, more: str = "") -> None:
-    """Raise CheckpointError if ``path`` exists; ``more``: another way out."""
+def require_free(path: str) -> None:
+    """Raise CheckpointError if ``path`` exists."""
     # ``lexists``: a broken symbolic link counts as existing, too.
     if os.path.lexists(path):
         raise CheckpointError(
             f"{path} exists already, and nothing is overwritten. Choose another name, "
-            f"or remove it first{more}."
+            "or remove it first."
         )
 
 
@@ -145,81 +129,29 @@ def sync(path: str | os.PathLike[str]) -> None:
             os.close(handle)
 
 
-def set_latest(path: str) -> None:
-    """Make the file ``latest`` beside ``path`` hold the name of ``path``."""
-    parent, name = os.path.split(path)
-    # Write another file, then rename: a reader sees the old or the new name.
-    made = os.path.join(parent, f".{LATEST}.tmp-{secrets.token_hex(8)}")
-    write_synced(made, f"{name}\n".encode())
-    os.replace(made, os.path.join(parent, LATEST))
-    sync(parent)
+def put_file(path: str, data: bytes, *, absent: bool) -> None:
+    """Write a small file at once: a reader sees no file, the old, or the new.
 
+    The names in the directory are on the disk before the file has its own.
 
-def follow_latest(path: str) -> str:
-    """Return the checkpoint that ``latest`` in the directory ``path`` names.
-
-    Raises: CheckpointError, if ``latest`` cannot be read or names a path outside.
+    Raises: FileExistsError, if ``absent`` and there is a file; OSError.
     """
-    file = os.path.join(path, LATEST)
-    try:
-        with open(file, "rb") as found:
-            name = found.read(4096).decode().rstrip("\r\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(
-            f"{file} cannot be read ({error}); expected the name of a checkpoint "
-            "beside it. Pass the checkpoint's own path."
-        ) from error
-    # A damaged or foreign file must not lead to a path outside the directory.
-    if name != os.path.basename(name) or name in ("", ".", "..") or "\0" in name:
-        raise CheckpointError(
-            f"{file} names {name[:80]!r}, which is no name of a directory beside it. "
-            "Pass the checkpoint's own path."
-        )
-    return os.path.join(path, name)
+    part = f"{path}.{secrets.token_hex(8)}.part"
+    write_synced(part, data)
+    sync(os.path.dirname(path))
+    if absent and os.path.lexists(path):
+        os.unlink(part)
+        raise FileExistsError(errno.EEXIST, "File exists", path)
+    with named_errors(path):
+        os.replace(part, path)
 
 
-def stale_local(directory: str) -> list[Path]:
-    """Return the leftovers of interrupted saves; see ``stale_directories``."""
-    found = []
-    # The record of an interrupted commit carries the name of the directory.
-    records = [n for n in os.listdir(directory) if ".commit-" in n]
-    meant = {
-        line
-        for name in records
-        for line in Path(directory, name).read_text(errors="replace").split("\n")[1:2]
-    }
-    for entry in os.scandir(directory):
-        if entry.name in meant:
-            continue
-        match = _TEMPORARY.match(entry.name)
-        is_directory = entry.is_dir(follow_symlinks=False)
-        if match and (is_directory or match["name"] == LATEST):
-            found.append(Path(entry.path))
-    return sorted(found)
-
-
-def remove_local(directory: str) -> list[Path]:
-    """Remove the paths that ``stale_local`` returns, and return them."""
-    found = stale_local(directory)
-    for each in found:
-        if each.is_dir():
-            shutil.rmtree(each)
-        else:
-            each.unlink()
-    return found
-
-
-def stale_copies(path: str) -> list[str]:
-    """Return the leftovers of interrupted saves of the checkpoint ``path``."""
-    parent, name = os.path.split(path)
-    try:
-        found = stale_local(parent)
-    except OSError:
-        return []
+def stale_outputs(directory: str) -> list[Path]:
+    """Return the leftovers of conversions and exports that were interrupted."""
     return [
-        str(each)
-        for each in found
-        if (match := _TEMPORARY.match(each.name)) and match["name"] == name
+        Path(entry.path)
+        for entry in os.scandir(directory)
+        if _TEMPORARY.match(entry.name) and entry.is_dir(follow_symlinks=False)
     ]
 
 

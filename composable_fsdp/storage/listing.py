@@ -3,42 +3,57 @@
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.storage.commit import number_of
-from composable_fsdp.storage.directory import MANIFEST, remove_local, stale_local
-from composable_fsdp.storage.native import read_manifest
-from composable_fsdp.storage.remote import is_url, split, whole_path
-from composable_fsdp.storage.remote_commit import (
-    Marked,
+from composable_fsdp.storage.blocks import ReadRequest
+from composable_fsdp.storage.commit import (
+    Folder,
     folders_in,
-    remove_stale_remote,
-    stale_remote,
+    newest_in,
+    number_of,
+    remove_folders,
+    stale_folders,
 )
+from composable_fsdp.storage.directory import (
+    MANIFEST,
+    no_checkpoint_text,
+    stale_outputs,
+)
+from composable_fsdp.storage.manifest import BLOCK
+from composable_fsdp.storage.native import NativeSource, read_manifest
+from composable_fsdp.storage.opening import find_checkpoint
+from composable_fsdp.storage.remote import is_url, split, whole_path
 
 
 def stale_directories(directory: str | os.PathLike[str]) -> list[Any]:
     """Return the leftovers of interrupted saves in ``directory``, sorted by name.
 
-    Leftovers are temporary directories, replaced checkpoints that were to be removed,
-    and temporary files that were to become ``latest``; at a URL, folders with files of
-    checkpoints and without a manifest. A directory whose commit was interrupted is no
-    leftover: the next save finishes the commit. The files of a running save look like a
+    Leftovers are folders with files of checkpoints and without a manifest, and
+    temporary directories of conversions and exports. A running save looks like a
     leftover, so call this only when no save runs.
 
     Returns: paths; for a URL, URLs as texts.
     """
     place = whole_path(directory)
-    return stale_remote(place) if is_url(place) else stale_local(place)
+    found = [each.path for each in stale_folders(place)]
+    if is_url(place):
+        return found
+    return sorted([*map(Path, found), *stale_outputs(place)])
 
 
 def remove_stale(directory: str | os.PathLike[str]) -> list[Any]:
     """Remove the paths that ``stale_directories`` returns, and return them."""
-    place = whole_path(directory)
-    return remove_stale_remote(place) if is_url(place) else remove_local(place)
+    place, found = whole_path(directory), stale_directories(directory)
+    remove_folders(stale_folders(place))
+    for each in () if is_url(place) else stale_outputs(place):
+        shutil.rmtree(each)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +83,8 @@ def checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
     ``directory`` may be a URL.
 
     Reads manifests and sizes, and no payload; ``verify`` reads each byte. Checkpoints
-    that are being written are not listed. No process group is needed.
+    that are being written are not listed, and a directory that is not there has none.
+    No process group is needed.
 
     Raises: OSError, if ``directory`` cannot be listed.
     Collective: none.
@@ -76,28 +92,10 @@ def checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
     >>> [(each.step, each.is_whole) for each in checkpoints("runs")]
     [(100, True)]
     """
-    found = []
-    place = whole_path(directory)
-    if is_url(place):
-        found = [_at_url(each) for each in folders_in(place) if each.is_committed]
-        return sorted(found, key=_order)
-    for entry in os.scandir(place):
-        # Temporary directories, and checkpoints that are being removed.
-        hidden = entry.name.startswith(".")
-        if hidden or not entry.is_dir(follow_symlinks=False):
-            continue
-        manifest = os.path.join(entry.path, MANIFEST)
-        if os.path.lexists(manifest):
-            time = datetime.fromtimestamp(os.lstat(manifest).st_mtime, timezone.utc)
-            sizes = {
-                each.name: each.stat(follow_symlinks=False).st_size
-                for each in os.scandir(entry.path)
-                if each.is_file(follow_symlinks=False)
-            }
-            whole = _is_whole(entry.path, sizes)
-            step, nbytes = number_of(entry.name), sum(sizes.values())
-            found.append(CheckpointInfo(entry.path, step, time, nbytes, whole))
-    return sorted(found, key=_order)
+    folders = folders_in(whole_path(directory))
+    return sorted(
+        map(_info, (each for each in folders if each.is_committed)), key=_order
+    )
 
 
 def _order(info: CheckpointInfo) -> tuple[int, datetime]:
@@ -105,22 +103,128 @@ def _order(info: CheckpointInfo) -> tuple[int, datetime]:
     return info.step or -1, info.time
 
 
-def _at_url(marked: Marked) -> CheckpointInfo:
-    """Return a checkpoint in a storage."""
-    sizes, step = marked.sizes, number_of(split(marked.url)[1])
-    whole, nbytes = _is_whole(marked.url, sizes, marked), sum(sizes.values())
-    return CheckpointInfo(marked.url, step, marked.time, nbytes, whole)
+def _info(folder: Folder) -> CheckpointInfo:
+    """Return the facts of a checkpoint."""
+    step, sizes = number_of(split(folder.path)[1]), folder.sizes
+    nbytes = sum(max(size, 0) for size in sizes.values())
+    whole = _is_whole(folder)
+    return CheckpointInfo(folder.path, step, folder.time, nbytes, whole)
 
 
-def _is_whole(path: str, sizes: dict[str, int], folder: Marked | None = None) -> bool:
+def _is_whole(folder: Folder) -> bool:
     """Return whether the manifest is sound, and the files have the sizes in it."""
     # The manifest has a checksum of its own; the payload is compared by size, because
     # to read each byte of a series of checkpoints takes minutes.
     try:
-        manifest, _ = read_manifest(path, folder)
+        manifest, _ = read_manifest(folder.path, folder)
     except CheckpointError:
         return False
     return all(
-        sizes.get(file.name) == file.header_nbytes + file.payload_nbytes
+        folder.sizes.get(file.name) == file.header_nbytes + file.payload_nbytes
         for file in manifest.files
     )
+
+
+Progress = Callable[[int, int], object]
+"""A callback that gets the number of bytes read so far, and of all bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """The result of ``verify``; true in a condition if the checkpoint is good."""
+
+    path: str
+    """The checkpoint, also if ``verify`` was called with the parent directory."""
+    problems: tuple[str, ...]
+    """Full sentences with the file, the parameter and the box."""
+    files: int
+    """The number of files that were read."""
+    nbytes: int
+    """The number of payload bytes that were read."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no problem."""
+        return not self.problems
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        if self.ok:
+            return f"{self.path}: good ({self.files} files, {self.nbytes} bytes)"
+        # Without a manifest no file was opened.
+        found = "damaged" if self.files else "not verified"
+        return "\n".join([f"{self.path}: {found}", *self.problems])
+
+
+def verify(
+    path: str | os.PathLike[str], *, progress: Progress | None = None
+) -> Verification:
+    """Verify a native checkpoint completely: manifest, file sizes, every checksum.
+
+    ``path`` is the checkpoint, or a directory of checkpoints, of which the newest is
+    verified; a path or a URL.
+    ``progress`` is called after each block of 4 MiB; the default None calls nothing.
+    Every file is read block by block. No process group is needed. Damage is reported in
+    the result, and does not raise.
+
+    Collective: none.
+
+    >>> assert verify("runs/step-100")
+    """
+    path = whole_path(path)
+    problems: list[str] = []
+    files, done = 0, 0
+    try:
+        path = _newest(path)
+        # Without the loose tensors: reading them would raise at the first damaged
+        # block, before the other blocks are verified.
+        if not is_url(path) and not os.path.lexists(os.path.join(path, MANIFEST)):
+            text = no_checkpoint_text(path)
+            raise CheckpointError(
+                f"{text} verify expects a checkpoint that save wrote ({MANIFEST})."
+            )
+        with NativeSource(path, values=False) as source:
+            # For ``progress``: the payload bytes of all files.
+            total = sum(file.payload_nbytes for file in source.manifest.files)
+            for reader in source.files:
+                files += 1
+                size = reader.file.payload_nbytes
+                # ``max``: an empty payload still has a header to verify.
+                for begin in range(0, max(size, 1), BLOCK):
+                    # Several checksums may cover these bytes.
+                    end = min(begin + BLOCK, size)
+                    try:
+                        reader.check([ReadRequest(begin, end, None, 0, ())])
+                    except CheckpointError as error:
+                        problems.append(_text(error))
+                        # The file itself is missing, short, or has a damaged header, so
+                        # each further block would report the same problem.
+                        if not reader.is_open:
+                            break
+                    done += end - begin
+                    if progress is not None:
+                        progress(done, total)
+    except CheckpointError as error:
+        problems.append(_text(error))
+    except OSError as error:
+        if not is_url(path):
+            raise
+        problems.append(f"{path} cannot be read: {error}.")
+    return Verification(path, tuple(problems), files, done)
+
+
+def _newest(path: str) -> str:
+    """Return the checkpoint at ``path``, or the newest in ``path``, or ``path``."""
+    if is_url(path):
+        return find_checkpoint(path)[0]
+    if os.path.lexists(os.path.join(path, MANIFEST)):
+        return path
+    newest = newest_in(path)
+    return path if newest is None else newest.path
+
+
+def _text(error: CheckpointError) -> str:
+    """Return the text of the error."""
+    return str(error.args[0])

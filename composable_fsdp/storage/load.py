@@ -31,15 +31,19 @@ from composable_fsdp.storage.contents import (
     optimizers_in,
 )
 from composable_fsdp.storage.expert_names import other_experts
+from composable_fsdp.storage.file_part import other_ranks_text
 from composable_fsdp.storage.load_optim import optimizer_loads
-from composable_fsdp.storage.local import other_ranks_text
-from composable_fsdp.storage.look_up import Found, look_up
-from composable_fsdp.storage.opening import open_source
+from composable_fsdp.storage.opening import Found, look_up, open_source
 from composable_fsdp.storage.pending import wait_for_pending
-from composable_fsdp.storage.planned import Planned, change, name_of, verify
+from composable_fsdp.storage.planned import (
+    Planned,
+    SharedReads,
+    change,
+    name_of,
+    verify,
+)
 from composable_fsdp.storage.rename import Rename, RenamedSource, renaming
 from composable_fsdp.storage.selection import Patterns, Selection, matcher
-from composable_fsdp.storage.shared_reads import SharedReads
 from composable_fsdp.storage.source import Source
 from composable_fsdp.storage.stateful import Redeal, fill, own_values
 from composable_fsdp.storage.team import Team, meet_team, team_of

@@ -21,8 +21,8 @@ from composable_fsdp.storage.file_part import (
     RegionPart,
     SinglePart,
     StateKey,
+    merge_local,
 )
-from composable_fsdp.storage.local import merge_local
 from composable_fsdp.storage.manifest import (
     BLOCK,
     EntryPlace,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import time
 import zlib
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -16,9 +17,10 @@ from torch import Tensor
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import quoted
 from composable_fsdp.storage.blocks import BlockFile, ReadRequest
-from composable_fsdp.storage.bounds import read_document, within_limits
+from composable_fsdp.storage.bounds import within_limits
+from composable_fsdp.storage.commit import Folder, read_marker
 from composable_fsdp.storage.directory import MANIFEST
-from composable_fsdp.storage.local import LocalNames
+from composable_fsdp.storage.file_part import LocalNames
 from composable_fsdp.storage.manifest import (
     EntryPlace,
     Local,
@@ -28,7 +30,6 @@ from composable_fsdp.storage.manifest import (
     Stored,
 )
 from composable_fsdp.storage.remote import is_url, join, whole_path
-from composable_fsdp.storage.remote_commit import Marked, folder_at, read_marker
 from composable_fsdp.storage.runs import (
     BytesDescription,
     PartRuns,
@@ -52,19 +53,28 @@ from composable_fsdp.storage.values import decode
 # The file is a JSON object of the manifest's crc32 and the manifest. The frame has
 # fixed bytes around the manifest, so the checksum can be verified on the raw bytes
 # before any JSON is parsed.
-_HEAD = b'{"crc32": "%08x", "manifest":\n'
+_HEAD = b'{"crc32": "%08x", "time": "%019d", "manifest":\n'
 _TAIL = b"\n}\n"
+_TIME = _HEAD.index(b"%019d") + 4
+"""The byte at which the time begins: the crc32 has 8 digits."""
 _Key = tuple[str, str | None]
 
 
-def manifest_bytes(manifest: Manifest) -> bytes:
-    """Return the content of the manifest file: JSON with a crc32 of the manifest."""
+def manifest_bytes(manifest: Manifest, after: int = 0) -> bytes:
+    """Return the content of the manifest file: JSON with a crc32 of time and manifest.
+
+    The time is that of the call in nanoseconds, or later: behind ``after``.
+    """
     text = json.dumps(manifest.to_json(), allow_nan=False, separators=(",", ":"))
-    body = text.encode()
-    return _HEAD % zlib.crc32(body) + body + _TAIL
+    return _framed(text.encode(), max(time.time_ns(), after + 1))
 
 
-def read_manifest(path: str, folder: Marked | None = None) -> tuple[Manifest, str]:
+def _framed(body: bytes, at: int) -> bytes:
+    """Return the content of the file of a manifest that was committed at ``at``."""
+    return _HEAD % (zlib.crc32(b"%d" % at + body), at) + body + _TAIL
+
+
+def read_manifest(path: str, folder: Folder | None = None) -> tuple[Manifest, str]:
     """Read, verify and validate the manifest in the directory ``path``.
 
     ``folder`` is that of ``read_marker``.
@@ -75,12 +85,13 @@ def read_manifest(path: str, folder: Marked | None = None) -> tuple[Manifest, st
     Raises: CheckpointError, naming the file.
     """
     file = join(path, MANIFEST)
-    data = read_marker(path, folder) if is_url(path) else read_document(file)
-    size = len(_HEAD % 0)
+    data = read_marker(path, folder)
+    size = len(_HEAD % (0, 0))
     body = data[size : len(data) - len(_TAIL)]
     # Compare all bytes of the file: a change outside of the manifest counts as damage,
     # too.
-    if data != _HEAD % zlib.crc32(body) + body + _TAIL:
+    at = data[_TIME : _TIME + 19]
+    if not at.isdigit() or data != _framed(body, int(at)):
         raise CheckpointError(
             f"{file} ({len(data)} bytes) has another checksum than it says, or is not "
             "whole. It is damaged or was edited; use another checkpoint."
@@ -110,12 +121,12 @@ class NativeSource(Source):
         path: str | os.PathLike[str],
         *,
         values: bool = True,
-        folder: Marked | None = None,
+        folder: Folder | None = None,
     ) -> None:
         self.path = whole_path(path)
         # Listed once, for the marker and all files.
         if folder is None and is_url(self.path):
-            folder = folder_at(self.path)
+            folder = Folder(self.path)
         self.manifest, self.fingerprint = read_manifest(self.path, folder)
         manifest = self.manifest
         sizes = None if folder is None else folder.sizes

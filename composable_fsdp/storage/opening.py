@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed
 from composable_fsdp.storage.bounds import within_limits
-from composable_fsdp.storage.commit import has_newest, interrupted, newest_in
-from composable_fsdp.storage.directory import LATEST, MANIFEST, no_checkpoint_text
+from composable_fsdp.storage.commit import Folder, folders_in, newest_in
+from composable_fsdp.storage.directory import MANIFEST, no_checkpoint_text, path_text
 from composable_fsdp.storage.formats.dcp_metadata import METADATA
 from composable_fsdp.storage.formats.dcp_read import open_dcp
 from composable_fsdp.storage.formats.safetensors_read import (
@@ -22,14 +23,10 @@ from composable_fsdp.storage.formats.safetensors_read import (
 )
 from composable_fsdp.storage.formats.torch_read import is_torch_file, open_torch
 from composable_fsdp.storage.native import NativeSource
-from composable_fsdp.storage.remote import is_url, split, whole_path
-from composable_fsdp.storage.remote_commit import (
-    Marked,
-    folder_at,
-    folders_in,
-    newest_remote,
-)
+from composable_fsdp.storage.pending import PendingOutcome, raise_unseen
+from composable_fsdp.storage.remote import is_url, join, split, whole_path
 from composable_fsdp.storage.source import Source
+from composable_fsdp.storage.team import Team
 
 
 class _Format(NamedTuple):
@@ -72,8 +69,7 @@ FORMATS = tuple(_FORMATS)
 def open_source(path: str | os.PathLike[str]) -> Source:
     """Open the checkpoint at ``path``, of any format; run no code of a pickle.
 
-    For a directory with a text file ``latest`` and no checkpoint in it, open the
-    checkpoint that the file names, or a newer one whose commit was interrupted.
+    For a directory of checkpoints of this library, open the newest.
 
     Raises: CheckpointError, if no known format lies at ``path``, or the checkpoint is
     damaged or refused.
@@ -83,14 +79,12 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     ...     print(source.model["head.weight"].shape)
     (4, 4)
     """
-    path = whole_path(path)
-    if is_url(path):
-        marked = _find_at_url(path)
-        with within_limits(marked.url):
-            return NativeSource(marked.url, folder=marked)
-    found, name = find_checkpoint(path)
-    with within_limits(found):
-        return _FORMATS[name].opener(found)
+    found, name = _find(path)
+    with within_limits(found.path):
+        if is_url(found.path):
+            # Listed already, for the manifest and all files.
+            return NativeSource(found.path, folder=found)
+        return _FORMATS[name].opener(found.path)
 
 
 def find_checkpoint(path: str | os.PathLike[str]) -> tuple[str, str]:
@@ -100,51 +94,120 @@ def find_checkpoint(path: str | os.PathLike[str]) -> tuple[str, str]:
 
     Raises: CheckpointError, if there is no checkpoint.
     """
-    asked = path = whole_path(path)
-    if is_url(path):
-        return _find_at_url(path).url, NATIVE
-    name = _format_at(path)
-    # A checkpoint at ``path`` itself takes precedence over ``latest``. ``latest`` is
-    # followed only once, so no chain of directories can lead in a circle.
-    if name is None and has_newest(path):
-        path = newest_in(path)
-        name = _format_at(path)
-    elif name is None and (found := interrupted(path)):
-        path, name = found, NATIVE
+    found, name = _find(path)
+    return found.path, name
+
+
+def _find(path: str | os.PathLike[str]) -> tuple[Folder, str]:
+    """Return the place of the checkpoint that ``path`` stands for, and the format."""
+    here = Folder(whole_path(path))
+    path = here.path
+    name = (NATIVE if here.is_committed else None) if is_url(path) else _format_at(path)
+    # A checkpoint at ``path`` itself takes precedence over those in ``path``.
     if name is not None:
-        return path, name
-    # The message names the file ``latest``, if ``latest`` has led to this path.
-    where = "" if path == asked else f", which {os.path.join(asked, LATEST)} names,"
-    text = no_checkpoint_text(path, where)
+        return here, name
+    newest = newest_in(path)
+    if newest is not None:
+        return newest, NATIVE
+    if is_url(path):
+        names = [split(each.path)[1] for each in folders_in(path)]
+        told = f"uploads without a {MANIFEST} ({listed(names)})" if names else "nothing"
+        raise CheckpointError(
+            f"{path} holds {told}, and no checkpoint. Expected a checkpoint of this "
+            f"library ({MANIFEST}), or a folder of such. Copy checkpoints of other "
+            "formats to a local directory first."
+        )
     words = [each.words for each in _FORMATS.values()]
     raise CheckpointError(
-        f"{text} Expected {', '.join(words[:-1])} or {words[-1]}, or a directory with "
-        f"a file {LATEST!r} that names one beside it."
-    )
-
-
-def _find_at_url(url: str) -> Marked:
-    """Return the checkpoint at ``url``, or the newest below ``url``, as listed.
-
-    Raises: CheckpointError, if there is none; OSError.
-    """
-    found = folder_at(url)
-    if found.is_committed:
-        return found
-    # There is no file ``latest``, which could not be replaced in the same request as
-    # the marker is written.
-    newest = newest_remote(url)
-    if newest is not None:
-        return newest
-    names = [split(each.url)[1] for each in folders_in(url)]
-    uploads = f"holds uploads without a {MANIFEST} ({listed(names)})" if names else ""
-    raise CheckpointError(
-        f"{url} {uploads or 'holds nothing'}, and no checkpoint. Expected a checkpoint "
-        f"of this library ({MANIFEST}), or a folder of such. Copy checkpoints of other "
-        "formats to a local directory first."
+        f"{no_checkpoint_text(path)} Expected {', '.join(words[:-1])} or {words[-1]}, "
+        "or a directory that holds checkpoints of this library."
     )
 
 
 def _format_at(path: str) -> str | None:
     """Return the format of the checkpoint at ``path`` itself, or None."""
     return next((n for n, each in _FORMATS.items() if each.recognises(path)), None)
+
+
+class Found(NamedTuple):
+    """An open source or a path to open; ``newest``: rank 0 has found the path.
+
+    ``share`` tells on all ranks alike whether ranks share reads.
+    """
+
+    what: str | Source
+    newest: bool
+    share: bool
+
+    def is_gone(self) -> bool:
+        """Return whether a save with ``keep`` has removed the path."""
+        # A path that the caller has named is never looked up again: its loss is an
+        # error.
+        if self.newest and isinstance(self.what, str):
+            # The other ranks wait for this rank: what has kept it from opening the
+            # checkpoint, such as a network, may well keep it from this answer.
+            with suppress(OSError):
+                return not Folder(self.what).is_committed
+        return False
+
+
+def look_up(
+    team: Team,
+    path: str | os.PathLike[str] | Source,
+    before: PendingOutcome,
+    share: bool | None = None,
+) -> Found:
+    """Return the checkpoint that this rank opens: rank 0 alone looks in a directory.
+
+    Collective: one all-gather of objects over the team's group.
+    Raises: CheckpointError or TypeError, the same on every rank.
+    """
+    error: Exception | None = None
+    own, name = "", "."
+    try:
+        if share is not None and type(share) is not bool:
+            raise TypeError(f"load expects share=None, True or False, got {share!r}.")
+        if not isinstance(path, Source):
+            own = whole_path(path_text(path, "load"))
+            # Ranks that looked for themselves would differ beside a job that saves.
+            if team.rank == 0:
+                name = _relative(find_checkpoint(own)[0], own)
+    except Exception as raised:
+        error = raised
+    # Also ranks with an open source take part: the call may differ between ranks.
+    answers = team.agree(error, (before, name, share, is_url(own)))
+    raise_unseen(team, [each[0] for each in answers])
+    shares = _shares(team, [each[2] for each in answers], [each[3] for each in answers])
+    if isinstance(path, Source):
+        return Found(path, newest=False, share=shares)
+    # A name, and not the path: each rank may have a disk of its own.
+    name = answers[0][1]
+    newest = name != "."
+    if is_url(own):
+        return Found(join(own, name) if newest else own, newest, shares)
+    return Found(os.path.normpath(os.path.join(own, name)), newest, shares)
+
+
+def _shares(team: Team, told: list[bool | None], urls: list[bool]) -> bool:
+    """Return whether ranks share reads, from the ``share`` and the path of each.
+
+    Raises: CheckpointError, the same on every rank, if ranks have told differently.
+    """
+    for rank, each in zip(team.ranks, told, strict=True):
+        # A rank that reads for itself would not answer those that wait for its part.
+        if each != told[0]:
+            raise CheckpointError(
+                f"load got share={told[0]} on rank {team.ranks[0]}, and share={each} "
+                f"on rank {rank}; expected the same on every rank. Nothing was loaded."
+            )
+    # A request to a store costs more than a message between ranks; a local file does
+    # not, because all ranks of a machine find it in the page cache.
+    shares = all(urls) if told[0] is None else told[0]
+    return shares and team.world_size > 1
+
+
+def _relative(found: str, own: str) -> str:
+    """Return the path of ``found`` seen from ``own``, which is a path or a URL."""
+    if not is_url(own):
+        return os.path.relpath(found, own)
+    return "." if found == own else split(found)[1]

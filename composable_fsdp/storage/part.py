@@ -38,8 +38,10 @@ from composable_fsdp.storage.contents import (
     HeldParam,
     HeldRegion,
     HeldTensor,
+    is_elementwise,
     named,
     not_in_module,
+    readable_state,
 )
 from composable_fsdp.storage.cuts import StateForms, cut_parts, is_whole
 from composable_fsdp.storage.expert_names import experts_in
@@ -48,15 +50,19 @@ from composable_fsdp.storage.file_part import (
     Kinds,
     SinglePart,
 )
-from composable_fsdp.storage.held_state import is_elementwise, readable_state
 from composable_fsdp.storage.manifest import Json, require_storable
 from composable_fsdp.storage.mesh_copies import (
     is_first_copy,
     is_first_part,
     stores_loose,
 )
-from composable_fsdp.storage.region_part import kinds_of, region_part
-from composable_fsdp.storage.rng import rng_state
+from composable_fsdp.storage.region_part import (
+    cut_shares,
+    kinds_of,
+    region_part,
+    shares_of,
+    tensors_of,
+)
 from composable_fsdp.storage.same_copies import copied_states
 from composable_fsdp.storage.same_on_ranks import (
     RankValues,
@@ -65,8 +71,7 @@ from composable_fsdp.storage.same_on_ranks import (
     text_of,
 )
 from composable_fsdp.storage.selection import ALL, Patterns, Selection, matcher
-from composable_fsdp.storage.spread import cut_shares, shares_of, tensors_of
-from composable_fsdp.storage.stateful import states_of
+from composable_fsdp.storage.stateful import rng_state, states_of
 from composable_fsdp.storage.values import encode
 from composable_fsdp.storage.writer import Piece, of_tensor
 

@@ -4,25 +4,223 @@
 
     all ranks   verify | agree | copy | agree
     shared      tell the reads | verify own part | agree | copy | agree | send | agree
+
+Reads values once that several ranks of a load hold: each a part, sent to the others.
+
+::
+
+    elements of both replicas    | a   b   c | d          e |
+    replica 0 reads, verifies    | a   b   c |              |
+    replica 1 reads, verifies    |           | d          e |
+    all ranks agree
+    0 sends a b c to 1, 1 sends d e to 0, each straight into the tensors
+
+Replicas (``HYBRID_SHARD``, ``NO_SHARD``) hold equal shards, and all ranks hold equal
+tensors in no unit. Ranks compare digests of what they are about to read, so that each
+decides alike; ranks that would read different elements read for themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from composable_fsdp.comm import collectives
+from composable_fsdp.comm.nodes import group_timeout, private_group
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage.bounds import within_limits
 from composable_fsdp.storage.compare import ComparedModel
 from composable_fsdp.storage.load_optim import OptimizerLoad
-from composable_fsdp.storage.rng import check_rng_state, set_rng_state
-from composable_fsdp.storage.shared_reads import SharedReads
 from composable_fsdp.storage.source import Copy, Source
-from composable_fsdp.storage.stateful import Filling
+from composable_fsdp.storage.staging import aligned, is_plain, note_write
+from composable_fsdp.storage.stateful import Filling, check_rng_state, set_rng_state
 from composable_fsdp.storage.team import Team
+
+Ranks = tuple[int, ...]
+"""Global ranks that hold the same elements."""
+Told = Mapping[Ranks, str]
+"""A digest of the reads that a rank shares with each set of ranks."""
+_SMALL = 1 << 20
+"""Tensors of fewer bytes are sent together, and not cut between two readers."""
+_BUFFER = 1 << 24
+"""The bytes of small tensors, or of one that is not sent from its memory, at a time."""
+_MESSAGE = 1 << 28
+"""The most bytes of a message."""
+
+
+class SharedReads:
+    """The reads of a load that other ranks make as well."""
+
+    def __init__(self, team: Team, copies: Sequence[Copy], *, is_local: bool) -> None:
+        self._team = team
+        self._alone: list[Copy] = []
+        self._by_ranks: dict[Ranks, list[Copy]] = {}
+        for copy in copies:
+            ranks = () if copy.holders is None else copy.holders()
+            if ranks is None:
+                ranks = () if is_local else team.ranks
+            mine = self._by_ranks.setdefault(ranks, []) if ranks else self._alone
+            mine.append(copy)
+        self.told: Told = {r: _digest(each) for r, each in self._by_ranks.items()}
+        self._parts: list[tuple[dist.ProcessGroup, list[list[Copy]]]] = []
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def divide(self, everyone: Sequence[Told]) -> list[Copy]:
+        """Return the reads of this rank: its own, and its part of shared ones.
+
+        ``everyone`` are the ``told`` of all ranks of the team, in order.
+
+        Collective: the creation of a gloo group per set of ranks, at the first call.
+        """
+        by_rank = dict(zip(self._team.ranks, everyone, strict=True))
+        reads = list(self._alone)
+        # Small sets first, the same order on all ranks of overlapping sets: two ranks
+        # never wait for each other in different groups.
+        for ranks in sorted(self._by_ranks, key=lambda each: (len(each), each)):
+            copies, mine = self._by_ranks[ranks], self.told[ranks]
+            # A rank that has failed tells nothing, and then nobody waits for it.
+            if any(by_rank.get(rank, {}).get(ranks) != mine for rank in ranks):
+                reads += copies
+                continue
+            group = self._group_of(ranks)
+            parts = _divided(copies, len(ranks))
+            reads += parts[group.rank()]
+            self._parts.append((group, parts))
+        # Here, where a failure still reaches the other ranks.
+        packed = [
+            sum(aligned(each.into.nbytes) for each in message)
+            for _, parts in self._parts
+            for part in parts
+            for message in _messages(part)
+            if not _goes_directly(message[0].into)
+        ]
+        self._buffer = torch.empty(max(packed, default=0), dtype=torch.uint8)
+        return reads
+
+    @torch.no_grad()
+    def send(self) -> None:
+        """Fill the elements that other ranks have read.
+
+        Collective: broadcasts over the groups of ranks that share reads, on the CPU;
+        all ranks of the team must call, after each has filled its own elements.
+        """
+        for group, parts in self._parts:
+            for reader, part in enumerate(parts):
+                for message in _messages(part):
+                    self._broadcast(message, group, reader)
+
+    def _broadcast(
+        self, message: Sequence[Copy], group: dist.ProcessGroup, reader: int
+    ) -> None:
+        """Send the elements of ``message`` from rank ``reader`` of the group."""
+        into = message[0].into
+        if _goes_directly(into):
+            collectives.broadcast(_bytes(into), group, rank=reader)
+            note_write(into)
+            return
+        # Many small tensors, and tensors that are on a device or not in order.
+        buffer, end = self._buffer, 0
+        places = []
+        for each in message:
+            part = buffer[end : end + each.into.nbytes].view(each.into.dtype)
+            places.append((part.view(each.into.shape), each.into))
+            end += aligned(each.into.nbytes)
+        mine = group.rank() == reader
+        for part, into in places if mine else ():
+            part.copy_(into)
+        collectives.broadcast(buffer[:end], group, rank=reader)
+        for part, into in () if mine else places:
+            into.copy_(part)
+
+    def _group_of(self, ranks: Ranks) -> dist.ProcessGroup:
+        """Return a gloo group of ``ranks`` for objects and values of checkpoints."""
+        team = self._team
+        assert team.group is not None
+        if ranks == team.ranks:
+            return team.group
+        found = private_group(ranks, "shared reads", group_timeout(team.group))
+        assert found is not None
+        return found
+
+
+def _digest(copies: Sequence[Copy]) -> str:
+    """Return a text that differs if other elements are read, or sent in other ways."""
+    told = hashlib.sha256()
+    for each in copies:
+        into = each.into
+        what = (each.name, each.state, each.start, each.stop, each.rectangle)
+        form = (into.dtype, into.device.type, tuple(into.shape), is_plain(into))
+        told.update(repr((what, form, into.is_contiguous())).encode())
+    return told.hexdigest()[:32]
+
+
+def _divided(copies: Sequence[Copy], parts: int) -> list[list[Copy]]:
+    """Return the copies in ``parts`` runs of about as many bytes, in order."""
+    total = sum(copy.into.nbytes for copy in copies)
+    found: list[list[Copy]] = [[] for _ in range(parts)]
+    at = 0
+    for copy in copies:
+        done, numel, size = 0, copy.into.numel(), copy.into.itemsize
+        while done < numel:
+            reader = at * parts // total
+            count = numel - done
+            # Neighbours in the file stay with a reader, so that few blocks of the file
+            # are read twice.
+            if copy.into.nbytes >= _SMALL and copy.into.is_contiguous():
+                end = -(-(reader + 1) * total // parts)
+                count = min(count, -(-(end - at) // size))
+            found[reader].append(_cut(copy, done, done + count))
+            done += count
+            at += count * size
+    return found
+
+
+def _cut(copy: Copy, begin: int, end: int) -> Copy:
+    """Return the read of elements ``[begin, end)`` of the destination of ``copy``."""
+    if end - begin == copy.into.numel():
+        return copy
+    start, into = copy.start, copy.into.view(-1)[begin:end]
+    return copy._replace(start=start + begin, stop=start + end, into=into)
+
+
+def _messages(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
+    """Yield the copies in lists that a single broadcast sends."""
+    waiting: list[Copy] = []
+    held = 0
+    for copy in copies:
+        into = copy.into
+        most = _MESSAGE if _goes_directly(into) else _BUFFER
+        step = most // into.itemsize if into.is_contiguous() else into.numel()
+        for begin in range(0, into.numel(), step):
+            piece = _cut(copy, begin, min(begin + step, into.numel()))
+            # The end of a large tensor may be small.
+            if _goes_directly(piece.into):
+                yield [piece]
+                continue
+            nbytes = aligned(piece.into.nbytes)
+            if waiting and held + nbytes > _BUFFER:
+                yield waiting
+                waiting, held = [], 0
+            waiting.append(piece)
+            held += nbytes
+    if waiting:
+        yield waiting
+
+
+def _goes_directly(into: Tensor) -> bool:
+    """Return whether a broadcast reads and writes the memory of ``into`` itself."""
+    return into.nbytes >= _SMALL and is_plain(into)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return the memory of a contiguous tensor as bytes."""
+    return tensor.detach().view(-1).view(torch.uint8)
 
 
 @dataclass(slots=True)

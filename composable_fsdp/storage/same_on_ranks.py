@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +28,8 @@ from composable_fsdp.naming import listed, quoted
 from composable_fsdp.storage.contents import HeldTensor
 from composable_fsdp.storage.expert_names import require_own_names
 from composable_fsdp.storage.manifest import Json
-from composable_fsdp.storage.same_copies import Copies, require_same_copies
+from composable_fsdp.storage.same_copies import Copies, require_same_copies, warning_of
+from composable_fsdp.storage.team import Team
 from composable_fsdp.storage.values import encode
 from composable_fsdp.storage.writer import in_host_memory
 from composable_fsdp.tree.fingerprint import ranks_text
@@ -293,3 +295,36 @@ def _others(ranks: Sequence[int], told: Sequence[Mapping[str, Any]], name: str) 
     return ranks_text(
         rank for rank, each in zip(ranks, told, strict=True) if each.get(name) != first
     )
+
+
+def require_same_values(
+    team: Team, told: Sequence[tuple[Any, ...]]
+) -> Exception | None:
+    """Compare what all ranks told in full: kinds, ``RankValues``, ``ReplicaShards``.
+
+    ``None`` stands for what was equal. Rank 0 alone warns.
+
+    Raises: CheckpointError, the same on every rank.
+    """
+    texts, (_, values, shards) = [], zip(*told, strict=True)
+    if values[0] is not None:
+        texts.append(require_same(team.ranks, values))
+    if shards[0] is not None:
+        texts.append(warning_of(team.ranks, shards))
+    # Rank 0 alone saves the buffers, and a warning per rank would say no more.
+    warned = [_warned(text) for text in texts if text and team.rank == 0]
+    return next(filter(None, warned), None)
+
+
+def _warned(text: str) -> Exception | None:
+    """Warn; return the error for ``write`` if this process lets warnings raise."""
+    try:
+        warnings.warn(text, stacklevel=5)
+    except Warning as raised:
+        # Raised here, the warning would end rank 0 alone, and the others would wait.
+        error = CheckpointError(
+            f"{text} Nothing was written, because warnings are errors in this process."
+        )
+        error.__cause__ = raised
+        return error
+    return None

@@ -1,20 +1,19 @@
-"""Writes a checkpoint: each rank writes its own shards, and rank 0 commits by a rename.
+"""Writes a checkpoint: each rank writes its own shards, and rank 0 the manifest, last.
 
 ::
 
     all ranks   collect | agree | write own file, fsync | agree
-    rank 0      make .name.tmp-..     manifest, fsync, rename, latest, older ones away
+    rank 0      make the folder   manifest, fsync, rename of this file, older ones away
 
-Until the rename, ``path`` does not exist; after the rename, ``path`` is a complete
-checkpoint. No collective carries a tensor: a save sends three small objects over the
-private gloo group.
+Until the manifest is there, ``path`` is no checkpoint; then it is a complete one. No
+collective carries a tensor: a save sends three small objects over the private gloo
+group.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import shutil
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,42 +26,32 @@ from composable_fsdp.naming import listed
 from composable_fsdp.optim.names import Optimizers
 from composable_fsdp.storage.collection import paused_collection
 from composable_fsdp.storage.commit import (
+    begin,
     commit,
-    finish_commit,
-    finish_commits,
+    discard,
+    newest_in,
     remove_older,
-    require_place,
 )
 from composable_fsdp.storage.contents import (
     contents_of,
     optimizers_in,
 )
-from composable_fsdp.storage.directory import (
-    MANIFEST,
-    make_temporary,
-    path_text,
-    stale_copies,
-    write_synced,
-)
+from composable_fsdp.storage.directory import MANIFEST, path_text, sync
 from composable_fsdp.storage.file_part import FilePart, Kinds, digest
 from composable_fsdp.storage.manifest import BLOCK, Manifest, block_size
 from composable_fsdp.storage.merge import RankPart, merge
 from composable_fsdp.storage.native import manifest_bytes
-from composable_fsdp.storage.new_file import named_errors
 from composable_fsdp.storage.part import PartMaker
 from composable_fsdp.storage.pending import raise_unseen, wait_for_pending
 from composable_fsdp.storage.region_part import add_missing
-from composable_fsdp.storage.remote import is_url, join, whole_path
-from composable_fsdp.storage.remote_commit import (
-    begin_remote,
-    commit_remote,
-    discard_remote,
-    remove_older_remote,
+from composable_fsdp.storage.remote import is_url, join, split, whole_path
+from composable_fsdp.storage.same_copies import (
+    copies_differ,
+    hashes_of,
+    replica_shards,
+    replicas_differ,
 )
-from composable_fsdp.storage.same_copies import copies_differ, hashes_of
-from composable_fsdp.storage.same_on_ranks import RankValues
-from composable_fsdp.storage.same_replicas import replica_shards, replicas_differ
-from composable_fsdp.storage.same_values import require_same_values
+from composable_fsdp.storage.same_on_ranks import RankValues, require_same_values
 from composable_fsdp.storage.selection import Patterns, Selection
 from composable_fsdp.storage.team import Team, meet_team, team_of
 from composable_fsdp.storage.validate import parse
@@ -88,9 +77,9 @@ def save(
 ) -> None:
     """Write model, optimizer, ``extra`` and random states as the directory ``path``.
 
-    When ``save`` returns, the checkpoint is complete and on the disk, and the text file
-    ``latest`` in the parent directory holds the checkpoint's name. If ``save`` raises,
-    ``path`` does not exist and training can continue (unless the message says that the
+    When ``save`` returns, the checkpoint is complete and on the disk, and ``load`` of
+    the parent directory finds it. If ``save`` raises, ``path`` is no checkpoint, or the
+    one from before, and training can continue (unless the message says that the
     checkpoint itself was committed).
 
     Args:
@@ -170,11 +159,8 @@ class Job:
 
     path: str
     """The checkpoint's final directory, absolute: rank 0's, the same on every rank."""
-    temporary: str
-    """The directory that the files are written to before the rename.
-
-    At a URL, a token in the names of the files.
-    """
+    ending: str
+    """The end of the names of the files, which other attempts do not have."""
     part: FilePart
     """The description of this rank's file; rank 0 merges the parts of all ranks."""
     pieces: list[Piece]
@@ -190,11 +176,7 @@ class Job:
 
     def file_of(self, rank: int) -> str:
         """Return the path or URL of the file that a rank of the save writes."""
-        if is_url(self.path):
-            # A new name in each attempt: files of an attempt that was interrupted may
-            # be there, and a checkpoint that is replaced stays whole until the commit.
-            return join(self.path, f"rank{rank:05d}-{self.temporary}.safetensors")
-        return os.path.join(self.temporary, f"rank{rank:05d}.safetensors")
+        return join(self.path, f"rank{rank:05d}{self.ending}")
 
 
 @paused_collection()
@@ -206,14 +188,14 @@ def prepare(
     keep: int | None,
     overwrite: bool,
 ) -> Job:
-    """Collect this rank's pieces and make the temporary directory; all ranks, or none.
+    """Collect this rank's pieces and make the directory; all ranks, or none.
 
     Collective: one all-gather of objects over the team's group; a second all-gather if
     the ranks' regions, kinds of optimizer state, or values that rank 0 saves differ, or
     replicas.
     Raises: CheckpointError, TypeError or PhaseError, the same on every rank.
     """
-    target, temporary, error = "", "", None
+    target, ending, error = "", "", None
     part, pieces, values = FilePart(), list[Piece](), RankValues()
     kinds: Kinds = {}
     shards = replica_shards(())
@@ -236,7 +218,7 @@ def prepare(
         values, kinds = maker.told, maker.kinds
         shards = replica_shards(maker.chosen.states)
         if team.rank == 0:
-            temporary = _begin(target, overwrite, team.world_size)
+            ending = begin(target, overwrite, team.world_size)
     # Do not raise yet: the other ranks would wait in the exchange below for this rank.
     except Exception as raised:
         error = raised
@@ -250,7 +232,7 @@ def prepare(
         add_missing(part, pieces, [kinds])
         told = digest(kinds), values.digest()
         copies = hashes_of(values.copies)
-        mine = target, temporary, before, *told, nbytes, copies
+        mine = target, ending, before, *told, nbytes, copies
         answers = team.agree(error, (*mine, *shards[:2]))
         raise_unseen(team, [each[2] for each in answers])
         kinds_differ = len({each[3] for each in answers if each[3]}) > 1
@@ -268,7 +250,8 @@ def prepare(
             add_missing(part, pieces, [each for each, *_ in everyone])
             error = require_same_values(team, everyone)
     except BaseException:
-        _discard(target, temporary)
+        if ending:
+            discard(target, ending)
         raise
     if target != answers[0][0]:
         _log.warning(
@@ -279,10 +262,10 @@ def prepare(
             answers[0][0],
         )
     # Only rank 0 has made a directory; the other ranks write into the same directory.
-    target, temporary, *_ = answers[0]
+    target, ending, *_ = answers[0]
     block = block_size(sum(each[5] for each in answers))
     given_on = keep, overwrite, error, block
-    return Job(target, temporary, part, in_order(pieces), *given_on)
+    return Job(target, ending, part, in_order(pieces), *given_on)
 
 
 def write(team: Team, job: Job, error: Exception | None = None) -> None:
@@ -298,6 +281,11 @@ def write(team: Team, job: Job, error: Exception | None = None) -> None:
         try:
             if error is not None:
                 raise error
+            # Network file systems remember for seconds that a name was not there; to
+            # make the directory again asks the server.
+            if not is_url(job.path):
+                with suppress(FileExistsError):
+                    os.mkdir(job.path)
             begins = places_of(job.pieces)
             file = write_file(job.file_of(team.rank), job.pieces, job.block)
             told = job.part, file, begins
@@ -316,12 +304,14 @@ def write(team: Team, job: Job, error: Exception | None = None) -> None:
                 # error.
                 failures[0] = team.failure_of(failure)
             error = error or failure
+            # Before the other ranks know: they may look at the path, or save again.
+            if not committed:
+                discard(job.path, job.ending)
         team.from_first(failures, error)
     finally:
-        # Also after a lost rank or an interrupt, no half-written directory stays
-        # behind.
+        # Also after a lost rank or an interrupt, no file stays behind.
         if team.rank == 0 and not committed:
-            _discard(job.path, job.temporary)
+            discard(job.path, job.ending)
 
 
 def _finish(job: Job, told: list[Any]) -> tuple[bool, Exception | None]:
@@ -330,22 +320,13 @@ def _finish(job: Job, told: list[Any]) -> tuple[bool, Exception | None]:
     try:
         with paused_collection():
             manifest, data = _manifest(told, job)
-        if is_url(job.path):
-            sizes = {f.name: f.header_nbytes + f.payload_nbytes for f in manifest.files}
-            commit_remote(job.path, data, job.overwrite, sizes)
-        else:
-            # The manifest is written and synced before the rename, so a directory with
-            # its final name is always complete.
-            write_synced(os.path.join(job.temporary, MANIFEST), data)
-            with named_errors(job.path):
-                commit(job.temporary, job.path, job.overwrite)
+        sizes = {f.name: f.header_nbytes + f.payload_nbytes for f in manifest.files}
+        commit(job.path, data, job.overwrite, sizes)
         committed = True
-        # ``latest`` must name a checkpoint that exists, so the file changes after the
-        # rename. Older checkpoints go last: at every moment at least one complete
-        # checkpoint exists.
         if not is_url(job.path):
-            finish_commit(job.path)
-        _tidy(job, {file.name for file in manifest.files})
+            sync(job.path)
+        # Older checkpoints go last: at every moment at least one is complete.
+        _tidy(job, set(sizes))
     except Exception as raised:
         # The checkpoint is valid although a later step failed; the message must say so.
         if committed:
@@ -358,32 +339,20 @@ def _manifest(told: list[RankPart], job: Job) -> tuple[Manifest, bytes]:
     """Return the manifest and the content of its file; raise if no load takes it."""
     manifest = merge(told, job.block)
     parse(manifest.to_json(), join(job.path, MANIFEST))
-    return manifest, manifest_bytes(manifest)
-
-
-def _begin(target: str, overwrite: bool, ranks: int) -> str:
-    """Return the directory to write to, or the token of the new files at a URL.
-
-    Raises: CheckpointError, if nothing can be saved at ``target``; OSError.
-    """
-    if is_url(target):
-        return begin_remote(target, overwrite, ranks)
-    # Before ``latest`` can name anything newer than the interrupted commit.
-    finish_commits(os.path.dirname(target))
-    require_place(target, overwrite)
-    return make_temporary(target)
+    # Clocks differ: a job that has moved to another machine writes the newest, too.
+    newest = None
+    with suppress(OSError):
+        newest = None if is_url(job.path) else newest_in(split(job.path)[0])
+    return manifest, manifest_bytes(manifest, newest.age[0] if newest else 0)
 
 
 def _tidy(job: Job, files: set[str]) -> None:
-    """Remove older checkpoints; warn of those that stay, and of leftovers.
+    """Remove older checkpoints; warn of those that stay.
 
     ``files`` are the names of the files of the new checkpoint.
     """
     try:
-        if is_url(job.path):
-            problems = remove_older_remote(job.path, job.keep, files)
-        else:
-            problems = remove_older(job.path, job.keep)
+        problems = remove_older(job.path, job.keep, files)
     except OSError as error:
         problems = [f"those beside it ({error.strerror or error})"]
     if problems:
@@ -393,23 +362,10 @@ def _tidy(job: Job, files: set[str]) -> None:
             f"{listed(problems)}. The next save tries again.",
             stacklevel=2,
         )
-    stale: list[str] = []
-    # At a URL, files of other attempts at the same place are gone by now.
-    if not is_url(job.path):
-        # Leftovers that cannot be listed cannot be told of, and harm nothing.
-        with suppress(OSError):
-            stale = stale_copies(job.path)
-    if stale:
-        warnings.warn(
-            f"{', '.join(stale)} were left by saves of {job.path} that were "
-            "interrupted. Remove them, or call "
-            f"remove_stale({os.path.dirname(job.path)!r}).",
-            stacklevel=2,
-        )
 
 
 def _after_commit(job: Job, error: Exception) -> Exception:
-    """Return the error for a failure after the rename."""
+    """Return the error for a failure after the commit."""
     # Raised on all ranks alike, as any error of a save.
     if isinstance(error, Warning):
         return CheckpointError(
@@ -418,15 +374,7 @@ def _after_commit(job: Job, error: Exception) -> Exception:
         )
     return CheckpointError(
         f"The checkpoint {job.path} was committed and is whole, but what comes after "
-        f"failed ({error}): 'latest' may name an older one, and older ones may still "
-        "be there. load of the directory reads the new one, and the next save finishes "
-        "the rest."
+        f"failed ({error}): older ones may still be there, and a power cut may undo "
+        "the commit. load of the directory reads the new one, and the next save "
+        "removes the rest."
     )
-
-
-def _discard(path: str, temporary: str) -> None:
-    """Remove the files of a save that was not committed, if this rank has begun it."""
-    if temporary and is_url(path):
-        discard_remote(path, temporary)
-    elif temporary:
-        shutil.rmtree(temporary, ignore_errors=True)

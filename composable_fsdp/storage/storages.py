@@ -1,11 +1,196 @@
-"""Finds the storage of a URL by its scheme, and writes objects to the storage."""
+"""Finds the storage of a URL by its scheme, and writes objects to the storage.
+
+Stores checkpoints through fsspec: memory, S3, Google Cloud Storage, HDFS and others.
+
+fsspec finds the package of a scheme (``s3fs`` for ``s3``) and reads credentials and
+endpoints from the environment, or from fsspec's own configuration files.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import errno
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import datetime, timezone
+from typing import Any
 
-from composable_fsdp.storage.fsspec_storage import FsspecStorage
-from composable_fsdp.storage.remote import Storage, is_url
+from composable_fsdp.errors import CheckpointError
+from composable_fsdp.storage.remote import Storage, StoredObject, Upload, is_url
+
+_TIMES = ("LastModified", "mtime", "last_modified", "modified", "updated", "created")
+"""The keys under which file systems of fsspec tell the time of a change."""
+_PART = 16 << 20
+"""The smallest part of an upload in bytes; each part is a request."""
+_MOST_PARTS = 9_000
+"""The number of parts of an upload; S3 takes 10,000, and sizes are only about right."""
+
+
+class FsspecStorage(Storage):
+    """The file system of a URL scheme that fsspec knows.
+
+    Raises: CheckpointError, if fsspec or the package for the scheme is not installed.
+    """
+
+    def __init__(self, scheme: str) -> None:
+        try:
+            # Imported at the first use of a URL: the package works without fsspec.
+            import fsspec
+        except ImportError as error:
+            raise CheckpointError(
+                f"{scheme}:// needs fsspec, which is not installed. Run: pip install "
+                "fsspec s3fs, or register_storage a class of your own."
+            ) from error
+        try:
+            # Other ranks and jobs write, too: a list that was kept would be old.
+            options = {"use_listings_cache": False}
+            self._files: Any = fsspec.filesystem(scheme, **options)
+            # fsspec has no flag for it: clients of object stores are asynchronous,
+            # those of file systems (local, HDFS, SFTP) are not.
+            self._is_object_store = bool(getattr(self._files, "async_impl", False))
+        except (ImportError, ValueError) as error:
+            raise CheckpointError(
+                f"{scheme}:// cannot be opened: {error}. Install the "
+                "package of the scheme (s3fs for S3, gcsfs for gs://), or call "
+                f"register_storage({scheme!r}, ..) with a class of your own."
+            ) from error
+
+    def create(self, name: str) -> Upload:
+        """Begin a new object; see ``Storage``."""
+        with _as_os_error(name):
+            # Names of files are new in each attempt, so that no other writer can come
+            # between the question and the upload; the marker is written by ``put``.
+            if self._files.exists(name):
+                raise FileExistsError(errno.EEXIST, "File exists", name)
+            self._make_folder(name)
+            return _FsspecUpload(self._files, name)
+
+    def put(self, name: str, data: bytes, *, absent: bool) -> None:
+        """Write a small object at once; see ``Storage``."""
+        with _as_os_error(name):
+            self._make_folder(name)
+            # Object stores compare in the same request, which no other writer can
+            # come between, and show an object only when it is complete.
+            mode = "create" if absent else "overwrite"
+            if self._is_object_store:
+                self._files.pipe_file(name, data, mode=mode)
+                return
+            if absent and self._files.exists(name):
+                raise FileExistsError(errno.EEXIST, "File exists", name)
+            # A process may die while it writes a file, and half a marker under its own
+            # name would be taken for a checkpoint.
+            part = f"{name}.{secrets.token_hex(8)}.part"
+            self._files.pipe_file(part, data)
+            self._files.mv(part, name)
+
+    def read(self, name: str, begin: int, end: int) -> bytes:
+        """Return bytes ``[begin, end)``; see ``Storage``."""
+        # Object stores refuse the range of an empty interval.
+        if begin == end:
+            return b""
+        with _as_os_error(name):
+            data: bytes = self._files.cat_file(name, start=begin, end=end)
+            return data
+
+    def list(self, folder: str) -> Iterable[StoredObject]:
+        """Return all objects below ``folder``; see ``Storage``."""
+        with _as_os_error(folder):
+            self._files.invalidate_cache()
+            found: dict[str, dict[str, Any]] = self._files.find(folder, detail=True)
+        for name, about in found.items():
+            # ``find`` of an object itself returns that object.
+            if name.strip("/") != folder.strip("/"):
+                yield StoredObject(name, int(about["size"] or 0), _time(about))
+
+    def delete(self, name: str) -> None:
+        """Remove an object; see ``Storage``."""
+        # Two saves may tidy up at the same time.
+        with _as_os_error(name), suppress(FileNotFoundError):
+            self._files.rm_file(name)
+
+    def _make_folder(self, name: str) -> None:
+        """Make the folder of an object, where a file system has folders."""
+        folder = name.rpartition("/")[0]
+        # A bucket is made by its owner, with rights and a region.
+        if folder.strip("/").count("/"):
+            self._files.makedirs(folder, exist_ok=True)
+
+
+class _FsspecUpload(Upload):
+    """A file of fsspec, opened when the first bytes come."""
+
+    def __init__(self, files: Any, name: str) -> None:
+        self._files, self._name = files, name
+        self._part = _PART
+        self._file: Any = None
+
+    def expect(self, nbytes: int) -> None:
+        """Choose the size of a part; see ``Upload``."""
+        # A part waits in memory, so it is no larger than needed. In whole MiB, as some
+        # stores ask for multiples.
+        needed = -(-nbytes // _MOST_PARTS)
+        self._part = max(_PART, -(-needed >> 20) << 20)
+
+    def _open(self) -> Any:
+        """Return the file; see ``write``."""
+        if self._file is None:
+            self._file = self._files.open(self._name, "wb", block_size=self._part)
+        return self._file
+
+    def write(self, data: memoryview) -> None:
+        """Append ``data``; see ``Upload``."""
+        with _as_os_error(self._name):
+            # A copy: a file of fsspec may keep the bytes until a part is full.
+            self._open().write(bytes(data))
+
+    def finish(self) -> None:
+        """Close the file, at which an object store shows the object."""
+        with _as_os_error(self._name):
+            # The last part is sent here, so an error of the last part is raised here,
+            # before the marker is written.
+            self._open().close()
+
+    def discard(self) -> None:
+        """Abort the upload, and remove the file of a file system without uploads."""
+        # The error that led here is the one to tell.
+        with suppress(Exception):
+            if hasattr(self._file, "discard"):
+                self._file.discard()
+            # ``__del__`` would close, and so finish, the upload.
+            if self._file is not None:
+                self._file.closed = True
+        with suppress(Exception):
+            self._files.rm_file(self._name)
+
+
+@contextmanager
+def _as_os_error(name: str) -> Iterator[None]:
+    """Turn every error of the block into an OSError that names the object."""
+    try:
+        yield
+    except OSError as error:
+        # The file systems of fsspec put the name into the text, or nowhere.
+        if error.filename is None:
+            number = error.errno or errno.EIO
+            text = error.strerror or str(error) or type(error).__name__
+            raise type(error)(number, text, name) from error
+        raise
+    except Exception as error:
+        # Clients of object stores raise many kinds of errors.
+        raise OSError(errno.EIO, f"{type(error).__name__}: {error}", name) from error
+
+
+def _time(about: Mapping[str, Any]) -> datetime:
+    """Return the time of the last change; the epoch, if the file system tells none."""
+    told = next((about[key] for key in _TIMES if about.get(key) is not None), 0.0)
+    # Some file systems give the text of their server.
+    if isinstance(told, str):
+        told = datetime.fromisoformat(told.replace("Z", "+00:00"))
+    # Times without a zone are those of the server, which are UTC.
+    if isinstance(told, datetime):
+        return told if told.tzinfo else told.replace(tzinfo=timezone.utc)
+    return datetime.fromtimestamp(float(told), timezone.utc)
+
 
 _made: dict[str, Callable[[], Storage]] = {}
 """The storages of the user, by scheme."""

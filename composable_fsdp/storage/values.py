@@ -37,7 +37,7 @@ from torch import Tensor
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage.manifest import DTYPES, dtype_name
 from composable_fsdp.storage.parse import excerpt
-from composable_fsdp.storage.readable import require_memory
+from composable_fsdp.storage.wrappers import require_memory
 from composable_fsdp.storage.writer import bytes_of
 
 Put = Callable[[Tensor, str], int]

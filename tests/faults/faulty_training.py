@@ -263,7 +263,7 @@ def train(arguments: argparse.Namespace) -> None:
         faulty=rank == size - 1,
     )
     folder, begin = arguments.folder, 0
-    if folder is not None and (folder / "latest").exists():
+    if folder is not None and composable_fsdp.checkpoints(folder):
         extra = composable_fsdp.load(folder, program.model, program.optimizer)
         begin = extra["step"]
     program.fault = arguments.fault

@@ -129,7 +129,6 @@ def write_missing(ranks: Callable[[int], RankPool]) -> list[str]:
         if not folder.exists():
             ranks(world_size).run(save_one, folder)
             written.append(folder.name)
-    (FOLDER / "latest").unlink(missing_ok=True)
     return written
 
 

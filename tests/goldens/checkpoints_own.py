@@ -96,7 +96,6 @@ def write_missing(ranks: Callable[[int], RankPool]) -> list[str]:
     if (FOLDER / NAME).exists():
         return []
     ranks(2).run(save_one, FOLDER / NAME)
-    (FOLDER / "latest").unlink(missing_ok=True)
     return [NAME]
 
 

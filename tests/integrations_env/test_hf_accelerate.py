@@ -175,10 +175,7 @@ def test_a_state_is_saved_and_loaded(world: World, tmp_path: Path) -> None:
     names = {path.name for path in tmp_path.iterdir()}
     # No file of a single rank's shards.
     assert not names & {"model.safetensors", "optimizer.bin"}
-    assert {path.name for path in (tmp_path / "sharded_state").iterdir()} == {
-        "latest",
-        "state-2",
-    }
+    assert {path.name for path in (tmp_path / "sharded_state").iterdir()} == {"state-2"}
 
 
 @on_ranks(2)

@@ -211,7 +211,7 @@ def test_a_second_run_saves_into_the_same_folder(world: World, tmp_path: Path) -
 
     assert distance(values(again), values(whole)) == 0.0
     states = sorted(p.name for p in (tmp_path / "checkpoint-6/sharded_state").iterdir())
-    assert states == ["latest", "state-3"]
+    assert states == ["state-3"]
 
 
 @pytest.mark.req("N-12")

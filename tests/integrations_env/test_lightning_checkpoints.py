@@ -172,7 +172,7 @@ def test_model_checkpoint_keeps_the_best_and_the_last(
     # The last is overwritten at each epoch, and holds a single state.
     if form == "sharded":
         states = sorted(each.name for each in (tmp_path / "last.ckpt").iterdir())
-        assert states == ["latest", "state-4"]
+        assert states == ["state-4"]
 
 
 def fail_to_overwrite(world: World, path: str) -> None:
@@ -203,7 +203,6 @@ def test_a_failed_save_leaves_the_older_checkpoint(ranks: Any, tmp_path: Path) -
     ranks(2).run(fail_to_overwrite, str(tmp_path / "last.ckpt"))
 
     assert sorted(p.name for p in (tmp_path / "last.ckpt").iterdir()) == [
-        "latest",
         "state-2",
     ]
 

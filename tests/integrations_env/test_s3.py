@@ -91,7 +91,7 @@ def test_the_size_of_parts_follows_from_that_of_the_file(
     """A store takes a limited number of parts; here, 4."""
     import s3fs
 
-    from composable_fsdp.storage import fsspec_storage
+    from composable_fsdp.storage import storages as fsspec_storage
 
     monkeypatch.setattr(fsspec_storage, "_MOST_PARTS", 4)
     monkeypatch.setattr(fsspec_storage, "_PART", 5 << 20)

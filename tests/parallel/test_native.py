@@ -330,7 +330,7 @@ def test_parts_that_differ_over_copies_are_refused(
 
     assert "part of DTensor matrix at (0, 5) is in no unit and has other values" in text
     assert "on rank 3 than on rank 1" in text
-    assert not (tmp_path / "new").exists()
+    assert not (tmp_path / "new" / "manifest.json").exists()
 
 
 @on_ranks(4)
@@ -360,7 +360,7 @@ def test_scalars_that_differ_over_copies_are_refused(
     other.state[matrix]["step"] += world.rank // 2
     text = message_of(lambda: save(tmp_path / "new", loose, other))
     assert "The part of DTensor matrix (state 'step') is in no unit and has" in text
-    assert not (tmp_path / "new").exists()
+    assert not (tmp_path / "new" / "manifest.json").exists()
 
 
 @on_ranks(4)
@@ -383,7 +383,7 @@ def test_sums_and_values_of_single_ranks_are_refused_by_name(
         text = message_of(call)
         assert "'sums' is a DTensor placed as P" in text
         assert "Nothing was done." in text
-    assert not (tmp_path / "new").exists()
+    assert not (tmp_path / "new" / "manifest.json").exists()
 
 
 class Columns(nn.Module):

@@ -20,6 +20,7 @@ from composable_fsdp.comm.nodes import private_group
 from composable_fsdp.storage import async_save as saving_behind
 from composable_fsdp.storage import save as saving
 from composable_fsdp.storage import writer
+from composable_fsdp.storage.commit import newest_in
 from tests.storage.test_faults import full_disk
 from tests.storage.training import everything, make, optimizer_of, same, step
 from tests.support.sharded import RankCount, message_of
@@ -45,7 +46,7 @@ def check_values(world: World, folder: Path) -> bool:
     with slowly(0.3):
         future = async_save(folder / "run", model, optimizer, {"at": 1})
         step(model, optimizer, 1)
-        early = not future.done() and not (folder / "run").exists()
+        early = not future.done() and not (folder / "run" / "manifest.json").exists()
         assert future.result() is None
     again = make("wrapper", seed=2)
     other = optimizer_of(again)
@@ -85,8 +86,10 @@ def check_order(world: World, folder: Path) -> list[str]:
 def test_a_second_save_waits_for_the_first(ranks: RankCount, tmp_path: Path) -> None:
     """Asynchronous or not, and so does a load; all of them are committed."""
     for found in ranks(2).run(check_order, tmp_path):
-        assert found == ["latest", "step-1", "step-2", "step-3"]
-    assert (tmp_path / "latest").read_text() == "step-3\n"
+        assert found == ["step-1", "step-2", "step-3"]
+    newest = newest_in(str(tmp_path))
+    assert newest is not None
+    assert newest.path.endswith("step-3")
 
 
 def check_failure(world: World, folder: Path) -> tuple[str, str, str]:
@@ -122,7 +125,7 @@ def test_a_failure_surfaces_through_the_future_or_at_the_next_call(
     assert "On rank 1: the checkpoint could not be accessed: File too large" in seen
     assert last == other[2] == "nothing was raised"
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["latest", "step-4"]
+    assert names == ["step-4"]
 
 
 def check_other_error(world: World, folder: Path) -> list[str]:
@@ -273,7 +276,7 @@ def check_destroyed(world: World, folder: Path) -> str:
     with (
         mock.patch.object(saving, "write_file", late),
         # Rank 0 would tidy up, maybe before rank 1 writes.
-        mock.patch.object(saving, "_discard"),
+        mock.patch.object(saving, "discard"),
     ):
         future = async_save(folder / "step-1", model)
         group = private_group((0, 1), "asynchronous checkpoint")
@@ -293,13 +296,13 @@ def test_a_group_destroyed_under_a_save_ends_it_with_an_error(
         assert text.startswith("CheckpointError: Another rank was lost, or the process")
     remove_stale(tmp_path)
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["latest", "step-2"]
+    assert names == ["step-2"]
 
 
 def test_a_wrong_path_is_refused_at_the_call(tmp_path: Path) -> None:
     """Not in the background: the next lines would count on it."""
-    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "mine").mkdir(parents=True)
 
     text = message_of(lambda: async_save(tmp_path / "run", make("plain")))
 
-    assert "run exists already, and nothing is overwritten" in text
+    assert "run holds 'mine', which is no file of a checkpoint" in text

@@ -13,7 +13,7 @@ from torch import nn
 
 from composable_fsdp import load, save
 from composable_fsdp.storage import load as loading
-from composable_fsdp.storage import look_up, opening
+from composable_fsdp.storage import opening
 from composable_fsdp.storage.source import Source
 from tests.storage.training import make
 from tests.support.on_ranks import on_ranks
@@ -82,7 +82,7 @@ def test_latest_is_read_by_rank_0_alone(world: World, tmp_path: Path) -> None:
         asked.append(path)
         return real(path)
 
-    with mock.patch.object(look_up, "find_checkpoint", looked):
+    with mock.patch.object(opening, "find_checkpoint", looked):
         extra = load(tmp_path, model)
 
     assert extra == 2

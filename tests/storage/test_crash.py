@@ -17,6 +17,7 @@ from composable_fsdp import (
     stale_directories,
     verify,
 )
+from composable_fsdp.storage.commit import newest_in
 from tests.storage.training import everything, make, optimizer_of, same, step
 from tests.support.crash import POINTS, killed_at
 from tests.support.sharded import RankCount, message_of
@@ -62,28 +63,27 @@ def test_a_killed_save_leaves_the_old_checkpoint_whole(
 
     killed(ranks, tmp_path, point.split()[0], behind="thread" in point)
 
-    # The rename is done and ``latest`` is old: the record of the commit stays.
     done = point == "after-rename"
-    record = [n for n in os.listdir(tmp_path) if ".commit-" in n]
-    assert len(record) == done
     assert bytes_below(tmp_path / "step-1") == old
-    assert (tmp_path / "step-2").exists() == done
     assert bool(verify(tmp_path / "step-2")) == done
     stale = stale_directories(tmp_path)
     # A rank that outlives the other one tidies up.
-    assert len(stale) == (0 if done else 1) or point == "mid-file:1"
-    assert remove_stale(tmp_path) == stale
-    assert sorted(os.listdir(tmp_path)) == sorted(
-        ["latest", "step-1", *["step-2"] * done, *record]
+    assert len(stale) == (0 if done or point == "before-write" else 1) or (
+        point == "mid-file:1"
     )
+    assert remove_stale(tmp_path) == stale
+    left = sorted(os.listdir(tmp_path))
+    # Before the first byte, the directory is empty, and nobody's.
+    assert left == ["step-1", *["step-2"] * (done or point == "before-write")]
     model = make("plain", seed=4)
     optimizer = optimizer_of(model)
     load(tmp_path, model, optimizer)
     assert same(everything(model, optimizer), before) != done
     save(tmp_path / "step-3", model)
     assert [each.step for each in checkpoints(tmp_path)] == [1, *[2] * done, 3]
-    assert (tmp_path / "latest").read_text() == "step-3\n"
-    assert not [n for n in os.listdir(tmp_path) if n.startswith(".")]
+    newest = newest_in(str(tmp_path))
+    assert newest is not None
+    assert newest.path.endswith("step-3")
 
 
 def save_again(world: World, folder: Path, point: str) -> str:
@@ -104,27 +104,22 @@ def test_an_existing_name_is_never_written_over(
             assert "step-1 exists already, and nothing is overwritten" in text
 
     assert bytes_below(tmp_path / "step-1") == old
-    assert sorted(os.listdir(tmp_path)) == ["latest", "step-1"]
+    assert sorted(os.listdir(tmp_path)) == ["step-1"]
 
 
-def save_warning(world: World, folder: Path) -> str:
-    if world.rank:
-        save(folder / "step-2", make("composable"))
-        return ""
-    with pytest.warns(UserWarning, match="interrupted") as found:
-        save(folder / "step-2", make("composable"))
-    return str(found[0].message)
+def save_second(world: World, folder: Path) -> None:
+    save(folder / "step-2", make("composable"))
 
 
-@pytest.mark.req("X-04")
-def test_what_an_interrupted_save_left_is_reported_by_the_next(
+@pytest.mark.req("X-04", "K-03")
+def test_a_save_of_the_same_name_removes_what_an_interrupted_one_left(
     ranks: RankCount, tmp_path: Path
 ) -> None:
-    """The warning names the directory and the call that removes it."""
+    """Its files have other names, and the manifest names these."""
     killed(ranks, tmp_path, "after-write:0")
-    (stale,) = stale_directories(tmp_path)
+    assert stale_directories(tmp_path) == [tmp_path / "step-2"]
 
-    text = ranks(2).run(save_warning, tmp_path)[0]
+    ranks(2).run(save_second, tmp_path)
 
-    assert str(stale) in text
-    assert f"remove_stale({str(tmp_path)!r})" in text
+    assert verify(tmp_path / "step-2")
+    assert len(os.listdir(tmp_path / "step-2")) == 3

@@ -14,7 +14,7 @@ import torch
 
 from composable_fsdp import load, open_source, save, verify
 from composable_fsdp.storage.native import NativeSource
-from composable_fsdp.storage.rng import rng_state
+from composable_fsdp.storage.stateful import rng_state
 from tests.storage.training import everything, make, optimizer_of, same, step
 from tests.support.sharded import RankCount, message_of
 from tests.support.world import World
@@ -173,28 +173,6 @@ def test_a_damaged_block_names_the_box_that_was_asked_for(tmp_path: Path) -> Non
     text = message_of(lambda: load(tmp_path, big))
 
     assert "It was read for 'weight' [offsets (0, 0) sizes (4, 8)]." in text
-
-
-def test_latest_is_followed_inside_its_directory_alone(tmp_path: Path) -> None:
-    """A name that leads elsewhere is refused."""
-    model = make("plain")
-    save(tmp_path / "a" / "run", model)
-    (tmp_path / "b").mkdir()
-    for name in ("../a/run", "/etc", "..", ""):
-        (tmp_path / "b" / "latest").write_text(name)
-
-        text = message_of(lambda: load(tmp_path / "b", model))
-
-        assert "which is no name of a directory beside it" in text
-
-
-def test_a_checkpoint_that_latest_names_and_is_gone_is_said_so(tmp_path: Path) -> None:
-    """With the file that names it."""
-    (tmp_path / "latest").write_text("gone\n")
-
-    text = message_of(lambda: load(tmp_path, make("plain")))
-
-    assert f"gone, which {tmp_path / 'latest'} names, does not exist;" in text
 
 
 def test_nothing_at_a_path_is_said_so(tmp_path: Path) -> None:

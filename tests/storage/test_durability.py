@@ -47,21 +47,22 @@ def watched(watcher: Callable[[str], None]) -> Iterator[None]:
 
 
 @pytest.mark.req("X-04")
-def test_between_any_two_calls_the_path_is_absent_or_whole(tmp_path: Path) -> None:
-    """So it takes one rename: files that are moved one by one are there in part."""
+def test_between_any_two_calls_there_is_no_manifest_or_a_whole_checkpoint(
+    tmp_path: Path,
+) -> None:
+    """So it takes one rename, of a manifest that is complete."""
     path, model = tmp_path / "runs" / "step-1", make("plain")
-    seen: list[tuple[str, bool]] = []
+    seen: list[bool] = []
 
     def look(event: str) -> None:
-        there = path.exists()
-        seen.append((event, there))
+        there = (path / "manifest.json").exists()
+        seen.append(there)
         assert not there or verify(path), f"in part before {event}"
 
     with watched(look):
         save(path, model)
 
-    assert ("os.rename", False) in seen
-    assert ("os.rename", True) in seen  # that of latest
+    assert set(seen) == {False, True}
 
 
 class Log:
@@ -114,23 +115,27 @@ def require_durable(log: Log, path: Path) -> None:
 
 @pytest.mark.req("X-04")
 @pytest.mark.skipif(sys.platform != "linux", reason="asks /proc for a file's path")
-def test_a_save_is_on_the_disk_before_it_has_its_name(tmp_path: Path) -> None:
-    """Files, then their directory, rename, parent; and the parents that it made."""
+def test_all_files_are_on_the_disk_before_the_manifest_has_its_name(
+    tmp_path: Path,
+) -> None:
+    """The parents that a save makes, files, names, rename, and the new name."""
     path = tmp_path / "new" / "runs" / "step-1"
 
     with logged() as log:
         save(path, make("plain"))
 
-    require_durable(log, path)
-    assert log.calls[:2] == [
+    (file,) = path.glob("rank*")
+    manifest = path / "manifest.json"
+    *before, names, renamed, name = log.calls
+    assert before[:3] == [
         ("sync", str(tmp_path / "new")),
         ("sync", str(tmp_path)),
+        ("sync", str(path.parent)),
     ]
-    latest, renamed, parent = log.calls[-3:]
-    assert latest[0] == "sync"
-    assert latest[1].endswith(" 7")
-    assert renamed[1] == f"{latest[1].removesuffix(' 7')} {path.parent / 'latest'}"
-    assert parent == ("sync", str(path.parent))
+    assert ("sync", f"{file} {file.stat().st_size}") in before
+    assert before[-1][1].endswith(f".part {manifest.stat().st_size}")
+    assert renamed[1].endswith(f" {manifest}")
+    assert names == name == ("sync", str(path))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks /proc for a file's path")

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from composable_fsdp import async_save, export_safetensors, load, save, verify
 from composable_fsdp.comm import agreement
 from composable_fsdp.comm.nodes import private_group
+from composable_fsdp.storage.commit import newest_in
 from composable_fsdp.storage.native import NativeSource
 from composable_fsdp.storage.source import Copy
 from tests.storage.training import everything, make, optimizer_of, same, step
@@ -51,9 +52,9 @@ def full_disk(here: bool = True, limit: int = 8192) -> Iterator[None]:
 
 @contextmanager
 def no_rename() -> Iterator[None]:
-    """The directory has no room for another name."""
+    """The directory has no room for the name of the manifest."""
     error = OSError(errno.ENOSPC, "No space left on device", "the new name")
-    with mock.patch("os.rename", side_effect=error):
+    with mock.patch("os.replace", side_effect=error):
         yield
 
 
@@ -61,7 +62,9 @@ def no_rename() -> Iterator[None]:
 def no_manifest() -> Iterator[None]:
     """The disk is full when all shards are written."""
     error = OSError(errno.ENOSPC, "No space left on device")
-    with mock.patch("composable_fsdp.storage.save.write_synced", side_effect=error):
+    with mock.patch(
+        "composable_fsdp.storage.directory.write_synced", side_effect=error
+    ):
         yield
 
 
@@ -87,7 +90,7 @@ def check_fault(world: World, folder: Path, fault: str) -> str:
     with FAULTS[fault](world):
         text = message_of(lambda: save(folder / "step-2", model, optimizer))
         world.barrier()
-        assert sorted(os.listdir(folder)) == ["latest", "step-1"]
+        assert sorted(os.listdir(folder)) == ["step-1"]
         world.barrier()
     step(model, optimizer, 1)
     save(folder / "step-2", model, optimizer)
@@ -127,7 +130,7 @@ def test_a_path_that_cannot_be_written_is_the_same_error_on_all(
     (tmp_path / "file").write_text("mine")
 
     for path, expected in [
-        (tmp_path / "file", "file exists already, and nothing is overwritten"),
+        (tmp_path / "file", "file exists already and is no directory"),
         (tmp_path / "file" / "step-1", "cannot be made (File exists: "),
         (Path("/proc/step-1"), "cannot be made ("),
     ]:
@@ -201,32 +204,24 @@ def test_keep_removes_older_checkpoints_of_the_series_alone(tmp_path: Path) -> N
 
     assert sorted(os.listdir(tmp_path)) == [
         "best",
-        "latest",
         "step-10",
         "step-7",
         "step-9",
     ]
-    assert (tmp_path / "latest").read_text() == "step-9\n"
-
-
-def test_the_name_latest_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    """A checkpoint of that name would stand in the way of all later saves."""
-    text = message_of(lambda: save(tmp_path / "latest", make("plain")))
-
-    assert "the name 'latest' is kept for the text file" in text
-    assert os.listdir(tmp_path) == []
+    newest = newest_in(str(tmp_path))
+    assert newest is not None
+    assert newest.path.endswith("step-9")
 
 
 def test_a_name_that_no_disk_can_hold_is_refused_before_anything_is_written(
     tmp_path: Path,
 ) -> None:
-    """A half of a surrogate pair was refused only after the commit."""
+    """A half of a surrogate pair."""
     save(tmp_path / "step-1", make("plain"), extra=1)
-    for name in ("step-\udcff2", "step-\ud8002"):
-        text = message_of(partial(save, tmp_path / name, make("plain")))
-        assert "surrogates not allowed" in text
+    text = message_of(partial(save, tmp_path / "step-\ud8002", make("plain")))
+    assert "surrogates not allowed" in text
 
-    assert sorted(os.listdir(tmp_path)) == ["latest", "step-1"]
+    assert sorted(os.listdir(tmp_path)) == ["step-1"]
     assert load(tmp_path, make("plain")) == 1
 
 
@@ -241,17 +236,6 @@ def test_a_dtype_that_no_file_holds_is_refused_by_name(
 
     assert f"'table' has dtype {dtype}, which a checkpoint cannot hold" in text
     assert os.listdir(tmp_path) == []
-
-
-def test_latest_is_found_whatever_blanks_its_name_has(tmp_path: Path) -> None:
-    """Also where somebody wrote the file by hand."""
-    model = make("plain")
-    save(tmp_path / " a b ", model, extra=1)
-    save(tmp_path / "c", model, extra=2)
-
-    (tmp_path / "latest").write_bytes(b" a b \r\n")
-
-    assert load(tmp_path, model) == 1
 
 
 def test_what_is_no_optimizer_is_refused_by_name(tmp_path: Path) -> None:
@@ -368,7 +352,7 @@ def test_a_wrong_argument_on_one_rank_is_raised_on_all(
     ):
         assert text.startswith("TypeError: On rank 1: ")
         assert expected in text
-    assert sorted(os.listdir(tmp_path)) == ["after", "good", "latest"]
+    assert sorted(os.listdir(tmp_path)) == ["after", "good"]
 
 
 def check_first_call_is_wrong(world: World, folder: Path) -> list[str]:

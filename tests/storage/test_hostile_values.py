@@ -75,6 +75,27 @@ def test_a_value_larger_than_its_bytes_is_refused(tmp_path: Path, what: str) -> 
     assert "bad.pt, extra" in message
 
 
+class Hashed:
+    """A set of a value that takes forever to hash, once unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        value: Any = (1,)
+        for _ in range(64):
+            value = (value, value)
+        return set, ([value],)
+
+
+@pytest.mark.req("X-21", "K-10")
+@pytest.mark.parametrize("new", [True, False])
+def test_a_key_that_takes_forever_to_hash_is_refused(tmp_path: Path, new: bool) -> None:
+    """A few bytes of tuples that share their halves; in files before torch 1.6, too."""
+    tree = {**sample(), "extra": Hashed()}
+    path = tmp_path / "bad.pt"
+    torch.save(tree, path, _use_new_zipfile_serialization=new)
+
+    assert "more than 25 tuples in a tuple" in refusal(path)
+
+
 @pytest.mark.req("X-21")
 def test_a_mask_that_was_expanded_is_read(tmp_path: Path) -> None:
     """As buffers are, which take few bytes in a file."""

@@ -21,7 +21,7 @@ from composable_fsdp import (
 )
 from composable_fsdp.storage import async_save as saving_behind
 from composable_fsdp.storage import save as saving
-from composable_fsdp.storage.snapshot import snapshot
+from composable_fsdp.storage.async_save import snapshot
 from tests.storage.test_remote import Folder
 from tests.storage.training import make, optimizer_of
 from tests.support.on_ranks import on_ranks
@@ -113,7 +113,7 @@ def test_an_interrupt_while_files_are_written_leaves_no_directory(
     ):
         save(tmp_path / "step-2", model)
 
-    assert sorted(os.listdir(tmp_path)) == ["latest", "step-1"]
+    assert sorted(os.listdir(tmp_path)) == ["step-1"]
     save(tmp_path / "step-2", model, extra=2)
     assert load(tmp_path, model) == 2
 
@@ -143,7 +143,7 @@ def test_an_interrupt_while_values_are_copied_ends_the_save_on_all_ranks(
             assert "async_save was interrupted (KeyboardInterrupt())" in text
     save(tmp_path / "step-2", model, optimizer, extra=2)
     assert load(tmp_path, model, optimizer) == 2
-    assert sorted(os.listdir(tmp_path)) == ["latest", "step-2"]
+    assert sorted(os.listdir(tmp_path)) == ["step-2"]
 
 
 @pytest.mark.req("K-02")

@@ -6,7 +6,6 @@ import json
 import os
 import resource
 import tracemalloc
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -21,8 +20,8 @@ from torch import nn
 from composable_fsdp import checkpoints, load, save, verify
 from composable_fsdp.inspection.command_line import main
 from composable_fsdp.storage import bounds, native
+from composable_fsdp.storage.load_optim import STATES
 from composable_fsdp.storage.opening import open_source
-from composable_fsdp.storage.optim_types import STATES
 from tests.storage.samples import saved
 from tests.support.sharded import message_of
 
@@ -188,7 +187,7 @@ def crafted(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     document = json.loads(file.read_bytes())["manifest"]
     change(document)
     body = json.dumps(document, separators=(",", ":")).encode()
-    file.write_bytes(native._HEAD % zlib.crc32(body) + body + native._TAIL)
+    file.write_bytes(native._framed(body, 0))
 
 
 def option(name: str, value: Any) -> Callable[[dict[str, Any]], None]:

@@ -28,8 +28,9 @@ from composable_fsdp import (
 from composable_fsdp.inspection.plan_report import report_of
 from composable_fsdp.inspection.plan_text import parts_of, plain_text
 from composable_fsdp.planning.plan import size_text
+from composable_fsdp.storage import async_save as snapshot
 from composable_fsdp.storage import save as saving
-from composable_fsdp.storage import snapshot, staging, writer
+from composable_fsdp.storage import staging, writer
 from composable_fsdp.storage.native import NativeSource
 from composable_fsdp.tools.forecast import forecast
 from tests.storage.test_faults import full_disk

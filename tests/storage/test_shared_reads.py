@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from composable_fsdp import fully_shard, load, register_storage, save
 from composable_fsdp.comm import collectives
-from composable_fsdp.storage import shared_reads
+from composable_fsdp.storage import planned as shared_reads
 from composable_fsdp.storage.native import NativeSource
 from composable_fsdp.storage.source import Copy
 from tests.storage.test_remote import Folder

@@ -27,7 +27,7 @@ from composable_fsdp import (
     verify,
 )
 from composable_fsdp.planning import save_parts
-from composable_fsdp.storage import spread
+from composable_fsdp.storage import region_part as spread
 from composable_fsdp.storage.contents import contents_of
 from composable_fsdp.storage.native import NativeSource
 from tests.storage.training import Saved, everything, make, optimizer_of, same, step

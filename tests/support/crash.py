@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from composable_fsdp.storage import commit, save, writer
+from composable_fsdp.storage import save, writer
 from composable_fsdp.storage.new_file import NewFile
 
 POINTS = ("before-write", "mid-file", "after-write", "before-rename", "after-rename")
@@ -26,11 +26,11 @@ def killed_at(point: str, rank: int) -> Iterator[None]:
     if which not in ("", str(rank)):
         wanted = ""
     write = _around(writer.write_file, "write", wanted)
-    rename = _around(commit.commit, "rename", wanted)
+    replace = _around(os.replace, "rename", wanted)
     file = _HalfFile if wanted == "mid-file" else NewFile
     with (
         mock.patch.object(save, "write_file", write),
-        mock.patch.object(save, "commit", rename),
+        mock.patch.object(os, "replace", replace),
         mock.patch.object(writer, "NewFile", file),
     ):
         yield

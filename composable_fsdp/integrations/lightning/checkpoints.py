@@ -3,13 +3,12 @@
 ::
 
     full      last.ckpt                        a file, as of any strategy of Lightning
-    sharded   last.ckpt/latest                 text: state-2
-              last.ckpt/state-2/manifest.json  a checkpoint of this library
+    sharded   last.ckpt/state-2/manifest.json  a checkpoint of this library
 
 A sharded checkpoint holds model and optimizers as ``composable_fsdp.save`` writes them,
 and in ``extra`` the rest of Lightning's dictionary, as the bytes of ``torch.save``. To
-overwrite means to write ``state-3`` beside ``state-2``, to change ``latest``, and to
-remove ``state-2``; so a crash leaves the old or the new checkpoint, never half of one.
+overwrite means to write ``state-3`` beside ``state-2``, and then to remove
+``state-2``; so a crash leaves the old or the new checkpoint, never half of one.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from composable_fsdp.optim.load import optim_state_dict_to_load
 from composable_fsdp.optim.rekey import rekey_optim_state_dict
 from composable_fsdp.optim.save import optim_state_dict
 from composable_fsdp.state_dict.settings import state_dict_type
-from composable_fsdp.storage.directory import LATEST, MANIFEST
+from composable_fsdp.storage.commit import Folder, folders_in, newest_in
 from composable_fsdp.storage.load import load
 from composable_fsdp.storage.opening import open_source
 from composable_fsdp.storage.rng import rng_state, set_rng_state
@@ -73,8 +72,7 @@ def alike_on_all_ranks() -> Iterator[None]:
 def is_sharded_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Return whether a directory with a checkpoint of this library lies at ``path``."""
     path = os.fspath(path)
-    # The checkpoint itself, or a directory whose ``latest`` names the checkpoint.
-    return any(os.path.isfile(os.path.join(path, name)) for name in (LATEST, MANIFEST))
+    return Folder(path).is_committed or newest_in(path) is not None
 
 
 def full_model_state(module: nn.Module) -> dict[str, Any]:
@@ -306,8 +304,10 @@ def _next_name(path: str) -> str:
             "directory. Remove the file, or save under another name (another dirpath "
             "or filename of ModelCheckpoint)."
         )
-    found = os.listdir(path) if os.path.isdir(path) else []
-    numbers = [int(match[1]) for match in map(_STATE.match, found) if match]
+    # Committed ones alone: another rank may be in the next save already.
+    found = folders_in(os.fspath(path)) if os.path.isdir(path) else ()
+    names = [os.path.basename(each.path) for each in found if each.is_committed]
+    numbers = [int(match[1]) for match in map(_STATE.match, names) if match]
     return f"state-{max(numbers, default=0) + 1}"
 
 

@@ -94,7 +94,7 @@ def load_safely(path: Path) -> Any:
             # A magic number, a protocol, facts of the system, the object, and the keys.
             with bounded(path) as file:
                 for _ in range(5):
-                    _require_no_claim(file)
+                    _require_bounded(file)
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         raise refusal(path, error) from error
@@ -116,22 +116,45 @@ def require_uncompressed(file: Path | BytesIO) -> None:
             # torch reads the pickle whole; the tensors are in records beside it.
             if record.filename.endswith("/data.pkl"):
                 require_document(record.filename, record.file_size)
-                data = archive.read(record)
-                # The pickle of 10,000 tensors takes a second to walk.
-                if b"bytearray" in data:
-                    _require_no_claim(BytesIO(data))
+                _require_bounded(BytesIO(archive.read(record)))
             if record.compress_type != zipfile.ZIP_STORED:
                 raise zipfile.BadZipFile(f"record {record.filename!r} is compressed")
 
 
-def _require_no_claim(data: IO[bytes]) -> None:
-    """Raise UnpicklingError for a pickle that may allocate any size.
+_DEEPEST = 25
+"""The most tuples within one another; a key of as many may stand for 2 ** 25 items."""
 
-    torch's restricted reader calls ``bytearray(n)`` with the number in the pickle.
+
+def _require_bounded(data: IO[bytes]) -> None:
+    """Raise UnpicklingError for a pickle that takes any memory or time.
+
+    torch's restricted reader calls ``bytearray(n)`` with the number in the pickle, and
+    hashes keys: tuples that share their halves stand for any number of items.
     """
+    # The nesting of tuples in each value of the stack and of the memo.
+    stack: list[int] = []
+    marks: list[int] = []
+    memo: dict[Any, int] = {}
     for opcode, argument, _ in pickletools.genops(data):
-        if opcode.name == "GLOBAL" and str(argument).endswith(" bytearray"):
+        name = opcode.name
+        if name == "GLOBAL" and str(argument).endswith(" bytearray"):
             raise pickle.UnpicklingError("global builtins.bytearray")
+        if "PUT" in name or name == "MEMOIZE":
+            memo[len(memo) if argument is None else argument] = stack[-1]
+        elif name in ("GET", "BINGET", "LONG_BINGET"):
+            stack.append(memo[argument])
+        elif name == "MARK":
+            marks.append(len(stack))
+        else:
+            before = opcode.stack_before
+            if pickletools.markobject in before:
+                at = marks.pop() - before.index(pickletools.markobject)
+            else:
+                at = len(stack) - len(before)
+            depth = max(stack[at:], default=0) + name.startswith("TUPLE")
+            if depth > _DEEPEST:
+                raise pickle.UnpicklingError(f"more than {_DEEPEST} tuples in a tuple")
+            stack[at:] = [depth] * len(opcode.stack_after)
 
 
 def refusal(what: object, error: Exception) -> CheckpointError:

@@ -1,0 +1,296 @@
+"""Writes a native checkpoint directory of a single file, from any source.
+
+Every tensor is stored whole, as ``save`` stores tensors in no unit. A rank that loads
+the checkpoint reads only the slices of this rank.
+
+Writes a ``torch.save`` file without holding the tensors in memory.
+
+``torch.save`` takes a whole dictionary. So the elements are first written to temporary
+files and mapped from there: the operating system reads pages while they are saved and
+can drop them afterwards.
+
+Writes a directory for torch.distributed.checkpoint (DCP), tensor by tensor.
+
+The keys and paths are those that DCP's planner makes of ``{"model": ..., "optim": ...,
+"extra": ...}``, so a user's ``dcp.load`` finds them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from composable_fsdp.errors import CheckpointError
+from composable_fsdp.storage.directory import MANIFEST, write_synced
+from composable_fsdp.storage.file_part import FilePart, SinglePart
+from composable_fsdp.storage.formats.dcp_metadata import METADATA
+from composable_fsdp.storage.formats.dcp_read import NOTES
+from composable_fsdp.storage.formats.nested import nested_tree
+from composable_fsdp.storage.formats.safetensors_write import write_elements
+from composable_fsdp.storage.manifest import Manifest, require_storable
+from composable_fsdp.storage.merge import merge
+from composable_fsdp.storage.native import manifest_bytes
+from composable_fsdp.storage.source import LazyTensor, Source, TensorInfo
+from composable_fsdp.storage.validate import parse
+from composable_fsdp.storage.values import encode
+from composable_fsdp.storage.writer import (
+    Piece,
+    in_order,
+    of_tensor,
+    places_of,
+    write_file,
+)
+
+DATA = "rank00000.safetensors"
+
+
+def write_native(out: Path, source: Source) -> None:
+    """Make the directory ``out``. Memory holds a single piece of a tensor at a time.
+
+    Random states are not written: a rank that loads the checkpoint keeps the current
+    states.
+
+    Raises: CheckpointError, for extra state of other types than JSON and tensors.
+    """
+    out.mkdir()
+    maker = _Maker(source)
+    try:
+        part = maker.part()
+    except TypeError as error:
+        # ``encode`` speaks of saving; add the way out for a conversion.
+        raise CheckpointError(
+            f"{error} Convert with --weights-only, or to another format."
+        ) from error
+    entries = in_order(maker.pieces)
+    # The file lists entries of large elements first, so all entries are aligned.
+    file = write_file(str(out / DATA), entries)
+    manifest: Manifest = merge([(part, file, places_of(entries))])
+    # ``merge`` lists a random state per rank, but the source's states are not
+    # converted.
+    manifest = dataclasses.replace(manifest, rng=())
+    parse(manifest.to_json(), str(out / MANIFEST))  # A load must accept the file.
+    write_synced(str(out / MANIFEST), manifest_bytes(manifest))
+
+
+class _Maker:
+    """Collects the entries of the file and their description."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.pieces: list[Piece] = []
+        self._part = FilePart()
+
+    def part(self) -> FilePart:
+        """Return the description. Raises: TypeError, for a value that is not JSON."""
+        source, part = self.source, self._part
+        # First name -> other names of a tied parameter.
+        others: dict[str, list[str]] = {}
+        for name, kept in source.aliases.items():
+            others.setdefault(kept, []).append(name)
+        for name, info in source.model.items():
+            # Under the first name, with the other names of a tied parameter.
+            single = SinglePart((name, *others.get(name, ())), f"tensor.{name}")
+            self._add(single.key, info, partial(source.read_model, name))
+            for key, state in source.optim.get(name, {}).items():
+                single.states[key] = f"{single.key}.{key}"
+                read = partial(source.read_optim, name, key)
+                self._add(single.states[key], state, read)
+            for key, value in source.optim_values.get(name, {}).items():
+                where = f"optimizer state {key!r} of {name!r}"
+                single.values[key] = self._encode(value, where)
+            part.singles.append(single)
+        part.wrappers = dict(source.wrappers)
+        for name, value in source.own_states.items():
+            part.own_states[name] = self._encode(value, name)
+        if source.param_groups is not None:
+            part.group_numbers = list(range(len(source.param_groups)))
+            part.param_groups = [
+                self._encode(dict(group), f"param_groups[{g}]")
+                for g, group in enumerate(source.param_groups)
+            ]
+        part.extra = encode(source.extra, "extra", self._put)
+        for piece in self.pieces:
+            part.tensors[piece.key] = (piece.dtype, piece.shape)
+        return part
+
+    def _add(
+        self, key: str, info: TensorInfo, read: Callable[[int, int], Tensor]
+    ) -> None:
+        """Add the entry of a tensor; ``read`` returns elements ``[start, stop)``."""
+        require_storable(info.dtype, repr(key))
+
+        def pieces() -> Iterator[Tensor]:
+            return (read(start, stop) for start, stop in info.slices())
+
+        self.pieces.append(Piece(key, info.dtype, info.shape, pieces))
+
+    def _encode(self, value: Any, where: str) -> Any:
+        """Encode a value of the optimizer or of a module."""
+        return encode(value, where, self._put, python_values=True)
+
+    def _put(self, tensor: Tensor, where: str) -> int:
+        """Add a loose tensor and return the index, for ``encode``."""
+        require_storable(tensor.dtype, where)
+        key = f"loose.{len(self._part.loose)}"
+        self._part.loose.append(key)
+        self.pieces.append(of_tensor(key, tensor))
+        return len(self._part.loose) - 1
+
+
+def write_torch(out: Path, source: Source) -> None:
+    """Make the file ``out``; needs as much disk space again for temporary files."""
+    tree = nested_tree(source)
+    # On the file system of ``out``, which must have the space anyway.
+    with tempfile.TemporaryDirectory(dir=out.parent) as folder:
+        files: dict[Hashable, Path] = {}
+        for later in _lazy_tensors(tree):
+            if later.storage not in files:
+                files[later.storage] = Path(folder) / str(len(files))
+                _spill(later, files[later.storage])
+        # Map after all tensors have been written: small objects that are made between
+        # large buffers fragment the memory.
+        torch.save(_mapped(tree, files, {}), out)
+
+
+def _lazy_tensors(value: Any) -> Iterator[LazyTensor]:
+    """Yield the lazy tensors in nested dicts and lists."""
+    if isinstance(value, LazyTensor):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _lazy_tensors(each)
+
+
+def _spill(later: LazyTensor, path: Path) -> None:
+    """Write the elements of a tensor to the file ``path``."""
+    with path.open("wb") as file:
+        for start, stop in later.info.slices():
+            write_elements(file, later.read(start, stop))
+
+
+def _mapped(
+    value: Any, files: dict[Hashable, Path], mapped: dict[Hashable, Tensor]
+) -> Any:
+    """Return ``value`` with mapped tensors; tied names share a tensor."""
+    if isinstance(value, LazyTensor):
+        # Tied names must share a tensor: ``torch.save`` then writes its storage only
+        # once.
+        if value.storage not in mapped:
+            mapped[value.storage] = _map(value.info, files[value.storage])
+        return mapped[value.storage]
+    if isinstance(value, Counter):
+        return value
+    if isinstance(value, dict):
+        return {key: _mapped(each, files, mapped) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_mapped(each, files, mapped) for each in value]
+    return value
+
+
+def _map(info: TensorInfo, path: Path) -> Tensor:
+    """Return a tensor over the mapped file."""
+    # An empty file cannot be mapped.
+    if not info.numel:
+        return torch.empty(info.shape, dtype=info.dtype)
+    flat = torch.from_file(str(path), shared=False, size=info.nbytes, dtype=torch.uint8)
+    return flat.view(info.dtype).view(info.shape)
+
+
+DCP_DATA = "__0_0.distcp"
+
+
+def write_dcp(out: Path, source: Source) -> None:
+    """Make the directory ``out``. Memory holds a single tensor at a time."""
+    # Imported in functions: these modules import half of torch.distributed, FSDP
+    # included, and an import of this package should not take that time.
+    from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+    # DCP's own writer keeps every tensor in memory until the file is complete. The
+    # format is simple: saved objects one after the other in a file, and a pickled table
+    # of their places, made of DCP's own classes.
+    out.mkdir()
+    tree = nested_tree(source)
+    leaves = list(_leaves(tree, ()))
+    empty = [path for path, value in leaves if isinstance(value, dict)]
+    # Only if needed: the key is visible to users of ``dcp.load``.
+    if source.aliases or empty:
+        notes = {"aliases": dict(source.aliases), "empty": empty}
+        leaves.append(((NOTES,), json.dumps(notes)))
+    metadata = Metadata({}, planner_data={}, storage_data={}, version="1.0.0")
+    metadata.storage_meta = StorageMeta()
+    with (out / DCP_DATA).open("wb") as file:
+        for path, value in leaves:
+            # DCP writes no entry for empty dictionaries. With such an entry, DCP's
+            # loader would take the directory for a directory of an old version.
+            if path not in empty:
+                _write(file, metadata, path, value)
+    with (out / METADATA).open("wb") as stream:
+        pickle.dump(metadata, stream)
+
+
+def _leaves(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield (path, value) of the objects that DCP's planner saves separately.
+
+    The planner descends into dicts, and into lists that contain tensors or dicts.
+    """
+    if isinstance(value, Mapping) and value:
+        for key, each in value.items():
+            if not isinstance(key, str):
+                raise CheckpointError(
+                    f"{'.'.join(map(str, path))} has the key {key!r}, and DCP's are "
+                    "text. Convert with --weights-only, or to torch."
+                )
+            yield from _leaves(each, (*path, key))
+    elif isinstance(value, list) and _has_parts(value):
+        for i, each in enumerate(value):
+            yield from _leaves(each, (*path, i))
+    else:
+        yield path, value
+
+
+def _has_parts(values: list[Any]) -> bool:
+    """Return whether the planner descends into a list."""
+    return any(
+        isinstance(each, Mapping | LazyTensor | Tensor)
+        or (isinstance(each, list) and _has_parts(each))
+        for each in values
+    )
+
+
+def _write(file: BinaryIO, metadata: Any, path: tuple[Any, ...], value: Any) -> None:
+    """Append ``value`` to ``file``, and add the place to ``metadata``."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    key = ".".join(map(str, path))
+    value = value.whole() if isinstance(value, LazyTensor) else value
+    begin, offset = file.tell(), None
+    torch.save(value, file)
+    if isinstance(value, Tensor):
+        # The whole tensor is a single chunk at the origin.
+        offset = torch.Size([0] * value.ndim)
+        chunk = ChunkStorageMetadata(offsets=offset, sizes=value.shape)
+        metadata.state_dict_metadata[key] = TensorStorageMetadata(
+            TensorProperties(dtype=value.dtype), value.shape, [chunk]
+        )
+    else:
+        metadata.state_dict_metadata[key] = BytesStorageMetadata()
+    metadata.planner_data[key] = path
+    place = _StorageInfo(DCP_DATA, begin, file.tell() - begin)
+    metadata.storage_data[MetadataIndex(key, offset)] = place
