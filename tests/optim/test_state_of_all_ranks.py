@@ -121,12 +121,14 @@ def test_sharded_values_are_compared_as_whole_values(world: World, path: str) ->
 
     assert torch.equal(value, other)
     assert torch.allclose(value, other)
-    assert bool((value == other).all())
-    assert not bool((value != other).any())
+    assert (value == other).full_tensor().all()
+    assert not (value != other).full_tensor().any()
     assert torch.equal(value, value.full_tensor())
     # The difference is on the last rank alone.
     if world.rank:
         other.local.view(-1)[-1] += 1
     assert not torch.equal(value, other)
     assert not torch.allclose(value, other)
-    assert int((value != other).sum()) == 1
+    assert int((value != other).full_tensor().sum()) == 1
+    with pytest.raises(TypeError, match="expects a whole tensor"):
+        _ = value == value.full_tensor()
