@@ -167,7 +167,8 @@ def _shard(
             True, the default: parameters stay the original objects.
 
     Returns: ``module``, the same object.
-    Collective: with ``sync_module_states`` a broadcast per parameter and buffer; for
+    Collective: with ``sync_module_states`` an all-gather of names, dtypes and shapes,
+        and a broadcast per parameter and buffer; for
         the first hybrid unit without explicit ranks the creation of the node groups;
         else none. All ranks must make the same calls in the same order.
     Raises: CompositionError, PlanError, TypeError; the module is then unchanged.

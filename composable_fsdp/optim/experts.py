@@ -67,8 +67,9 @@ def with_all_experts(
     """
     handles = list(handles)
     for group, units in expert_units(handles).items():
+        # Taken out, so that the experts of all ranks have one order on all ranks.
         own = {
-            name: saved["state"][name]
+            name: saved["state"].pop(name)
             for name in _names(members, units)
             if name in saved["state"]
         }

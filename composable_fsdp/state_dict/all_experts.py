@@ -73,6 +73,9 @@ def add_other_experts(
     device = torch.device("meta") if layout.on_meta else layout.device
     # torch and the settings decide where values of this rank are; others follow.
     to_cpu = any(not value.is_meta and value.device != device for value in own.values())
+    # Taken out, so that the experts of all ranks have one order on all ranks.
+    for key in own:
+        del state_dict[key]
     state_dict |= from_all_ranks(own, group, device, to_cpu=to_cpu)
     buffers = {
         key: state_dict[key]

@@ -71,11 +71,8 @@ class ShardedValue(Tensor):
     place: its shape, its offset, and the number of rectangles. ``offset``,
     ``shard_numel``, ``start`` and ``stop`` are those of the rectangle then."""
     not_alone: str = ""
-    """The description of a value in ``optimizer.state_dict()``, for an error text.
-
-    If the text is not empty, pickling raises: a file of a single rank would lose the
-    parts of the other ranks.
-    """
+    """Why pickling raises, of a value in ``optimizer.state_dict()``: a file of a single
+    rank would lose the parts of the other ranks."""
 
     def __new__(
         cls,
@@ -129,6 +126,13 @@ class ShardedValue(Tensor):
     __truediv__ = __rtruediv__ = __floordiv__ = __mod__ = _no_operator  # type: ignore[mutable-override]  # never returns
     __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _no_operator  # type: ignore[mutable-override]  # never returns
 
+    __hash__ = Tensor.__hash__
+
+    def __eq__(self, other: object) -> Any:
+        """Compare element by element. Raises: TypeError, for another cut."""
+        is_number = isinstance(other, (Tensor, int, float))
+        return torch.eq(self, other) if is_number else NotImplemented  # type: ignore[call-overload]
+
     @property
     def start(self) -> int:
         """Return the first element of the flattened full value that ``local`` holds."""
@@ -168,11 +172,7 @@ class ShardedValue(Tensor):
         return self.local
 
     def local_shards(self) -> list[LocalShard]:
-        """Return this rank's boxes as tensors of their own shape, views of ``local``.
-
-        The list has a single entry unless a row is cut, and none if this rank holds no
-        element.
-        """
+        """Return this rank's boxes as views of ``local``, in the boxes' shapes."""
         flat = self.local.reshape(-1)
         return [
             LocalShard(
@@ -244,7 +244,6 @@ class ShardedValue(Tensor):
         raise AttributeError(_NO_DTENSOR)
 
     device_mesh = placements
-    """As ``placements``."""
 
     def is_part_like(self, other: ShardedValue) -> bool:
         """Return whether both values are cut alike, on every rank."""
@@ -353,7 +352,6 @@ def _on_local(func: Op, value: ShardedValue, *args: Any, **kwargs: Any) -> Shard
 
 def _new_empty(func: Op, value: ShardedValue, size: Any, **kwargs: Any) -> Tensor:
     """Return a new value of the same cut, or a plain tensor for another size."""
-    # The value's own size asks for another value of the same cut.
     if tuple(size) == tuple(value.shape):
         return value.with_local(func(value.local, value.local.shape, **kwargs))
     made: Tensor = func(value.local, size, **kwargs)
@@ -393,8 +391,19 @@ def _copy(func: Op, to: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
     return to
 
 
+def _elementwise(func: Op, value: Any, other: Any) -> ShardedValue:
+    """Compare the elements of this rank, to those of a value that is cut alike."""
+    if isinstance(other, ShardedValue):
+        if not (isinstance(value, ShardedValue) and value.is_part_like(other)):
+            raise TypeError(_refusal(func, other))
+        other = other.local
+    elif isinstance(other, Tensor) and other.dim():
+        raise TypeError(_refusal(func, value))
+    return value.with_local(func(value.local, other))
+
+
 def _whole(func: Op, *args: Any, **kwargs: Any) -> Any:
-    """Apply an operator to full values. Collective: as ``full_tensor``, for each."""
+    """Apply an operator to full values. Collective: as ``full_tensor``."""
     given = [v.full_tensor() if isinstance(v, ShardedValue) else v for v in args]
     return func(*given, **kwargs)
 
@@ -409,9 +418,9 @@ _OPS: dict[Any, Callable[..., Any]] = {
     _aten.zeros_like: _on_local,
     _aten.new_empty: _new_empty,
     _aten.copy_: _copy,
-    # Comparisons, whose result has to be that of all ranks.
-    _aten.eq: _whole,
-    _aten.ne: _whole,
+    _aten.eq: _elementwise,
+    _aten.ne: _elementwise,
+    # A single answer, which has to be that of all ranks.
     _aten.equal: _whole,
     _aten.allclose: _whole,
 }
@@ -420,14 +429,8 @@ _OPS: dict[Any, Callable[..., Any]] = {
 def sharded_value(ref: ParamRef, local: Tensor) -> Tensor:
     """Return ``local``, this rank's part of a parameter, as a sharded value.
 
-    Args:
-        ref: The parameter.
-        local: This rank's elements.
-
-    Returns: a ``ShardedValue``, also if this rank holds the full value. A plain tensor
-        for a parameter without elements, and for a 0-d parameter of a unit without a
-        shard group.
-    Collective: none.
+    A plain tensor for a parameter without elements, and for a 0-d parameter of a unit
+    without a shard group.
     """
     handle, region, slot = ref.handle, ref.region, ref.slot
     # No box could represent a parameter without elements.
@@ -475,13 +478,6 @@ def mismatch(ref: ParamRef, value: ShardedValue) -> str:
     """Return why ``value`` is not this rank's part of ``ref``, or an empty text.
 
     All ranks get the same answer, unless a rank was given another rank's values.
-
-    Args:
-        ref: The parameter.
-        value: The value to compare.
-
-    Returns: the reason in words, or the empty string.
-    Collective: none.
     """
     own = sharded_value(ref, value.local)
     if isinstance(own, ShardedValue) and own.is_part_like(value):

@@ -14,13 +14,11 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 
 from composable_fsdp import (
     FullyShardedDataParallel,
     clip_grad_norm_,
     export_safetensors,
-    fully_shard,
     get_full_grad,
     get_full_optim_state,
     get_full_param,
@@ -172,21 +170,6 @@ def test_different_calls_are_told_on_both_ranks(
 def other(trained: Trained, rank: int, name: str) -> Any:
     """A call with arguments that differ on rank 1."""
     t, is_second = trained, rank == 1
-    if name == "values":
-        changed = {
-            k: v + (1 if is_second and k == NAME else 0) for k, v in t.state.items()
-        }
-        return t.model.load_state_dict(changed)
-    if name == "keys":
-        kept = {k: v for k, v in t.state.items() if not is_second or k != NAME}
-        return t.model.load_state_dict(kept, strict=False)
-    if name == "part":
-        part = t.model.get_submodule("blocks.0")
-        return part.load_state_dict({k: v + rank for k, v in part_of(t.state).items()})
-    if name == "optimizer":
-        return optim_state_dict_to_load(t.model, t.optim, plus(t.optim_state, rank))
-    if name == "parameter":
-        return set_full_param(t.model, NAME, t.full + rank)
     if name == "which":
         return get_full_param(t.model, [NAME, "norm.weight"][rank])
     if name == "norm":
@@ -200,23 +183,7 @@ def other(trained: Trained, rank: int, name: str) -> Any:
     raise AssertionError(name)
 
 
-def part_of(state: dict[str, Any]) -> dict[str, Any]:
-    start = "blocks.0."
-    return {k.removeprefix(start): v for k, v in state.items() if k.startswith(start)}
-
-
-def plus(state: dict[str, Any], rank: int) -> dict[str, Any]:
-    changed = {
-        fqn: {k: v + rank if k == "exp_avg" else v for k, v in values.items()}
-        for fqn, values in state["state"].items()
-    }
-    return {**state, "state": changed}
-
-
-ARGUMENTS = [
-    *("values", "keys", "part", "optimizer", "parameter", "which", "norm", "fewer"),
-    *("writeback", "first"),
-]
+ARGUMENTS = ["which", "norm", "fewer", "writeback", "first"]
 
 
 def with_other_arguments(world: World, folder: Path) -> list[tuple[str, bool]]:
@@ -241,34 +208,13 @@ def full(trained: Trained) -> dict[str, torch.Tensor]:
 def test_other_arguments_are_told_and_change_no_value(
     ranks: RankCount, tmp_path: Path
 ) -> None:
-    """Other files, keys, values, norms, parameters or options on one rank."""
+    """Other norms, parameters or options on one rank."""
     first, second = ranks(2).run(with_other_arguments, tmp_path)
 
     assert first == second
     for name, (text, unchanged) in zip(ARGUMENTS, first, strict=True):
         assert text.startswith("DesyncError: Ranks make different calls"), (name, text)
         assert unchanged, name
-
-
-@pytest.mark.parametrize("has_root", [True, False])
-@on_ranks(2)
-def test_values_of_each_module_of_a_unit_are_compared(
-    world: World, has_root: bool
-) -> None:
-    """The second module's names do not begin at the first module."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 5))
-    fully_shard([model[0], model[1]])
-    if has_root:
-        fully_shard(model)
-    model.load_state_dict(state := model.state_dict())
-    changed = {k: v + world.rank * (k == "1.bias") for k, v in state.items()}
-
-    with Soon(20):
-        text = message_of(lambda: model.load_state_dict(changed))
-
-    assert text.startswith("DesyncError: Ranks make different calls"), text
-    now = model.state_dict()
-    assert torch.equal(now["1.bias"], state["1.bias"])
 
 
 @on_ranks(2)

@@ -111,7 +111,7 @@ def assert_same_state(
 ) -> None:
     assert ours.keys() == expected.keys() == {"state", "param_groups"}
     assert ours["param_groups"] == expected["param_groups"]
-    assert list(ours["state"]) == list(expected["state"])
+    assert ours["state"].keys() == expected["state"].keys()
     for name, values in expected["state"].items():
         assert ours["state"][name].keys() == values.keys(), name
         for key, value in values.items():

@@ -25,6 +25,7 @@ def shard(model: nn.Module) -> nn.Module:
     return sharded
 
 
+@pytest.mark.few(2)
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("part", PARTS)
 def test_every_operation_is_that_of_the_plain_model(

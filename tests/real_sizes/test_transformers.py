@@ -70,7 +70,7 @@ def stream(model: Any) -> Iterator[tuple[str, Tensor]]:
             yield name, cf.get_full_param(model, name)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("path", PATHS)
 @on_ranks(1, 2, 3)
 def test_gpt2_trains_streams_saves_and_generates(

@@ -1,0 +1,255 @@
+"""Both sides of every size at which the package changes its way."""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import composable_fsdp as cf
+from composable_fsdp.flat import forward_writes, value_hash
+from composable_fsdp.planning import save_parts
+from composable_fsdp.storage import (
+    blocks,
+    file_bytes,
+    manifest,
+    new_file,
+    shared_reads,
+    source,
+    spread,
+)
+from tests.real_sizes.operations import TOKENS, WIDTH, same
+from tests.support.on_ranks import on_ranks
+from tests.support.reference import PATHS, apply_units
+from tests.support.world import World
+
+PACKAGE = Path(cf.__file__).parent
+HERE = "tests/real_sizes/test_thresholds.py::"
+FILES = HERE + "test_files_hold_tensors_of_every_size"
+
+THRESHOLDS = {
+    "flat/forward_writes.py:_COPIED": HERE + "test_writes_are_seen_at_every_size",
+    "flat/forward_writes.py:_AT_ONCE": HERE + "test_writes_are_seen_at_every_size",
+    "flat/value_hash.py:_ROW": HERE + "test_hashes_are_exact_at_every_size",
+    "flat/value_hash.py:_SMALL": HERE + "test_hashes_are_exact_at_every_size",
+    "flat/value_hash.py:_LARGE_BLOCK": HERE + "test_hashes_are_exact_at_every_size",
+    "comm/int8_exchange.py:INT8_BLOCK": HERE + "test_integers_carry_weights",
+    "planning/layout.py:LAUNCH_BYTES": HERE + "test_a_region_is_split",
+    "planning/save_parts.py:SMALLEST_PART": FILES,
+    "planning/fake_values.py:LARGEST": "tests/planning/test_fake_values.py::",
+    "comm/simulated_world.py:LARGEST": "tests/planning/test_fake_values.py::",
+    "optim/trial_step.py:_SMALL": "tests/optim/test_unknown_optimizers.py::",
+    "storage/blocks.py:_FILL_BYTES": FILES,
+    "storage/blocks.py:_GAP": FILES,
+    "storage/commit.py:_LONGEST": "tests/storage/test_crash.py::",
+    "storage/convert.py:MAX_SHARD_BYTES": "tests/storage/test_convert.py::",
+    "storage/file_bytes.py:_PAGE": FILES,
+    "storage/file_bytes.py:_SMALL": FILES,
+    "storage/formats/torch_read.py:_EXPANDED": "tests/storage/test_hostile_values.py::",
+    "storage/fsspec_storage.py:_PART": "tests/storage/test_remote.py::",
+    "storage/fsspec_storage.py:_MOST_PARTS": "tests/storage/test_remote.py::",
+    "storage/bounds.py:MAX_DOCUMENT": "tests/storage/test_limits.py::",
+    "storage/manifest.py:BLOCK": FILES,
+    "storage/manifest.py:SMALLEST_BLOCK": FILES,
+    "storage/manifest.py:_MOST_BLOCKS": FILES,
+    "storage/new_file.py:BUFFER": FILES,
+    "storage/new_file.py:_ALIGNMENT": FILES,
+    "storage/new_file.py:_BEHIND": FILES,
+    "storage/shared_reads.py:_SMALL": FILES,
+    "storage/shared_reads.py:_BUFFER": FILES,
+    "storage/shared_reads.py:_MESSAGE": FILES,
+    "storage/source.py:CHUNK_BYTES": FILES,
+    "storage/spread.py:SMALL": FILES,
+}
+"""Each threshold, and the test (or the file of tests) that is on both sides."""
+
+NO_SIZES = {
+    "comm/agreement.py:_MOST_VISITS": "a number of visits",
+    "comm/sequence.py:MOST_OPERATIONS": "a number of operations",
+    "comm/sequence.py:_MOST_CONTEXTS": "a number of rounds",
+    "flat/handle.py:RETAINED": "a mark in a counter",
+    "flat/residency.py:_FIRST": "a number of a handle",
+    "planning/fit.py:MOST_RANKS": "a number of ranks",
+    "storage/manifest.py:LARGEST": "the largest number of elements in a file",
+    "storage/formats/dcp_metadata.py:LARGEST": "the largest number of elements",
+}
+
+
+def constants() -> Iterator[str]:
+    """Yield the integers from 1,024 on that a module of the package names."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        known: dict[str, Any] = {}
+        for node in ast.parse(path.read_text()).body:
+            if not isinstance(node, ast.Assign) or not isinstance(
+                node.targets[0], ast.Name
+            ):
+                continue
+            name = node.targets[0].id
+            try:
+                value = eval(ast.unparse(node.value), {"__builtins__": {}}, known)
+            except Exception:
+                continue
+            known[name] = value
+            if type(value) is int and value >= 1024 and name.isupper():
+                yield f"{path.relative_to(PACKAGE).as_posix()}:{name}"
+
+
+def test_every_threshold_has_a_test() -> None:
+    """A new constant is put into a table, with a test or the reason why none."""
+    missing = set(constants()) - THRESHOLDS.keys() - NO_SIZES.keys()
+
+    assert missing == set()
+    for place in set(THRESHOLDS.values()):
+        file, _, name = place.partition("::")
+        assert name in (PACKAGE.parent / file).read_text()
+
+
+def around(size: int) -> tuple[int, int, int]:
+    return size - 1, size, size + 1
+
+
+def test_hashes_are_exact_at_every_size() -> None:
+    """Alone, beside another tensor, at another address, in rows, in larger blocks."""
+    row, small = value_hash._ROW, value_hash._SMALL // 4
+    generator = torch.Generator().manual_seed(0)
+    for numel in (*around(small), *around(2 * row), *around(4 * row), 1_000_003):
+        value = torch.randn(numel, generator=generator)
+        (number,) = value_hash.hash_values([value]).tolist()
+        moved = torch.cat([value[:1], value])[1:]
+        strided = value.repeat_interleave(3)[::3].contiguous()
+        changed = value.clone()
+        changed[-1] += 1
+        found = value_hash.hash_values([moved, strided, changed, value[:8]]).tolist()
+        assert found[:2] == [number, number]
+        assert found[2] != number
+        for block in ({"cpu": 2 * row}, {}):
+            with mock.patch.object(value_hash, "_BLOCK", block):
+                assert value_hash.hash_values([value]).tolist() == [number]
+
+
+def test_writes_are_seen_at_every_size() -> None:
+    """A change of any element, where bits are copied and where they are summed."""
+    for numel in (*around(forward_writes._COPIED), *around(forward_writes._AT_ONCE)):
+        full = torch.ones(numel)
+        before = forward_writes._bits(full).clone()
+        assert torch.equal(forward_writes._bits(full), before)
+        for at in (0, numel // 2, numel - 1):
+            full[at] = 2
+            assert not torch.equal(forward_writes._bits(full), before)
+            full[at] = 1
+
+
+@pytest.mark.parametrize("path", PATHS)
+@on_ranks(2)
+def test_integers_carry_weights(world: World, path: str) -> None:
+    """``Int8Wire`` over weights that fill no block of elements."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(WIDTH, TOKENS), nn.Linear(TOKENS, WIDTH))
+    model = apply_units(copy.deepcopy(plain), ("0",), path=path, wire=cf.Int8Wire())
+    x = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)
+
+    with torch.no_grad():
+        want, got = plain(x), model(x)
+
+    assert 0 < (want - got).norm() < 0.05 * want.norm()
+    # What is kept and what is read are the weights themselves.
+    same(model.state_dict(), plain.state_dict())
+
+
+@on_ranks(2)
+def test_a_region_is_split(world: World) -> None:
+    """Where two matrices in one region cost more padding than a launch, or less."""
+    counts = set()
+    for width in (16, 90, 91, 1021):
+        plain = nn.Sequential(nn.Linear(width, 3), nn.Linear(width + 1, 3))
+        want = {name: value.clone() for name, value in plain.state_dict().items()}
+        model = cf.fully_shard(plain, check_weights="off", sync_module_states=True)
+        counts.add(len(cf.plan(model).units[0].regions))
+        if world.rank == 0:
+            assert all(map(torch.equal, want.values(), model.state_dict().values()))
+        else:
+            model.state_dict()
+    assert len(counts) > 1
+
+
+class Sizes(nn.Module):
+    """A parameter of each size in bytes, less and more an element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        bounds = (
+            manifest.SMALLEST_BLOCK,
+            file_bytes._SMALL,
+            2 * save_parts.SMALLEST_PART,
+        )
+        for nbytes in (*bounds, spread.SMALL, manifest.BLOCK):
+            for numel in around(nbytes // 4):
+                value = torch.randn(numel, generator=generator)
+                self.register_parameter(f"p{numel}", nn.Parameter(value))
+
+
+SMALLER: tuple[tuple[Any, str, int], ...] = (
+    (blocks, "_FILL_BYTES", 1 << 16),
+    (blocks, "_GAP", 64),
+    (manifest, "_MOST_BLOCKS", 4),
+    (new_file, "_BEHIND", 1 << 16),
+    (shared_reads, "_SMALL", 1 << 14),
+    (shared_reads, "_BUFFER", 1 << 16),
+    (shared_reads, "_MESSAGE", 1 << 18),
+    (source, "CHUNK_BYTES", 1 << 16),
+)
+"""Thresholds above 4 MiB, and those between tensors: the sizes are on both sides."""
+
+
+@pytest.mark.parametrize("smaller", [False, True])
+@on_ranks(2)
+def test_files_hold_tensors_of_every_size(
+    world: World, smaller: bool, tmp_path: Path
+) -> None:
+    """Saved from shards and from replicas, loaded into both, read in slices."""
+    want = Sizes().state_dict()
+    with ExitStack() as patches:
+        for module, name, value in SMALLER if smaller else ():
+            patches.enter_context(mock.patch.object(module, name, value))
+        for strategy in (cf.ShardingStrategy.FULL_SHARD, cf.ShardingStrategy.NO_SHARD):
+            model = cf.fully_shard(Sizes(), strategy=strategy)
+            path = tmp_path / strategy.name
+            cf.save(path, model)
+            for other in (cf.ShardingStrategy.NO_SHARD, cf.ShardingStrategy.FULL_SHARD):
+                fresh = cf.fully_shard(Sizes(), strategy=other)
+                with torch.no_grad():
+                    for p in fresh.parameters():
+                        p.zero_()
+                cf.load(path, fresh, share=True)
+                found = fresh.state_dict()
+                assert all(torch.equal(found[name], want[name]) for name in want)
+            if world.rank == 0:
+                _read_in_slices(path, want)
+            world.barrier()
+
+
+def _read_in_slices(path: Path, want: dict[str, Tensor]) -> None:
+    assert cf.verify(path).ok
+    for to in ("torch", "dcp", "safetensors"):
+        cf.convert(path, path.with_name(f"{path.name}.{to}"), to)
+    for file in (path, *(path.with_name(f"{path.name}.{t}") for t in ("torch", "dcp"))):
+        with cf.open_source(file) as opened:
+            for name, value in want.items():
+                end = value.numel()
+                for start, stop in (
+                    (0, end),
+                    (1, end // 2),
+                    (end // 2 - 1, end),
+                    (7, 9),
+                ):
+                    part = opened.read_model(name, start, stop)
+                    assert torch.equal(part, value[start:stop])
