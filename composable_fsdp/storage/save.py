@@ -320,19 +320,28 @@ def prepare(
     except BaseException:
         _discard(target, temporary)
         raise
-    if target != answers[0][0]:
+    # Only rank 0 has made a directory; the other ranks write into the same directory.
+    target, temporary = _place_of_rank_0(answers, target, team.rank)
+    block = block_size(sum(each[6] for each in answers))
+    given_on = keep, overwrite, given.keep_best, error
+    return Job(target, temporary, part, in_order(pieces), reuse, *given_on, block)
+
+
+def _place_of_rank_0(
+    answers: list[tuple[Any, ...]], target: str, rank: int
+) -> tuple[str, str]:
+    """Return rank 0's path and temporary directory; log a path that differs."""
+    first, temporary, *_ = answers[0]
+    # A path with the time in its name may differ, and the save is right.
+    if target != first:
         _log.warning(
             "save got the path %r on rank %d and writes to rank 0's %r. Pass one path "
             "on every rank.",
             target,
-            team.rank,
-            answers[0][0],
+            rank,
+            first,
         )
-    # Only rank 0 has made a directory; the other ranks write into the same directory.
-    target, temporary, *_ = answers[0]
-    block = block_size(sum(each[6] for each in answers))
-    given_on = keep, overwrite, given.keep_best, error
-    return Job(target, temporary, part, in_order(pieces), reuse, *given_on, block)
+    return first, temporary
 
 
 def write(team: Team, job: Job, error: Exception | None = None) -> None:
