@@ -334,13 +334,8 @@ def _place_of_rank_0(
     first, temporary, *_ = answers[0]
     # A path with the time in its name may differ, and the save is right.
     if target != first:
-        _log.warning(
-            "save got the path %r on rank %d and writes to rank 0's %r. Pass one path "
-            "on every rank.",
-            target,
-            rank,
-            first,
-        )
+        text = "save got the path %r on rank %d and writes to rank 0's %r."
+        _log.warning(text, target, rank, first)
     return first, temporary
 
 
