@@ -6,7 +6,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, _GeneratorContextManager
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, cast
 
 P = ParamSpec("P")
 
@@ -40,6 +40,6 @@ def block(
 
     @functools.wraps(function)
     def made(*args: P.args, **kwargs: P.kwargs) -> AbstractContextManager[None]:
-        return _Block(function, args, kwargs)
+        return _Block(cast(Any, function), args, kwargs)
 
     return made

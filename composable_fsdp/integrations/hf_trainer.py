@@ -77,13 +77,14 @@ class ShardedTrainer(Trainer):
         sharding: HFSharding | Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        given = _order_of(type(self)).bind_partial(self, model, *more, **kwargs)
+        given = _order_of(type(self)).bind_partial(self, model, *more)
+        named = kwargs if "args" in kwargs else given.arguments
         # A copy: the caller's arguments may make another trainer.
-        args = copy.copy(given.arguments.get("args"))
+        args = copy.copy(named.get("args"))
         self._sharding = _sharding_of(args, sharding)
         if args is not None:
-            given.arguments["args"] = args
-        super().__init__(*given.args[1:], **given.kwargs)
+            named["args"] = args
+        super().__init__(*given.args[1:], **kwargs)
 
     def _build_accelerator_args(self, **given: Any) -> dict[str, Any]:
         """Note the arguments of the accelerator."""
@@ -211,7 +212,11 @@ def _order_of(kind: type) -> inspect.Signature:
     # TRL's second argument is a reference model, a teacher or reward functions. A class
     # between that passes on ``*args`` names nothing.
     behind = kind.__mro__[kind.__mro__.index(ShardedTrainer) + 1 :]
-    signatures = (inspect.signature(each.__init__) for each in behind)
+    signatures = (
+        inspect.signature(vars(each)["__init__"])
+        for each in behind
+        if "__init__" in vars(each)
+    )
     return next(
         each
         for each in signatures

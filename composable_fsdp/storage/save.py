@@ -253,19 +253,23 @@ def prepare(
         if ending:
             discard(target, ending)
         raise
-    if target != answers[0][0]:
-        _log.warning(
-            "save got the path %r on rank %d and writes to rank 0's %r. Pass one path "
-            "on every rank.",
-            target,
-            team.rank,
-            answers[0][0],
-        )
     # Only rank 0 has made a directory; the other ranks write into the same directory.
-    target, ending, *_ = answers[0]
+    target, ending = _place_of_rank_0(answers, target, team.rank)
     block = block_size(sum(each[5] for each in answers))
     given_on = keep, overwrite, error, block
     return Job(target, ending, part, in_order(pieces), *given_on)
+
+
+def _place_of_rank_0(
+    answers: list[tuple[Any, ...]], target: str, rank: int
+) -> tuple[str, str]:
+    """Return rank 0's path and the ending of its files; log a path that differs."""
+    first, ending, *_ = answers[0]
+    # A path with the time in its name may differ, and the save is right.
+    if target != first:
+        text = "save got the path %r on rank %d and writes to rank 0's %r."
+        _log.warning(text, target, rank, first)
+    return first, ending
 
 
 def write(team: Team, job: Job, error: Exception | None = None) -> None:

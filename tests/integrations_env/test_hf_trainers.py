@@ -64,8 +64,7 @@ def tokenizer() -> Any:
 
 def preferences(count: int) -> Any:
     """Prompts with a chosen and a rejected end, as TRL reads them."""
-    from datasets import Dataset
-
+    datasets = pytest.importorskip("datasets")
     generator = torch.Generator().manual_seed(1)
 
     def letters() -> list[str]:
@@ -73,7 +72,7 @@ def preferences(count: int) -> Any:
         return [" ".join(WORDS[i] for i in row) + " " for row in drawn.tolist()]
 
     columns = {name: letters() for name in ("prompt", "chosen", "rejected")}
-    return Dataset.from_dict(columns)
+    return datasets.Dataset.from_dict(columns)
 
 
 def dataset(name: str) -> Any:
@@ -145,8 +144,7 @@ def test_dpo_trains_as_the_plain_trainer_of_trl(
 ) -> None:
     """Losses, norms and weights; with an adapter the base is the reference."""
 
-    class Sharded(ShardedTrainer, trl.DPOTrainer):  # type: ignore[misc]
-        pass
+    sharded_trainer = type("Sharded", (ShardedTrainer, trl.DPOTrainer), {})
 
     def trained(kind: Any, folder: Path, size: int) -> Any:
         # A reference apart from the model, so that losses are not log 2 at first.
@@ -182,7 +180,7 @@ def test_dpo_trains_as_the_plain_trainer_of_trl(
     with alone(), future():
         plain = trained(trl.DPOTrainer, tmp_path / f"p{world.rank}", 8)
     with as_torchrun(world), future():
-        sharded = trained(Sharded, tmp_path, 4)
+        sharded = trained(sharded_trainer, tmp_path, 4)
 
     assert units_in(sharded.model)
     assert logged(sharded, "loss") == pytest.approx(logged(plain, "loss"), rel=1e-4)

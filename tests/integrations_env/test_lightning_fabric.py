@@ -139,7 +139,9 @@ class Parts(L.LightningModule):
         raise AssertionError("no step calls forward")
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
-        return nn.functional.cross_entropy(self.encoded(batch[0]), batch[1])
+        loss: torch.Tensor
+        loss = nn.functional.cross_entropy(self.encoded(batch[0]), batch[1])
+        return loss
 
     def encoded(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.net.layers:
