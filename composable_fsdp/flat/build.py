@@ -107,6 +107,7 @@ def build_handle(
     set_divisions(handle)
     remember_leaves(handle)
     part_guards.refuse_part_calls(handle)
+    part_guards.refuse_removals(handle)
     return handle
 
 
