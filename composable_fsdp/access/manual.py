@@ -21,6 +21,7 @@ from composable_fsdp.runtime.external_changes import (
     follow_requires_grad,
 )
 from composable_fsdp.runtime.graph_task import current_task
+from composable_fsdp.runtime.handed_params import hand_out
 from composable_fsdp.runtime.recover import is_live, recover
 from composable_fsdp.runtime.threads import require_no_other_backward
 from composable_fsdp.tree import root as roots
@@ -47,6 +48,7 @@ class UnshardHandle:
         handle, self._handle = self._handle, None
         # ``kept_full`` is False after the unit was resharded.
         if handle is not None and handle.kept_full:
+            hand_out(handle)
             verbs.wait_unsharded(handle)
 
 

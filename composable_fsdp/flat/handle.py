@@ -79,6 +79,8 @@ class FullForm(_Referable):
     """Versions of the leaves in ``placed`` while autograd must not read the leaves."""
     wired: bool = False
     """Whether a region is encoded before the all-gather, and decoded afterwards."""
+    handed: tuple[int, ...] | None = None
+    """Python references to the leaves when a user got them (``handed_params``)."""
     readable: tuple[int, ...] | None = None
     """Versions of the leaves in ``placed`` while autograd may read the leaves; ``None``
     while autograd must not."""
