@@ -90,9 +90,12 @@ class Side:
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(strip_wrapper(n), p) for n, p in self.model.named_parameters()]
 
-    def run(self) -> None:
+    def run(self) -> Tensor:
         dtype = next(self.model.parameters()).dtype
-        self.output = self.model(torch.ones(2, dtype=dtype, device="cpu"))
+        made: Tensor = self.model(torch.ones(2, dtype=dtype, device="cpu"))
+        # A graph that is alive forbids ``swap_tensors``.
+        self.output = made.detach()
+        return made
 
     @torch.no_grad()
     def do(self, name: str, which: int) -> None:
@@ -126,8 +129,7 @@ class Side:
             self.kept.clear()
         elif name in ("step", "accumulate"):
             with torch.enable_grad():
-                self.run()
-                backward(self.output.sum())
+                backward(self.run().sum())
             if name == "step":
                 torch.optim.SGD(self.model.parameters(), lr=0.5).step()
                 self.model.zero_grad()
@@ -142,6 +144,8 @@ class Side:
         elif name == "swap":
             torch.utils.swap_tensors(p, nn.Parameter(p.detach() * 2))  # type: ignore[no-untyped-call]  # untyped in torch
         elif name in ("load", "assign", "empty"):
+            # ``to_empty`` gives gradients no values, either.
+            self.model.zero_grad()
             values = {k: v * 0.5 for k, v in self.model.state_dict().items()}
             if name == "empty":
                 self.model.to_empty(device="cpu")

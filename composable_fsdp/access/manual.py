@@ -21,6 +21,7 @@ from composable_fsdp.runtime.external_changes import (
     follow_requires_grad,
 )
 from composable_fsdp.runtime.graph_task import current_task
+from composable_fsdp.runtime.handed_params import hand_out
 from composable_fsdp.runtime.recover import is_live, recover
 from composable_fsdp.runtime.threads import require_no_other_backward
 from composable_fsdp.tree import root as roots
@@ -47,6 +48,7 @@ class UnshardHandle:
         handle, self._handle = self._handle, None
         # ``kept_full`` is False after the unit was resharded.
         if handle is not None and handle.kept_full:
+            hand_out(handle)
             verbs.wait_unsharded(handle)
 
 
@@ -58,7 +60,8 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
     nothing.
 
     Writes to full parameters, and attributes set on them (``requires_grad``), are lost;
-    see ``unshard_params``. If the shards change meanwhile by anything but
+    see ``unshard_params``. A full parameter that is kept shows this rank's rows after
+    the reshard, and its values until the end of a backward that reads it. If the shards change meanwhile by anything but
     ``load_state_dict`` or ``set_full_param``, for example by an optimizer step, the
     next forward raises; a write through ``.data`` is not detected. Do not construct an
     optimizer while the unit is unsharded: ``module.parameters()`` are then the full

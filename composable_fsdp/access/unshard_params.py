@@ -58,6 +58,9 @@ def unshard_params(
 ) -> Iterator[None]:
     """Show full parameters in ``module`` while the block runs.
 
+    They are other objects than the sharded parameters, the same in each block, and show
+    this rank's rows after it.
+
     Args:
         module: A module that is or holds a fully sharded module, or that is a part of a
             unit; the whole unit is then shown.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from composable_fsdp.access.unsharded_grads import UnshardedGrads, unshard_grads
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import part_guards, residency
 from composable_fsdp.flat.build_region import full_leaves_in_form, full_views
+from composable_fsdp.flat.gradients import shard_views
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_paths import place_path
 from composable_fsdp.flat.residency import version_of
@@ -135,10 +137,17 @@ class UnshardedUnit:
 
     def show_shards(self) -> None:
         """Make the parameters of the block, which a user may keep, show the shards."""
-        for parameter, leaf in zip(self.leaves, self.handle.leaves, strict=False):
+        if not self.leaves:
+            return
+        homes = [
+            home
+            for region in self.handle.layout.regions
+            for home in shard_views(region.cuts, region.shard)[0]
+        ]
+        for parameter, home in zip(self.leaves, homes, strict=True):
             # A DTensor keeps its values, because the shard is no DTensor.
             if not is_dtensor(parameter):
-                parameter.data = leaf.data
+                parameter.data = home
 
     def _homes(self) -> list[Tensor]:
         """Return the views of the full buffers that ``leaves`` must use as data."""
@@ -226,18 +235,33 @@ def _show_copies(unit: UnshardedUnit, *, rank0_only: bool, to_cpu: bool) -> None
         # Without a shard group ``gather_flat_values`` returns the shard itself, to
         # which the block must not write before its end: copy.
         unit.fulls = [full.to(home, copy=alone) for full in fulls]
-        for region, full in zip(handle.layout.regions, unit.fulls, strict=True):
-            pieces, _ = full_views(region.layout, full)
-            unit.leaves += full_leaves_in_form(
-                region.layout,
-                pieces,
-                region.leaves,
-                handle.layout.forms,
-                [leaf.requires_grad for leaf in region.leaves],
-            )
+        unit.leaves = _block_leaves(handle, unit.fulls)
     made = {id(leaf): new for leaf, new in zip(handle.leaves, unit.leaves, strict=True)}
     for parameters, name, sharded, _ in handle.swaps:
         parameters[name] = made[id(sharded)]
     # Modules inside the unit may be called on full parameters.
     part_guards.allow_part_calls(handle)
     residency.show_copies(handle)
+
+
+def _block_leaves(handle: FlatParamHandle, fulls: list[Tensor]) -> list[nn.Parameter]:
+    """Return full parameters over ``fulls``: in each block the same objects."""
+    pieces = [
+        full_views(region.layout, full)[0]
+        for region, full in zip(handle.layout.regions, fulls, strict=True)
+    ]
+    if not handle.block_leaves:
+        for region, parts in zip(handle.layout.regions, pieces, strict=True):
+            handle.block_leaves += full_leaves_in_form(
+                region.layout,
+                parts,
+                region.leaves,
+                handle.layout.forms,
+                [leaf.requires_grad for leaf in region.leaves],
+            )
+    for leaf, piece, own in zip(
+        handle.block_leaves, chain(*pieces), handle.leaves, strict=True
+    ):
+        local_of(leaf).data = piece
+        leaf.requires_grad = own.requires_grad
+    return handle.block_leaves

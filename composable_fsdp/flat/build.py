@@ -11,7 +11,12 @@ from torch import Tensor, nn
 
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.flat import part_guards
-from composable_fsdp.flat.build_region import build_region, fills_of
+from composable_fsdp.flat.build_region import (
+    build_region,
+    compute_views,
+    fills_of,
+    full_leaves_in_form,
+)
 from composable_fsdp.flat.handle import (
     FlatParamHandle,
     FullForm,
@@ -105,6 +110,7 @@ def build_handle(
     set_divisions(handle)
     remember_leaves(handle)
     part_guards.refuse_part_calls(handle)
+    part_guards.refuse_removals(handle)
     return handle
 
 
@@ -372,6 +378,34 @@ def make_form(
         unreadable,
         wired=any(wires),
     )
+
+
+def renew_full_leaves(
+    handle: FlatParamHandle,
+) -> list[tuple[nn.Parameter, nn.Parameter, nn.Parameter]]:
+    """Give the unit new full leaves over its buffers, which have memory; no hooks.
+
+    Returns: per parameter the old full leaf, the new one and the sharded leaf.
+    """
+    found: list[tuple[nn.Parameter, nn.Parameter, nn.Parameter]] = []
+    for region in handle.layout.regions:
+        full, layout = region.full, region.layout
+        made = full_leaves_in_form(
+            layout,
+            compute_views(layout, full.buffer),
+            region.leaves,
+            handle.layout.forms,
+            [layout.trainable] * len(full.leaves),
+        )
+        found += zip(full.leaves, made, region.leaves, strict=True)
+        region.full = full._replace(leaves=tuple(made))
+    form = handle.form
+    handle.form = make_form(
+        handle.layout, form.unreadable, full_precision=form.full_precision
+    )
+    if form.regions:
+        handle.form.regions = tuple([region.full for region in handle.layout.regions])
+    return found
 
 
 def _gathered_from(region: FlatParameter) -> Tensor:

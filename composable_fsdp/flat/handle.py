@@ -58,15 +58,12 @@ class FullForm(_Referable):
     placed: tuple[nn.Parameter, ...]
     """The full leaf of each place."""
     gather_lists: tuple[list[Tensor], list[Tensor]]
-    """The output and the input of the all-gather, per region that has elements to
-    gather: ``full`` and the shard or this rank's slice of ``full``, or the encoded
-    values of all ranks and of this rank."""
+    """The outputs and the inputs of the all-gather, of each region with elements:
+    ``full`` and the shard or this rank's slice of ``full``, or encoded values."""
     fulls: list[Tensor]
-    """``full`` of these regions; the same list object as the outputs of the all-gather,
-    if no region has a wire format."""
+    """``full`` of these regions; the list of the outputs, if nothing is encoded."""
     fills: tuple[tuple[Tensor, Tensor], ...]
-    """Pairs (this rank's slice of ``full``, shard): the copies that must run before the
-    all-gather."""
+    """Pairs (this rank's slice of ``full``, shard) to copy before the all-gather."""
     needs_gather: bool
     """Whether any region has a ``full`` buffer of its own that must be filled."""
     # Version counters decide which leaves autograd may read (``flat.residency``).
@@ -74,11 +71,11 @@ class FullForm(_Referable):
     """Versions of the leaves in ``placed`` while autograd must not read the leaves."""
     wired: bool = False
     """Whether a region is encoded before the all-gather, and decoded afterwards."""
+    handed: tuple[int, ...] | None = None
+    """Python references to the leaves when a user got them (``handed_params``)."""
     readable: tuple[int, ...] | None = None
-    """Versions of the leaves in ``placed`` while autograd may read the leaves; ``None``
-    while autograd must not."""
-    # Strong references: a parameter holds its AccumulateGrad node only weakly, and the
-    # engine must be asked about the node that will run.
+    """The same while autograd may read the leaves; ``None`` while it must not."""
+    # Strong references: a parameter holds its AccumulateGrad node only weakly.
     accumulators: tuple[Any, ...] = ()
     """AccumulateGrad nodes of the trainable full leaves."""
     regions: tuple[FullBuffer, ...] = ()
@@ -165,7 +162,7 @@ class UnitLayout:
     sharded_placed: tuple[nn.Parameter, ...]
     """The sharded leaf of each place."""
     forms: Forms
-    """The forms of the parameters that compute sees as another class, by slot index."""
+    """The forms of the parameters that compute sees as another class."""
 
 
 class LeafMemory(NamedTuple):
@@ -278,6 +275,7 @@ class FlatParamHandle:
     __slots__ = (
         "__weakref__",
         "backward",
+        "block_leaves",
         "events",
         "form",
         "full_fqn",
@@ -355,6 +353,8 @@ class FlatParamHandle:
         """Whether ``full`` was kept for the next forward, after backward or by
         ``unshard``. The next forward compares ``ShardWrites.gathered_at`` with the
         versions of then."""
+        self.block_leaves: list[nn.Parameter] = []
+        """The full parameters that ``unshard_params`` shows, after the first block."""
         self.reduction = ReductionProgress()
         self.events = make_events(layout.device)
         self.writes.memory, self.writes.steps = memory, 0

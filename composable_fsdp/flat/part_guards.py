@@ -121,6 +121,29 @@ def refuse_part_calls(handle: FlatParamHandle) -> None:
     handle.guards.open = False
 
 
+def refuse_removals(handle: FlatParamHandle) -> None:
+    """Refuse ``remove_weight_norm`` and its like, which compute with this rank's rows.
+
+    Torch undoes its reparametrizations by a method of their pre-hooks.
+    """
+    for owner in handle.layout.owners:
+        for hook in owner._forward_pre_hooks.values():
+            if type(hook).__module__.startswith("torch.nn.utils."):
+                vars(hook)["remove"] = _refuse_removal
+
+
+def _refuse_removal(module: nn.Module) -> None:
+    """Stand in for ``WeightNorm.remove``. Raises: PhaseError."""
+    refs = [ref for p in module.parameters(recurse=False) if (ref := find_param(p))]
+    part = f" of unit {refs[0].handle.name}" if refs else ""
+    raise PhaseError(
+        f"A reparametrization of {type(module).__name__}{part} was to be removed "
+        "(remove_weight_norm, remove_spectral_norm, prune.remove), which would compute "
+        "with this rank's rows and change the parameters of the unit. Remove it before "
+        "fully_shard."
+    )
+
+
 def allow_part_calls(handle: FlatParamHandle) -> None:
     """Remove the refusal from the unit's parts, for a forward.
 

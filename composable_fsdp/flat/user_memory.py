@@ -108,7 +108,7 @@ def _move_shard(handle: FlatParamHandle, region: FlatParameter) -> None:
         layout.shard_numel, layout.dtype, region.device, offload=region.offload
     )
     fill_shard(fresh, region.cuts, region.leaves, sharded=True)
-    views: list[torch.Tensor] = [region.shard]
+    views: list[torch.Tensor] = [region.shard, *map(local_of, handle.block_leaves)]
     if region.flat is not None:
         views.append(region.flat)
     at = handle.layout.regions.index(region)

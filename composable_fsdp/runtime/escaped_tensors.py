@@ -120,7 +120,7 @@ def tensors_on_attributes(
         known = {(id(table), key) for table, key in state.searches.kept_at}
         state.searches.kept_at += tuple(
             (table, key)
-            for table, key, tensor in _attributes(state)
+            for table, key, tensor in attributes(state)
             if _is_since(tensor, since) and (id(table), key) not in known
         )
     found = (
@@ -155,7 +155,7 @@ def _searched(keys: tuple[str, ...]) -> tuple[str, ...]:
     return tuple([key for key in keys if key not in _OF_EVERY_MODULE])
 
 
-def _attributes(state: _FSDPState) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+def attributes(state: _FSDPState) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
     """Yield dict, key and tensor for attributes of this unit and of nested units."""
     # Nested units are included: a tensor that a nested unit keeps was computed from
     # outputs of this unit, and may be the only way back to this unit. By id, because a

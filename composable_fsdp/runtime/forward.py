@@ -68,7 +68,12 @@ from composable_fsdp.runtime.recover import (
     recover,
     reshard_late_modules,
 )
-from composable_fsdp.runtime.returned_weights import copy_weights, is_weight
+from composable_fsdp.runtime.returned_weights import (
+    copy_kept_weights,
+    copy_weights,
+    find_kept_weights,
+    is_weight,
+)
 from composable_fsdp.runtime.threads import runs_elsewhere
 from composable_fsdp.runtime.unshard import (
     drop_unused,
@@ -168,8 +173,7 @@ def pre_forward(
         if len(state.modules) > 1 and not state.remaining:
             state.remaining = frozenset(map(id, state.modules))
     if not torch.is_grad_enabled() or (recomputing and handle.backward.task != NO_TASK):
-        # In a forward that is recomputed after the pre-backward of the unit, the hooks
-        # of the first forward also serve the recomputed forward.
+        # After the pre-backward, hooks of the first forward serve the recomputed one.
         calls.append(None)
     else:
         # A recomputed forward has a graph and a record of its own.
@@ -188,6 +192,7 @@ def _look_for_writes(state: _FSDPState, module: nn.Module) -> None:
     handle, searches = state.handle, state.searches
     looks = searches.looks_at(module, is_foreign=bool(handle.running.foreign))
     searches.before = snapshot(handle) if looks and handle.form.needs_gather else None
+    searches.acts = searches.acts or searches.before is not None
 
 
 def _alias_inputs(
@@ -285,8 +290,7 @@ def post_forward(
     # ``was_written``, inlined for speed.
     if (
         tuple(map(version_of, handle.form.placed)) != handle.form.readable
-        or searches.before is not None
-        or searches.writes_data
+        or searches.acts
         or handle.running.lent
     ):
         try:
@@ -367,7 +371,7 @@ def _hook_outputs(
     call.aliased = bool(aliases)
     inputs, call.inputs = call.inputs, []
     state = call.state
-    # Backward may enter the unit through an input that was changed in place.
+    # Backward may enter by an input that was changed in place.
     for tensor, version in inputs:
         if tensor._version != version:
             tensors = [*tensors, *written_in_place(inputs, first_number(aliases))]
@@ -417,7 +421,7 @@ def _hook_outputs(
 
 
 def _copy_writes(state: _FSDPState) -> None:
-    """Copy in-place writes of the forward, to parameters and to inputs that were cast.
+    """Copy what the forward wrote to parameters and inputs, or keeps of parameters.
 
     Collective: none.
     Raises: PhaseError, as ``copy_writes_to_shards``; RuntimeError, as
@@ -429,9 +433,10 @@ def _copy_writes(state: _FSDPState) -> None:
     # Writes through ``.data`` leave the version counter unchanged. Two forwards compare
     # all values; if either finds a write, every later forward copies all parameters.
     if searches.before is not None and len(handle.running.calls) == 1:
-        values, searches.before = searches.before, None
-        if not is_unchanged(handle, values):
-            searches.writes_data = True
+        searches.writes_data |= not is_unchanged(handle, searches.before)
+        searches.weights_at = find_kept_weights(state)
+        searches.end_forward()
+    copy_kept_weights(state)
     in_place = was_written(handle)
     if not in_place and not searches.writes_data:
         return
@@ -444,8 +449,7 @@ def _copy_writes(state: _FSDPState) -> None:
     if was_current:
         # The shards changed to what the full parameters are.
         handle.writes.gathered_at = shard_versions(handle)
-    # The gather stream may gather this unit again in the same forward, and must read
-    # the shard after the copy.
+    # The gather stream may gather this unit again in the same forward.
     context.streams.wait_for_caller()
 
 
@@ -477,7 +481,7 @@ def _after_raise(state: _FSDPState) -> None:
         # matters more than a refusal of the write.
         with suppress(RuntimeError):
             _copy_writes(state)
-    state.searches.before = None
+    state.searches.end_forward()
     running, calls = handle.running, handle.running.calls
     if calls:
         call = calls.pop()

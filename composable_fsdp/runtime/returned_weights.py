@@ -1,4 +1,8 @@
-"""Outputs of a forward that are, or share memory with, the unit's full parameters."""
+"""What a forward returns, or keeps on attributes, of the unit's full parameters.
+
+Their memory is freed after the forward, so outputs and attributes that share it become
+copies.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,12 @@ from torch import Tensor
 
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.runtime.escaped_tensors import attributes
 from composable_fsdp.runtime.nested_tensors import map_tensors, tensors_in
 from composable_fsdp.tree.state import _FSDPState
+
+Place = tuple[dict[str, Any], str]
+"""An attribute: the ``__dict__`` or the buffers of a module, and the key."""
 
 
 def is_weight(handle: FlatParamHandle, tensor: Tensor) -> bool:
@@ -37,3 +45,27 @@ def copy_weights(state: _FSDPState, output: Any) -> Any:
             "weight.clone(), or a tuple, a dict or a dataclass."
         )
     return output
+
+
+def find_kept_weights(state: _FSDPState) -> tuple[Place, ...]:
+    """Return the attributes of the unit's modules that ever shared weights' memory."""
+    found = {(id(table), key): (table, key) for table, key in state.searches.weights_at}
+    for table, key, tensor in attributes(state):
+        if is_weight(state.handle, tensor):
+            found[id(table), key] = table, key
+    return tuple(found.values())
+
+
+def copy_kept_weights(state: _FSDPState) -> None:
+    """Replace the noted attributes that share memory with weights by copies."""
+    for table, key in state.searches.weights_at:
+        value = table.get(key)
+        if any(is_weight(state.handle, tensor) for tensor in tensors_in(value)):
+            copied = copy_weights(state, value)
+            # The user may hold the container as well.
+            if type(value) is list:
+                value[:] = copied
+            elif type(value) is dict:
+                value.update(copied)
+            else:
+                table[key] = copied

@@ -34,6 +34,7 @@ from composable_fsdp.flat.residency import (
     make_unreadable,
 )
 from composable_fsdp.planning.memory import RETIRING_LIMIT, RETIRING_UNLIMITED
+from composable_fsdp.runtime.handed_params import take_back
 from composable_fsdp.runtime.slots import find_previous, is_vacant
 from composable_fsdp.runtime.wires import decode_full, drop_encoded, encode_shards
 from composable_fsdp.tree.state import ForwardRecord, RuntimeContext, _FSDPState
@@ -201,12 +202,17 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         # The unit was prefetched and not used; the all-gather still writes into the
         # memory.
         _end_gather(handle, handle.ready)
-    if handle.form.wired:
-        drop_encoded(handle)
     handle.kept_full = False
     if handle.residency is UNSHARDED or handle.residency is COPIES_SHOWN:
         residency.use_sharded(handle)
+    if handle.form.wired:
+        drop_encoded(handle)
     if handle.residency in NOT_GATHERED or handle.kept:
+        return
+    if handle.form.handed is not None and take_back(handle):
+        # The next all-gather writes into the memory behind its readers.
+        context.streams.wait_for_caller()
+        residency.drop_full(handle)
         return
     if handle.reduction.due and handle.form.needs_gather:
         # A custom ``autograd.Function`` may return a saved parameter as a gradient;

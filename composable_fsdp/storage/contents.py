@@ -93,9 +93,8 @@ class HeldParam:
 
     @property
     def local(self) -> Tensor:
-        """This rank's elements, a view of the shard."""
-        (start, stop), at = self.interval, self.ref.offset
-        return self.ref.region.shard[at : at + stop - start]
+        """This rank's elements, a view of the leaf (``flat.user_memory``)."""
+        return self.ref.leaf.detach().reshape(-1)
 
     def holders(self) -> tuple[int, ...]:
         """Return the global ranks with the same elements; empty for this rank alone."""

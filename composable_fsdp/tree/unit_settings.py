@@ -74,7 +74,16 @@ class ForwardSearches:
     module, because another module of the unit may write, or keep a tensor.
     """
 
-    __slots__ = ("awaits_buffers", "before", "kept_at", "looks", "scans", "writes_data")
+    __slots__ = (
+        "acts",
+        "awaits_buffers",
+        "before",
+        "kept_at",
+        "looks",
+        "scans",
+        "weights_at",
+        "writes_data",
+    )
 
     def __init__(
         self,
@@ -97,8 +106,17 @@ class ForwardSearches:
         self.writes_data = writes_data
         """Whether such a write was found. Every later forward then copies its weights
         to the shards."""
+        self.weights_at: tuple[tuple[dict[str, Any], str], ...] = ()
+        """The attributes (table, key) on which forwards keep views of weights."""
+        self.acts = writes_data
+        """Whether the end of a forward must look at any of the last three."""
         self.awaits_buffers = awaits_buffers
         """Whether buffers of the unit were on meta and may still have no values."""
+
+    def end_forward(self) -> None:
+        """Forget the values of before; later forwards act on what was found."""
+        self.before = None
+        self.acts = self.writes_data or bool(self.weights_at)
 
     def looks_at(self, module: nn.Module, *, is_foreign: bool) -> bool:
         """Return whether a forward of ``module`` checks for writes, and count it.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,10 +12,12 @@ from torch import Tensor, nn
 
 from composable_fsdp import (
     ShardingStrategy,
+    fully_shard,
     no_sync,
     set_full_param,
     set_reshard_after_backward,
     unshard,
+    unshard_params,
 )
 from tests.support.models import TinyGPT
 from tests.support.on_ranks import on_ranks
@@ -69,3 +73,26 @@ def test_what_is_written_while_units_are_full_is_used(
     assign(model, other.state_dict())
 
     assert torch.equal(model(x), other(x))
+
+
+@on_ranks(1, 2)
+def test_data_that_is_assigned_between_micro_batches_is_used(world: World) -> None:
+    """Units that ``no_sync`` keeps full are gathered again, as the plain model does."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
+    model = copy.deepcopy(plain)
+    for unit in (model[0], model):
+        fully_shard(unit, strategy=ShardingStrategy.SHARD_GRAD_OP)
+    x = torch.ones(1, 6)
+    for each in (plain, model):
+        with no_sync(each) if each is model else nullcontext():
+            backward(each(x).sum())
+            for p in each.parameters():
+                p.data = p.data * 0.5
+            backward(each(x).sum())
+        backward(each(x).sum())
+
+    assert torch.equal(model(x), plain(x))
+    with unshard_params(model, with_grads=True):
+        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
