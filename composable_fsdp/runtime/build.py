@@ -78,8 +78,10 @@ def build_units(
             record_replaced(handle, given, target.parameters)
         if not handle.layout.on_meta:
             initial.mark(handle.layout)
-        _fill(state, target, ranks, application, handle, initial, index in awaiting)
-        if state is not root_state:
+        first = state is root_state
+        awaits = index in awaiting
+        _fill(state, target, ranks, application, handle, initial, awaits, first)
+        if not first:
             set_state(target.modules[0], api, state)
             _link(state, states[target.parent])
         for below in target.units_below:
@@ -108,6 +110,7 @@ def _fill(
     handle: FlatParamHandle,
     initial: InitialWeights,
     awaits_buffers: bool,
+    is_local_root: bool,
 ) -> None:
     """Fill a new state.
 
@@ -119,6 +122,7 @@ def _fill(
         handle: the handle of the unit.
         initial: the hashes of the values.
         awaits_buffers: whether buffers of the unit were on meta.
+        is_local_root: whether the unit is the root of its call.
 
     Collective: none.
     """
@@ -127,7 +131,7 @@ def _fill(
         target.plan.fqn,
         target.modules,
         handle,
-        make_precision(handle),
+        make_precision(handle, is_local_root=is_local_root),
         options=options,
         ranks=ranks,
         application=number,

@@ -22,6 +22,7 @@ from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.residency import shards_are_unchanged
 from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.runtime.backward import install_grad_hooks
+from composable_fsdp.runtime.meta_values import end_watch
 from composable_fsdp.runtime.offload import (
     finish_d2h_grad_copies,
     synchronize_copy_stream,
@@ -52,6 +53,8 @@ def adopt_external_changes(state: _FSDPState) -> None:
         free_oldest(context, keep=0)
         synchronize_copy_stream(context)
     device, was_on_meta = handle.layout.device, handle.layout.on_meta
+    if was_on_meta:
+        end_watch(state)
     if not require_leaves(handle):
         return
     # The rebuilt regions have new full parameters, which have no hooks yet.

@@ -74,7 +74,16 @@ class ForwardSearches:
     module, because another module of the unit may write, or keep a tensor.
     """
 
-    __slots__ = ("awaits_buffers", "before", "kept_at", "looks", "scans", "writes_data")
+    __slots__ = (
+        "awaits_buffers",
+        "before",
+        "drawn",
+        "kept_at",
+        "looks",
+        "scans",
+        "was_on_meta",
+        "writes_data",
+    )
 
     def __init__(
         self,
@@ -99,6 +108,11 @@ class ForwardSearches:
         to the shards."""
         self.awaits_buffers = awaits_buffers
         """Whether buffers of the unit were on meta and may still have no values."""
+        self.drawn: dict[int, int] = {}
+        """By slot index: the start of random numbers that were drawn into a shard."""
+        self.was_on_meta = False
+        """Whether shards of the model were on meta on any rank; known from the first
+        gather."""
 
     def looks_at(self, module: nn.Module, *, is_foreign: bool) -> bool:
         """Return whether a forward of ``module`` checks for writes, and count it.
