@@ -15,7 +15,7 @@ from __future__ import annotations
 import copyreg
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +65,7 @@ class FSDPModule(nn.Module):
         """Show the sharded parameters and free the full ones; not recursive."""
         manual.reshard(self)
 
-    def apply(self, fn: Callable[[nn.Module], object]) -> Self:
+    def apply(self, fn: Callable[[nn.Module], object]) -> FSDPModule:
         """Call ``fn`` on every module below, with full parameters.
 
         As on FSDP2's DTensors, ``fn`` sees whole shapes. See ``init_weights``.

@@ -15,7 +15,7 @@ assigned in place of a tensor has values.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,7 +73,7 @@ class UnfilledParameter(nn.Parameter):
             made = func(*args, **(kwargs or {}))
             if func is torch.empty_like and not made.is_meta:
                 _mark(made)
-                made = WatchedShard.of(made, args[0])
+                WatchedShard.watch(made, Draws(made.as_subclass(Tensor), args[0]))
         return made
 
 
@@ -127,11 +127,10 @@ class WatchedShard(Tensor):
     draws: Draws
 
     @classmethod
-    def of(cls, made: Tensor, parameter: object) -> Self:
-        """Return ``made``, new memory of ``parameter``, as a watched shard."""
+    def watch(cls, made: Any, draws: Draws) -> None:
+        """Make ``made``, the shard or a view of it, a watched shard."""
         made.__class__ = cls
-        made.draws = Draws(made.as_subclass(Tensor), parameter)  # type: ignore[attr-defined]  # the class has it
-        return made  # type: ignore[return-value]  # the class has changed
+        made.draws = draws
 
     @classmethod
     def __torch_function__(
@@ -153,8 +152,7 @@ class WatchedShard(Tensor):
                 each.draws.note(name, each)
                 # Writes through ``.data`` or a row are writes into the shard.
                 if type(made) is Tensor and _is_view(made, each):
-                    made.__class__ = cls
-                    made.draws = each.draws  # type: ignore[attr-defined]  # the class has it
+                    cls.watch(made, each.draws)
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -198,13 +196,14 @@ def end_watch(state: _FSDPState) -> None:
     for place, table, key in zip(
         layout.places, layout.tables, layout.keys, strict=True
     ):
-        shown = table.get(key)
-        if isinstance(shown, WatchedShard):
+        shown: Any = table.get(key)
+        kind = type(shown)
+        if kind is WatchedShard:
             if shown.draws.drawn:
                 state.searches.drawn[place.slot_index] = shown.draws.drawn
             shown.__class__ = nn.Parameter
             del shown.draws, shown._is_param
-        elif isinstance(shown, UnfilledParameter) and not shown.is_meta:
+        elif kind is UnfilledParameter and not shown.is_meta:
             shown.__class__ = nn.Parameter
 
 

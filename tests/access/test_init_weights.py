@@ -19,9 +19,9 @@ from composable_fsdp import (
     init_weights,
     unshard_params,
 )
-from tests.access.test_summon_options import is_full
 from tests.runtime.metas import on_meta
 from tests.support.on_ranks import on_ranks
+from tests.support.sharded import is_full
 from tests.support.world import World
 
 Init = Callable[[nn.Module], object]
@@ -148,15 +148,15 @@ def test_values_and_random_state_are_the_plain_models(
     plain.apply(fn or by_method)  # type: ignore[arg-type]  # torch wants None back
     state = torch.get_rng_state()
     # The wrapper takes a model on meta by its own initialiser.
-    for make in (Model, lambda: on_meta(Model)) if door != "wrapper" else (Model,):
-        model: Any = shard(make(), door)
+    for meta in (False, True) if door != "wrapper" else (False,):
+        model: Any = shard(on_meta(Model) if meta else Model(), door)
         torch.manual_seed(0)
         init_weights(model, fn)
         assert torch.equal(torch.get_rng_state(), state)
         assert unlike(model, plain) == []
         x = torch.arange(5)
         model(x)
-        if fn is not None and door != "composable" and make is Model:
+        if fn is not None and door != "composable" and not meta:
             torch.manual_seed(0)
             assert model.apply(fn) is model
             assert torch.equal(torch.get_rng_state(), state)

@@ -25,7 +25,7 @@ from composable_fsdp import (
 from tests.runtime.metas import on_meta
 from tests.support.models import tiny_mlp
 from tests.support.on_ranks import on_ranks
-from tests.support.reference import PATHS, apply_units, differences
+from tests.support.reference import PATHS, apply_units, backward, differences
 from tests.support.world import RankPool, World
 
 RankCount = Callable[[int], RankPool]
@@ -192,7 +192,7 @@ def told(model: nn.Module) -> list[str]:
     logger.addHandler(handler)
     try:
         for _ in range(2):
-            model(torch.ones(2, 12)).sum().backward()
+            backward(model(torch.ones(2, 12)).sum())
     except PlanError as error:
         return [str(error)]
     finally:
@@ -238,8 +238,8 @@ def test_values_that_are_right_are_not_refused(world: World) -> None:
     assert differences(whole.state_dict(), plain.state_dict()) == {}
     assert told(whole) == []
     # The same rows on both ranks, by will: a line in the log and no error.
-    for before in (lambda: on_shards(0), lambda: apply_units(on_meta(deep), ["0"])):
-        repeated = before().to_empty(device="cpu")
+    for repeated in (on_shards(0), apply_units(on_meta(deep), ["0"])):
+        repeated.to_empty(device="cpu")
         for parameter in repeated.parameters():
             rows = torch.randn(
                 parameter.shape, generator=torch.Generator().manual_seed(1)
