@@ -82,7 +82,12 @@ def init_weights(
 def apply_whole(module: nn.Module, fn: Init, what: str, *, wrappers: bool) -> None:
     """Call ``fn`` as ``module.apply`` would, with full parameters; writes are kept.
 
-    ``what`` names the caller in messages; ``wrappers``: call ``fn`` with wrappers, too.
+    Args:
+        module: a sharded model, or a module in one.
+        fn: the function.
+        what: the name of the caller, for messages.
+        wrappers: call ``fn`` with wrappers, too.
+
     Collective, Raises: as ``init_weights``.
     """
     own = _get_module_fsdp_state(module)
@@ -99,6 +104,7 @@ def apply_whole(module: nn.Module, fn: Init, what: str, *, wrappers: bool) -> No
         units = [u for top in tops.values() for u in _get_fsdp_states(top.module)]
         shown = _FullOnTouch(units, stack.enter_context(ExitStack()), what)
         for each in _children_first(module):
+            # The plain model has no wrappers, which answer for the module inside.
             if wrappers or wrapped_in(each) is None:
                 shown.show(each)
                 with shown:
@@ -127,11 +133,14 @@ class _FullOnTouch(TorchFunctionMode):
 
     def show(self, module: nn.Module) -> None:
         """Show the units of the parameters of ``module``; hide others, if there are."""
+        # Before the call and not on touch alone: ``fn`` may assign a new parameter.
         shown = [each for each in module._parameters.values() if each is not None]
         found = [self._home(each) for each in shown]
         wanted = dict.fromkeys(handle for handle in found if handle is not None)
         # A parameter that is full already is no sharded one, and has no home.
+        # A container keeps the unit of its last child, which ``fn`` may touch next.
         if wanted or (not shown and len(self._full) > 1):
+            # Writes back, so that at most one unit is full.
             self._stack.close()
             self._full = {}
             for handle in wanted:
@@ -159,6 +168,7 @@ class _FullOnTouch(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        # Python leaves the mode meanwhile, so the package's own calls do not get here.
         given = {key: self._whole(value) for key, value in (kwargs or {}).items()}
         return func(*map(self._whole, args), **given)
 
@@ -169,7 +179,9 @@ class _FullOnTouch(TorchFunctionMode):
         handle = self._home(value)
         if handle is None:
             return value
+        # All ranks run ``fn``, so all touch the parameter, and gather.
         self._open(handle)
+        # The caller may hold the sharded object from before the unit became full.
         places = zip(
             handle.layout.tables,
             handle.layout.keys,

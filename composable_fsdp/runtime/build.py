@@ -112,20 +112,7 @@ def _fill(
     awaits_buffers: bool,
     is_local_root: bool,
 ) -> None:
-    """Fill a new state.
-
-    Args:
-        state: the state that the registry made.
-        target: the planned unit.
-        ranks: the shard and replicate groups.
-        number: number of the call of ``fully_shard``.
-        handle: the handle of the unit.
-        initial: the hashes of the values.
-        awaits_buffers: whether buffers of the unit were on meta.
-        is_local_root: whether the unit is the root of its call.
-
-    Collective: none.
-    """
+    """Fill a new state; ``number`` is that of the call of ``fully_shard``."""
     options = target.plan.options
     state.fill(
         target.plan.fqn,

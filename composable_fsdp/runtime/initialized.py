@@ -1,7 +1,7 @@
 """Before the first forward of a model made on meta: values missing, or drawn twice.
 
 ``tree.same_models`` has told all ranks that shards were on meta. The ranks of a shard
-group exchange what they found, and raise alike.
+group exchange their findings, and raise alike.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from composable_fsdp.naming import listed, quoted
 from composable_fsdp.runtime.meta_values import require_filled, unfilled_parameters
 from composable_fsdp.tree.state import _FSDPState
 
+# A few are enough: an initialiser draws all parameters.
 _MOST = 64
-"""Most parameters whose starts a rank sends: a few are enough, as all are drawn."""
+"""Most parameters whose starts a rank sends."""
 
 
 class _Found(NamedTuple):
@@ -48,8 +49,10 @@ def require_initialized(states: Sequence[_FSDPState]) -> None:
     for group, units in by_group.items():
         rank = dist.get_rank() if dist.is_initialized() else 0
         empty = [name for state in units for name in unfilled_parameters(state)]
+        # Without a shard group this rank has whole values, as all its replicas have.
         told = [_Found(rank, empty, [])]
         if group is not None and any(s.searches.was_on_meta for s in units):
+            # A rank may have no rows of a parameter, and must raise with the others.
             drawn = list(chain(*map(_drawn, units)))[:_MOST]
             told = collectives.all_gather_object(_Found(rank, empty, drawn), group)
         _require_values(told)

@@ -6,10 +6,10 @@ with a mark::
 
     meta --to_empty--> all NaN (integers: the smallest) --fill--> values
 
-What holds only marks at the first forward was never written. A shard that got memory is
-a ``WatchedShard`` until the unit adopts it, and records random numbers that were drawn
-into it: a shard takes them as if it were the whole parameter. An object that the user
-assigned in place of a tensor has values.
+A tensor that holds only marks at the first forward was never written. A shard that got
+memory is a ``WatchedShard`` until the unit adopts it, and records random numbers that
+were drawn into it: a shard takes them as if it were the whole parameter. An object that
+the user assigned in place of a tensor has values.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class UnfilledParameter(nn.Parameter):
 
 
 class Draws:
-    """What was written into the memory of a shard."""
+    """The last writes into the memory of a shard."""
 
     __slots__ = ("drawn", "name", "shape", "values")
 
@@ -97,6 +97,7 @@ class Draws:
         if func in _RANDOM:
             self.drawn = digest_of_start(self.values)
         elif self.drawn and func.endswith("_") and func not in _READS:
+            # ``trunc_normal_`` and a zero row for padding change drawn numbers.
             is_whole = func in _OVERWRITES and tensor.numel() == self.values.numel()
             self.drawn = 0 if is_whole else digest_of_start(self.values)
 
@@ -156,6 +157,7 @@ class WatchedShard(Tensor):
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        # Before adoption torch copies the parameters of a module first, then its unit.
         with torch._C.DisableTorchFunctionSubclass():
             made: Tensor = self.detach().clone()
         if isinstance(self, nn.Parameter):
@@ -191,7 +193,7 @@ def watch_shards(handle: FlatParamHandle) -> None:
 
 
 def end_watch(state: _FSDPState) -> None:
-    """Make the parameters that the modules show plain ones; keep what was drawn."""
+    """Make the parameters that the modules show plain ones; keep their draws."""
     layout = state.handle.layout
     for place, table, key in zip(
         layout.places, layout.tables, layout.keys, strict=True

@@ -278,6 +278,7 @@ def _compare_here(scope: Scope, facts: Sequence[UnitFacts]) -> str | None:
     rank = dist.get_rank()
     hashes, was_written = weights_digest(scope.units, scope.parts)
     handles = [state.handle for _, state in scope.units]
+    # One start is enough: each rank's first draw under a seed has the same numbers.
     start, of = next(filter(itemgetter(0), map(_written_start, handles)), (0, None))
     said = _Said(
         rank,
@@ -328,6 +329,7 @@ def _written_start(handle: FlatParamHandle) -> tuple[int, ParamRef | None]:
     """Return the start of the first shard that was written to since ``fully_shard``."""
     cut = handle.groups.shard is not None
     if cut and written(handle.layout) != handle.writes.at_build:
+        # An initialiser draws in this order, whatever the order in the flat buffer.
         for ref in in_model_order(handle):
             if digest := digest_of_start(ref.leaf.detach()):
                 return digest, ref
