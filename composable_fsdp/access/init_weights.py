@@ -73,6 +73,7 @@ def init_weights(
     require_module(module, "init_weights")
     if _get_module_fsdp_state(module) is None:
         units_of(module, "init_weights", recurse=True)
+    # Before memory is given, so that the model is unchanged after a refusal.
     if fn is None:
         _require_initializers(module)
     _give_memory(module)
@@ -153,6 +154,7 @@ class _FullOnTouch(TorchFunctionMode):
 
     def _open(self, handle: FlatParamHandle) -> None:
         """Show a unit in full, if no block shows it."""
+        # A part that belongs to two units may touch one of them twice in a call.
         if handle.phase is Phase.SUMMON:
             return
         self._full[handle] = None
@@ -234,6 +236,7 @@ def _give_memory(top: nn.Module) -> None:
             for key, tensor in table.items():
                 if tensor is not None and tensor.is_meta:
                     found = find_leaf(tensor)
+                    # Shards stay in host memory; the compute device gets them in full.
                     offload = found is not None and found[0].layout.offload
                     at = torch.device("cpu") if offload else device
                     pair = made.setdefault(id(tensor), (tensor, empty_like(tensor, at)))

@@ -87,6 +87,7 @@ def _require_own_numbers(told: Sequence[_Found]) -> None:
     first: dict[int, tuple[int, str]] = {}
     for each in told:
         for digest, name in each.drawn:
+            # Names may differ: a rank may have no rows of the parameter drawn first.
             rank, other = first.setdefault(digest, (each.rank, name))
             if rank != each.rank:
                 raise PlanError(

@@ -187,6 +187,7 @@ def _refuse_whole(draws: Draws, shard: Tensor, values: object) -> None:
 
 def watch_shards(handle: FlatParamHandle) -> None:
     """Watch the parameters of a unit on meta from the time when they get memory."""
+    # The class changes and not the object, which optimizers and ties refer to.
     for leaf in handle.leaves:
         if type(leaf) is nn.Parameter and leaf.is_meta:
             leaf.__class__ = UnfilledParameter
