@@ -2,6 +2,7 @@
 
 from composable_fsdp.access.grad_scaler import ShardedGradScaler
 from composable_fsdp.access.grads import clip_grad_norm_, no_sync
+from composable_fsdp.access.init_weights import init_weights
 from composable_fsdp.access.manual import (
     UnshardHandle,
     full_shape,
@@ -237,6 +238,7 @@ __all__ = [
     "get_full_optim_state",
     "get_full_param",
     "get_state_dict_type",
+    "init_weights",
     "int8_all_to_all_hook",
     "is_sharded",
     "lambda_auto_wrap_policy",

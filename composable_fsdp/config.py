@@ -122,7 +122,8 @@ class MixedPrecision:
         cast_forward_inputs: cast floating point inputs of every unit to
             ``param_dtype``. Default False.
         cast_root_forward_inputs: cast floating point inputs of the root to
-            ``param_dtype``. Default True.
+            ``param_dtype``, and without a wrapper those of the root of each call of
+            ``fully_shard``. Default True.
         _module_classes_to_ignore: if a policy is passed, modules of these classes
             become units without mixed precision. Default: batch norms.
         output_dtype: dtype to which floating point outputs are cast; this field is

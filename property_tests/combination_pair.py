@@ -11,7 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp import MixedPrecision, set_reduce_scatter_unused_params
+from composable_fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    set_reduce_scatter_unused_params,
+)
 from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.planning.layout import ParameterSlot
 from composable_fsdp.tree.root import ensure_root
@@ -94,13 +98,22 @@ class Pair:
         """Have the plain model cast where the units do."""
         for top in tops_of(self.model):
             ensure_root(states_of(top)[0])
+        wrapped = [
+            each.module
+            for each in self.model.modules()
+            if isinstance(each, FullyShardedDataParallel)
+        ]
         pairs = [(layout.units[path], twin.units[path]) for path in layout.units]
         for module, plain in [*pairs, (layout.model, twin.model)]:
             state = _get_module_fsdp_state(module)
             assert state is not None
             mixed = state.options.mixed_precision
             if mixed is not None and any(module is m for m in state.modules):
-                cast_like(plain, mixed, is_root=state._is_root is True)
+                above = state.parent
+                own_call = above is None or above.application != state.application
+                # Without a wrapper the root of each call casts, too.
+                is_local = own_call and all(module is not each for each in wrapped)
+                cast_like(plain, mixed, is_root=state._is_root is True or is_local)
 
     def fill(self, *, on: bool) -> None:
         """Have units without a gradient take part, or not."""

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from composable_fsdp import (
+    CustomPolicy,
     MixedPrecision,
     clip_grad_norm_,
     fully_shard,
@@ -117,9 +118,9 @@ def two_dtypes(rank: int) -> None:
     model = Net()
     for block in model.blocks:
         block.norm = nn.Identity()
-        mixed = MixedPrecision(param_dtype=torch.bfloat16)
-        fully_shard(block, mixed_precision=mixed)
-    fully_shard(model)(BATCH)
+    options = {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)}
+    policy = CustomPolicy(lambda m: options if m in list(model.blocks) else False)
+    fully_shard(model, policy=policy)(BATCH)
 
 
 def parent_first(rank: int) -> None:

@@ -25,13 +25,12 @@ from composable_fsdp.comm.meeting import Call
 from composable_fsdp.errors import DesyncError
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_form import groups_of
-from composable_fsdp.phases import Phase
 from composable_fsdp.planning import walk
 from composable_fsdp.runtime.offload import synchronize_copy_stream
 from composable_fsdp.runtime.recover import require_idle
 from composable_fsdp.runtime.unshard import free_oldest
 from composable_fsdp.tree.meeting import meet_over
-from composable_fsdp.tree.root import ensure_root, forget_root
+from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.same_models import compare_models
 from composable_fsdp.tree.state import (
     RuntimeContext,
@@ -305,35 +304,3 @@ def _route(handle: FlatParamHandle) -> Route:
     # Ranks of tensor parallelism hold other parts of the parameters that the block
     # writes: all of them write, or none.
     return (*handle.groups.present, *groups_of(handle.layout.forms))
-
-
-@contextmanager
-def unshard_own(module: nn.Module, state: _FSDPState) -> Iterator[None]:
-    """Show and write back full parameters of the unit ``module``; for ``apply``.
-
-    Units of several modules below are shown as well. Units that an outer block shows
-    already are skipped.
-
-    Collective: per unit an all-gather, and an all-reduce of an integer per shard and
-        replicate group, as ``unshard_params``.
-    Raises: PhaseError, inside forward or backward; DesyncError, if another rank raised
-        in the block.
-    """
-    # A unit of several modules has no wrapper, so no wrapper's ``apply`` shows this
-    # unit.
-    lists = [each for each in _get_fsdp_states(module) if len(each.modules) > 1]
-    hidden = [s for s in (state, *lists) if s.handle.phase is not Phase.SUMMON]
-    # A tree that was not initialized must stay so: units above may still be made.
-    was_new = state.context is None
-    context = ensure_root(state)
-    with ExitStack() as stack:
-        if context.summoned is None:
-            stack.enter_context(
-                _summon(require_idle(state, "apply"), state, rank0_only=False)
-            )
-        stack.enter_context(
-            _unshard_states(hidden, writeback=True, rank0_only=False, what="apply")
-        )
-        yield
-    if was_new:
-        forget_root(context)

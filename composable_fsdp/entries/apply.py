@@ -41,7 +41,7 @@ from composable_fsdp.planning.planner import (
 from composable_fsdp.planning.precision import ignored_classes, overridden_classes
 from composable_fsdp.runtime.build import build_units
 from composable_fsdp.runtime.materialize import Init
-from composable_fsdp.runtime.meta_buffers import mark_meta_buffers
+from composable_fsdp.runtime.meta_values import mark_meta_buffers, watch_shards
 from composable_fsdp.runtime.precision import keep_full_precision
 from composable_fsdp.state_dict.hooks import install_state_dict_hooks
 from composable_fsdp.state_dict.parts import install_part_hooks
@@ -200,6 +200,9 @@ def apply(
         synced=sync,
         api=application.request.api,
     )
+    if on_meta and init is None and not sync:
+        for state in states:
+            watch_shards(state.handle)
     _install_hooks(states, targets)
     # The optimizer check warns of gradients that no rank reduces, except for parameters
     # that the caller ignored by name.

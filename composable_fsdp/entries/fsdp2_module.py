@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.access import manual, schedule, settings
+from composable_fsdp.access.init_weights import apply_whole
 from composable_fsdp.access.manual import UnshardHandle
 from composable_fsdp.comm.custom import CustomAllGather, CustomReduceScatter
 from composable_fsdp.errors import CompositionError
@@ -63,6 +64,14 @@ class FSDPModule(nn.Module):
     def reshard(self) -> None:
         """Show the sharded parameters and free the full ones; not recursive."""
         manual.reshard(self)
+
+    def apply(self, fn: Callable[[nn.Module], object]) -> FSDPModule:
+        """Call ``fn`` on every module below, with full parameters.
+
+        As on FSDP2's DTensors, ``fn`` sees whole shapes. See ``init_weights``.
+        """
+        apply_whole(self, fn, "apply", wrappers=True)
+        return self
 
     # Recovery, and which backwards reduce.
 

@@ -127,8 +127,8 @@ def _shard(
         param_init_fn: Called once for each module that holds parameters or buffers on
             meta, to allocate and initialize them. Units are initialized in turn, so the
             peak memory is a single unsharded unit plus the shards. Default None: a
-            model on meta is sharded on meta, and ``to_empty`` or a state dict must give
-            the shards values before the first forward.
+            model on meta is sharded on meta, and ``init_weights``, or ``to_empty`` and
+            a checkpoint, must give it values before the first forward.
         sync_module_states: Broadcast the values of rank 0 to every rank before
             sharding. A model on meta is allocated first; on rank 0 a model on meta is
             initialized by each module's ``reset_parameters``. Default False.

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp.access.grads import clip_grad_norm_, no_sync
+from composable_fsdp.access.init_weights import apply_whole
 from composable_fsdp.access.settings import register_comm_hook
-from composable_fsdp.access.unshard_params import unshard_own, unshard_params
+from composable_fsdp.access.unshard_params import unshard_params
 from composable_fsdp.comm.groups import require_process_group
 from composable_fsdp.comm.wires import WireFormat
 from composable_fsdp.compose.registry import get_state
@@ -38,6 +39,7 @@ from composable_fsdp.config import (
 from composable_fsdp.entries.fully_shard import fully_shard, unknown_text
 from composable_fsdp.entries.wrapper_attributes import Attributes, attribute_of
 from composable_fsdp.errors import CompositionError
+from composable_fsdp.flat.precision import make_precision
 from composable_fsdp.naming import WRAPPED_MODULE, strip_wrapper, strip_wrapper_in_text
 from composable_fsdp.optim import legacy, load, rekey, save
 from composable_fsdp.planning import walk
@@ -181,6 +183,9 @@ class FullyShardedDataParallel(Attributes, nn.Module):
             # expect each of them to be a wrapper.
             _wrap_units_below(module)
             self._take(module)
+            # In FSDP1 only the outermost wrapper casts inputs, not each wrapper.
+            state = self._state
+            state.precision = make_precision(state.handle, is_local_root=False)
 
     def _take(self, module: nn.Module) -> None:
         """Hold ``module``, and become an owner of the unit for lookups by module."""
@@ -299,19 +304,10 @@ class FullyShardedDataParallel(Attributes, nn.Module):
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Call ``fn`` on every module below, with full parameters; writes are kept.
 
-        Each unit is unsharded while ``fn`` runs in the unit's modules.
-
-        Returns: the wrapper.
-        Collective: per unit an all-gather, and at the end of the unit an all-reduce of
-            an integer per shard and replicate group. All ranks must call.
-        Raises: PhaseError, inside forward or backward; the exception that ``fn``
-            raises, and DesyncError on the other ranks: the unit in which ``fn`` raised
-            keeps its old values.
+        Wrappers are called with, too; else as ``init_weights(model, fn)``.
+        Returns: the wrapper. Collective, Raises: as ``init_weights``.
         """
-        with unshard_own(self, self._state):
-            # nn.Module.apply calls apply of the children first, so each wrapper below
-            # unshards its own unit in turn and at most one chain of units is full.
-            super().apply(fn)
+        apply_whole(self, fn, "apply", wrappers=True)
         return self
 
     @staticmethod

@@ -139,9 +139,9 @@ def _require_fit(
     if meta:
         raise PlanError(
             f"Parameters {listed(meta)} are still on the meta device, so "
-            "they have no values. Pass param_init_fn to fully_shard; or call "
-            "model.to_empty(device=...) after it and initialise the shards, or load a "
-            "state dict."
+            "they have no values. Call init_weights(model), or model.to_empty("
+            "device=...) and then load, on every rank; or pass param_init_fn to "
+            "fully_shard."
         )
     # Shape and dtype are compared with the sharded leaf, and dtypes within the region:
     # a region has a single dtype. The whole region may be cast.

@@ -83,6 +83,11 @@ def param_refs(handle: FlatParamHandle) -> Iterator[ParamRef]:
             yield ParamRef(handle, region, index)
 
 
+def in_model_order(handle: FlatParamHandle) -> list[ParamRef]:
+    """Return the parameters of a unit in the order of the plain model."""
+    return sorted(param_refs(handle), key=lambda ref: ref.slot.index)
+
+
 def param_ref(handle: FlatParamHandle, index: int) -> ParamRef:
     """Return the parameter of ``handle`` that ``find_leaf`` gives the ``index``."""
     for region in handle.layout.regions:

@@ -55,13 +55,15 @@ class Precision:
         return self.wide_in_eval and not module.training
 
 
-def make_precision(handle: FlatParamHandle) -> Precision | None:
+def make_precision(handle: FlatParamHandle, *, is_local_root: bool) -> Precision | None:
     """Return the casts that the unit's options ask for; ``None`` without casts."""
     mixed = handle.layout.plan.options.mixed_precision
     if mixed is None:
         return None
-    # The root casts inputs if either option is set.
-    inputs, root_inputs = mixed.cast_forward_inputs, mixed.cast_root_forward_inputs
+    # The root casts inputs if either option is set. So does, without a wrapper, the
+    # root of each call, as in torch's composable FSDP1: precision is configured there.
+    root_inputs = mixed.cast_forward_inputs or mixed.cast_root_forward_inputs
+    inputs = root_inputs if is_local_root else mixed.cast_forward_inputs
     # Read here, when the unit is built, and not in every forward.
     full_in_eval = os.environ.get(FULL_PRECISION_IN_EVAL) == "1"
     # Without a second form and without cast buffers, evaluation uses the same tensors
@@ -69,7 +71,7 @@ def make_precision(handle: FlatParamHandle) -> Precision | None:
     other = has_two_forms(handle) or mixed.buffer_dtype is not None
     return Precision(
         mixed.param_dtype if inputs else None,
-        mixed.param_dtype if inputs or root_inputs else None,
+        mixed.param_dtype if root_inputs else None,
         mixed.output_dtype,
         mixed.buffer_dtype,
         full_in_eval=full_in_eval,

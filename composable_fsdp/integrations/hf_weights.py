@@ -31,7 +31,7 @@ from composable_fsdp.integrations.hf_adapters import (
     require_merged,
 )
 from composable_fsdp.integrations.hf_names import as_model, to_file
-from composable_fsdp.runtime.meta_buffers import unfilled_buffers
+from composable_fsdp.runtime.meta_values import unfilled_buffers
 from composable_fsdp.storage.compare import LoadReport
 from composable_fsdp.storage.contents import contents_of, places, units_in
 from composable_fsdp.storage.export import export_module

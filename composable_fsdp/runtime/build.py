@@ -75,8 +75,10 @@ def build_units(
             record_replaced(handle, given, target.parameters)
         if not handle.layout.on_meta:
             initial.mark(handle.layout)
-        _fill(state, target, ranks, handle, initial, index in awaiting)
-        if state is not root_state:
+        first = state is root_state
+        awaits = index in awaiting
+        _fill(state, target, ranks, handle, initial, awaits, first)
+        if not first:
             set_state(target.modules[0], api, state)
             _link(state, states[target.parent])
         for below in target.units_below:
@@ -104,25 +106,15 @@ def _fill(
     handle: FlatParamHandle,
     initial: InitialWeights,
     awaits_buffers: bool,
+    is_local_root: bool,
 ) -> None:
-    """Fill a new state.
-
-    Args:
-        state: the state that the registry made.
-        target: the planned unit.
-        ranks: the shard and replicate groups.
-        handle: the handle of the unit.
-        initial: the hashes of the values.
-        awaits_buffers: whether buffers of the unit were on meta.
-
-    Collective: none.
-    """
+    """Fill a new state."""
     options = target.plan.options
     state.fill(
         target.plan.fqn,
         target.modules,
         handle,
-        make_precision(handle),
+        make_precision(handle, is_local_root=is_local_root),
         options=options,
         ranks=ranks,
         initial=initial,

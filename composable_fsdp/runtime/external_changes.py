@@ -23,6 +23,7 @@ from composable_fsdp.flat.residency import shards_are_unchanged
 from composable_fsdp.flat.user_memory import follow_user_memory
 from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.runtime.backward import install_grad_hooks
+from composable_fsdp.runtime.meta_values import end_watch
 from composable_fsdp.runtime.offload import (
     finish_d2h_grad_copies,
     synchronize_copy_stream,
@@ -56,6 +57,8 @@ def adopt_external_changes(state: _FSDPState) -> None:
         _finish_reduction(context, handle)
         free_oldest(context, keep=0)
     device, was_on_meta = handle.layout.device, handle.layout.on_meta
+    if was_on_meta:
+        end_watch(state)
     if not require_leaves(handle):
         return
     # The rebuilt regions have new full parameters, which have no hooks yet.

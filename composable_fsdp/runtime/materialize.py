@@ -22,7 +22,7 @@ from composable_fsdp.errors import PlanError
 from composable_fsdp.naming import join_name, listed, quoted
 from composable_fsdp.planning.planner import Target
 from composable_fsdp.planning.walk import name_of
-from composable_fsdp.runtime.meta_buffers import as_unfilled
+from composable_fsdp.runtime.meta_values import as_unfilled
 
 Init = Callable[[nn.Module], object]
 
@@ -64,11 +64,11 @@ def _give_memory_and_call(init: Init, device: torch.device, module: nn.Module) -
     for table in (module._parameters, module._buffers):
         for key, tensor in table.items():
             if tensor is not None and tensor.is_meta:
-                table[key] = _empty_like(tensor, device)
+                table[key] = empty_like(tensor, device)
     init(module)
 
 
-def _empty_like(tensor: Tensor, device: torch.device) -> Any:
+def empty_like(tensor: Tensor, device: torch.device) -> Any:
     """Return an empty tensor or parameter like ``tensor`` on ``device``."""
     made = torch.empty_like(tensor, device=device)
     if isinstance(tensor, nn.Parameter):
@@ -141,7 +141,7 @@ def materialize(waiting: MetaModule, init: Init) -> None:
         # Initializers of the other modules run, too, each on a temporary tensor, as in
         # a model that ties weights after all layers were made.
         if key not in waiting.first:
-            table[key] = _empty_like(tensor, torch.device("meta"))
+            table[key] = empty_like(tensor, torch.device("meta"))
         elif table is waiting.module._buffers:
             table[key] = as_unfilled(tensor)
     # Tensors of inference mode have no version counter and cannot be trained.

@@ -41,7 +41,6 @@ from composable_fsdp.flat.user_memory import leaves_view_shards, take_memory
 from composable_fsdp.phases import BACKWARD_PRE, IDLE, illegal_move
 from composable_fsdp.runtime.backward import GradientOrder
 from composable_fsdp.runtime.debug_shards import CHECKED, checked_record
-from composable_fsdp.runtime.equal_init import warn_of_equal_init
 from composable_fsdp.runtime.external_changes import (
     adopt_external_changes,
     adopt_external_changes_unless_meta,
@@ -49,8 +48,8 @@ from composable_fsdp.runtime.external_changes import (
 )
 from composable_fsdp.runtime.first_step import log_units
 from composable_fsdp.runtime.graph_task import current_task, reset_backward
+from composable_fsdp.runtime.initialized import require_initialized
 from composable_fsdp.runtime.leaf_streams import make_nodes_on_current_stream
-from composable_fsdp.runtime.meta_buffers import require_filled
 from composable_fsdp.runtime.offload import (
     finish_d2h_grad_copies,
     synchronize_copy_stream,
@@ -178,7 +177,7 @@ def _keep_or_discard(context: RuntimeContext, handle: FlatParamHandle) -> None:
 def _check_ranks(context: RuntimeContext, root: _RootFSDPState) -> None:
     """Compare the ranks of a tree in the first forwards; begin the order logs.
 
-    Collective, Raises: as ``compare_models``, and as ``require_filled``.
+    Collective, Raises: as ``compare_models``, and as ``require_initialized``.
     """
     before = root.initial.compared
     # If a forward gathers nothing, a rank may run the forward alone, also with
@@ -192,8 +191,7 @@ def _check_ranks(context: RuntimeContext, root: _RootFSDPState) -> None:
         # would number all later logs otherwise.
         assign_order_logs(context, replicas=after == ALL_RANKS)
     if not context.is_checked:
-        require_filled(root._root_states)
-        warn_of_equal_init(context.handles)
+        require_initialized(root._root_states)
         log_units(root)
         if is_debugging():
             CHECKED.add(context)

@@ -22,7 +22,7 @@ from torch import nn
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.optim.names import Optimizers
-from composable_fsdp.runtime.meta_buffers import unfilled_buffers
+from composable_fsdp.runtime.meta_values import unfilled_buffers
 from composable_fsdp.storage.bounds import within_limits
 from composable_fsdp.storage.collection import paused_collection
 from composable_fsdp.storage.compare import LoadReport, compare_model

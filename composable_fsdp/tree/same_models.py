@@ -16,6 +16,7 @@ parameters, and the values of parameters that are not cut.
 
 from __future__ import annotations
 
+import logging
 import pickle
 import struct
 import warnings
@@ -24,6 +25,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -35,7 +37,12 @@ from composable_fsdp.comm.groups import Groups
 from composable_fsdp.comm.meeting import Call, history_of
 from composable_fsdp.comm.watch import pronounce, watch
 from composable_fsdp.errors import DesyncError
+from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_form import groups_of
+from composable_fsdp.flat.param_ref import ParamRef, in_model_order
+from composable_fsdp.flat.start_digest import WAY_OUT, digest_of_start
+from composable_fsdp.flat.step_counts import written
+from composable_fsdp.naming import quoted
 from composable_fsdp.tree.fingerprint import (
     UnitFacts,
     buffer_names,
@@ -51,6 +58,7 @@ from composable_fsdp.tree.same_weights import require_same_weights, weights_dige
 from composable_fsdp.tree.state import _FSDPState, _RootFSDPState
 from composable_fsdp.tree.traversal import walk_states
 
+LOGGER = logging.getLogger("composable_fsdp")
 _MOST_MODELS = 8
 """Number of different models whose facts are exchanged; further models are counted."""
 _SENT = struct.Struct("<q16s16sqqq")
@@ -269,15 +277,22 @@ def _compare_here(scope: Scope, facts: Sequence[UnitFacts]) -> str | None:
     shared = [] if scope.parts else _shard_groups(scope.units)
     rank = dist.get_rank()
     hashes, was_written = weights_digest(scope.units, scope.parts)
+    handles = [state.handle for _, state in scope.units]
+    # One start is enough: each rank's first draw under a seed has the same numbers.
+    start, of = next(filter(itemgetter(0), map(_written_start, handles)), (0, None))
     said = _Said(
         rank,
         digest_of(facts),
         hashes,
         zlib.crc32(repr(shared).encode()),
         len(set.intersection(*map(set, shared))) if shared else 0,
-        was_written,
+        _WRITTEN * was_written
+        | _ON_META * any(each.writes.at_build == -1 for each in handles)
+        | start << 2,
     )
     told = _exchange(said, scope)
+    for _, state in scope.units:
+        state.searches.was_on_meta |= any(each.flags & _ON_META for each in told)
     if len({each.facts for each in told}) > 1:
         raise DesyncError(_difference(told, rank, facts, scope))
     # Ranks with the same shard groups are those that share all of them. A rank whose
@@ -286,7 +301,11 @@ def _compare_here(scope: Scope, facts: Sequence[UnitFacts]) -> str | None:
     alike = Counter(each.shared for each in told)
     if any(alike[each.shared] < each.sharing for each in told):
         raise DesyncError(_other_groups(shared, rank, scope))
-    if len({each.weights for each in told}) == 1 and not any(e.written for e in told):
+    if of is not None:
+        _log_equal_start(told, start, of)
+    if len({each.weights for each in told}) == 1 and not any(
+        each.flags & _WRITTEN for each in told
+    ):
         return None
     return require_same_weights(scope.units, scope.all_gather_objects, scope.parts)
 
@@ -301,6 +320,38 @@ def _shard_groups(units: Units) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(found.values()))
 
 
+_WRITTEN, _ON_META = 1, 2
+"""``_Said.flags``: replicated parameters were written to since ``fully_shard``; shards
+were on meta then. The other bits are those of ``_written_start``."""
+
+
+def _written_start(handle: FlatParamHandle) -> tuple[int, ParamRef | None]:
+    """Return the start of the first shard that was written to since ``fully_shard``."""
+    cut = handle.groups.shard is not None
+    if cut and written(handle.layout) != handle.writes.at_build:
+        # An initialiser draws in this order, whatever the order in the flat buffer.
+        for ref in in_model_order(handle):
+            if digest := digest_of_start(ref.leaf.detach()):
+                return digest, ref
+    return 0, None
+
+
+def _log_equal_start(told: Sequence[_Said], start: int, of: ParamRef) -> None:
+    """Log that an earlier rank of the shard group has an equal start."""
+    group = of.handle.groups.shard
+    peers = () if group is None else dist.get_process_group_ranks(group)
+    equal = [e.rank for e in told if e.flags >> 2 == start and e.rank in peers]
+    # Not an error: values of a checkpoint may repeat.
+    if min(equal) < dist.get_rank():
+        LOGGER.warning(
+            "Shards were written to, and %s begins on this rank as a parameter does on "
+            "rank %s. If they were initialised: %s",
+            quoted(of.name),
+            min(equal),
+            WAY_OUT,
+        )
+
+
 class _Said(NamedTuple):
     """What a rank sends in the first exchange."""
 
@@ -313,8 +364,7 @@ class _Said(NamedTuple):
     """A checksum of the ranks of the shard groups."""
     sharing: int
     """Number of ranks that are in all shard groups of this rank; 0 without any."""
-    written: bool
-    """Whether replicated parameters were written to since ``fully_shard``."""
+    flags: int
 
 
 def _exchange(said: _Said, scope: Scope) -> list[_Said]:

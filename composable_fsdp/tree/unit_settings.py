@@ -78,9 +78,11 @@ class ForwardSearches:
         "acts",
         "awaits_buffers",
         "before",
+        "drawn",
         "kept_at",
         "looks",
         "scans",
+        "was_on_meta",
         "weights_at",
         "writes_data",
     )
@@ -112,6 +114,11 @@ class ForwardSearches:
         """Whether the end of a forward must look at any of the last three."""
         self.awaits_buffers = awaits_buffers
         """Whether buffers of the unit were on meta and may still have no values."""
+        self.drawn: dict[int, int] = {}
+        """By slot index: the start of random numbers that were drawn into a shard."""
+        self.was_on_meta = False
+        """Whether shards of the model were on meta on any rank; known from the first
+        gather."""
 
     def end_forward(self) -> None:
         """Forget the values of before; later forwards act on what was found."""

@@ -367,5 +367,5 @@ def test_an_error_in_apply_reaches_every_rank(ranks: RankCount) -> None:
 def test_apply_shows_each_module_its_full_parameters(
     ranks: RankCount, world_size: int
 ) -> None:
-    """One block beside the root is full at a time; the tree can be wrapped after."""
-    assert ranks(world_size).run(check_apply) == [([1, 2], True, True)] * world_size
+    """One unit is full at a time; the tree can be wrapped after."""
+    assert ranks(world_size).run(check_apply) == [([1], True, True)] * world_size

@@ -22,6 +22,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchModuleWrapPolic
 
 from composable_fsdp import (
     CustomPolicy,
+    FullyShardedDataParallel,
     MixedPrecision,
     ModuleWrapPolicy,
     ShardingStrategy,
@@ -256,19 +257,37 @@ def test_inputs_of_the_root_are_cast_as_told(
 
 
 @pytest.mark.req("B-20")
-@pytest.mark.parametrize("cast", [False, True])
-def test_an_inner_unit_casts_its_inputs_only_if_told(
-    one_rank: World, cast: bool
+@pytest.mark.parametrize(
+    ("cast", "root_cast"), [(False, False), (False, True), (True, False)]
+)
+@pytest.mark.parametrize("by", ["hand", "policy", "wrapper"])
+def test_an_inner_unit_casts_its_inputs_as_in_fsdp1(
+    one_rank: World, by: str, cast: bool, root_cast: bool
 ) -> None:
-    """The inner unit's ``cast_forward_inputs`` decides; the root casts nothing here."""
+    """``cast_root_forward_inputs`` is for the root of each call, or the outer wrapper.
+
+    As in torch's composable FSDP1, and in torch's wrapper.
+    """
     inner = seen()
-    model = nn.Sequential(inner)
-    fully_shard(inner, mixed_precision=MixedPrecision(BF16, cast_forward_inputs=cast))
-    fully_shard(model)
+    options = MixedPrecision(
+        BF16, cast_forward_inputs=cast, cast_root_forward_inputs=root_cast
+    )
+    if by == "wrapper":
+        unit = FullyShardedDataParallel(inner, mixed_precision=options)
+        model: nn.Module = FullyShardedDataParallel(nn.Sequential(unit))
+    else:
+        model = nn.Sequential(inner)
+        if by == "hand":
+            fully_shard(inner, mixed_precision=options)
+        policy = CustomPolicy(
+            lambda m: {"mixed_precision": options} if m is inner else False
+        )
+        fully_shard(model, policy=policy if by == "policy" else None)
 
     model(torch.randn(2, 8))
 
-    assert inner.met["x"] is (BF16 if cast else torch.float32)
+    casts = cast or (root_cast and by == "hand")
+    assert inner.met["x"] is (BF16 if casts else torch.float32)
     assert inner.met["weight"] is BF16
 
 

@@ -1,0 +1,243 @@
+"""Initialize a sharded model as the plain model would be, unit by unit.
+
+::
+
+    module.apply's order   blocks.0.linear   blocks.0   blocks.1.linear ...   head
+    full units             blocks.0          blocks.0   blocks.1              (root)
+
+A unit is full while the initializer runs on its modules, and its values are written
+back when the modules of another unit follow. An initializer may touch parameters of
+further units: a unit becomes full when a torch function gets one of its parameters. All
+ranks run the initializer, so all draw the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from composable_fsdp.access.settings import units_of
+from composable_fsdp.access.unshard_params import _summon, _unshard_states
+from composable_fsdp.errors import PlanError
+from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
+from composable_fsdp.naming import listed, quoted
+from composable_fsdp.phases import Phase
+from composable_fsdp.runtime.materialize import Init, empty_like
+from composable_fsdp.runtime.recover import require_idle
+from composable_fsdp.tree.root import ensure_root, forget_root, outermost
+from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
+from composable_fsdp.tree.traversal import (
+    _get_fsdp_states,
+    require_module,
+    wrapped_in,
+)
+
+
+def init_weights(
+    module: nn.Module, fn: Callable[[nn.Module], object] | None = None
+) -> None:
+    """Give the parameters in ``module`` the values that the plain model would get.
+
+    ``torch.manual_seed(0)`` and ``init_weights(model, fn)`` give the full values of
+    ``torch.manual_seed(0)`` and ``plain.apply(fn)``, and leave the same state of the
+    random number generator, on any number of ranks. Call on every rank, with the same
+    seed. Tensors on meta get memory first, on the compute device of their unit.
+
+    Args:
+        module: A sharded model, or a module in one (a new head).
+        fn: Called with every module, children before parents, as by ``module.apply``.
+            The parameters that it touches are full. Wrappers are left out. Default
+            None: ``reset_parameters()``, or else ``_reset_parameters()``, of every
+            module that has one, which draws as the constructors of torch's modules do.
+            Pass ``model._init_weights`` for a model of transformers. For a method that
+            initializes a whole model (torchtitan's ``init_weights()``) enter
+            ``unshard_params(model)``, which holds the whole model, and call it there.
+
+    Collective: all ranks must call. Per unit an all-gather, and an all-reduce of an
+        integer per shard and replicate group; again for each time that the calls return
+        to a unit. At most one unit is full, unless ``fn`` touches several in a call.
+    Raises: PlanError, before any change, if ``fn`` is None and a module on meta has no
+        method to initialize it; PhaseError, inside forward, backward or
+        ``unshard_params``; the exception of ``fn``, and DesyncError on the other ranks:
+        the units in which it raised keep their old values.
+
+    >>> init_weights(model)
+    >>> init_weights(model, lambda m: isinstance(m, nn.Linear) and m.reset_parameters())
+    """
+    require_module(module, "init_weights")
+    if _get_module_fsdp_state(module) is None:
+        units_of(module, "init_weights", recurse=True)
+    # Before memory is given, so that the model is unchanged after a refusal.
+    if fn is None:
+        _require_initializers(module)
+    _give_memory(module)
+    apply_whole(module, fn or _reset, "init_weights", wrappers=False)
+
+
+def apply_whole(module: nn.Module, fn: Init, what: str, *, wrappers: bool) -> None:
+    """Call ``fn`` as ``module.apply`` would, with full parameters; writes are kept.
+
+    Args:
+        module: a sharded model, or a module in one.
+        fn: the function.
+        what: the name of the caller, for messages.
+        wrappers: call ``fn`` with wrappers, too.
+
+    Collective, Raises: as ``init_weights``.
+    """
+    own = _get_module_fsdp_state(module)
+    states = [*_get_fsdp_states(module), *([] if own is None else [own])]
+    tops = {id(top): top for top in map(outermost, states)}
+    with ExitStack() as stack:
+        for top in tops.values():
+            # A tree that was not initialized must stay so: units above may be made yet.
+            if top.context is None:
+                stack.callback(forget_root, ensure_root(top))
+            if ensure_root(top).summoned is None:
+                context = require_idle(top, what)
+                stack.enter_context(_summon(context, top, rank0_only=False))
+        units = [u for top in tops.values() for u in _get_fsdp_states(top.module)]
+        shown = _FullOnTouch(units, stack.enter_context(ExitStack()), what)
+        for each in _children_first(module):
+            # The plain model has no wrappers, which answer for the module inside.
+            if wrappers or wrapped_in(each) is None:
+                shown.show(each)
+                with shown:
+                    fn(each)
+
+
+def _children_first(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield modules in the order of ``module.apply``."""
+    for child in module.children():
+        yield from _children_first(child)
+    yield module
+
+
+class _FullOnTouch(TorchFunctionMode):
+    """Shows a unit in full when a torch function gets one of its parameters."""
+
+    def __init__(
+        self, units: Sequence[_FSDPState], stack: ExitStack, what: str
+    ) -> None:
+        super().__init__()
+        self._units = {state.handle: state for state in units}
+        self._stack = stack
+        """The blocks of the units that are full now."""
+        self._full: dict[FlatParamHandle, None] = {}
+        self._what = what
+
+    def show(self, module: nn.Module) -> None:
+        """Show the units of the parameters of ``module``; hide others, if there are."""
+        # Before the call and not on touch alone: ``fn`` may assign a new parameter.
+        shown = [each for each in module._parameters.values() if each is not None]
+        found = [self._home(each) for each in shown]
+        wanted = dict.fromkeys(handle for handle in found if handle is not None)
+        # A parameter that is full already is no sharded one, and has no home.
+        # A container keeps the unit of its last child, which ``fn`` may touch next.
+        if wanted or (not shown and len(self._full) > 1):
+            # Writes back, so that at most one unit is full.
+            self._stack.close()
+            self._full = {}
+            for handle in wanted:
+                self._open(handle)
+
+    def _home(self, value: object) -> FlatParamHandle | None:
+        """Return the unit of a sharded parameter, if it is one of these units."""
+        found = find_leaf(value)
+        return found[0] if found and found[0] in self._units else None
+
+    def _open(self, handle: FlatParamHandle) -> None:
+        """Show a unit in full, if no block shows it."""
+        # A part that belongs to two units may touch one of them twice in a call.
+        if handle.phase is Phase.SUMMON:
+            return
+        self._full[handle] = None
+        block = _unshard_states(
+            [self._units[handle]], writeback=True, rank0_only=False, what=self._what
+        )
+        self._stack.enter_context(block)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        # Python leaves the mode meanwhile, so the package's own calls do not get here.
+        given = {key: self._whole(value) for key, value in (kwargs or {}).items()}
+        return func(*map(self._whole, args), **given)
+
+    def _whole(self, value: Any) -> Any:
+        """Return the full parameter for a sharded one, in lists, too."""
+        if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+            return type(value)(map(self._whole, value))
+        handle = self._home(value)
+        if handle is None:
+            return value
+        # All ranks run ``fn``, so all touch the parameter, and gather.
+        self._open(handle)
+        # The caller may hold the sharded object from before the unit became full.
+        places = zip(
+            handle.layout.tables,
+            handle.layout.keys,
+            handle.layout.sharded_placed,
+            strict=True,
+        )
+        return next(table[key] for table, key, leaf in places if leaf is value)
+
+
+def _reset(module: nn.Module) -> None:
+    """Call the method of ``module`` that initializes its parameters, if any."""
+    method = _initializer(module)
+    if method is not None:
+        method()
+
+
+def _initializer(module: nn.Module) -> Callable[[], object] | None:
+    """Return the method of ``module`` that initializes its parameters."""
+    # The name with an underscore is that of ``nn.MultiheadAttention``.
+    for name in ("reset_parameters", "_reset_parameters"):
+        method = getattr(module, name, None)
+        if callable(method):
+            found: Callable[[], object] = method
+            return found
+    return None
+
+
+def _require_initializers(top: nn.Module) -> None:
+    """Raise PlanError if a module on meta has no method to initialize it."""
+    for name, module in top.named_modules():
+        tensors = chain(module._parameters.items(), module._buffers.items())
+        on_meta = [key for key, each in tensors if each is not None and each.is_meta]
+        if on_meta and _initializer(module) is None:
+            raise PlanError(
+                f"{type(module).__name__} {quoted(name)} holds "
+                f"{listed(map(repr, on_meta))} on meta and has no reset_parameters() "
+                "to initialise it. Give it one, or call init_weights(model, fn)."
+            )
+
+
+def _give_memory(top: nn.Module) -> None:
+    """Give tensors on meta memory where ``to_empty`` would; ties stay ties."""
+    # Pairs, because a tensor that is gone could give its id to another.
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+    for module in top.modules():
+        state = _get_module_fsdp_state(module)
+        device = torch.device("cpu") if state is None else state.device
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for table in tables:
+            for key, tensor in table.items():
+                if tensor is not None and tensor.is_meta:
+                    found = find_leaf(tensor)
+                    # Shards stay in host memory; the compute device gets them in full.
+                    offload = found is not None and found[0].layout.offload
+                    at = torch.device("cpu") if offload else device
+                    pair = made.setdefault(id(tensor), (tensor, empty_like(tensor, at)))
+                    table[key] = pair[1]

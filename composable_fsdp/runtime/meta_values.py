@@ -1,0 +1,296 @@
+"""Detection of values that were on meta and were not filled, or drawn on shards, since.
+
+``to_empty`` gives memory and no values: a checkpoint lacks buffers that are not
+persistent, and a new head. Until then tensors on meta have classes that fill new memory
+with a mark::
+
+    meta --to_empty--> all NaN (integers: the smallest) --fill--> values
+
+A tensor that holds only marks at the first forward was never written. A shard that got
+memory is a ``WatchedShard`` until the unit adopts it, and records random numbers that
+were drawn into it: a shard takes them as if it were the whole parameter. An object that
+the user assigned in place of a tensor has values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from composable_fsdp.errors import PlanError
+from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.param_ref import find_param, in_model_order
+from composable_fsdp.flat.start_digest import digest_of_start
+from composable_fsdp.naming import join_name, listed, quoted
+from composable_fsdp.runtime.precision import own_buffers
+from composable_fsdp.tree.root import unit_paths
+from composable_fsdp.tree.state import _FSDPState
+from composable_fsdp.tree.traversal import walk_states
+
+
+class UnfilledBuffer(Tensor):
+    """A buffer on meta. The result of an operation on such a buffer is a plain tensor.
+
+    ``DisableTorchFunctionSubclass`` checked on torch 2.13 and 2.11.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        # Results are plain tensors: only the buffer on meta itself needs the mark.
+        with torch._C.DisableTorchFunctionSubclass():
+            made = func(*args, **(kwargs or {}))
+            # ``to_empty`` allocates by ``torch.empty_like``.
+            if func is torch.empty_like and not made.is_meta:
+                _mark(made)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        memo[id(self)] = made = as_unfilled(torch.empty_like(self))
+        return made
+
+
+class UnfilledParameter(nn.Parameter):
+    """A sharded parameter on meta. Memory made from it is a ``WatchedShard``."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            made = func(*args, **(kwargs or {}))
+            if func is torch.empty_like and not made.is_meta:
+                _mark(made)
+                WatchedShard.watch(made, Draws(made.as_subclass(Tensor), args[0]))
+        return made
+
+
+class Draws:
+    """The last writes into the memory of a shard."""
+
+    __slots__ = ("drawn", "name", "shape", "values")
+
+    def __init__(self, values: Tensor, parameter: object) -> None:
+        ref = find_param(parameter)
+        self.values = values
+        self.name = "" if ref is None else ref.name
+        self.shape = () if ref is None else ref.shape
+        """The shape of the whole parameter."""
+        self.drawn = 0
+        """``digest_of_start`` of random numbers; 0 if the last numbers are others, or
+        too few to tell."""
+
+    def note(self, func: str, tensor: Tensor) -> None:
+        """Note that ``func`` has run on ``tensor``, the shard or a view of it."""
+        if func in _RANDOM:
+            self.drawn = digest_of_start(self.values)
+        elif self.drawn and func.endswith("_") and func not in _READS:
+            # ``trunc_normal_`` and a zero row for padding change drawn numbers.
+            is_whole = func in _OVERWRITES and tensor.numel() == self.values.numel()
+            self.drawn = 0 if is_whole else digest_of_start(self.values)
+
+
+_RANDOM = frozenset(
+    (
+        "normal_",
+        "uniform_",
+        "kaiming_uniform_",
+        "random_",
+        "bernoulli_",
+        "exponential_",
+        "log_normal_",
+        "cauchy_",
+        "geometric_",
+    )
+)
+_OVERWRITES = frozenset(("copy_", "fill_", "zero_", "set_", "constant_"))
+_READS = frozenset(("requires_grad_", "__get__", "__len__"))
+
+
+class WatchedShard(Tensor):
+    """A shard with memory, or a view of it, until the unit adopts the parameter.
+
+    Any function runs as on a plain tensor. ``Parameter(shard)`` keeps the class.
+    """
+
+    draws: Draws
+
+    @classmethod
+    def watch(cls, made: Any, draws: Draws) -> None:
+        """Make ``made``, the shard or a view of it, a watched shard."""
+        made.__class__ = cls
+        made.draws = draws
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        given = (*args, *kwargs.values())
+        with torch._C.DisableTorchFunctionSubclass():
+            watched = [each for each in given if type(each) is cls]
+            if name == "copy_" and len(args) > 1 and watched:
+                _refuse_whole(watched[0].draws, args[0], args[1])
+            made = func(*args, **kwargs)
+            for each in watched:
+                each.draws.note(name, each)
+                # Writes through ``.data`` or a row are writes into the shard.
+                if type(made) is Tensor and _is_view(made, each):
+                    cls.watch(made, each.draws)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        # Before adoption torch copies the parameters of a module first, then its unit.
+        with torch._C.DisableTorchFunctionSubclass():
+            made: Tensor = self.detach().clone()
+        if isinstance(self, nn.Parameter):
+            made = nn.Parameter(made, requires_grad=self.requires_grad)
+        memo[id(self)] = made
+        return made
+
+
+def _is_view(made: Tensor, of: Tensor) -> bool:
+    """Return whether ``made`` has the memory of ``of``."""
+    mine, theirs = made.untyped_storage(), of.untyped_storage()
+    return bool(mine._cdata == theirs._cdata)
+
+
+def _refuse_whole(draws: Draws, shard: Tensor, values: object) -> None:
+    """Raise PlanError if whole values are copied into a shard."""
+    # The error of torch would name neither the parameter nor a way out.
+    given = tuple(getattr(values, "shape", ()))
+    if given == draws.shape != tuple(shard.shape):
+        raise PlanError(
+            f"Parameter {quoted(draws.name)} got values {given} of the whole "
+            f"parameter, and shows this rank's part {tuple(shard.shape)}. Copy inside "
+            "of 'with unshard_params(model):', or call set_full_param(model, name, "
+            "values) or load_state_dict, on every rank."
+        )
+
+
+def watch_shards(handle: FlatParamHandle) -> None:
+    """Watch the parameters of a unit on meta from the time when they get memory."""
+    # The class changes and not the object, which optimizers and ties refer to.
+    for leaf in handle.leaves:
+        if type(leaf) is nn.Parameter and leaf.is_meta:
+            leaf.__class__ = UnfilledParameter
+
+
+def end_watch(state: _FSDPState) -> None:
+    """Make the parameters that the modules show plain ones; keep their draws."""
+    layout = state.handle.layout
+    for place, table, key in zip(
+        layout.places, layout.tables, layout.keys, strict=True
+    ):
+        shown: Any = table.get(key)
+        kind = type(shown)
+        if kind is WatchedShard:
+            if shown.draws.drawn:
+                state.searches.drawn[place.slot_index] = shown.draws.drawn
+            shown.__class__ = nn.Parameter
+            del shown.draws, shown._is_param
+        elif kind is UnfilledParameter and not shown.is_meta:
+            shown.__class__ = nn.Parameter
+
+
+def as_unfilled(buffer: Tensor) -> Tensor:
+    """Return ``buffer`` on meta as an ``UnfilledBuffer``, if it is a plain tensor."""
+    # A tensor has one Python class: a DTensor cannot become another subclass.
+    plain = type(buffer) in (Tensor, UnfilledBuffer)
+    return buffer.as_subclass(UnfilledBuffer) if plain else buffer
+
+
+def mark_meta_buffers(modules: Iterable[nn.Module]) -> bool:
+    """Replace buffers on meta by ``UnfilledBuffer``; return whether any was on meta."""
+    made: dict[int, Tensor] = {}
+    for module in modules:
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                # A buffer that several modules hold stays a single object.
+                made.setdefault(id(buffer), as_unfilled(buffer))
+                module._buffers[key] = made[id(buffer)]
+    return bool(made)
+
+
+@torch.no_grad()
+def _mark(buffer: Tensor) -> None:
+    """Fill the buffer with NaN, or with the smallest integer; bool has no mark."""
+    if buffer.is_floating_point() or buffer.is_complex():
+        buffer.fill_(torch.nan)
+    # The smallest integer of an unsigned dtype is 0, a common value; use the largest.
+    elif buffer.dtype is not torch.bool:
+        buffer.fill_(torch.iinfo(buffer.dtype).min or torch.iinfo(buffer.dtype).max)
+
+
+def _is_marked(buffer: Tensor) -> bool:
+    """Return whether the buffer holds only marks."""
+    if type(buffer) not in (Tensor, nn.Parameter, UnfilledBuffer, WatchedShard):
+        return False
+    # An empty buffer has no values to fill, and bool has no mark.
+    if not buffer.numel() or buffer.is_meta or buffer.dtype is torch.bool:
+        return False
+    if buffer.is_floating_point() or buffer.is_complex():
+        # First a single number: most tensors have values. 8 bits: torch has no isnan.
+        if buffer.itemsize == 1 or not buffer.reshape(-1)[0].isnan():
+            return False
+        return bool(buffer.isnan().all())
+    info = torch.iinfo(buffer.dtype)
+    return bool((buffer == (info.min or info.max)).all())
+
+
+def _unfilled(states: Iterable[tuple[str, _FSDPState]]) -> Iterator[str]:
+    """Yield the FQNs of buffers that hold only marks."""
+    for fqn, state in states:
+        if state.searches.awaits_buffers:
+            paths = [fqn, *unit_paths(state)[1:]]
+            for number, name, buffer in own_buffers(state):
+                if _is_marked(buffer):
+                    yield join_name(paths[number], name)
+
+
+def unfilled_buffers(module: nn.Module) -> list[str]:
+    """Return FQNs of buffers that were on meta and got memory but no values."""
+    return list(_unfilled((fqn, state) for fqn, _, state in walk_states(module)))
+
+
+def unfilled_parameters(state: _FSDPState) -> list[str]:
+    """Return names of sharded parameters that got memory but no values on this rank."""
+    # -1: the shards were on meta at build.
+    if state.handle.writes.at_build != -1:
+        return []
+    return [ref.name for ref in in_model_order(state.handle) if _is_marked(ref.leaf)]
+
+
+def require_filled(states: Sequence[_FSDPState]) -> None:
+    """Raise if a buffer that was on meta got memory but no values.
+
+    Raises: PlanError, with the FQNs.
+    Collective: none.
+    """
+    names = list(_unfilled((state.fqn, state) for state in states))
+    if names:
+        raise PlanError(
+            f"Buffers {listed(map(quoted, names))} were on meta "
+            "and nothing has filled them since they got memory (to_empty); a forward "
+            "would compute with garbage. A checkpoint has persistent buffers only: "
+            "set the others, or pass a param_init_fn that does, on every rank."
+        )
+    for state in states:
+        state.searches.awaits_buffers = False
