@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -10,7 +10,7 @@ from torch import nn
 from composable_fsdp.access.same_values import brief_of_all
 from composable_fsdp.access.single import names_in_several
 from composable_fsdp.comm.meeting import Call
-from composable_fsdp.config import FullStateDictConfig, StateDictType
+from composable_fsdp.config import FullStateDictConfig, StateDictSettings, StateDictType
 from composable_fsdp.naming import strip_wrapper
 from composable_fsdp.state_dict.effective_settings import effective_settings
 from composable_fsdp.tree.meeting import meet_over
@@ -33,29 +33,22 @@ _LOAD_EVERYWHERE = (
 
 
 def barrier_before_gather(
-    state: _FSDPState, module: nn.Module, prefix: str, keep_vars: bool
+    state: _FSDPState, module: nn.Module, settings: StateDictSettings
 ) -> None:
     """Wait until all ranks of the shard group have called a full ``state_dict()``, too.
 
-    Called once per ``state_dict()`` by outermost units, and by the hook of a part of a
-    unit.
-
-    Args:
-        state: The unit.
-        module: The module whose ``state_dict()`` runs.
-        prefix: The prefix of the keys; unused.
-        keep_vars: torch's argument; unused.
+    ``module`` is the module of the unit whose ``state_dict()`` runs.
 
     Collective: before the first gather of a tree as ``compare_models``; else none, as
         ``meet``.
     Raises: DesyncError, if other ranks do not call within the timeout, or as
         ``compare_models``.
     """
-    if state.handle.groups.shard is None:
-        return
-    settings = effective_settings(state)
     # Sharded values and local shards are not gathered, so a rank may be alone.
-    if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
+    if (
+        state.handle.groups.shard is None
+        or settings.state_dict_type is not StateDictType.FULL_STATE_DICT
+    ):
         return
     if state.context is not None and state.context.summoned is not None:
         return  # inside unshard_params values are shown or refused, not gathered
@@ -76,16 +69,13 @@ def barrier_before_gather(
 class _OpenLoad:
     """The ``load_state_dict`` that runs now, or ran last, on this rank."""
 
-    __slots__ = ("errors", "units")
-
-    def __init__(self) -> None:
-        self.errors: object = None
-        """torch's list of errors, the same list in all hooks of a call."""
-        self.units: set[int] = set()
-        """Identities of the units whose hooks have run."""
+    errors: object = None
+    """torch's list of errors, the same list in all hooks of a call."""
+    prefixes: dict[int, list[str]]
+    """By identity of a unit: the prefixes of the modules that have begun to load."""
 
 
-_open_load = _OpenLoad()
+_open = _OpenLoad()
 
 
 def barrier_before_load(
@@ -94,64 +84,47 @@ def barrier_before_load(
     state_dict: Mapping[str, Any],
     prefix: str,
     error_msgs: list[str],
-) -> None:
+) -> bool:
     """Wait until all ranks that hold the unit load the same values into ``module``.
 
-    The outermost units of a call do so for the units below.
-
-    Args:
-        state: The unit.
-        module: The module of the unit whose hook runs.
-        state_dict: The state dict.
-        prefix: The prefix of the keys of ``module``.
-        error_msgs: torch's list of errors, which identifies the call.
+    The outermost modules of a call do so for the modules below. Returns whether
+    ``module`` is the outermost of its unit in this call.
 
     Collective: none, as ``meet``.
     Raises: DesyncError, before any value is written.
     """
     # torch passes the same list to all hooks of a call, and a new list to those of the
     # next call. The reference keeps the list alive, so that its identity stays its own.
-    if _open_load.errors is not error_msgs:
-        _open_load.errors, _open_load.units = error_msgs, set()
-    units, parent = _open_load.units, state.parent
-    # A unit below a unit is a part of what the unit above has compared. A unit of
-    # several modules has a hook per module, each with the keys below its own prefix.
-    is_inner = parent is not None and id(parent) in units
-    units.add(id(state))
-    if not is_inner:
-        names = [
-            name
-            for _, _, below in walk_states(module)
+    if _open.errors is not error_msgs:
+        _open.errors, _open.prefixes = error_msgs, {}
+    begun = _open.prefixes.setdefault(id(state), [])
+    if any(prefix.startswith(each) for each in begun):
+        return False
+    begun.append(prefix)
+    # A unit below a unit is a part of what the unit above has compared.
+    if state.parent is None or id(state.parent) not in _open.prefixes:
+        _meet_to_load(state, module, state_dict, prefix)
+    return True
+
+
+def _meet_to_load(
+    state: _FSDPState, module: nn.Module, state_dict: Mapping[str, Any], prefix: str
+) -> None:
+    """Wait for the other ranks. Raises: DesyncError, before any value is written."""
+    details: tuple[str, ...] = ()
+    # Sharded values and local shards are other values on each rank. Buffers and ignored
+    # parameters may be.
+    kind = effective_settings(state).state_dict_type
+    if kind is StateDictType.FULL_STATE_DICT:
+        # A wrapper's own hook may have inserted the wrapper's component into the keys.
+        wanted = {
+            strip_wrapper(prefix + name)
+            for _, _, below in [("", module, state), *walk_states(module)]
             # Ranks with other experts have other names there.
             if below.handle.groups.experts is state.handle.groups.experts
             for places in names_in_several(module, below).values()
             for name in places
-        ]
-        meet_to_load(state, names, state_dict, prefix)
-
-
-def meet_to_load(
-    state: _FSDPState, names: Sequence[str], state_dict: Mapping[str, Any], prefix: str
-) -> None:
-    """Wait until all ranks that hold the unit load the same values.
-
-    Args:
-        state: The unit.
-        names: The names of the parameters, below ``prefix``.
-        state_dict: The state dict.
-        prefix: The prefix of the keys.
-
-    Collective: none, as ``meet``.
-    Raises: DesyncError, before any value is written.
-    """
-    # A wrapper's own hook may have inserted the wrapper's component into the keys.
-    start = strip_wrapper(prefix)
-    wanted = {start + strip_wrapper(name) for name in names}
-    kind = effective_settings(state).state_dict_type
-    details: tuple[str, ...] = ()
-    # Sharded values and local shards are other values on each rank. Buffers and ignored
-    # parameters may be.
-    if kind is StateDictType.FULL_STATE_DICT:
+        }
         found = ((strip_wrapper(key), value) for key, value in state_dict.items())
         details = (brief_of_all((k, v) for k, v in found if k in wanted),)
     call = Call("load_state_dict", state.title, details, _LOAD_EVERYWHERE)
