@@ -10,18 +10,22 @@ tensors::
     rank 0   shape (5, 4), local (3, 4)   box at (0, 0) of size (3, 4)
     rank 1   shape (5, 4), local (2, 4)   box at (3, 0) of size (2, 4)
 
-Operators that need the full value raise ``TypeError``. ``to_local()`` and
-``local_shards()`` return this rank's elements, ``full_tensor()`` gathers.
+Element-wise operators of equally cut values and numbers work on this rank's elements,
+as an average of state dicts needs. Operators that need the full value raise
+``TypeError``; ``to_local()`` and ``local_shards()`` return this rank's elements,
+``full_tensor()`` gathers. Only code that runs while modules show sharded values, a
+state-dict hook on all ranks, gets the full value from any operator that writes to none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from composable_fsdp.access.gather import gather_part
 from composable_fsdp.errors import CheckpointError
@@ -36,14 +40,20 @@ from composable_fsdp.state_dict.shard_places import (
     ShardPlace,
     Within,
 )
+from composable_fsdp.state_dict.shown import hooks_may_run
 
 Op = Callable[..., Any]
 """An operator's implementation."""
 
 
-def _no_operator(value: ShardedValue, other: object) -> NoReturn:
-    """Refuse an operator of Python, such as ``+``. Raises: TypeError."""
-    raise TypeError(_refusal("An operator of Python", value))
+def _operator(function: Op) -> Op:
+    """Return a method for an operator of Python, such as ``+``."""
+
+    # torch's own methods turn a TypeError into NotImplemented and lose its text.
+    def act(value: ShardedValue, other: Any) -> Any:
+        return function(value, other)
+
+    return act
 
 
 class ShardedValue(Tensor):
@@ -118,16 +128,19 @@ class ShardedValue(Tensor):
         Raises: TypeError.
         """
         act = _OPS.get(func.overloadpacket)
+        if act is None and is_elementwise(func):
+            act = _elementwise
         # Any other operator would take this rank's part for the full value.
-        if act is None:
+        if act is None and (func._schema.is_mutable or not hooks_may_run()):
             given = next(v for v in args_of(args, kwargs) if isinstance(v, cls))
             raise TypeError(_refusal(func, given))
-        return act(func, *args, **(kwargs or {}))
+        return (act or _on_whole)(func, *args, **(kwargs or {}))
 
-    # The operators of Python turn a TypeError into NotImplemented and lose its text.
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _no_operator
-    __truediv__ = __rtruediv__ = __floordiv__ = __mod__ = _no_operator  # type: ignore[mutable-override]  # never returns
-    __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _no_operator  # type: ignore[mutable-override]  # never returns
+    __add__ = __radd__ = _operator(torch.add)
+    __mul__ = __rmul__ = _operator(torch.mul)
+    __sub__, __rsub__ = _operator(torch.sub), _operator(torch.rsub)
+    __truediv__, __pow__ = _operator(torch.div), _operator(torch.pow)
+    __matmul__ = _operator(torch.matmul)
 
     @property
     def start(self) -> int:
@@ -360,6 +373,68 @@ def _new_empty(func: Op, value: ShardedValue, size: Any, **kwargs: Any) -> Tenso
     return made
 
 
+def is_elementwise(func: Any) -> bool:
+    """Return whether an operator treats all elements of its arguments alike."""
+    packet, name = func.overloadpacket, func._schema.name
+    # torch tags ``equal``, whose result is one bool, as element-wise, too.
+    if packet in _FILLS or name.startswith("aten::_foreach_"):
+        return not name.startswith(("aten::_foreach_norm", "aten::_foreach_max"))
+    return torch.Tag.pointwise in func.tags and packet is not _aten.equal
+
+
+def _elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Apply an element-wise operator to the parts of equally cut values.
+
+    Raises: TypeError, for values of another cut, and for plain tensors of several
+        elements.
+    """
+    lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple))]
+    lists = [each for each in lists if any(isinstance(v, Tensor) for v in each)]
+    loose = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
+    # The elements of lists are combined in order, a loose tensor with each.
+    for row in zip(*lists, strict=True) if lists else [()]:
+        tensors = [*row, *loose]
+        value = next((v for v in tensors if isinstance(v, ShardedValue)), None)
+        for each in tensors if value is not None else ():
+            alike = isinstance(each, ShardedValue) and value.is_part_like(each)
+            if not alike and (isinstance(each, ShardedValue) or each.dim()):
+                raise TypeError(
+                    f"{_refusal(func, value)} Element-wise operators combine it with "
+                    f"numbers and values of the same cut, got {describe_any(each)}."
+                )
+    result = func(*tree_map(_local, args), **tree_map(_local, kwargs))
+    if func._schema.is_mutable:
+        return args[0] if isinstance(result, Tensor) else None
+    if isinstance(result, Tensor):
+        made = next(v for v in args_of(args, kwargs) if isinstance(v, ShardedValue))
+        return made.with_local(result)
+    return [
+        like.with_local(each) if isinstance(like, ShardedValue) else each
+        for like, each in zip(lists[0], result, strict=True)
+    ]
+
+
+def _local(value: Any) -> Any:
+    """Return the elements of a sharded value; any other value as it is."""
+    return value.local if isinstance(value, ShardedValue) else value
+
+
+def _on_whole(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Apply an operator to full values. Collective: as ``full_tensor``, per value."""
+
+    def whole(value: Any) -> Any:
+        return value.full_tensor() if isinstance(value, ShardedValue) else value
+
+    return func(*tree_map(whole, args), **tree_map(whole, kwargs))
+
+
+def describe_any(value: Tensor) -> str:
+    """Describe an operand in words."""
+    if isinstance(value, ShardedValue):
+        return f"{describe(value)} of shape {tuple(value.shape)}"
+    return f"a plain tensor of shape {tuple(value.shape)}"
+
+
 def _copy(func: Op, to: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
     """Copy between values of the same cut, or from this rank's plain part.
 
@@ -369,6 +444,13 @@ def _copy(func: Op, to: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
     # Optimizers that load in place pass this rank's part as a plain tensor.
     if plain and source.shape == to.local.shape:
         func(to.local, source, *args, **kwargs)
+        return to
+    # A load hook has made a full value, which torch copies into what the module shows.
+    if plain and hooks_may_run() and source.shape == to.shape:
+        form = to.home.form if to.home is not None else None
+        whole = source if form is None else form.part(source)
+        part = whole.reshape(-1)[to.start : to.stop].view(to.local.shape)
+        func(to.local, part, *args, **kwargs)
         return to
     if not (isinstance(to, ShardedValue) and isinstance(source, ShardedValue)):
         given = to if isinstance(to, ShardedValue) else source
@@ -394,6 +476,7 @@ def _copy(func: Op, to: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 _aten = torch.ops.aten
+_FILLS = _aten.zero_, _aten.fill_
 # Operators that move a state dict, and operators that torch's stagers call.
 _OPS: dict[Any, Callable[..., Any]] = {
     _aten.detach: _on_local,

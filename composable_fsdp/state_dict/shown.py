@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
@@ -9,11 +10,18 @@ from torch import Tensor, nn
 from composable_fsdp.flat.handle import Table
 from composable_fsdp.tree.state import _FSDPState
 
+_shown: weakref.WeakSet[Shown] = weakref.WeakSet()
+
+
+def hooks_may_run() -> bool:
+    """Return whether a unit shows values, so that hooks of users may run."""
+    return bool(_shown)
+
 
 class Shown:
     """Parameters over given values, in the places of the unit's own parameters."""
 
-    __slots__ = ("_buffers", "_kept", "parameters", "state")
+    __slots__ = ("__weakref__", "_buffers", "_kept", "parameters", "state")
 
     def __init__(self, state: _FSDPState) -> None:
         self.state = state
@@ -24,6 +32,7 @@ class Shown:
 
     def show(self, values: Mapping[int, Tensor]) -> None:
         """Register a parameter over each value, by slot index, at all its places."""
+        _shown.add(self)
         for index, (table, key, leaf) in self._places():
             if index in values and (shown := table.get(key)) is not None:
                 if index not in self.parameters:
@@ -38,6 +47,7 @@ class Shown:
 
     def hide(self) -> None:
         """Register what the modules showed before."""
+        _shown.discard(self)
         for table, key, before in self._kept:
             table[key] = before
         for buffer, data in reversed(self._buffers):
