@@ -7,7 +7,9 @@ and so is the model that loads it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP1
 from torch.distributed.fsdp import fully_shard as torch_fsdp2
 
 from composable_fsdp import (
+    FullStateDictConfig,
     FullyShardedDataParallel,
     StateDictType,
     fsdp2,
@@ -345,14 +348,7 @@ def test_writes_into_values_that_are_dropped_are_told_once(world: World) -> None
             logs() as told,
         ):
             for _ in range(3):
-                pairs = zip(
-                    average.state_dict().values(),
-                    model.state_dict().values(),
-                    strict=True,
-                )
-                for mean, value in pairs:
-                    mean.lerp_(value, 0.1)
-                del mean, value
+                average_as_timm(average, model)
             assert len(told) == 2, told  # one a unit
             assert "were written to in place and dropped ('weight', 'bias')" in told[0]
             told.clear()
@@ -366,6 +362,12 @@ def test_writes_into_values_that_are_dropped_are_told_once(world: World) -> None
                 mean[name].lerp_(value, 0.1)
             model.state_dict()
             assert told == []
+
+
+def average_as_timm(average: nn.Module, model: nn.Module) -> None:
+    values = average.state_dict().values(), model.state_dict().values()
+    for mean, value in zip(*values, strict=True):
+        mean.lerp_(value, 0.1)
 
 
 @contextmanager
