@@ -35,7 +35,7 @@ from composable_fsdp.state_dict.effective_settings import effective_settings
 from composable_fsdp.state_dict.full import full_values
 from composable_fsdp.state_dict.loading import load_from_state_dict
 from composable_fsdp.state_dict.local import PLAN, local_values, plan_of, plans_of
-from composable_fsdp.state_dict.sharded import sharded_values
+from composable_fsdp.state_dict.parts import sharded_values
 from composable_fsdp.state_dict.shown import Shown, owns_below
 from composable_fsdp.tree.root import outermost
 from composable_fsdp.tree.state import OWNERS, _FSDPState

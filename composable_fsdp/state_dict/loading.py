@@ -30,7 +30,8 @@ from composable_fsdp.state_dict.barrier import barrier_before_load
 from composable_fsdp.state_dict.effective_settings import effective_settings
 from composable_fsdp.state_dict.full import full_values
 from composable_fsdp.state_dict.local import PLAN, LocalValue, require_plan
-from composable_fsdp.state_dict.sharded import ShardedValue, mismatch, sharded_values
+from composable_fsdp.state_dict.parts import mismatch, sharded_values
+from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.state_dict.shown import Shown
 from composable_fsdp.tree.state import OWNERS, _FSDPState
 

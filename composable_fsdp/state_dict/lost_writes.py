@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from composable_fsdp.naming import listed, quoted
@@ -77,8 +76,10 @@ _told: weakref.WeakSet[_FSDPState] = weakref.WeakSet()
 
 def _note(name: str, value: Tensor) -> _Given:
     """Return a note that keeps neither the value nor its memory alive."""
-    held = value.local if isinstance(value, ShardedValue) else value
-    counter = held.detach()
-    # The new data has other memory; the version counter stays the value's.
-    counter.data = torch.empty(0, dtype=held.dtype, device=held.device)
-    return _Given(name, weakref.ref(value), counter, held._version)
+    counter = value.detach()
+    # Other memory, and the version counter stays the value's.
+    if isinstance(counter, ShardedValue):
+        counter.local = counter.local.new_empty(0)
+    else:
+        counter.data = value.new_empty(0)
+    return _Given(name, weakref.ref(value), counter, value._version)

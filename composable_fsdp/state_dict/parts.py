@@ -1,0 +1,96 @@
+"""This rank's parts of a unit's parameters, as sharded values."""
+
+from __future__ import annotations
+
+from math import prod
+
+from torch import Tensor
+
+from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.param_ref import ParamRef, param_refs
+from composable_fsdp.planning.layout import ParameterSlot
+from composable_fsdp.state_dict.shard_places import GroupAndDevice, Within
+from composable_fsdp.state_dict.sharded import ShardedValue, describe
+
+
+def sharded_value(ref: ParamRef, local: Tensor) -> Tensor:
+    """Return ``local``, this rank's part of a parameter, as a sharded value.
+
+    Args:
+        ref: The parameter.
+        local: This rank's elements.
+
+    Returns: a ``ShardedValue``, also if this rank holds the full value. A plain tensor
+        for a parameter without elements, and for a 0-d parameter of a unit without a
+        shard group.
+    Collective: none.
+    """
+    handle, region, slot = ref.handle, ref.region, ref.slot
+    # No box could represent a parameter without elements.
+    if not prod(ref.shape):
+        return local.new_empty(ref.shape)
+    if handle.groups.shard is None and not slot.shape:
+        return local
+    # Also without a shard group: a load by DCP then checks that the checkpoint has no
+    # holes (``chunks_to_load``).
+    return ShardedValue(
+        local,
+        ref.shape,
+        slot.offset,
+        region.layout.shard_numel,
+        region.rank,
+        region.layout.world_size,
+        GroupAndDevice(handle.groups.shard, handle.layout.device, ref.form),
+        _within(slot),
+    )
+
+
+def _within(slot: ParameterSlot) -> Within | None:
+    """Return the rectangle of a parameter that tensor parallelism cuts; else None."""
+    if slot.whole is None:
+        return None
+    # Plain tuples, which ``torch.load(weights_only=True)`` reads.
+    cuts = prod(size for _, size, dim in slot.whole.axes if dim is not None)
+    return slot.shape, slot.whole.offset, cuts
+
+
+def sharded_values(handle: FlatParamHandle, *, to_cpu: bool) -> dict[int, Tensor]:
+    """Return copies of this rank's part of the unit's parameters, by slot index."""
+    return {
+        ref.slot.index: sharded_value(ref, copied(ref.leaf, to_cpu=to_cpu))
+        for ref in param_refs(handle)
+    }
+
+
+def copied(value: Tensor, *, to_cpu: bool) -> Tensor:
+    """Return a copy of ``value``, in host memory or on the same device."""
+    return value.detach().to("cpu" if to_cpu else value.device, copy=True)
+
+
+def mismatch(ref: ParamRef, value: ShardedValue) -> str:
+    """Return why ``value`` is not this rank's part of ``ref``, or an empty text.
+
+    All ranks get the same answer, unless a rank was given another rank's values.
+
+    Args:
+        ref: The parameter.
+        value: The value to compare.
+
+    Returns: the reason in words, or the empty string.
+    Collective: none.
+    """
+    own = sharded_value(ref, value.local)
+    if isinstance(own, ShardedValue) and own.is_part_like(value):
+        return ""
+    region, slot = ref.region, ref.slot
+    start, stop = ref.interval
+    cut = f" in shards of {region.layout.shard_numel} elements from {slot.offset} on"
+    return (
+        f"expected elements [{start}, {stop}) of shape {ref.shape} on rank "
+        f"{region.rank} of {region.layout.world_size},{cut}, got {describe(value)} of "
+        f"shape {tuple(value.shape)}, in shards of {value.shard_numel} elements from "
+        f"{value.offset} on. Sharded values go back into the layout from which they "
+        "came, and another world size, other units, or frozen parameters change the "
+        "layout. Save them with torch.distributed.checkpoint and load that into this "
+        "model's own state_dict(), or save under FULL_STATE_DICT."
+    )
