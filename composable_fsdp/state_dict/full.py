@@ -81,12 +81,6 @@ def gather_unit(
     The tensors are new and have the plain model's shapes. Additional memory: the full
     buffers of a single unit.
 
-    Args:
-        handle: The unit.
-        first_only: Gather on the first rank of the first replica only; the other ranks
-            get an empty dict. Default False.
-        to_cpu: Return tensors in host memory. Default False.
-
     Returns: the tensors by slot index; on meta if the unit has no values yet.
     Collective: as ``gather_flat_values``; with ``first_only`` only in the first
         replica; none if the unit is on meta. Of parameters that tensor parallelism

@@ -16,14 +16,9 @@ from composable_fsdp.state_dict.sharded import ShardedValue, describe
 def sharded_value(ref: ParamRef, local: Tensor) -> Tensor:
     """Return ``local``, this rank's part of a parameter, as a sharded value.
 
-    Args:
-        ref: The parameter.
-        local: This rank's elements.
-
     Returns: a ``ShardedValue``, also if this rank holds the full value. A plain tensor
         for a parameter without elements, and for a 0-d parameter of a unit without a
         shard group.
-    Collective: none.
     """
     handle, region, slot = ref.handle, ref.region, ref.slot
     # No box could represent a parameter without elements.
@@ -72,12 +67,7 @@ def mismatch(ref: ParamRef, value: ShardedValue) -> str:
 
     All ranks get the same answer, unless a rank was given another rank's values.
 
-    Args:
-        ref: The parameter.
-        value: The value to compare.
-
     Returns: the reason in words, or the empty string.
-    Collective: none.
     """
     own = sharded_value(ref, value.local)
     if isinstance(own, ShardedValue) and own.is_part_like(value):
