@@ -93,7 +93,8 @@ def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     try:
         return type(self).state_dict(self, *args, **kwargs)
     except BaseException:
-        # torch runs no hook of ours after an error.
+        # torch runs no hook of ours after an error. A call inside a running call leaves
+        # the unit to the outer one, whose own code may catch the error.
         if state is not None and before is None and state in _running:
             _running.pop(state).hide()
         raise
@@ -168,6 +169,7 @@ def _end(
     if saving is None or saving.module is not module or saving.prefix != prefix:
         return
     assert state is not None
+    # Before anything that may raise.
     _running.pop(state).hide()
     kind = saving.settings.state_dict_type
     keys = dict(_keys(state, module, prefix, state_dict))

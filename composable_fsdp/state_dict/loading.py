@@ -5,7 +5,7 @@ torch loads module by module, ``module._load_from_state_dict``, and so does this
     no code of the user runs     own entries -> shards; torch copies each onto itself
     hooks, overridden methods    the unit shows full parameters (or sharded values), all
                                  runs as on the plain model, and this rank's part of
-                                 what was written goes into the shards
+                                 the values written goes into the shards
 """
 
 from __future__ import annotations
@@ -91,6 +91,9 @@ def load_from_state_dict(
         lost_writes.forget(state)
     # An unsharded unit would keep showing the old values.
     free_all_full_params(state)
+    # torch calls these hooks after the children of the module have loaded, so each hook
+    # is given the full parameters by itself. A loop may replace values of a dict, and
+    # the handle that removes the hook knows the key alone.
     for key, hook in self._load_state_dict_post_hooks.items():
         if not _is_known(hook):
             self._load_state_dict_post_hooks[key] = _OnWholeValues(hook)
@@ -151,7 +154,7 @@ class _OnWholeValues:
 
 @contextmanager
 def _whole_values(state: _FSDPState, *, sharded: bool) -> Iterator[None]:
-    """Show values as the unit's parameters; keep what was written, if nothing raises.
+    """Show values as the unit's parameters; keep writes to them, if nothing raises.
 
     Collective: an all-gather over the shard group; none for sharded values.
     Raises: CheckpointError, for a parameter of another shape.
@@ -168,6 +171,7 @@ def _whole_values(state: _FSDPState, *, sharded: bool) -> Iterator[None]:
             shown.show(full_values(state))
     try:
         yield
+        # A parameter that the code has replaced counts, too (``assign=True``).
         changed = dict(shown.changed())
         for index, value in changed.items():
             got = None if value is None else tuple(value.shape)
@@ -179,6 +183,7 @@ def _whole_values(state: _FSDPState, *, sharded: bool) -> Iterator[None]:
                 )
     finally:
         shown.hide()
+    # Only now, so that an error of the user's code leaves all shards unchanged.
     for index, value in changed.items():
         assert value is not None
         _keep(refs[index], value)

@@ -1,7 +1,7 @@
 """Tell of values of a state dict that were written to in place and then dropped.
 
 The values are copies, where those of a plain model are its parameters: an average that
-is kept by writes into ``average.state_dict()`` would stay what it was at first.
+is kept by writes into ``average.state_dict()`` would never move.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def watch(state: _FSDPState, values: Mapping[str, Any]) -> None:
 
 
 def forget(state: _FSDPState) -> None:
-    """Forget the values: the model loads, perhaps what was written to them."""
+    """Forget the values: the model loads, perhaps these values."""
     _given.pop(state, None)
 
 

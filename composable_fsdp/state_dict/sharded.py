@@ -125,6 +125,7 @@ class ShardedValue(Tensor):
         Raises: TypeError.
         """
         act = _OPS.get(func.overloadpacket)
+        # These need no element of another rank.
         if act is None and is_elementwise(func):
             act = _elementwise
         # Any other operator would take this rank's part for the full value.
@@ -400,6 +401,7 @@ def _elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
                         "with numbers and values of the same cut, got "
                         f"{_operand(each)}."
                     )
+    # Operators in place have written into the elements of their first argument.
     result = func(*tree_map(_local, args), **tree_map(_local, kwargs))
     if func._schema.is_mutable:
         return args[0] if isinstance(result, Tensor) else None
@@ -443,7 +445,7 @@ def _copy(func: Op, to: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
     if plain and source.shape == to.local.shape:
         func(to.local, source, *args, **kwargs)
         return to
-    # A load hook has made a full value, which torch copies into what the module shows.
+    # A load hook has made a full value, which torch copies into the parameter shown.
     if plain and hooks_may_run() and source.shape == to.shape:
         form = to.home.form if to.home is not None else None
         whole = source if form is None else form.part(source)

@@ -26,7 +26,7 @@ class Shown:
     def __init__(self, state: _FSDPState) -> None:
         self.state = state
         self.parameters: dict[int, nn.Parameter] = {}
-        """What the modules show, by slot index."""
+        """The parameters that the modules show, by slot index."""
         self._kept: list[tuple[Table, str, nn.Parameter]] = []
         self._buffers: list[tuple[Tensor, Tensor]] = []
 
@@ -35,6 +35,7 @@ class Shown:
         _shown.add(self)
         for index, (table, key, leaf) in self._places():
             if index in values and (shown := table.get(key)) is not None:
+                # A tied parameter is one object at all its places.
                 if index not in self.parameters:
                     self.parameters[index] = _parameter(values[index], leaf)
                 self._kept.append((table, key, shown))
@@ -46,10 +47,11 @@ class Shown:
         buffer.data = value
 
     def hide(self) -> None:
-        """Register what the modules showed before."""
+        """Register the earlier parameters again."""
         _shown.discard(self)
         for table, key, before in self._kept:
             table[key] = before
+        # In reverse, because a buffer that modules share was changed several times.
         for buffer, data in reversed(self._buffers):
             buffer.data = data
 

@@ -37,8 +37,6 @@ Entries = dict[str, Any]
 class Plain(nn.Module):
     """A module with parameters and a buffer of its own, and perhaps a child."""
 
-    below: Any
-
     def __init__(self, below: nn.Module | None = None, rows: int = 6) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(rows, 4))
@@ -47,7 +45,8 @@ class Plain(nn.Module):
         self.below = below
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x if self.below is None else self.below(x)
+        below: Any = self.below
+        x = x if below is None else below(x)
         made: Tensor = (
             x @ self.weight.t() @ self.weight + self.bias.sum() + self.seen.sum()
         )
@@ -225,11 +224,13 @@ def values_of(model: nn.Module) -> Entries:
         return {name: value.detach().clone() for name, value in named}
 
 
-def check_round_trip(what: str, place: str, door: str, kind: StateDictType) -> None:
+def check_round_trip(
+    what: str, place: str, door: str, kind: StateDictType, rows: int = 6
+) -> None:
     where = what, place, door, kind.name
-    plain, other = made(what, place, 0), made(what, place, 1)
+    plain, other = (made(what, place, seed, rows) for seed in (0, 1))
     expected = plain.state_dict()
-    model, target = (applied(door, made(what, place, seed)) for seed in (0, 1))
+    model, target = (applied(door, made(what, place, seed, rows)) for seed in (0, 1))
     leaves = [id(p) for p in model.parameters()]
 
     with state_dict_type(model, kind), state_dict_type(target, kind):
@@ -320,6 +321,7 @@ def test_hooks_run_alike_on_ranks_that_return_nothing(world: World) -> None:
                 found = model.state_dict()
             require_equal(found, expected if world.rank == 0 else {}, (what, place))
             require_equal(model.state_dict(), expected, (what, place))
+            check_round_trip(what, place, "functional", SHARDED, rows=300_000)
 
 
 @on_ranks(2)
