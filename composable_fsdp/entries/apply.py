@@ -44,7 +44,6 @@ from composable_fsdp.runtime.materialize import Init
 from composable_fsdp.runtime.meta_values import mark_meta_buffers, watch_shards
 from composable_fsdp.runtime.precision import keep_full_precision
 from composable_fsdp.state_dict.hooks import install_state_dict_hooks
-from composable_fsdp.state_dict.parts import install_part_hooks
 from composable_fsdp.tree.after_sharding import modules_were_sharded
 from composable_fsdp.tree.late_registration import mark_ignored, watch_registrations
 from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
@@ -217,8 +216,7 @@ def apply(
 def _install_hooks(states: Sequence[_FSDPState], targets: Sequence[Target]) -> None:
     """Install the hooks of state dicts, and those of the process."""
     for each, target in zip(states, targets, strict=True):
-        served = install_state_dict_hooks(each)
-        install_part_hooks(each, target.members, served)
+        install_state_dict_hooks(each, target.members)
     # Process-wide hooks, installed once: optimizer steps on sharded parameters, late
     # registration of modules and parameters, DDP around units.
     modules_were_sharded()

@@ -144,6 +144,10 @@ def fully_shard(
     assert state is not None
     # FSDP2's state dicts send nothing and hold the parts of each rank.
     set_unit_type(state, StateDictType.SHARDED_STATE_DICT)
+    # Nor is ``.grad`` None on a rank without rows.
+    state.handle.rule.keeps_empty = True
+    for region in state.handle.layout.trainable:
+        region.gradient.keeps_empty = True
     # An explicit choice holds for a root, too; lazy initialization would choose.
     if reshards is not None:
         set_reshard_after_forward(modules[0], reshards, recurse=False)

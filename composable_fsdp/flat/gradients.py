@@ -97,6 +97,8 @@ def with_absent(
 ) -> tuple[Tensor | None, ...]:
     """Return ``gradients`` with ``None`` for leaves without elements on this rank."""
     # FSDP1 does the same: the mean of an empty gradient is NaN, and ``max()`` raises.
+    if region.gradient.keeps_empty:
+        return tuple(gradients)
     shown = list(gradients)
     for index in region.cuts.absent:
         shown[index] = None

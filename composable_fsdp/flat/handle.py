@@ -334,6 +334,9 @@ class FlatParamHandle:
             memory: the expected data location of each sharded leaf.
         """
         self.layout = layout
+        if self.rule.keeps_empty:
+            for region in layout.trainable:
+                region.gradient.keeps_empty = True
         self.form = form
         """The current full form: buffers and leaves of the precision in use."""
         self.other_form: FullForm | None = None

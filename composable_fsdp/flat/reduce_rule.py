@@ -56,6 +56,7 @@ class ReduceRule:
         "group",
         "hook",
         "hook_state",
+        "keeps_empty",
         "reduce_scatter",
     )
 
@@ -77,6 +78,9 @@ class ReduceRule:
         None."""
         self.hook_state: Any = None
         """First argument of ``hook``."""
+        self.keeps_empty = False
+        """Whether leaves without elements on this rank get an empty gradient, as FSDP2
+        gives, and not ``None``, as FSDP1 does. Default: False."""
         self.force_sum = False
         """Whether the collectives may only sum, also if the backend can average.
         Default: False."""

@@ -61,12 +61,23 @@ class FullBuffer(NamedTuple):
 class FlatGradient:
     """The reduced gradient of a region (``flat.gradients``)."""
 
-    __slots__ = ("dtype", "gaps", "places", "shard", "shown", "unshown", "views")
+    __slots__ = (
+        "dtype",
+        "gaps",
+        "keeps_empty",
+        "places",
+        "shard",
+        "shown",
+        "unshown",
+        "views",
+    )
 
     def __init__(self, dtype: torch.dtype, number: int) -> None:
         self.dtype = dtype
         """Dtype of ``shard``: the parameters' dtype, or the reduce dtype if
         ``keep_low_precision_grads`` is set."""
+        self.keeps_empty = False
+        """As ``ReduceRule.keeps_empty``."""
         self.shard: Tensor | None = None
         """The reduced gradient of this rank's elements. ``None`` before the first
         reduction, and after ``.grad`` of all leaves was cleared (released at the next

@@ -29,15 +29,6 @@ def add_other_experts(
 ) -> None:
     """Add the entries of the ranks with other experts, or refuse equal names.
 
-    Args:
-        state: a unit with an ``expert_mesh``.
-        module: the module of the hook.
-        prefix: the prefix of the keys of ``module``.
-        keys: the keys of the unit's parameters in ``state_dict``.
-        state_dict: the state dict with the values of this rank.
-        kind: the type of the state dict.
-        first_only: whether the first rank alone keeps the values.
-
     Collective: over the ranks of the ``expert_mesh`` an all-gather of objects, and for
         full values a broadcast per tensor; none for local shards.
     Raises: CheckpointError, on all ranks, for a name of several ranks;

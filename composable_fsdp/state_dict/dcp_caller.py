@@ -236,13 +236,7 @@ class _Finder(MetaPathFinder):
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         """Return the spec of the other finders, with a loader that replaces functions.
 
-        Args:
-            name: The module.
-            path: Python's argument; unused.
-            target: Python's argument; unused.
-
         Returns: the spec, or None if the module is not in ``_waiting``.
-        Collective: none.
         """
         if name not in _waiting or name in self.busy:
             return None

@@ -74,15 +74,6 @@ def write_items(
 ) -> list[Any]:
     """Return a ``WriteItem`` per box of ``local``.
 
-    Args:
-        fqn: The name of the tensor in the checkpoint.
-        local: This rank's elements.
-        shape: The shape of the full tensor.
-        boxes: The boxes of ``local``.
-        world_size: The number of ranks that hold parts.
-
-    Returns: the items.
-    Collective: none.
     Raises: CheckpointError, if fewer than ``world_size`` ranks save.
     """
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
@@ -116,14 +107,7 @@ def write_items(
 def view_at(local: Tensor, boxes: Sequence[Box], index: Any) -> Tensor:
     """Return the elements of the box at ``index.offset``, as a view of ``local``.
 
-    Args:
-        local: This rank's elements.
-        boxes: The boxes of ``local``.
-        index: DCP's ``MetadataIndex``; ``offset`` None means a tensor without
-            dimensions.
-
     Returns: a view of the box's shape.
-    Collective: none.
     Raises: CheckpointError, if this rank holds no such box.
     """
     wanted = () if index.offset is None else tuple(index.offset)

@@ -6,8 +6,70 @@ import torch
 from torch import Tensor
 
 from composable_fsdp.access.gather import gather_flat_values
+from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.phases import Phase
+from composable_fsdp.planning.dtensors import local_of
 from composable_fsdp.runtime.offload import on_device
+from composable_fsdp.runtime.recover import require_between_steps
+from composable_fsdp.tree.state import _FSDPState
+
+
+@torch.no_grad()
+def full_values(
+    state: _FSDPState, *, first_only: bool = False, to_cpu: bool = False
+) -> dict[int, Tensor]:
+    """Return new full tensors by slot index: of all, also where a block shows them.
+
+    With ``first_only`` the other ranks get zeros without memory of their own, so that
+    hooks of users run alike on all ranks.
+
+    Collective: as ``gather_unit``; inside ``unshard_params`` none but of parameters
+        that tensor parallelism cuts.
+    Raises: PhaseError, inside forward or backward, and where the block of another rank
+        alone shows full parameters.
+    """
+    handle, context = state.handle, state.context
+    # Other ranks show sharded parameters and cannot gather inside a block.
+    summoned = None if context is None else context.summoned
+    if summoned is not None and summoned.rank0_only:
+        raise PhaseError(
+            f"state_dict of {state.name} was called inside unshard_params("
+            "rank0_only=True), where only the first rank has full parameters. Call it "
+            "before or after the block, on every rank."
+        )
+    if handle.phase is Phase.SUMMON and handle.is_full:
+        # The tensors in the modules, because the block may have replaced parameters.
+        shown = {
+            place.slot_index: held.detach()
+            for place, (table, key, _, _) in zip(
+                handle.layout.places, handle.swaps, strict=True
+            )
+            if (held := table.get(key)) is not None
+        }
+        return {index: _whole(handle, index, shown[index]) for index in sorted(shown)}
+    require_between_steps(state, "state_dict")
+    values = gather_unit(handle, first_only=first_only, to_cpu=to_cpu)
+    if first_only and not handle.groups.is_first:
+        return {
+            slot.index: torch.zeros((), dtype=region.layout.dtype).expand(
+                slot.shape if slot.whole is None else slot.whole.shape
+            )
+            for region in handle.layout.regions
+            for slot in region.layout.parameters
+        }
+    return values
+
+
+def _whole(handle: FlatParamHandle, index: int, held: Tensor) -> Tensor:
+    """Return a copy of a full parameter that a block shows, of the plain model's shape.
+
+    Collective: over tensor-parallel ranks, if the parameter is cut.
+    """
+    # Inside a block the modules show DTensors, whole over the data ranks alone.
+    form = handle.layout.forms.get(index)
+    value = held.clone()
+    return value if form is None else form.whole(local_of(value))
 
 
 @torch.no_grad()
@@ -18,12 +80,6 @@ def gather_unit(
 
     The tensors are new and have the plain model's shapes. Additional memory: the full
     buffers of a single unit.
-
-    Args:
-        handle: The unit.
-        first_only: Gather on the first rank of the first replica only; the other ranks
-            get an empty dict. Default False.
-        to_cpu: Return tensors in host memory. Default False.
 
     Returns: the tensors by slot index; on meta if the unit has no values yet.
     Collective: as ``gather_flat_values``; with ``first_only`` only in the first

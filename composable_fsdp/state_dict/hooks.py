@@ -1,188 +1,252 @@
-"""State dict hooks of units: ``module.state_dict()`` and ``module.load_state_dict()``.
+"""``module.state_dict()`` of units and of modules inside units (their parts).
 
-The hooks are on the fully sharded modules, so the calls work on any module that holds a
-unit, with the keys of the plain model::
+While a call runs, the modules of a unit show the values that belong into the dict: full
+tensors, or the sharded values of the unit's setting. So torch's own code, hooks of
+users, ``get_extra_state`` and overridden methods work on these values, as on the plain
+model::
 
-    state_dict        torch fills in the subtree      _save: shards -> full values
-    load_state_dict   _Load: full values -> shards    torch copies the remaining values
+    model.state_dict()    _begin: gather the unit, show the values in the modules
+      hooks of users, _save_to_state_dict, children (units below gather in turn)
+                          _end: show the sharded parameters, apply the settings
 
-The unit's settings (``settings.py``) may select shards, host memory, or a single rank.
+The first module of a unit that is called begins, and the same module ends.
 """
 
 from __future__ import annotations
 
-import sys
-from functools import partial
-from itertools import count
+import logging
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
 
-from composable_fsdp.config import FullStateDictConfig, StateDictType
-from composable_fsdp.errors import CompositionError, PhaseError
-from composable_fsdp.flat.dtensor_params import refuse_forms
+from composable_fsdp.config import FullStateDictConfig, StateDictSettings, StateDictType
+from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.experts import require_all_data
-from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.naming import TRANSPARENT, quoted
-from composable_fsdp.phases import Phase
-from composable_fsdp.planning.dtensors import local_of
-from composable_fsdp.runtime.recover import free_all_full_params, require_between_steps
-from composable_fsdp.state_dict import dcp_caller
+from composable_fsdp.naming import join_name, listed, quoted, strip_wrapper
+from composable_fsdp.runtime.precision import own_buffers
+from composable_fsdp.runtime.recover import require_between_steps
+from composable_fsdp.state_dict import dcp_caller, lost_writes
 from composable_fsdp.state_dict.all_experts import add_other_experts
-from composable_fsdp.state_dict.barrier import (
-    barrier_before_gather,
-    barrier_before_load,
-)
+from composable_fsdp.state_dict.barrier import barrier_before_gather
 from composable_fsdp.state_dict.effective_settings import effective_settings
-from composable_fsdp.state_dict.full import gather_unit
-from composable_fsdp.state_dict.loading import is_local, require_values, take_values
-from composable_fsdp.state_dict.local import (
-    PLAN,
-    local_values,
-    plan_of,
-    plans_of,
-    require_plan,
-)
-from composable_fsdp.state_dict.open_calls import begin_call, end_call
-from composable_fsdp.state_dict.sharded import sharded_values
-from composable_fsdp.state_dict.unit_keys import (
-    HookScope,
-    hook_scopes,
-    keys_of,
-    names_below,
-)
+from composable_fsdp.state_dict.full import full_values
+from composable_fsdp.state_dict.loading import load_from_state_dict
+from composable_fsdp.state_dict.local import PLAN, local_values, plan_of, plans_of
+from composable_fsdp.state_dict.parts import sharded_values
+from composable_fsdp.state_dict.shown import Shown, owns_below
 from composable_fsdp.tree.root import outermost
-from composable_fsdp.tree.state import _FSDPState
+from composable_fsdp.tree.state import OWNERS, _FSDPState
 from composable_fsdp.tree.traversal import walk_states
 
-_keys = count(-1, -1)
-"""Keys of the hooks of this package: negative, because torch counts from 0 up. A
-counter, because a module may have hooks of two units.
-"""
+_KEY = -1
+"""Key of the hooks of this package: negative, because torch counts from 0 up."""
+
+_log = logging.getLogger("composable_fsdp.state_dict")
 
 
-def install_state_dict_hooks(state: _FSDPState) -> set[int]:
-    """Install the save and load hooks on the unit's modules. Called once, at build.
+class _Saving(Shown):
+    """A unit's part of a running ``state_dict()``."""
 
-    Returns: the ids of the modules that got hooks. Collective: none.
+    __slots__ = ("first_only", "module", "prefix", "settings")
+    module: nn.Module
+    """The module that has begun, and the prefix of the keys there."""
+    prefix: str
+    settings: StateDictSettings
+    first_only: bool
+    """Whether the first rank alone returns entries."""
+
+
+_running: dict[_FSDPState, _Saving] = {}
+
+
+def install_state_dict_hooks(state: _FSDPState, members: Iterable[nn.Module]) -> None:
+    """Install the hooks on the modules of a unit, called once, at build.
+
+    ``members`` are all modules of the unit.
     """
     # DCP's functions must be wrapped before DCP first calls a state dict of this model.
     dcp_caller.install()
-    served: set[int] = set()
-    for module in state.modules:
-        for at, reach in hook_scopes(state, module):
-            key = next(_keys)
-            served.add(id(at))
-            # Direct entries, as ``_register_state_dict_hook`` and
-            # ``register_load_state_dict_pre_hook`` make them (checked on torch 2.13 and
-            # 2.11). Their removable handles and wrapper functions took most of the
-            # build time here.
-            at._state_dict_hooks[key] = partial(_save, state, reach)
-            at._load_state_dict_pre_hooks[key] = _Load(state, reach, at)
-            # A bound method is one object for the garbage collector, and a partial two.
-            at._state_dict_pre_hooks[key] = MethodType(_begin, state)
-    # The barrier runs before torch walks the subtree: once per call, and before the
-    # first gather.
-    barrier = MethodType(barrier_before_gather, state)
-    state.module._state_dict_pre_hooks[next(_keys)] = barrier
-    return served
+    owners = set(map(id, state.handle.layout.owners))
+    for module in dict.fromkeys((*state.modules, *members)):
+        if OWNERS.get(module) is not state:
+            continue
+        # Other modules have no values of the unit in or below them.
+        if module._modules or id(module) in owners or module in state.modules:
+            # Direct entries, as torch's functions make them (checked on torch 2.13 and
+            # 2.11), whose handles took most of the build time here.
+            module._state_dict_pre_hooks[_KEY] = _begin
+            module._state_dict_pre_hooks.move_to_end(_KEY, last=False)  # type: ignore[attr-defined]  # an OrderedDict
+            module._state_dict_hooks[_KEY] = _end
+            # torch finds both on the instance, also if a class overrides them.
+            vars(module).setdefault("state_dict", MethodType(state_dict, module))
+            load = MethodType(load_from_state_dict, module)
+            vars(module).setdefault("_load_from_state_dict", load)
 
 
-def _begin(state: _FSDPState, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Record the call, for the hooks of modules inside the unit (``parts``)."""
-    begin_call(state, prefix, sys._getframe(1))
+def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call the class's ``state_dict``; after an error show the parameters again."""
+    state = OWNERS.get(self)
+    before = None if state is None else _running.get(state)
+    try:
+        return type(self).state_dict(self, *args, **kwargs)
+    except BaseException:
+        # torch runs no hook of ours after an error. A call inside a running call leaves
+        # the unit to the outer one, whose own code may catch the error.
+        if state is not None and before is None and state in _running:
+            _running.pop(state).hide()
+        raise
 
 
-def _save(
-    state: _FSDPState,
-    reach: HookScope,
-    module: nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: dict[str, Any],
-) -> None:
-    """Replace the unit's entries in ``state_dict`` by the values of the unit's setting.
+def _begin(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Show the values of the unit, unless a call further out does.
 
     Collective: an all-gather over the shard group (with ``rank0_only`` a gather per
-        region); all its ranks must call ``state_dict()``. None for sharded values and
-        local shards, and none inside ``unshard_params``.
-    Raises: PhaseError, inside forward or backward; CompositionError, if units below
-        have another type.
+        region); none for sharded values, local shards and inside ``unshard_params``.
+    Raises: PhaseError, inside forward or backward; DesyncError; CompositionError, if
+        units below have another type.
     """
-    end_call(sys._getframe(1))
-    slots = keys_of(state, module, reach, state_dict, prefix)
-    keys = {key: slot.index for key, slot in slots.items()}
-    write_unit_values(state, reach, module, keys, state_dict, prefix, local_metadata)
+    state = OWNERS.get(module)
+    if state is None:  # a deep copy of a part without its unit
+        return
+    # After hooks that users have registered since.
+    module._state_dict_hooks.move_to_end(_KEY)  # type: ignore[attr-defined]  # an OrderedDict
+    if state in _running:
+        return
+    settings = effective_settings(state)
+    # A request of DCP is the same for all units; the units' own settings may differ.
+    if settings is state.settings.state_dict:
+        _require_one_type(module, settings.state_dict_type)
+    config = settings.state_dict_config
+    saving = _Saving(state)
+    saving.module, saving.prefix, saving.settings = module, prefix, settings
+    saving.first_only = isinstance(config, FullStateDictConfig) and config.rank0_only
+    # A part without parameters of the unit does not gather.
+    if owns_below(state, module):
+        lost_writes.tell(state)
+        # Local shards are a rank's own.
+        if settings.state_dict_type is not StateDictType.LOCAL_STATE_DICT:
+            require_all_data(state.handle, outermost(state).handle, "state_dict")
+        barrier_before_gather(state, module, settings)
+        saving.show(_values(state, settings, first_only=saving.first_only))
+    if state.precision is not None:
+        # Buffers have the dtype that they had before mixed precision cast them.
+        dtypes = state.precision.buffer_dtypes
+        for number, name, buffer in own_buffers(state) if dtypes else ():
+            if (number, name) in dtypes:
+                saving.show_buffer(buffer, buffer.to(dtypes[number, name]))
+    _running[state] = saving
 
 
-def write_unit_values(
-    state: _FSDPState,
-    reach: HookScope,
+def _values(
+    state: _FSDPState, settings: StateDictSettings, *, first_only: bool
+) -> dict[int, Tensor]:
+    """Return the unit's values by slot index. Collective, Raises: as ``_begin``."""
+    to_cpu = settings.state_dict_config.offload_to_cpu
+    if settings.state_dict_type is StateDictType.FULL_STATE_DICT:
+        return full_values(state, first_only=first_only, to_cpu=to_cpu)
+    of = sharded_values
+    if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+        of = local_values
+    require_between_steps(state, "state_dict")
+    return of(state.handle, to_cpu=to_cpu)
+
+
+def _end(
     module: nn.Module,
-    keys: dict[str, int],
     state_dict: dict[str, Any],
     prefix: str,
     local_metadata: dict[str, Any],
 ) -> None:
-    """Write values under ``keys``; apply the settings to the other entries below, too.
+    """Show the sharded parameters again, and apply the settings to all entries below.
 
-    Args:
-        state: The unit.
-        reach: The part of the unit that the hook serves.
-        module: The module of the hook.
-        keys: The keys in ``state_dict`` of the unit's parameters, with their slot
-            indices.
-        state_dict: The state dict that torch has filled in.
-        prefix: The prefix of the keys of ``module``.
-        local_metadata: torch's metadata of ``module``.
-
-    Collective, Raises: as ``_save``.
+    Collective, Raises: of plain experts as ``add_other_experts``; else none.
     """
-    settings = effective_settings(state)
-    kind, config = settings.state_dict_type, settings.state_dict_config
-    # A request of DCP is the same for all units; the units' own settings may differ.
-    if settings is state.settings.state_dict:
-        _require_one_type(module, kind)
-    # Local shards are a rank's own.
-    if kind is not StateDictType.LOCAL_STATE_DICT:
-        require_all_data(state.handle, outermost(state).handle, "state_dict")
-    first_only = isinstance(config, FullStateDictConfig) and config.rank0_only
-    values: dict[int, Tensor] = {}
-    # If several modules of the unit have hooks, a hook that serves none of the
-    # parameters does not gather.
-    if keys or not reach.is_split:
-        to_cpu = config.offload_to_cpu
-        values = _values(state, kind, first_only=first_only, to_cpu=to_cpu)
+    state = OWNERS.get(module)
+    saving = None if state is None else _running.get(state)
+    if saving is None or saving.module is not module or saving.prefix != prefix:
+        return
+    assert state is not None
+    # Before anything that may raise.
+    _running.pop(state).hide()
+    kind = saving.settings.state_dict_type
+    keys = dict(_keys(state, module, prefix, state_dict))
     if kind is StateDictType.LOCAL_STATE_DICT:
         # torch.save stores the metadata with the state dict.
         local_metadata[PLAN] = {"": plan_of(state.handle), **plans_of(module)}
-    for key, index in keys.items():
-        # The names of a tied parameter share a tensor, as in the plain state dict.
-        if index in values:
-            state_dict[key] = values[index]
-    if state.precision is not None:
-        # Buffers get the dtype back that they had before mixed precision cast them.
-        for (number, name), dtype in state.precision.buffer_dtypes.items():
-            key = prefix + name[len(reach.start) :]
-            is_here = number == reach.number and name.startswith(reach.start)
-            if is_here and key in state_dict:
-                state_dict[key] = state_dict[key].to(dtype)
+    if kind is StateDictType.SHARDED_STATE_DICT:
+        _tell_of_plain_tensors(state, module, prefix, state_dict, keys)
     if state.handle.groups.experts is not None:
         add_other_experts(
-            state, module, prefix, keys, state_dict, kind, first_only=first_only
+            state, module, prefix, keys, state_dict, kind, first_only=saving.first_only
         )
-    # Buffers and ignored parameters, too: all entries below the unit's module.
+    # Buffers and ignored parameters, too: all entries below the module.
     below = [key for key in state_dict if key.startswith(prefix)]
-    # With rank0_only the other ranks return no entry of the subtree.
-    if first_only and not state.handle.groups.is_first:
+    if saving.first_only and not state.handle.groups.is_first:
         for key in below:
             del state_dict[key]
-    # The unit's values are in host memory already; buffers may not be.
-    elif config.offload_to_cpu:
+    elif saving.settings.state_dict_config.offload_to_cpu:
         for key in below:
             if isinstance(state_dict[key], Tensor):
                 state_dict[key] = state_dict[key].cpu()
+    if kind is not StateDictType.LOCAL_STATE_DICT:
+        lost_writes.watch(state, {key: state_dict.get(key) for key in keys})
+
+
+def _keys(
+    state: _FSDPState, module: nn.Module, prefix: str, state_dict: dict[str, Any]
+) -> Iterator[tuple[str, int]]:
+    """Yield the keys in ``state_dict`` of the unit's parameters below ``module``."""
+    places = {
+        (id(info.module), info.name): info.slot_index for info in state.handle.infos
+    }
+    for path, owner in module.named_modules(remove_duplicate=False):
+        for name in owner._parameters:
+            index = places.get((id(owner), name))
+            key = prefix + strip_wrapper(join_name(path, name))
+            if index is not None and key in state_dict:
+                yield key, index
+
+
+def _tell_of_plain_tensors(
+    state: _FSDPState,
+    module: nn.Module,
+    prefix: str,
+    state_dict: dict[str, Any],
+    keys: dict[str, int],
+) -> None:
+    """Log that a hook has put plain tensors in the place of sharded values."""
+    found = set(keys.values())
+    lost = [
+        s.fqn
+        for r in state.handle.layout.regions
+        for s in r.layout.parameters
+        if s.index not in found
+    ]
+    if not lost or module is not state.module:
+        return
+    named = chain(
+        module.named_parameters(remove_duplicate=False),
+        module.named_buffers(remove_duplicate=False),
+    )
+    known = {prefix + strip_wrapper(name) for name, _ in named}
+    added = [
+        key
+        for key, value in state_dict.items()
+        if type(value) is Tensor and key.startswith(prefix) and key not in known
+    ]
+    if added:
+        _log.warning(
+            "The sharded state dict of %s lacks %s, and a hook has added the plain "
+            "tensors %s. torch.distributed.checkpoint takes a plain tensor for equal "
+            "on all ranks and saves one rank's. Make them of full values, under "
+            "StateDictType.FULL_STATE_DICT or by value.full_tensor().",
+            state.title,
+            listed(map(quoted, lost)),
+            listed(map(quoted, added)),
+        )
 
 
 def _require_one_type(module: nn.Module, kind: StateDictType) -> None:
@@ -200,116 +264,3 @@ def _require_one_type(module: nn.Module, kind: StateDictType) -> None:
                 "set_state_dict_type on the whole model, or state_dict on each unit "
                 "alone."
             )
-
-
-def _values(
-    state: _FSDPState, kind: StateDictType, *, first_only: bool, to_cpu: bool
-) -> dict[int, Tensor]:
-    """Return the unit's parameters by slot index: full values, or this rank's shards.
-
-    Collective, Raises: as ``_save``.
-    """
-    handle, context = state.handle, state.context
-    if kind is StateDictType.SHARDED_STATE_DICT:
-        require_between_steps(state, "state_dict")
-        return sharded_values(handle, to_cpu=to_cpu)
-    if kind is StateDictType.LOCAL_STATE_DICT:
-        require_between_steps(state, "state_dict")
-        return local_values(handle, to_cpu=to_cpu)
-    # Other ranks have sharded parameters in their modules and cannot gather inside a
-    # block.
-    summoned = None if context is None else context.summoned
-    if summoned is not None and summoned.rank0_only:
-        raise PhaseError(
-            f"state_dict of {state.name} was called inside unshard_params("
-            "rank0_only=True), where only the first rank has full parameters. Call it "
-            "before or after the block, on every rank."
-        )
-    if handle.phase is Phase.SUMMON and handle.is_full:
-        # The tensors in the modules, because the block may have replaced parameters.
-        shown = {
-            info.slot_index: held
-            for info, (parameters, key, _, _) in zip(
-                handle.infos, handle.swaps, strict=True
-            )
-            if (held := parameters.get(key)) is not None
-        }
-        return {index: _whole(handle, index, shown[index]) for index in sorted(shown)}
-    require_between_steps(state, "state_dict")
-    return gather_unit(handle, first_only=first_only, to_cpu=to_cpu)
-
-
-def _whole(handle: FlatParamHandle, index: int, held: Tensor) -> Tensor:
-    """Return a copy of a full parameter that a block shows, of the plain model's shape.
-
-    Collective: over tensor-parallel ranks, if the parameter is cut.
-    """
-    # Inside a block the modules show DTensors, whole over the data ranks alone.
-    form = handle.layout.forms.get(index)
-    value = held.detach().clone()
-    return value if form is None else form.whole(local_of(value))
-
-
-class _Load:
-    """The load hook of a unit: replaces each full value by this rank's part."""
-
-    __slots__ = ("module", "reach", "state")
-
-    def __init__(self, state: _FSDPState, reach: HookScope, module: nn.Module) -> None:
-        self.state, self.reach, self.module = state, reach, module
-
-    def __call__(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        """Write the unit's shards; leave torch only entries that fit the shards.
-
-        Every rank passes the same full values, or the rank's own sharded values, or
-        (type LOCAL_STATE_DICT) the rank's own shards.
-
-        Args:
-            state_dict: The state dict; entries of the unit are replaced.
-            prefix: The prefix of the module's keys.
-            local_metadata: torch's metadata of the module, with the plan of local
-                shards.
-            strict: torch's argument; unused.
-            missing_keys: torch's list; unused.
-            unexpected_keys: torch's list; unused.
-            error_msgs: torch's list of errors; values that do not fit are added.
-
-        Collective: none, but all ranks must call.
-        Raises: PhaseError, inside forward or backward; CheckpointError, for shards of
-            another plan, or for values on meta; DesyncError, if another rank does not
-            load.
-        """
-        handle, module = self.state.handle, self.module
-        own_plan = local_metadata.get(PLAN, {}).get("")
-        # Below a wrapper the plan is an entry of the state dict (see ``wrapper_keys``);
-        # torch would report that key as unexpected.
-        plan = state_dict.pop(prefix + PLAN, own_plan)
-        if handle.phase is Phase.SUMMON and handle.is_full:
-            refuse_forms([handle], "load_state_dict inside unshard_params")
-            return  # torch copies into the full parameters itself
-        require_between_steps(self.state, "load_state_dict")
-        barrier_before_load(self.state, error_msgs)
-        # An unsharded unit would keep showing the old values.
-        free_all_full_params(self.state)
-        if is_local(self.state):
-            require_plan(handle, plan)
-        # The wrapper's own hook runs before this hook and has inserted the component.
-        for component in TRANSPARENT:
-            if component in module._modules:
-                prefix = f"{prefix}{component}."
-        slots = {
-            prefix + name: slot.index
-            for name, slot in names_below(self.state, module, self.reach).items()
-        }
-        # Before the first write, so that a refusal changes no value of this unit.
-        require_values(module, state_dict, prefix)
-        take_values(self.state, slots, state_dict, local_metadata, error_msgs)

@@ -1,23 +1,39 @@
-"""Load values into a unit: write this rank's part of each entry of a state dict."""
+"""``load_state_dict`` of units and parts: write this rank's part of each entry.
+
+torch loads module by module, ``module._load_from_state_dict``, and so does this file::
+
+    no code of the user runs     own entries -> shards; torch copies each onto itself
+    hooks, overridden methods    the unit shows full parameters (or sharded values), all
+                                 runs as on the plain model, and this rank's part of
+                                 the values written goes into the shards
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
 from composable_fsdp.config import StateDictType
 from composable_fsdp.errors import CheckpointError
+from composable_fsdp.flat.dtensor_params import refuse_forms
 from composable_fsdp.flat.param_ref import ParamRef, param_refs
 from composable_fsdp.naming import listed, quoted, strip_wrapper
+from composable_fsdp.phases import Phase
+from composable_fsdp.runtime.recover import free_all_full_params, require_between_steps
+from composable_fsdp.state_dict import lost_writes
+from composable_fsdp.state_dict.barrier import barrier_before_load
 from composable_fsdp.state_dict.effective_settings import effective_settings
-from composable_fsdp.state_dict.local import LocalValue
-from composable_fsdp.state_dict.sharded import ShardedValue, mismatch
-from composable_fsdp.tree.state import _FSDPState
+from composable_fsdp.state_dict.full import full_values
+from composable_fsdp.state_dict.local import PLAN, LocalValue, require_plan
+from composable_fsdp.state_dict.parts import mismatch, sharded_values
+from composable_fsdp.state_dict.sharded import ShardedValue
+from composable_fsdp.state_dict.shown import Shown
+from composable_fsdp.tree.state import OWNERS, _FSDPState
 
 _ON_META = (
     "the parameter is on meta and cannot be copied into. Call model.to_empty("
@@ -25,33 +41,173 @@ _ON_META = (
 )
 """The reason in the error of ``load_state_dict`` for a parameter on meta."""
 
-# Weak values: a part that torch did not assign must not stay in memory.
-_PARTS: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
-"""Parts that a hook of this package made for torch to assign, by identity."""
 
+def load_from_state_dict(
+    self: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    """Load the module's own entries, as ``nn.Module._load_from_state_dict`` does.
 
-def is_local(state: _FSDPState) -> bool:
-    """Return whether the unit loads local shards."""
+    Every rank passes the same full values, or the rank's own sharded values, or (type
+    LOCAL_STATE_DICT) the rank's own shards.
+
+    Collective: if code of the user runs, an all-gather per module with such code over
+        the shard group, for full values; else none, but all ranks must call.
+    Raises: PhaseError, inside forward or backward; CheckpointError, for shards of
+        another plan, for values on meta, and for a parameter that code of the user has
+        given another shape; DesyncError, if another rank does not load, or loads other
+        values.
+    """
+    given = state_dict, prefix, local_metadata, strict
+    load, lists = type(self)._load_from_state_dict, (missing_keys, unexpected_keys)
+    state = OWNERS.get(self)
+    if state is None:  # a deep copy of a part without its unit
+        return load(self, *given, *lists, error_msgs)
+    handle = state.handle
+    own_plan = local_metadata.get(PLAN, {}).get("")
+    # Below a wrapper the plan is an entry of the state dict (see ``wrapper_keys``);
+    # torch would report that key as unexpected.
+    plan = state_dict.pop(prefix + PLAN, own_plan)
+    if handle.phase is Phase.SUMMON and handle.is_full:
+        refuse_forms([handle], "load_state_dict inside unshard_params")
+        # torch copies into the full parameters itself.
+        return load(self, *given, *lists, error_msgs)
     kind = effective_settings(state).state_dict_type
-    return kind is StateDictType.LOCAL_STATE_DICT
+    # Of a unit on meta some parameters may have values already and others not.
+    shown = [table.get(key) for table, key, _, _ in handle.swaps]
+    if not handle.layout.on_meta or not any(p is not None and p.is_meta for p in shown):
+        require_between_steps(state, "load_state_dict")
+    if barrier_before_load(state, prefix, error_msgs):
+        # Before the first write, so that a refusal changes no value of this unit.
+        _require_values(self, state_dict, prefix)
+        if kind is StateDictType.LOCAL_STATE_DICT and self in state.modules:
+            require_plan(handle, plan)
+        lost_writes.forget(state)
+    # An unsharded unit would keep showing the old values.
+    free_all_full_params(state)
+    # torch calls these hooks after the children of the module have loaded, so each hook
+    # is given the full parameters by itself. A loop may replace values of a dict, and
+    # the handle that removes the hook knows the key alone.
+    for key, hook in self._load_state_dict_post_hooks.items():
+        if not _is_known(hook):
+            self._load_state_dict_post_hooks[key] = _OnWholeValues(hook)
+    if _runs_other_code(self) and kind is not StateDictType.LOCAL_STATE_DICT:
+        values = [value for key, value in state_dict.items() if key.startswith(prefix)]
+        if kind is StateDictType.SHARDED_STATE_DICT:
+            # Under this type full values may be loaded, too.
+            plain = (type(v) in (Tensor, nn.Parameter) for v in values)
+            sharded = not any(plain) or any(isinstance(v, ShardedValue) for v in values)
+        else:
+            sharded = any(isinstance(value, ShardedValue) for value in values)
+        with _whole_values(state, sharded=sharded):
+            return load(self, *given, *lists, error_msgs)
+    _take_values(state, self, state_dict, prefix, local_metadata, error_msgs, kind)
+    return load(self, *given, *lists, error_msgs)
 
 
-def is_loadable(value: Tensor) -> bool:
-    """Return whether ``value`` is this rank's part already, for torch to assign."""
-    return _PARTS.get(id(value)) is value
+def _runs_other_code(module: nn.Module) -> bool:
+    """Return whether loading runs code that is neither torch's nor this package's."""
+    kind: Any = type(module)
+    hooks = module._load_state_dict_pre_hooks.values()
+    methods = kind._load_from_state_dict, kind.set_extra_state
+    return not all(map(_is_known, chain(hooks, methods)))
 
 
-def require_values(
+def _is_known(function: Any) -> bool:
+    """Return whether a hook or method is torch's or this package's."""
+    # torch wraps load hooks, and hooks may be partial functions.
+    while (
+        inner := getattr(function, "hook", getattr(function, "func", None))
+    ) is not None:
+        if isinstance(function, _OnWholeValues):
+            return True
+        function = inner
+    name = getattr(function, "__module__", None) or ""
+    return name.partition(".")[0] in ("torch", "composable_fsdp")
+
+
+class _OnWholeValues:
+    """A load post-hook of the user, which sees full parameters."""
+
+    __slots__ = ("hook",)
+
+    def __init__(self, hook: Any) -> None:
+        self.hook = hook
+
+    def __call__(self, module: nn.Module, incompatible_keys: Any) -> Any:
+        """Call the hook. Collective: as ``load_from_state_dict``."""
+        state = OWNERS.get(module)
+        if state is None or state.handle.phase is Phase.SUMMON:
+            return self.hook(module, incompatible_keys)
+        kind = effective_settings(state).state_dict_type
+        if kind is StateDictType.LOCAL_STATE_DICT:
+            return self.hook(module, incompatible_keys)
+        with _whole_values(state, sharded=kind is StateDictType.SHARDED_STATE_DICT):
+            return self.hook(module, incompatible_keys)
+
+
+@contextmanager
+def _whole_values(state: _FSDPState, *, sharded: bool) -> Iterator[None]:
+    """Show values as the unit's parameters; keep writes to them, if nothing raises.
+
+    Collective: an all-gather over the shard group; none for sharded values.
+    Raises: CheckpointError, for a parameter of another shape.
+    """
+    shown, refs = (
+        Shown(state),
+        {ref.slot.index: ref for ref in param_refs(state.handle)},
+    )
+    # Tensors made in inference mode count no versions.
+    with torch.inference_mode(False):
+        if sharded:
+            shown.show(sharded_values(state.handle, to_cpu=False))
+        else:
+            shown.show(full_values(state))
+    try:
+        yield
+        # A parameter that the code has replaced counts, too (``assign=True``).
+        changed = dict(shown.changed())
+        for index, value in changed.items():
+            got = None if value is None else tuple(value.shape)
+            if got != refs[index].shape:
+                raise CheckpointError(
+                    f"load_state_dict expects parameter {quoted(refs[index].name)} of "
+                    f"shape {refs[index].shape}, and a hook or an overridden method "
+                    f"has made it {got}. Change the shape before fully_shard."
+                )
+    finally:
+        shown.hide()
+    # Only now, so that an error of the user's code leaves all shards unchanged.
+    for index, value in changed.items():
+        assert value is not None
+        _keep(refs[index], value)
+
+
+@torch.no_grad()
+def _keep(ref: ParamRef, value: Tensor) -> None:
+    """Write this rank's part of ``value`` into the shard."""
+    part = value.local if isinstance(value, ShardedValue) else ref.part_of(value)
+    if not ref.leaf.is_meta:
+        _write(ref.leaf, part, assign=part.dtype != ref.leaf.dtype)
+    elif not part.is_meta:
+        # As after ``assign=True``: the unit adopts the parameter later.
+        made = nn.Parameter(part.clone(), requires_grad=ref.leaf.requires_grad)
+        for table, key, leaf, _ in ref.handle.swaps:
+            if leaf is ref.leaf:
+                table[key] = made
+
+
+def _require_values(
     module: nn.Module, state_dict: Mapping[str, Any], prefix: str
 ) -> None:
     """Refuse values on meta for tensors of ``module`` that have values.
 
-    Args:
-        module: The module that loads.
-        state_dict: The state dict.
-        prefix: The prefix of the module's keys.
-
-    Collective: none.
     Raises: CheckpointError, naming the tensors. If ``module`` is the module on which
         ``load_state_dict`` was called, no value has been written.
     """
@@ -78,33 +234,38 @@ def require_values(
         )
 
 
-def take_values(
+def _take_values(
     state: _FSDPState,
-    slots: Mapping[str, int],
+    module: nn.Module,
     state_dict: dict[str, Any],
+    prefix: str,
     local_metadata: Mapping[str, Any],
     error_msgs: list[str],
+    kind: StateDictType,
 ) -> None:
-    """Write this rank's part of each value under the keys of ``slots`` into the shard.
+    """Write this rank's part of the module's own entries into the shard.
 
-    Args:
-        state: The unit.
-        slots: The keys of the unit's parameters, with their slot indices.
-        state_dict: The state dict. An entry is replaced by the sharded parameter, or,
-            for ``assign=True`` and a parameter on meta, by this rank's part.
-        local_metadata: torch's metadata, which says whether torch assigns.
-        error_msgs: torch's list of errors; values that do not fit are added.
-
-    Collective: none.
+    An entry is replaced by the sharded parameter, or, for ``assign=True`` and a
+    parameter on meta, by this rank's part. Values that do not fit are added to
+    ``error_msgs``.
     """
-    local = is_local(state)
+    local = kind is StateDictType.LOCAL_STATE_DICT
     assign = bool(local_metadata.get("assign_to_params_buffers", False))
+    table = module._parameters
+    refs = {
+        place.name: place.slot_index
+        for place, owner in zip(
+            state.handle.layout.places, state.handle.layout.owners, strict=True
+        )
+        if owner is module and isinstance(state_dict.get(prefix + place.name), Tensor)
+    }
+    if not refs:
+        return
     places = {ref.slot.index: ref for ref in param_refs(state.handle)}
-    for key, index in slots.items():
-        value = state_dict.get(key)
+    for name, index in refs.items():
         # torch itself reports missing keys and values of a wrong type.
-        if not isinstance(value, Tensor):
-            continue
+        key = prefix + name
+        value: Tensor = state_dict[key]
         if isinstance(value, LocalValue):
             value = value.plain()
         ref = places[index]
@@ -117,10 +278,8 @@ def take_values(
                 elif not local:
                     part = ref.part_of(value)
                 # torch makes a parameter of the part and assigns this parameter, which
-                # the unit adopts later. Note the value, because a hook of a part of the
-                # unit must not cut the value again.
-                part = part.clone()
-                state_dict[key] = _PARTS[id(part)] = part
+                # the unit adopts later.
+                state_dict[key] = part.clone()
                 continue
             # torch ignores a copy into a tensor on meta with a mere warning, so report
             # an error.
@@ -129,7 +288,7 @@ def take_values(
             error_msgs.append(f"{quoted(strip_wrapper(key))}: {problem}")
         # torch copies the parameter onto itself, which changes nothing, and
         # ``assign=True`` keeps the parameter object.
-        state_dict[key] = leaf
+        state_dict[key] = table[name] if leaf.is_meta else leaf
 
 
 @torch.no_grad()

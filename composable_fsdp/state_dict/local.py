@@ -183,16 +183,7 @@ def _refuse(name: str) -> NoReturn:
 
 
 def as_local(handle: FlatParamHandle | None, part: Tensor, *, to_cpu: bool) -> Tensor:
-    """Return ``part`` as a ``LocalValue``; as a plain tensor for a full value.
-
-    Args:
-        handle: The unit of the parameter; None for a parameter without a unit.
-        part: This rank's elements.
-        to_cpu: Copy to host memory. Otherwise the result shares the memory of ``part``.
-
-    Returns: the tensor.
-    Collective: none.
-    """
+    """Return ``part`` as a ``LocalValue``; as a plain tensor for a full value."""
     value = part.detach()
     if to_cpu:
         value = value.to("cpu", copy=True)

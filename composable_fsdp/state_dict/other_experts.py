@@ -36,10 +36,6 @@ class _Described:
 def require_own_names(names: Iterable[str], group: dist.ProcessGroup) -> list[str]:
     """Return the names on the other ranks of ``group``; refuse names of two ranks.
 
-    Args:
-        names: the names of this rank's experts.
-        group: the ranks with other experts.
-
     Collective: an all-gather of objects over ``group``.
     Raises: CheckpointError, on all ranks of ``group``.
     """
@@ -79,15 +75,6 @@ def from_all_ranks(
     may_repeat: bool = False,
 ) -> dict[str, Any]:
     """Return the values of all ranks by name, each as the rank that holds it has it.
-
-    Args:
-        own: this rank's values by name: tensors and numbers, also in dicts, lists and
-            tuples.
-        group: the ranks with other experts.
-        device: the compute device, from which the backend sends; meta sends nothing.
-        to_cpu: whether the values of other ranks go to host memory.
-        may_repeat: whether several ranks may have a name, of which each keeps its own.
-            Default: False.
 
     Returns: the values, those of the first rank first.
     Collective: an all-gather of objects and a broadcast per tensor over ``group``.

@@ -10,25 +10,26 @@ tensors::
     rank 0   shape (5, 4), local (3, 4)   box at (0, 0) of size (3, 4)
     rank 1   shape (5, 4), local (2, 4)   box at (3, 0) of size (2, 4)
 
-Operators that need the full value raise ``TypeError``. ``to_local()`` and
-``local_shards()`` return this rank's elements, ``full_tensor()`` gathers.
+Element-wise operators of equally cut values and numbers work on this rank's elements,
+as an average of state dicts needs. Operators that need the full value raise
+``TypeError``; ``to_local()`` and ``local_shards()`` return this rank's elements,
+``full_tensor()`` gathers. Only code that runs while modules show sharded values, a
+state-dict hook on all ranks, gets the full value from any operator that writes to none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from composable_fsdp.access.gather import gather_part
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.param_ref import ParamRef, param_refs
 from composable_fsdp.planning.boxes import Box, interval_boxes, moved
-from composable_fsdp.planning.layout import ParameterSlot
 from composable_fsdp.state_dict import dcp_caller, dcp_items
 from composable_fsdp.state_dict.shard_places import (
     GroupAndDevice,
@@ -36,14 +37,20 @@ from composable_fsdp.state_dict.shard_places import (
     ShardPlace,
     Within,
 )
+from composable_fsdp.state_dict.shown import hooks_may_run
 
 Op = Callable[..., Any]
 """An operator's implementation."""
 
 
-def _no_operator(value: ShardedValue, other: object) -> NoReturn:
-    """Refuse an operator of Python, such as ``+``. Raises: TypeError."""
-    raise TypeError(_refusal("An operator of Python", value))
+def _operator(function: Op) -> Op:
+    """Return a method for an operator of Python, such as ``+``."""
+
+    # torch's own methods turn a TypeError into NotImplemented and lose its text.
+    def act(value: ShardedValue, other: Any) -> Any:
+        return function(value, other)
+
+    return act
 
 
 class ShardedValue(Tensor):
@@ -71,8 +78,11 @@ class ShardedValue(Tensor):
     place: its shape, its offset, and the number of rectangles. ``offset``,
     ``shard_numel``, ``start`` and ``stop`` are those of the rectangle then."""
     not_alone: str = ""
-    """Why pickling raises, of a value in ``optimizer.state_dict()``: a file of a single
-    rank would lose the parts of the other ranks."""
+    """The description of a value in ``optimizer.state_dict()``, for an error text.
+
+    If the text is not empty, pickling raises: a file of a single rank would lose the
+    parts of the other ranks.
+    """
 
     def __new__(
         cls,
@@ -115,17 +125,20 @@ class ShardedValue(Tensor):
         Raises: TypeError.
         """
         act = _OPS.get(func.overloadpacket)
+        # These need no element of another rank.
+        if act is None and is_elementwise(func):
+            act = _elementwise
         # Any other operator would take this rank's part for the full value.
-        if act is None:
+        if act is None and (func._schema.is_mutable or not hooks_may_run()):
             given = next(v for v in args_of(args, kwargs) if isinstance(v, cls))
             raise TypeError(_refusal(func, given))
-        return act(func, *args, **(kwargs or {}))
+        return (act or _on_whole)(func, *args, **(kwargs or {}))
 
-    # The operators of Python turn a TypeError into NotImplemented and lose its text.
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _no_operator
-    __truediv__ = __rtruediv__ = __floordiv__ = __mod__ = _no_operator  # type: ignore[mutable-override]  # never returns
-    __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _no_operator  # type: ignore[mutable-override]  # never returns
-
+    __add__ = __radd__ = _operator(torch.add)
+    __mul__ = __rmul__ = _operator(torch.mul)
+    __sub__, __rsub__ = _operator(torch.sub), _operator(torch.rsub)
+    __truediv__, __pow__ = _operator(torch.div), _operator(torch.pow)
+    __matmul__ = _operator(torch.matmul)
     __hash__ = Tensor.__hash__
 
     def __eq__(self, other: object) -> Any:
@@ -172,7 +185,11 @@ class ShardedValue(Tensor):
         return self.local
 
     def local_shards(self) -> list[LocalShard]:
-        """Return this rank's boxes as views of ``local``, in the boxes' shapes."""
+        """Return this rank's boxes as tensors of their own shape, views of ``local``.
+
+        The list has a single entry unless a row is cut, and none if this rank holds no
+        element.
+        """
         flat = self.local.reshape(-1)
         return [
             LocalShard(
@@ -244,6 +261,7 @@ class ShardedValue(Tensor):
         raise AttributeError(_NO_DTENSOR)
 
     device_mesh = placements
+    """As ``placements``."""
 
     def is_part_like(self, other: ShardedValue) -> bool:
         """Return whether both values are cut alike, on every rank."""
@@ -352,10 +370,75 @@ def _on_local(func: Op, value: ShardedValue, *args: Any, **kwargs: Any) -> Shard
 
 def _new_empty(func: Op, value: ShardedValue, size: Any, **kwargs: Any) -> Tensor:
     """Return a new value of the same cut, or a plain tensor for another size."""
+    # The value's own size asks for another value of the same cut.
     if tuple(size) == tuple(value.shape):
         return value.with_local(func(value.local, value.local.shape, **kwargs))
     made: Tensor = func(value.local, size, **kwargs)
     return made
+
+
+def is_elementwise(func: Any) -> bool:
+    """Return whether an operator treats all elements of its arguments alike."""
+    packet, name = func.overloadpacket, func._schema.name
+    # torch tags ``equal``, whose result is one bool, as element-wise, too.
+    if packet in _FILLS or name.startswith("aten::_foreach_"):
+        return not name.startswith(("aten::_foreach_norm", "aten::_foreach_max"))
+    return torch.Tag.pointwise in func.tags and packet is not _aten.equal
+
+
+def _elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Apply an element-wise operator to the parts of equally cut values.
+
+    Raises: TypeError, for values of another cut, and for plain tensors of several
+        elements.
+    """
+    lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple))]
+    lists = [each for each in lists if any(isinstance(v, Tensor) for v in each)]
+    loose = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
+    # The elements of lists are combined in order, a loose tensor with each.
+    for row in zip(*lists, strict=True) if lists else [()]:
+        tensors = [*row, *loose]
+        for value in (v for v in tensors if isinstance(v, ShardedValue)):
+            for each in tensors:
+                alike = isinstance(each, ShardedValue) and value.is_part_like(each)
+                if not alike and (isinstance(each, ShardedValue) or each.dim()):
+                    raise TypeError(
+                        f"{_refusal(func, value)} Element-wise operators combine it "
+                        "with numbers and values of the same cut, got "
+                        f"{_operand(each)}."
+                    )
+    # Operators in place have written into the elements of their first argument.
+    result = func(*tree_map(_local, args), **tree_map(_local, kwargs))
+    if func._schema.is_mutable:
+        return args[0] if isinstance(result, Tensor) else None
+    if isinstance(result, Tensor):
+        made = next(v for v in args_of(args, kwargs) if isinstance(v, ShardedValue))
+        return made.with_local(result)
+    return [
+        like.with_local(each) if isinstance(like, ShardedValue) else each
+        for like, each in zip(lists[0], result, strict=True)
+    ]
+
+
+def _local(value: Any) -> Any:
+    """Return the elements of a sharded value; any other value as it is."""
+    return value.local if isinstance(value, ShardedValue) else value
+
+
+def _on_whole(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Apply an operator to full values. Collective: as ``full_tensor``, per value."""
+
+    def whole(value: Any) -> Any:
+        return value.full_tensor() if isinstance(value, ShardedValue) else value
+
+    return func(*tree_map(whole, args), **tree_map(whole, kwargs))
+
+
+def _operand(value: Tensor) -> str:
+    """Describe an operand in words."""
+    if isinstance(value, ShardedValue):
+        return f"{describe(value)} of shape {tuple(value.shape)}"
+    return f"a plain tensor of shape {tuple(value.shape)}"
 
 
 def _copy(func: Op, to: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
@@ -367,6 +450,13 @@ def _copy(func: Op, to: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
     # Optimizers that load in place pass this rank's part as a plain tensor.
     if plain and source.shape == to.local.shape:
         func(to.local, source, *args, **kwargs)
+        return to
+    # A load hook has made a full value, which torch copies into the parameter shown.
+    if plain and hooks_may_run() and source.shape == to.shape:
+        form = to.home.form if to.home is not None else None
+        whole = source if form is None else form.part(source)
+        part = whole.reshape(-1)[to.start : to.stop].view(to.local.shape)
+        func(to.local, part, *args, **kwargs)
         return to
     if not (isinstance(to, ShardedValue) and isinstance(source, ShardedValue)):
         given = to if isinstance(to, ShardedValue) else source
@@ -391,24 +481,8 @@ def _copy(func: Op, to: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
     return to
 
 
-def _elementwise(func: Op, value: Any, other: Any) -> ShardedValue:
-    """Compare the elements of this rank, to those of a value that is cut alike."""
-    if isinstance(other, ShardedValue):
-        if not (isinstance(value, ShardedValue) and value.is_part_like(other)):
-            raise TypeError(_refusal(func, other))
-        other = other.local
-    elif isinstance(other, Tensor) and other.dim():
-        raise TypeError(_refusal(func, value))
-    return value.with_local(func(value.local, other))
-
-
-def _whole(func: Op, *args: Any, **kwargs: Any) -> Any:
-    """Apply an operator to full values. Collective: as ``full_tensor``."""
-    given = [v.full_tensor() if isinstance(v, ShardedValue) else v for v in args]
-    return func(*given, **kwargs)
-
-
 _aten = torch.ops.aten
+_FILLS = _aten.zero_, _aten.fill_
 # Operators that move a state dict, and operators that torch's stagers call.
 _OPS: dict[Any, Callable[..., Any]] = {
     _aten.detach: _on_local,
@@ -418,82 +492,10 @@ _OPS: dict[Any, Callable[..., Any]] = {
     _aten.zeros_like: _on_local,
     _aten.new_empty: _new_empty,
     _aten.copy_: _copy,
-    _aten.eq: _elementwise,
-    _aten.ne: _elementwise,
     # A single answer, which has to be that of all ranks.
-    _aten.equal: _whole,
-    _aten.allclose: _whole,
+    _aten.equal: _on_whole,
+    _aten.allclose: _on_whole,
 }
-
-
-def sharded_value(ref: ParamRef, local: Tensor) -> Tensor:
-    """Return ``local``, this rank's part of a parameter, as a sharded value.
-
-    A plain tensor for a parameter without elements, and for a 0-d parameter of a unit
-    without a shard group.
-    """
-    handle, region, slot = ref.handle, ref.region, ref.slot
-    # No box could represent a parameter without elements.
-    if not prod(ref.shape):
-        return local.new_empty(ref.shape)
-    if handle.groups.shard is None and not slot.shape:
-        return local
-    # Also without a shard group: a load by DCP then checks that the checkpoint has no
-    # holes (``chunks_to_load``).
-    return ShardedValue(
-        local,
-        ref.shape,
-        slot.offset,
-        region.layout.shard_numel,
-        region.rank,
-        region.layout.world_size,
-        GroupAndDevice(handle.groups.shard, handle.layout.device, ref.form),
-        _within(slot),
-    )
-
-
-def _within(slot: ParameterSlot) -> Within | None:
-    """Return the rectangle of a parameter that tensor parallelism cuts; else None."""
-    if slot.whole is None:
-        return None
-    # Plain tuples, which ``torch.load(weights_only=True)`` reads.
-    cuts = prod(size for _, size, dim in slot.whole.axes if dim is not None)
-    return slot.shape, slot.whole.offset, cuts
-
-
-def sharded_values(handle: FlatParamHandle, *, to_cpu: bool) -> dict[int, Tensor]:
-    """Return copies of this rank's part of the unit's parameters, by slot index."""
-    return {
-        ref.slot.index: sharded_value(ref, copied(ref.leaf, to_cpu=to_cpu))
-        for ref in param_refs(handle)
-    }
-
-
-def copied(value: Tensor, *, to_cpu: bool) -> Tensor:
-    """Return a copy of ``value``, in host memory or on the same device."""
-    return value.detach().to("cpu" if to_cpu else value.device, copy=True)
-
-
-def mismatch(ref: ParamRef, value: ShardedValue) -> str:
-    """Return why ``value`` is not this rank's part of ``ref``, or an empty text.
-
-    All ranks get the same answer, unless a rank was given another rank's values.
-    """
-    own = sharded_value(ref, value.local)
-    if isinstance(own, ShardedValue) and own.is_part_like(value):
-        return ""
-    region, slot = ref.region, ref.slot
-    start, stop = ref.interval
-    cut = f" in shards of {region.layout.shard_numel} elements from {slot.offset} on"
-    return (
-        f"expected elements [{start}, {stop}) of shape {ref.shape} on rank "
-        f"{region.rank} of {region.layout.world_size},{cut}, got {describe(value)} of "
-        f"shape {tuple(value.shape)}, in shards of {value.shard_numel} elements from "
-        f"{value.offset} on. Sharded values go back into the layout from which they "
-        "came, and another world size, other units, or frozen parameters change the "
-        "layout. Save them with torch.distributed.checkpoint and load that into this "
-        "model's own state_dict(), or save under FULL_STATE_DICT."
-    )
 
 
 # Construction only makes a tensor, so ``torch.load(weights_only=True)`` may do so.

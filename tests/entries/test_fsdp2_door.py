@@ -23,6 +23,8 @@ from composable_fsdp import (
     PhaseError,
     PlanError,
     fsdp2,
+    optim_state_dict,
+    optim_state_dict_to_load,
 )
 from composable_fsdp.entries.fsdp2_policies import cpu_offload_of
 from composable_fsdp.state_dict.sharded import ShardedValue
@@ -424,3 +426,53 @@ def check_scaler(world: World) -> list[float]:
             assert scale == expected
             torch.testing.assert_close(weight, reference)
     return [scale for scale, _ in theirs]
+
+
+@on_ranks(2, 3)
+def test_a_rank_without_rows_has_empty_gradients(world: World) -> None:
+    """As with FSDP2, so that loops over ``p.grad`` run; also after a freeze."""
+    plain, model = (nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 2)) for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    fsdp2.fully_shard(model)
+    optims = [torch.optim.AdamW(each.parameters()) for each in (plain, model)]
+    for at in range(4):
+        for each, optim in zip((plain, model), optims, strict=True):
+            each[1].requires_grad_(at != 1)
+            optim.zero_grad()
+            each(torch.ones(2, 4)).sum().backward()
+            grads = [p.grad for p in each.parameters() if p.requires_grad]
+            assert all(grad is not None for grad in grads)
+            torch._foreach_mul_(grads, 0.5)
+            torch.nn.utils.clip_grad_norm_(each.parameters(), 0.1)
+            optim.step()
+    whole = {k: v.full_tensor() for k, v in model.state_dict().items()}
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(whole[name], value)
+    saved = optim_state_dict(model, optims[1])
+    optims[1].load_state_dict(optim_state_dict_to_load(model, optims[1], saved))
+    for name, state in saved["state"].items():
+        parameter = dict(plain.named_parameters())[name]
+        ours = state["exp_avg"]
+        ours = ours.full_tensor() if isinstance(ours, ShardedValue) else ours
+        torch.testing.assert_close(ours, optims[0].state[parameter]["exp_avg"])
+
+
+@on_ranks(2)
+def test_a_model_on_meta_is_loaded_piece_by_piece(world: World) -> None:
+    """Full values and sharded ones, each in a dict of its own."""
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        for parameter in plain.parameters():
+            nn.init.normal_(parameter)
+    donor = copy.deepcopy(plain)
+    for part in (*donor, donor):
+        fsdp2.fully_shard(part)
+    for values in (plain.state_dict(), donor.state_dict()):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for part in (*model, model):
+            fsdp2.fully_shard(part)
+        for name, value in values.items():
+            model.load_state_dict({name: value}, assign=True, strict=False)
+        torch.testing.assert_close(model(torch.ones(2, 4)), plain(torch.ones(2, 4)))

@@ -352,4 +352,4 @@ def test_local_shards_are_not_given_where_full_parameters_are_shown(
     """The block may have written values that are not in the shards yet."""
     text = ranks(2).run(check_inside_a_block)[0][0]
 
-    assert "state_dict was called on 'blocks.0' inside unshard_params" in text
+    assert "state_dict was called on (root) inside unshard_params" in text
