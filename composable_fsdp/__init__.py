@@ -87,6 +87,8 @@ from composable_fsdp.errors import (
     PhaseError,
     PlanError,
 )
+from composable_fsdp.features.audit.first_step import audit
+from composable_fsdp.features.defaults import install as _install
 from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.inspection.describe import describe
 from composable_fsdp.inspection.description import Description
@@ -152,6 +154,8 @@ from composable_fsdp.storage.source import Source, TensorInfo
 from composable_fsdp.storage.storages import register_storage
 from composable_fsdp.storage.verify import Verification, verify
 
+_install()
+
 __all__ = [
     "Activations",
     "Arena",
@@ -216,6 +220,7 @@ __all__ = [
     "always_wrap_policy",
     "apply_activation_checkpointing",
     "async_save",
+    "audit",
     "best_checkpoint",
     "bf16_compress_hook",
     "checkpoint",

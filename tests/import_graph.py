@@ -25,6 +25,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"state_dict", "optim"}),
     frozenset({"storage"}),
     frozenset({"entries"}),
+    frozenset({"features"}),
     frozenset({"inspection", "integrations"}),
 )
 """Parts of the package, lowest first; a part imports from its own layer or lower."""

@@ -37,11 +37,6 @@ from composable_fsdp.flat.flat_parameter import (
     grad_of,
     leaf_gradients,
 )
-from composable_fsdp.flat.grad_samples import (
-    GRAD_SAMPLES,
-    sample_again,
-    unwritten_samples,
-)
 from composable_fsdp.flat.gradients import views_are_intact
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_ref import ParamRef, param_refs
@@ -94,8 +89,8 @@ def clip_grad_norm_(
     """Scale all gradients so that their global norm is at most ``max_norm``.
 
     Use this function instead of ``torch.nn.utils.clip_grad_norm_``, which sees only
-    this rank's shards and so scales by a different factor on each rank; the optimizer's
-    step refuses such gradients. The norm equals the norm of the unsharded model.
+    this rank's shards and so scales by a different factor on each rank. The norm equals
+    the norm of the unsharded model.
 
     Args:
         module_or_params: A module, or parameters: sharded parameters (this rank's
@@ -186,10 +181,7 @@ def clip_grad_norm_(
             f"{_offenders(handles, chosen, sharded, parts[1:])} Skip the step, or pass "
             "error_if_nonfinite=False."
         )
-    unwritten = unwritten_samples(chosen) if GRAD_SAMPLES else None
     _scale(gradients, total, max_norm, foreach=foreach is not False)
-    if unwritten:
-        sample_again(unwritten)
     return total
 
 
