@@ -14,6 +14,7 @@ from composable_fsdp.access.methods import (
     register_fsdp_forward_method,
 )
 from composable_fsdp.access.nonfinite import NonFinite, find_nonfinite
+from composable_fsdp.access.norms import grad_norm, param_norm
 from composable_fsdp.access.schedule import (
     set_modules_to_backward_prefetch,
     set_modules_to_forward_prefetch,
@@ -244,6 +245,7 @@ __all__ = [
     "get_full_optim_state",
     "get_full_param",
     "get_state_dict_type",
+    "grad_norm",
     "int8_all_to_all_hook",
     "is_sharded",
     "lambda_auto_wrap_policy",
@@ -257,6 +259,7 @@ __all__ = [
     "open_wrapped_params",
     "optim_state_dict",
     "optim_state_dict_to_load",
+    "param_norm",
     "plan",
     "recent_operations",
     "reduce_scatter_hook",

@@ -21,7 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.flat.gradients import note_shown, own_gradients, shard_views
+from composable_fsdp.flat.param_ref import find_param
 from composable_fsdp.flat.region import FlatParameter
+from composable_fsdp.naming import quoted
 
 _post_hooks_of = attrgetter("_post_accumulate_grad_hooks")
 _grad_of = attrgetter("grad")
@@ -45,11 +47,29 @@ def call_tensor_hooks(region: FlatParameter, sums: Tensor, arrived: bytes) -> No
             continue
         gradient = given = view.to(region.gradient.dtype)
         for hook in tuple(leaf._backward_hooks.values()):
-            replaced = hook(gradient)
+            try:
+                replaced = hook(gradient)
+            except Exception as error:
+                _name_parameter(error, leaf)
+                raise
             gradient = gradient if replaced is None else replaced
         # A hook has replaced the gradient: write the result back into the sums.
         if gradient is not given:
             view.copy_(gradient)
+
+
+def _name_parameter(error: Exception, leaf: nn.Parameter) -> None:
+    """Add to an error of a user's hook which parameter's gradient the hook had."""
+    ref = find_param(leaf)
+    if ref is not None:
+        note = (
+            f"In a hook of parameter {quoted(ref.name)} {ref.shape}: the hook "
+            f"gets the gradient of this rank's part, {tuple(leaf.shape)}."
+        )
+        if hasattr(error, "add_note"):
+            error.add_note(note)
+        else:  # before Python 3.11
+            error.args = (f"{error}\n{note}",)
 
 
 @torch.no_grad()
@@ -63,7 +83,11 @@ def call_post_hooks(leaves: Iterable[nn.Parameter]) -> None:
         if is_absent:
             leaf.grad = torch.empty_like(leaf, dtype=leaf.grad_dtype)
         for hook in tuple(hooks.values()) if hooks else ():
-            hook(leaf)
+            try:
+                hook(leaf)
+            except Exception as error:
+                _name_parameter(error, leaf)
+                raise
         if is_absent:
             leaf.grad = None
 

@@ -205,7 +205,7 @@ def require_agreement(
         if own is not None:
             peers.say(f"{place}/refused", str(own.args[0]))
         refusals = peers.tally(place, [own is not None], _PATIENCE)
-        if is_first:
+        if refusals is not None and is_first:
             peers.drop_later(f"{place}/groups")
         # Usually no rank refuses, and nothing is read.
         if refusals is not None and refusals[0]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -28,12 +28,12 @@ from composable_fsdp.access.settings import units_of
 from composable_fsdp.features.audit import rules
 from composable_fsdp.features.audit.graphs import ShardsInGraphs
 from composable_fsdp.features.audit.rules import Part
-from composable_fsdp.features.audit.telling import Place, place_of, tell
+from composable_fsdp.features.audit.telling import Place, is_own_call, place_of, tell
 from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.flat.param_paths import param_path, slot_path
-from composable_fsdp.flat.region import FlatParameter
-from composable_fsdp.naming import listed, quoted
+from composable_fsdp.flat.region import FlatParameter, TrainableRegion
+from composable_fsdp.naming import quoted
 from composable_fsdp.optim.full_param_checks import handles_of
 from composable_fsdp.optim.step_checks import cut_leaf, flat_name
 from composable_fsdp.optim.step_hooks import install_step_hooks
@@ -41,7 +41,7 @@ from composable_fsdp.runtime.graph_task import current_task
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState
 
 _ACTIONS = ("warn", "error", "off")
-_CLEARED = 3
+_CLEARED = 2
 """Forwards without gradients before them after which no step is expected any more."""
 _MOST = 64
 """Forwards after which the audit ends without a step."""
@@ -50,7 +50,6 @@ _wanted: weakref.WeakKeyDictionary[_FSDPState, str] = weakref.WeakKeyDictionary(
 _graphs: weakref.WeakKeyDictionary[RuntimeContext, ShardsInGraphs] = (
     weakref.WeakKeyDictionary()
 )
-_running: weakref.WeakSet[Audit]
 
 
 def audit(module: nn.Module, action: str = "warn") -> None:
@@ -90,151 +89,140 @@ def audit(module: nn.Module, action: str = "warn") -> None:
 
 
 def begin_audit(context: RuntimeContext) -> None:
-    """Begin the audit of a tree, whose forward runs; for ``FIRST_FORWARDS``."""
+    """Begin the audit of a tree; for ``FIRST_FORWARDS``."""
     root = context.root()
     action = _wanted.get(root, "warn") if root is not None else "off"
-    handles = [each for each in context.handles if each.layout.trainable]
-    cut = [each for each in handles if cut_leaf(each.layout.trainable[0].leaves[0])]
+    trained = [each for each in context.handles if each.layout.trainable]
+    cut = [each for each in trained if cut_leaf(each.layout.trainable[0].leaves[0])]
     if action == "off" or not cut:
         return
-    graphs = ShardsInGraphs(is_error=action == "error")
+    graphs = _graphs[context] = ShardsInGraphs(is_error=action == "error")
     for handle in cut:
         for region in handle.layout.trainable:
             slots = region.layout.parameters
             graphs.watch(region.leaves, [quoted(slot_path(handle, s)) for s in slots])
-    _graphs[context] = graphs
-    context.observers = (Audit(context, is_error=action == "error"),)
+    context.observers = (_Audit(context, is_error=action == "error"),)
 
 
 def note_step(optim: torch.optim.Optimizer) -> None:
     """Have the next forward end the audit of what ``optim`` holds."""
-    for handle in handles_of(optim):
-        for each in list(_running):
-            context = each.context()
-            if context is not None and handle in context.handles:
-                each.stepped = True
-                each.iteration_ends()
+    handles = set(map(id, handles_of(optim)))
+    for each in {_MODE.units[key] for key in handles & _MODE.units.keys()}:
+        each.has_stepped = True
+        each.iteration_ends()
 
 
-class Audit(TorchFunctionMode):
-    """The mode, and the observer of the tree's forwards that turns it on and off."""
+class _Audit:
+    """The audit of a tree: watches its forwards, and turns the mode on between them."""
 
     def __init__(self, context: RuntimeContext, *, is_error: bool) -> None:
-        super().__init__()
-        self.context = weakref.ref(context)
+        self.context = weakref.ref(context, lambda _: _MODE.forget(self))
         self.is_error = is_error
-        self.stepped = self.is_over = False
+        self.has_stepped = False
         self._forwards = self._cleared = 0
-        self._told: set[tuple[str, str, int]] = set()
-        self._shards: dict[int, weakref.ref[FlatParameter]] = {}
-        self._parts: dict[int, tuple[weakref.ref[Tensor], Part]] = {}
-        _running.add(self)
+        self.told: set[tuple[str, str, int]] = set()
+        _MODE.add(self, context)
 
     def iteration_begins(self) -> None:
         """Turn the mode off for the forward; end the audit after the step."""
+        _take_off()
         context = self.context()
         assert context is not None  # it calls
         self._forwards += 1
         self._cleared += not _has_gradients(context)
         late = self._cleared > _CLEARED or self._forwards > _MOST
-        self.is_over = self.is_over or self.stepped or late
-        _take_off(self)
-        if self.is_over:
+        if self.has_stepped or late:
             context.observers = ()
-            _running.discard(self)
+            _MODE.forget(self)
 
     def iteration_ends(self) -> None:
         """Turn the mode on behind a forward that may lead to a step."""
         context = self.context()
-        if (
-            context is None
-            or self.is_over
-            or not (torch.is_grad_enabled() or self.stepped)
-        ):
-            return
-        self._shards = {
-            region.shard.untyped_storage()._cdata: weakref.ref(region)
-            for handle in context.handles
-            for region in handle.layout.regions
-            if cut_leaf(region.leaves[0])
-        }
-        _put_on(self)
+        if context is not None and (torch.is_grad_enabled() or self.has_stepped):
+            _MODE.add(self, context)
+            _put_on()
+
+
+class _Mode(TorchFunctionMode):
+    """Follows the parts of the parameters of all trees that are audited."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units: dict[int, _Audit] = {}
+        """By id of the unit's handle."""
+        self._shards: dict[int, weakref.ref[FlatParameter]] = {}
+        self._parts: dict[int, tuple[weakref.ref[Tensor], Part]] = {}
+
+    def add(self, of: _Audit, context: RuntimeContext) -> None:
+        """Audit the cut units of a tree, as they are laid out now."""
+        for handle in context.handles:
+            for region in handle.layout.regions:
+                if cut_leaf(region.leaves[0]):
+                    self.units[id(handle)] = of
+                    place = region.shard.untyped_storage()._cdata
+                    self._shards[place] = weakref.ref(region)
+
+    def forget(self, of: _Audit) -> None:
+        """End an audit; the last leaves nothing behind."""
+        self.units = {key: each for key, each in self.units.items() if each is not of}
+        if not self.units:
+            self._shards, self._parts = {}, {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if (
-            self.is_over
-            or torch.compiler.is_compiling()
-            or torch._C._functorch.peek_interpreter_stack() is not None
-        ):
-            return func(*args, **kwargs)
-        with torch._C.DisableTorchFunction():
-            given = list(self._given(args, kwargs))
+        is_seen = (
+            self.units
+            and not torch.compiler.is_compiling()
+            and torch._C._functorch.peek_interpreter_stack() is None
+            and not is_own_call(sys._getframe(1))
+        )
+        given = self._given((*args, *kwargs.values())) if is_seen else []
         if not given:
             return func(*args, **kwargs)
         place, name = place_of(sys._getframe(1)), rules.name_of(func)
-        if place is not None:
-            for tensor, part in given:
-                what = rules.before(name, args, kwargs, tensor, part)
-                if what:
-                    self._tell(what, name, part, place)
-                    return func(*args, **kwargs)
+        for tensor, part in given if place is not None else ():
+            what = rules.before(name, args, kwargs, tensor, part)
+            if what:
+                self._tell(what, name, part, place)
+                return func(*args, **kwargs)
         result = func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             results = result if isinstance(result, (tuple, list)) else (result,)
             paired = len(given) == len(results) > 1 and name.startswith("_foreach")
             for index, each in enumerate(results):
+                of = given[index : index + 1] if paired else given
                 if isinstance(each, Tensor):
-                    of = given[index : index + 1] if paired else given
-                    self._follow(name, args, kwargs, of, each, place)
+                    found = [rules.after(name, args, kwargs, g, each) for g in of]
+                    part = next((f for f in found if not isinstance(f, str)), found[0])
+                    if isinstance(part, str):
+                        self._tell(part, name, of[0][1], place)
+                    elif part is not None and find_leaf(each) is None:
+                        self._parts[id(each)] = weakref.ref(each), part
         return result
 
-    def _follow(
-        self,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        given: list[tuple[Tensor, Part]],
-        result: Tensor,
-        place: Place | None,
-    ) -> None:
-        """Note what ``result`` is a part of, or tell that it is of no whole."""
-        found: Part | str | None = None
-        for each in given:
-            found = rules.after(name, args, kwargs, each, result)
-            if not isinstance(found, str):
-                break
-        if isinstance(found, str):
-            if place is not None:
-                self._tell(found, name, given[0][1], place)
-        elif found is not None and find_leaf(result) is None:
-            self._parts[id(result)] = weakref.ref(result), found
-
-    def _given(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Iterator[tuple[Tensor, Part]]:
-        """Yield the arguments that are parts of parameters."""
-        for each in (*args, *kwargs.values()):
-            for tensor in each if isinstance(each, (list, tuple)) else (each,):
-                if isinstance(tensor, Tensor):
-                    part = self._part(tensor)
+    def _given(self, values: Iterable[Any]) -> list[tuple[Tensor, Part]]:
+        """Return the arguments that are parts of parameters."""
+        found = []
+        with torch._C.DisableTorchFunction():
+            for value in values:
+                for each in value if isinstance(value, (list, tuple)) else (value,):
+                    part = self._part(each) if isinstance(each, Tensor) else None
                     if part is not None:
-                        yield tensor, part
+                        found.append((each, part))
+        return found
 
     def _part(self, tensor: Tensor) -> Part | None:
-        """Return what ``tensor`` is a part of; None if of no sharded parameter."""
+        """Return what ``tensor`` is a part of; None if of no audited parameter."""
         leaf, flat = find_leaf(tensor), find_flat(tensor)
-        context = self.context()
-        if context is None:
-            return None
-        if leaf is not None and leaf[0] in context.handles:
-            is_cut = cut_leaf(tensor) is not None
-            name = quoted(param_path(*leaf))
-            return Part(name, tensor.shape, leaf[0].layout.rows) if is_cut else None
-        if flat is not None and flat[0] in context.handles:
-            return Part(flat_name(*flat), tensor.shape, by_rows=False)
+        if leaf is not None:
+            if id(leaf[0]) not in self.units or cut_leaf(tensor) is None:
+                return None
+            rows = leaf[0].layout.rows or tensor.dim() < 2
+            return Part(quoted(param_path(*leaf)), tensor.shape, id(leaf[0]), rows)
+        if flat is not None and id(flat[0]) in self.units:
+            return Part(flat_name(*flat), tensor.shape, id(flat[0]), by_rows=False)
         known = self._parts.get(id(tensor))
         if known is not None and known[0]() is tensor:
             return known[1]
@@ -242,34 +230,37 @@ class Audit(TorchFunctionMode):
             storage = tensor.untyped_storage()._cdata
         except (RuntimeError, NotImplementedError):  # no memory of its own
             return None
-        region = self._region_at(context, storage)
+        link = self._shards.get(storage)
+        if link is None and current_task() >= 0:
+            link = self._gradient_at(storage)
+        region = None if link is None else link()
         return None if region is None else _part_at(region, tensor)
 
-    def _region_at(self, context: RuntimeContext, storage: int) -> FlatParameter | None:
-        """Return the region whose shard, or in a backward gradient, has ``storage``."""
-        link = self._shards.get(storage)
-        if link is not None or current_task() < 0:
-            return link() if link is not None else None
-        # Hooks of the user get views of the reduced gradient.
-        for handle in context.handles:
-            for region in handle.layout.trainable:
+    def _gradient_at(self, storage: int) -> weakref.ref[FlatParameter] | None:
+        """Return the region whose gradient has ``storage``: hooks get views of it."""
+        for link in self._shards.values():
+            region = link()
+            if isinstance(region, TrainableRegion):
                 for each in (region.gradient.shard, region.reduce.temporary):
                     if each is not None and each.untyped_storage()._cdata == storage:
-                        return region if cut_leaf(region.leaves[0]) else None
+                        return link
         return None
 
-    def _tell(self, what: str, name: str, part: Part, place: Place) -> None:
+    def _tell(self, what: str, name: str, part: Part, place: Place | None) -> None:
         """Tell once per function and line."""
+        of = self.units.get(part.unit)
+        if place is None or of is None:
+            return
         key = name, place.file, place.line
-        if key not in self._told:
-            self._told.add(key)
+        if key not in of.told:
+            of.told.add(key)
             by = f" in {place.optimizer}" if place.optimizer else ""
             text = f"{name}{by} {_TEXTS[what].format(part.name, tuple(part.shape))}"
             silence = ' audit(model, "off") silences this.'
-            tell(text + silence, place, is_error=self.is_error)
+            tell(text + silence, place, is_error=of.is_error)
 
 
-_running = weakref.WeakSet()
+_MODE = _Mode()
 
 _WHOLE = (
     "get_full_param(model, name) or get_full_grad(model, name) give the whole; "
@@ -294,18 +285,17 @@ _TEXTS = {
 }
 
 
-def _part_at(region: FlatParameter, tensor: Tensor) -> Part:
+def _part_at(region: FlatParameter, tensor: Tensor) -> Part | None:
     """Return what a view of the shard or the flat gradient of ``region`` is of."""
     offset = tensor.storage_offset()
     for index, (start, stop, at) in enumerate(region.cuts.parts):
         leaf = region.leaves[index]
-        if at <= offset < at + stop - start and tensor.numel() <= leaf.numel():
-            found = find_leaf(leaf)
-            name = quoted(param_path(*found)) if found is not None else ""
-            rows = leaf.dim() > 0 and tensor.shape == leaf.shape
-            return Part(name, leaf.shape, by_rows=rows)
-    names = listed(quoted(slot.fqn) for slot in region.layout.parameters)
-    return Part(names, tensor.shape, by_rows=False)
+        found = find_leaf(leaf)
+        if found is not None and at <= offset < at + stop - start:
+            is_leaf = tensor.shape == leaf.shape and found[0].layout.rows
+            name = quoted(param_path(*found))
+            return Part(name, leaf.shape, id(found[0]), is_leaf or leaf.dim() < 2)
+    return None
 
 
 def _has_gradients(context: RuntimeContext) -> bool:
@@ -317,13 +307,12 @@ def _has_gradients(context: RuntimeContext) -> bool:
     )
 
 
-def _put_on(mode: Audit) -> None:
-    """Put ``mode`` below the modes of the user, whose ``with`` takes off the top."""
-    _take_off(mode)
-    stack = _stack()
+def _put_on() -> None:
+    """Put the mode below those of the user, whose ``with`` takes off the top."""
+    stack = [each for each in _stack() if each is not _MODE]
     # A default device must stay at the bottom.
     at = 1 if stack and isinstance(stack[0], DeviceContext) else 0
-    _replace([*stack[:at], mode, *stack[at:]])
+    _replace([*stack[:at], _MODE, *stack[at:]])
     dynamo: Any = sys.modules.get("torch._dynamo")
     if dynamo is not None:
         calls = dynamo.callback_handler.start_callbacks
@@ -331,22 +320,17 @@ def _put_on(mode: Audit) -> None:
             calls.append(_before_compilation)
 
 
-def _take_off(mode: Audit | None) -> None:
-    """Take ``mode`` off this thread, or all audits, and those that are over."""
-    _replace(
-        [
-            each
-            for each in _stack()
-            if not isinstance(each, Audit)
-            or not (mode in (None, each) or each.is_over or each.context() is None)
-        ]
-    )
+def _take_off() -> None:
+    """Take the mode off this thread."""
+    stack = _stack()
+    if _MODE in stack:
+        _replace([each for each in stack if each is not _MODE])
 
 
 def _before_compilation(args: Any) -> None:
-    """Take the audits off before dynamo notes and traces the modes of this thread."""
+    """Take the mode off before dynamo notes and traces the modes of this thread."""
     if args.callback_trigger.name == "DYNAMO":
-        _take_off(None)
+        _take_off()
 
 
 def _stack() -> list[Any]:

@@ -28,6 +28,8 @@ class Part(NamedTuple):
     """The parameter, as messages print it."""
     shape: torch.Size
     """Shape of the sharded parameter on this rank."""
+    unit: int
+    """Id of the handle of the parameter's unit."""
     by_rows: bool = True
     """Whether dimension 0 of the tensor is the rows of the shard."""
 

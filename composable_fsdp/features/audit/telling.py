@@ -14,6 +14,7 @@ from composable_fsdp.errors import CompositionError
 
 _TORCH = f"{Path(torch.__file__).parent}/"
 _PACKAGE = f"{Path(__file__).parents[2]}/"
+_OWNERS = f"{_PACKAGE}optim/owners.py"
 _OWN_CALLS = tuple(
     f"{_TORCH}{folder}/"
     for folder in ("optim", "distributed", "_dynamo", "_inductor", "_functorch", "fx")
@@ -31,6 +32,11 @@ class Place(NamedTuple):
     """Class of the optimizer whose method runs the line, else empty."""
 
 
+def is_own_call(frame: FrameType) -> bool:
+    """Return whether this package itself calls, of whose calls most are."""
+    return frame.f_code.co_filename.startswith(_PACKAGE)
+
+
 def place_of(frame: FrameType | None) -> Place | None:
     """Return the user's line that has led to ``frame``.
 
@@ -38,7 +44,7 @@ def place_of(frame: FrameType | None) -> Place | None:
     that says that it is right on shards.
     """
     entry = ""
-    # The mode of another model may stand between.
+    # The audit's own mode stands between a backward and the user.
     while frame is not None and (
         (file := frame.f_code.co_filename).startswith(_TORCH)
         or frame.f_code.co_name == "__torch_function__"
@@ -53,6 +59,9 @@ def place_of(frame: FrameType | None) -> Place | None:
     optimizer, caller = "", frame
     while caller is not None:
         owner = caller.f_locals.get("self")
+        # ``map_on_owners`` gives whole parameters to the user's function.
+        if caller.f_code.co_filename == _OWNERS:
+            return None
         if isinstance(owner, torch.optim.Optimizer):
             if getattr(owner, "works_on_shards", False):
                 return None
