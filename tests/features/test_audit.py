@@ -155,7 +155,10 @@ def shampoo(p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
 
 
 def muon(p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
-    return torch.linalg.svd(g, full_matrices=False)[0] if g.ndim == 2 else g
+    if g.ndim < 2:
+        return g
+    u, _, v = torch.linalg.svd(g, full_matrices=False)
+    return u @ v
 
 
 def blocks(p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
@@ -371,7 +374,8 @@ def evaluated(model: nn.Module) -> None:
         with torch.no_grad():
             assert float(loss_of(model)) >= 0
         assert all(torch.isfinite(p).all() for p in model.parameters())
-        assert grad_norm(model) >= 0 and param_norm(model) >= 0
+        assert grad_norm(model) >= 0
+        assert param_norm(model) >= 0
 
     train(model, between=look)
     get_full_param(model, "0.weight").norm()
