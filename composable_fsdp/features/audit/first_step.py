@@ -37,7 +37,7 @@ from composable_fsdp.naming import quoted
 from composable_fsdp.optim.full_param_checks import handles_of
 from composable_fsdp.optim.step_checks import cut_leaf, flat_name
 from composable_fsdp.optim.step_hooks import install_step_hooks
-from composable_fsdp.runtime.graph_task import current_task
+from composable_fsdp.runtime.graph_task import BACKWARDS
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState
 
 _ACTIONS = ("warn", "error", "off")
@@ -231,7 +231,7 @@ class _Mode(TorchFunctionMode):
         except (RuntimeError, NotImplementedError):  # no memory of its own
             return None
         link = self._shards.get(storage)
-        if link is None and current_task() >= 0:
+        if link is None and BACKWARDS:
             link = self._gradient_at(storage)
         region = None if link is None else link()
         return None if region is None else _part_at(region, tensor)
