@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,12 +33,11 @@ from composable_fsdp.features.audit.telling import Place, is_own_call, place_of,
 from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.flat.param_paths import param_path, slot_path
-from composable_fsdp.flat.region import FlatParameter, TrainableRegion
+from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.naming import quoted
 from composable_fsdp.optim.full_param_checks import handles_of
 from composable_fsdp.optim.step_checks import cut_leaf, flat_name
 from composable_fsdp.optim.step_hooks import install_step_hooks
-from composable_fsdp.runtime.graph_task import BACKWARDS
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState
 
 _ACTIONS = ("warn", "error", "off")
@@ -231,20 +231,23 @@ class _Mode(TorchFunctionMode):
         except (RuntimeError, NotImplementedError):  # no memory of its own
             return None
         link = self._shards.get(storage)
-        if link is None and BACKWARDS:
-            link = self._gradient_at(storage)
         region = None if link is None else link()
         return None if region is None else _part_at(region, tensor)
 
-    def _gradient_at(self, storage: int) -> weakref.ref[FlatParameter] | None:
-        """Return the region whose gradient has ``storage``: hooks get views of it."""
-        for link in self._shards.values():
-            region = link()
-            if isinstance(region, TrainableRegion):
-                for each in (region.gradient.shard, region.reduce.temporary):
-                    if each is not None and each.untyped_storage()._cdata == storage:
-                        return link
-        return None
+    @contextmanager
+    def around_hook(self, leaf: nn.Parameter, gradient: Tensor) -> Iterator[None]:
+        """Turn the mode on for a hook of the user; for ``HOOK_WATCHES``."""
+        # A backward does not show the modes of its caller to hooks.
+        part = self._part(leaf)
+        if part is None:
+            yield
+            return
+        self._parts[id(gradient)] = weakref.ref(gradient), part
+        _put_on()
+        try:
+            yield
+        finally:
+            _take_off()
 
     def _tell(self, what: str, name: str, part: Part, place: Place | None) -> None:
         """Tell once per function and line."""
@@ -261,6 +264,7 @@ class _Mode(TorchFunctionMode):
 
 
 _MODE = _Mode()
+around_hook = _MODE.around_hook
 
 _WHOLE = (
     "get_full_param(model, name) or get_full_grad(model, name) give the whole; "
