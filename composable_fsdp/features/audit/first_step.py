@@ -6,10 +6,9 @@ after the first optimizer step, except inside forwards of units::
     forward 1        backward, clip, ..., step        forward 2
            |--------- the mode is on ---------------|           nothing from here on
 
-A tensor counts as a part of a parameter if it is the sharded leaf or its gradient,
-views their memory, or comes from one of them by element-wise functions. ``rules``
-decides what is told. The mode is taken off when torch.compile begins, which would
-trace it.
+A tensor counts as a part of a parameter if it is the sharded leaf or its gradient, or
+comes from one of them by views and element-wise functions. ``rules`` decides what is
+told. The mode is taken off when torch.compile begins, which would trace it.
 """
 
 from __future__ import annotations
@@ -22,18 +21,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 from torch.utils._device import DeviceContext
 
 from composable_fsdp.access.settings import units_of
 from composable_fsdp.features.audit import rules
-from composable_fsdp.features.audit.graphs import ShardsInGraphs
+from composable_fsdp.features.audit.graphs import watch_graphs
 from composable_fsdp.features.audit.rules import Part
 from composable_fsdp.features.audit.telling import Place, is_own_call, place_of, tell
 from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.flat.param_paths import param_path, slot_path
-from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.naming import quoted
 from composable_fsdp.optim.full_param_checks import handles_of
 from composable_fsdp.optim.step_checks import cut_leaf, flat_name
@@ -41,15 +44,12 @@ from composable_fsdp.optim.step_hooks import install_step_hooks
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState
 
 _ACTIONS = ("warn", "error", "off")
-_CLEARED = 2
-"""Forwards without gradients before them after which no step is expected any more."""
-_MOST = 64
-"""Forwards after which the audit ends without a step."""
+_PATIENCE = 64
+"""Forwards after which the audit ends without a step. One before which gradients were
+cleared counts for half of them: then the program has its own way to step."""
 
 _wanted: weakref.WeakKeyDictionary[_FSDPState, str] = weakref.WeakKeyDictionary()
-_graphs: weakref.WeakKeyDictionary[RuntimeContext, ShardsInGraphs] = (
-    weakref.WeakKeyDictionary()
-)
+_nodes: weakref.WeakKeyDictionary[RuntimeContext, object] = weakref.WeakKeyDictionary()
 
 
 def audit(module: nn.Module, action: str = "warn") -> None:
@@ -80,7 +80,7 @@ def audit(module: nn.Module, action: str = "warn") -> None:
         _wanted[state] = action
     for context in {state.context for state in states if state.context is not None}:
         context.observers = ()
-        _graphs.pop(context, None)
+        _nodes.pop(context, None)
         begin_audit(context)
         for each in context.observers:
             each.iteration_ends()
@@ -96,11 +96,15 @@ def begin_audit(context: RuntimeContext) -> None:
     cut = [each for each in trained if cut_leaf(each.layout.trainable[0].leaves[0])]
     if action == "off" or not cut:
         return
-    graphs = _graphs[context] = ShardsInGraphs(is_error=action == "error")
-    for handle in cut:
-        for region in handle.layout.trainable:
-            slots = region.layout.parameters
-            graphs.watch(region.leaves, [quoted(slot_path(handle, s)) for s in slots])
+    leaves = {
+        leaf: quoted(slot_path(handle, slot))
+        for handle in cut
+        for region in handle.layout.trainable
+        for leaf, slot in zip(region.leaves, region.layout.parameters, strict=True)
+    }
+    nodes = watch_graphs([*leaves], [*leaves.values()], is_error=action == "error")
+    # Kept: a parameter holds its node only weakly.
+    _nodes[context] = nodes
     context.observers = (_Audit(context, is_error=action == "error"),)
 
 
@@ -119,7 +123,7 @@ class _Audit:
         self.context = weakref.ref(context, lambda _: _MODE.forget(self))
         self.is_error = is_error
         self.has_stepped = False
-        self._forwards = self._cleared = 0
+        self._left = _PATIENCE
         self.told: set[tuple[str, str, int]] = set()
         _MODE.add(self, context)
 
@@ -128,10 +132,8 @@ class _Audit:
         _take_off()
         context = self.context()
         assert context is not None  # it calls
-        self._forwards += 1
-        self._cleared += not _has_gradients(context)
-        late = self._cleared > _CLEARED or self._forwards > _MOST
-        if self.has_stepped or late:
+        self._left -= 1 if _has_gradients(context) else _PATIENCE // 2
+        if self.has_stepped or self._left <= 0:
             context.observers = ()
             _MODE.forget(self)
 
@@ -150,23 +152,17 @@ class _Mode(TorchFunctionMode):
         super().__init__()
         self.units: dict[int, _Audit] = {}
         """By id of the unit's handle."""
-        self._shards: dict[int, weakref.ref[FlatParameter]] = {}
         self._parts: dict[int, tuple[weakref.ref[Tensor], Part]] = {}
 
     def add(self, of: _Audit, context: RuntimeContext) -> None:
         """Audit the cut units of a tree, as they are laid out now."""
-        for handle in context.handles:
-            for region in handle.layout.regions:
-                if cut_leaf(region.leaves[0]):
-                    self.units[id(handle)] = of
-                    place = region.shard.untyped_storage()._cdata
-                    self._shards[place] = weakref.ref(region)
+        self.units.update({id(each): of for each in context.handles})
 
     def forget(self, of: _Audit) -> None:
         """End an audit; the last leaves nothing behind."""
         self.units = {key: each for key, each in self.units.items() if each is not of}
         if not self.units:
-            self._shards, self._parts = {}, {}
+            self._parts = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -223,16 +219,8 @@ class _Mode(TorchFunctionMode):
             return Part(quoted(param_path(*leaf)), tensor.shape, id(leaf[0]), rows)
         if flat is not None and id(flat[0]) in self.units:
             return Part(flat_name(*flat), tensor.shape, id(flat[0]), by_rows=False)
-        known = self._parts.get(id(tensor))
-        if known is not None and known[0]() is tensor:
-            return known[1]
-        try:
-            storage = tensor.untyped_storage()._cdata
-        except (RuntimeError, NotImplementedError):  # no memory of its own
-            return None
-        link = self._shards.get(storage)
-        region = None if link is None else link()
-        return None if region is None else _part_at(region, tensor)
+        link, part = self._parts.get(id(tensor), (None, None))
+        return part if link is not None and link() is tensor else None
 
     @contextmanager
     def around_hook(self, leaf: nn.Parameter, gradient: Tensor) -> Iterator[None]:
@@ -258,48 +246,33 @@ class _Mode(TorchFunctionMode):
         if key not in of.told:
             of.told.add(key)
             by = f" in {place.optimizer}" if place.optimizer else ""
-            text = f"{name}{by} {_TEXTS[what].format(part.name, tuple(part.shape))}"
-            silence = ' audit(model, "off") silences this.'
-            tell(text + silence, place, is_error=of.is_error)
+            text = (
+                f"{name}{by} {what} parameter {part.name} or of its gradient, of which "
+                f"this rank has a part {tuple(part.shape)} only: {_TEXTS[what]} "
+                'audit(model, "off") silences this.'
+            )
+            tell(text, place, is_error=of.is_error)
 
 
 _MODE = _Mode()
 around_hook = _MODE.around_hook
 
 _WHOLE = (
-    "get_full_param(model, name) or get_full_grad(model, name) give the whole; "
-    "map_on_owners steps on whole parameters, and works_on_shards = True on an "
-    "optimizer says that its step is right on parts."
+    "get_full_param and get_full_grad give the whole, map_on_owners steps on it, and "
+    "works_on_shards = True on an optimizer says that its step is right on parts."
 )
-_PART = "parameter {} or of its gradient, of which this rank has a part {} only"
 _TEXTS = {
-    rules.REDUCES: f"takes elements together of {_PART}: each rank gets another "
-    "result. clip_grad_norm_, grad_norm and param_norm of composable_fsdp are over "
-    f"all ranks; {_WHOLE}",
-    rules.MULTIPLIES: f"computes with the matrix of {_PART}: it is not the result of "
-    f"the whole matrix. Compute in the forward of the unit; {_WHOLE}",
-    rules.CHOOSES: f"chooses rows by number of {_PART}: they are other rows on each "
-    "rank. set_full_param and set_full_grad write whole values, unshard_params(model, "
-    f"with_grads=True) shows them; {_WHOLE}",
-    rules.DRAWS: f"draws numbers for rows of {_PART}: rows repeat under one seed. Fill "
-    "inside unshard_params(model), or pass param_init_fn to fully_shard.",
-    rules.DECIDES: f"looks for infinities in {_PART}: a rank that finds one would skip "
-    "the step while others step. Use composable_fsdp.ShardedGradScaler, which takes "
-    "the same arguments.",
+    rules.REDUCES: "each rank gets another result. clip_grad_norm_, grad_norm and "
+    f"param_norm of composable_fsdp are over all ranks; {_WHOLE}",
+    rules.MULTIPLIES: "it is not the product of the whole matrix. Compute in the "
+    f"forward of the unit; {_WHOLE}",
+    rules.CHOOSES: "a row has another number there. set_full_param and set_full_grad "
+    f"write whole values, unshard_params(model, with_grads=True) shows them; {_WHOLE}",
+    rules.DRAWS: "rows repeat under one seed. Fill inside unshard_params(model), or "
+    "pass param_init_fn to fully_shard.",
+    rules.DECIDES: "a rank that finds an infinity would skip the step while others "
+    "step. composable_fsdp.ShardedGradScaler takes the same arguments.",
 }
-
-
-def _part_at(region: FlatParameter, tensor: Tensor) -> Part | None:
-    """Return what a view of the shard or the flat gradient of ``region`` is of."""
-    offset = tensor.storage_offset()
-    for index, (start, stop, at) in enumerate(region.cuts.parts):
-        leaf = region.leaves[index]
-        found = find_leaf(leaf)
-        if found is not None and at <= offset < at + stop - start:
-            is_leaf = tensor.shape == leaf.shape and found[0].layout.rows
-            name = quoted(param_path(*found))
-            return Part(name, leaf.shape, id(found[0]), is_leaf or leaf.dim() < 2)
-    return None
 
 
 def _has_gradients(context: RuntimeContext) -> bool:
@@ -313,10 +286,11 @@ def _has_gradients(context: RuntimeContext) -> bool:
 
 def _put_on() -> None:
     """Put the mode below those of the user, whose ``with`` takes off the top."""
-    stack = [each for each in _stack() if each is not _MODE]
+    _take_off()
+    stack = _get_current_function_mode_stack()
     # A default device must stay at the bottom.
     at = 1 if stack and isinstance(stack[0], DeviceContext) else 0
-    _replace([*stack[:at], _MODE, *stack[at:]])
+    _replace(stack, [*stack[:at], _MODE, *stack[at:]])
     dynamo: Any = sys.modules.get("torch._dynamo")
     if dynamo is not None:
         calls = dynamo.callback_handler.start_callbacks
@@ -326,9 +300,9 @@ def _put_on() -> None:
 
 def _take_off() -> None:
     """Take the mode off this thread."""
-    stack = _stack()
+    stack = _get_current_function_mode_stack()
     if _MODE in stack:
-        _replace([each for each in stack if each is not _MODE])
+        _replace(stack, [each for each in stack if each is not _MODE])
 
 
 def _before_compilation(args: Any) -> None:
@@ -337,15 +311,9 @@ def _before_compilation(args: Any) -> None:
         _take_off()
 
 
-def _stack() -> list[Any]:
-    """Return the modes of this thread, the lowest first."""
-    count = torch._C._len_torch_function_stack()
-    return [torch._C._get_function_stack_at(at) for at in range(count)]
-
-
-def _replace(stack: list[Any]) -> None:
-    """Make ``stack`` the modes of this thread."""
-    for _ in range(torch._C._len_torch_function_stack()):
-        torch._C._pop_torch_function_stack()
-    for each in stack:
-        torch._C._push_on_torch_function_stack(each)
+def _replace(old: list[Any], new: list[Any]) -> None:
+    """Make ``new`` the modes of this thread, the lowest first."""
+    for _ in old:
+        _pop_mode()
+    for each in new:
+        _push_mode(each)

@@ -14,7 +14,8 @@ a parameter decides; then its hook goes.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,46 +37,42 @@ _SUMS = re.compile("Sum|Dot")
 _LINEAR = re.compile(f"Add|R?[Ss]ub|Neg|Mul|Div|Sum|Mean|Select|{_VIEWS}")
 
 
-class ShardsInGraphs:
-    """The hooks on the AccumulateGrad nodes of the sharded leaves of a tree."""
+class Nodes(dict[Any, str]):
+    """AccumulateGrad nodes of sharded leaves, and the names of the parameters."""
 
-    def __init__(self, *, is_error: bool) -> None:
-        self.is_error = is_error
-        # Strong references: a parameter holds its node only weakly.
-        self.nodes: dict[Any, str] = {}
-        self._reasons: tuple[int, dict[Any, str]] = (-1, {})
 
-    def watch(self, leaves: Sequence[nn.Parameter], names: Iterable[str]) -> None:
-        """Put a hook on the nodes of ``leaves``."""
-        with torch.inference_mode(False), torch.enable_grad():
-            nodes = accumulators_of(leaves)
-        for node, leaf, name in zip(nodes, leaves, names, strict=True):
-            self.nodes[node] = name
-            self._hook(node, tuple(leaf.shape), name)
+def watch_graphs(
+    leaves: Sequence[nn.Parameter], names: Sequence[str], *, is_error: bool
+) -> Nodes:
+    """Hook the AccumulateGrad nodes of ``leaves``; return the nodes, to be kept."""
+    with torch.inference_mode(False), torch.enable_grad():
+        nodes = Nodes(zip(accumulators_of(leaves), names, strict=True))
+    # A node holds its hook, and a hook that held nodes would keep the leaves for ever.
+    link = weakref.ref(nodes)
+    reasons: dict[int, dict[str, str]] = {}
 
-    def _hook(self, node: Any, shape: tuple[int, ...], name: str) -> None:
+    def hook(node: Any, name: str, shape: tuple[int, ...]) -> None:
         def told(_: Any) -> None:
             handle.remove()
-            reason = self._reason(node)
+            frame, task = backward_frame(run_backward.__code__), current_task()
+            if task not in reasons:
+                outputs = frame.f_locals["outputs"] if frame is not None else ()
+                reasons.clear()
+                reasons[task] = _reasons(outputs, link() or {})
+            reason = reasons[task].get(name, "an operation")
             if reason:
-                frame = backward_frame(run_backward.__code__)
                 place = place_of(frame.f_back) if frame is not None else None
-                tell(_text(name, shape, reason), place, is_error=self.is_error)
+                tell(_text(name, shape, reason), place, is_error=is_error)
 
         handle = node.register_prehook(told)
 
-    def _reason(self, node: Any) -> str:
-        """Return the operation of the running backward that needs the whole."""
-        task = current_task()
-        if self._reasons[0] != task:
-            frame = backward_frame(run_backward.__code__)
-            outputs = frame.f_locals["outputs"] if frame is not None else ()
-            self._reasons = task, _reasons(outputs, self.nodes)
-        return self._reasons[1].get(node, "an operation")
+    for (node, name), leaf in zip(nodes.items(), leaves, strict=True):
+        hook(node, name, tuple(leaf.shape))
+    return nodes
 
 
-def _reasons(outputs: Sequence[Any], nodes: Iterable[Any]) -> dict[Any, str]:
-    """Return, per reached node, the operation that is not right on parts, or empty."""
+def _reasons(outputs: Sequence[Any], nodes: dict[Any, str]) -> dict[str, str]:
+    """Return, per name of a reached node, the operation that is wrong, or empty."""
     readers: dict[Any, list[Any]] = {}
     roots = [each.grad_fn for each in outputs if isinstance(each, Tensor)]
     waiting = [root for root in roots if root is not None]
@@ -88,7 +85,7 @@ def _reasons(outputs: Sequence[Any], nodes: Iterable[Any]) -> dict[Any, str]:
                 if below not in seen:
                     seen.add(below)
                     waiting.append(below)
-    return {node: _climb(node, readers) for node in nodes if node in readers}
+    return {n: _climb(node, readers) for node, n in nodes.items() if node in readers}
 
 
 def _climb(leaf: Any, readers: dict[Any, list[Any]]) -> str:

@@ -34,8 +34,11 @@ class Part(NamedTuple):
     """Whether dimension 0 of the tensor is the rows of the shard."""
 
 
-REDUCES, MULTIPLIES, CHOOSES = "reduces", "multiplies", "chooses"
-DRAWS, DECIDES = "draws", "decides"
+REDUCES = "takes elements together of"
+MULTIPLIES = "computes with the matrix of"
+CHOOSES = "chooses rows by number of"
+DRAWS = "draws numbers for rows of"
+DECIDES = "looks for infinities in rows of"
 
 _MATRIX = re.compile(
     "_*r?matmul_*|(b|add|badd|addb)?b?mm|(add)?mv|linear|einsum|tensordot|bilinear|"
