@@ -90,6 +90,8 @@ def audit(module: nn.Module, action: str = "warn") -> None:
 
 def begin_audit(context: RuntimeContext) -> None:
     """Begin the audit of a tree; for ``FIRST_FORWARDS``."""
+    # Another model may have turned the mode on; this is a forward.
+    _take_off()
     root = context.root()
     action = _wanted.get(root, "warn") if root is not None else "off"
     trained = [each for each in context.handles if each.layout.trainable]
@@ -170,9 +172,9 @@ class _Mode(TorchFunctionMode):
         kwargs = kwargs or {}
         is_seen = (
             self.units
+            and not is_own_call(sys._getframe(1))
             and not torch.compiler.is_compiling()
             and torch._C._functorch.peek_interpreter_stack() is None
-            and not is_own_call(sys._getframe(1))
         )
         given = self._given((*args, *kwargs.values())) if is_seen else []
         if not given:
