@@ -52,7 +52,7 @@ def counts(
         # The first sharded model of a process wraps functions of torch, which the plain
         # model then calls, too.
         for variant in variants:
-            Trainee.of(variant, 2, parameters).forward_backward()
+            _warm_up(variant, parameters)
         found = {v.name: _count(warm_trainee(v, units, parameters)) for v in variants}
     plain = found[variants[0].name]
     return {n: c if c is plain else c.over(plain) for n, c in found.items()}
@@ -77,7 +77,7 @@ def set_up_counts(variant: Variant, *, units: int, world_size: int) -> SetUpCoun
     """Count the calls of sharding and of the first forward and backward."""
     with null_world(world_size):
         # What is made once per process or per kind of unit is made here.
-        Trainee.of(variant, 2, PARAMETERS).forward_backward()
+        _warm_up(variant, PARAMETERS)
         model = TinyModel(units)
         sharded: list[torch.nn.Module] = []
         shard, _ = _calls_in(lambda: sharded.append(variant.shard(model)))
@@ -88,6 +88,13 @@ def set_up_counts(variant: Variant, *, units: int, world_size: int) -> SetUpCoun
         trainee.step()
         later, _ = _calls_in(trainee.forward_backward)
     return SetUpCounts(shard, first - later)
+
+
+def _warm_up(variant: Variant, parameters: int) -> None:
+    """Take the steps of a small model; the second ends the audit of the first."""
+    trainee = Trainee.of(variant, 2, parameters)
+    trainee.step()
+    trainee.step()
 
 
 def _count(trainee: Trainee) -> Counts:

@@ -36,7 +36,7 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]  # stub l
     _create_work_from_future,
 )
 
-from composable_fsdp.access import grads
+from composable_fsdp.access import norms
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.agreement import Peers
 from composable_fsdp.comm.meeting import History
@@ -148,9 +148,9 @@ def null_world(world_size: int) -> Iterator[None]:
     if BACKEND.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(BACKEND, _create, devices=["cpu"])
     dist.init_process_group(BACKEND, store=HashStore(), rank=0, world_size=world_size)
-    tally = mock.patch.object(Peers, "tally", _tally)
+    tally = mock.patch.multiple(Peers, tally=_tally, drop_later=mock.DEFAULT)
     # A sum over this group is the number of one rank.
-    clip = mock.patch.object(grads, "can_compare", return_value=False)
+    clip = mock.patch.object(norms, "can_compare", return_value=False)
     # A second model in the group departs from the order of the first.
     missing = mock.patch.object(Peers, "missing", return_value=[])
     met = mock.patch.object(History, "gather")

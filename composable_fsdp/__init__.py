@@ -15,6 +15,7 @@ from composable_fsdp.access.methods import (
     register_fsdp_forward_method,
 )
 from composable_fsdp.access.nonfinite import NonFinite, find_nonfinite
+from composable_fsdp.access.norms import grad_norm, param_norm
 from composable_fsdp.access.schedule import (
     set_modules_to_backward_prefetch,
     set_modules_to_forward_prefetch,
@@ -85,6 +86,8 @@ from composable_fsdp.errors import (
     PhaseError,
     PlanError,
 )
+from composable_fsdp.features.audit.first_step import audit
+from composable_fsdp.features.defaults import install as _install
 from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.inspection.describe import describe
 from composable_fsdp.inspection.description import Description
@@ -152,6 +155,8 @@ from composable_fsdp.tools.simulate import simulate
 from composable_fsdp.tools.simulated_world import Machine
 from composable_fsdp.tools.simulation import Simulation
 
+_install()
+
 __all__ = [
     "Activations",
     "Arena",
@@ -216,6 +221,7 @@ __all__ = [
     "always_wrap_policy",
     "apply_activation_checkpointing",
     "async_save",
+    "audit",
     "bf16_compress_hook",
     "checkpoint",
     "checkpoint_wrapper",
@@ -238,6 +244,7 @@ __all__ = [
     "get_full_optim_state",
     "get_full_param",
     "get_state_dict_type",
+    "grad_norm",
     "init_weights",
     "int8_all_to_all_hook",
     "is_sharded",
@@ -252,6 +259,7 @@ __all__ = [
     "open_wrapped_params",
     "optim_state_dict",
     "optim_state_dict_to_load",
+    "param_norm",
     "plan",
     "recent_operations",
     "reduce_scatter_hook",

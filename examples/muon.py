@@ -55,7 +55,7 @@ def orthogonalized(update: Tensor, _: Tensor) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Muon on shards: state and weights stay with the rows of each rank."""
 
-    works_on_shards = True  # composable_fsdp refuses an unknown class otherwise
+    works_on_shards = True  # the audit of the first step trusts the class
 
     def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
         super().__init__(parameters, {"lr": lr, "momentum": 0.95, "weight_decay": 0.1})

@@ -186,12 +186,6 @@ def clip(side: Side, limit: float, norm: float = 2.0) -> Seen:
     ).double()
 
 
-def clip_as_plain(side: Side) -> Seen:
-    """torch's own clipping, by mistake, and the step after it."""
-    torch.nn.utils.clip_grad_norm_(side.model.parameters(), 0.1)
-    side.optimizer.step()
-
-
 def scaled(side: Side, how: str) -> Seen:
     """A scaler unscales, steps and updates; an infinity anywhere skips the step."""
     found = [(n, p) for n, p in sorted(named(side.model).items()) if has_grad(side, n)]

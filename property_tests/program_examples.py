@@ -600,18 +600,6 @@ EXAMPLES: dict[str, list[Program]] = {
             optimizer="adamw",
         )
     ],
-    "torch's own clipping": [
-        Program(actions=(("forward", 0), ("backward",), ("clip_as_plain",)), width=2),
-        Program(
-            Part(children=(Part(dtype="float32"),)),
-            actions=(("forward", 0), ("backward",), ("clip_as_plain",)),
-            width=2,
-        ),
-        below(
-            Part(),
-            actions=(("forward", 0), ("backward",), ("clip_as_plain",), ("step",)),
-        ),
-    ],
     "a result in a function": [
         *(
             Program(Part(core=core, form="thunk"), actions=STEPS)

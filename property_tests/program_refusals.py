@@ -62,7 +62,6 @@ REFUSALS: list[tuple[set[str], str]] = [
     ({"action:unshard_unit"}, "is not a parameter of"),
     ({"action:inside_summon"}, "called inside unshard_params, which shows"),
     ({"action:inside_summon", "action:unshard_unit"}, "holds the full parameters of"),
-    ({"action:clip_as_plain"}, "scaled after they were averaged"),
     # Sharded values of before or after a change of the layout.
     ({"action:freeze", "action:freeze_piece"}, "back into the layout from which they"),
     # What a format cannot hold.

@@ -132,7 +132,6 @@ def actions() -> st.SearchStrategy[list[Action]]:
         _action("raise_in_backward", INDEX, BATCH, clears),
         _action("drop"),
         _action("collect"),
-        _action("clip_as_plain"),
     ]
     gradients = [
         _action("clip", [0.3, 1e3], [2.0, 1.0, float("inf")]),

@@ -48,7 +48,6 @@ ON_SHARDS = (
     "change_gradients",
     "swap",
     "zero",
-    "clip_as_plain",
     "freeze_all",
     "step_half",
     "scaled",
@@ -169,8 +168,6 @@ class Run:
         if not finite((seen, grads)):  # on any rank
             return self.ended("blown up", None, None)
         found, error = attempt(function, self.ours, *arguments)
-        if name == "clip_as_plain" and self.world.world_size > 1:
-            return self.ended(name, error, plain_error)
         if error is not None or plain_error is not None:
             return self.ended(name, error, plain_error)
         equal(found, seen[self.world.rank], self.tolerance, "seen")
@@ -187,12 +184,6 @@ class Run:
         states = _get_fsdp_states(self.ours.model)
         if name in ON_SHARDS and any(state.handle.is_full for state in states):
             return False
-        if name == "clip_as_plain" and {
-            "argument:assign",
-            "argument:clone",
-            "argument:provide",
-        } & (self.program.words()):
-            return False  # gradients that a script assigns may differ by rank
         if name in REDUCING[:2] and not self.plain[0].slots:
             return False
         if name in ("backward", "forward", "sync") and self.local:

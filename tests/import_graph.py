@@ -25,6 +25,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"state_dict", "optim"}),
     frozenset({"storage"}),
     frozenset({"entries"}),
+    frozenset({"features"}),
     frozenset({"tools"}),
     frozenset({"inspection", "integrations"}),
 )

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.flat.flat_parameter import flats_in, move_own_gradients
-from composable_fsdp.flat.grad_samples import sample_again, unwritten_samples
 from composable_fsdp.flat.param_ref import find_param
 from composable_fsdp.naming import quoted
 
@@ -126,10 +125,7 @@ def unscale_together(
     _require_real_gradients(optimizer)
     # torch checks only devices that hold a gradient. A rank without a gradient must
     # still take part in the all-reduce.
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    unwritten = unwritten_samples(held)
     found = unscale() or {found_inf.device: found_inf}
-    sample_again(unwritten)
     together = [each for each in groups if each is not None and each.size() > 1]
     # A single rank decides for itself.
     if not together:

@@ -32,7 +32,6 @@ from composable_fsdp.flat.handle import LEAVES, FlatParamHandle, find_leaf
 from composable_fsdp.flat.param_form import groups_of
 from composable_fsdp.flat.param_ref import param_ref
 from composable_fsdp.naming import quoted
-from composable_fsdp.optim.scaler_check import AGREED
 from composable_fsdp.optim.state_dict_hooks import SHOWN_ON_ALL
 from composable_fsdp.tree.state import _get_module_fsdp_state
 
@@ -68,8 +67,6 @@ def change_torch() -> None:
     scaler: Any = torch.amp.GradScaler
     if not hasattr(scaler._unscale_grads_, _MARK):
         scaler._unscale_grads_ = _unscale_by_kind(scaler._unscale_grads_)
-        # Steps of torch's scaler are refused for all other sharded parameters.
-        AGREED.append(_is_of_the_door)
         # FSDP2 keeps state of every parameter on every rank, with empty tensors.
         SHOWN_ON_ALL.append(_is_of_the_door)
 
@@ -78,8 +75,8 @@ def _clip_cell() -> CellType | None:
     """Return the cell that holds the body of torch's function; None if there is none.
 
     A change of the cell reaches every reference to the function, also in a script that
-    has imported the function before. Without a cell nothing changes, and the
-    optimizer's step refuses gradients that torch has clipped (``optim.clip_check``).
+    has imported the function before. Without a cell nothing changes, and the audit of
+    the first step tells of the norm of shards (``features.audit``).
     """
     function: Any = torch.nn.utils.clip_grad_norm_
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())

@@ -14,14 +14,21 @@ tensor: a dict, or None without hooks (checked on torch 2.13).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from composable_fsdp.flat.gradients import note_shown, own_gradients, shard_views
+from composable_fsdp.flat.param_ref import find_param
 from composable_fsdp.flat.region import FlatParameter
+from composable_fsdp.naming import quoted
+
+HOOK_WATCHES: list[Callable[[nn.Parameter, Tensor], AbstractContextManager[None]]] = []
+"""What stands around each hook, by parameter and gradient (``features.defaults``)."""
 
 _post_hooks_of = attrgetter("_post_accumulate_grad_hooks")
 _grad_of = attrgetter("grad")
@@ -45,11 +52,34 @@ def call_tensor_hooks(region: FlatParameter, sums: Tensor, arrived: bytes) -> No
             continue
         gradient = given = view.to(region.gradient.dtype)
         for hook in tuple(leaf._backward_hooks.values()):
-            replaced = hook(gradient)
+            replaced = _called(hook, gradient, leaf, gradient)
             gradient = gradient if replaced is None else replaced
         # A hook has replaced the gradient: write the result back into the sums.
         if gradient is not given:
             view.copy_(gradient)
+
+
+def _called(
+    hook: Callable[[Tensor], Any], given: Tensor, leaf: nn.Parameter, gradient: Any
+) -> Any:
+    """Call a hook of the user; an error names the parameter."""
+    try:
+        with ExitStack() as around:
+            for watch in HOOK_WATCHES if gradient is not None else ():
+                around.enter_context(watch(leaf, gradient))
+            return hook(given)
+    except Exception as error:
+        ref = find_param(leaf)
+        if ref is not None:
+            note = (
+                f"In a hook of parameter {quoted(ref.name)} {ref.shape}: it gets the "
+                f"gradient of this rank's part, {tuple(leaf.shape)}."
+            )
+            if hasattr(error, "add_note"):
+                error.add_note(note)
+            else:  # before Python 3.11
+                error.args = (f"{error}\n{note}",)
+        raise
 
 
 @torch.no_grad()
@@ -63,7 +93,7 @@ def call_post_hooks(leaves: Iterable[nn.Parameter]) -> None:
         if is_absent:
             leaf.grad = torch.empty_like(leaf, dtype=leaf.grad_dtype)
         for hook in tuple(hooks.values()) if hooks else ():
-            hook(leaf)
+            _called(hook, leaf, leaf, leaf.grad)
         if is_absent:
             leaf.grad = None
 

@@ -8,7 +8,9 @@ a single rank) are not sharded, and any optimizer may train them.
 
 from __future__ import annotations
 
+import json
 import weakref
+import zlib
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Final
@@ -156,20 +158,21 @@ def require_no_flat_originals(optim: torch.optim.Optimizer) -> None:
             )
 
 
-def require_own_state(
-    optim: torch.optim.Optimizer, refused: FSDPError | None = None
+def require_agreement(
+    optim: torch.optim.Optimizer, refused: FSDPError | None, *, is_first: bool
 ) -> None:
-    """Refuse state whose shapes do not fit the shards.
+    """Refuse state that does not fit the shards, and groups that differ by rank.
+
+    Ranks tell each other through the key-value store, and wait for each other at most
+    ``_PATIENCE`` seconds: in the first step always, else where a rank may not see by
+    shapes what another one refuses.
 
     Args:
         optim: the optimizer.
         refused: why this rank has refused state that was loaded earlier, which other
-            ranks may hold nothing of. Default None: this rank has not.
+            ranks may hold nothing of; None if this rank has not.
+        is_first: whether this is the first step over these parameters.
 
-    Collective: none. If a rank may not see by shapes what other ranks refuse, because
-    the rank holds each parameter whole or not at all, or because another rank's state
-    was loaded, ranks tell each other through the key-value store and wait for each
-    other, at most ``_PATIENCE`` seconds.
     Raises: CompositionError, on all ranks.
     """
     own: CompositionError | None = None
@@ -182,7 +185,7 @@ def require_own_state(
         except CompositionError as error:
             own = error
     told = None
-    for group, handle in _groups_to_ask(optim).items():
+    for group, handle in _groups_to_ask(optim, every=is_first).items():
         log = handle.logs.reduce
         # The peers of the order log, whose keys are the same on all ranks, whatever
         # optimizers of other models each rank has stepped. Without a log there was no
@@ -194,9 +197,16 @@ def require_own_state(
             counts = _exchanges.setdefault(peers, Counter())
             counts[handle.name] += 1
             place = f"own state/{handle.name}/{counts[handle.name]}"
+        if is_first and own is None:
+            names, mine = _param_groups(optim, group)
+            other = peers.say(f"{place}/groups", mine)
+            if other is not None:
+                own = _differing(optim, names, mine, other.value, other.rank)
         if own is not None:
             peers.say(f"{place}/refused", str(own.args[0]))
         refusals = peers.tally(place, [own is not None], _PATIENCE)
+        if refusals is not None and is_first:
+            peers.drop_later(f"{place}/groups")
         # Usually no rank refuses, and nothing is read.
         if refusals is not None and refusals[0]:
             told = peers.heard(f"{place}/refused") or told
@@ -211,10 +221,77 @@ _exchanges: weakref.WeakKeyDictionary[Peers, Counter[str]] = weakref.WeakKeyDict
 """Number of exchanges of the ranks of an order log, by the unit with the least name."""
 
 
-def _groups_to_ask(
+def _param_groups(
+    optim: torch.optim.Optimizer, group: dist.ProcessGroup
+) -> tuple[list[str], list[Any]]:
+    """Return the sorted names of ``group``, and what ranks compare, for JSON.
+
+    That is a checksum of the names, the group of each name, one byte each, and the
+    numbers among the options of each group.
+    """
+    held: dict[str, int] = {}
+    for number, each in enumerate(optim.param_groups):
+        for parameter in each["params"]:
+            leaf = find_leaf(parameter)
+            if leaf is not None and leaf[0].groups.shard is group:
+                held[param_path(*leaf)] = number % 256
+    names = sorted(held)
+    # A few bytes for a thousand parameters: all ranks send them to one store.
+    packed = zlib.compress(bytes([held[name] for name in names]))
+    options = [
+        {k: v for k, v in each.items() if _is_number(v)} for each in optim.param_groups
+    ]
+    # A rank may lack parameters of a group that holds none of ``names``.
+    used = {number: options[number] for number in sorted(set(held.values()))}
+    return names, [zlib.crc32(repr(names).encode()), packed.hex(), list(used.items())]
+
+
+def _is_number(value: object) -> bool:
+    """Return whether an option is a number or a tuple of numbers, as betas are."""
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return all(isinstance(each, (int, float)) for each in values)
+
+
+def _differing(
     optim: torch.optim.Optimizer,
+    names: list[str],
+    mine: list[Any],
+    theirs: list[Any],
+    rank: int,
+) -> CompositionError:
+    """Return the error of ranks that step a parameter with different options."""
+    what, pair = "the same parameters", (len(names), "another number or other ones")
+    if mine[0] == theirs[0]:
+        groups = [zlib.decompress(bytes.fromhex(each[1])) for each in (mine, theirs)]
+        moved = [n for n, a, b in zip(names, *groups, strict=True) if a != b]
+        if moved:
+            at = names.index(moved[0])
+            what = f"{quoted(moved[0])} in one group"
+            pair = tuple([f"group {each[at]}" for each in groups])
+        else:
+            # Through JSON, tuples have become lists.
+            own, other = (
+                {(n, k): v for n, group in each for k, v in group.items()}
+                for each in (json.loads(json.dumps(mine[2])), theirs[2])
+            )
+            keys = own.keys() | other.keys()
+            number, key = min(k for k in keys if own.get(k) != other.get(k))
+            what = f"one {key!r} of group {number}"
+            pair = (own.get((number, key)), other.get((number, key)))
+    told = sorted(zip((dist.get_rank(), rank), pair, strict=True))
+    return CompositionError(
+        f"{type(optim).__name__} expects on all ranks {what}, got "
+        f"{listed(f'{value} on rank {each}' for each, value in told)}. Each rank would "
+        "train its rows of a parameter with settings of its own. p.shape and p.numel() "
+        "of a sharded parameter are those of this rank's rows: choose groups and rates "
+        "by name, by full_shape(p), or before fully_shard."
+    )
+
+
+def _groups_to_ask(
+    optim: torch.optim.Optimizer, *, every: bool
 ) -> dict[dist.ProcessGroup, FlatParamHandle]:
-    """Return shard groups in which state may fit the shards of some ranks only.
+    """Return every shard group, or those in which state may fit some ranks' shards.
 
     With each group comes the unit of the optimizer whose name is the least.
     """
@@ -244,7 +321,7 @@ def _groups_to_ask(
     return {
         g: firsts[g]
         for g, ranks in partly.items()
-        if (g in uneven or len(ranks) < g.size()) and can_compare(g)
+        if (every or g in uneven or len(ranks) < g.size()) and can_compare(g)
     }
 
 

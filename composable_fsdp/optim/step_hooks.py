@@ -7,8 +7,9 @@ look-ups: flat parameters, parameter groups, and a dictionary of known optimizer
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,29 +22,24 @@ from torch.optim.optimizer import (
 from composable_fsdp.errors import CheckpointError, FSDPError
 from composable_fsdp.flat import residency
 from composable_fsdp.flat.external_changes import times_replaced
+from composable_fsdp.flat.gradients import has_arrived
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.flat.param_ref import find_param
 from composable_fsdp.flat.step_counts import count_step, is_counting_steps
-from composable_fsdp.optim.clip_check import expect_gradients, require_common_factor
+from composable_fsdp.naming import listed
 from composable_fsdp.optim.full_param_checks import (
     handles_of,
     parameters_of,
     require_outside_unshard_params,
     steps_on_full_params,
 )
-from composable_fsdp.optim.scaler_check import (
-    note_scaler_steps,
-    require_common_decision,
-)
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.optim.step_checks import (
     prepare_flats,
+    require_agreement,
     require_elementwise,
     require_no_flat_originals,
-    require_own_state,
 )
-from composable_fsdp.optim.trial_step import STAND_IN
-from composable_fsdp.optim.unknown_optimizers import require_tried
 from composable_fsdp.optim.unmanaged_params import (
     check_unmanaged_params,
     warn_of_unmanaged_params,
@@ -51,11 +47,15 @@ from composable_fsdp.optim.unmanaged_params import (
 from composable_fsdp.phases import BACKWARD_PRE
 from composable_fsdp.runtime.unshard import shard_versions
 from composable_fsdp.state_dict.dcp_caller import is_state_init_step
-from composable_fsdp.tree.after_sharding import call_after_sharding
 
 _LOOKED_AT = 2
 """Steps of an optimizer that are checked in full. The first step sees state that was
 loaded before; the second step sees the state that the first step created."""
+
+
+FIRST_STEPS: list[Callable[[torch.optim.Optimizer], None]] = []
+"""Called before the first step of an optimizer over given parameters, once the checks
+have passed (``features.defaults``)."""
 
 
 class _KnownOptimizer:
@@ -114,19 +114,12 @@ def install_step_hooks() -> None:
     if not _applications:
         register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_after_step)
-        note_scaler_steps()
     _applications += 1
-    expect_gradients()
-
-
-call_after_sharding(install_step_hooks)
 
 
 def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Check ``optim`` before its step; the global pre-hook.
 
-    Collective: none. If gradients were written to, ``require_common_factor`` exchanges
-    keys through the key-value store.
     Raises: CompositionError or PhaseError, before any parameter has changed.
     """
     global _any_uncounted
@@ -147,7 +140,6 @@ def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             ]
     prepare_flats(optim)
     require_outside_unshard_params(optim)
-    require_common_factor(optim)
     # Compare identity and length of the lists instead of all parameters: this line runs
     # in every step.
     lists = [group["params"] for group in optim.param_groups]
@@ -155,8 +147,6 @@ def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     refused: FSDPError | None = None
     met = _known.get(optim)
     if met is None or met.at != at:
-        if STAND_IN in vars(optim):
-            return
         if steps_on_full_params(optim):
             # The step is valid while ``unshard_params`` shows the full parameters. The
             # optimizer is not remembered, so that each of its steps is checked again.
@@ -178,13 +168,12 @@ def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         return
     require_elementwise(optim)
     require_no_flat_originals(optim)
-    require_own_state(optim, refused)
-    require_common_decision(optim)
-    # Run the expensive checks, a trial step and an exchange through the store, only in
-    # the first step.
+    require_agreement(optim, refused, is_first=not met.looks)
     if not met.looks:
-        require_tried(optim)
         check_unmanaged_params(optim)
+        _warn_of_unreduced(optim, met.handles)
+        for look in FIRST_STEPS:
+            look(optim)
     else:
         warn_of_unmanaged_params(optim)
     met.looks += 1
@@ -213,6 +202,22 @@ def _after_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         # Backward must not refuse after a step that has changed no value.
         if met.uncounted and not _only_creates_state(optim):
             _count_writes_before_backward(optim, met.handles)
+
+
+def _warn_of_unreduced(
+    optim: torch.optim.Optimizer, handles: Sequence[weakref.ref[FlatParamHandle]]
+) -> None:
+    """Warn of units whose gradients wait for a reduction, which this step passes by."""
+    waiting = [h for link in handles if (h := link()) is not None and has_arrived(h)]
+    if waiting:
+        names = listed(handle.name for handle in waiting)
+        warnings.warn(
+            f"{type(optim).__name__}.step() was called while gradients of {names} wait "
+            "for a reduction (a backward under no_sync, or without gradient "
+            "synchronization): the step does not train them. Run the last backward "
+            "before the step outside no_sync.",
+            stacklevel=5,
+        )
 
 
 def _only_creates_state(optim: torch.optim.Optimizer) -> bool:

@@ -28,7 +28,6 @@ from composable_fsdp.comm.ranges import (
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import residency
 from composable_fsdp.flat.flat_parameter import FLAT_PARAMS, move_gradients_in
-from composable_fsdp.flat.grad_samples import SAMPLE_REQUEST, sample_gradients
 from composable_fsdp.flat.gradients import has_arrived
 from composable_fsdp.flat.handle import (
     LEAVES,
@@ -400,8 +399,6 @@ def finish_task(context: RuntimeContext, task: int) -> None:
             finish_d2h_grad_copies(context)
         if FLAT_PARAMS:
             move_gradients_in(context.handles)
-        if SAMPLE_REQUEST.backwards:
-            sample_gradients(context.handles)
     free_oldest(context, keep=0)
     for log in context.backward_logs:
         log.end()

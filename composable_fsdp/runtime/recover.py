@@ -80,6 +80,7 @@ from composable_fsdp.tree.order_logs import assign_order_logs
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.same_models import compare_models
 from composable_fsdp.tree.state import (
+    FIRST_FORWARDS,
     RuntimeContext,
     _FSDPState,
     _RootFSDPState,
@@ -114,6 +115,8 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
     if context.frame is not None:
         require_not_elsewhere(context)
     context.frame = _module_call()
+    for observer in context.observers:
+        observer.iteration_begins()
     for log in context.forward_logs:
         log.drop()
     context.prefetched.clear()
@@ -193,6 +196,8 @@ def _check_ranks(context: RuntimeContext, root: _RootFSDPState) -> None:
     if not context.is_checked:
         require_initialized(root._root_states)
         log_units(root)
+        for begin in FIRST_FORWARDS:
+            begin(context)
         if is_debugging():
             CHECKED.add(context)
         context.is_checked = True
@@ -201,6 +206,8 @@ def _check_ranks(context: RuntimeContext, root: _RootFSDPState) -> None:
 def end_iteration(context: RuntimeContext) -> None:
     """Record that the forward that began the iteration has ended or raised."""
     context.outermost = context.frame = None
+    for observer in context.observers:
+        observer.iteration_ends()
 
 
 def reshard_late_modules(context: RuntimeContext, state: _FSDPState) -> None:

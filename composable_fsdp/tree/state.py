@@ -11,7 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
 from types import FrameType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -129,6 +129,16 @@ class ForwardRecord(ExecutionOrder["_FSDPState"]):
         raise NotImplementedError
 
 
+class Observer(Protocol):
+    """Watches the forwards of a tree."""
+
+    def iteration_begins(self) -> None:
+        """Called when the outermost forward begins."""
+
+    def iteration_ends(self) -> None:
+        """Called when the outermost forward has ended or raised."""
+
+
 class RuntimeContext:
     """The runtime objects that all units below a root share."""
 
@@ -143,6 +153,7 @@ class RuntimeContext:
         "handles",
         "is_checked",
         "marked",
+        "observers",
         "outermost",
         "prefetched",
         "reducing",
@@ -212,6 +223,8 @@ class RuntimeContext:
         """The running block of ``unshard_params``, else None."""
         self.is_checked = False
         """Whether the first forward has made its extra checks."""
+        self.observers: tuple[Observer, ...] = ()
+        """What watches the first forwards; empty in steady steps."""
 
     def enter_backward_use(
         self,
@@ -245,6 +258,10 @@ class RuntimeContext:
             return log.depart(use, backward_mode(forward, *of, groups))
         structures = tuple([s.handle.layout.structure for s in states])
         log.depart(use, (forward, syncs, structures, self.changed_flags))
+
+
+FIRST_FORWARDS: list[Callable[[RuntimeContext], None]] = []
+"""Called in the first forward of a tree (``features.defaults``)."""
 
 
 class MarkedUnits(NamedTuple):

@@ -12,7 +12,7 @@ from datetime import timedelta
 from unittest import mock
 
 from composable_fsdp.comm import agreement, sequence, watch
-from composable_fsdp.optim import clip_check, step_checks
+from composable_fsdp.optim import step_checks
 
 LONG = 0.4
 """Seconds of a wait after which a rank tells its position, as ``watch.SLOW``."""
@@ -35,8 +35,5 @@ def shorten_waits() -> None:
 @contextmanager
 def step_alone() -> Iterator[None]:
     """Let a step of an optimizer that no other rank takes wait for nobody."""
-    with (
-        mock.patch.object(clip_check, "_PATIENCE", 0.1),
-        mock.patch.object(step_checks, "_PATIENCE", 0.1),
-    ):
+    with mock.patch.object(step_checks, "_PATIENCE", 0.1):
         yield

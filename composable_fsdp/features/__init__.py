@@ -1,0 +1,1 @@
+"""Features above the core, each in a folder of its own; ``defaults`` installs them."""

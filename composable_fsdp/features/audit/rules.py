@@ -1,0 +1,140 @@
+"""What a function does to a part of a parameter: right on rows, or on whole parameters.
+
+A shard holds whole rows of a parameter, so a function is right on it if every row of
+the result comes from a row of the shard::
+
+    shard (3, 6) of (5, 6)    w * 2      (3, 6)   each element by itself
+                              w.sum(1)   (3,)     each row by itself
+                              w.sum(0)   (6,)     over rows: another sum on each rank
+                              w.t() @ w  (6, 6)   over rows
+                              w[:2]      (2, 6)   other rows on each rank
+
+Mostly the shapes tell. Names decide where shapes cannot.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Part(NamedTuple):
+    """What a tensor is a part of."""
+
+    name: str
+    """The parameter, as messages print it."""
+    shape: torch.Size
+    """Shape of the sharded parameter on this rank."""
+    unit: int
+    """Id of the handle of the parameter's unit."""
+    by_rows: bool = True
+    """Whether dimension 0 of the tensor is the rows of the shard."""
+
+
+REDUCES = "takes elements together of"
+MULTIPLIES = "computes with the matrix of"
+CHOOSES = "chooses rows by number of"
+DRAWS = "draws numbers for rows of"
+DECIDES = "looks for infinities in rows of"
+
+_MATRIX = re.compile(
+    "_*r?matmul_*|(b|add|badd|addb)?b?mm|(add)?mv|linear|einsum|tensordot|bilinear|"
+    "chain_matmul|cdist|embedding|kron|cov|corrcoef|linalg_(?!.*norm$).*"
+)
+_RANDOM = re.compile(
+    "(kaiming_|trunc_|log_)?normal_|(kaiming_)?uniform_|random_|bernoulli_|"
+    "exponential_|cauchy_|geometric_"
+)
+_ACROSS = re.compile(
+    "(log_)?softmax|cum(sum|prod)_?|(arg)?sort|flip|roll|normalize|"
+    "index_(fill|add|copy)_?|scatter(_add)?_?"
+)
+"""Functions that keep the shape, and mix rows if their dimension is 0."""
+_TURNS = re.compile("t|T|mT|H|transpose|permute|swapaxes|movedim|moveaxis")
+_JOINS = re.compile("cat|stack|concat|concatenate|[hv]stack")
+_SUMS = re.compile("sum|v?dot|inner")
+_CHOICES = re.compile("select|narrow|__[gs]etitem__|index_.*|scatter.*")
+_SCALER = "_amp_foreach_non_finite_check_and_unscale_"
+
+
+def name_of(func: Any) -> str:
+    """Return the name of a torch function; of a property, that of the attribute."""
+    name: str = getattr(func, "__name__", "")
+    owner = getattr(func, "__self__", None)
+    return getattr(owner, "__name__", name) if name == "__get__" else name
+
+
+def before(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensor: Tensor, part: Part
+) -> str:
+    """Return what the call does wrong with ``tensor`` by its name; empty if nothing."""
+    if name == _SCALER:
+        return DECIDES
+    if _RANDOM.fullmatch(name):
+        return DRAWS
+    if _MATRIX.fullmatch(name):
+        # Rows of the product come from rows of the first factor.
+        is_first = args[:1] and args[0] is tensor and len(args) == 2
+        keeps = is_first and part.by_rows and name.strip("_") in ("matmul", "mm", "mv")
+        return "" if keeps and args[1] is not tensor else MULTIPLIES
+    if _ACROSS.fullmatch(name) and (
+        not part.by_rows or _is_over_rows(name, args, kwargs)
+    ):
+        return CHOOSES if _CHOICES.fullmatch(name) else REDUCES
+    if name.endswith("etitem__") and args[0] is tensor and part.by_rows:
+        return "" if _keeps_rows(args[1], tensor) else CHOOSES
+    return ""
+
+
+def after(
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    given: tuple[Tensor, Part],
+    result: Tensor,
+) -> Part | str | None:
+    """Return what ``result`` is a part of, or what the call does wrong.
+
+    None: neither, as the result of a sum that belongs to a loss.
+    """
+    tensor, part = given
+    rows = result.shape[:1] == tensor.shape[:1]
+    # ``all`` and ``any`` of a comparison say what they say of this rank's elements.
+    if name.startswith("new_") or name in ("all", "any"):
+        return None
+    if _JOINS.fullmatch(name) or _TURNS.fullmatch(name):
+        return part._replace(by_rows=False)
+    if result.shape == tensor.shape:
+        return part
+    if result.shape == part.shape:
+        return part._replace(by_rows=True)
+    if result.numel() == tensor.numel():
+        return part._replace(by_rows=part.by_rows and rows)
+    if part.by_rows and tensor.dim() and rows and not _is_over_rows(name, args, kwargs):
+        return part
+    # The gradient of a sum over elements, as of an L2 penalty, is right on parts.
+    summed = _SUMS.fullmatch(name) or kwargs.get("reduction") == "sum"
+    if summed and result.requires_grad and not result.dim():
+        return None
+    return CHOOSES if _CHOICES.fullmatch(name) else REDUCES
+
+
+def _is_over_rows(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether the call names dimension 0, the rows of its first argument."""
+    at = 2 if "norm" in name else 1
+    given = kwargs.get("dim", kwargs.get("axis", args[at] if len(args) > at else ()))
+    dims = given if isinstance(given, (tuple, list)) else (given,)
+    first = args[0] if args else None
+    size = first.dim() if isinstance(first, Tensor) else 0
+    return any(type(dim) is int and dim in (0, -size) for dim in dims)
+
+
+def _keeps_rows(index: Any, tensor: Tensor) -> bool:
+    """Return whether an index takes elements of all rows, whatever the rows are."""
+    first = index[0] if isinstance(index, tuple) and index else index
+    if isinstance(first, Tensor) and first.dtype is torch.bool:
+        return first.shape == tensor.shape
+    return first is Ellipsis or first is None or first == slice(None)

@@ -1,0 +1,100 @@
+"""Warnings and errors of the audit, at the line of the user's code."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+
+from composable_fsdp.errors import CompositionError
+
+_TORCH = f"{Path(torch.__file__).parent}/"
+_PACKAGE = f"{Path(__file__).parents[2]}/"
+_OWNERS = f"{_PACKAGE}optim/owners.py"
+_OWN_CALLS = tuple(
+    f"{_TORCH}{folder}/"
+    for folder in ("optim", "distributed", "_dynamo", "_inductor", "_functorch", "fx")
+)
+"""Parts of torch that may do with shards what they do: torch's element-wise optimizers
+(``optim.step_checks`` refuses the others), checkpoints, compilers."""
+
+
+class Place(NamedTuple):
+    """A line of the user's code."""
+
+    file: str
+    line: int
+    optimizer: str
+    """Class of the optimizer whose method runs the line, else empty."""
+
+
+def is_own_call(frame: FrameType) -> bool:
+    """Return whether this package itself calls, of whose calls most are."""
+    return frame.f_code.co_filename.startswith(_PACKAGE)
+
+
+def place_of(frame: FrameType | None) -> Place | None:
+    """Return the user's line that has led to ``frame``.
+
+    None for calls of this package, of ``_OWN_CALLS``, and of an optimizer or a scaler
+    that says that it is right on shards.
+    """
+    entry = ""
+    # The audit's own mode stands between a backward and the user.
+    while frame is not None and (
+        (file := frame.f_code.co_filename).startswith(_TORCH)
+        or frame.f_code.co_name == "__torch_function__"
+    ):
+        entry, frame = file, frame.f_back
+    if frame is None or entry.startswith(_OWN_CALLS):
+        return None
+    code = frame.f_code
+    # A subclass of a scaler that overrides these asks the other ranks itself.
+    if code.co_filename.startswith(_PACKAGE) or code.co_name in _UNSCALE:
+        return None
+    optimizer, caller = "", frame
+    while caller is not None:
+        owner = caller.f_locals.get("self")
+        # ``map_on_owners`` gives whole parameters to the user's function.
+        if caller.f_code.co_filename == _OWNERS:
+            return None
+        if isinstance(owner, torch.optim.Optimizer):
+            if getattr(owner, "works_on_shards", False):
+                return None
+            optimizer = optimizer or type(owner).__name__
+        caller = caller.f_back  # type: ignore[assignment]  # None ends the loop
+    return Place(code.co_filename, frame.f_lineno, optimizer)
+
+
+_UNSCALE = ("unscale_", "_unscale_grads_")
+
+
+def backward_frame(code: object) -> FrameType | None:
+    """Return the frame of ``code`` in this thread, or in the thread that waits."""
+    # On CUDA, hooks run in a thread of the engine, without the frames of the user.
+    for frame in (sys._getframe(), *sys._current_frames().values()):
+        found: FrameType | None = frame
+        while found is not None:
+            if found.f_code is code:
+                return found
+            found = found.f_back
+    return None
+
+
+def tell(text: str, place: Place | None, *, is_error: bool) -> None:
+    """Warn at ``place``, or raise.
+
+    Raises: CompositionError, if ``is_error``.
+    """
+    text = f"Shard taken for the parameter: {text}"
+    if is_error:
+        where = f" ({place.file}:{place.line})" if place else ""
+        raise CompositionError(text + where)
+    if place is None:
+        warnings.warn(text, stacklevel=3)
+    else:
+        warnings.warn_explicit(text, UserWarning, place.file, place.line)
