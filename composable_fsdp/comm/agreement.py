@@ -23,7 +23,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -35,6 +35,7 @@ from torch.distributed import distributed_c10d
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.groups import GroupRef
 from composable_fsdp.comm.nodes import PEERLESS, group_timeout
+from composable_fsdp.comm.store_names import AgreedName, pauses
 from composable_fsdp.errors import CompositionError
 
 TIMEOUT_VARIABLE = "COMPOSABLE_FSDP_ORDER_TIMEOUT"
@@ -43,9 +44,6 @@ comparisons off.
 
 Default: 0.9 times the group's timeout, so that a DesyncError is raised before the
 backend aborts a collective that waits for a missing rank."""
-
-_MOST_VISITS = 4096
-"""Visits to the store per second that all waiting ranks of a group make at most."""
 
 NOTICE_AFTER = 10.0
 """Seconds in ``missing`` after which ``notice`` is called."""
@@ -310,28 +308,20 @@ class Peers:
 
 
 def name_in_store(group: dist.ProcessGroup) -> str:
-    """Return a name of the group, equal on its ranks and different from other groups'.
+    """Return a name of the group that no other processes have used in this store.
 
-    Collective: none.
+    The first call for a group waits for all its ranks.
+
+    Raises: DesyncError, if a rank does not come within ``seconds_to_wait``.
     """
-    # Groups of disjoint ranks may have the same name, so the name alone is ambiguous.
-    return f"{group.group_name}@{dist.get_global_rank(group, 0)}"
+    found = _names.get(group)
+    if found is None:
+        ranks = dist.get_process_group_ranks(group)
+        found = _names[group] = AgreedName(group.group_name, ranks)
+    return found.name or found.agree(seconds_to_wait(group))
 
 
-def pauses(ranks: int) -> Iterator[float]:
-    """Yield the seconds between visits of one of ``ranks`` that waits in the store.
-
-    The pauses grow: at first the rank must not lose time, and a rank that waits long
-    must not keep the store busy, which serves all ranks of the job, one after another.
-
-    >>> from itertools import islice
-    >>> [list(islice(pauses(ranks), 20))[-1] for ranks in (8, 1024)]
-    [0.05, 0.25]
-    """
-    pause, longest = 0.0005, max(0.05, ranks / _MOST_VISITS)
-    while True:
-        yield pause
-        pause = min(2 * pause, longest)
+_names: WeakKeyDictionary[dist.ProcessGroup, AgreedName] = WeakKeyDictionary()
 
 
 def seconds_between_questions(ranks: int) -> float:

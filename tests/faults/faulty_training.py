@@ -91,6 +91,13 @@ class Program:
         result: Tensor = loss.detach()
         return result
 
+    def evaluate(self) -> None:
+        """Run the model without gradients."""
+        self.model.eval()
+        with torch.no_grad():
+            self.model(torch.ones(2, WIDTH))
+        self.model.train()
+
 
 def send(number: signal.Signals) -> Callable[..., None]:
     """Return a hook that sends this process the signal ``number``, once."""
@@ -128,9 +135,29 @@ def in_backward(program: Program, hook: Callable[..., None]) -> None:
     program.model.get_submodule("blocks.1.0.inner").register_forward_hook(watch)
 
 
+def in_evaluation(program: Program, hook: Callable[..., None]) -> None:
+    """Call ``hook`` in the next evaluation, when a block has its weights."""
+
+    def watch(module: nn.Module, _args: object) -> None:
+        if not module.training:
+            hook()
+
+    program.model.get_submodule("blocks.1.0").register_forward_pre_hook(watch)
+
+
 def in_step(program: Program, hook: Callable[..., None]) -> None:
     """Call ``hook`` when the optimizer begins its step."""
     program.optimizer.register_step_pre_hook(hook)
+
+
+def in_save(_: Program) -> None:
+    """Kill this process when it opens its file of a checkpoint."""
+
+    def watch(event: str, details: tuple[object, ...]) -> None:
+        if event == "open" and str(details[0]).endswith(".safetensors"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
 
 
 def route(*order: int) -> Callable[[Program], None]:
@@ -235,6 +262,8 @@ AT_STEP: dict[str, Callable[[Program], None]] = {
     "kill-between-gathers": lambda p: between_gathers(p, send(signal.SIGKILL)),
     "kill-in-backward": lambda p: in_backward(p, send(signal.SIGKILL)),
     "kill-in-step": lambda p: in_step(p, send(signal.SIGKILL)),
+    "kill-in-evaluation": lambda p: in_evaluation(p, send(signal.SIGKILL)),
+    "kill-in-save": in_save,
     "stop": lambda p: before_gather(p, send(signal.SIGSTOP)),
     "raise-in-forward": lambda p: before_gather(p, refuse),
     "raise-in-backward": lambda p: in_backward(p, refuse),
@@ -277,6 +306,9 @@ def train(arguments: argparse.Namespace) -> None:
         sys.stdout.write(f"step {number} loss {loss.item()!r}\n")
         sys.stdout.flush()
         if folder is not None:
+            # A change of the order, which ranks compare in the store.
+            if number == begin + 3:
+                program.evaluate()
             extra = {"step": number}
             path = folder / f"step-{number}"
             composable_fsdp.save(path, program.model, program.optimizer, extra)

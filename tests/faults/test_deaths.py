@@ -14,6 +14,7 @@ import pytest
 from composable_fsdp import verify
 from composable_fsdp.comm import hang_report, watch
 from tests.faults.launch import launch
+from tests.support import seam
 from tests.support.short_waits import shorten_waits
 
 SOON = 5.0
@@ -77,33 +78,53 @@ def test_ranks_that_outlive_a_kill_name_unit_and_operation(
     assert all(list(losses_in(each.output))[:2] == [1, 2] for each in living)
 
 
-@pytest.mark.slow
 @pytest.mark.req("X-01", "X-02", "X-03", "U-07")
+@pytest.mark.parametrize(
+    "faults",
+    [
+        ["kill-in-evaluation"],
+        pytest.param(
+            [
+                "kill-in-evaluation",
+                "kill-between-gathers",
+                "kill-in-backward",
+                "kill-in-step",
+                "kill-in-save",
+            ],
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=len,
+)
 def test_training_that_is_killed_again_and_again_is_that_of_an_unbroken_run(
-    tmp_path: Path,
+    tmp_path: Path, faults: list[str]
 ) -> None:
-    """Each restart goes on from the last save: in forward, backward and update."""
+    """Each restart goes on from the last save, over the store of the attempts before,
+    as under torchrun."""
+    steps = 3 * len(faults) + 3
+    asked = ("--steps", str(steps))
     (whole := tmp_path / "whole").mkdir()
-    steps = ("--steps", "5")
-    expected = losses_in(launch("none", *steps, ranks=2, folder=whole)[0].output)
-    saves = tmp_path / "saves"
+    expected = losses_in(launch("none", *asked, ranks=2, folder=whole)[0].output)
+    saves, store = tmp_path / "saves", seam.tcp_store()
 
     found: dict[int, float] = {}
-    for at, fault in enumerate(
-        ["kill-between-gathers", "kill-in-backward", "kill-in-step", "none"], start=2
-    ):
-        asked = (fault, *steps, "--at", str(at), "--folder", str(saves))
-        first, last = launch(*asked, ranks=2, folder=tmp_path)
-        printed = losses_in(first.output)
+    for number, fault in enumerate([*faults, "none"], start=1):
+        at, folder = str(3 * number), str(saves)
+        first, last = launch(
+            *(fault, *asked, "--at", at, "--folder", folder),
+            ranks=2,
+            folder=tmp_path,
+            store=store,
+        )
         # A rank that outlives a kill in the update ends in the save, which has no
         # partner, and has printed the loss of the step.
-        found.update(printed)
+        found.update(losses_in(first.output))
         if fault != "none":
             assert (first.status, last.status) == (1, -signal.SIGKILL), first.output
-            assert (saves / "latest").read_text().strip() == f"step-{at - 1}"
-            assert verify(saves / f"step-{at - 1}")
+            assert (saves / "latest").read_text().strip() == f"step-{3 * number - 1}"
+            assert verify(saves / f"step-{3 * number - 1}")
 
-    assert list(expected) == [1, 2, 3, 4, 5]
+    assert list(expected) == list(range(1, steps + 1))
     assert found == expected
 
 
