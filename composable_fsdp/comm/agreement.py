@@ -6,8 +6,7 @@ before::
 
     say      the first rank at a place writes; later ranks read who wrote which value
     arrive   count this rank at a place
-    missing  wait, for a limited time, until all ranks have arrived at a place
-    tally    the same, and the number of ranks that have set a flag
+    tally    wait for all ranks; the number of ranks that have set a flag
     leave    the last rank to leave removes the keys
 
 Ranks that come to the same place anyway exchange tags and objects by collectives, which
@@ -23,7 +22,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -39,14 +38,11 @@ from composable_fsdp.comm.store_names import AgreedName, pauses
 from composable_fsdp.errors import CompositionError
 
 TIMEOUT_VARIABLE = "COMPOSABLE_FSDP_ORDER_TIMEOUT"
-"""Environment variable: seconds to wait for other ranks in ``missing``; 0 switches all
+"""Environment variable: seconds to wait for other ranks in the store; 0 switches all
 comparisons off.
 
 Default: 0.9 times the group's timeout, so that a DesyncError is raised before the
 backend aborts a collective that waits for a missing rank."""
-
-NOTICE_AFTER = 10.0
-"""Seconds in ``missing`` after which ``notice`` is called."""
 
 _SHARE = 0.9
 """Default wait as a fraction of the group's timeout."""
@@ -204,17 +200,21 @@ class Peers:
         field = (1 << width) - 1
         start, between = time.monotonic(), pauses(size)
         counts = int(store.add(key, mine))
-        while counts & field < size:
-            if time.monotonic() - start > within:
-                counts = int(store.add(key, -mine))
-                if counts & field < size - 1:
-                    return None
-                # The last rank has come in between, and relies on this rank.
-                counts = int(store.add(key, mine))
-                continue
-            time.sleep(next(between))
-            # Not ``add``: a FileStore grows by each.
-            counts = int(store.get(key))
+        try:
+            while counts & field < size and time.monotonic() - start < within:
+                time.sleep(next(between))
+                # Not ``add``: a FileStore grows by each.
+                counts = int(store.get(key))
+        # Ctrl-C, too: other ranks must not rely on this one.
+        except BaseException:
+            store.add(key, -mine)
+            raise
+        if counts & field < size:
+            counts = int(store.add(key, -mine))
+            if counts & field < size - 1:
+                return None
+            # The last rank has come in between, and relies on this rank.
+            counts = int(store.add(key, mine))
         # A rank that came here has read the tally before.
         stale = _finished.get(group, [])
         _finished[group] = [key]
@@ -227,52 +227,14 @@ class Peers:
         """Remove the flags at ``places`` after the next tally over the group."""
         _finished[self._group.get()] += [self._key(place) for place in places]
 
-    def missing(
-        self,
-        place: str,
-        notice: Callable[[list[int]], None],
-        in_vain: Callable[[list[int]], bool],
-    ) -> list[int]:
-        """Wait until all ranks have arrived at ``place``; return the missing ranks.
+    def is_open(self, place: str) -> bool:
+        """Return whether all ranks have arrived at ``place``."""
+        return bool(_store().check([f"{self._key(place)}/open"]))
 
-        Args:
-            place: name of the place, equal on all ranks.
-            notice: called once with the missing ranks if the wait takes longer than
-                ``NOTICE_AFTER``.
-            in_vain: called every ``seconds_between_questions`` with the missing ranks;
-                returns whether they cannot come.
-
-        Returns: the global ranks that have not arrived after ``timeout()`` seconds, or
-            that cannot come.
-        Collective: none.
-        """
-        store, key = _store(), self._key(place)
-        size = self._group.get().size()
-        start, between, told = time.monotonic(), pauses(size), False
-        every = seconds = seconds_between_questions(size)
-        # Polling, because a blocking wait would hold the connection to the store, which
-        # other threads of this process share.
-        while not store.check([f"{key}/open"]):
-            waited = time.monotonic() - start
-            if waited > self.timeout():
-                return self._absent(key)
-            if not told and waited > NOTICE_AFTER:
-                told = True
-                notice(self._absent(key))
-            # Not at every visit: the answer takes a round trip per missing rank, and a
-            # rank that waits in vain now will do so in a second, too.
-            if waited > seconds:
-                seconds += every
-                absent = self._absent(key)
-                # The last rank may have come meanwhile.
-                if absent and in_vain(absent):
-                    return absent
-            time.sleep(next(between))
-        return []
-
-    def _absent(self, key: str) -> list[int]:
-        """Return the global ranks that have not arrived at the place of ``key``."""
-        here = set(map(int, bytes(_store().get(f"{key}/here")).split()))
+    def absent(self, place: str) -> list[int]:
+        """Return the global ranks that have not arrived at ``place``."""
+        store, key = _store(), f"{self._key(place)}/here"
+        here = set(map(int, store.get(key).split())) if store.check([key]) else set()
         return [rank for rank in self.ranks if rank not in here]
 
     def leave(self, where: str, places: Iterable[str]) -> None:
@@ -292,10 +254,6 @@ class Peers:
         if store.check([f"{key}/count"]):
             for part in ("here", "count", "open"):
                 store.delete_key(f"{key}/{part}")
-
-    def timeout(self) -> float:
-        """Return the number of seconds that ``missing`` waits."""
-        return seconds_to_wait(self._group.get())
 
     def _key(self, place: str) -> str:
         """Return the key of ``place``; choose the prefix at the first call."""
@@ -324,14 +282,6 @@ def name_in_store(group: dist.ProcessGroup) -> str:
 _names: WeakKeyDictionary[dist.ProcessGroup, AgreedName] = WeakKeyDictionary()
 
 
-def seconds_between_questions(ranks: int) -> float:
-    """Return how often one of ``ranks`` that waits asks where the missing ranks are.
-
-    Each question takes up to two round trips per missing rank.
-    """
-    return max(1.0, ranks / 256)
-
-
 def seconds_to_wait(group: dist.ProcessGroup) -> float:
     """Return the number of seconds that a rank waits for other ranks of ``group``.
 
@@ -351,14 +301,18 @@ def own_connection() -> Any:
     # A connection of its own: requests of the main thread never wait behind a request
     # of this thread, and a request that fails breaks no connection of torch.
     store = key_value_store()
-    below = store
-    while isinstance(below, PrefixStore):
-        below = below.underlying_store
     # Other stores have no connection, and a second ``FileStore`` counts as a rank.
-    if not isinstance(below, TCPStore):
+    if not isinstance(innermost(store), TCPStore):
         return store
     store = store.clone()
     store.set_timeout(timedelta(seconds=5))
+    return store
+
+
+def innermost(store: Any) -> Any:
+    """Return the store below all prefixes."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
     return store
 
 

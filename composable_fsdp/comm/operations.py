@@ -6,6 +6,7 @@ import sys
 import weakref
 from datetime import datetime
 from pathlib import Path
+from threading import get_ident
 from types import FrameType
 from typing import NamedTuple
 
@@ -77,6 +78,11 @@ class OperationRecord(NamedTuple):
         )
 
     @property
+    def predicate(self) -> str:
+        """What the rank does that waits in the collective."""
+        return f"is in {self.title[:1].lower()}{self.title[1:]}"
+
+    @property
     def title(self) -> str:
         """The collective as messages name it."""
         about = f" of {self.unit}" if self.unit else ""
@@ -145,7 +151,7 @@ def calling() -> str:
 class Reporter:
     """The errors of a process group whose other ranks are not asked."""
 
-    def verdict(self) -> Exception | None:
+    def proof(self, operation: Operation) -> Exception | None:
         """Return None: this rank does not know what other ranks do."""
         return None
 
@@ -227,7 +233,9 @@ def begin(
 
     Returns: the operation, in the log of ``group``. Collective: none.
     """
-    return Operation(operation_log(group), op, None, phase or calling(), tensor)
+    log = operation_log(group)
+    log.rounds.threads.add(get_ident())
+    return Operation(log, op, None, phase or calling(), tensor)
 
 
 def recent_operations(

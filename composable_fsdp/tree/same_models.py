@@ -33,7 +33,7 @@ from composable_fsdp.comm.agreement import can_compare
 from composable_fsdp.comm.device import outside_transforms
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.comm.meeting import Call, history_of
-from composable_fsdp.comm.watch import pronounce, watch
+from composable_fsdp.comm.watch import leave, watch
 from composable_fsdp.errors import DesyncError
 from composable_fsdp.flat.param_form import groups_of
 from composable_fsdp.tree.fingerprint import (
@@ -259,7 +259,7 @@ def _compare(
         # next scope or in the first forward.
         for group in dict.fromkeys(g for each in scopes for g in each.route):
             if group not in scope.route:
-                pronounce(group, str(error.args[0]))
+                leave(group, str(error.args[0]))
         raise
 
 

@@ -162,7 +162,6 @@ def test_nothing_is_overwritten(tmp_path: Path, run: Run, checkpoint: Path) -> N
         ("simulate", "a", "--max-norm", "-1"),
         ("selftest", "--ranks", "0"),
         ("selftest", "--timeout", "0"),
-        ("hang-report",),
         ("env", "more"),
     ],
 )
@@ -202,9 +201,6 @@ def layer(): return nn.Linear(8, 8)
         (("convert", "list.pt", "out", "--to", "native"), 1, "holds a list"),
         (("export", "list.pt", "out"), 1, "holds a list"),
         (("diff", "list.pt", "list.pt"), 2, "holds a list"),
-        (("hang-report", "none"), 1, "has no file rank_N.json"),
-        (("hang-report", "words"), 1, "is not a file of a hang report"),
-        (("hang-report", "numbers"), 1, "is not a file of a hang report"),
     ],
 )
 def test_what_a_command_cannot_read_is_a_message(
@@ -252,7 +248,7 @@ def test_every_help_has_examples_formats_and_status(run: Run, command: str) -> N
 
 @pytest.mark.parametrize(
     "command",
-    ["plan", "simulate", "inspect", "diff", "env", "selftest", "hang-report"],
+    ["plan", "simulate", "inspect", "diff", "env", "selftest"],
 )
 def test_every_other_help_has_examples_and_status(run: Run, command: str) -> None:
     """The exit statuses differ from command to command."""
