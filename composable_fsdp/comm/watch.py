@@ -64,6 +64,8 @@ SLOW = 2.0
 """Seconds after which a wait is long."""
 NOTICE_AFTER = 10.0
 """Seconds after which a rank that waits in the store says so in the log."""
+PROBE_AFTER = 2.0
+"""Seconds after which a rank that waits in the store asks gloo who has died."""
 _QUIET = 30.0
 """Seconds without an operation after which a rank says what its last one was."""
 _MOST_RANKS = 32
@@ -263,7 +265,7 @@ class StoreWait:
         self._group, self._between = group, pauses(group.size())
         self.start = time.monotonic()
         self._limit = agreement.seconds_to_wait(group)
-        self._question, self._probe = min(SLOW, self._limit), SLOW
+        self._question, self._probe = min(SLOW, self._limit), PROBE_AFTER
         self._told = False
         self._watch = _WATCH.group(group)
 

@@ -15,6 +15,7 @@ import argparse
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -84,6 +85,10 @@ class Program:
         loss = (self.model(x) - x.flip(1)).square().mean()
         if not (self.faulty and self.fault == "no-backward"):
             loss.backward()
+        if self.fault.endswith("before-call"):
+            if self.faulty:
+                AT_STEP[self.fault](self)
+            self.model.state_dict()
         if self.faulty and self.fault == "clip-alone":
             clip_alone(self)
         self.optimizer.step()
@@ -131,6 +136,12 @@ def in_backward(program: Program, hook: Callable[..., None]) -> None:
 def in_step(program: Program, hook: Callable[..., None]) -> None:
     """Call ``hook`` when the optimizer begins its step."""
     program.optimizer.register_step_pre_hook(hook)
+
+
+def before_call(hook: Callable[..., None]) -> None:
+    """Call ``hook`` while the other ranks are in a state dict for some time."""
+    time.sleep(1.0)
+    hook()
 
 
 def in_save(_: Program) -> None:
@@ -253,6 +264,8 @@ AT_STEP: dict[str, Callable[[Program], None]] = {
     "swap": route(0, 2, 1),
     "skip-a-block": route(0, 2),
     "skip-the-last-block": route(0, 1),
+    "kill-before-call": lambda p: before_call(send(signal.SIGKILL)),
+    "raise-before-call": lambda p: before_call(refuse),
     "fewer-batches": ended,
     "state-alone": state_alone,
     "freeze-later": lambda p: frozen(p.model),
@@ -282,7 +295,7 @@ def train(arguments: argparse.Namespace) -> None:
     for number in range(begin + 1, arguments.steps + 1):
         if number == arguments.at and rank == size - 1:
             program.faulty = True
-            if arguments.fault in AT_STEP:
+            if arguments.fault in AT_STEP and "before-call" not in arguments.fault:
                 AT_STEP[arguments.fault](program)
         loss = program.step(number)
         sys.stdout.write(f"step {number} loss {loss.item()!r}\n")
