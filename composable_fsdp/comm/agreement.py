@@ -35,6 +35,7 @@ from composable_fsdp.comm import collectives
 from composable_fsdp.comm.groups import GroupRef
 from composable_fsdp.comm.nodes import PEERLESS, group_timeout
 from composable_fsdp.comm.store_names import AgreedName, pauses
+from composable_fsdp.comm.store_names import default_store as _store
 from composable_fsdp.errors import CompositionError
 
 TIMEOUT_VARIABLE = "COMPOSABLE_FSDP_ORDER_TIMEOUT"
@@ -55,7 +56,6 @@ _roots: Counter[str] = Counter()
 def can_compare(group: dist.ProcessGroup) -> bool:
     """Return whether the ranks of ``group`` are real and share a store.
 
-    Collective: none.
     Raises: CompositionError, if ``group`` was destroyed.
     """
     if os.environ.get(TIMEOUT_VARIABLE) == "0":
@@ -139,13 +139,7 @@ class Peers:
 
         One round trip to the store; waits for no rank.
 
-        Args:
-            place: name of the place, equal on all ranks.
-            value: a value for JSON, compared with the value of the first rank.
-            note: a further value, not compared. Default: None.
-
         Returns: the message of the first rank if its value differs; else None.
-        Collective: none.
         """
         # Compared as JSON, in which a tuple is a list and NaN equals NaN. JSON has no
         # line feeds, so a line feed separates the value from the rest.
@@ -182,14 +176,8 @@ class Peers:
 
         One round trip, and a visit after each of ``pauses`` while ranks are missing.
 
-        Args:
-            place: name of the place, equal on all ranks.
-            flags: the flags of this rank, equally many on all ranks.
-            within: seconds to wait.
-
         Returns: per flag, the number of ranks that have set the flag; None if ranks are
             missing, which do not count this rank either then.
-        Collective: none.
         """
         store, group, key = _store(), self._group.get(), f"{self._key(place)}/tally"
         size = group.size()
@@ -272,21 +260,23 @@ def name_in_store(group: dist.ProcessGroup) -> str:
 
     Raises: DesyncError, if a rank does not come within ``seconds_to_wait``.
     """
+    return agreed_name(group).agree(seconds_to_wait(group))
+
+
+def agreed_name(group: dist.ProcessGroup) -> AgreedName:
+    """Return what ``name_in_store`` returns the name of; waits for no rank."""
     found = _names.get(group)
     if found is None:
         ranks = dist.get_process_group_ranks(group)
         found = _names[group] = AgreedName(group.group_name, ranks)
-    return found.name or found.agree(seconds_to_wait(group))
+    return found
 
 
 _names: WeakKeyDictionary[dist.ProcessGroup, AgreedName] = WeakKeyDictionary()
 
 
 def seconds_to_wait(group: dist.ProcessGroup) -> float:
-    """Return the number of seconds that a rank waits for other ranks of ``group``.
-
-    Collective: none.
-    """
+    """Return the number of seconds that a rank waits for other ranks of ``group``."""
     asked = os.environ.get(TIMEOUT_VARIABLE)
     return float(asked) if asked else _SHARE * group_timeout(group)
 
@@ -300,7 +290,7 @@ def own_connection() -> Any:
     """Return a new connection to the store of the default group, for a thread."""
     # A connection of its own: requests of the main thread never wait behind a request
     # of this thread, and a request that fails breaks no connection of torch.
-    store = key_value_store()
+    store: Any = distributed_c10d._get_default_store()
     # Other stores have no connection, and a second ``FileStore`` counts as a rank.
     if not isinstance(innermost(store), TCPStore):
         return store
@@ -314,10 +304,3 @@ def innermost(store: Any) -> Any:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store
-
-
-def _store() -> Any:
-    """Return the store that the default group was created with."""
-    # Never cached: a reference would keep the threads of the store alive after
-    # ``destroy_process_group``.
-    return distributed_c10d._get_default_store()

@@ -108,11 +108,6 @@ class OrderComparison:
     def compare(self, number: int, index: int, use: object) -> None:
         """Compare a use of a round that all ranks record.
 
-        Args:
-            number: the round.
-            index: number of uses before, in this round.
-            use: the unit or the reduction; None for the end of the round.
-
         Collective: an all-gather of 8 bytes over each group of ``peers``; if checksums
             differ, an all-gather of objects.
         Raises: DesyncError, on every rank of a group whose ranks differ.
@@ -136,13 +131,7 @@ class OrderComparison:
     ) -> None:
         """Compare the begin of a round that is not the expected begin.
 
-        Args:
-            number: the round that begins.
-            mode: its mode.
-            other: the order log of which a round was expected; empty for this log.
-            wanted: the expected mode of a round of this log.
-
-        Collective: none. Waits for the other ranks in the store, for a limited time.
+        Waits for the other ranks in the store, for a limited time.
         Raises: DesyncError, if another rank begins another round.
         """
         if not self.peers:
@@ -171,14 +160,7 @@ class OrderComparison:
     ) -> None:
         """Compare a use that is not the recorded use.
 
-        Args:
-            number: the round.
-            index: number of uses before, in this round.
-            use: the unit or the reduction; None for the end of the round.
-            wanted: the recorded use.
-            since: the round that recorded ``wanted``.
-
-        Collective: none. Waits for the other ranks in the store, for a limited time.
+        Waits for the other ranks in the store, for a limited time.
         Raises: DesyncError, if another rank does something else.
         """
         if not self.peers:
@@ -203,11 +185,7 @@ class OrderComparison:
         A rank that has not would be in a collective of such a round, with which the
         next collective of this rank would pair.
 
-        Args:
-            number: the round that begins.
-            torn: by number of the order log: the abandoned round, and its uses.
-
-        Collective: none. Waits for the other ranks in the store, for a limited time.
+        Waits for the other ranks in the store, for a limited time.
         Raises: DesyncError, if a rank went on, or stopped at another use.
         """
         if not self.peers:
@@ -230,7 +208,7 @@ class OrderComparison:
         """Remove the keys of round ``number`` from the store, once all ranks ended it.
 
         The keys of a round that was ``dropped`` are removed with those of the next
-        round that wrote, or after the next meeting. Collective: none.
+        round that wrote, or after the next meeting.
         """
         said, self.said = self.said, []
         self._dropped.append((number, said))

@@ -41,7 +41,7 @@ import torch.distributed as dist
 from composable_fsdp.comm import agreement
 from composable_fsdp.comm.groups import GroupRef
 from composable_fsdp.comm.operations import round_order
-from composable_fsdp.comm.watch import StoreWait
+from composable_fsdp.comm.watch import StoreWait, agree_on_name
 from composable_fsdp.errors import DesyncError
 from composable_fsdp.naming import ranks_named
 
@@ -77,11 +77,6 @@ def meet(
 ) -> None:
     """Wait until every rank of each group makes an equal ``call``.
 
-    Args:
-        groups: the groups, in an order that is equal on all ranks.
-        call: the call.
-        always: visit the store also if the call is expected. Default: True.
-
     Three round trips to the store per group, or none if ``always`` is False and the
     call is expected.
 
@@ -96,10 +91,7 @@ def meet(
 
 
 def history_of(group: dist.ProcessGroup) -> History:
-    """Return the meetings over ``group``, one object per group.
-
-    Collective: none.
-    """
+    """Return the meetings over ``group``, one object per group."""
     # By the object and not by the name: a group that was destroyed and made again has a
     # new history on all ranks.
     found = _histories.get(group)
@@ -135,6 +127,8 @@ class History:
         """
         group, usual = self._group.get(), self._order.expected()
         round_order(group).threads.add(get_ident())
+        if why := agree_on_name(group, f"is in {call.story}"):
+            raise _alone(call, why, usual)
         # A caught error on one rank leaves another history there, and such a rank would
         # not expect what the others do. So the ranks compare histories, too.
         digest = hashlib.blake2b(repr((call.story, self._known())).encode()).digest()
@@ -146,7 +140,7 @@ class History:
                 # Before all ranks are here: ranks that differ need not wait for others.
                 while not (error := meeting.difference()) and meeting.is_awaited():
                     if why := wait.pause(meeting.missing):
-                        raise meeting.alone(why, usual if type(usual) is Call else None)
+                        raise _alone(call, why, usual)
                     meeting.look()
         # What was announced is taken back on any exception, as Ctrl-C: other ranks must
         # not rely on this one.
@@ -191,6 +185,19 @@ _histories: WeakKeyDictionary[dist.ProcessGroup, History] = WeakKeyDictionary()
 def _shown(part: Any) -> Any:
     """Return a part of a history as ranks compare it."""
     return part.story if isinstance(part, Call) else part
+
+
+def _alone(call: Call, why: str, usual: object) -> DesyncError:
+    """Return the error of a rank that gives up; ``usual`` is the expected call."""
+    # The other ranks may be inside the expected call, which visits no store.
+    instead = ""
+    if type(usual) is Call and usual != call:
+        instead = f" The call that usually comes here is {usual.story}."
+    if "never meet" in why:
+        return DesyncError(f"{why}{instead}")
+    return DesyncError(
+        f"{call.story} was called on this rank, and {why}.{instead} {call.way_out}"
+    )
 
 
 class _Meeting:
@@ -272,19 +279,6 @@ class _Meeting:
             f"Ranks make different calls, and each needs all ranks: {calls}. Nothing "
             "was sent, and no value was changed. Make the same calls in the same "
             "order, with equal arguments, on every rank."
-        )
-
-    def alone(self, why: str, usual: Call | None) -> DesyncError:
-        """Return the error of a rank that gives up; ``usual`` is the expected call."""
-        instead = ""
-        # The other ranks may be inside the expected call, which visits no store.
-        if usual is not None and usual != self._call:
-            instead = f" The call that usually comes here is {usual.story}."
-        if "never meet" in why:
-            return DesyncError(f"{why}{instead}")
-        return DesyncError(
-            f"{self._call.story} was called on this rank, and {why}.{instead} "
-            f"{self._call.way_out}"
         )
 
     def missing(self) -> list[int]:

@@ -50,7 +50,6 @@ _made: dict[tuple[tuple[int, ...], str], weakref.ref[dist.ProcessGroup]] = {}
 def node_size(world_size: int) -> int:
     """Return the number of ranks per node, from ``LOCAL_WORLD_SIZE``.
 
-    Collective: none.
     Raises: PlanError, if the variable is not set or does not divide ``world_size``.
     """
     if world_size == 1:
@@ -78,7 +77,6 @@ def node_parts(world_size: int) -> tuple[list[range], list[range]]:
 
     Ranks of a node are consecutive, as torchrun numbers the ranks.
 
-    Collective: none.
     Raises: PlanError, as ``node_size``.
     """
     size = node_size(world_size)
@@ -144,13 +142,6 @@ def private_group(
     No other code sends on the group, so the group can be used at the same time as
     collectives of training, and by another thread if the thread has a purpose of its
     own.
-
-    Args:
-        ranks: the global ranks of the group, in order.
-        purpose: what the group is for; each purpose has a group of its own.
-        timeout: seconds that a collective over the group waits, if this call creates
-            the group; ``TIMEOUT_VARIABLE`` takes precedence. Default: those of the
-            default group.
 
     Returns: the group; None if ``ranks`` has a single rank.
 
@@ -220,10 +211,7 @@ def _new_group(
 
 
 def group_timeout(group: Any) -> float:
-    """Return the smallest timeout of the group's backends, in seconds.
-
-    Collective: none.
-    """
+    """Return the smallest timeout of the group's backends, in seconds."""
     limits = [distributed_c10d.default_pg_timeout]
     for device in group._device_types:
         options: Any = getattr(group._get_backend(device), "options", None)

@@ -187,7 +187,7 @@ _logs: weakref.WeakKeyDictionary[dist.ProcessGroup, OperationLog] = (
 
 
 def operation_log(group: dist.ProcessGroup) -> OperationLog:
-    """Return the log of ``group``. Collective: none."""
+    """Return the log of ``group``."""
     # Weak keys: a destroyed group takes its log along.
     found = _logs.get(group)
     if found is None:
@@ -196,7 +196,7 @@ def operation_log(group: dist.ProcessGroup) -> OperationLog:
 
 
 def operation_logs() -> list[OperationLog]:
-    """Return the logs of all process groups that exist. Collective: none."""
+    """Return the logs of all process groups that exist."""
     return list(_logs.values())
 
 
@@ -224,14 +224,7 @@ def begin(
 ) -> Operation:
     """Return a new operation that is not about a single unit.
 
-    Args:
-        op: the kind of the collective.
-        group: the process group.
-        tensor: the buffer, or the largest of several. Default None: pickled objects.
-        phase: the purpose of the collective. Default None: the name of the outermost
-            function of this package that is running.
-
-    Returns: the operation, in the log of ``group``. Collective: none.
+    Returns: the operation, in the log of ``group``.
     """
     log = operation_log(group)
     log.rounds.threads.add(get_ident())

@@ -186,11 +186,6 @@ class Operation:
     ) -> Operation | None:
         """Call ``start(*args)``, which hands the collective to the backend.
 
-        Args:
-            start: returns the ``Work``, or None if the collective has ended.
-            *args: the arguments of ``start``.
-            async_op: whether the caller will wait.
-
         Returns: the operation if ``async_op``, else None.
         Raises: CollectiveError, if the backend raises.
         Collective: that of ``start``.

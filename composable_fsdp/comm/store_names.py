@@ -14,14 +14,14 @@ from __future__ import annotations
 import os
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from secrets import token_hex
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from composable_fsdp.errors import DesyncError
+from composable_fsdp.errors import CollectiveError, DesyncError
 from composable_fsdp.naming import ranks_named
 
 _MOST_VISITS = 4096
@@ -42,6 +42,37 @@ def pauses(ranks: int) -> Iterator[float]:
     while True:
         yield pause
         pause = min(2 * pause, longest)
+
+
+class _NamedErrors:
+    """The store of the default group; says what it means that its host is gone."""
+
+    __slots__ = ("_store",)
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._store, name)
+
+        def call(*args: Any) -> Any:
+            try:
+                return method(*args)
+            except (dist.DistNetworkError, ConnectionError) as error:
+                raise CollectiveError(
+                    "The key-value store of the process groups cannot be reached: the "
+                    f"process that hosts it (torchrun, or rank 0) has ended ({error}). "
+                    "Look first at its output, and start the program again."
+                ) from error
+
+        return call
+
+
+def default_store() -> Any:
+    """Return the store that the default group was created with; do not keep it."""
+    # Never cached: a reference would keep the threads of the store alive after
+    # ``destroy_process_group``.
+    return _NamedErrors(distributed_c10d._get_default_store())
 
 
 class AgreedName:
@@ -66,22 +97,32 @@ class AgreedName:
 
         Raises: DesyncError, if a rank does not come.
         """
-        own = self._ranks.index(dist.get_rank())
         start, between = time.monotonic(), pauses(len(self._ranks))
-        store = distributed_c10d._get_default_store()
-        while not (name := self._read(store, own) if own else self._answer(store)):
+        while not self.name and not self.step():
             if time.monotonic() - start > limit:
-                told = {0, *self._answered}
-                late = [rank for i, rank in enumerate(self._ranks) if i not in told]
                 raise DesyncError(
                     f"Rank {dist.get_rank()} uses process group {self._label!r} for "
-                    f"the first time and has waited {limit:g} s for "
-                    f"{ranks_named(self._ranks[:1] if own else late)}. Make the same "
-                    "calls in the same order on every rank."
+                    f"the first time, and {ranks_named(self.missing())} did not come "
+                    f"within {limit:g} s. Make the same calls in the same order on "
+                    "every rank."
                 )
             time.sleep(next(between))
-        self.name = f"{self._label}@{name}"
         return self.name
+
+    def step(self) -> bool:
+        """Say hello, or answer; return whether the ranks have agreed. Never waits."""
+        store, own = default_store(), self._ranks.index(dist.get_rank())
+        name = self._read(store, own) if own else self._answer(store)
+        self.name = f"{self._label}@{name}" if name else ""
+        return bool(name)
+
+    def missing(self) -> list[int]:
+        """Return the global ranks for which this rank waits; empty after the end."""
+        if self.name:
+            return []
+        told = {0, *self._answered}
+        late = [rank for i, rank in enumerate(self._ranks) if i not in told]
+        return late if self._ranks[0] == dist.get_rank() else [self._ranks[0]]
 
     def _answer(self, store: Any) -> str:
         """Answer the ranks that have said hello; return the name after the last."""

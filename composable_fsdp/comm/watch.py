@@ -366,6 +366,12 @@ class _Watch:
         """Watch ``group``; start the thread at the first call for a default group."""
         if group in self._groups:
             return
+        if why := agree_on_name(group, "uses a process group for the first time"):
+            raise DesyncError(
+                f"Rank {dist.get_rank()} uses process group {group.group_name!r} for "
+                f"the first time, and {why}. Make the same calls in the same order on "
+                "every rank."
+            )
         log = operation_log(group)
         # The log and not this object decides about a wait, so the hot path reads a
         # single attribute.
@@ -484,6 +490,17 @@ def watch(groups: Iterable[dist.ProcessGroup]) -> None:
     for group in groups:
         if agreement.can_compare(group):
             _WATCH.add(group)
+
+
+def agree_on_name(group: dist.ProcessGroup, predicate: str) -> str:
+    """Wait until the ranks of ``group`` have a name in the store; return why not."""
+    name = agreement.agreed_name(group)
+    if not name.name:
+        with StoreWait(group, predicate) as wait:
+            while not name.step():
+                if why := wait.pause(name.missing):
+                    return why
+    return ""
 
 
 def require_whole(group: dist.ProcessGroup) -> None:

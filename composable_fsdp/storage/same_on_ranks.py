@@ -5,7 +5,7 @@ from rank 0. A value that only another rank has, or has differently, would be lo
 
     tensors in no unit          names, shapes, dtypes, values of parameters    refused
     extra states of modules     values                                         refused
-    buffers                     values                                         warned of
+    buffers                     values                                         logged
     options of the optimizer    per parameter                                  refused
 
 Scalar optimizer state of a parameter that several ranks hold is compared in ``merge``.
@@ -133,7 +133,7 @@ def require_same(ranks: Sequence[int], told: Sequence[RankValues]) -> str:
         ranks: the global ranks, in the order of ``told``.
         told: the values of each rank.
 
-    Returns: a warning about buffers that differ.
+    Returns: a line for the log about buffers that differ.
     Collective: none; all ranks have the same ``told``, so all decide alike.
     Raises: CheckpointError, for tensors and options that would be lost.
     """
@@ -178,7 +178,7 @@ def require_same(ranks: Sequence[int], told: Sequence[RankValues]) -> str:
     _require_same_rectangles(ranks, told)
     _require_same_options(ranks, told)
     require_same_copies(ranks, [each.copies for each in told])
-    # A warning and no error: the running means of a normalization differ in ordinary
+    # No error: the running means of a normalization differ in ordinary
     # training, and DistributedDataParallel gives all ranks those of rank 0, too.
     unlike = _unlike(told, lambda each: each.buffers)
     if not unlike:

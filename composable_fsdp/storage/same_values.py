@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +11,8 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage.same_on_ranks import require_same
 from composable_fsdp.storage.same_replicas import warning_of
 from composable_fsdp.storage.team import Team
+
+_LOGGER = logging.getLogger("composable_fsdp")
 
 
 def require_same_values(
@@ -24,10 +27,13 @@ def require_same_values(
     """
     texts, (_, values, shards) = [], zip(*told, strict=True)
     if values[0] is not None:
-        texts.append(require_same(team.ranks, values))
+        text = require_same(team.ranks, values)
+        # Running means differ in ordinary training.
+        if text and team.rank == 0:
+            _LOGGER.info(text)
     if shards[0] is not None:
         texts.append(warning_of(team.ranks, shards))
-    # Rank 0 alone saves the buffers, and a warning per rank would say no more.
+    # A warning per rank would say no more.
     warned = [_warned(text) for text in texts if text and team.rank == 0]
     return next(filter(None, warned), None)
 

@@ -39,8 +39,6 @@ def assign_order_logs(context: RuntimeContext, *, replicas: bool) -> None:
 
     Ranks number the logs of a group, so the ranks of a log must have compared their
     models before. Without ``replicas`` units that are not cut have no logs yet.
-
-    Collective: none.
     """
     forward: dict[tuple[str, ...], OrderLog] = {}
     backward: dict[tuple[str, ...], OrderLog] = {}
@@ -88,18 +86,7 @@ def _log(
     note: Callable[[], Note],
     call: Call | None = None,
 ) -> OrderLog | None:
-    """Return the log for ``groups``, created at the first call; None without groups.
-
-    Args:
-        logs: the logs so far, by names of groups.
-        what: the direction, "forward" or "backward".
-        tree: the class of the root.
-        groups: the groups over which the units send.
-        note: returns the units that wait for gradients.
-        call: a forward of the tree; None (default) in backward.
-
-    Collective: none.
-    """
+    """Return the log for ``groups``, created at the first call; None without groups."""
     if not groups:
         return None
     # Units may have equal groups in different ``Groups`` objects.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -114,7 +115,9 @@ def test_a_rank_that_ends_before_a_call_is_named_within_seconds(
 
     assert first.status == 1
     assert first.seconds < 8.0
-    assert "DesyncError: state_dict() of Blocks was called on this rank" in first.output
+    assert re.search(
+        r"DesyncError: state_dict\(.*was called on this rank", first.output
+    )
     how = {"kill": "its connection is closed", "raise": "with ValueError: a bad sample"}
     assert "rank 1 has ended" in first.output
     assert how[fault.partition("-")[0]] in first.output
