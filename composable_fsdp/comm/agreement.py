@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -27,6 +28,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d
@@ -45,6 +47,8 @@ comparisons off.
 Default: 0.9 times the group's timeout, so that a DesyncError is raised before the
 backend aborts a collective that waits for a missing rank."""
 
+_PROBE = (1 << 30) + 7
+"""The tag of messages that nobody sends (``is_lost``)."""
 _SHARE = 0.9
 """Default wait as a fraction of the group's timeout."""
 _finished: WeakKeyDictionary[dist.ProcessGroup, list[str]] = WeakKeyDictionary()
@@ -304,3 +308,34 @@ def innermost(store: Any) -> Any:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store
+
+
+def is_there(store: Any) -> bool:
+    """Return whether the host of the store can still be reached."""
+    # A visit to a host that has gone would print a back-trace of C++ at a normal end.
+    below = innermost(store)
+    if not hasattr(below, "port"):
+        return True
+    try:
+        socket.create_connection((below.host, below.port), 2.0).close()
+    except OSError:
+        return False
+    return True
+
+
+def is_lost(group: dist.ProcessGroup, rank: int) -> bool:
+    """Return whether gloo has seen the connection to the global ``rank`` closed."""
+    try:
+        backend: Any = group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        return False
+    if not isinstance(backend, dist.ProcessGroupGloo):
+        return False
+    # A receive over a closed connection is refused at once. Another one is forgotten
+    # together with its buffer; to wait for it and give up would close the connection.
+    try:
+        index = dist.get_group_rank(group, rank)
+        backend.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], index, _PROBE)
+    except RuntimeError:
+        return True
+    return False

@@ -45,7 +45,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable_fsdp.comm.call_order import CallOrder
-from composable_fsdp.comm.order_protocol import Comparison
 from composable_fsdp.comm.order_records import Record, keep
 from composable_fsdp.comm.ranges import collective_range, profiler
 from composable_fsdp.errors import DesyncError
@@ -340,9 +339,10 @@ class OrderLog:
         self,
         name: str,
         rounds: RoundOrder,
-        comparison: Comparison,
+        comparison: Any,
         call: Hashable = None,
     ) -> None:
+        # An ``OrderComparison``, whose module imports this one.
         self.rounds, self.comparison = rounds, comparison
         self.call = call
         """A round as a call (``comm.meeting.Call``); None in backward."""

@@ -21,7 +21,6 @@ import atexit
 import json
 import logging
 import os
-import socket
 import sys
 import threading
 import time
@@ -31,7 +30,6 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from composable_fsdp.comm import agreement, hang_report
@@ -70,15 +68,13 @@ _QUIET = 30.0
 """Seconds without an operation after which a rank says what its last one was."""
 _MOST_RANKS = 32
 """Number of other ranks whose last operations are read at most."""
-_PROBE = (1 << 30) + 7
-"""The tag of messages that nobody sends (``_is_lost``)."""
 
 
 class GroupWatch(Reporter):
     """The watch over a process group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = GroupRef(group)
+        self._group, self.log = GroupRef(group), operation_log(group)
         self.keys = f"composable_fsdp/watch/{agreement.name_in_store(group)}"
         self.ranks = dist.get_process_group_ranks(group)
         limit = group_timeout(group)
@@ -102,12 +98,11 @@ class GroupWatch(Reporter):
 
     def waiting(self) -> Operation | None:
         """Return the operation in which the main thread waits, or the device is."""
-        log = operation_log(self._group.get())
-        return waiting_in(log) or running_in(log)
+        return waiting_in(self.log) or running_in(self.log)
 
     def threads(self) -> list[str]:
         """Return the names of the threads of the program that use the group."""
-        used = operation_log(self._group.get()).rounds.threads
+        used = self.log.rounds.threads
         # Autograd's threads run while a thread of the program waits for them.
         return sorted(
             thread.name
@@ -155,14 +150,14 @@ class GroupWatch(Reporter):
 
     def tear(self, text: str) -> None:
         """Note that a collective over the group was left, or will not be sent."""
-        self.torn, operation_log(self._group.get()).guarded = text, True
+        self.torn, self.log.guarded = text, True
 
     def leave(self, predicate: str, kind: str = "left") -> None:
         """Tell ranks that wait in the next operation that this rank will not send it.
 
         ``predicate`` says what this rank does instead.
         """
-        number = operation_log(self._group.get()).number + 1
+        number = self.log.number + 1
         mine = json.dumps([dist.get_rank(), [kind, ""], predicate, self.threads()])
         store = agreement.key_value_store()
         store.compare_set(f"{self.keys}/op/{number}/unlike", "", mine)
@@ -174,7 +169,7 @@ class GroupWatch(Reporter):
         Called by a rank that waits in the store before it could send that operation.
         """
         store, names = agreement.key_value_store(), self.threads()
-        number = operation_log(self._group.get()).number + 1
+        number = self.log.number + 1
         key = f"{self.keys}/op/{number}"
         if not store.check([key]):
             return None
@@ -201,10 +196,9 @@ class GroupWatch(Reporter):
     def require_whole(self) -> None:
         """Raise DesyncError if a collective over the group was left."""
         if self.torn:
-            name = self._group.operations.name
             raise DesyncError(
-                f"Process group {name!r} was left in the middle of a collective, and "
-                f"no later collective can pair: {self.torn} Save with "
+                f"Process group {self.log.name!r} was left in the middle of a "
+                f"collective, and no later collective can pair: {self.torn} Save with "
                 "composable_fsdp.save, which does not use this process group, and "
                 "start the program again, or shard a model over a new process group."
             )
@@ -225,7 +219,7 @@ class GroupWatch(Reporter):
         # the collective is worth more than another one.
         with suppress(Exception):
             store, behind = agreement.key_value_store(), []
-            number = operation_log(self._group.get()).number
+            number = self.log.number
             for rank in [each for each in self.ranks if each != dist.get_rank()]:
                 if len(behind) == _MOST_RANKS:
                     break
@@ -327,26 +321,8 @@ class StoreWait:
             store, key = agreement.key_value_store(), f"{self._watch.keys}/ended/{rank}"
             if store.check([key]):
                 return f"has ended{store.get(key).decode()}"
-        lost = _is_lost(self._group, rank)
+        lost = agreement.is_lost(self._group, rank)
         return "has ended: its connection is closed" if lost else ""
-
-
-def _is_lost(group: dist.ProcessGroup, rank: int) -> bool:
-    """Return whether gloo has seen the connection to the global ``rank`` closed."""
-    try:
-        backend: Any = group._get_backend(torch.device("cpu"))
-    except RuntimeError:
-        return False
-    if not isinstance(backend, dist.ProcessGroupGloo):
-        return False
-    # A receive over a closed connection is refused at once. Another one is forgotten
-    # together with its buffer; to wait for it and give up would close the connection.
-    try:
-        index = dist.get_group_rank(group, rank)
-        backend.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], index, _PROBE)
-    except RuntimeError:
-        return True
-    return False
 
 
 class _Watch:
@@ -403,7 +379,7 @@ class _Watch:
         self._stop.set()
         thread.join(5.0)
         store = self._store
-        if store is None or not dist.is_initialized() or not _is_there(store):
+        if store is None or not dist.is_initialized() or not agreement.is_there(store):
             return
         # The interpreter stores an exception that ends the program in ``last_value``.
         error = getattr(sys, "last_value", None)
@@ -429,7 +405,7 @@ class _Watch:
 
     def _look(self, store: Any, watch: GroupWatch) -> None:
         """Look at the wait of this rank over a group, if it is long."""
-        log = operation_log(watch._group.get())
+        log = watch.log
         waits, inside = watch.waiting(), watch.store_wait
         seconds = 0.0 if waits is None else waited_for(waits)
         wait: object = waits
@@ -446,7 +422,7 @@ class _Watch:
         quiet = 0.0 if last is None else time.time() - last.issued / 1e9
         if seconds < SLOW and (quiet < watch.quiet or watch.told == told):
             return
-        if not _is_there(store):
+        if not agreement.is_there(store):
             raise ConnectionError("the host of the store has ended")
         if watch.told != told:
             watch.told = told
@@ -463,19 +439,6 @@ class _Watch:
                 "rank %d has waited for %.0f s: it %s. %sReport: %s",
                 *(dist.get_rank(), seconds, told[1], watch.last_words(), path),
             )
-
-
-def _is_there(store: Any) -> bool:
-    """Return whether the host of the store can still be reached."""
-    # A visit to a host that has gone would print a back-trace of C++ at a normal end.
-    below = agreement.innermost(store)
-    if not hasattr(below, "port"):
-        return True
-    try:
-        socket.create_connection((below.host, below.port), 2.0).close()
-    except OSError:
-        return False
-    return True
 
 
 _WATCH = _Watch()

@@ -35,7 +35,7 @@ from composable_fsdp import (
     save,
     unshard_params,
 )
-from composable_fsdp.comm import sequence, watch
+from composable_fsdp.comm import agreement, sequence, watch
 from composable_fsdp.comm.operations import operation_logs
 from tests.faults.test_calls_meet import CALLS, Trained
 from tests.faults.test_missing_ranks import stop_this_process
@@ -407,7 +407,7 @@ def probes(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) -> None:
     """A rank asks the backend many times whether the other lives."""
     model = layers(one)
     for _ in range(3):
-        assert not any(watch._is_lost(one, 1 - rank) for _ in range(20))
+        assert not any(agreement.is_lost(one, 1 - rank) for _ in range(20))
         train(model, 1)
         dist.all_reduce(torch.ones(2), group=one)
 
