@@ -139,7 +139,9 @@ class History:
             with StoreWait(group, f"is in {call.story}") as wait:
                 # Before all ranks are here: ranks that differ need not wait for others.
                 while not (error := meeting.difference()) and meeting.is_awaited():
-                    if why := wait.pause(meeting.missing):
+                    why = wait.pause(meeting.missing)
+                    # The last rank may have come in between.
+                    if why and meeting.gives_up():
                         raise _alone(call, why, usual)
                     meeting.look()
         # What was announced is taken back on any exception, as Ctrl-C: other ranks must
@@ -243,14 +245,14 @@ class _Meeting:
         # The line first, as in ``arrive``: a rank that reads the lines may miss this
         # rank a moment too early, and never counts a rank that has left.
         self._write(gave_up=True)
-        if not self._announced:
-            return True
-        self._add(-self._one)
-        if self._count() < self._group.size() - 1:
-            return True
-        # The last rank has come in between and relies on this rank.
-        self.arrive()
-        return False
+        if self._announced:
+            self._announced = False
+            self._add(-self._one)
+            if self._count() == self._group.size() - 1:
+                # The last rank has come in between and relies on this rank.
+                self.arrive()
+                return False
+        return True
 
     def is_awaited(self) -> bool:
         """Return whether ranks are missing, as far as this rank knows."""

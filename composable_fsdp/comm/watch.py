@@ -428,9 +428,9 @@ class _Watch:
             watch.told = told
             value = json.dumps([*told, time.time()])
             store.set(f"{watch.keys}/last/{dist.get_rank()}", value)
-        # Where the device waits, no wait of the host is there to be ended.
-        if waits is not None and not waits.done:
-            watch.look(store, waits)
+        # Where the device alone waits, this rank may still come to another place.
+        if (host := waiting_in(log)) is not None:
+            watch.look(store, host)
         late = watch.report_after and seconds > watch.report_after
         if late and watch.reported is not wait:
             watch.reported = wait
