@@ -35,7 +35,7 @@ class Ranks:
 def test_an_attempt_that_was_killed_at_any_time_gives_no_name_to_the_next(
     monkeypatch: pytest.MonkeyPatch, before: list[int], order: list[int]
 ) -> None:
-    """Ranks of the next attempt agree on a new name, and leave no key."""
+    """Ranks of the next attempt agree on a new name, and leave no key of their own."""
     store = HashStore()
     monkeypatch.setattr(store_names, "default_store", lambda: store)
     killed = Ranks(monkeypatch, 3)
@@ -48,4 +48,5 @@ def test_an_attempt_that_was_killed_at_any_time_gives_no_name_to_the_next(
     assert name.startswith("0@")
     assert name not in {each.name for each in killed.names}
     assert [each.missing() for each in ranks.names] == [[], [], []]
-    assert store.num_keys() == 0
+    # That of the killed attempt, if some rank had read its name.
+    assert store.num_keys() <= 1
