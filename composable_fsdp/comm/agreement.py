@@ -53,8 +53,8 @@ _SHARE = 0.9
 """Default wait as a fraction of the group's timeout."""
 _finished: WeakKeyDictionary[dist.ProcessGroup, list[str]] = WeakKeyDictionary()
 """Keys of the last tally over a group, which the next tally removes."""
-_roots: Counter[str] = Counter()
-"""Number of ``Peers`` objects per group and topic that have used the store."""
+_peers: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
+"""Number of ``Peers`` objects per group and topic that have a number."""
 
 
 def can_compare(group: dist.ProcessGroup) -> bool:
@@ -96,22 +96,25 @@ def _parse(text: str) -> PeerMessage:
 class Peers:
     """The ranks of a group, for messages about ``topic``."""
 
-    __slots__ = ("__weakref__", "_group", "_prefix", "_rank", "_topic")
+    __slots__ = ("__weakref__", "_group", "_number", "_prefix", "_rank", "_topic")
 
     def __init__(self, group: dist.ProcessGroup, topic: str) -> None:
         self._group = GroupRef(group)
         self._topic = topic
-        # The prefix of the keys is chosen at the first use of the store: at that time
-        # all ranks are on the way to the same collective, so the n-th ``Peers`` object
-        # of a group and topic is the same on each rank.
-        self._prefix, self._rank = "", dist.get_rank()
+        # The number is chosen at the first use of the store: at that time all ranks are
+        # on the way to the same collective, so the n-th ``Peers`` object of a group and
+        # topic is the same on each rank.
+        self._number, self._prefix, self._rank = 0, "", dist.get_rank()
 
     def name(self) -> Peers:
-        """Choose the prefix of the keys now; return this object.
+        """Choose the number of this object now; return this object.
 
         For a caller that all ranks enter, whether or not they use the store later.
         """
-        self._key("")
+        # The name of the group would wait for ranks that may not use the store yet.
+        counts = _peers.setdefault(self._group.get(), Counter())
+        counts[self._topic] += 1
+        self._number = counts[self._topic]
         return self
 
     @property
@@ -250,10 +253,9 @@ class Peers:
     def _key(self, place: str) -> str:
         """Return the key of ``place``; choose the prefix at the first call."""
         if not self._prefix:
-            group = self._group.get()
-            name = f"{name_in_store(group)}/{self._topic}"
-            _roots[name] += 1
-            self._prefix = f"composable_fsdp/{name}/{_roots[name]}"
+            number = self._number or self.name()._number
+            name = name_in_store(self._group.get())
+            self._prefix = f"composable_fsdp/{name}/{self._topic}/{number}"
         return f"{self._prefix}/{place}"
 
 

@@ -153,7 +153,8 @@ class OrderComparison:
             f"In {words.what} {number}, at its beginning, this rank {words.tell(fact)},"
             f" where {recorded}."
         )
-        self._meet(number, "its beginning", words.tell(fact), story, cure)
+        does = f"{words.tell(fact)}, where {recorded}"
+        self._meet(number, "its beginning", does, story, cure)
 
     def depart(
         self, number: int, index: int, use: object, wanted: object, since: int
@@ -168,16 +169,13 @@ class OrderComparison:
         fact, at = self._words.use(use), f"use {index}"
         self._say(number, at, fact)
         mine, recorded = contrast(fact, self._words.use(wanted))
-        self._meet(
-            number,
-            at,
-            self._words.tell(mine),
-            f"In {self._words.what} {number}, at {at}, this rank "
-            f"{self._words.tell(mine)}{waiting(self._words.note(), recorded)}, where "
-            f"the order recorded in {self._words.what} {since} has: "
-            f"{self._words.tell(recorded)}.",
-            way_out(mine, recorded),
+        words = self._words
+        does = (
+            f"{words.tell(mine)}{waiting(words.note(), recorded)}, where the order "
+            f"recorded in {words.what} {since} has: {words.tell(recorded)}"
         )
+        story = f"In {words.what} {number}, at {at}, this rank {does}."
+        self._meet(number, at, does, story, way_out(mine, recorded))
 
     def meet_after_tear(self, number: int, torn: Mapping[int, tuple[int, int]]) -> None:
         """Wait until every rank has abandoned the same rounds at the same uses, too.
@@ -326,11 +324,12 @@ class OrderComparison:
             return peers.absent(place)
 
         for peers in self.peers:
-            with StoreWait(peers.group, does) as wait:
+            with StoreWait(peers.group, does, way_out) as wait:
                 while not peers.is_open(place):
                     if why := wait.pause(missing):
-                        why = f"{why[:1].upper()}{why[1:].rstrip('.')}"
-                        self._raise(place, f"{story} {why}. {way_out}")
+                        if "never meet" not in why:
+                            why = f"{why[:1].upper()}{why[1:].rstrip('.')}. {way_out}"
+                        self._raise(place, f"{story} {why}")
 
     def _raise(self, place: str, text: str) -> NoReturn:
         """Raise ``text``, also on ranks that wait for this rank in a collective."""

@@ -136,7 +136,7 @@ class History:
         error: DesyncError | None = None
         try:
             meeting.arrive()
-            with StoreWait(group, f"is in {call.story}") as wait:
+            with StoreWait(group, f"is in {call.story}", call.way_out) as wait:
                 # Before all ranks are here: ranks that differ need not wait for others.
                 while not (error := meeting.difference()) and meeting.is_awaited():
                     why = wait.pause(meeting.missing)

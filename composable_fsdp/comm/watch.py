@@ -75,7 +75,7 @@ class GroupWatch(Reporter):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self.log = GroupRef(group), operation_log(group)
-        self.keys = f"composable_fsdp/watch/{agreement.name_in_store(group)}"
+        self._name = agreement.agreed_name(group)
         self.ranks = dist.get_process_group_ranks(group)
         limit = group_timeout(group)
         asked = float(os.environ.get(HANG_VARIABLE) or 60)
@@ -96,6 +96,12 @@ class GroupWatch(Reporter):
         self._proof = 0, ""
         """Number of the operation that never ends, and why."""
 
+    @property
+    def keys(self) -> str:
+        """The prefix of the keys in the store; empty before the ranks have a name."""
+        name = self._name.name
+        return f"composable_fsdp/watch/{name}" if name else ""
+
     def waiting(self) -> Operation | None:
         """Return the operation in which the main thread waits, or the device is."""
         return waiting_in(self.log) or running_in(self.log)
@@ -115,10 +121,13 @@ class GroupWatch(Reporter):
 
         Called by the thread once a second during a long wait. Two round trips.
         """
+        if not self.keys:
+            return
         names, what = self.threads(), [waits.op, waits.unit]
         key = f"{self.keys}/op/{waits.number}"
         record = OperationRecord.of(waits)
-        mine = json.dumps([dist.get_rank(), what, record.predicate, names])
+        advice = UNEVEN if record.phase == "forward" else ""
+        mine = json.dumps([dist.get_rank(), what, record.predicate, names, advice])
         found = []
         if self._said != key:
             if self._said:
@@ -128,17 +137,12 @@ class GroupWatch(Reporter):
             found.append(first)
         if store.check([f"{key}/unlike"]):
             found.append(store.get(f"{key}/unlike"))
-        for rank, other, predicate, theirs in map(json.loads, found):
+        for rank, other, predicate, theirs, more in map(json.loads, found):
             # Threads may send in another order than they have numbered.
             if other != what and theirs == names and len(names) < 2:
                 store.compare_set(f"{key}/unlike", "", mine)
-                uneven = f" {UNEVEN}" if record.phase == "forward" else ""
-                self._proof = (
-                    waits.number,
-                    never_meet(
-                        {dist.get_rank(): record.predicate, rank: predicate}, uneven
-                    ),
-                )
+                both = {dist.get_rank(): record.predicate, rank: predicate}
+                self._proof = waits.number, never_meet(both, more or advice)
 
     def proof(self, operation: Operation) -> DesyncError | None:
         """Return the error that ends the wait for ``operation``, if it never ends."""
@@ -152,15 +156,16 @@ class GroupWatch(Reporter):
         """Note that a collective over the group was left, or will not be sent."""
         self.torn, self.log.guarded = text, True
 
-    def leave(self, predicate: str, kind: str = "left") -> None:
+    def leave(self, predicate: str, advice: str = "", kind: str = "left") -> None:
         """Tell ranks that wait in the next operation that this rank will not send it.
 
-        ``predicate`` says what this rank does instead.
+        ``predicate`` says what this rank does instead, ``advice`` the way out.
         """
-        number = self.log.number + 1
-        mine = json.dumps([dist.get_rank(), [kind, ""], predicate, self.threads()])
-        store = agreement.key_value_store()
-        store.compare_set(f"{self.keys}/op/{number}/unlike", "", mine)
+        number, names = self.log.number + 1, self.threads()
+        mine = json.dumps([dist.get_rank(), [kind, ""], predicate, names, advice])
+        if self.keys:
+            store = agreement.key_value_store()
+            store.compare_set(f"{self.keys}/op/{number}/unlike", "", mine)
         self.tear(f"Rank {dist.get_rank()} {predicate}.")
 
     def elsewhere(self) -> tuple[int, str] | None:
@@ -169,11 +174,11 @@ class GroupWatch(Reporter):
         Called by a rank that waits in the store before it could send that operation.
         """
         store, names = agreement.key_value_store(), self.threads()
-        number = self.log.number + 1
-        key = f"{self.keys}/op/{number}"
-        if not store.check([key]):
+        key = f"{self.keys}/op/{self.log.number + 1}"
+        # What was left in a torn group is not waited for any more.
+        if self.torn or not self.keys or not store.check([key]):
             return None
-        rank, _, predicate, theirs = json.loads(store.get(key))
+        rank, _, predicate, theirs, _ = json.loads(store.get(key))
         return (rank, predicate) if theirs == names and len(names) < 2 else None
 
     def before(self, operation: Operation) -> None:
@@ -218,6 +223,8 @@ class GroupWatch(Reporter):
         # The store may be gone together with the rank that hosts it, and the error of
         # the collective is worth more than another one.
         with suppress(Exception):
+            if not self.keys:
+                return ""
             store, behind = agreement.key_value_store(), []
             number = self.log.number
             for rank in [each for each in self.ranks if each != dist.get_rank()]:
@@ -235,27 +242,34 @@ class GroupWatch(Reporter):
         return ""
 
 
-def never_meet(predicates: dict[int, str], more: str = "") -> str:
-    """Return the error of ranks that wait for each other, the same on all of them.
+def never_meet(predicates: dict[int, str], advice: str = "") -> str:
+    """Return the error of ranks that wait for each other; ``advice``: the way out.
 
     >>> never_meet({1: "is in save()", 0: "is in the all-gather of blocks.3"})[:69]
     'Rank 0 is in the all-gather of blocks.3; rank 1 is in save(). They wi'
     """
     told = "; ".join(f"rank {rank} {predicates[rank]}" for rank in sorted(predicates))
     return (
-        f"{told[:1].upper()}{told[1:]}. They will never meet. Make the same calls in "
-        f"the same order on every rank, outside of any 'if rank == 0'.{more}"
+        f"{told[:1].upper()}{told[1:]}. They will never meet. {advice or _SAME_CALLS}"
     )
+
+
+_SAME_CALLS = (
+    "Make the same calls in the same order on every rank, outside of any "
+    "'if rank == 0'."
+)
 
 
 class StoreWait:
     """The wait of this rank in the store for other ranks of ``group``; a context.
 
-    ``predicate`` says what this rank does, as "is in save()".
+    ``predicate`` says what this rank does, as "is in save()", ``advice`` the way out.
     """
 
-    def __init__(self, group: dist.ProcessGroup, predicate: str) -> None:
-        self.predicate = predicate
+    def __init__(
+        self, group: dist.ProcessGroup, predicate: str, advice: str = ""
+    ) -> None:
+        self.predicate, self._advice = predicate, advice
         self._group, self._between = group, pauses(group.size())
         self.start = time.monotonic()
         self._limit = agreement.seconds_to_wait(group)
@@ -312,12 +326,13 @@ class StoreWait:
         if found is None or not absent():
             return ""
         assert self._watch is not None
-        self._watch.leave(self.predicate, "waits")
-        return never_meet({dist.get_rank(): self.predicate, found[0]: found[1]})
+        self._watch.leave(self.predicate, self._advice, "waits")
+        both = {dist.get_rank(): self.predicate, found[0]: found[1]}
+        return never_meet(both, self._advice)
 
     def _lost(self, rank: int) -> str:
         """Return how ``rank`` has ended; empty while nobody says that it has."""
-        if self._watch is not None:
+        if self._watch is not None and self._watch.keys:
             store, key = agreement.key_value_store(), f"{self._watch.keys}/ended/{rank}"
             if store.check([key]):
                 return f"has ended{store.get(key).decode()}"
@@ -342,12 +357,6 @@ class _Watch:
         """Watch ``group``; start the thread at the first call for a default group."""
         if group in self._groups:
             return
-        if why := agree_on_name(group, "uses a process group for the first time"):
-            raise DesyncError(
-                f"Rank {dist.get_rank()} uses process group {group.group_name!r} for "
-                f"the first time, and {why}. Make the same calls in the same order on "
-                "every rank."
-            )
         log = operation_log(group)
         # The log and not this object decides about a wait, so the hot path reads a
         # single attribute.
@@ -385,7 +394,7 @@ class _Watch:
         error = getattr(sys, "last_value", None)
         how = "" if error is None else f" with {type(error).__name__}: {error}"
         with suppress(Exception):
-            for each in self._groups.values():
+            for each in filter(lambda each: each.keys, self._groups.values()):
                 store.set(f"{each.keys}/ended/{dist.get_rank()}", how)
 
     def _run(self, store: Any) -> None:
@@ -424,7 +433,7 @@ class _Watch:
             return
         if not agreement.is_there(store):
             raise ConnectionError("the host of the store has ended")
-        if watch.told != told:
+        if watch.told != told and watch.keys:
             watch.told = told
             value = json.dumps([*told, time.time()])
             store.set(f"{watch.keys}/last/{dist.get_rank()}", value)
@@ -445,14 +454,21 @@ _WATCH = _Watch()
 atexit.register(_WATCH.stop)
 
 
-def watch(groups: Iterable[dist.ProcessGroup]) -> None:
+def watch(groups: Iterable[dist.ProcessGroup], *, agree: bool = False) -> None:
     """Watch the collectives over ``groups`` that can compare.
 
-    The first call for a group waits for its ranks in the store.
+    With ``agree``, waits in the store for all ranks of each group, in the first call.
+    Before the ranks have a name there, no rank can be told what another waits in.
     """
     for group in groups:
-        if agreement.can_compare(group):
-            _WATCH.add(group)
+        if not agreement.can_compare(group):
+            continue
+        _WATCH.add(group)
+        if agree and (why := agree_on_name(group, "is in its first collective")):
+            raise DesyncError(
+                f"Rank {dist.get_rank()} uses process group {group.group_name!r} for "
+                f"the first time, and {why}. {_SAME_CALLS}"
+            )
 
 
 def agree_on_name(group: dist.ProcessGroup, predicate: str) -> str:

@@ -202,7 +202,7 @@ def _scopes_of_parts(units: Units) -> list[Scope]:
 def _watch_all(scopes: Sequence[Scope]) -> None:
     """Watch the groups of ``scopes``, so that a difference reaches ranks that wait."""
     for scope in scopes:
-        watch(scope.route)
+        watch(scope.route, agree=True)
 
 
 def meet_if_used(groups: Iterable[dist.ProcessGroup], call: Call) -> None:
