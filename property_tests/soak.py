@@ -273,16 +273,15 @@ def _held_by_tables(objects: Sequence[object]) -> set[int]:
     return found
 
 
-def _keys(ranks: int) -> int:
-    """The number of keys of the store, without the positions of the watch.
+def _keys(world: World) -> int:
+    """The number of keys of the store, without the last operations that ranks told.
 
-    A rank tells its position when some rank has waited for seconds, as on a busy
+    A rank tells its last operation when it has waited for seconds, as on a busy
     machine: a key per rank, at whatever step that happens first.
     """
-    store = agreement._store()
-    places = [f"composable_fsdp/watch/position/{rank}" for rank in range(ranks)]
-    told = sum(bool(store.check([place])) for place in places)
-    return int(store.num_keys()) - told
+    store, name = agreement.key_value_store(), agreement.name_in_store(world.group)
+    places = [f"composable_fsdp/watch/{name}/last/{r}" for r in range(world.world_size)]
+    return int(store.num_keys()) - sum(bool(store.check([each])) for each in places)
 
 
 def counts(world: World) -> Counts:
@@ -309,7 +308,7 @@ def counts(world: World) -> Counts:
         "objects": len(objects),
         "open files": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
-        "keys of the store": _keys(world.world_size),
+        "keys of the store": _keys(world),
         **kinds,
     }
     world.barrier()

@@ -229,7 +229,7 @@ def set_separate_reduce_scatter_group(
         if enable and shard is not None:
             group = twin_group(shard, "reductions")
             # The first forward watches the groups of the units alone.
-            watch([group])
+            watch([group], agree=True)
             rule.group = GroupRef(group)
 
 

@@ -232,7 +232,7 @@ def _unshard_states(
     # A block in a training loop repeats, and an expected call visits no store.
     meet_over(states, call, replicas=writeback, always=False)
     for state in states:
-        compare_models(state, replicas=writeback)
+        compare_models(state, replicas=writeback, written=writeback)
     failed: dict[Route, int | None] = {}
     with ExitStack() as stack:
         shown = [

@@ -6,8 +6,7 @@ before::
 
     say      the first rank at a place writes; later ranks read who wrote which value
     arrive   count this rank at a place
-    missing  wait, for a limited time, until all ranks have arrived at a place
-    tally    the same, and the number of ranks that have set a flag
+    tally    wait for all ranks; the number of ranks that have set a flag
     leave    the last rank to leave removes the keys
 
 Ranks that come to the same place anyway exchange tags and objects by collectives, which
@@ -21,13 +20,15 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d
@@ -35,33 +36,30 @@ from torch.distributed import distributed_c10d
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.groups import GroupRef
 from composable_fsdp.comm.nodes import PEERLESS, group_timeout
+from composable_fsdp.comm.store_names import AgreedName, pauses
+from composable_fsdp.comm.store_names import default_store as _store
 from composable_fsdp.errors import CompositionError
 
 TIMEOUT_VARIABLE = "COMPOSABLE_FSDP_ORDER_TIMEOUT"
-"""Environment variable: seconds to wait for other ranks in ``missing``; 0 switches all
+"""Environment variable: seconds to wait for other ranks in the store; 0 switches all
 comparisons off.
 
 Default: 0.9 times the group's timeout, so that a DesyncError is raised before the
 backend aborts a collective that waits for a missing rank."""
 
-_MOST_VISITS = 4096
-"""Visits to the store per second that all waiting ranks of a group make at most."""
-
-NOTICE_AFTER = 10.0
-"""Seconds in ``missing`` after which ``notice`` is called."""
-
+_PROBE = (1 << 30) + 7
+"""The tag of messages that nobody sends (``is_lost``)."""
 _SHARE = 0.9
 """Default wait as a fraction of the group's timeout."""
 _finished: WeakKeyDictionary[dist.ProcessGroup, list[str]] = WeakKeyDictionary()
 """Keys of the last tally over a group, which the next tally removes."""
-_roots: Counter[str] = Counter()
-"""Number of ``Peers`` objects per group and topic that have used the store."""
+_peers: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
+"""Number of ``Peers`` objects per group and topic that have a number."""
 
 
 def can_compare(group: dist.ProcessGroup) -> bool:
     """Return whether the ranks of ``group`` are real and share a store.
 
-    Collective: none.
     Raises: CompositionError, if ``group`` was destroyed.
     """
     if os.environ.get(TIMEOUT_VARIABLE) == "0":
@@ -98,22 +96,25 @@ def _parse(text: str) -> PeerMessage:
 class Peers:
     """The ranks of a group, for messages about ``topic``."""
 
-    __slots__ = ("__weakref__", "_group", "_prefix", "_rank", "_topic")
+    __slots__ = ("__weakref__", "_group", "_number", "_prefix", "_rank", "_topic")
 
     def __init__(self, group: dist.ProcessGroup, topic: str) -> None:
         self._group = GroupRef(group)
         self._topic = topic
-        # The prefix of the keys is chosen at the first use of the store: at that time
-        # all ranks are on the way to the same collective, so the n-th ``Peers`` object
-        # of a group and topic is the same on each rank.
-        self._prefix, self._rank = "", dist.get_rank()
+        # The number is chosen at the first use of the store: at that time all ranks are
+        # on the way to the same collective, so the n-th ``Peers`` object of a group and
+        # topic is the same on each rank.
+        self._number, self._prefix, self._rank = 0, "", dist.get_rank()
 
     def name(self) -> Peers:
-        """Choose the prefix of the keys now; return this object.
+        """Choose the number of this object now; return this object.
 
         For a caller that all ranks enter, whether or not they use the store later.
         """
-        self._key("")
+        # The name of the group would wait for ranks that may not use the store yet.
+        counts = _peers.setdefault(self._group.get(), Counter())
+        counts[self._topic] += 1
+        self._number = counts[self._topic]
         return self
 
     @property
@@ -145,13 +146,7 @@ class Peers:
 
         One round trip to the store; waits for no rank.
 
-        Args:
-            place: name of the place, equal on all ranks.
-            value: a value for JSON, compared with the value of the first rank.
-            note: a further value, not compared. Default: None.
-
         Returns: the message of the first rank if its value differs; else None.
-        Collective: none.
         """
         # Compared as JSON, in which a tuple is a list and NaN equals NaN. JSON has no
         # line feeds, so a line feed separates the value from the rest.
@@ -188,14 +183,8 @@ class Peers:
 
         One round trip, and a visit after each of ``pauses`` while ranks are missing.
 
-        Args:
-            place: name of the place, equal on all ranks.
-            flags: the flags of this rank, equally many on all ranks.
-            within: seconds to wait.
-
         Returns: per flag, the number of ranks that have set the flag; None if ranks are
             missing, which do not count this rank either then.
-        Collective: none.
         """
         store, group, key = _store(), self._group.get(), f"{self._key(place)}/tally"
         size = group.size()
@@ -206,17 +195,21 @@ class Peers:
         field = (1 << width) - 1
         start, between = time.monotonic(), pauses(size)
         counts = int(store.add(key, mine))
-        while counts & field < size:
-            if time.monotonic() - start > within:
-                counts = int(store.add(key, -mine))
-                if counts & field < size - 1:
-                    return None
-                # The last rank has come in between, and relies on this rank.
-                counts = int(store.add(key, mine))
-                continue
-            time.sleep(next(between))
-            # Not ``add``: a FileStore grows by each.
-            counts = int(store.get(key))
+        try:
+            while counts & field < size and time.monotonic() - start < within:
+                time.sleep(next(between))
+                # Not ``add``: a FileStore grows by each.
+                counts = int(store.get(key))
+        # Ctrl-C, too: other ranks must not rely on this one.
+        except BaseException:
+            store.add(key, -mine)
+            raise
+        if counts & field < size:
+            counts = int(store.add(key, -mine))
+            if counts & field < size - 1:
+                return None
+            # The last rank has come in between, and relies on this rank.
+            counts = int(store.add(key, mine))
         # A rank that came here has read the tally before.
         stale = _finished.get(group, [])
         _finished[group] = [key]
@@ -229,52 +222,14 @@ class Peers:
         """Remove the flags at ``places`` after the next tally over the group."""
         _finished[self._group.get()] += [self._key(place) for place in places]
 
-    def missing(
-        self,
-        place: str,
-        notice: Callable[[list[int]], None],
-        in_vain: Callable[[list[int]], bool],
-    ) -> list[int]:
-        """Wait until all ranks have arrived at ``place``; return the missing ranks.
+    def is_open(self, place: str) -> bool:
+        """Return whether all ranks have arrived at ``place``."""
+        return bool(_store().check([f"{self._key(place)}/open"]))
 
-        Args:
-            place: name of the place, equal on all ranks.
-            notice: called once with the missing ranks if the wait takes longer than
-                ``NOTICE_AFTER``.
-            in_vain: called every ``seconds_between_questions`` with the missing ranks;
-                returns whether they cannot come.
-
-        Returns: the global ranks that have not arrived after ``timeout()`` seconds, or
-            that cannot come.
-        Collective: none.
-        """
-        store, key = _store(), self._key(place)
-        size = self._group.get().size()
-        start, between, told = time.monotonic(), pauses(size), False
-        every = seconds = seconds_between_questions(size)
-        # Polling, because a blocking wait would hold the connection to the store, which
-        # other threads of this process share.
-        while not store.check([f"{key}/open"]):
-            waited = time.monotonic() - start
-            if waited > self.timeout():
-                return self._absent(key)
-            if not told and waited > NOTICE_AFTER:
-                told = True
-                notice(self._absent(key))
-            # Not at every visit: the answer takes a round trip per missing rank, and a
-            # rank that waits in vain now will do so in a second, too.
-            if waited > seconds:
-                seconds += every
-                absent = self._absent(key)
-                # The last rank may have come meanwhile.
-                if absent and in_vain(absent):
-                    return absent
-            time.sleep(next(between))
-        return []
-
-    def _absent(self, key: str) -> list[int]:
-        """Return the global ranks that have not arrived at the place of ``key``."""
-        here = set(map(int, bytes(_store().get(f"{key}/here")).split()))
+    def absent(self, place: str) -> list[int]:
+        """Return the global ranks that have not arrived at ``place``."""
+        store, key = _store(), f"{self._key(place)}/here"
+        here = set(map(int, store.get(key).split())) if store.check([key]) else set()
         return [rank for rank in self.ranks if rank not in here]
 
     def leave(self, where: str, places: Iterable[str]) -> None:
@@ -295,58 +250,39 @@ class Peers:
             for part in ("here", "count", "open"):
                 store.delete_key(f"{key}/{part}")
 
-    def timeout(self) -> float:
-        """Return the number of seconds that ``missing`` waits."""
-        return seconds_to_wait(self._group.get())
-
     def _key(self, place: str) -> str:
         """Return the key of ``place``; choose the prefix at the first call."""
         if not self._prefix:
-            group = self._group.get()
-            name = f"{name_in_store(group)}/{self._topic}"
-            _roots[name] += 1
-            self._prefix = f"composable_fsdp/{name}/{_roots[name]}"
+            number = self._number or self.name()._number
+            name = name_in_store(self._group.get())
+            self._prefix = f"composable_fsdp/{name}/{self._topic}/{number}"
         return f"{self._prefix}/{place}"
 
 
 def name_in_store(group: dist.ProcessGroup) -> str:
-    """Return a name of the group, equal on its ranks and different from other groups'.
+    """Return a name of the group that no other processes have used in this store.
 
-    Collective: none.
+    The first call for a group waits for all its ranks.
+
+    Raises: DesyncError, if a rank does not come within ``seconds_to_wait``.
     """
-    # Groups of disjoint ranks may have the same name, so the name alone is ambiguous.
-    return f"{group.group_name}@{dist.get_global_rank(group, 0)}"
+    return agreed_name(group).agree(seconds_to_wait(group))
 
 
-def pauses(ranks: int) -> Iterator[float]:
-    """Yield the seconds between visits of one of ``ranks`` that waits in the store.
-
-    The pauses grow: at first the rank must not lose time, and a rank that waits long
-    must not keep the store busy, which serves all ranks of the job, one after another.
-
-    >>> from itertools import islice
-    >>> [list(islice(pauses(ranks), 20))[-1] for ranks in (8, 1024)]
-    [0.05, 0.25]
-    """
-    pause, longest = 0.0005, max(0.05, ranks / _MOST_VISITS)
-    while True:
-        yield pause
-        pause = min(2 * pause, longest)
+def agreed_name(group: dist.ProcessGroup) -> AgreedName:
+    """Return what ``name_in_store`` returns the name of; waits for no rank."""
+    found = _names.get(group)
+    if found is None:
+        ranks = dist.get_process_group_ranks(group)
+        found = _names[group] = AgreedName(group.group_name, ranks)
+    return found
 
 
-def seconds_between_questions(ranks: int) -> float:
-    """Return how often one of ``ranks`` that waits asks where the missing ranks are.
-
-    Each question takes up to two round trips per missing rank.
-    """
-    return max(1.0, ranks / 256)
+_names: WeakKeyDictionary[dist.ProcessGroup, AgreedName] = WeakKeyDictionary()
 
 
 def seconds_to_wait(group: dist.ProcessGroup) -> float:
-    """Return the number of seconds that a rank waits for other ranks of ``group``.
-
-    Collective: none.
-    """
+    """Return the number of seconds that a rank waits for other ranks of ``group``."""
     asked = os.environ.get(TIMEOUT_VARIABLE)
     return float(asked) if asked else _SHARE * group_timeout(group)
 
@@ -360,20 +296,48 @@ def own_connection() -> Any:
     """Return a new connection to the store of the default group, for a thread."""
     # A connection of its own: requests of the main thread never wait behind a request
     # of this thread, and a request that fails breaks no connection of torch.
-    store = key_value_store()
-    below = store
-    while isinstance(below, PrefixStore):
-        below = below.underlying_store
+    store: Any = distributed_c10d._get_default_store()
     # Other stores have no connection, and a second ``FileStore`` counts as a rank.
-    if not isinstance(below, TCPStore):
+    if not isinstance(innermost(store), TCPStore):
         return store
     store = store.clone()
     store.set_timeout(timedelta(seconds=5))
     return store
 
 
-def _store() -> Any:
-    """Return the store that the default group was created with."""
-    # Never cached: a reference would keep the threads of the store alive after
-    # ``destroy_process_group``.
-    return distributed_c10d._get_default_store()
+def innermost(store: Any) -> Any:
+    """Return the store below all prefixes."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def is_there(store: Any) -> bool:
+    """Return whether the host of the store can still be reached."""
+    # A visit to a host that has gone would print a back-trace of C++ at a normal end.
+    below = innermost(store)
+    if not hasattr(below, "port"):
+        return True
+    try:
+        socket.create_connection((below.host, below.port), 2.0).close()
+    except OSError:
+        return False
+    return True
+
+
+def is_lost(group: dist.ProcessGroup, rank: int) -> bool:
+    """Return whether gloo has seen the connection to the global ``rank`` closed."""
+    try:
+        backend: Any = group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        return False
+    if not isinstance(backend, dist.ProcessGroupGloo):
+        return False
+    # A receive over a closed connection is refused at once. Another one is forgotten
+    # together with its buffer; to wait for it and give up would close the connection.
+    try:
+        index = dist.get_group_rank(group, rank)
+        backend.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], index, _PROBE)
+    except RuntimeError:
+        return True
+    return False

@@ -36,7 +36,7 @@ class CallOrder:
     def begin_forward(self, number: int, call: Hashable) -> None:
         """Note that log ``number`` begins a round, which is the forward ``call``.
 
-        Collective: none. Meets all ranks if this rank has left an expected call out.
+        Meets all ranks if this rank has left an expected call out.
         Raises: DesyncError, if other ranks have not.
         """
         # The order logs compare rounds. Only a call that other ranks are inside, and

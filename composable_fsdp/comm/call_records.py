@@ -35,13 +35,7 @@ class CallRecord:
 def require_sizes(full: Sequence[Tensor], shard: Sequence[Tensor], size: int) -> None:
     """Check that the buffers of a collective fit each other.
 
-    Args:
-        full: buffers of all ranks together.
-        shard: buffers of a rank, aligned with ``full``.
-        size: the number of ranks.
-
     Raises: FSDPError, unless ``full`` has ``size`` times the elements of ``shard``.
-    Collective: none.
     """
     for whole, part in zip(full, shard, strict=True):
         if whole.numel() != part.numel() * size or whole.dtype != part.dtype:

@@ -12,7 +12,6 @@ Ranks that issue collectives in different orders deadlock or exchange wrong data
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
@@ -31,14 +30,8 @@ from composable_fsdp.comm.order_facts import (
     waiting,
     way_out,
 )
-from composable_fsdp.comm.watch import (
-    pronounce,
-    pronounce_everywhere,
-    ranks_in_vain,
-    return_to,
-)
+from composable_fsdp.comm.watch import StoreWait, leave, require_whole
 from composable_fsdp.errors import DesyncError
-from composable_fsdp.naming import listed
 
 _REFUSED = "refused"
 """Below a place in the store: the error of a rank that found another fact there."""
@@ -115,11 +108,6 @@ class OrderComparison:
     def compare(self, number: int, index: int, use: object) -> None:
         """Compare a use of a round that all ranks record.
 
-        Args:
-            number: the round.
-            index: number of uses before, in this round.
-            use: the unit or the reduction; None for the end of the round.
-
         Collective: an all-gather of 8 bytes over each group of ``peers``; if checksums
             differ, an all-gather of objects.
         Raises: DesyncError, on every rank of a group whose ranks differ.
@@ -143,13 +131,7 @@ class OrderComparison:
     ) -> None:
         """Compare the begin of a round that is not the expected begin.
 
-        Args:
-            number: the round that begins.
-            mode: its mode.
-            other: the order log of which a round was expected; empty for this log.
-            wanted: the expected mode of a round of this log.
-
-        Collective: none. Waits for the other ranks in the store, for a limited time.
+        Waits for the other ranks in the store, for a limited time.
         Raises: DesyncError, if another rank begins another round.
         """
         if not self.peers:
@@ -171,21 +153,15 @@ class OrderComparison:
             f"In {words.what} {number}, at its beginning, this rank {words.tell(fact)},"
             f" where {recorded}."
         )
-        self._meet(number, "its beginning", story, cure)
+        does = f"{words.tell(fact)}, where {recorded}"
+        self._meet(number, "its beginning", does, story, cure)
 
     def depart(
         self, number: int, index: int, use: object, wanted: object, since: int
     ) -> None:
         """Compare a use that is not the recorded use.
 
-        Args:
-            number: the round.
-            index: number of uses before, in this round.
-            use: the unit or the reduction; None for the end of the round.
-            wanted: the recorded use.
-            since: the round that recorded ``wanted``.
-
-        Collective: none. Waits for the other ranks in the store, for a limited time.
+        Waits for the other ranks in the store, for a limited time.
         Raises: DesyncError, if another rank does something else.
         """
         if not self.peers:
@@ -193,15 +169,13 @@ class OrderComparison:
         fact, at = self._words.use(use), f"use {index}"
         self._say(number, at, fact)
         mine, recorded = contrast(fact, self._words.use(wanted))
-        self._meet(
-            number,
-            at,
-            f"In {self._words.what} {number}, at {at}, this rank "
-            f"{self._words.tell(mine)}{waiting(self._words.note(), recorded)}, where "
-            f"the order recorded in {self._words.what} {since} has: "
-            f"{self._words.tell(recorded)}.",
-            way_out(mine, recorded),
+        words = self._words
+        does = (
+            f"{words.tell(mine)}{waiting(words.note(), recorded)}, where the order "
+            f"recorded in {words.what} {since} has: {words.tell(recorded)}"
         )
+        story = f"In {words.what} {number}, at {at}, this rank {does}."
+        self._meet(number, at, does, story, way_out(mine, recorded))
 
     def meet_after_tear(self, number: int, torn: Mapping[int, tuple[int, int]]) -> None:
         """Wait until every rank has abandoned the same rounds at the same uses, too.
@@ -209,11 +183,7 @@ class OrderComparison:
         A rank that has not would be in a collective of such a round, with which the
         next collective of this rank would pair.
 
-        Args:
-            number: the round that begins.
-            torn: by number of the order log: the abandoned round, and its uses.
-
-        Collective: none. Waits for the other ranks in the store, for a limited time.
+        Waits for the other ranks in the store, for a limited time.
         Raises: DesyncError, if a rank went on, or stopped at another use.
         """
         if not self.peers:
@@ -224,11 +194,10 @@ class OrderComparison:
             f"{self._words.what} {round_} at use {uses}"
             for round_, uses in torn.values()
         )
-        story = (
-            f"This rank begins {self._words.what} {number} after an exception that "
-            f"ended {ended}."
+        does = (
+            f"begins {self._words.what} {number} after an exception that ended {ended}"
         )
-        self._meet(number, "a meeting", story, ONE_RANK_RAISED)
+        self._meet(number, "a meeting", does, f"This rank {does}.", ONE_RANK_RAISED)
         # Every rank has come here, so no rank comes to a place of a dropped round: a
         # program may end all of its rounds by an exception.
         self._leave_dropped()
@@ -237,7 +206,7 @@ class OrderComparison:
         """Remove the keys of round ``number`` from the store, once all ranks ended it.
 
         The keys of a round that was ``dropped`` are removed with those of the next
-        round that wrote, or after the next meeting. Collective: none.
+        round that wrote, or after the next meeting.
         """
         said, self.said = self.said, []
         self._dropped.append((number, said))
@@ -322,9 +291,8 @@ class OrderComparison:
         """
         words, place = self._words, f"{number}/{at}"
         mine = Said(words.what, words.tree, number, at, fact, words.note())
-        # A rank that has left a collective unfinished cannot meet the others.
         for peers in self.peers:
-            return_to(peers.group)
+            require_whole(peers.group)
         self.said.append(place)
         # The first rank at the place writes. Later ranks compare their fact with the
         # first.
@@ -336,9 +304,9 @@ class OrderComparison:
                 # The ranks that wrote before wait at this place for all ranks.
                 for each in self.peers:
                     each.say(f"{place}/{_REFUSED}", f"rank {dist.get_rank()}: {text}")
-                self._raise(text)
+                self._raise(place, text)
 
-    def _meet(self, number: int, at: str, story: str, way_out: str) -> None:
+    def _meet(self, number: int, at: str, does: str, story: str, way_out: str) -> None:
         """Wait until every rank has come to the place, too.
 
         Raises: DesyncError, if a rank does not arrive in time.
@@ -349,38 +317,26 @@ class OrderComparison:
         for peers in self.peers:
             peers.arrive(place)
 
-        # A warning names the absent ranks while this rank still waits.
-        def notice(absent: list[int]) -> None:
-            warnings.warn(
-                f"{story} Waiting for ranks [{listed(absent)}].", stacklevel=2
-            )
-
-        stuck: list[str] = []
-
-        def in_vain(absent: list[int]) -> bool:
-            stuck.extend(ranks_in_vain(peers.group, absent))
-            return bool(stuck or peers.heard(f"{place}/{_REFUSED}"))
+        def missing() -> list[int]:
+            # A rank that came later may have raised instead of waiting here.
+            if refused := peers.heard(f"{place}/{_REFUSED}"):
+                self._raise_beside(f"{story} Of {refused}")
+            return peers.absent(place)
 
         for peers in self.peers:
-            absent = peers.missing(place, notice, in_vain)
-            if absent:
-                # A rank that came later has raised instead of waiting here.
-                if refused := peers.heard(f"{place}/{_REFUSED}"):
-                    self._raise(f"{story} Of {refused}")
-                late = f"Ranks [{listed(absent)}]"
-                why = f"{late} did not follow within {peers.timeout():g} s."
-                text = f"{story} {why} {way_out}"
-                if stuck:
-                    text = f"{story} They cannot meet: {'; '.join(stuck)}. {way_out}"
-                    # They may wait in a group of another tree.
-                    pronounce_everywhere(text)
-                self._raise(text)
+            with StoreWait(peers.group, does, way_out) as wait:
+                while not peers.is_open(place):
+                    if why := wait.pause(missing):
+                        if "never meet" not in why:
+                            why = f"{why[:1].upper()}{why[1:].rstrip('.')}. {way_out}"
+                        self._raise(place, f"{story} {why}")
 
-    def _raise(self, text: str) -> NoReturn:
+    def _raise(self, place: str, text: str) -> NoReturn:
         """Raise ``text``, also on ranks that wait for this rank in a collective."""
         # Other ranks may follow the record and wait in a collective for this rank.
         for peers in self.peers:
-            pronounce(peers.group, text)
+            if set(peers.absent(place)) - {dist.get_rank()}:
+                leave(peers.group, text)
         self._raise_beside(text)
 
     def _raise_beside(self, text: str) -> NoReturn:
@@ -389,7 +345,7 @@ class OrderComparison:
         # wait for this rank in the reductions.
         for each in self.elsewhere:
             if (group := each.ref()) is not None:
-                pronounce(group, text)
+                leave(group, text)
         raise DesyncError(text)
 
 

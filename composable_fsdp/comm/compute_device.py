@@ -29,16 +29,7 @@ def resolve_device(
     that the group is bound to; the current device. If no GPU was used yet, the current
     device is first set to ``LOCAL_RANK`` of torchrun, for the rest of the process.
 
-    Args:
-        device_id: the user's choice: a device, or the index of a CUDA device; None for
-            no choice.
-        ranks: the rank layout, for the mesh's device type and the backend.
-        parameters: the unit's parameters; parameters on meta are ignored.
-        below: devices of the units below, because a root may have no parameters of its
-            own. Default: ().
-
     Returns: the device, with an index if CUDA.
-    Collective: none.
     """
     if device_id is not None:
         if isinstance(device_id, int):

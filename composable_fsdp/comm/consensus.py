@@ -89,11 +89,6 @@ def exchange(
 ) -> list[Outcome]:
     """Return every rank's outcome in rank order; raise nothing.
 
-    Args:
-        error: the error of this rank, or None.
-        value: a picklable object.
-        group: the process group.
-
     Returns: the outcomes of all ranks, so that all ranks can decide alike.
     Collective: one all-gather of objects over ``group``; all its ranks must call.
     """

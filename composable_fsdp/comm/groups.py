@@ -172,15 +172,8 @@ def group_sizes(
 ) -> tuple[int, int]:
     """Return the size of a unit's shard group and the number of replicas.
 
-    Args:
-        strategy: the unit's sharding strategy.
-        world_size: number of ranks in all.
-        shard_world_size: ranks per shard group. Default None: a single shard group of
-            ``world_size`` ranks. ``NO_SHARD`` ignores this argument.
-
     Returns: ``(shard_world_size, replicas)``; the product is ``world_size``.
     Raises: PlanError, if a hybrid strategy gets no ``shard_world_size``.
-    Collective: none.
     """
     if strategy is ShardingStrategy.NO_SHARD:
         return 1, world_size
@@ -267,7 +260,6 @@ class RankLayout:
     def sizes(self, strategy: ShardingStrategy) -> tuple[int, int]:
         """Return the sizes of the shard group and the replicate group for ``strategy``.
 
-        Collective: none.
         Raises: PlanError, if the strategy is not possible on these ranks.
         """
         size = None
@@ -347,12 +339,6 @@ def resolve_ranks(
 
     A 1-D mesh shards. A 2-D mesh replicates over dim 0 and shards over dim 1; a mesh
     whose dims are named in the other order is refused.
-
-    Args:
-        process_group: the group or the pair of groups that the caller passed, or None.
-        device_mesh: the mesh that the caller passed, or None.
-        api: the public function that the user called, for messages.
-        expert_mesh: the 1-D mesh of ranks with other experts. Default: None.
 
     Returns: the layout.
     Collective: none; creates no group.

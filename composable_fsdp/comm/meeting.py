@@ -29,11 +29,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
-import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
+from threading import get_ident
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -42,7 +41,7 @@ import torch.distributed as dist
 from composable_fsdp.comm import agreement
 from composable_fsdp.comm.groups import GroupRef
 from composable_fsdp.comm.operations import round_order
-from composable_fsdp.comm.watch import pronounce_everywhere, ranks_in_vain
+from composable_fsdp.comm.watch import StoreWait, agree_on_name
 from composable_fsdp.errors import DesyncError
 from composable_fsdp.naming import ranks_named
 
@@ -78,14 +77,9 @@ def meet(
 ) -> None:
     """Wait until every rank of each group makes an equal ``call``.
 
-    Args:
-        groups: the groups, in an order that is equal on all ranks.
-        call: the call.
-        always: visit the store also if the call is expected. Default: True.
+    Three round trips to the store per group, or none if ``always`` is False and the
+    call is expected.
 
-    Collective: none; three round trips to the store per group, or none if ``always`` is
-    False and the call is expected. Waits for the other ranks, and warns after
-    ``agreement.NOTICE_AFTER`` seconds.
     Raises: DesyncError, if another rank makes another call, or no call within the time
     limit.
     """
@@ -97,10 +91,7 @@ def meet(
 
 
 def history_of(group: dist.ProcessGroup) -> History:
-    """Return the meetings over ``group``, one object per group.
-
-    Collective: none.
-    """
+    """Return the meetings over ``group``, one object per group."""
     # By the object and not by the name: a group that was destroyed and made again has a
     # new history on all ranks.
     found = _histories.get(group)
@@ -124,7 +115,7 @@ class History:
     def meet(self, call: Call, *, always: bool) -> None:
         """Wait for equal calls of all ranks, and note the call; see ``meet``."""
         # An expected call needs no announcement: a rank that makes another call instead
-        # announces that call, and waits for this rank in vain.
+        # announces that call, and waits for this rank.
         if always or self._order.expected() != call:
             self.gather(call)
         self._order.note(call)
@@ -135,47 +126,40 @@ class History:
         Raises: DesyncError.
         """
         group, usual = self._group.get(), self._order.expected()
+        round_order(group).threads.add(get_ident())
+        if why := agree_on_name(group, f"is in {call.story}"):
+            raise _alone(call, why, usual)
         # A caught error on one rank leaves another history there, and such a rank would
         # not expect what the others do. So the ranks compare histories, too.
         digest = hashlib.blake2b(repr((call.story, self._known())).encode()).digest()
         meeting = _Meeting(group, call, int.from_bytes(digest[:8], "big"))
-        meeting.arrive()
-        # Polling with growing pauses: a blocking wait would hold the connection to the
-        # store, which other threads of this process share.
-        start, between, told = time.monotonic(), agreement.pauses(group.size()), False
-        every = seconds = agreement.seconds_between_questions(group.size())
-        while meeting.is_awaited():
-            # Before all ranks are here: ranks that differ need not wait for the others.
-            if not meeting.is_equal():
-                self._require_equal(meeting)
-            # A slow rank is no error, so a warning comes first, and the error only
-            # after the time in which the backend would end a collective, too.
-            waited = time.monotonic() - start
-            # At times: a rank that waits in a collective which this rank has not
-            # issued cannot come, and this rank cannot go on, so that both raise now
-            # instead of after the time limit.
-            if waited > seconds:
-                seconds += every
-                stuck = ranks_in_vain(group, meeting.absent)
-                if stuck and meeting.gives_up():
-                    error = meeting.in_vain(stuck)
-                    # In any group: a hybrid model has several, and ranks that wait for
-                    # this rank in another one do not look into this one.
-                    pronounce_everywhere(str(error.args[0]))
-                    raise error
-            if waited > agreement.seconds_to_wait(group) and meeting.gives_up():
-                raise meeting.alone(usual if type(usual) is Call else None)
-            if not told and waited > agreement.NOTICE_AFTER:
-                told = True
-                warnings.warn(meeting.notice(), stacklevel=2)
-            time.sleep(next(between))
-            meeting.look()
+        error: DesyncError | None = None
+        try:
+            meeting.arrive()
+            with StoreWait(group, f"is in {call.story}", call.way_out) as wait:
+                # Before all ranks are here: ranks that differ need not wait for others.
+                while not (error := meeting.difference()) and meeting.is_awaited():
+                    why = wait.pause(meeting.missing)
+                    # The last rank may have come in between.
+                    if why and meeting.gives_up():
+                        raise _alone(call, why, usual)
+                    meeting.look()
+        # What was announced is taken back on any exception, as Ctrl-C: other ranks must
+        # not rely on this one.
+        except BaseException:
+            with suppress(RuntimeError):
+                if not meeting.gives_up():
+                    self._end(meeting)
+            raise
+        # Also after a difference: a rank that comes later finds the announcements of
+        # this meeting, raises the same error, and is then at the next meeting, too.
+        self._end(meeting)
+        if error is not None:
+            raise error
         if not meeting.is_equal():
-            self._require_equal(meeting)
             # Only the histories differ, and all ranks forget theirs: they expect alike
             # again, and the next steps meet in the store.
             self._order.forget()
-        self._end(meeting)
         # Every rank is here, so no rank reads keys of a meeting before.
         stale, self._stale = self._stale[:-1], self._stale[-1:]
         # A key each, so that no rank has more requests than the others by two.
@@ -185,21 +169,8 @@ class History:
             for prefix in stale:
                 store.delete_key(f"{prefix}/{key}")
 
-    def _require_equal(self, meeting: _Meeting) -> None:
-        """Raise if another rank has announced another call.
-
-        Raises: DesyncError.
-        """
-        error = meeting.difference()
-        if error is not None:
-            # Also for the ranks that come later, and read the same.
-            self._end(meeting)
-            raise error
-
     def _end(self, meeting: _Meeting) -> None:
         """Count the meeting: the next one has other keys."""
-        # Also after a difference: a rank that comes later finds the announcements of
-        # this meeting, raises the same error, and is then at the next meeting, too.
         _numbers[meeting.name] += 1
         self._stale.append(meeting.prefix)
 
@@ -218,10 +189,32 @@ def _shown(part: Any) -> Any:
     return part.story if isinstance(part, Call) else part
 
 
+def _alone(call: Call, why: str, usual: object) -> DesyncError:
+    """Return the error of a rank that gives up; ``usual`` is the expected call."""
+    # The other ranks may be inside the expected call, which visits no store.
+    instead = ""
+    if type(usual) is Call and usual != call:
+        instead = f" The call that usually comes here is {usual.story}."
+    if "never meet" in why:
+        return DesyncError(f"{why}{instead}")
+    return DesyncError(
+        f"{call.story} was called on this rank, and {why}.{instead} {call.way_out}"
+    )
+
+
 class _Meeting:
     """The keys of one meeting, and what this rank knows of them."""
 
-    __slots__ = ("_call", "_group", "_one", "_shift", "_sum", "name", "prefix")
+    __slots__ = (
+        "_announced",
+        "_call",
+        "_group",
+        "_one",
+        "_shift",
+        "_sum",
+        "name",
+        "prefix",
+    )
 
     def __init__(self, group: dist.ProcessGroup, call: Call, digest: int) -> None:
         self._group, self._call = group, call
@@ -231,12 +224,14 @@ class _Meeting:
         # the other bits of the store's integers, which have 63 and a sign.
         self._shift = group.size().bit_length()
         self._one = 1 + (digest % (1 << (62 - 2 * self._shift)) << self._shift)
-        self._sum = 0
+        self._sum, self._announced = 0, False
 
     def arrive(self) -> None:
         """Announce this rank. Two round trips."""
         # The line comes first: every rank in the sum has a line.
         self._write(gave_up=False)
+        # Before the sum: after a signal between the two, this rank must not be counted.
+        self._announced = True
         self._add(self._one)
 
     def look(self) -> None:
@@ -250,12 +245,14 @@ class _Meeting:
         # The line first, as in ``arrive``: a rank that reads the lines may miss this
         # rank a moment too early, and never counts a rank that has left.
         self._write(gave_up=True)
-        self._add(-self._one)
-        if self._count() < self._group.size() - 1:
-            return True
-        # The last rank has come in between and relies on this rank.
-        self.arrive()
-        return False
+        if self._announced:
+            self._announced = False
+            self._add(-self._one)
+            if self._count() == self._group.size() - 1:
+                # The last rank has come in between and relies on this rank.
+                self.arrive()
+                return False
+        return True
 
     def is_awaited(self) -> bool:
         """Return whether ranks are missing, as far as this rank knows."""
@@ -267,6 +264,8 @@ class _Meeting:
 
     def difference(self) -> DesyncError | None:
         """Return the error if ranks have announced different calls."""
+        if self.is_equal():
+            return None
         # By the words, which contain all that is compared. In the order of the ranks:
         # the texts of all ranks are equal.
         by_story: dict[str, list[int]] = {}
@@ -284,36 +283,11 @@ class _Meeting:
             "order, with equal arguments, on every rank."
         )
 
-    def notice(self) -> str:
-        """Return the warning of a rank that has waited for some time."""
-        return (
-            f"{self._call.story} was called on this rank, which waits for "
-            f"{ranks_named(self.absent)}. {self._call.way_out}"
-        )
-
-    def alone(self, usual: Call | None) -> DesyncError:
-        """Return the error of a rank that gives up; ``usual`` is the expected call."""
-        instead = ""
-        # The other ranks may be inside the expected call, which visits no store.
-        if usual is not None and usual != self._call:
-            instead = f" The call that usually comes here is {usual.story}."
-        return DesyncError(
-            f"{self._call.story} was called on this rank, and "
-            f"{ranks_named(self.absent)} did not call it within "
-            f"{agreement.seconds_to_wait(self._group):g} s.{instead} "
-            f"{self._call.way_out}"
-        )
-
-    def in_vain(self, stuck: Sequence[str]) -> DesyncError:
-        """Return the error of a rank for which other ranks wait in a collective."""
-        return DesyncError(
-            f"{self._call.story} was called on this rank, and other ranks cannot call "
-            f"it: {'; '.join(stuck)}. {self._call.way_out}"
-        )
-
-    @property
-    def absent(self) -> list[int]:
-        """The global ranks that are missing."""
+    def missing(self) -> list[int]:
+        """Return the global ranks that have not come, as the store says now."""
+        self.look()
+        if not self.is_awaited():
+            return []
         here = {dist.get_rank(), *self._present()}
         everyone = dist.get_process_group_ranks(self._group)
         return [rank for rank in everyone if rank not in here]
@@ -344,53 +318,3 @@ class _Meeting:
     def _count(self) -> int:
         """Return the number of ranks in the sum."""
         return self._sum & ((1 << self._shift) - 1)
-
-
-class RollCall:
-    """Tells which ranks have come to a collective, for a warning or an error.
-
-    Unlike a meeting, a roll call waits for no rank. One round trip.
-    """
-
-    __slots__ = ("_group", "_key")
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self._key = group, ""
-
-    def answer(self) -> None:
-        """Note that this rank has come, unless the store or the group is gone."""
-        # torch raises ValueError or TypeError for a group that was destroyed.
-        with suppress(RuntimeError, ValueError, TypeError):
-            self._answer(self._group)
-
-    def _answer(self, group: dist.ProcessGroup) -> None:
-        if not agreement.can_compare(group):
-            return
-        name = f"{agreement.name_in_store(group)}/roll"
-        _numbers[name] += 1
-        prefix = f"composable_fsdp/meeting/{name}"
-        self._key = f"{prefix}/{_numbers[name]}"
-        store = agreement.key_value_store()
-        store.append(self._key, f"{dist.get_rank()} ")
-        # A rank that comes late may still be at the roll before.
-        if group.rank() == 0 and _numbers[name] > _KEPT_ROLLS:
-            store.delete_key(f"{prefix}/{_numbers[name] - _KEPT_ROLLS}")
-
-    def absent(self) -> str:
-        """Return the ranks that have not come, in words."""
-        if not self._key:
-            return "other ranks"
-        # The roll is read when something has gone wrong already, so a failure here must
-        # not hide the first error.
-        try:
-            here = bytes(agreement.key_value_store().get(self._key)).split()
-            everyone = dist.get_process_group_ranks(self._group)
-        except (RuntimeError, ValueError, TypeError):
-            # The store or the group is gone, too.
-            return "other ranks"
-        absent = [rank for rank in everyone if rank not in set(map(int, here))]
-        return ranks_named(absent) if absent else "no rank: all had come"
-
-
-_KEPT_ROLLS = 4
-"""Number of roll calls of a group whose keys are kept."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -28,6 +27,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # noqa: F401  # for its time of import
 from torch.distributed import distributed_c10d
 
+from composable_fsdp.comm.store_names import AgreedName
 from composable_fsdp.errors import PlanError
 
 TIMEOUT_VARIABLE = "COMPOSABLE_FSDP_CHECKPOINT_TIMEOUT"
@@ -50,7 +50,6 @@ _made: dict[tuple[tuple[int, ...], str], weakref.ref[dist.ProcessGroup]] = {}
 def node_size(world_size: int) -> int:
     """Return the number of ranks per node, from ``LOCAL_WORLD_SIZE``.
 
-    Collective: none.
     Raises: PlanError, if the variable is not set or does not divide ``world_size``.
     """
     if world_size == 1:
@@ -78,7 +77,6 @@ def node_parts(world_size: int) -> tuple[list[range], list[range]]:
 
     Ranks of a node are consecutive, as torchrun numbers the ranks.
 
-    Collective: none.
     Raises: PlanError, as ``node_size``.
     """
     size = node_size(world_size)
@@ -145,13 +143,6 @@ def private_group(
     collectives of training, and by another thread if the thread has a purpose of its
     own.
 
-    Args:
-        ranks: the global ranks of the group, in order.
-        purpose: what the group is for; each purpose has a group of its own.
-        timeout: seconds that a collective over the group waits, if this call creates
-            the group; ``TIMEOUT_VARIABLE`` takes precedence. Default: those of the
-            default group.
-
     Returns: the group; None if ``ranks`` has a single rank.
 
     Collective: creates the group at the first call, none later; all of ``ranks`` must
@@ -193,33 +184,14 @@ def twin_group(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
 def _new_group(
     ranks: tuple[int, ...], described: str, timeout: timedelta, backend: str
 ) -> dist.ProcessGroup:
-    """Create a group by calls on its own ranks only."""
-    # With all ranks, in their order, the public function is sufficient.
-    if ranks == tuple(range(dist.get_world_size())):
-        made: dist.ProcessGroup = dist.new_group(
-            timeout=timeout, backend=backend, group_desc=described
-        )
-        return made
-    return _group_of_some(ranks, described, timeout, backend)
-
-
-_count: Counter[str] = Counter()
-"""Number of groups created per name."""
-
-
-def _group_of_some(
-    ranks: tuple[int, ...], described: str, timeout: timedelta, backend: str
-) -> dist.ProcessGroup:
     """Create a group of some ranks of the default group.
 
     Private names of torch, checked on 2.13.
     """
     # ``new_group(use_local_synchronization=True)`` derives the name from the number of
-    # groups that a process knows. Ranks with different numbers of groups would wait for
-    # each other under different names. So the name is chosen here, from values that all
-    # ranks of the group share.
-    name = f"{described} {' '.join(map(str, ranks))}"
-    _count[name] += 1
+    # groups that a process knows, which differs between ranks, and torch's other names
+    # are in the store of torchrun already after a restart.
+    name = AgreedName(described, ranks).agree(timeout.total_seconds())
     group: dist.ProcessGroup
     group, _ = distributed_c10d._new_process_group_helper(
         len(ranks),
@@ -227,7 +199,7 @@ def _group_of_some(
         list(ranks),
         dist.Backend(backend),
         distributed_c10d._get_default_store(),
-        f"{name} {_count[name]}",  # type: ignore[arg-type]  # torch's GroupName
+        name,  # type: ignore[arg-type]  # torch's GroupName
         timeout=timeout,
         group_desc=described,
     )
@@ -239,10 +211,7 @@ def _group_of_some(
 
 
 def group_timeout(group: Any) -> float:
-    """Return the smallest timeout of the group's backends, in seconds.
-
-    Collective: none.
-    """
+    """Return the smallest timeout of the group's backends, in seconds."""
     limits = [distributed_c10d.default_pg_timeout]
     for device in group._device_types:
         options: Any = getattr(group._get_backend(device), "options", None)

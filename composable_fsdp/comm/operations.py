@@ -6,6 +6,7 @@ import sys
 import weakref
 from datetime import datetime
 from pathlib import Path
+from threading import get_ident
 from types import FrameType
 from typing import NamedTuple
 
@@ -77,6 +78,11 @@ class OperationRecord(NamedTuple):
         )
 
     @property
+    def predicate(self) -> str:
+        """What the rank does that waits in the collective."""
+        return f"is in {self.title[:1].lower()}{self.title[1:]}"
+
+    @property
     def title(self) -> str:
         """The collective as messages name it."""
         about = f" of {self.unit}" if self.unit else ""
@@ -145,7 +151,7 @@ def calling() -> str:
 class Reporter:
     """The errors of a process group whose other ranks are not asked."""
 
-    def verdict(self) -> Exception | None:
+    def proof(self, operation: Operation) -> Exception | None:
         """Return None: this rank does not know what other ranks do."""
         return None
 
@@ -181,7 +187,7 @@ _logs: weakref.WeakKeyDictionary[dist.ProcessGroup, OperationLog] = (
 
 
 def operation_log(group: dist.ProcessGroup) -> OperationLog:
-    """Return the log of ``group``. Collective: none."""
+    """Return the log of ``group``."""
     # Weak keys: a destroyed group takes its log along.
     found = _logs.get(group)
     if found is None:
@@ -190,7 +196,7 @@ def operation_log(group: dist.ProcessGroup) -> OperationLog:
 
 
 def operation_logs() -> list[OperationLog]:
-    """Return the logs of all process groups that exist. Collective: none."""
+    """Return the logs of all process groups that exist."""
     return list(_logs.values())
 
 
@@ -218,16 +224,11 @@ def begin(
 ) -> Operation:
     """Return a new operation that is not about a single unit.
 
-    Args:
-        op: the kind of the collective.
-        group: the process group.
-        tensor: the buffer, or the largest of several. Default None: pickled objects.
-        phase: the purpose of the collective. Default None: the name of the outermost
-            function of this package that is running.
-
-    Returns: the operation, in the log of ``group``. Collective: none.
+    Returns: the operation, in the log of ``group``.
     """
-    return Operation(operation_log(group), op, None, phase or calling(), tensor)
+    log = operation_log(group)
+    log.rounds.threads.add(get_ident())
+    return Operation(log, op, None, phase or calling(), tensor)
 
 
 def recent_operations(

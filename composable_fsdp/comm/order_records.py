@@ -35,13 +35,7 @@ class Record:
         self.departures += 1
 
     def update(self, uses: list[object], number: int, *, varies: bool) -> None:
-        """Make the uses of a round the recorded uses.
-
-        Args:
-            uses: the uses, then ``None``.
-            number: the number of the round.
-            varies: whether the order of the mode varies.
-        """
+        """Make the uses of a round the recorded uses."""
         if varies:
             self.equal = self.equal + 1 if uses == self.uses else 0
             if self.equal >= _STEADY:
@@ -50,14 +44,7 @@ class Record:
 
 
 def keep(table: dict[K, V], key: K, value: V, *, most: int = MOST_MODES) -> None:
-    """Make an entry the newest of a table, and remove the oldest entry if needed.
-
-    Args:
-        table: the table, oldest entry first.
-        key: the key of the entry.
-        value: the value of the entry.
-        most: number of entries that the table keeps. Default: ``MOST_MODES``.
-    """
+    """Make an entry the newest of a table, and remove the oldest entry if needed."""
     table.pop(key, None)
     table[key] = value
     if len(table) > most:

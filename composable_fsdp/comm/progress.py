@@ -42,10 +42,7 @@ _capturing = False
 
 
 def note_capture(*, capturing: bool) -> None:
-    """Note whether a root issues its collectives into a CUDA graph from now on.
-
-    Collective: none.
-    """
+    """Note whether a root issues its collectives into a CUDA graph from now on."""
     global _capturing
     if capturing == _capturing:
         return

@@ -70,13 +70,6 @@ def begin_range(kind: str, tree: object, unit: str) -> None:
 
     Ranges of a tree are nested as the units are: the range of a unit beside ``unit`` is
     closed. Ranges of units below are closed, and opened again inside the new range.
-
-    Args:
-        kind: "forward" or "backward".
-        tree: the context of the unit's tree.
-        unit: the name of the unit.
-
-    Collective: none.
     """
     opened = OPEN.setdefault((kind, id(tree)), [])
     below: list[str] = []
@@ -101,15 +94,7 @@ def _is_at_or_below(unit: str, above: str) -> bool:
 
 
 def end_range(kind: str, tree: object, unit: str) -> None:
-    """Close the innermost range of the unit, if any, and the ranges inside.
-
-    Args:
-        kind: "forward" or "backward".
-        tree: the context of the unit's tree.
-        unit: the name of the unit.
-
-    Collective: none.
-    """
+    """Close the innermost range of the unit, if any, and the ranges inside."""
     opened = OPEN.get((kind, id(tree)), [])
     # The profiler may have started after the begin.
     while any(each.unit == unit for each in opened):

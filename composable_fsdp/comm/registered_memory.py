@@ -34,10 +34,7 @@ class RegisteredMemory:
         self._pool: Any = None
 
     def allocating(self) -> AbstractContextManager[object]:
-        """Return a context in which torch allocates memory of the pool.
-
-        Collective: none.
-        """
+        """Return a context in which torch allocates memory of the pool."""
         # No communicator: all groups have a single rank.
         if not self._groups:
             return nullcontext()

@@ -37,6 +37,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from threading import get_ident
 from time import time_ns
 from typing import Any, Protocol
 
@@ -44,7 +45,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable_fsdp.comm.call_order import CallOrder
-from composable_fsdp.comm.order_protocol import Comparison
 from composable_fsdp.comm.order_records import Record, keep
 from composable_fsdp.comm.ranges import collective_range, profiler
 from composable_fsdp.errors import DesyncError
@@ -54,7 +54,7 @@ MOST_OPERATIONS = 1024
 """Number of operations that are kept per process group."""
 
 PATIENCE = timedelta(seconds=2)
-"""Time that ``Operation.wait`` blocks before asking whether the wait is in vain."""
+"""Time that ``Operation.wait`` blocks before asking whether it never ends."""
 
 _NO_LIMIT = timedelta(0)  # as ``Work.wait`` takes it
 
@@ -70,8 +70,8 @@ _MOST_CONTEXTS = 1024
 class Watcher(Protocol):
     """The source of words for an operation whose wait is long, or that has failed."""
 
-    def verdict(self) -> Exception | None:
-        """Return the error to raise if the wait is in vain; None to go on waiting."""
+    def proof(self, operation: Operation) -> Exception | None:
+        """Return the error to raise if ``operation`` never ends; None to wait on."""
 
     def before(self, operation: Operation) -> None:
         """Check ``operation`` before it is sent, if the log is ``guarded``."""
@@ -185,11 +185,6 @@ class Operation:
     ) -> Operation | None:
         """Call ``start(*args)``, which hands the collective to the backend.
 
-        Args:
-            start: returns the ``Work``, or None if the collective has ended.
-            *args: the arguments of ``start``.
-            async_op: whether the caller will wait.
-
         Returns: the operation if ``async_op``, else None.
         Raises: CollectiveError, if the backend raises.
         Collective: that of ``start``.
@@ -213,8 +208,8 @@ class Operation:
     def wait(self) -> None:
         """Wait for the collective: the host on CPU, the current stream on CUDA.
 
-        Raises: CollectiveError, if the backend raises; the verdict of the watcher, if
-            other ranks will never send this collective.
+        Raises: CollectiveError, if the backend raises; DesyncError, if another rank
+            never sends this collective.
         """
         self.waited = time_ns()
         # The work keeps the buffers alive, and the log must not.
@@ -245,8 +240,8 @@ class Operation:
         began, least = self.waited, 9e8 * self.patience.total_seconds()
         while least and time_ns() - began >= least:
             # After a completion since the limit, the next wait says how, at once.
-            if not work.is_completed() and (verdict := self.log.watcher.verdict()):
-                raise verdict
+            if not work.is_completed() and (never := self.log.watcher.proof(self)):
+                raise never
             began = time_ns()
             try:
                 work.wait(self.patience)
@@ -266,12 +261,15 @@ class RoundOrder:
         "_wider",
         "calls",
         "logs",
+        "threads",
         "torn",
     )
 
     def __init__(self) -> None:
         self.calls = CallOrder()
         """The order of calls over the group."""
+        self.threads: set[int] = set()
+        """Identities of the threads that have sent over the group."""
         self.logs: list[str] = []
         """The names of all order logs over the group so far, by number of the log."""
         self.torn: dict[int, tuple[int, int]] = {}
@@ -291,6 +289,7 @@ class RoundOrder:
         if len(key) > 1 and key not in self._wider:
             made = self._wider[key] = RoundOrder()
             made.calls, made.logs, made.torn = self.calls, self.logs, self.torn
+            made.threads = self.threads
         return self._wider.get(key, self)
 
     def expected(self) -> int | None:
@@ -340,9 +339,10 @@ class OrderLog:
         self,
         name: str,
         rounds: RoundOrder,
-        comparison: Comparison,
+        comparison: Any,
         call: Hashable = None,
     ) -> None:
+        # An ``OrderComparison``, whose module imports this one.
         self.rounds, self.comparison = rounds, comparison
         self.call = call
         """A round as a call (``comm.meeting.Call``); None in backward."""
@@ -462,6 +462,7 @@ class OrderLog:
     def _begin(self, mode: Hashable) -> None:
         """Begin a round: compare its begin with the expected begin, find the record."""
         rounds = self.rounds
+        rounds.threads.add(get_ident())
         if self.call is not None:
             rounds.calls.begin_forward(self.number, self.call)
         self.round += 1

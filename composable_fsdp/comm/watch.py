@@ -1,50 +1,44 @@
-"""A thread that tells other ranks where this rank is, and this rank who is missing.
+"""A thread that looks after long waits: proofs that ranks never meet, and reports.
 
-The main thread of a rank that waits in a collective can answer nobody, so a daemon
-thread with a connection of its own to the key-value store answers for it. The thread
-looks once a second at the sequences of collectives (``comm.sequence``), and visits the
-store only if this rank waits long, and every few seconds to read whether a rank asks::
+The main thread of a rank that waits can do nothing, so a daemon thread with its own
+connection to the key-value store looks at the operations of this rank once a second
+(``comm.sequence``). It visits the store only if this rank waits or is quiet for long::
 
-    position   a rank that waits, or was asked: its last operation in each group, and
-               the line of the program that it executes
-    verdict    a rank that has left the order, and found another rank in a collective
-               that it will never send: both raise DesyncError
-    report     a rank has waited for a minute: a line that names the missing ranks, and
-               a directory of files (``comm.hang_report``)
+    op/N       which operation a rank waits in as the N-th over the group
+    op/N/...   /unlike: what another rank does there instead
+    last/R     the last operation of rank R, for the error at the time-out
+    ended/R    how the program of rank R has ended
 
-A rank that is only late has no position in a collective, so no verdict is possible,
-however long the other ranks wait.
+Ranks send the operations over a group in one order and cannot take one back. So if two
+ranks are in unlike N-th operations over the same group, or one is in its N-th while the
+other waits in the store before its own N-th, they never meet, and both raise. Nothing
+else is a proof: all other waits go on until the time-out, with a report in the log.
 """
 
 from __future__ import annotations
 
 import atexit
 import json
+import logging
 import os
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
 
-from composable_fsdp.comm import agreement, hang_report, torch_waits, verdicts
+from composable_fsdp.comm import agreement, hang_report
 from composable_fsdp.comm.debug import is_debugging, require_same_operation
 from composable_fsdp.comm.device import is_capturing
 from composable_fsdp.comm.groups import GroupRef
-from composable_fsdp.comm.hang_report import (
-    ENDED,
-    MOST_RANKS,
-    Position,
-    lower,
-    tell,
-)
-from composable_fsdp.comm.in_vain import cycle_text, left_text, words_in_vain
 from composable_fsdp.comm.nodes import group_timeout
 from composable_fsdp.comm.operations import (
+    UNEVEN,
     OperationRecord,
     Reporter,
     operation_log,
@@ -52,121 +46,150 @@ from composable_fsdp.comm.operations import (
 )
 from composable_fsdp.comm.progress import running_in, waited_for
 from composable_fsdp.comm.sequence import Operation
-from composable_fsdp.comm.verdicts import ACTED, SAID, WITHDRAWN
+from composable_fsdp.comm.store_names import pauses
 from composable_fsdp.errors import DesyncError, FSDPError
-from composable_fsdp.naming import listed
+from composable_fsdp.naming import listed, ranks_named
 
 HANG_VARIABLE = "COMPOSABLE_FSDP_HANG_AFTER"
 """Environment variable: seconds after which a wait is reported; 0 for never.
 
 Default: 60, and at most half the timeout of the process group."""
 
+LOGGER = logging.getLogger("composable_fsdp.waits")
 TICK = 1.0
-"""Seconds between two looks of the thread."""
+"""Seconds between two looks of the thread, and two questions of a rank in the store."""
 SLOW = 2.0
-"""Seconds of a wait after which this rank tells its position."""
-_ASK_EVERY = 4
-"""Number of ticks between two reads of the key that asks all ranks."""
-_MOST_FAILURES = 2
-"""Number of looks in a row that fail before the watch ends."""
-_KEYS = "composable_fsdp/watch"
+"""Seconds after which a wait is long."""
+NOTICE_AFTER = 10.0
+"""Seconds after which a rank that waits in the store says so in the log."""
+PROBE_AFTER = 2.0
+"""Seconds after which a rank that waits in the store asks gloo who has died."""
+_QUIET = 30.0
+"""Seconds without an operation after which a rank says what its last one was."""
+_MOST_RANKS = 32
+"""Number of other ranks whose last operations are read at most."""
 
 
 class GroupWatch(Reporter):
-    """The watch over a process group: positions of other ranks, and verdicts."""
+    """The watch over a process group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = GroupRef(group)
-        self.name = agreement.name_in_store(group)
+        self._group, self.log = GroupRef(group), operation_log(group)
+        self._name = agreement.agreed_name(group)
         self.ranks = dist.get_process_group_ranks(group)
-        limit = group_timeout(group) / 2
-        self.report_after = min(float(os.environ.get(HANG_VARIABLE) or 60), limit)
-        self.left = False
-        """Whether this rank has left the order, or a collective before its end."""
+        limit = group_timeout(group)
+        asked = float(os.environ.get(HANG_VARIABLE) or 60)
+        self.report_after = min(asked, limit / 2)
+        self.quiet = min(_QUIET, limit / 4)
+        self.torn = ""
+        """Why no later collective over the group can pair; empty while all can."""
         self.compares = is_debugging()
         """Whether every collective is compared before it is sent."""
-        self.told: str | None = None
-        """The verdict of another rank, once the thread has read the verdict."""
-        self._vain: tuple[int, str] | None = None
-        """Number of the operation that waits for a rank that waits elsewhere; why."""
-        self.looked = 0.0
-        """Seconds of a wait after which ``look_for_cycle`` has looked last."""
-        self.asked = self.reported = 0
-        """Number of the last operation about which other ranks were asked, and of the
-        last that was reported."""
+        self.store_wait: StoreWait | None = None
+        """The wait of a thread in the store."""
+        self.told: list[Any] = []
+        """What ``last/R`` says."""
+        self.reported: object = None
+        """The wait that was reported last."""
+        self._said = ""
+        """The key of the operation that ``look`` has told last."""
+        self._proof = 0, ""
+        """Number of the operation that never ends, and why."""
 
-    def verdict(self) -> DesyncError | None:
-        """Return the error that ends the wait of the main thread, if any."""
-        if self.told is None:
-            return self._verdict_of_cycle()
-        if not self._move(SAID, ACTED):
-            # The other rank sends again.
-            self.told = None
-            return None
-        # Only now: the rank that said the verdict may have come back in time. The
-        # collective in which this rank waited stays without its partners.
-        self.leave()
-        return DesyncError(self.told)
+    @property
+    def keys(self) -> str:
+        """The prefix of the keys in the store; empty before the ranks have a name."""
+        name = self._name.name
+        return f"composable_fsdp/watch/{name}" if name else ""
 
-    def _verdict_of_cycle(self) -> DesyncError | None:
-        """Return the error about a rank that waits for this rank elsewhere, if any."""
-        waits, (number, text) = self.waiting(), self._vain or (0, "")
-        if waits is None or waits.number != number:
-            self._vain = None
+    def waiting(self) -> Operation | None:
+        """Return the operation in which the main thread waits, or the device is."""
+        return waiting_in(self.log) or running_in(self.log)
+
+    def threads(self) -> list[str]:
+        """Return the names of the threads of the program that use the group."""
+        used = self.log.rounds.threads
+        # Autograd's threads run while a thread of the program waits for them.
+        return sorted(
+            thread.name
+            for thread in threading.enumerate()
+            if thread.ident in used and type(thread) is not threading._DummyThread
+        )
+
+    def look(self, store: Any, waits: Operation) -> None:
+        """Tell in which operation this rank waits; read whether another is in another.
+
+        Called by the thread once a second during a long wait. Two round trips.
+        """
+        if not self.keys:
+            return
+        names, what = self.threads(), [waits.op, waits.unit]
+        key = f"{self.keys}/op/{waits.number}"
+        record = OperationRecord.of(waits)
+        advice = UNEVEN if record.phase == "forward" else ""
+        mine = json.dumps([dist.get_rank(), what, record.predicate, names, advice])
+        found = []
+        if self._said != key:
+            if self._said:
+                store.delete_key(self._said)
+            first = store.compare_set(key, "", mine)
+            self._said = key if first.decode() == mine else ""
+            found.append(first)
+        if store.check([f"{key}/unlike"]):
+            found.append(store.get(f"{key}/unlike"))
+        for rank, other, predicate, theirs, more in map(json.loads, found):
+            # Threads may send in another order than they have numbered.
+            if other != what and theirs == names and len(names) < 2:
+                store.compare_set(f"{key}/unlike", "", mine)
+                both = {dist.get_rank(): record.predicate, rank: predicate}
+                self._proof = waits.number, never_meet(both, more or advice)
+
+    def proof(self, operation: Operation) -> DesyncError | None:
+        """Return the error that ends the wait for ``operation``, if it never ends."""
+        number, text = self._proof
+        if number != operation.number:
             return None
-        pronounce(self._group.get(), text, torn=True)
-        pronounce_everywhere(text)
+        self.tear(text)
         return DesyncError(text)
 
-    def look_for_cycle(self, waits: Operation) -> None:
-        """Look whether a rank that is missing waits for this rank elsewhere."""
-        # Twice as long each time, because a look reads positions of up to 32 ranks.
-        seconds = waited_for(waits)
-        if not seconds > 2 * SLOW or self.looked <= seconds < 2 * self.looked:
-            return
-        self.looked = seconds
-        # A rank that has issued ``waits`` is not waited for.
-        name, number = self.name, waits.number
-        told = _WATCH.positions(self.ranks)
-        behind = [each for each in told if each.groups.get(name, [0])[0] < number]
-        words = words_in_vain(behind, name, _WATCH.numbers(), SLOW)
-        if words:
-            self._vain = number, cycle_text(OperationRecord.of(waits), words)
+    def tear(self, text: str) -> None:
+        """Note that a collective over the group was left, or will not be sent."""
+        self.torn, self.log.guarded = text, True
 
-    def hear(self, store: Any, waits: Operation) -> None:
-        """Read the verdict of another rank that concerns ``waits``, if there is one."""
-        key = f"{_WATCH.keys}/verdict/{self.name}"
-        if self.told is None and store.check([key]):
-            state, after, rank, text, _ = json.loads(store.get(key))
-            others = state != WITHDRAWN and rank != dist.get_rank()
-            # The rank that left takes part in all operations that it has issued.
-            if others and waits.number > after:
-                self.told = left_text(OperationRecord.of(waits), rank, text)
+    def leave(self, predicate: str, advice: str = "", kind: str = "left") -> None:
+        """Tell ranks that wait in the next operation that this rank will not send it.
 
-    def failed(self, operation: Operation, error: RuntimeError) -> FSDPError:
-        """Return the verdict of a rank that ended, or the error about ``error``."""
-        # A rank that has pronounced a verdict may end before the thread here reads the
-        # verdict, and its sockets then close: the cause is worth more than the sockets.
-        with suppress(Exception):
-            self.hear(agreement.key_value_store(), operation)
-            if (found := self.verdict()) is not None:
-                return found
-        return super().failed(operation, error)
+        ``predicate`` says what this rank does instead, ``advice`` the way out.
+        """
+        number, names = self.log.number + 1, self.threads()
+        mine = json.dumps([dist.get_rank(), [kind, ""], predicate, names, advice])
+        if self.keys:
+            store = agreement.key_value_store()
+            store.compare_set(f"{self.keys}/op/{number}/unlike", "", mine)
+        self.tear(f"Rank {dist.get_rank()} {predicate}.")
 
-    def leave(self) -> None:
-        """Note that this rank has left the order, or a collective before its end."""
-        self.left = operation_log(self._group.get()).guarded = True
+    def elsewhere(self) -> tuple[int, str] | None:
+        """Return a rank that waits in the next operation over the group, and which.
+
+        Called by a rank that waits in the store before it could send that operation.
+        """
+        store, names = agreement.key_value_store(), self.threads()
+        key = f"{self.keys}/op/{self.log.number + 1}"
+        # What was left in a torn group is not waited for any more.
+        if self.torn or not self.keys or not store.check([key]):
+            return None
+        rank, _, predicate, theirs, _ = json.loads(store.get(key))
+        return (rank, predicate) if theirs == names and len(names) < 2 else None
 
     def before(self, operation: Operation) -> None:
         """Check ``operation`` before this rank sends it.
 
         Collective: with ``COMPOSABLE_FSDP_DEBUG=1`` an all-gather of 8 bytes; if the
             ranks differ, an all-gather of objects.
-        Raises: DesyncError, as ``back``; or if another rank is about to send another
-            operation.
+        Raises: DesyncError, if the group is torn, or if another rank is about to send
+            another operation.
         """
-        if self.left:
-            self.back()
+        self.require_whole()
         # The comparison sends operations of its own.
         if self.compares and not is_capturing():
             self.compares = False
@@ -175,52 +198,146 @@ class GroupWatch(Reporter):
             finally:
                 self.compares = True
 
-    def back(self) -> None:
-        """Note that this rank sends again after it had left.
+    def require_whole(self) -> None:
+        """Raise DesyncError if a collective over the group was left."""
+        if self.torn:
+            raise DesyncError(
+                f"Process group {self.log.name!r} was left in the middle of a "
+                f"collective, and no later collective can pair: {self.torn} Save with "
+                "composable_fsdp.save, which does not use this process group, and "
+                "start the program again, or shard a model over a new process group."
+            )
 
-        Raises: DesyncError, if another rank has abandoned a collective meanwhile, or if
-            this rank has.
-        """
-        if self.told is None and self._move(SAID, WITHDRAWN):
-            self.left = False
-            operation_log(self._group.get()).guarded = self.compares
-            return
-        raise DesyncError(
-            f"Process group {self.name!r} was left in the middle of a collective, and "
-            f"no later collective can pair: {self.told or 'see the earlier error.'} "
-            "Save with composable_fsdp.save, which does not use this process group, "
-            "and start the program again, or shard a model over a new process group."
-        )
-
-    def _move(self, before: str, after: str) -> bool:
-        """Move the verdict from ``before``; return whether ``after`` is reached."""
-        key = f"{_WATCH.keys}/verdict/{self.name}"
-        return verdicts.move_verdict(key, before, after)
+    def failed(self, operation: Operation, error: RuntimeError) -> FSDPError:
+        """Return the proof that a rank has left, or the error about ``error``."""
+        # A rank that has raised may end before the thread here has read why, and its
+        # sockets then close: the cause is worth more than the sockets.
+        with suppress(Exception):
+            self.look(agreement.key_value_store(), operation)
+            if (found := self.proof(operation)) is not None:
+                return found
+        return super().failed(operation, error)
 
     def last_words(self) -> str:
-        """Return where the other ranks said they are, as far as the store knows."""
-        # A rank that raises or ends tells its position first, so the words are those of
-        # the rank that caused the failure. The store may be gone together with the rank
-        # that hosts it, and the error of the collective is worth more than another one.
+        """Return which ranks are behind, and in which operation, as the store knows."""
+        # The store may be gone together with the rank that hosts it, and the error of
+        # the collective is worth more than another one.
         with suppress(Exception):
-            words = _WATCH.positions(self.ranks)
-            told = listed([each.told(self.name) for each in words], "; ")
-            return f"Last words: {told}. " if told else ""
+            if not self.keys:
+                return ""
+            store, behind = agreement.key_value_store(), []
+            number = self.log.number
+            for rank in [each for each in self.ranks if each != dist.get_rank()]:
+                if len(behind) == _MOST_RANKS:
+                    break
+                if store.check([f"{self.keys}/ended/{rank}"]):
+                    how = store.get(f"{self.keys}/ended/{rank}").decode()
+                    behind.append(f"rank {rank} has ended{how}")
+                elif store.check([f"{self.keys}/last/{rank}"]):
+                    its, told, at = json.loads(store.get(f"{self.keys}/last/{rank}"))
+                    if its < number or "operation" not in told:
+                        ago = f"{max(0.0, time.time() - at):.0f} s ago"
+                        behind.append(f"rank {rank} {told} ({ago})")
+            return f"Behind: {listed(behind, '; ')}. " if behind else ""
         return ""
 
-    def waiting(self) -> Operation | None:
-        """Return the operation in which the main thread waits, or the device is."""
-        log = operation_log(self._group.get())
-        return waiting_in(log) or running_in(log)
 
-    def position(self) -> list[Any]:
-        """Return the entry of this group in a ``Position``."""
-        waits = self.waiting()
-        number = operation_log(self._group.get()).number
-        if waits is None:
-            return [number, None, 0, "", 0.0]
-        title = OperationRecord.of(waits).title
-        return [number, title, waits.number, waits.op, waited_for(waits)]
+def never_meet(predicates: dict[int, str], advice: str = "") -> str:
+    """Return the error of ranks that wait for each other; ``advice``: the way out.
+
+    >>> never_meet({1: "is in save()", 0: "is in the all-gather of blocks.3"})[:69]
+    'Rank 0 is in the all-gather of blocks.3; rank 1 is in save(). They wi'
+    """
+    told = "; ".join(f"rank {rank} {predicates[rank]}" for rank in sorted(predicates))
+    return (
+        f"{told[:1].upper()}{told[1:]}. They will never meet. {advice or _SAME_CALLS}"
+    )
+
+
+_SAME_CALLS = (
+    "Make the same calls in the same order on every rank, outside of any "
+    "'if rank == 0'."
+)
+
+
+class StoreWait:
+    """The wait of this rank in the store for other ranks of ``group``; a context.
+
+    ``predicate`` says what this rank does, as "is in save()", ``advice`` the way out.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, predicate: str, advice: str = ""
+    ) -> None:
+        self.predicate, self._advice = predicate, advice
+        self._group, self._between = group, pauses(group.size())
+        self.start = time.monotonic()
+        self._limit = agreement.seconds_to_wait(group)
+        self._question, self._probe = min(SLOW, self._limit), PROBE_AFTER
+        self._told = False
+        self._watch = _WATCH.group(group)
+
+    def __enter__(self) -> StoreWait:
+        if self._watch is not None:
+            self._watch.store_wait = self
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._watch is not None:
+            self._watch.store_wait = None
+
+    def pause(self, absent: Callable[[], list[int]]) -> str:
+        """Sleep, for less than a second; return why the ranks do not meet, if so.
+
+        ``absent`` returns the global ranks that have not come, and is asked at times.
+        """
+        # Polling with growing pauses: a blocking wait would hold the connection to the
+        # store, which other threads of this process share.
+        time.sleep(next(self._between))
+        waited = time.monotonic() - self.start
+        if waited < self._question:
+            return ""
+        # A question takes a round trip per missing rank.
+        self._question = waited + max(TICK, self._group.size() / 256)
+        missing = absent()
+        if missing and waited > NOTICE_AFTER and not self._told:
+            self._told = True
+            LOGGER.info("still waiting for %s: this rank %s", missing, self.predicate)
+        if waited >= self._probe:
+            self._probe = 1.25 * waited
+            lost = {rank: how for rank in missing if (how := self._lost(rank))}
+            # A rank may have come and then ended.
+            for rank in absent() if lost else []:
+                if rank in lost:
+                    return f"rank {rank} {lost[rank]}"
+        if missing and waited > self._limit:
+            words = "" if self._watch is None else self._watch.last_words().strip()
+            late = (
+                f"{ranks_named(missing)} did not come within {self._limit:g} s. {words}"
+            )
+            return late.strip().rstrip(".")
+        found = None if self._watch is None else self._watch.elsewhere()
+        # If the other rank has passed this place, it has seen this rank come.
+        if found is None or not absent():
+            return ""
+        assert self._watch is not None
+        self._watch.leave(self.predicate, self._advice, "waits")
+        both = {dist.get_rank(): self.predicate, found[0]: found[1]}
+        return never_meet(both, self._advice)
+
+    def _lost(self, rank: int) -> str:
+        """Return how ``rank`` has ended; empty while nobody says that it has."""
+        if self._watch is not None and self._watch.keys:
+            store, key = agreement.key_value_store(), f"{self._watch.keys}/ended/{rank}"
+            if store.check([key]):
+                return f"has ended{store.get(key).decode()}"
+        lost = agreement.is_lost(self._group, rank)
+        return "has ended: its connection is closed" if lost else ""
 
 
 class _Watch:
@@ -232,269 +349,149 @@ class _Watch:
         )
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._main = threading.main_thread().ident
         self._store: Any = None
-        """The connection of the thread; also read by the main thread for positions."""
-        self.keys = _KEYS
-        """The prefix of the keys in the store."""
         self._world: weakref.ref[dist.ProcessGroup] | None = None
         """The default group whose store the thread visits."""
-        self._answered = 0
-        self._ending = ""
-        self._seen = torch_waits.WaitSeen()
-        self._torch_wait: torch_waits.TorchWait | None = None
-        self._told_wait: torch_waits.TorchWait | None = None
-        """The wait in torch that the last position of this rank tells."""
 
     def add(self, group: dist.ProcessGroup) -> None:
-        """Watch ``group``; start the thread at the first call."""
-        log = operation_log(group)
+        """Watch ``group``; start the thread at the first call for a default group."""
         if group in self._groups:
             return
-        if self._world is None or self._world() is not dist.group.WORLD:
-            self._begin()
+        log = operation_log(group)
         # The log and not this object decides about a wait, so the hot path reads a
         # single attribute.
-        found = log.watcher = self._groups[group] = GroupWatch(group)
+        log.watcher = self._groups[group] = found = GroupWatch(group)
         log.guarded = found.compares
-        if self._thread is None or not self._thread.is_alive():
-            self._main = threading.get_ident()
+        world = dist.group.WORLD
+        assert world is not None
+        if self._world is None or self._world() is not world:
+            self._world = weakref.ref(world)
             self._store = store = agreement.own_connection()
-            name = "composable_fsdp watch"
+            # The thread of the default group before ends at its next look.
             self._thread = threading.Thread(
-                target=self._run, args=(store,), name=name, daemon=True
+                target=self._run, args=(store,), name="composable_fsdp", daemon=True
             )
             self._thread.start()
-
-    def _begin(self) -> None:
-        """Forget the default group that was before this one, if there was one."""
-        assert dist.group.WORLD is not None
-        self._world = weakref.ref(dist.group.WORLD)
-        self.keys = verdicts.keys_of_this_time(_KEYS)
-        self._answered, self._torch_wait, self._told_wait = 0, None, None
-        self._groups.clear()
-        # The thread of before ends at its next look.
-        self._thread = None
-
-    def stop(self) -> None:
-        """Say that the program ends, and end the thread; called at exit."""
-        # A daemon thread that wants the interpreter's lock while the interpreter ends
-        # is ended inside C++ code of the store, which aborts the process. So the thread
-        # is told to end, and waited for. ``atexit`` runs before the lock is taken away.
-        thread, self._thread = self._thread, None
-        if thread is None or not thread.is_alive():
-            return
-        # The interpreter stores an exception that ends the program in ``last_value``.
-        # So the others learn why this rank is missing, even after its sockets are gone.
-        error = getattr(sys, "last_value", None)
-        reason = "" if error is None else f" with {type(error).__name__}: {error}"
-        self._ending = f"{ENDED}{reason}"
-        self._stop.set()
-        thread.join(5.0)
 
     def group(self, group: dist.ProcessGroup) -> GroupWatch | None:
         """Return the watch over ``group``, if there is one."""
         return self._groups.get(group)
 
-    def positions(self, ranks: Iterable[int]) -> list[Position]:
-        """Return what other ranks said last. One round trip per rank."""
-        # Positions of a few ranks suffice: whoever waits, waits for the slowest, and a
-        # report of 1,024 ranks in a line would not be read.
-        own, store, found = dist.get_rank(), self._store, []
-        # The watch has ended, with the store or before.
-        if store is None:
-            return []
-        for rank in [each for each in ranks if each != own][:MOST_RANKS]:
-            key = f"{self.keys}/position/{rank}"
-            if store.check([key]):
-                found.append(Position(*json.loads(store.get(key))))
-        return found
-
-    def numbers(self) -> dict[str, int]:
-        """Return the number of operations issued, by name of the group."""
-        groups = list(self._groups.items())
-        return {watch.name: operation_log(group).number for group, watch in groups}
+    def stop(self) -> None:
+        """End the thread, and say that the program ends; called at exit."""
+        # A daemon thread that wants the interpreter's lock while the interpreter ends
+        # is ended inside C++ code of the store, which aborts the process. ``atexit``
+        # runs before the lock is taken away.
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        self._stop.set()
+        thread.join(5.0)
+        store = self._store
+        if store is None or not dist.is_initialized() or not agreement.is_there(store):
+            return
+        # The interpreter stores an exception that ends the program in ``last_value``.
+        error = getattr(sys, "last_value", None)
+        how = "" if error is None else f" with {type(error).__name__}: {error}"
+        with suppress(Exception):
+            for each in filter(lambda each: each.keys, self._groups.values()):
+                store.set(f"{each.keys}/ended/{dist.get_rank()}", how)
 
     def _run(self, store: Any) -> None:
         """Look once a second until the process group or the program ends."""
-        ticks = failures = 0
-        # A store that has failed twice is gone with the rank that hosts it. There is no
-        # new connection: connecting to a dead host waits as long as the group's
-        # timeout.
-        while failures < _MOST_FAILURES:
-            ended = self._stop.wait(TICK)
+        while not self._stop.wait(TICK):
             # Another thread looks into the store of a later default group.
             if self._store is not store or not dist.is_initialized():
-                break
-            # Whatever happens here, the program goes on: a watch must not be the reason
-            # why training ends.
+                return
+            # Whatever happens here, the program goes on. A store that fails is gone
+            # together with the rank that hosts it.
             try:
-                if ended:
-                    self._publish(store)
-                else:
-                    self._look(store, ticks)
-                failures = 0
-            except Exception:
-                failures += 1
-            if ended:
-                break
-            ticks += 1
-        if self._store is store:
-            self._store = None
+                for each in list(self._groups.values()):
+                    self._look(store, each)
+            except Exception as error:
+                LOGGER.debug("the watch over waits has ended: %r", error)
+                return
 
-    def _look(self, store: Any, ticks: int) -> None:
-        """Publish the position if this rank waits or was asked; read verdicts."""
-        slow = [
-            (watch, waits)
-            for watch in list(self._groups.values())
-            if (waits := watch.waiting()) is not None and waited_for(waits) > SLOW
-        ]
-        # A rank that is not slow reads one number every few seconds, and writes only if
-        # another rank has asked. So 1,024 ranks make 256 requests per second.
-        asked = self._answered
-        for watch, waits in slow:
-            if watch.asked < waits.number:
-                # All ranks tell their positions, for the error of this operation.
-                watch.asked = waits.number
-                self._answered = int(store.add(f"{self.keys}/asked", 1))
-        in_turn = ticks % _ASK_EVERY == 0
-        if slow or in_turn:
-            asked = int(store.add(f"{self.keys}/asked", 0))
-        self._torch_wait = wait = self._seen.look(self._main)
-        in_torch = in_turn and wait is not None and wait.seconds > SLOW
-        # A position about a wait that has ended would accuse this rank.
-        over = torch_waits.is_over(self._told_wait, wait)
-        if slow or in_torch or over or asked > self._answered:
-            self._publish(store)
-        if asked > self._answered:
-            self._answered = asked
-            hang_report.answer(store, self._main)
-        for watch, waits in slow:
-            # Where the device waits, no wait of the host is there to be ended.
-            if not waits.done:
-                watch.hear(store, waits)
-                watch.look_for_cycle(waits)
-            late = watch.report_after and waited_for(waits) > watch.report_after
-            if late and watch.reported < waits.number:
-                watch.reported = waits.number
-                self._report(store, watch, waits)
-
-    def _publish(self, store: Any) -> None:
-        """Write the position of this rank."""
-        position = Position(
-            dist.get_rank(),
-            time.time(),
-            self._ending or hang_report.program(self._main),
-            {each.name: each.position() for each in list(self._groups.values())},
-            self._torch_wait,
-        )
-        store.set(f"{self.keys}/position/{position.rank}", json.dumps(position))
-        self._told_wait = position.torch_wait
-
-    def _report(self, store: Any, watch: GroupWatch, waits: Operation) -> None:
-        """Ask all ranks where they are, print a line, and write the report."""
-        asked, record = time.time(), OperationRecord.of(waits)
-        path = hang_report.begin(store, record.title)
-        self._answered = int(store.add(f"{self.keys}/asked", 1))
-        # Other threads look every few seconds, and write their own file of the report
-        # when they answer. A rank whose process is stopped or dead does neither.
-        said: dict[int, Position] = {}
-        others = watch.ranks
-        for _ in range(2 * _ASK_EVERY):
-            self._stop.wait(TICK)
-            # Other ranks may report at the same time, and wait for this rank's answer.
-            self._publish(store)
-            # A rank that has answered is not read again: all ranks of a large job may
-            # report at the same time.
-            said.update((each.rank, each) for each in self.positions(others))
-            others = [r for r in watch.ranks if r not in said or said[r].at <= asked]
-            if sum(each.at > asked for each in said.values()) >= len(watch.ranks) - 1:
-                break
-        own = dist.get_rank()
-        others = [rank for rank in watch.ranks if rank != own]
-        words = tell(others, said, watch.name, asked - 2 * _ASK_EVERY * TICK)
-        written = hang_report.write(path, self._main, words)
-        waited = f"{waited_for(waits):.0f} s for {lower(record.title)}"
-        hang_report.print_line(f"rank {own} waits {waited}", words, written)
+    def _look(self, store: Any, watch: GroupWatch) -> None:
+        """Look at the wait of this rank over a group, if it is long."""
+        log = watch.log
+        waits, inside = watch.waiting(), watch.store_wait
+        seconds = 0.0 if waits is None else waited_for(waits)
+        wait: object = waits
+        last = log.operations[-1] if log.operations else None
+        told = [log.number, "has sent no operation yet"]
+        if waits is not None:
+            told = [waits.number, OperationRecord.of(waits).predicate]
+        elif inside is not None:
+            seconds, wait = time.monotonic() - inside.start, inside
+            told = [log.number, inside.predicate]
+        elif last is not None:
+            title = OperationRecord.of(last).title
+            told = [log.number, f"has finished {title[:1].lower()}{title[1:]}"]
+        quiet = 0.0 if last is None else time.time() - last.issued / 1e9
+        if seconds < SLOW and (quiet < watch.quiet or watch.told == told):
+            return
+        if not agreement.is_there(store):
+            raise ConnectionError("the host of the store has ended")
+        if watch.told != told and watch.keys:
+            watch.told = told
+            value = json.dumps([*told, time.time()])
+            store.set(f"{watch.keys}/last/{dist.get_rank()}", value)
+        # Where the device alone waits, this rank may still come to another place.
+        if (host := waiting_in(log)) is not None:
+            watch.look(store, host)
+        late = watch.report_after and seconds > watch.report_after
+        if late and watch.reported is not wait:
+            watch.reported = wait
+            path = hang_report.write(f"rank {dist.get_rank()} {told[1]}")
+            LOGGER.warning(
+                "rank %d has waited for %.0f s: it %s. %sReport: %s",
+                *(dist.get_rank(), seconds, told[1], watch.last_words(), path),
+            )
 
 
 _WATCH = _Watch()
 atexit.register(_WATCH.stop)
 
 
-def watch(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Watch the collectives over ``groups`` that can compare. Collective: none."""
+def watch(groups: Iterable[dist.ProcessGroup], *, agree: bool = False) -> None:
+    """Watch the collectives over ``groups`` that can compare.
+
+    With ``agree``, waits in the store for all ranks of each group, in the first call.
+    Before the ranks have a name there, no rank can be told what another waits in.
+    """
     for group in groups:
-        if agreement.can_compare(group):
-            _WATCH.add(group)
+        if not agreement.can_compare(group):
+            continue
+        _WATCH.add(group)
+        if agree and (why := agree_on_name(group, "is in its first collective")):
+            raise DesyncError(
+                f"Rank {dist.get_rank()} uses process group {group.group_name!r} for "
+                f"the first time, and {why}. {_SAME_CALLS}"
+            )
 
 
-def ranks_in_vain(group: dist.ProcessGroup, absent: Iterable[int]) -> list[str]:
-    """Return why this rank waits in vain for the ranks ``absent``; usually empty.
+def agree_on_name(group: dist.ProcessGroup, predicate: str) -> str:
+    """Wait until the ranks of ``group`` have a name in the store; return why not."""
+    name = agreement.agreed_name(group)
+    if not name.name:
+        with StoreWait(group, predicate) as wait:
+            while not name.step():
+                if why := wait.pause(name.missing):
+                    return why
+    return ""
 
-    Called by a rank that waits in the store. A rank that waits in an operation which
-    this rank has not issued waits for this rank, so that neither can go on. A few round
-    trips to the store.
 
-    Collective: none.
-    """
+def require_whole(group: dist.ProcessGroup) -> None:
+    """Raise DesyncError if a collective over ``group`` was left."""
+    if (found := _WATCH.group(group)) is not None:
+        found.require_whole()
+
+
+def leave(group: dist.ProcessGroup, text: str) -> None:
+    """Tell the ranks of ``group`` that this rank raises ``text`` and sends no more."""
     found = _WATCH.group(group)
-    if found is None:
-        return []
-    positions = _WATCH.positions(absent)
-    # After a verdict, the ranks that wait for this rank are about to give up.
-    if found.left:
-        return [each.told(found.name) for each in positions if each.has_ended]
-    # A rank that is late waits in no operation beyond the last of this rank, so only
-    # ranks that wait for this rank are found, and that does not change by waiting.
-    words = words_in_vain(positions, found.name, _WATCH.numbers(), SLOW)
-    if words:
-        # A wait in torch may have ended a moment ago; the rank says so at its next
-        # look, before a late rank can have come here.
-        time.sleep(2 * TICK)
-        positions = _WATCH.positions(absent)
-        words = words_in_vain(positions, found.name, _WATCH.numbers(), SLOW)
-    return words
-
-
-def pronounce_everywhere(text: str) -> None:
-    """Pronounce ``text`` over all groups, for a call that may be waited for in any.
-
-    Collective: none.
-    """
-    for group, found in list(_WATCH._groups.items()):
-        if not found.left:
-            pronounce(group, text)
-
-
-def pronounce(group: dist.ProcessGroup, text: str, *, torn: bool = False) -> None:
-    """Tell the ranks of ``group`` that this rank raises ``text`` and sends no more.
-
-    Ranks that wait in an operation which this rank has not issued raise, too.
-
-    Args:
-        group: the process group.
-        text: the error.
-        torn: whether the group is of no use any more. Default: False.
-
-    Collective: none.
-    """
-    found = _WATCH.group(group)
-    if found is None:
-        return
-    # Before the error is raised here, because the program may end this rank at once.
+    # The store may be gone, and ``text`` is worth more.
     with suppress(RuntimeError):
-        key, number = f"{_WATCH.keys}/verdict/{found.name}", operation_log(group).number
-        verdicts.say_verdict(key, ACTED if torn else SAID, number, text)
-        found.leave()
-
-
-def return_to(group: dist.ProcessGroup) -> None:
-    """Note that this rank uses ``group`` again, after it may have left the order.
-
-    Collective: none.
-    Raises: DesyncError, if a collective was left unfinished.
-    """
-    found = _WATCH.group(group)
-    if found is not None and found.left:
-        found.back()
+        if found is not None and not found.torn:
+            found.leave(f"raised: {text.rstrip('.')}")

@@ -77,11 +77,6 @@ def all_reduce_each(
 ) -> Works | dist.Work:
     """All-reduce several tensors by a call each.
 
-    Args:
-        start: the backend's all-reduce of a list of tensors.
-        tensors: inputs and outputs.
-        options: the options of each call.
-
     Returns: the works, to be waited for as one. Collective: the all-reduces.
     """
     # gloo adds coalesced tensors in another order: a sum would depend on the number of
@@ -99,14 +94,6 @@ def all_reduce_slices(
     overwrite: bool,
 ) -> ReducedSlices:
     """Reduce-scatter by an all-reduce of each full buffer.
-
-    Args:
-        start: the backend's all-reduce of a list of tensors.
-        rank: the index of this rank's slices.
-        shard: the output, or several.
-        full: the input, or several, aligned with ``shard``.
-        op: the reduction.
-        overwrite: the values of ``full`` may be lost.
 
     Returns: the works, to be waited for as one. Collective: the all-reduces.
     """

@@ -22,7 +22,6 @@ from composable_fsdp.errors import CheckpointError, FSDPError
 from composable_fsdp.inspection import (
     checkpoint_diff,
     environment,
-    hang_report,
     inspect_command,
     plan_command,
     simulate_command,
@@ -105,7 +104,6 @@ _MODULES: dict[str, Any] = {
     "inspect": inspect_command,
     "diff": checkpoint_diff,
     "env": environment,
-    "hang-report": hang_report,
 }
 """Commands with a module of their own, which has ``ABOUT``, ``EXAMPLES``,
 ``add_arguments``, ``run``, ``show`` and ``status``."""
@@ -160,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=_program(),
         description="Plan the sharding of a model; check, compare, convert and export "
-        "checkpoints; read hang reports. COMMAND --help shows how.",
+        "checkpoints. COMMAND --help shows how.",
         epilog=f"{_EXAMPLES['']}\n{_FORMATS_HELP}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

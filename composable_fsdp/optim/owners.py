@@ -31,7 +31,7 @@ from composable_fsdp.comm import collectives
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.comm.meeting import Call, meet
 from composable_fsdp.comm.sequence import Operation
-from composable_fsdp.comm.watch import pronounce
+from composable_fsdp.comm.watch import leave
 from composable_fsdp.errors import CompositionError, FSDPError
 from composable_fsdp.flat.dtensor_params import refuse_forms
 from composable_fsdp.flat.flat_parameter import find_flat
@@ -361,9 +361,9 @@ class _Exchange:
             )
             # The other ranks wait in an all-to-all that this rank will not send.
             for group in self.groups.present:
-                # The all-to-all of the results, and of the next unit, will not come. A
-                # refusal of this package comes on all owners, at the same place.
-                pronounce(group, text, torn=not isinstance(error, FSDPError))
+                # A refusal of this package comes on all owners, at the same place.
+                if not isinstance(error, FSDPError):
+                    leave(group, text)
             raise
 
 

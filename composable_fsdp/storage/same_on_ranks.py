@@ -5,7 +5,7 @@ from rank 0. A value that only another rank has, or has differently, would be lo
 
     tensors in no unit          names, shapes, dtypes, values of parameters    refused
     extra states of modules     values                                         refused
-    buffers                     values                                         warned of
+    buffers                     values                                         logged
     options of the optimizer    per parameter                                  refused
 
 Scalar optimizer state of a parameter that several ranks hold is compared in ``merge``.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,8 @@ from composable_fsdp.storage.team import Team
 from composable_fsdp.storage.values import encode
 from composable_fsdp.storage.writer import in_host_memory
 from composable_fsdp.tree.fingerprint import ranks_text
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -129,7 +132,7 @@ def text_of(value: Any, where: str) -> str:
 
 
 def require_same(ranks: Sequence[int], told: Sequence[RankValues]) -> str:
-    """Compare the values of all ranks; return the text of a warning, or "".
+    """Compare the values of all ranks; return a line for the log, or "".
 
     Raises: CheckpointError, for tensors and options that would be lost.
     """
@@ -174,7 +177,7 @@ def require_same(ranks: Sequence[int], told: Sequence[RankValues]) -> str:
     _require_same_rectangles(ranks, told)
     _require_same_options(ranks, told)
     require_same_copies(ranks, [each.copies for each in told])
-    # A warning and no error: the running means of a normalization differ in ordinary
+    # No error: the running means of a normalization differ in ordinary
     # training, and DistributedDataParallel gives all ranks those of rank 0, too.
     unlike = _unlike(told, lambda each: each.buffers)
     if not unlike:
@@ -308,10 +311,13 @@ def require_same_values(
     """
     texts, (_, values, shards) = [], zip(*told, strict=True)
     if values[0] is not None:
-        texts.append(require_same(team.ranks, values))
+        text = require_same(team.ranks, values)
+        # Running means differ in ordinary training.
+        if text and team.rank == 0:
+            _log.info(text)
     if shards[0] is not None:
         texts.append(warning_of(team.ranks, shards))
-    # Rank 0 alone saves the buffers, and a warning per rank would say no more.
+    # A warning per rank would say no more.
     warned = [_warned(text) for text in texts if text and team.rank == 0]
     return next(filter(None, warned), None)
 

@@ -9,19 +9,17 @@ the shard group itself.
 
 from __future__ import annotations
 
-import threading
-import warnings
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
-from composable_fsdp.comm import agreement, collectives
+from composable_fsdp.comm import collectives
 from composable_fsdp.comm.consensus import Failure, Outcome, first_failure
 from composable_fsdp.comm.groups import RankLayout
-from composable_fsdp.comm.meeting import Call, RollCall, meet
+from composable_fsdp.comm.meeting import Call, meet
 from composable_fsdp.comm.nodes import group_timeout, private_group
 from composable_fsdp.errors import (
     CheckpointError,
@@ -68,7 +66,7 @@ class Team:
         said = Outcome(self.failure_of(error), value)
         if self.group is None:
             return [said]
-        with _Exchange(self.group, error):
+        with _exchange(error):
             return collectives.all_gather_object(said, self.group)
 
     def to_first(self, error: Exception | None, value: Any) -> list[Outcome]:
@@ -80,7 +78,7 @@ class Team:
         said = Outcome(self.failure_of(error), value)
         if self.group is None:
             return [said]
-        with _Exchange(self.group, error):
+        with _exchange(error):
             return collectives.gather_object(said, self.group) or []
 
     def failure_of(self, error: Exception | None) -> Failure | None:
@@ -101,7 +99,7 @@ class Team:
         Raises: the first error, the same on every rank.
         """
         if self.group is not None:
-            with _Exchange(self.group, own):
+            with _exchange(own):
                 failures = collectives.broadcast_object(list(failures), self.group)
         self.raise_first(failures, own)
 
@@ -118,58 +116,32 @@ class Team:
             raise failure.rebuilt(named=named) from (own if is_own else None)
 
 
-class _Exchange:
-    """A context around a collective over ``group``, between the ranks of a checkpoint.
+@contextmanager
+def _exchange(own: Exception | None) -> Iterator[None]:
+    """Around a collective of the ranks of a checkpoint; ``own`` is this rank's error.
 
-    ``own`` is this rank's error, which the collective tells the other ranks. If the
-    wait gets long, a warning names the ranks that have not come, and shows ``own``. If
-    the collective breaks, the context raises CheckpointError (or ``own``) instead of
-    torch's error.
+    Raises: ``own``, or CheckpointError, if the collective breaks.
     """
-
-    def __init__(self, group: dist.ProcessGroup, own: Exception | None) -> None:
-        self._own = own
-        self._roll = RollCall(group)
-        # Another rank may be stopped, or write to a slow disk. Without the warning, the
-        # user would see a hang.
-        self._timer = threading.Timer(agreement.NOTICE_AFTER, self._tell)
-        # A waiting timer must not keep the interpreter alive at exit.
-        self._timer.daemon = True
-
-    def _tell(self) -> None:
-        """Warn; called by the timer's thread."""
-        # In the timer's thread, while the main thread is inside the collective.
-        told = "" if self._own is None else f", to tell them: {self._own}"
-        warnings.warn(
-            f"A checkpoint waits for {self._roll.absent()}{told}", stacklevel=1
-        )
-
-    def __enter__(self) -> None:
-        self._roll.answer()
-        with suppress(RuntimeError):  # no thread is available: go on without a warning
-            self._timer.start()
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: object) -> None:
-        self._timer.cancel()
-        # torch raises ValueError for a group that was destroyed.
-        kinds = (RuntimeError, ValueError)
-        is_ours = isinstance(error, FSDPError) and type(error) is not CollectiveError
-        if isinstance(error, kinds) and not is_ours:
-            if not dist.is_initialized():
-                raise self._own or CheckpointError(
-                    "The process group was destroyed "
-                    "(torch.distributed.destroy_process_group) before the ranks had "
-                    "agreed on a checkpoint; nothing was committed unless the path is "
-                    "there now. Call result() of what async_save returned, on "
-                    "every rank, before destroy_process_group."
-                ) from error
-            raise self._own or CheckpointError(
-                "Another rank was lost, or the process group destroyed, while the "
-                f"ranks agreed on a checkpoint ({error}), and this rank waited for "
-                f"{self._roll.absent()}. Nothing was committed unless "
-                "the path is there now; verify(path) tells. Start the ranks again and "
-                "load the last good checkpoint."
+    try:
+        yield
+    # torch raises ValueError for a group that was destroyed.
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, FSDPError) and type(error) is not CollectiveError:
+            raise
+        if not dist.is_initialized():
+            raise own or CheckpointError(
+                "The process group was destroyed "
+                "(torch.distributed.destroy_process_group) before the ranks had "
+                "agreed on a checkpoint; nothing was committed unless the path is "
+                "there now. Call result() of what async_save returned, on "
+                "every rank, before destroy_process_group."
             ) from error
+        raise own or CheckpointError(
+            "Another rank was lost, or the process group destroyed, while the "
+            f"ranks agreed on a checkpoint ({error}). Nothing was committed unless "
+            "the path is there now; verify(path) tells. Start the ranks again and "
+            "load the last good checkpoint."
+        ) from error
 
 
 def _accessed(error: Exception | None) -> Exception | None:

@@ -139,13 +139,7 @@ def _times(reduction: str, ranks: int) -> int:
 
 @contextmanager
 def model_sends(*, makes_dtensors: bool) -> Iterator[None]:
-    """Note what DTensors and functional collectives send in this block.
-
-    Args:
-        makes_dtensors: whether code in the block may be the first to import DTensor.
-
-    Collective: none.
-    """
+    """Note what DTensors and functional collectives send in this block."""
     # The import takes a second, which models without DTensors do not need.
     if not makes_dtensors and "torch.distributed.tensor" not in sys.modules:
         with ModelSends():

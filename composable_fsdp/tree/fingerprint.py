@@ -71,14 +71,7 @@ def facts_of(
 ) -> tuple[UnitFacts, ...]:
     """Return the facts of ``units``, which are given by name.
 
-    Args:
-        units: the units in the order of the tree; the first is the outermost.
-        buffers: names of buffers by identity of the unit's state.
-        experts: the number of units with an ``expert_mesh`` in the tree. Default: 0.
-        parts: only facts that are equal on ranks that hold other parts of the same
-            parameters, or other experts. Default: False.
-
-    Returns: the facts, in the order of ``units``. Collective: none.
+    Returns: the facts, in the order of ``units``.
     """
     if parts:
         units = [
@@ -162,10 +155,7 @@ def digest_of(facts: Sequence[UnitFacts]) -> bytes:
 
 
 def buffer_names(top: _FSDPState) -> dict[int, list[str]]:
-    """Return the names of the buffers below ``top``, by identity of the unit's state.
-
-    Collective: none.
-    """
+    """Return the names of buffers below ``top``, by identity of the unit's state."""
     found: dict[int, list[str]] = {}
     for module in top.modules:
         # Most models have no buffers, and need no names.
@@ -340,11 +330,7 @@ def _text(value: object) -> str:
 def first_difference(facts: Mapping[int, Sequence[UnitFacts]]) -> Difference | None:
     """Return the first difference between the facts of ranks; None if there is none.
 
-    Args:
-        facts: the facts by rank. Ranks with equal facts may share an object.
-
     Returns: the difference; names of units come before the facts of the units.
-    Collective: none.
     """
     entries = {rank: _entries(units) for rank, units in facts.items()}
     for key in sorted(set().union(*entries.values())):

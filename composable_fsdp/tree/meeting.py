@@ -18,13 +18,6 @@ def meet_over(
 ) -> None:
     """Wait until every rank that shards one of the units makes an equal ``call``.
 
-    Args:
-        states: the units, in an order that is equal on all ranks.
-        call: the call.
-        replicas: whether the ranks that replicate the units make the call, too.
-            Default: False.
-        always: visit the store also if the call is expected. Default: True.
-
     Collective: none, as ``meet``.
     Raises: DesyncError, as ``meet``.
     """

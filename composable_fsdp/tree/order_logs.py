@@ -23,7 +23,6 @@ import torch.distributed as dist
 from composable_fsdp.comm.agreement import Peers, can_compare
 from composable_fsdp.comm.comparison import LogWords, OrderComparison
 from composable_fsdp.comm.groups import GroupRef, Groups
-from composable_fsdp.comm.hang_report import describers
 from composable_fsdp.comm.meeting import Call
 from composable_fsdp.comm.operations import round_order
 from composable_fsdp.comm.order_facts import AFTER_RAISE, RAN, REDUCE, Fact, Note
@@ -40,8 +39,6 @@ def assign_order_logs(context: RuntimeContext, *, replicas: bool) -> None:
 
     Ranks number the logs of a group, so the ranks of a log must have compared their
     models before. Without ``replicas`` units that are not cut have no logs yet.
-
-    Collective: none.
     """
     forward: dict[tuple[str, ...], OrderLog] = {}
     backward: dict[tuple[str, ...], OrderLog] = {}
@@ -77,27 +74,8 @@ def assign_order_logs(context: RuntimeContext, *, replicas: bool) -> None:
         log.comparison.elsewhere = tuple(
             GroupRef(group) for group in present if own and group not in own
         )
-    _watched.add(context)
     context.forward_logs = tuple(forward.values())
     context.backward_logs = tuple(backward.values())
-
-
-_watched: weakref.WeakSet[RuntimeContext] = weakref.WeakSet()
-"""The trees whose states a hang report contains."""
-
-
-def _states() -> list[list[str]]:
-    """Return tree, unit, phase and residency of each unit, for a hang report."""
-    found = []
-    for context in list(_watched):
-        root = context.root()
-        tree = type(root.module).__name__ if root is not None else ""
-        for handle in context.handles:
-            found.append([tree, handle.name, handle.phase.name, handle.residency.name])
-    return found
-
-
-describers.append(_states)
 
 
 def _log(
@@ -108,18 +86,7 @@ def _log(
     note: Callable[[], Note],
     call: Call | None = None,
 ) -> OrderLog | None:
-    """Return the log for ``groups``, created at the first call; None without groups.
-
-    Args:
-        logs: the logs so far, by names of groups.
-        what: the direction, "forward" or "backward".
-        tree: the class of the root.
-        groups: the groups over which the units send.
-        note: returns the units that wait for gradients.
-        call: a forward of the tree; None (default) in backward.
-
-    Collective: none.
-    """
+    """Return the log for ``groups``, created at the first call; None without groups."""
     if not groups:
         return None
     # Units may have equal groups in different ``Groups`` objects.

@@ -35,7 +35,7 @@ from composable_fsdp.comm.agreement import can_compare
 from composable_fsdp.comm.device import outside_transforms
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.comm.meeting import Call, history_of
-from composable_fsdp.comm.watch import pronounce, watch
+from composable_fsdp.comm.watch import leave, watch
 from composable_fsdp.errors import DesyncError
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_form import groups_of
@@ -99,17 +99,12 @@ class Scope(NamedTuple):
         return told
 
 
-def compare_models(state: _FSDPState, *, replicas: bool) -> None:
+def compare_models(state: _FSDPState, *, replicas: bool, written: bool = False) -> None:
     """Ensure that all ranks have sharded the same model as the tree of ``state``.
 
     The first call for a tree compares; later calls return at once. Call before a tree
     is gathered, at a place where all ranks call. Units of a single rank or over a fake
     group are not compared.
-
-    Args:
-        state: a unit of the tree.
-        replicas: whether all replicas call, too. If False, only ranks that shard a unit
-            are compared, and the first call with True compares all of them.
 
     Collective: in the first call an all-gather of 64 bytes over the ranks of the tree:
         over the default group if these are all ranks, else over the shard group and
@@ -145,6 +140,8 @@ def compare_models(state: _FSDPState, *, replicas: bool) -> None:
         _compare(each, facts_of(each.units, buffers, parts=True), [*scopes, *parts])
         for each in parts
     ]
+    if written and any(due):
+        return
     # Set before a warning, which the user may have turned into an error.
     top.initial.compared = ALL_RANKS if replicas else SHARD_RANKS
     for text in filter(None, due):
@@ -213,17 +210,12 @@ def _scopes_of_parts(units: Units) -> list[Scope]:
 def _watch_all(scopes: Sequence[Scope]) -> None:
     """Watch the groups of ``scopes``, so that a difference reaches ranks that wait."""
     for scope in scopes:
-        watch(scope.route)
+        watch(scope.route, agree=True)
 
 
 def meet_if_used(groups: Iterable[dist.ProcessGroup], call: Call) -> None:
     """Wait in the store for all ranks, over groups that an earlier tree has used.
 
-    Args:
-        groups: the groups, in an order that is equal on all ranks.
-        call: the call.
-
-    Collective: none.
     Raises: DesyncError, if another rank does something else.
     """
     # A rank alone may use a new tree, as a copy for averages, while the others are in a
@@ -267,7 +259,7 @@ def _compare(
         # next scope or in the first forward.
         for group in dict.fromkeys(g for each in scopes for g in each.route):
             if group not in scope.route:
-                pronounce(group, str(error.args[0]))
+                leave(group, str(error.args[0]))
         raise
 
 

@@ -58,13 +58,6 @@ def weights_digest(
     """Return a digest of the values, and whether shards with replicas were written to.
 
     Hashes units that are not cut. One copy of all hashes to the host.
-
-    Args:
-        units: the units with their names.
-        parts: a group whose ranks hold other parts: leaves out what the group cuts.
-            Default None: all parameters.
-
-    Collective: none.
     """
     for _, state in units:
         if state.handle.groups.shard is None:
@@ -82,11 +75,6 @@ def require_same_weights(
     units: Units, exchange: Exchange, parts: dist.ProcessGroup | None = None
 ) -> str | None:
     """Find the first parameter whose values differ between ranks.
-
-    Args:
-        units: the units with their names; equal on all ranks but for the values.
-        exchange: returns the objects of all ranks that hold the units.
-        parts: as for ``weights_digest``.
 
     Returns: the text of a warning; None if no values differ that can be compared.
     Collective: one or two calls of ``exchange``.

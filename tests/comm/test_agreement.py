@@ -53,7 +53,7 @@ def two(one_rank: World, monkeypatch: pytest.MonkeyPatch) -> agreement.Peers:
     monkeypatch.setattr(agreement, "name_in_store", lambda _: "two")
     peers = agreement.Peers.__new__(agreement.Peers)
     peers._group = SimpleNamespace(get=lambda: group)  # type: ignore[assignment]  # a stand-in
-    peers._topic, peers._prefix, peers._rank = "topic", "", 0
+    peers._topic, peers._prefix, peers._rank, peers._number = "topic", "", 0, 1
     return peers
 
 

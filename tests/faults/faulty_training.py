@@ -15,6 +15,7 @@ import argparse
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -84,6 +85,10 @@ class Program:
         loss = (self.model(x) - x.flip(1)).square().mean()
         if not (self.faulty and self.fault == "no-backward"):
             loss.backward()
+        if self.fault.endswith("before-call"):
+            if self.faulty:
+                AT_STEP[self.fault](self)
+            self.model.state_dict()
         if self.faulty and self.fault == "clip-alone":
             clip_alone(self)
         self.optimizer.step()
@@ -131,6 +136,22 @@ def in_backward(program: Program, hook: Callable[..., None]) -> None:
 def in_step(program: Program, hook: Callable[..., None]) -> None:
     """Call ``hook`` when the optimizer begins its step."""
     program.optimizer.register_step_pre_hook(hook)
+
+
+def before_call(hook: Callable[..., None]) -> None:
+    """Call ``hook`` while the other ranks are in a state dict for some time."""
+    time.sleep(1.0)
+    hook()
+
+
+def in_save(_: Program) -> None:
+    """Kill this process when it opens its file of a checkpoint."""
+
+    def watch(event: str, details: tuple[object, ...]) -> None:
+        if event == "open" and str(details[0]).endswith(".safetensors"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
 
 
 def route(*order: int) -> Callable[[Program], None]:
@@ -235,6 +256,7 @@ AT_STEP: dict[str, Callable[[Program], None]] = {
     "kill-between-gathers": lambda p: between_gathers(p, send(signal.SIGKILL)),
     "kill-in-backward": lambda p: in_backward(p, send(signal.SIGKILL)),
     "kill-in-step": lambda p: in_step(p, send(signal.SIGKILL)),
+    "kill-in-save": in_save,
     "stop": lambda p: before_gather(p, send(signal.SIGSTOP)),
     "raise-in-forward": lambda p: before_gather(p, refuse),
     "raise-in-backward": lambda p: in_backward(p, refuse),
@@ -242,6 +264,8 @@ AT_STEP: dict[str, Callable[[Program], None]] = {
     "swap": route(0, 2, 1),
     "skip-a-block": route(0, 2),
     "skip-the-last-block": route(0, 1),
+    "kill-before-call": lambda p: before_call(send(signal.SIGKILL)),
+    "raise-before-call": lambda p: before_call(refuse),
     "fewer-batches": ended,
     "state-alone": state_alone,
     "freeze-later": lambda p: frozen(p.model),
@@ -271,12 +295,12 @@ def train(arguments: argparse.Namespace) -> None:
     for number in range(begin + 1, arguments.steps + 1):
         if number == arguments.at and rank == size - 1:
             program.faulty = True
-            if arguments.fault in AT_STEP:
+            if arguments.fault in AT_STEP and "before-call" not in arguments.fault:
                 AT_STEP[arguments.fault](program)
         loss = program.step(number)
         sys.stdout.write(f"step {number} loss {loss.item()!r}\n")
         sys.stdout.flush()
-        if folder is not None:
+        if folder is not None and number % 2 == 0:
             extra = {"step": number}
             path = folder / f"step-{number}"
             composable_fsdp.save(path, program.model, program.optimizer, extra)
@@ -291,7 +315,7 @@ def main() -> None:
     add("--steps", type=int, default=4)
     add("--at", type=int, default=3, help="the step of the fault")
     add("--timeout", type=float, default=8.0, help="of collectives, in seconds")
-    add("--folder", type=Path, help="save here after each step, and resume from here")
+    add("--folder", type=Path, help="save here every second step, and resume from here")
     arguments = parser.parse_args()
     timeout = timedelta(seconds=arguments.timeout)
     dist.init_process_group("gloo", timeout=timeout)

@@ -48,6 +48,7 @@ def launch(
     environment: dict[str, str] | None = None,
     before: Callable[[], None] | None = None,
     meanwhile: Callable[[list[BaseProcess]], None] | None = None,
+    store: seam.TCPStore | None = None,
 ) -> list[Ended]:
     """Run ``program`` on ranks of their own, and wait until all have ended.
 
@@ -59,11 +60,13 @@ def launch(
         environment: further variables.
         before: called in each process before the script, a function at module level.
         meanwhile: called with the processes once they run.
+        store: as ``seam.tcp_store`` returns it, with what earlier ranks have left.
 
     Returns: per rank, how it ended.
     """
     # The launcher hosts the store, as torchrun does: no rank's death takes it away.
-    store = seam.tcp_store()
+    store = store or seam.tcp_store()
+    forget_addresses(store)
     shared = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
@@ -97,6 +100,13 @@ def launch(
         )
         for rank, process in enumerate(processes)
     ]
+
+
+def forget_addresses(store: seam.TCPStore) -> None:
+    """Remove the addresses of ranks that are gone, which torch's init would call."""
+    for key in store.list_keys():
+        if key.startswith("default_pg/0//"):
+            store.delete_key(key)
 
 
 def _ends(processes: list[BaseProcess]) -> list[float]:

@@ -143,7 +143,7 @@ def abandon(
 def test_a_late_rank_writes_into_no_memory_that_was_freed(
     ranks: RankCount, tmp_path: Path, how: str, arena: Arena | None
 ) -> None:
-    """After a verdict in an all-gather or a reduction, and after Ctrl-C."""
+    """After a proof in an all-gather or a reduction, and after Ctrl-C."""
     found = ranks(3).run(abandon, how, tmp_path, arena, timeout=90, retire=True)
 
     assert found == [(0, True, True)] * 3

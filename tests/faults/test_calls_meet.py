@@ -137,9 +137,7 @@ def test_a_call_of_one_rank_alone_is_told_and_sends_nothing(
     assert list(texts) == NAMES
     for name, text in texts.items():
         assert text.startswith(f"DesyncError: {name}("), text
-        assert (
-            "was called on this rank, and rank 1 did not call it within 0.1 s" in text
-        )
+        assert "was called on this rank, and rank 1 did not come within 0.1 s" in text
 
 
 def different(world: World, folder: Path) -> list[str]:
@@ -275,5 +273,5 @@ def test_a_clip_that_one_rank_leaves_out_is_told_at_its_next_forward(
     _, text = ranks(2).run(clip_left_out)
 
     assert text.startswith("DesyncError: forward() of TinyGPT")
-    assert "rank 0 did not call it within 0.2 s" in text
+    assert "rank 0 did not come within 0.2 s" in text
     assert "The call that usually comes here is clip_grad_norm_(norm_type=2" in text

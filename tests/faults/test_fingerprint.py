@@ -371,6 +371,23 @@ def test_different_weights_are_warned_of_once(ranks: RankCount, strategy: str) -
     assert ("stay different for ever" in text) is (strategy != "FULL_SHARD")
 
 
+@pytest.mark.parametrize("replaces", [True, False])
+@on_ranks(2)
+def test_weights_that_a_block_replaces_are_not_warned_of(
+    world: World, replaces: bool
+) -> None:
+    """The first gather is that of ``unshard_params``; what stays is warned of later."""
+    model = shard(build(seed=world.rank))
+
+    def show() -> None:
+        with unshard_params(model), torch.no_grad():
+            for each in model.parameters():
+                each.fill_(0.5) if replaces else None
+
+    assert outcome(show).warnings == ()
+    assert len(outcome(lambda: step(model)).warnings) == (not replaces)
+
+
 @pytest.mark.req("X-13")
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 def test_check_weights_refuses_syncs_or_is_silent_as_told(

@@ -161,7 +161,6 @@ def test_nothing_is_overwritten(tmp_path: Path, run: Run, checkpoint: Path) -> N
         ("plan", "a", "--gpu-memory", "80"),
         ("plan", "a", "--world-sizes", "2,nan"),
         ("simulate", "a", "--max-norm", "-1"),
-        ("hang-report",),
         ("env", "more"),
     ],
 )
@@ -201,9 +200,6 @@ def layer(): return nn.Linear(8, 8)
         (("convert", "list.pt", "out", "--to", "native"), 1, "holds a list"),
         (("export", "list.pt", "out"), 1, "holds a list"),
         (("diff", "list.pt", "list.pt"), 2, "holds a list"),
-        (("hang-report", "none"), 1, "has no file rank_N.json"),
-        (("hang-report", "words"), 1, "is not a file of a hang report"),
-        (("hang-report", "numbers"), 1, "is not a file of a hang report"),
     ],
 )
 def test_what_a_command_cannot_read_is_a_message(
@@ -251,7 +247,7 @@ def test_every_help_has_examples_formats_and_status(run: Run, command: str) -> N
 
 @pytest.mark.parametrize(
     "command",
-    ["plan", "simulate", "inspect", "diff", "env", "hang-report"],
+    ["plan", "simulate", "inspect", "diff", "env"],
 )
 def test_every_other_help_has_examples_and_status(run: Run, command: str) -> None:
     """The exit statuses differ from command to command."""

@@ -239,45 +239,31 @@ class Counting(nn.Linear):
         self.calls = state
 
 
-def save_with_own_buffers(world: World, folder: Path) -> tuple[list[str], str]:
+def save_with_own_buffers(world: World, folder: Path) -> list[str]:
     model: Any = nn.Sequential(nn.BatchNorm1d(4), Counting(4, 4))
-    torch.manual_seed(0)
     for each in model.parameters():
         nn.init.ones_(each)
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
+    with (
+        warnings.catch_warnings(),
+        mock.patch.object(logging.getLogger("composable_fsdp"), "info") as told,
+    ):
+        warnings.simplefilter("error")
         save(folder / "same", model)
         model[0].running_mean.fill_(world.rank)
         save(folder / "own", model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        raised = message_of(lambda: save(folder / "strict", model))
-    # After the error, the ranks are still in step.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        save(folder / "after", model)
-    return [str(each.message) for each in found], raised
+    return [str(call.args[0]) for call in told.call_args_list]
 
 
 @pytest.mark.req("K-01")
-def test_buffers_of_other_ranks_are_named_in_a_warning(
+def test_buffers_of_other_ranks_are_named_in_the_log(
     ranks: RankCount, tmp_path: Path
 ) -> None:
-    """Running means differ in ordinary training: the save goes on, and says so once.
-
-    Where warnings are errors, all ranks raise; rank 0 raised alone, and the others
-    waited for its file.
-    """
-    (first, raised), (second, other) = ranks(2).run(save_with_own_buffers, tmp_path)
+    """Running means differ in ordinary training: the save goes on without a warning."""
+    (text,), second = ranks(2).run(save_with_own_buffers, tmp_path)
 
     assert second == []
-    (text,) = first
     assert "Buffers differ over ranks: '0.running_mean'. The checkpoint has" in text
     assert verify(tmp_path / "own")
-    assert raised == other
-    assert "On rank 0: Buffers differ over ranks: '0.running_mean'." in raised
-    assert "Nothing was written, because warnings are errors in this process" in raised
-    assert {each.name for each in tmp_path.iterdir()} == {*("same", "own", "after")}
 
 
 def save_with_own_extra_states(world: World, folder: Path) -> tuple[str, int]:

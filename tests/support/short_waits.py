@@ -1,7 +1,6 @@
-"""Waits of the package, shortened for ranks that are about to wait in vain.
+"""Waits of the package, shortened for ranks that are about to wait for long.
 
-What a rank is told after a long wait does not depend on what counts as long. The
-default lengths are measured by ``tests/faults/test_verdicts.py``.
+What a rank is told after a long wait does not depend on what counts as long.
 """
 
 from __future__ import annotations
@@ -11,25 +10,22 @@ from contextlib import contextmanager
 from datetime import timedelta
 from unittest import mock
 
-from composable_fsdp.comm import agreement, sequence, watch
+from composable_fsdp.comm import sequence, watch
 from composable_fsdp.optim import step_checks
 
 LONG = 0.4
-"""Seconds of a wait after which a rank tells its position, as ``watch.SLOW``."""
+"""Seconds after which a wait is long, as ``watch.SLOW``."""
 OFTEN = 0.2
 """Seconds between two looks of the watch, or two questions of a rank that waits."""
 
 
 def shorten_waits() -> None:
-    """Let this process look for a verdict five times a second, to the process's end.
+    """Let this process look at waits five times a second, to the process's end.
 
     Call this before the first collective: a group keeps the patience of its first.
     """
     watch.TICK, watch.SLOW = OFTEN, LONG
     sequence.PATIENCE = timedelta(seconds=LONG)
-    mock.patch.object(
-        agreement, "seconds_between_questions", return_value=OFTEN
-    ).start()
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A rank that waits for a rank which will not come is told so within seconds.
+"""Ranks that never meet over a process group say so within seconds.
 
 The time limits of collectives are those of a program that sets nothing: half an hour.
 """
@@ -28,7 +28,7 @@ from tests.support.world import RankPool, World
 RankCount = Callable[[int], RankPool]
 
 SOON = 15.0
-"""Seconds within which every rank has the verdict."""
+"""Seconds within which every rank has the proof."""
 
 
 class Blocks(nn.Module):
@@ -109,7 +109,7 @@ def deviate(world: World, how: str, path: Path) -> tuple[str, float, bool, str]:
         ("a caught error", "after an exception that ended", "of 'blocks.1' (forward"),
     ],
 )
-def test_every_rank_has_the_verdict_soon(
+def test_every_rank_has_the_proof_soon(
     ranks: RankCount,
     tmp_path: Path,
     how: str,
@@ -117,8 +117,8 @@ def test_every_rank_has_the_verdict_soon(
     theirs: str,
     world_size: int,
 ) -> None:
-    """The rank that left says what it does, and where the others wait for it; they say
-    so, too. A save is still possible, and the group refuses to be used."""
+    """Each says what the rank that left does, and where another waits for it. A save is
+    still possible, and the group refuses to be used."""
     found = ranks(world_size).run(deviate, how, tmp_path, timeout=60, retire=True)
 
     for rank, (text, took, whole, later) in enumerate(found):
@@ -127,12 +127,7 @@ def test_every_rank_has_the_verdict_soon(
         assert theirs in text
         assert whole
         assert "was left in the middle of a collective" in later
-        last = world_size - 1
-        if rank == last:
-            # At least one of the others has waited for long when this rank asks.
-            assert any(f"rank {other} waits" in text for other in range(last))
-        else:
-            assert f"waits in vain: rank {last} has left the order" in text
+        assert "They will never meet." in text
 
 
 def raise_in_backward(world: World) -> tuple[str, float]:
@@ -166,7 +161,7 @@ def raise_in_backward(world: World) -> tuple[str, float]:
 @pytest.mark.few(1)
 @pytest.mark.req("X-06")
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_rank_in_a_reduce_scatter_has_the_verdict_soon(
+def test_a_rank_in_a_reduce_scatter_has_the_proof_soon(
     ranks: RankCount, world_size: int
 ) -> None:
     """The reduction that the last rank will not send ends on the others, too."""
