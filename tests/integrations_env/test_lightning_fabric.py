@@ -148,7 +148,8 @@ class Parts(L.LightningModule):
             x = torch.relu(layer(x))
         scores: torch.Tensor = self.net.head(self.net.norm(x))
         # A weight is read as a tensor, too.
-        return scores + self.net.head.weight.sum()
+        summed: torch.Tensor = scores + self.net.head.weight.sum()
+        return summed
 
 
 @pytest.mark.parametrize("how", ["step", "marked", "option"])
