@@ -121,7 +121,7 @@ class Side:
             p.data, q.data = q.data, p.data
         elif name == "flatten":
             buffer = torch.cat([p.data.reshape(-1) for _, p in every])
-            views = buffer.split([p.numel() for _, p in every])
+            views = torch.split(buffer, [p.numel() for _, p in every])
             for (key, p), view in zip(every, views, strict=True):
                 p.data = view.view(p.shape)
                 self.kept.append((key, p.data))
@@ -141,6 +141,9 @@ class Side:
                 self.run()
         elif name in ("double", "float"):
             self.model.to(torch.float64 if name == "double" else torch.float32)
+            # The rebuilt shard takes all parameters, also those that views of a buffer
+            # have become since.
+            self.run()
         elif name == "swap":
             torch.utils.swap_tensors(p, nn.Parameter(p.detach() * 2))  # type: ignore[no-untyped-call]  # untyped in torch
         elif name in ("load", "assign", "empty"):
@@ -162,8 +165,7 @@ def unshard(plain: nn.Module, ours: nn.Module) -> None:
 def run(program: Program, numel: int = 4) -> Iterator[str]:
     """Yield what differs from the plain model, after each action."""
     path, strategy, actions = program
-    plain = nn.ModuleDict({"a": Weights(numel), "b": Weights(numel)})
-    plain = nn.Sequential(plain["a"], plain["b"])
+    plain = nn.Sequential(Weights(numel), Weights(numel))
     model = apply_units(copy.deepcopy(plain), ("0", "1"), path=path, strategy=strategy)
     theirs, ours = Side(plain), Side(model)
     theirs.run()

@@ -61,12 +61,13 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
 
     Writes to full parameters, and attributes set on them (``requires_grad``), are lost;
     see ``unshard_params``. A full parameter that is kept shows this rank's rows after
-    the reshard, and its values until the end of a backward that reads it. If the shards
-    change meanwhile by anything but ``load_state_dict`` or ``set_full_param``, for
-    example by an optimizer step, the next forward raises; a write through ``.data`` is
-    not detected. Do not construct an
-    optimizer while the unit is unsharded: ``module.parameters()`` are then the full
-    parameters, which are not trained, and the first step raises.
+    the reshard, and its values until the end of a backward that reads it.
+
+    If the shards change meanwhile by anything but ``load_state_dict`` or
+    ``set_full_param``, for example by an optimizer step, the next forward raises; a
+    write in place through ``.data`` is not detected. Do not construct an optimizer
+    while the unit is unsharded: ``module.parameters()`` are then the full parameters,
+    which are not trained, and the first step raises.
 
     Args:
         module: A fully sharded module, or a wrapper around such a module.

@@ -7,6 +7,7 @@ stays. ``sys.getrefcount`` tells whether a parameter was kept.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from sys import getrefcount
 
 import torch
@@ -60,7 +61,7 @@ def take_back(handle: FlatParamHandle) -> bool:
         leave_full(handle)
         for full, new, leaf in renew_full_leaves(handle):
             new._post_accumulate_grad_hooks = full._post_accumulate_grad_hooks
-            full._post_accumulate_grad_hooks = None
+            full._post_accumulate_grad_hooks = OrderedDict()
             if not is_dtensor(full):
                 full.data = leaf.data
         make_nodes(handle)

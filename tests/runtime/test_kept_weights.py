@@ -18,6 +18,7 @@ from composable_fsdp import (
     unshard_params,
 )
 from tests.support.on_ranks import on_ranks
+from tests.support.reference import backward
 from tests.support.world import World
 
 
@@ -55,7 +56,7 @@ def test_a_view_of_a_weight_on_an_attribute_is_copied(world: World, grad: bool) 
         assert torch.equal(keeper.last, whole)
         assert torch.equal(cache["row"], whole[0])
         if grad:
-            out.sum().backward()  # type: ignore[no-untyped-call]  # untyped in torch
+            backward(out.sum())
 
 
 @on_ranks(1, 2)
@@ -98,7 +99,7 @@ def test_a_parameter_kept_from_unshard_shows_the_shard(
 ) -> None:
     """Also if a forward or a backward reshards; training is that of a plain model."""
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    plain: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     whole = plain[0].weight.detach().clone()
     model = copy.deepcopy(plain)
     fully_shard(model[0], strategy=ShardingStrategy[strategy])
@@ -115,7 +116,7 @@ def test_a_parameter_kept_from_unshard_shows_the_shard(
             if each is model and end == "no_grad":
                 with torch.no_grad():
                     model(x)
-            each(x).sum().backward()
+            backward(each(x).sum())
             torch.optim.SGD(each.parameters(), lr=0.5).step()
             each.zero_grad()
         assert torch.equal(kept, model[0].weight)
