@@ -42,11 +42,10 @@ class Plain(nn.Module):
         self.weight = nn.Parameter(torch.randn(rows, 4))
         self.bias = nn.Parameter(torch.randn(3))
         self.register_buffer("seen", torch.randn(2))
-        self.below = below
+        self.below: Any = below
 
     def forward(self, x: Tensor) -> Tensor:
-        below: Any = self.below
-        x = x if below is None else below(x)
+        x = x if self.below is None else self.below(x)
         made: Tensor = (
             x @ self.weight.t() @ self.weight + self.bias.sum() + self.seen.sum()
         )
