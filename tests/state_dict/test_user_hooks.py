@@ -37,6 +37,8 @@ Entries = dict[str, Any]
 class Plain(nn.Module):
     """A module with parameters and a buffer of its own, and perhaps a child."""
 
+    seen: Tensor
+
     def __init__(self, below: nn.Module | None = None, rows: int = 6) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(rows, 4))
