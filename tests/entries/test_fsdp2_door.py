@@ -440,7 +440,7 @@ def test_a_rank_without_rows_has_empty_gradients(world: World) -> None:
             each[1].requires_grad_(at != 1)
             optim.zero_grad()
             each(torch.ones(2, 4)).sum().backward()
-            grads = [p.grad for p in each.parameters() if p.requires_grad]
+            grads: list[Any] = [p.grad for p in each.parameters() if p.requires_grad]
             assert all(grad is not None for grad in grads)
             torch._foreach_mul_(grads, 0.5)
             torch.nn.utils.clip_grad_norm_(each.parameters(), 0.1)

@@ -37,16 +37,17 @@ Entries = dict[str, Any]
 class Plain(nn.Module):
     """A module with parameters and a buffer of its own, and perhaps a child."""
 
+    seen: Tensor
+
     def __init__(self, below: nn.Module | None = None, rows: int = 6) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(rows, 4))
         self.bias = nn.Parameter(torch.randn(3))
         self.register_buffer("seen", torch.randn(2))
-        self.below = below
+        self.below: Any = below
 
     def forward(self, x: Tensor) -> Tensor:
-        below: Any = self.below
-        x = x if below is None else below(x)
+        x = x if self.below is None else self.below(x)
         made: Tensor = (
             x @ self.weight.t() @ self.weight + self.bias.sum() + self.seen.sum()
         )
