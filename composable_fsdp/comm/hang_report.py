@@ -30,6 +30,8 @@ def write(waits: str) -> str:
     for log in operation_logs():
         lines.append(f"last operations over process group {log.name}:")
         lines += [f"  {OperationRecord.of(o)}" for o in list(log.operations)[-_LAST:]]
+    # torch itself writes the record when a collective of NCCL times out, so a report
+    # made before can only say where it will be.
     if torch.cuda.is_available():
         found = [os.environ[name] for name in _NCCL_VARIABLES if name in os.environ]
         path = f"{found[0] if found else '/tmp/nccl_trace_rank_'}{rank}"

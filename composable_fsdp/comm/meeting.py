@@ -245,6 +245,7 @@ class _Meeting:
         # The line first, as in ``arrive``: a rank that reads the lines may miss this
         # rank a moment too early, and never counts a rank that has left.
         self._write(gave_up=True)
+        # Only once: an exception may follow the error of a rank that has given up.
         if self._announced:
             self._announced = False
             self._add(-self._one)

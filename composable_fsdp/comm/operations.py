@@ -227,6 +227,8 @@ def begin(
     Returns: the operation, in the log of ``group``.
     """
     log = operation_log(group)
+    # Threads may send in another order than they number, so what two threads do is no
+    # proof of a deadlock (``comm.watch``).
     log.rounds.threads.add(get_ident())
     return Operation(log, op, None, phase or calling(), tensor)
 

@@ -342,8 +342,7 @@ class OrderLog:
         comparison: Any,
         call: Hashable = None,
     ) -> None:
-        # An ``OrderComparison``, whose module imports this one.
-        self.rounds, self.comparison = rounds, comparison
+        self.rounds, self.comparison = rounds, comparison  # an ``OrderComparison``
         self.call = call
         """A round as a call (``comm.meeting.Call``); None in backward."""
         self.number = len(rounds.logs)

@@ -151,6 +151,8 @@ class AgreedName:
             self._answered[own] = b""
         if not store.check([f"{self._base}/answer/{own}"]):
             return ""
+        # An answer to another number is that of the attempt before; the first rank of
+        # this attempt replaces it once it has read this rank's number.
         drawn, _, name = store.get(f"{self._base}/answer/{own}").decode().partition(" ")
         if drawn != self._drawn:
             return ""
