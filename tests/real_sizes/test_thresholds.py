@@ -22,9 +22,9 @@ from composable_fsdp.storage import (
     file_bytes,
     manifest,
     new_file,
-    shared_reads,
+    planned,
+    region_part,
     source,
-    spread,
 )
 from tests.real_sizes.operations import TOKENS, WIDTH, same
 from tests.support.on_ranks import on_ranks
@@ -44,18 +44,16 @@ THRESHOLDS = {
     "comm/int8_exchange.py:INT8_BLOCK": HERE + "test_integers_carry_weights",
     "planning/layout.py:LAUNCH_BYTES": HERE + "test_a_region_is_split",
     "planning/save_parts.py:SMALLEST_PART": FILES,
-    "planning/fake_values.py:LARGEST": "tests/planning/test_fake_values.py::",
-    "comm/simulated_world.py:LARGEST": "tests/planning/test_fake_values.py::",
-    "optim/trial_step.py:_SMALL": "tests/optim/test_unknown_optimizers.py::",
+    "tools/fake_values.py:LARGEST": "tests/planning/test_fake_values.py::",
+    "tools/simulated_world.py:LARGEST": "tests/planning/test_fake_values.py::",
     "storage/blocks.py:_FILL_BYTES": FILES,
     "storage/blocks.py:_GAP": FILES,
-    "storage/commit.py:_LONGEST": "tests/storage/test_crash.py::",
     "storage/convert.py:MAX_SHARD_BYTES": "tests/storage/test_convert.py::",
     "storage/file_bytes.py:_PAGE": FILES,
     "storage/file_bytes.py:_SMALL": FILES,
     "storage/formats/torch_read.py:_EXPANDED": "tests/storage/test_hostile_values.py::",
-    "storage/fsspec_storage.py:_PART": "tests/storage/test_remote.py::",
-    "storage/fsspec_storage.py:_MOST_PARTS": "tests/storage/test_remote.py::",
+    "storage/storages.py:_PART": "tests/storage/test_remote.py::",
+    "storage/storages.py:_MOST_PARTS": "tests/storage/test_remote.py::",
     "storage/bounds.py:MAX_DOCUMENT": "tests/storage/test_limits.py::",
     "storage/manifest.py:BLOCK": FILES,
     "storage/manifest.py:SMALLEST_BLOCK": FILES,
@@ -63,23 +61,23 @@ THRESHOLDS = {
     "storage/new_file.py:BUFFER": FILES,
     "storage/new_file.py:_ALIGNMENT": FILES,
     "storage/new_file.py:_BEHIND": FILES,
-    "storage/shared_reads.py:_SMALL": FILES,
-    "storage/shared_reads.py:_BUFFER": FILES,
-    "storage/shared_reads.py:_MESSAGE": FILES,
+    "storage/planned.py:_SMALL": FILES,
+    "storage/planned.py:_BUFFER": FILES,
+    "storage/planned.py:_MESSAGE": FILES,
     "storage/source.py:CHUNK_BYTES": FILES,
-    "storage/spread.py:SMALL": FILES,
+    "storage/region_part.py:SMALL": FILES,
 }
 """Each threshold, and the test (or the file of tests) that is on both sides."""
 
 NO_SIZES = {
-    "comm/agreement.py:_MOST_VISITS": "a number of visits",
+    "comm/agreement.py:_PROBE": "a tag of messages",
+    "comm/store_names.py:_MOST_VISITS": "a number of visits",
     "comm/sequence.py:MOST_OPERATIONS": "a number of operations",
     "comm/sequence.py:_MOST_CONTEXTS": "a number of rounds",
     "flat/handle.py:RETAINED": "a mark in a counter",
     "flat/residency.py:_FIRST": "a number of a handle",
-    "planning/fit.py:MOST_RANKS": "a number of ranks",
+    "tools/fit.py:MOST_RANKS": "a number of ranks",
     "storage/manifest.py:LARGEST": "the largest number of elements in a file",
-    "storage/formats/dcp_metadata.py:LARGEST": "the largest number of elements",
 }
 
 
@@ -191,7 +189,7 @@ class Sizes(nn.Module):
             file_bytes._SMALL,
             2 * save_parts.SMALLEST_PART,
         )
-        for nbytes in (*bounds, spread.SMALL, manifest.BLOCK):
+        for nbytes in (*bounds, region_part.SMALL, manifest.BLOCK):
             for numel in around(nbytes // 4):
                 value = torch.randn(numel, generator=generator)
                 self.register_parameter(f"p{numel}", nn.Parameter(value))
@@ -202,9 +200,9 @@ SMALLER: tuple[tuple[Any, str, int], ...] = (
     (blocks, "_GAP", 64),
     (manifest, "_MOST_BLOCKS", 4),
     (new_file, "_BEHIND", 1 << 16),
-    (shared_reads, "_SMALL", 1 << 14),
-    (shared_reads, "_BUFFER", 1 << 16),
-    (shared_reads, "_MESSAGE", 1 << 18),
+    (planned, "_SMALL", 1 << 14),
+    (planned, "_BUFFER", 1 << 16),
+    (planned, "_MESSAGE", 1 << 18),
     (source, "CHUNK_BYTES", 1 << 16),
 )
 """Thresholds above 4 MiB, and those between tensors: the sizes are on both sides."""
