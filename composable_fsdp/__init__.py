@@ -69,7 +69,7 @@ from composable_fsdp.entries.checkpoint_wrapper import (
     checkpoint_wrapper,
     offload_wrapper,
 )
-from composable_fsdp.entries.elsewhere import missing_name as _  # noqa: F401  # sets __getattr__
+from composable_fsdp.entries.elsewhere import missing_name as _  # sets __getattr__
 from composable_fsdp.entries.even_batches import even_batches
 from composable_fsdp.entries.fully_shard import fully_shard
 from composable_fsdp.entries.open_wrapped_params import open_wrapped_params
@@ -87,7 +87,7 @@ from composable_fsdp.errors import (
     PlanError,
 )
 from composable_fsdp.features.audit.first_step import audit
-from composable_fsdp.features.defaults import install as _install
+from composable_fsdp.features.defaults import FIRST_STEPS as _  # noqa: F401,F811  # installs features
 from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.inspection.describe import describe
 from composable_fsdp.inspection.description import Description
@@ -154,8 +154,6 @@ from composable_fsdp.tools.forecast import Forecast, forecast
 from composable_fsdp.tools.simulate import simulate
 from composable_fsdp.tools.simulated_world import Machine
 from composable_fsdp.tools.simulation import Simulation
-
-_install()
 
 __all__ = [
     "Activations",

@@ -1,7 +1,7 @@
 """The features that every program gets, whatever it imports of the package.
 
-Nothing registers itself when its module is imported: a program that imports
-``fully_shard`` alone would then miss what it has not imported.
+The only module that registers anything when it is imported, and the package imports it:
+a program that imports ``fully_shard`` alone would else miss what it has not imported.
 """
 
 from __future__ import annotations
@@ -13,14 +13,9 @@ from composable_fsdp.features.audit.first_step import (
 )
 from composable_fsdp.flat.user_hooks import HOOK_WATCHES
 from composable_fsdp.optim.step_hooks import FIRST_STEPS, install_step_hooks
-from composable_fsdp.tree.after_sharding import call_after_sharding
-from composable_fsdp.tree.state import FIRST_FORWARDS
+from composable_fsdp.tree.after_sharding import FIRST_FORWARDS, call_after_sharding
 
-
-def install() -> None:
-    """Install the features; a second call does nothing."""
-    if begin_audit not in FIRST_FORWARDS:
-        call_after_sharding(install_step_hooks)
-        FIRST_FORWARDS.append(begin_audit)
-        FIRST_STEPS.append(note_step)
-        HOOK_WATCHES.append(around_hook)
+call_after_sharding(install_step_hooks)
+FIRST_FORWARDS.append(begin_audit)
+FIRST_STEPS.append(note_step)
+HOOK_WATCHES.append(around_hook)

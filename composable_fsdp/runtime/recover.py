@@ -73,6 +73,7 @@ from composable_fsdp.runtime.unshard import (
     shard_versions,
 )
 from composable_fsdp.runtime.unused_params import CommonOrder
+from composable_fsdp.tree.after_sharding import FIRST_FORWARDS
 from composable_fsdp.tree.changed_settings import CHANGED, changed_settings
 from composable_fsdp.tree.initial_weights import ALL_RANKS
 from composable_fsdp.tree.late_registration import PENDING, warn_of_added_in_forward
@@ -80,7 +81,6 @@ from composable_fsdp.tree.order_logs import assign_order_logs
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.same_models import compare_models
 from composable_fsdp.tree.state import (
-    FIRST_FORWARDS,
     RuntimeContext,
     _FSDPState,
     _RootFSDPState,

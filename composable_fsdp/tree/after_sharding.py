@@ -8,6 +8,21 @@ from ``fully_shard`` to a unit's buffers does not import the code for optimizer 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, Protocol
+
+FIRST_FORWARDS: list[Callable[[Any], None]] = []
+"""Called in the first forward of a tree with its context (``features.defaults``)."""
+
+
+class Observer(Protocol):
+    """Watches the outermost forwards of a tree, as ``RuntimeContext.observers``."""
+
+    def iteration_begins(self) -> None:
+        """Called when a forward begins."""
+
+    def iteration_ends(self) -> None:
+        """Called when a forward has ended or raised."""
+
 
 _callbacks: list[Callable[[], None]] = []
 

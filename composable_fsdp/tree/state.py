@@ -11,7 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
 from types import FrameType
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from composable_fsdp.flat.handle import FlatParamHandle, FullForm
 from composable_fsdp.flat.precision import Precision
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning.options import UnitOptions
+from composable_fsdp.tree.after_sharding import Observer
 from composable_fsdp.tree.initial_weights import InitialWeights
 from composable_fsdp.tree.unit_settings import ForwardSearches, UnitSettings
 
@@ -129,16 +130,6 @@ class ForwardRecord(ExecutionOrder["_FSDPState"]):
         raise NotImplementedError
 
 
-class Observer(Protocol):
-    """Watches the forwards of a tree."""
-
-    def iteration_begins(self) -> None:
-        """Called when the outermost forward begins."""
-
-    def iteration_ends(self) -> None:
-        """Called when the outermost forward has ended or raised."""
-
-
 class RuntimeContext:
     """The runtime objects that all units below a root share."""
 
@@ -171,7 +162,6 @@ class RuntimeContext:
         # not be needed to free a model.
         self.root = weakref.ref(root)
         """Weak reference to the root state."""
-        # Filled by lazy initialization.
         self.handles: tuple[FlatParamHandle, ...] = ()
         """Handles of all units, in ``.modules()`` order."""
         self.marked = MarkedUnits()
@@ -183,7 +173,6 @@ class RuntimeContext:
         """Order logs of all-gathers in forward."""
         self.backward_logs: tuple[OrderLog, ...] = ()
         """Order logs of all-gathers and reductions in backward."""
-        # State of the running forward and of running backwards.
         self.prefetched: list[FlatParamHandle] = []
         """Units prefetched in the current forward, to be resharded at its end if
         unused."""
@@ -211,7 +200,6 @@ class RuntimeContext:
         # reductions of these forwards that no gradient has triggered.
         self.filling: list[ForwardRecord] = []
         """Forwards with ``unused_params.CommonOrder`` whose backward is running."""
-        # CUDA only: the gather stream frees each after its last reader.
         self.retiring: deque[FlatParamHandle] = deque()
         """Units that are resharded on the CPU while the GPU may still read ``full``;
         oldest first."""
@@ -223,8 +211,7 @@ class RuntimeContext:
         """The running block of ``unshard_params``, else None."""
         self.is_checked = False
         """Whether the first forward has made its extra checks."""
-        self.observers: tuple[Observer, ...] = ()
-        """What watches the first forwards; empty in steady steps."""
+        self.observers: tuple[Observer, ...] = ()  # empty in steady steps
 
     def enter_backward_use(
         self,
@@ -258,10 +245,6 @@ class RuntimeContext:
             return log.depart(use, backward_mode(forward, *of, groups))
         structures = tuple([s.handle.layout.structure for s in states])
         log.depart(use, (forward, syncs, structures, self.changed_flags))
-
-
-FIRST_FORWARDS: list[Callable[[RuntimeContext], None]] = []
-"""Called in the first forward of a tree (``features.defaults``)."""
 
 
 class MarkedUnits(NamedTuple):
