@@ -150,6 +150,10 @@ class GroupWatch(Reporter):
         if number != operation.number:
             return None
         self.tear(text)
+        # Ranks of the other groups of a hybrid model wait for this rank there.
+        for other in _WATCH.groups():
+            if not other.torn and other.threads() == self.threads():
+                other.leave(f"raised: {text}")
         return DesyncError(text)
 
     def tear(self, text: str) -> None:
@@ -332,8 +336,9 @@ class StoreWait:
 
     def _lost(self, rank: int) -> str:
         """Return how ``rank`` has ended; empty while nobody says that it has."""
-        if self._watch is not None and self._watch.keys:
-            store, key = agreement.key_value_store(), f"{self._watch.keys}/ended/{rank}"
+        keys = "" if self._watch is None else self._watch.keys
+        if keys:
+            store, key = agreement.key_value_store(), f"{keys}/ended/{rank}"
             if store.check([key]):
                 return f"has ended{store.get(key).decode()}"
         lost = agreement.is_lost(self._group, rank)
@@ -358,8 +363,7 @@ class _Watch:
         if group in self._groups:
             return
         log = operation_log(group)
-        # The log and not this object decides about a wait, so the hot path reads a
-        # single attribute.
+        # The log decides about a wait, so the hot path reads a single attribute.
         log.watcher = self._groups[group] = found = GroupWatch(group)
         log.guarded = found.compares
         world = dist.group.WORLD
@@ -373,6 +377,10 @@ class _Watch:
             )
             self._thread.start()
 
+    def groups(self) -> list[GroupWatch]:
+        """Return the watches over all groups."""
+        return list(self._groups.values())
+
     def group(self, group: dist.ProcessGroup) -> GroupWatch | None:
         """Return the watch over ``group``, if there is one."""
         return self._groups.get(group)
@@ -380,8 +388,7 @@ class _Watch:
     def stop(self) -> None:
         """End the thread, and say that the program ends; called at exit."""
         # A daemon thread that wants the interpreter's lock while the interpreter ends
-        # is ended inside C++ code of the store, which aborts the process. ``atexit``
-        # runs before the lock is taken away.
+        # aborts the process in C++ code of the store.
         thread, self._thread = self._thread, None
         if thread is None:
             return
@@ -394,7 +401,7 @@ class _Watch:
         error = getattr(sys, "last_value", None)
         how = "" if error is None else f" with {type(error).__name__}: {error}"
         with suppress(Exception):
-            for each in filter(lambda each: each.keys, self._groups.values()):
+            for each in filter(lambda each: each.keys, self.groups()):
                 store.set(f"{each.keys}/ended/{dist.get_rank()}", how)
 
     def _run(self, store: Any) -> None:
@@ -403,10 +410,9 @@ class _Watch:
             # Another thread looks into the store of a later default group.
             if self._store is not store or not dist.is_initialized():
                 return
-            # Whatever happens here, the program goes on. A store that fails is gone
-            # together with the rank that hosts it.
+            # Whatever happens here, the program goes on.
             try:
-                for each in list(self._groups.values()):
+                for each in self.groups():
                     self._look(store, each)
             except Exception as error:
                 LOGGER.debug("the watch over waits has ended: %r", error)
@@ -491,7 +497,6 @@ def require_whole(group: dist.ProcessGroup) -> None:
 def leave(group: dist.ProcessGroup, text: str) -> None:
     """Tell the ranks of ``group`` that this rank raises ``text`` and sends no more."""
     found = _WATCH.group(group)
-    # The store may be gone, and ``text`` is worth more.
     with suppress(RuntimeError):
         if found is not None and not found.torn:
             found.leave(f"raised: {text.rstrip('.')}")
