@@ -7,7 +7,6 @@ with a connection per rank send as many as ``--ranks`` ranks would, to a real TC
 
     first step   all ranks at once: until the last rank is through
     a meeting    one rank is late, and the others look whether it has come
-    watch        every rank reads one number every few seconds
 
 Server and clients share this machine's cores, so the times are upper bounds.
 """
@@ -34,7 +33,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from benchmarks.tables import fixed, say, say_versions, table
 from composable_fsdp import clip_grad_norm_, fully_shard
-from composable_fsdp.comm import agreement, watch
+from composable_fsdp.comm import agreement, store_names
 from tests.support.world import World, rank_pool, shutdown_pools
 
 Requests = list[str]
@@ -164,22 +163,7 @@ class Meet:
         self.ranks = ranks
 
     def __call__(self, stores: Sequence[Any]) -> int:
-        return look(stores, lambda: agreement.pauses(self.ranks))
-
-
-class Watch:
-    """A job: read the number of questions, as the watch does."""
-
-    def __call__(self, stores: Sequence[Any]) -> int:
-        every = watch.TICK * watch._ASK_EVERY
-        starts = iter(every * i / len(stores) for i in range(len(stores)))
-
-        def pauses() -> Iterator[float]:
-            yield next(starts)
-            while True:
-                yield every
-
-        return look(stores, pauses)
+        return look(stores, lambda: store_names.pauses(self.ranks))
 
 
 def cpu_seconds(process: int) -> float:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, rendezvous
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,11 @@ def joined_world() -> Iterator[World]:
         device, backend = torch.device("cpu"), "gloo"
     # Without torchrun there is nobody to meet: any free port will do.
     where = "env://" if "RANK" in os.environ else "tcp://localhost:0"
-    store, rank, size = next(dist.rendezvous(where, rank, size))
+    store, rank, size = next(rendezvous(where, rank, size))
     # torchrun's store outlives its workers: after a restart, gloo would find the
     # addresses of ranks that are dead, and wait for them.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"attempt {attempt}", store)
+    store = PrefixStore(f"attempt {attempt}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     try:
         yield World(rank, size, device)

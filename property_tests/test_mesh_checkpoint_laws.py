@@ -100,7 +100,7 @@ def check(world: World, law: Law, folder: Path) -> None:
     optim = adam(first)
     save(folder / "a", first, optim)
     with NativeSource(folder / "a") as source:
-        alone = sum(torch.Size(each.shape).numel() for each in source.manifest.alone())
+        alone = sum(torch.Size(each.shape).numel() for each in source.manifest.cuts)
         shards = sum(each.padded_numel for each in source.manifest.regions)
         single = sum(each.tensor.numel for each in source.manifest.singles)
         bound = sum(torch.Size(shape).numel() for shape in law.shapes)

@@ -179,7 +179,7 @@ def as_norms(
     Raises: TypeError, for a value that is no number; ValueError, for a norm that
     gradients cannot be clipped to.
     """
-    numbers = []
+    numbers: list[float] = []
     for name, given in (("norm_type", norm_type), ("max_norm", max_norm)):
         try:
             # As torch's function, also a 0-d tensor; no text, which ``float`` reads.
@@ -190,7 +190,7 @@ def as_norms(
             raise TypeError(
                 f"{call} expects a number for {name}, got {given!r}."
             ) from error
-    _require_norm(*numbers, call)
+    _require_norm(numbers[0], numbers[1], call)
     return numbers[0], numbers[1]
 
 

@@ -36,8 +36,7 @@ from torch.distributed import distributed_c10d
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.groups import GroupRef
 from composable_fsdp.comm.nodes import PEERLESS, group_timeout
-from composable_fsdp.comm.store_names import AgreedName, pauses
-from composable_fsdp.comm.store_names import default_store as _store
+from composable_fsdp.comm.store_names import AgreedName, default_store, pauses
 from composable_fsdp.errors import CompositionError
 
 TIMEOUT_VARIABLE = "COMPOSABLE_FSDP_ORDER_TIMEOUT"
@@ -47,6 +46,7 @@ comparisons off.
 Default: 0.9 times the group's timeout, so that a DesyncError is raised before the
 backend aborts a collective that waits for a missing rank."""
 
+_store = default_store
 _PROBE = (1 << 30) + 7
 """The tag of messages that nobody sends (``is_lost``)."""
 _SHARE = 0.9
@@ -337,7 +337,8 @@ def is_lost(group: dist.ProcessGroup, rank: int) -> bool:
     # together with its buffer; to wait for it and give up would close the connection.
     try:
         index = dist.get_group_rank(group, rank)
-        backend.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], index, _PROBE)
+        receive: Any = backend.recv  # type: ignore[attr-defined]  # torch does not list it
+        receive([torch.empty(1, dtype=torch.uint8, device="cpu")], index, _PROBE)
     except RuntimeError:
         return True
     return False

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch.distributed as dist
-from torch.distributed import HashStore
+from torch._C._distributed_c10d import HashStore
 
 from composable_fsdp.comm import store_names
 from composable_fsdp.comm.store_names import AgreedName

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -44,7 +46,7 @@ def test_a_broadcast_of_unlike_tensors_is_refused_before_it_begins(
     ):
         model = unlike(world.rank, what)
         text = message_of(
-            lambda m=model: apply_units(m, (), path=path, sync_module_states=True)
+            partial(apply_units, model, (), path=path, sync_module_states=True)
         )
 
         start = f"DesyncError: sync_module_states=True: '1.{name}' is "

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -48,7 +48,7 @@ def launch(
     environment: dict[str, str] | None = None,
     before: Callable[[], None] | None = None,
     meanwhile: Callable[[list[BaseProcess]], None] | None = None,
-    store: seam.TCPStore | None = None,
+    store: seam.Store | None = None,
 ) -> list[Ended]:
     """Run ``program`` on ranks of their own, and wait until all have ended.
 
@@ -102,7 +102,7 @@ def launch(
     ]
 
 
-def forget_addresses(store: seam.TCPStore) -> None:
+def forget_addresses(store: Any) -> None:
     """Remove the addresses of ranks that are gone, which torch's init would call."""
     for key in store.list_keys():
         if key.startswith("default_pg/0//"):

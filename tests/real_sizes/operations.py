@@ -41,6 +41,7 @@ class Odd(nn.Module):
         self.wide = nn.Parameter(torch.empty(3, LONG))
         frozen = torch.empty(WIDTH, TOKENS, dtype=torch.bfloat16)
         self.frozen = nn.Parameter(frozen, requires_grad=False)
+        self.table: Tensor
         self.register_buffer("table", torch.empty(LONG))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -187,7 +188,7 @@ def make_pair(
         else:
             norms.append(clip(model))
         optim.step()
-    return Pair(world, folder, plain, optims[0], model, optims[1], tuple(norms))
+    return Pair(world, folder, plain, optims[0], model, optims[1], (norms[0], norms[1]))
 
 
 # --- The operations ------------------------------------------------------------------
@@ -383,7 +384,8 @@ def nonfinite(p: Pair) -> None:
 
 def on_owners(p: Pair) -> None:
     """Whole matrices, each on a rank, as Muon's step."""
-    pairs = [(m.odd.wide, m.middle.weight) for m in (p.model, p.plain)]
+    models: tuple[Any, Any] = p.model, p.plain
+    pairs = [(m.odd.wide, m.middle.weight) for m in models]
     got = cf.map_on_owners(
         pairs[0], [w.detach() for w in pairs[0]], lambda each, _: each.cumsum(1)
     )

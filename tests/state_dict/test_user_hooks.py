@@ -47,7 +47,8 @@ class Plain(nn.Module):
         self.below: Any = below
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x if self.below is None else self.below(x)
+        below: Any = self.below
+        x = x if below is None else below(x)
         made: Tensor = (
             x @ self.weight.t() @ self.weight + self.bias.sum() + self.seen.sum()
         )

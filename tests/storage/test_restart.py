@@ -163,7 +163,7 @@ def test_a_rank_that_does_not_see_the_new_directory_yet_writes_all_the_same(
     world: World, tmp_path: Path
 ) -> None:
     """As on a network file system, which remembers that the name was not there."""
-    begin = saving.begin
+    begin = vars(saving)["begin"]
 
     def unseen(path: str, *options: Any) -> str:
         ending = begin(path, *options)
