@@ -56,7 +56,8 @@ def place_of(frame: FrameType | None) -> Place | None:
     # A subclass of a scaler that overrides these asks the other ranks itself.
     if code.co_filename.startswith(_PACKAGE) or code.co_name in _UNSCALE:
         return None
-    optimizer, caller = "", frame
+    optimizer = ""
+    caller: FrameType | None = frame
     while caller is not None:
         owner = caller.f_locals.get("self")
         # ``map_on_owners`` gives whole parameters to the user's function.
@@ -66,7 +67,7 @@ def place_of(frame: FrameType | None) -> Place | None:
             if getattr(owner, "works_on_shards", False):
                 return None
             optimizer = optimizer or type(owner).__name__
-        caller = caller.f_back  # type: ignore[assignment]  # None ends the loop
+        caller = caller.f_back
     return Place(code.co_filename, frame.f_lineno, optimizer)
 
 
