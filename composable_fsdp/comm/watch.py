@@ -258,10 +258,7 @@ def never_meet(predicates: dict[int, str], advice: str = "") -> str:
     )
 
 
-_SAME_CALLS = (
-    "Make the same calls in the same order on every rank, outside of any "
-    "'if rank == 0'."
-)
+_SAME_CALLS = "Make the same calls in the same order on every rank."
 
 
 class StoreWait:

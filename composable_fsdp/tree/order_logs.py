@@ -67,7 +67,10 @@ def assign_order_logs(context: RuntimeContext, *, replicas: bool) -> None:
             known[handle.groups] = UnitLogs(in_forward, gathered, in_backward)
         handle.logs = known[handle.groups]
     present = dict.fromkeys(g for groups in known for g in groups.present)
-    watch(present)
+    # A replica may evaluate alone, and would wait for the others.
+    shards = dict.fromkeys(g.shard for g in known if g.shard is not None)
+    watch(shards, agree=True)
+    watch(present, agree=replicas)
     for log in (*forward.values(), *backward.values()):
         own = [peers.group for peers in log.comparison.peers]
         # Groups of a fake world are not watched, and a log has no peers there.
