@@ -42,7 +42,7 @@ PARTS = ("forward and backward", "clip_grad_norm_", "optimizer step")
 SPAWN = multiprocessing.get_context("spawn")
 PROCESSES = 4
 LATE = 3.0
-"""Seconds by which a rank is late in a meeting, and that the watch is looked at."""
+"""Seconds by which a rank is late in a meeting."""
 
 
 class _Noting:
@@ -227,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     requests = [each for part in least for each in part]
     jobs = {"first step": Play(requests), "a meeting": Meet(options.ranks)}
-    found = measure(options.ranks, {**jobs, "watch": Watch()})
+    found = measure(options.ranks, jobs)
     table(
         f"{options.ranks} ranks at one store",
         ("", "seconds", "requests", "per second", "cores of the server"),
