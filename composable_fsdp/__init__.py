@@ -86,8 +86,8 @@ from composable_fsdp.errors import (
     PhaseError,
     PlanError,
 )
+from composable_fsdp.features import defaults as _features  # noqa: F401  # installs them
 from composable_fsdp.features.audit.first_step import audit
-from composable_fsdp.features.defaults import FIRST_STEPS as _  # noqa: F401,F811  # installs features
 from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.inspection.describe import describe
 from composable_fsdp.inspection.description import Description

@@ -229,7 +229,8 @@ class GroupWatch(Reporter):
         with suppress(Exception):
             if not self.keys:
                 return ""
-            store, behind = agreement.key_value_store(), []
+            store = agreement.key_value_store()
+            behind: list[str] = []
             number = self.log.number
             for rank in [each for each in self.ranks if each != dist.get_rank()]:
                 if len(behind) == _MOST_RANKS:

@@ -126,7 +126,8 @@ def _exchange(own: Exception | None) -> Iterator[None]:
         yield
     # torch raises ValueError for a group that was destroyed.
     except (RuntimeError, ValueError) as error:
-        if isinstance(error, FSDPError) and not isinstance(error, CollectiveError):
+        broke = isinstance(error, CollectiveError)
+        if isinstance(error, FSDPError) and not broke:
             raise
         if not dist.is_initialized():
             raise own or CheckpointError(

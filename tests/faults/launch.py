@@ -48,7 +48,7 @@ def launch(
     environment: dict[str, str] | None = None,
     before: Callable[[], None] | None = None,
     meanwhile: Callable[[list[BaseProcess]], None] | None = None,
-    store: seam.Store | None = None,
+    store: Any = None,
 ) -> list[Ended]:
     """Run ``program`` on ranks of their own, and wait until all have ended.
 

@@ -170,7 +170,7 @@ def same_group_meets(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) 
             order.wait(10)
             time.sleep(LATE)
         with torch.no_grad():
-            second[0].weight.mul_(1)
+            next(second.parameters()).mul_(1)
         dist.barrier(two)
         gone.set()
 
@@ -392,12 +392,13 @@ def torch_between(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) -> 
     model, x = layers(one), torch.ones(2)
     train(model)
     objects: list[Any] = [None, None]
-    for call in (
+    calls: tuple[Callable[[], Any], ...] = (
         lambda: dist.all_reduce(x, group=one),
         lambda: dist.broadcast(x, 0, group=one),
         lambda: dist.all_gather_object(objects, rank, group=one),
         lambda: dist.barrier(one),
-    ):
+    )
+    for call in calls:
         late(rank)
         call()
         train(model, 1)

@@ -36,7 +36,7 @@ from composable_fsdp import (
     param_norm,
 )
 from tests.support.on_ranks import on_ranks
-from tests.support.reference import PATHS, apply_units
+from tests.support.reference import PATHS, apply_units, backward
 from tests.support.sharded import message_of
 from tests.support.world import World
 
@@ -125,7 +125,8 @@ def by_rule(rule: Rule, kind: type[ByRule] = ByRule) -> Program:
 
 
 def trust_ratio(p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
-    return g * (p.norm() / (g.norm() + 1e-6))
+    made: Tensor = g * (p.norm() / (g.norm() + 1e-6))
+    return made
 
 
 def dadapt(p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
@@ -141,7 +142,8 @@ def adam_p(p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
 def cautious(p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
     mean = state.setdefault("exp_avg", torch.zeros_like(p)).lerp_(g, 0.1)
     mask = (mean * g > 0).to(g.dtype)
-    return mean * mask.div_(mask.mean().clamp_(min=1e-3))
+    made: Tensor = mean * mask.div_(mask.mean().clamp_(min=1e-3))
+    return made
 
 
 def factored(p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
@@ -158,7 +160,8 @@ def muon(p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
     if g.ndim < 2:
         return g
     u, _, v = torch.linalg.svd(g, full_matrices=False)
-    return u @ v
+    made: Tensor = u @ v
+    return made
 
 
 def blocks(p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
@@ -170,7 +173,8 @@ def lion(p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
     mean = state.setdefault("exp_avg", torch.zeros_like(p))
     update = mean.mul(0.9).add(g, alpha=0.1).sign_()
     mean.lerp_(g, 0.01)
-    return update
+    made: Tensor = update
+    return made
 
 
 def row_centred(p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
@@ -180,14 +184,14 @@ def row_centred(p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
 def sharpness_aware(model: nn.Module) -> None:
     base = sgd(model)
     for _ in range(2):
-        loss_of(model).backward()
+        backward(loss_of(model))
         norm = torch.stack([g.norm() for g in gradients(model)]).norm()
         step = [(p, p.grad / norm) for p in model.parameters() if p.grad is not None]
         with torch.no_grad():
             for p, up in step:
                 p.add_(up)
         base.zero_grad()
-        loss_of(model).backward()
+        backward(loss_of(model))
         with torch.no_grad():
             for p, up in step:
                 p.sub_(up)
@@ -196,11 +200,11 @@ def sharpness_aware(model: nn.Module) -> None:
 
 def adversarial(model: nn.Module) -> None:
     base, p = sgd(model), weight(model)
-    loss_of(model).backward()
+    backward(loss_of(model))
     kept = p.detach().clone()
     if p.grad is not None:
         p.data.add_(p.grad / torch.norm(p.grad))
-    loss_of(model).backward()
+    backward(loss_of(model))
     p.data.copy_(kept)
     base.step()
 
@@ -216,7 +220,7 @@ def masked_rows(model: nn.Module) -> None:
         g[:2] = 0
         return g
 
-    weight(model).register_hook(hook)
+    weight(model).register_hook(hook)  # type: ignore[no-untyped-call]  # untyped in torch
     train(model)
 
 
@@ -328,7 +332,7 @@ def accumulated(model: nn.Module) -> None:
     optimizer = sgd(model)
     for _ in range(2):
         for _ in range(3):
-            loss_of(model).backward()
+            backward(loss_of(model))
         optimizer.step()
         optimizer.zero_grad()
 
@@ -337,8 +341,8 @@ def without_sync(model: nn.Module) -> None:
     optimizer = sgd(model)
     for _ in range(2):
         with no_sync(model):
-            loss_of(model).backward()
-        loss_of(model).backward()
+            backward(loss_of(model))
+        backward(loss_of(model))
         optimizer.step()
         optimizer.zero_grad()
 
@@ -347,7 +351,7 @@ def scheduled(model: nn.Module) -> None:
     optimizer = sgd(model)
     scheduler = optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
     for _ in range(3):
-        loss_of(model).backward()
+        backward(loss_of(model))
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
@@ -385,7 +389,8 @@ def owned(model: nn.Module) -> None:
     matrices = [p for p in model.parameters() if p.ndim == 2]
 
     def whole(update: Tensor, _: Tensor) -> Tensor:
-        return update / update.norm()
+        made: Tensor = update / update.norm()
+        return made
 
     def step(_: nn.Module) -> None:
         updates = [None if p.grad is None else p.grad.clone() for p in matrices]
@@ -672,7 +677,7 @@ def test_a_step_under_no_sync_is_told_by_unit(world: World) -> None:
     def program(model: nn.Module) -> None:
         optimizer = sgd(model)
         with no_sync(model):
-            loss_of(model).backward()
+            backward(loss_of(model))
             optimizer.step()
 
     (only,) = said(program, fully_shard(nn.Linear(6, 6)))
@@ -707,7 +712,7 @@ def test_norms_are_those_of_the_plain_model(world: World, path: str) -> None:
 def test_an_error_in_a_hook_names_the_parameter(world: World) -> None:
     """With its full shape, as a mask of the full shape does not fit the shard."""
     model = fully_shard(nn.Linear(6, 6))
-    model.weight.register_hook(lambda g: g * torch.ones(6, 6)[:5])
+    model.weight.register_hook(lambda g: g * torch.ones(6, 6)[:5])  # type: ignore[no-untyped-call]  # untyped in torch
 
     with pytest.raises(RuntimeError) as caught:
         model(torch.ones(1, 6)).sum().backward()
@@ -721,6 +726,6 @@ def test_an_average_of_a_sharded_model_hears_nothing(world: World) -> None:
     """``AveragedModel`` copies the model, and its update is element-wise."""
     model = build("composable")
     loss_of(model)
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))  # type: ignore[no-untyped-call]  # untyped in torch
 
     assert said(after_backward(lambda m: average.update_parameters(m)), model) == []

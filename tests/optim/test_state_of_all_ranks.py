@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import composable_fsdp as cf
 from composable_fsdp import StateDictType
@@ -91,11 +92,11 @@ def test_state_from_torchs_older_reader_is_loaded(
     optim = torch.optim.AdamW(model.parameters())
     step(model, optim, world.rank, 0)
     cf.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
-    dcp.save({"optim": cf.optim_state_dict(model, optim)}, checkpoint_id=tmp_path)
+    dcp_save({"optim": cf.optim_state_dict(model, optim)}, checkpoint_id=tmp_path)
     read = load_sharded_optimizer_state_dict(
         model_state_dict=model.state_dict(),
         optimizer_key="optim",
-        storage_reader=dcp.FileSystemReader(tmp_path),
+        storage_reader=FileSystemReader(tmp_path),
     )
     with cf.state_dict_type(model, StateDictType.FULL_STATE_DICT):
         want = cf.optim_state_dict(model, optim)["state"]

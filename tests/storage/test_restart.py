@@ -166,7 +166,7 @@ def test_a_rank_that_does_not_see_the_new_directory_yet_writes_all_the_same(
     begin = vars(saving)["begin"]
 
     def unseen(path: str, *options: Any) -> str:
-        ending = begin(path, *options)
+        ending: str = begin(path, *options)
         os.rmdir(path)
         return ending
 
