@@ -188,11 +188,11 @@ def as_norms(
             raise TypeError(
                 f"{call} expects a number for {name}, got {given!r}."
             ) from error
-    _require_norm(*numbers, call)
+    _require_norm(*numbers, call=call)
     return numbers[0], numbers[1]
 
 
-def _require_norm(norm_type: float, max_norm: float, call: str) -> None:
+def _require_norm(norm_type: float, max_norm: float, *, call: str) -> None:
     """Raise ValueError for a norm that gradients cannot be clipped to."""
     if not max_norm >= 0:
         raise ValueError(

@@ -193,7 +193,8 @@ class _Mode(TorchFunctionMode):
                 of = given[index : index + 1] if paired else given
                 if isinstance(each, Tensor):
                     found = [rules.after(name, args, kwargs, g, each) for g in of]
-                    part = next((f for f in found if not isinstance(f, str)), found[0])
+                    good = (f for f in found if not isinstance(f, str))
+                    part: Part | str | None = next(good, found[0])
                     if isinstance(part, str):
                         self._tell(part, name, of[0][1], place)
                     elif part is not None and find_leaf(each) is None:
@@ -289,7 +290,7 @@ def _has_gradients(context: RuntimeContext) -> bool:
 def _put_on() -> None:
     """Put the mode below those of the user, whose ``with`` takes off the top."""
     _take_off()
-    stack = _get_current_function_mode_stack()
+    stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # untyped in torch
     # A default device must stay at the bottom.
     at = 1 if stack and isinstance(stack[0], DeviceContext) else 0
     _replace(stack, [*stack[:at], _MODE, *stack[at:]])
@@ -302,7 +303,7 @@ def _put_on() -> None:
 
 def _take_off() -> None:
     """Take the mode off this thread."""
-    stack = _get_current_function_mode_stack()
+    stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # untyped in torch
     if _MODE in stack:
         _replace(stack, [each for each in stack if each is not _MODE])
 
@@ -316,6 +317,6 @@ def _before_compilation(args: Any) -> None:
 def _replace(old: list[Any], new: list[Any]) -> None:
     """Make ``new`` the modes of this thread, the lowest first."""
     for _ in old:
-        _pop_mode()
+        _pop_mode()  # type: ignore[no-untyped-call]  # ditto
     for each in new:
-        _push_mode(each)
+        _push_mode(each)  # type: ignore[no-untyped-call]  # ditto
