@@ -69,7 +69,7 @@ from composable_fsdp.entries.checkpoint_wrapper import (
     checkpoint_wrapper,
     offload_wrapper,
 )
-from composable_fsdp.entries.elsewhere import missing_name as _  # sets __getattr__
+from composable_fsdp.entries.elsewhere import missing_name as _  # noqa: F401  # sets __getattr__
 from composable_fsdp.entries.even_batches import even_batches
 from composable_fsdp.entries.fully_shard import fully_shard
 from composable_fsdp.entries.open_wrapped_params import open_wrapped_params

@@ -261,7 +261,7 @@ def _differing(
 ) -> CompositionError:
     """Return the error of ranks that step a parameter with different options."""
     what = "the same parameters"
-    pair: tuple[object, ...] = (len(names), "another number or other ones")
+    pair: tuple[Any, ...] = (len(names), "another number or other ones")
     if mine[0] == theirs[0]:
         groups = [zlib.decompress(bytes.fromhex(each[1])) for each in (mine, theirs)]
         moved = [n for n, a, b in zip(names, *groups, strict=True) if a != b]

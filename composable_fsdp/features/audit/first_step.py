@@ -82,8 +82,8 @@ def audit(module: nn.Module, action: str = "warn") -> None:
         context.observers = ()
         _nodes.pop(context, None)
         begin_audit(context)
-        for observer in context.observers:
-            observer.iteration_ends()
+        for each in context.observers:
+            each.iteration_ends()
     # Optimizers that have stepped are looked at again.
     install_step_hooks()
 
@@ -193,11 +193,12 @@ class _Mode(TorchFunctionMode):
                 of = given[index : index + 1] if paired else given
                 if isinstance(each, Tensor):
                     found = [rules.after(name, args, kwargs, g, each) for g in of]
-                    kind = next((f for f in found if not isinstance(f, str)), found[0])
-                    if isinstance(kind, str):
-                        self._tell(kind, name, of[0][1], place)
-                    elif kind is not None and find_leaf(each) is None:
-                        self._parts[id(each)] = weakref.ref(each), kind
+                    good = (f for f in found if not isinstance(f, str))
+                    part: Part | str | None = next(good, found[0])
+                    if isinstance(part, str):
+                        self._tell(part, name, of[0][1], place)
+                    elif part is not None and find_leaf(each) is None:
+                        self._parts[id(each)] = weakref.ref(each), part
         return result
 
     def _given(self, values: Iterable[Any]) -> list[tuple[Tensor, Part]]:
@@ -289,7 +290,7 @@ def _has_gradients(context: RuntimeContext) -> bool:
 def _put_on() -> None:
     """Put the mode below those of the user, whose ``with`` takes off the top."""
     _take_off()
-    stack: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # untyped in torch
+    stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # untyped in torch
     # A default device must stay at the bottom.
     at = 1 if stack and isinstance(stack[0], DeviceContext) else 0
     _replace(stack, [*stack[:at], _MODE, *stack[at:]])
@@ -302,7 +303,7 @@ def _put_on() -> None:
 
 def _take_off() -> None:
     """Take the mode off this thread."""
-    stack: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # untyped in torch
+    stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # untyped in torch
     if _MODE in stack:
         _replace(stack, [each for each in stack if each is not _MODE])
 
@@ -316,6 +317,6 @@ def _before_compilation(args: Any) -> None:
 def _replace(old: list[Any], new: list[Any]) -> None:
     """Make ``new`` the modes of this thread, the lowest first."""
     for _ in old:
-        _pop_mode()  # type: ignore[no-untyped-call]  # untyped in torch
+        _pop_mode()  # type: ignore[no-untyped-call]  # ditto
     for each in new:
-        _push_mode(each)  # type: ignore[no-untyped-call]  # untyped in torch
+        _push_mode(each)  # type: ignore[no-untyped-call]  # ditto
