@@ -138,8 +138,9 @@ class GroupWatch(Reporter):
         if store.check([f"{key}/unlike"]):
             found.append(store.get(f"{key}/unlike"))
         for rank, other, predicate, theirs, more in map(json.loads, found):
-            # Threads may send in another order than they have numbered.
-            if other != what and theirs == names and len(names) < 2:
+            ordered = theirs == names and len(names) < 2
+            # A rank that has left sends no more from any thread.
+            if other != what and (ordered or other[0] == "left"):
                 store.compare_set(f"{key}/unlike", "", mine)
                 both = {dist.get_rank(): record.predicate, rank: predicate}
                 self._proof = waits.number, never_meet(both, more or advice)
@@ -179,7 +180,6 @@ class GroupWatch(Reporter):
         """
         store, names = agreement.key_value_store(), self.threads()
         key = f"{self.keys}/op/{self.log.number + 1}"
-        # What was left in a torn group is not waited for any more.
         if self.torn or not self.keys or not store.check([key]):
             return None
         rank, _, predicate, theirs, _ = json.loads(store.get(key))
