@@ -65,9 +65,12 @@ def param_norm(
 ) -> Tensor:
     """Return the norm of all parameters, that of the unsharded model.
 
-    Arguments, result and errors as for ``grad_norm``; nothing is gathered.
+    Args:
+        module_or_params: As for ``clip_grad_norm_``.
+        norm_type: The order of the norm, above 0. Default 2.0.
 
-    Collective: as ``clip_grad_norm_``.
+    Returns: the norm, as ``grad_norm`` does; no parameter is gathered.
+    Collective: as ``clip_grad_norm_``. Raises: as ``clip_grad_norm_``.
 
     >>> logger.log(norm=param_norm(model).item())
     """
