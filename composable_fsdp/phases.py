@@ -104,12 +104,7 @@ def illegal_move(
 ) -> PhaseError:
     """Return the error for a move that the table of ``now`` does not list.
 
-    Args:
-        name: the unit, quoted.
-        now: the state of the unit.
-        then: the state that the caller asked for.
-
-    Returns: the error, for the caller to raise. Collective: none.
+    Returns: the error, for the caller to raise.
     """
     legal = ", ".join(state.name for state in now.followers)
     return PhaseError(

@@ -26,12 +26,6 @@ def gather_flat_values(
 ) -> list[Tensor]:
     """Return the full ``(padded_numel,)`` of each ``(shard_numel,)`` in ``shards``.
 
-    Args:
-        handle: The unit.
-        shards: A tensor per region of the unit, in region order, on the compute device.
-        first_only: Gather on the first rank of the shard group only; the other ranks
-            allocate nothing and get an empty list. Default False.
-
     Returns: the full buffers, or ``shards`` themselves without a shard group.
     Collective: an all-gather (all buffers coalesced) over the shard group; with
         ``first_only`` a gather per buffer; none without a shard group.
@@ -61,10 +55,6 @@ def gather_flat_values(
 @torch.no_grad()
 def gather_slot(ref: ParamRef, part: Tensor) -> Tensor:
     """Return the full value of a parameter, of which ``part`` is this rank's part.
-
-    Args:
-        ref: The parameter.
-        part: This rank's elements, of the sharded parameter's shape.
 
     Returns: a new tensor of the plain model's shape on the compute device; on meta if
         ``part`` is on meta.
@@ -99,14 +89,6 @@ def gather_part(
 ) -> Tensor:
     """Return the full tensor of which rank *r* holds the elements ``intervals[r]``.
 
-    Args:
-        part: This rank's elements.
-        shape: The shape of the full tensor.
-        intervals: Per rank of ``group`` the first element and the end, in the flattened
-            full tensor.
-        group: The ranks that hold the parts.
-        device: The device of the result, from which the group's backend sends.
-
     Returns: a new tensor of ``shape`` on ``device``.
     Collective: over ``group`` a broadcast from each rank that holds elements.
     """
@@ -134,14 +116,6 @@ def spread_flat_values(
     """Copy this rank's slice of each full buffer into the shard, ``(shard_numel,)``.
 
     A full buffer that is the shard itself is left alone.
-
-    Args:
-        handle: The unit.
-        shards: The destinations, in region order.
-        fulls: The sources, ``(padded_numel,)`` each; with ``from_first`` only on the
-            first rank.
-        from_first: Take the slices from the first rank's ``fulls``. Replicas then get
-            the values of the first replica.
 
     Collective: none; with ``from_first`` per non-empty buffer a scatter over the shard
         group and a broadcast over the replicate group.

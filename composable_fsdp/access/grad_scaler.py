@@ -110,12 +110,6 @@ def unscale_together(
 ) -> dict[torch.device, Tensor]:
     """Unscale the gradients; return per device whether any rank found an inf.
 
-    Args:
-        optimizer: holds the parameters.
-        unscale: torch's method, which unscales the gradients of this rank.
-        found_inf: the flag of a rank without a gradient.
-        groups: the ranks that decide together; None for this rank alone.
-
     Collective: an all-reduce of a number over each of ``groups``.
     Raises: TypeError, on all ranks, for the gradient of a complex parameter.
     """

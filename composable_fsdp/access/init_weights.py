@@ -83,12 +83,6 @@ def init_weights(
 def apply_whole(module: nn.Module, fn: Init, what: str, *, wrappers: bool) -> None:
     """Call ``fn`` as ``module.apply`` would, with full parameters; writes are kept.
 
-    Args:
-        module: a sharded model, or a module in one.
-        fn: the function.
-        what: the name of the caller, for messages.
-        wrappers: call ``fn`` with wrappers, too.
-
     Collective, Raises: as ``init_weights``.
     """
     own = _get_module_fsdp_state(module)

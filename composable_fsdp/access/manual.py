@@ -40,7 +40,7 @@ class UnshardHandle:
         self._handle: FlatParamHandle | None = handle
 
     def wait(self) -> None:
-        """Wait for the all-gather and show the full parameters. Collective: none.
+        """Wait for the all-gather and show the full parameters.
 
         A second call does nothing, and neither does a call after the unit was used or
         resharded: the unit's own forward also waits.
@@ -130,7 +130,7 @@ def reshard(module: nn.Module) -> None:
 
     Units below are unchanged. A sharded unit does not change.
 
-    Collective: none. A unit that is resharded between forward and backward is
+    A unit that is resharded between forward and backward is
         all-gathered again in backward.
     Raises: CompositionError, if ``module`` is no fully sharded module; PhaseError,
         inside the unit's own forward or backward, or inside ``unshard_params``.
@@ -158,7 +158,7 @@ def reset_iter_state(module: nn.Module) -> None:
     those of ``no_sync``. The next forward does the same without this call, but keeps
     the gradients of ``no_sync`` if a forward raised.
 
-    Collective: none. Waits for the collectives that this rank has issued.
+    Waits for the collectives that this rank has issued.
     Raises: CompositionError, if ``module`` is no fully sharded module; PhaseError, if
         ``module`` is not the outermost unit, inside a forward or backward, or inside
         ``unshard_params``.
@@ -185,7 +185,6 @@ def share_streams(modules: Sequence[nn.Module]) -> None:
 
     Memory that a stream frees is then reused by all trees, as pipeline stages need.
 
-    Collective: none.
     Raises: CompositionError, if a module is no fully sharded module.
     """
     found = [state_of_unit(each, "share_comm_ctx") for each in modules]
@@ -199,7 +198,7 @@ def is_sharded(module: nn.Module) -> bool:
     The result is also True between forward and backward of a unit that keeps the memory
     of the full parameters: the parameters found in ``module`` are then sharded.
 
-    Collective: none. Raises: CompositionError, if ``module`` is no fully sharded
+    Raises: CompositionError, if ``module`` is no fully sharded
         module.
     """
     return not state_of_unit(module, "is_sharded").handle.is_full
@@ -211,7 +210,7 @@ def full_shape(parameter: Tensor) -> torch.Size:
     A sharded parameter shows the shape of this rank's part. For any other parameter the
     result is ``parameter.shape``.
 
-    Collective: none. Raises: CompositionError, for a flat parameter, which joins
+    Raises: CompositionError, for a flat parameter, which joins
         several parameters.
     """
     if find_flat(parameter) is not None:

@@ -120,11 +120,6 @@ def collect_nonfinite(
 ) -> list[NonFinite]:
     """Return the gradients of ``units`` that are not finite on any rank, by name.
 
-    Args:
-        units: The units.
-        chosen: The parameters to look at, by id.
-        groups: The groups over which, in turn, a message reaches all ranks.
-
     Collective: an all-gather of objects over each of ``groups``.
     """
     return sorted(_collected(_own(units, chosen), units, groups))
@@ -313,11 +308,6 @@ def _without_full(
     handles: dict[FlatParamHandle | None, None],
 ) -> list[Tensor]:
     """Replace full parameters by the sharded parameters, which have the gradients.
-
-    Args:
-        others: chosen parameters that are not sharded.
-        chosen: the chosen parameters, by ``id``; changed.
-        handles: the units of the sharded parameters; changed.
 
     Returns: ``others`` without the full parameters.
     """

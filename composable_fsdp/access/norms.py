@@ -331,7 +331,8 @@ def _norm_parts(
             # second number.
             sent = [part.nan_to_num(0.0, posinf=math.inf), part.isnan()]
         if compares:
-            sent += map(torch.tensor, (mark, -mark if infinite else mark * mark))
+            marks = mark, -mark if infinite else mark * mark
+            sent += [torch.tensor(each, device=kind.device) for each in marks]
         wide = torch.float64 if compares else kind.dtype
         both = torch.stack([each.to(wide) for each in sent])
         for group in route:

@@ -106,7 +106,6 @@ def set_reshard_after_backward(
         recurse: Set all units in ``module``. False: only the unit ``module`` itself.
             Default True.
 
-    Collective: none.
     Raises: CompositionError, TypeError, as ``set_reshard_after_forward``.
     """
     require_flag("set_reshard_after_backward", reshard_after_backward)

@@ -48,7 +48,6 @@ def set_requires_gradient_sync(
         recurse: Set all units in ``module``. False: only the unit ``module`` itself.
             Default True.
 
-    Collective: none.
     Raises: CompositionError, if there is no such unit; TypeError, if
         ``requires_gradient_sync`` is not a bool.
     """
@@ -81,7 +80,6 @@ def set_requires_all_reduce(
         recurse: Set all units in ``module``. False: only the unit ``module`` itself.
             Default True.
 
-    Collective: none.
     Raises: CompositionError, if there is no such unit; TypeError, if
         ``requires_all_reduce`` is not a bool.
     """
@@ -107,7 +105,6 @@ def set_is_last_backward(module: nn.Module, is_last_backward: bool) -> None:
     of this reduction appears in the next backward, which must follow before gradients
     are read.
 
-    Collective: none.
     Raises: CompositionError, if there is no unit; TypeError, if ``is_last_backward`` is
         not a bool.
     """
@@ -127,7 +124,6 @@ def set_gradient_divide_factor(module: nn.Module, factor: float) -> None:
     As in FSDP2, the call sets the module's own unit only: call the function on each
     unit that needs a factor. A communication hook divides by itself.
 
-    Collective: none.
     Raises: CompositionError, if ``module`` is no fully sharded module; ValueError, if
         ``factor`` is not positive.
     """
@@ -146,7 +142,6 @@ def set_gradient_divide_factor(module: nn.Module, factor: float) -> None:
 def set_force_sum_reduction(module: nn.Module, force_sum: bool) -> None:
     """Set whether the collectives of the unit ``module`` only sum, and never average.
 
-    Collective: none.
     Raises: CompositionError, if ``module`` is no fully sharded module; TypeError, if
         ``force_sum`` is not a bool.
     """
@@ -170,12 +165,6 @@ def set_all_reduce_hook(
     dtype: the result of the reduce-scatter and, for hybrid units, of the all-reduce,
     before the division by the number of ranks (NCCL has divided already). The hook
     changes the tensor in place, for example by an all-reduce over further ranks.
-
-    Args:
-        module: A fully sharded module.
-        hook: The function.
-        stream: The stream on which ``hook`` runs. Default None: the stream that writes
-            ``.grad``.
 
     Collective: none; in backward the collectives of ``hook``.
     Raises: CompositionError, if ``module`` is no fully sharded module, or if ``stream``
@@ -236,12 +225,6 @@ def set_separate_reduce_scatter_group(
 def set_custom_all_gather(module: nn.Module, comm: CustomAllGather) -> None:
     """Gather the unit ``module`` in forward and backward by ``comm``; as in FSDP2.
 
-    Args:
-        module: A fully sharded module.
-        comm: An object with ``allocate(size, dtype=, device=)``, called as
-            ``comm(output_tensor=, input_tensor=, group=, async_op=)`` per region. The
-            call returns a ``Work``, or None if the collective has ended.
-
     Collective: none; in a step the collectives of ``comm``.
     Raises: CompositionError, if ``module`` is no fully sharded module; TypeError, if
         ``comm`` cannot be called or does not allocate.
@@ -253,11 +236,6 @@ def set_custom_all_gather(module: nn.Module, comm: CustomAllGather) -> None:
 
 def set_custom_reduce_scatter(module: nn.Module, comm: CustomReduceScatter) -> None:
     """Reduce the gradients of the unit ``module`` by ``comm``; as in FSDP2.
-
-    Args:
-        module: A fully sharded module.
-        comm: As for ``set_custom_all_gather``; the call has ``op=``, too: ``SUM``, or
-            ``AVG`` where the backend averages.
 
     Collective: none; in backward the collectives of ``comm``.
     Raises: as ``set_custom_all_gather``.
@@ -311,7 +289,6 @@ def set_reduce_scatter_unused_params(
         recurse: Set all units in ``module``. False: only the unit ``module`` itself.
             Default True.
 
-    Collective: none.
     Raises: CompositionError, if there is no such unit; TypeError, if
         ``reduce_scatter_unused_params`` is not a bool.
     """
@@ -377,11 +354,6 @@ def require_flag(name: str, value: object) -> None:
 def changed_units(module: nn.Module, name: str, *, recurse: bool) -> list[_FSDPState]:
     """Return ``units_of``, whose settings the caller changes now.
 
-    Args:
-        module: as for ``units_of``.
-        name: as for ``units_of``.
-        recurse: as for ``units_of``.
-
     Returns: as ``units_of``. Collective: none. Raises: as ``units_of``.
     """
     found = units_of(module, name, recurse=recurse)
@@ -392,13 +364,7 @@ def changed_units(module: nn.Module, name: str, *, recurse: bool) -> list[_FSDPS
 def units_of(module: nn.Module, name: str, *, recurse: bool) -> list[_FSDPState]:
     """Return the units in the tree of ``module``; without ``recurse`` its own unit.
 
-    Args:
-        module: The module.
-        name: The function that messages name.
-        recurse: Include the units below.
-
     Returns: the states of the units, outer units first.
-    Collective: none.
     Raises: CompositionError, if there is no such unit; TypeError, if ``module`` is no
         module.
     """

@@ -62,7 +62,6 @@ def set_full_param(module: nn.Module, fqn: str, value: Tensor) -> None:
         fqn: The parameter's name in ``module``.
         value: The full value, the same on every rank; any dtype and device.
 
-    Collective: none.
     Raises: as ``get_full_param``; CompositionError, if the shape differs.
     """
     found = find_parameter(module, fqn, "set_full_param")
@@ -119,7 +118,6 @@ def set_full_grad(module: nn.Module, fqn: str, value: Tensor | None) -> None:
         fqn: The parameter's name in ``module``.
         value: The full gradient, the same on every rank, or None.
 
-    Collective: none.
     Raises: as ``set_full_param``; PhaseError, if the parameter is frozen.
     """
     found = find_parameter(module, fqn, "set_full_grad")
@@ -171,14 +169,8 @@ def _set_grad(found: ParamRef | nn.Parameter, part: Tensor | None) -> None:
 def find_parameter(module: nn.Module, fqn: str, what: str) -> ParamRef | nn.Parameter:
     """Return the parameter of this name, with its unit if a unit holds the parameter.
 
-    Args:
-        module: The root of the walk.
-        fqn: The name, with or without wrapper components.
-        what: The function that messages name.
-
     Returns: a ``ParamRef``, or the plain parameter if no unit holds the parameter. The
         unit's tree is between steps then, with sharded parameters shown.
-    Collective: none.
     Raises: CompositionError, with similar names; PhaseError, inside a step.
     """
     require_module(module, what)
@@ -216,7 +208,7 @@ def find_parameter(module: nn.Module, fqn: str, what: str) -> ParamRef | nn.Para
 def names_in_several(module: nn.Module, state: _FSDPState) -> dict[int, list[str]]:
     """Return the names below ``module`` of the unit's parameters, by slot index.
 
-    Right for a unit of several modules, too. Collective: none.
+    Right for a unit of several modules, too.
     """
     # The names of the plan begin at the unit's module to which a parameter belongs, and
     # modules of a unit may have equal names below.

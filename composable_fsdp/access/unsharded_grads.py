@@ -82,12 +82,6 @@ def unshard_grads(
 ) -> UnshardedGrads:
     """Set ``.grad`` of the full parameters ``leaves`` to the full gradients.
 
-    Args:
-        handle: The unit.
-        leaves: The full parameters that this rank shows; may be empty.
-        rank0_only: Gather on the first rank of the shard group only.
-        to_cpu: Put the full gradients into host memory.
-
     Returns: the gradients shown, for ``write_back`` and ``hide``.
     Collective: over the shard group a single all-reduce with a byte per parameter; if
         any rank has a gradient, an all-gather, or with ``rank0_only`` a gather per

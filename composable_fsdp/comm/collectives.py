@@ -100,16 +100,6 @@ def all_gather_flat(
 ) -> Operation | None:
     """Fill each full buffer with the shards of all ranks of ``group``, in rank order.
 
-    Args:
-        full: output buffers ``(padded_numel,)``, in region order.
-        shard: input buffers ``(shard_numel,)``, aligned with ``full``. A shard may be
-            this rank's slice of ``full`` itself.
-        group: the shard group.
-        async_op: return the operation, for the caller to wait, instead of ordering the
-            current stream. Default: False.
-        operation: the operation that the caller has begun, with the name of its unit.
-            Default None: the operation is not about a single unit.
-
     Returns: the operation if ``async_op``, else None.
     Raises: CollectiveError, if the backend raises.
     Collective: an all-gather over ``group`` (several buffers are coalesced); every
@@ -152,18 +142,6 @@ def reduce_scatter_flat(
     operation: Operation | None = None,
 ) -> Operation | None:
     """Sum (or average) each full buffer over the ranks; rank *r* keeps slice *r*.
-
-    Args:
-        shard: output buffers ``(shard_numel,)``, in region order.
-        full: input buffers ``(padded_numel,)``, aligned with ``shard``. All buffers
-            must have the same dtype.
-        group: the shard group.
-        average: divide the sum by the number of ranks. Default: False.
-        overwrite: the values of ``full`` are lost; gloo then needs no copy of ``full``.
-            Default: False.
-        async_op: return the operation, for the caller to wait, instead of ordering the
-            current stream. Default: False.
-        operation: as ``all_gather_flat``. Default: None.
 
     Returns: the operation if ``async_op``, else None.
     Raises: CollectiveError, if the backend raises.
@@ -217,15 +195,6 @@ def all_reduce(
 ) -> Operation | None:
     """Sum each tensor over the ranks, in place; or take the maximum or the average.
 
-    Args:
-        tensors: input and output; several have the same dtype.
-        group: the process group.
-        maximum: take the maximum, whatever ``average`` says. Default: False.
-        average: divide the sum by the number of ranks. Default: False.
-        async_op: return the operation, for the caller to wait, instead of ordering the
-            current stream. Default: False.
-        operation: as ``all_gather_flat``. Default: None.
-
     Returns: the operation if ``async_op``, else None.
     Raises: CollectiveError, if the backend raises.
     Collective: an all-reduce over ``group`` (NCCL coalesces several tensors); every
@@ -252,12 +221,6 @@ def all_reduce(
 def gather_flat(full: Tensor | None, shard: Tensor, group: dist.ProcessGroup) -> None:
     """Fill ``full`` on the first rank with the shards of all ranks, in rank order.
 
-    Args:
-        full: output buffer ``(padded_numel,)`` on the first rank of ``group``; None on
-            the other ranks, which hold no more than their shard.
-        shard: input buffer ``(shard_numel,)``.
-        group: the shard group.
-
     Collective: a gather over ``group``; every rank must call.
     """
     _note("gather", [shard], group)
@@ -272,12 +235,6 @@ def gather_flat(full: Tensor | None, shard: Tensor, group: dist.ProcessGroup) ->
 
 def scatter_flat(shard: Tensor, full: Tensor | None, group: dist.ProcessGroup) -> None:
     """Give every rank its slice of the full buffer of the first rank.
-
-    Args:
-        shard: output buffer ``(shard_numel,)``.
-        full: input buffer ``(padded_numel,)`` on the first rank of ``group``; None on
-            the other ranks.
-        group: the shard group.
 
     Collective: a scatter over ``group``; every rank must call.
     """
@@ -307,13 +264,6 @@ def all_to_all(
 ) -> Operation | None:
     """Send a piece of ``sent`` to each rank, and receive a piece from each rank.
 
-    Args:
-        received: output buffer, pieces in rank order.
-        sent: input buffer, pieces in rank order.
-        sizes: elements that come from each rank, and that go to each rank.
-        group: the process group.
-        async_op: as ``all_reduce``. Default: False.
-
     Returns: the operation if ``async_op``, else None.
     Collective: an all-to-all over ``group``; every rank must call.
     """
@@ -332,11 +282,6 @@ def all_to_all(
 
 def broadcast(tensor: Tensor, group: dist.ProcessGroup, *, rank: int = 0) -> None:
     """Copy ``tensor`` of a single rank to every rank, in place.
-
-    Args:
-        tensor: input on ``rank``, output on the other ranks.
-        group: the process group.
-        rank: group rank that sends. Default: 0.
 
     Collective: a broadcast over ``group``; every rank must call.
     """

@@ -98,14 +98,6 @@ def all_gather(
 ) -> Operation | None:
     """Do as ``collectives.all_gather_flat``, by ``comm``.
 
-    Args:
-        comm: the object of the user.
-        full: output buffers ``(padded_numel,)``, in region order.
-        shard: input buffers ``(shard_numel,)``, aligned with ``full``.
-        group: the shard group.
-        async_op: return the operation, for the caller to wait. Default: False.
-        operation: the operation that the caller has begun.
-
     Returns: the operation if ``async_op``, else None.
     Raises: CollectiveError, if the backend raises; errors of ``comm``.
     Collective: a call of ``comm`` per buffer; every rank must call.
@@ -145,17 +137,6 @@ def reduce_scatter(
     operation: Operation,
 ) -> Operation | None:
     """Do as ``collectives.reduce_scatter_flat``, by ``comm``.
-
-    Args:
-        comm: the object of the user.
-        shard: output buffers ``(shard_numel,)``, in region order.
-        full: input buffers ``(padded_numel,)``, aligned with ``shard``.
-        group: the shard group.
-        average: ask ``comm`` for averages instead of sums. Default: False.
-        overwrite: the values of ``full`` are lost; no effect, because ``comm`` reads a
-            copy. Default: False.
-        async_op: return the operation, for the caller to wait. Default: False.
-        operation: the operation that the caller has begun.
 
     Returns: the operation if ``async_op``, else None.
     Raises: CollectiveError, if the backend raises; errors of ``comm``.

@@ -94,15 +94,7 @@ class Int8Exchange(NamedTuple):
 
 
 def int8_exchange(numel: int, ranks: int, itemsize: int) -> Int8Exchange:
-    """Return the bytes of an exchange, for the plan.
-
-    Args:
-        numel: elements of the gradients of a rank.
-        ranks: number of ranks that exchange.
-        itemsize: bytes per element of the gradients.
-
-    Collective: none.
-    """
+    """Return the bytes of an exchange, for the plan."""
     part = -(-numel // ranks)
     size = -(-part // INT8_BLOCK) * INT8_BLOCK
     sent, padded = ranks * int8_nbytes(size, INT8_BLOCK), ranks * size

@@ -35,9 +35,6 @@ REPLICATE = ("replicate", "dp_replicate", "ddp")
 def divide_mesh(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
     """Return the 1-D mesh that shards, and the 1-D mesh that replicates, if any.
 
-    Args:
-        mesh: a mesh of three or more named dims.
-
     Returns: the two meshes. Several dims of a kind are flattened, in the order of the
     mesh.
     Collective: the creation of process groups if dims are flattened, at the first call

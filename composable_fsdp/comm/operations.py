@@ -246,7 +246,6 @@ def recent_operations(
             issue.
 
     Returns: a record per collective, oldest first.
-    Collective: none.
     """
     logs = operation_logs() if group is None else [operation_log(group)]
     # ``list`` of a deque is atomic: another thread may append meanwhile.

@@ -314,13 +314,7 @@ class Float8Wire(WireFormat):
 
 
 def encode_int8(values: Tensor, out: Tensor, block: int) -> None:
-    """Write each row of ``values`` as int8 with a scale per block.
-
-    Args:
-        values: ``(slices, numel)`` of a floating point dtype; ``block`` divides numel.
-        out: ``(slices, int8_nbytes(numel, block))`` in uint8.
-        block: elements per block.
-    """
+    """Write each row of ``values`` as int8 with a scale per block."""
     number = values.shape[1] // block
     steps, scales = _split(out, values.shape[1], number)
     blocks = values.float().unflatten(1, (number, block))  # type: ignore[no-untyped-call]  # of torch
@@ -332,13 +326,7 @@ def encode_int8(values: Tensor, out: Tensor, block: int) -> None:
 
 
 def decode_int8(encoded: Tensor, values: Tensor, block: int) -> None:
-    """Write the values of ``encode_int8`` into ``values``.
-
-    Args:
-        encoded: ``(slices, int8_nbytes(numel, block))`` in uint8.
-        values: the output ``(slices, numel)`` of a floating point dtype.
-        block: elements per block.
-    """
+    """Write the values of ``encode_int8`` into ``values``."""
     number = values.shape[1] // block
     steps, scales = _split(encoded, values.shape[1], number)
     # In place, so that decoding needs no memory beside ``values``.
@@ -353,13 +341,7 @@ def int8_nbytes(numel: int, block: int) -> int:
 
 
 def largest_magnitudes(shard: Tensor, layout: WireLayout, rank: int) -> Tensor:
-    """Return the largest magnitude of each matrix in a shard, ``(matrices,)``; else 0.
-
-    Args:
-        shard: this rank's elements ``(shard_numel,)``.
-        layout: the flat buffer.
-        rank: this rank's index in the shard group.
-    """
+    """Return the largest magnitude of each matrix in a shard, ``(matrices,)``."""
     found = torch.zeros(len(layout.matrices), device=shard.device)
     for index, first, last in layout.parts(rank):
         offset, _, width = layout.matrices[index]

@@ -93,7 +93,6 @@ def contract(
             after the call. Default True; pass False if the API cannot change a name.
 
     Returns: a decorator that makes a ``Contract``.
-    Collective: none.
 
     >>> class Mark:
     ...     text = ""
@@ -120,15 +119,7 @@ def make_contract(
 ) -> Contract[P, S]:
     """Return ``api`` as a composable API; ``contract`` with one more argument.
 
-    Args:
-        api: the function.
-        state_cls: makes the state of a call.
-        check_names: compare all names before and after the call.
-        first: called before the call changes anything; a true result means that nothing
-            is left to do. Default None.
-
     Returns: a function with the name, the docstring and the arguments of ``api``.
-    Collective: none.
     """
     rules = _Rules(api, state_cls, check_names=check_names)
     kinds = [each.kind for each in inspect.signature(api).parameters.values()]
@@ -191,11 +182,6 @@ class _Rules:
 
         After any error, including an error of the API itself, every registry is as it
         was before the call.
-
-        Args:
-            module: the module, or the list of modules.
-            args: further positional arguments of the API.
-            kwargs: keyword arguments of the API.
 
         Raises: CompositionError, if a module carries this API already, or if the API
         returns another object, replaces the state, or changes a name or the order of

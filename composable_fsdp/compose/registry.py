@@ -60,15 +60,7 @@ def has_api(module: nn.Module, *apis: str) -> bool:
 
 
 def set_state(module: nn.Module, api: str, state: object) -> None:
-    """Register ``state`` for ``api`` on ``module``; replace an earlier state.
-
-    Args:
-        module: the module to which ``api`` is applied.
-        api: name of the API.
-        state: the state; a single object may be registered on several modules.
-
-    Collective: none.
-    """
+    """Register ``state`` for ``api`` on ``module``; replace an earlier state."""
     # Always make a new dict: ``copy.copy(module)`` shares the old dict with the
     # original, and the copy must not see this state.
     module.__dict__[REGISTRY_KEY] = {**get_registry(module), api: state}

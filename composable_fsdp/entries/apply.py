@@ -80,24 +80,7 @@ def prepare(
 ) -> Application:
     """Check the arguments and resolve the groups, without touching a module.
 
-    Args:
-        options: The options of the root unit.
-        process_group: The shard group or a pair of groups. Default: the default group.
-        device_mesh: The ranks as a mesh. Default None.
-        expert_mesh: The ranks that hold other experts. Default None: no such ranks.
-        policy: Selects the modules that become units. Default None: none below the
-            root.
-        ignored_modules: Modules that stay unsharded. Default None.
-        ignored_states: Parameters or modules that stay unsharded. Default None.
-        device_id: The compute device. Default None: found by ``resolve_device``.
-        sync_module_states: Broadcast the values of rank 0 first. Default False.
-        tied_params: "error" (default) or "promote", for parameters shared by units.
-        api: The name under which the registry stores the state. Default:
-            ``fully_shard``.
-        param_init_fn: The initializer of modules on meta. Default None.
-
     Returns: the checked arguments.
-    Collective: none.
     Raises: TypeError, PlanError, CompositionError, for arguments that cannot be used.
     """
     if param_init_fn is not None and not callable(param_init_fn):
@@ -127,11 +110,6 @@ def apply(
     modules: Sequence[nn.Module], state: _FSDPState, application: Application
 ) -> ShardingPlan:
     """Shard ``modules``; several modules form one unit.
-
-    Args:
-        modules: The modules of the root unit.
-        state: The state that the registry made for these modules.
-        application: The checked arguments, from ``prepare``.
 
     Returns: the plan of the units.
     Collective: with ``sync_module_states`` a broadcast per parameter and buffer over

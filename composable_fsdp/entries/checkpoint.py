@@ -72,7 +72,6 @@ def checkpoint(
             only. Default True.
 
     Returns: ``module``, the same object.
-    Collective: none.
     Raises: CompositionError, for a second application, a container, a list of modules,
         or options that torch accepts only in the non-reentrant mode.
 
@@ -130,14 +129,6 @@ def run_checkpointed(
     **options: Any,
 ) -> Any:
     """Return ``function(*args, **kwargs)``, checkpointed by ``run``.
-
-    Args:
-        function: The function to recompute in backward.
-        args: Positional arguments of ``function``.
-        kwargs: Keyword arguments of ``function``.
-        run: The implementation. Default: ``torch.utils.checkpoint.checkpoint``.
-        use_reentrant: Use the reentrant mode.
-        **options: Further keyword arguments of ``run``.
 
     Returns: the result of ``function``.
     Collective: none itself; units inside ``function`` are all-gathered.

@@ -179,7 +179,6 @@ def apply_activation_checkpointing(
         auto_wrap_policy: Selects modules in any form that ``fully_shard`` accepts,
             instead of ``check_fn``. Default None.
 
-    Collective: none.
     Raises: PlanError, TypeError, for a policy that selects a module outside the tree or
         returns a wrong type.
     """

@@ -31,7 +31,6 @@ def missing_name(name: str) -> NoReturn:
     """Raise the error for a name that ``composable_fsdp`` does not have.
 
     Raises: ImportError in ``from composable_fsdp import name``, else AttributeError.
-    Collective: none.
     """
     text = f"module 'composable_fsdp' has no attribute {name!r}"
     if name in _DOOR:

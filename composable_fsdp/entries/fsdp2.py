@@ -171,7 +171,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """Let several roots, such as pipeline stages, share streams of communication.
 
-    Collective: none. Raises: ValueError, for a module that is no ``FSDPModule``.
+    Raises: ValueError, for a module that is no ``FSDPModule``.
     """
     for module in modules:
         if not isinstance(module, FSDPModule):

@@ -50,14 +50,6 @@ def prepare_values(
     ``device`` in place, and with ``sync`` broadcasts the values of the group's first
     rank.
 
-    Args:
-        targets: The units to be sharded, inner units included.
-        init: The initializer of modules on meta; None leaves them on meta.
-        sync: Broadcast parameters and buffers.
-        ranks: The shard group and the replicate group.
-        device: The compute device.
-        ignored: Identities of parameters that stay as they are.
-
     Returns: a function of a target's index; None if no unit needs preparation.
     Collective: with ``sync`` an all-gather of objects over the shard (and replicate)
         group. The returned function: with ``sync`` a broadcast per parameter and buffer
@@ -104,11 +96,6 @@ def prepare_values(
 
 def meet_to_sync(api: str, module: nn.Module, ranks: RankLayout) -> None:
     """Wait for all ranks before a broadcast, if they train another model already.
-
-    Args:
-        api: the function that the user called.
-        module: its module.
-        ranks: the shard group and the replicate group.
 
     Collective: none, as ``meet_if_used``.
     Raises: DesyncError, if another rank does something else.

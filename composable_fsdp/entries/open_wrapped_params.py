@@ -85,7 +85,6 @@ def open_wrapped_params(module: nn.Module) -> nn.Module:
 
     Raises: PlanError, before anything is changed, if such a parameter is trainable,
         wraps wrappers, makes its tensors anew when asked, or has several owners.
-    Collective: none.
     """
     found = list(_wrapped(module))
     owners: dict[int, str] = {}

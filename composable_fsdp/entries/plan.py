@@ -160,7 +160,6 @@ def plan(
     Raises: TypeError, if ``module`` is no module; PlanError, for options of a module
     that is sharded, or without ``world_size`` for a module that is not; PlanError or
     CompositionError, as ``fully_shard`` raises them.
-    Collective: none.
 
     >>> import torch
     >>> with torch.device("meta"):

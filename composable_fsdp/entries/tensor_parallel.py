@@ -35,14 +35,7 @@ def check_sizes(
 ) -> None:
     """Raise PlanError, unless the sizes of a mesh multiply to ``world_size``.
 
-    Args:
-        world_size: number of ranks in all.
-        shard_world_size: number of ranks that share the parameters; None for all ranks
-            that hold the same part of the model.
-        tensor_parallel_size: number of ranks that cut matrices; None for 1.
-
     Raises: PlanError, with the argument that does not divide.
-    Collective: none.
     """
     cut = tensor_parallel_size
     # bool is a subclass of int, and True is a mistake.
@@ -73,11 +66,6 @@ def job_mesh(
 ) -> DeviceMesh:
     """Return the mesh of all ranks of the default group, after ``check_sizes``.
 
-    Args:
-        world_size: number of ranks of the default group.
-        shard_world_size: as in ``check_sizes``.
-        tensor_parallel_size: as in ``check_sizes``.
-
     Returns: a mesh whose last dimension is "tp", if ``tensor_parallel_size`` is given.
     Collective: the creation of the process groups of the mesh.
     """
@@ -91,10 +79,7 @@ def job_mesh(
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the part of a ``job_mesh`` over which ``fully_shard`` shards.
-
-    Collective: none.
-    """
+    """Return the part of a ``job_mesh`` over which ``fully_shard`` shards."""
     names = [name for name in mesh.mesh_dim_names or () if name != "tp"]
     # A mesh with all its dims cannot be cut out of itself.
     return mesh if len(names) == mesh.ndim else mesh[tuple(names)]
@@ -109,16 +94,8 @@ def without_arguments(
 ) -> Callable[[], Any]:
     """Return ``function`` without arguments, with the mesh if it takes a mesh.
 
-    Args:
-        function: takes no argument, or the mesh: a single argument without default, or
-            an argument named "mesh" or "device_mesh".
-        mesh: a ``job_mesh`` with a dimension "tp"; None without tensor parallelism.
-        name: the name of the function in messages.
-        option: what the caller passes for a mesh, in messages.
-
     Returns: a function without arguments.
     Raises: PlanError, for a function with other arguments, or of a mesh without a mesh.
-    Collective: none.
     """
     needed, given = _arguments(function)
     # A single argument without default is the mesh, whatever its name.
@@ -161,13 +138,7 @@ def name_of(model: object) -> str:
 def check_cut(module: nn.Module, mesh: DeviceMesh, name: str) -> None:
     """Raise PlanError, if the dimension ``tp`` of ``mesh`` cuts nothing of ``module``.
 
-    Args:
-        module: the module that the function ``name`` returned; not sharded yet.
-        mesh: the mesh that the function could have.
-        name: the name of the function in messages.
-
     Raises: PlanError, if no parameter is a DTensor.
-    Collective: none.
     """
     # On a single rank there is nothing to cut.
     if mesh["tp"].size() > 1 and first_dtensor(module) is None:

@@ -69,7 +69,7 @@ def _refuse_data_parallel(module: nn.Module) -> None:
 def _ignore_in_ddp(ddp: Any, module: nn.Module) -> None:
     """Let ``ddp`` ignore the parameters that units in ``module`` hold.
 
-    Collective: none. Raises: CompositionError, on all ranks alike.
+    Raises: CompositionError, on all ranks alike.
     """
     ranks = frozenset(dist.get_process_group_ranks(ddp.process_group))
     taken: dict[int, nn.Parameter] = {}

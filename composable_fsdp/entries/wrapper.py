@@ -317,7 +317,6 @@ class FullyShardedDataParallel(Attributes, nn.Module):
         """Return the wrappers in the tree of ``module``, in ``.modules()`` order.
 
         With ``root_only`` return only wrappers of units that no other unit contains.
-        Collective: none.
         """
         owners = {id(owner): state for _, owner, state in walk_states(module)}
         return [

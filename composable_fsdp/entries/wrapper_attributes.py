@@ -109,11 +109,6 @@ class Attributes:
 def attribute_of(wrapper: nn.Module, module: nn.Module, name: str) -> object:
     """Return the attribute ``name`` of the wrapped ``module``.
 
-    Args:
-        wrapper: The wrapper that was asked.
-        module: The wrapped module.
-        name: The name of the attribute.
-
     Returns: the attribute.
     Raises: AttributeError, naming the wrapper. An AttributeError from inside a property
         of ``module`` is raised unchanged.

@@ -13,9 +13,7 @@ from composable_fsdp.comm.groups import Groups
 from composable_fsdp.flat import part_guards
 from composable_fsdp.flat.build_region import (
     build_region,
-    compute_views,
     fills_of,
-    full_leaves_in_form,
 )
 from composable_fsdp.flat.handle import (
     FlatParamHandle,
@@ -57,19 +55,7 @@ def build_handle(
 ) -> FlatParamHandle:
     """Turn a planned unit into flat buffers and leaves; the unit is sharded afterwards.
 
-    Args:
-        target: the plan of the unit, with its modules and parameters.
-        groups: the unit's process groups.
-        device: the compute device.
-        sharded: the parameters hold only this rank's elements already. Default: False,
-            full parameters.
-        rule: the settings of the unit's reduction. Default: None, the defaults.
-        guarded: the pre-hook tables of the unit's parts. Default: None, find the tables
-            in ``target.modules``.
-        forms: the forms of the parameters by slot index. Default: all are plain.
-
     Returns: the handle, in the sharded state.
-    Collective: none.
     """
     plan = target.plan
     made = make_layout(
@@ -128,17 +114,6 @@ def replace_layout(
 
     The handle stays the same object, because states, hooks and records refer to the
     handle. The new full leaves have no hooks.
-
-    Args:
-        handle: the unit.
-        plan: the plan with the layouts of the new regions.
-        parameters: per region in slot order: this rank's part of each parameter.
-        places: every place of a parameter, in the order of the new regions.
-        owners: the module of each place.
-        origin: the region layouts from ``fully_shard``, with today's dtypes.
-        device: the compute device.
-
-    Collective: none.
     """
     # A gradient that reaches a region of the former layout from now on is refused by
     # the hook of the full leaf.
@@ -186,15 +161,7 @@ def build_regions(
 ) -> tuple[FlatParameter, ...]:
     """Return the regions of ``plan`` over ``parameters``, which become the leaves.
 
-    Args:
-        plan: the plan of the unit.
-        parameters: the parameters of each region, in slot order.
-        rank: this rank's index in the shard group.
-        device: the compute device.
-        sharded: the parameters hold only this rank's elements already.
-        forms: the forms of the parameters by slot index. Default: all are plain.
-
-    Returns: the regions. Collective: none.
+    Returns: the regions.
     """
     options = plan.options
     rows, offload = options.keeps_rows, plan.is_offloaded
@@ -229,17 +196,7 @@ def make_layout(
 ) -> UnitLayout:
     """Return the layout of a unit, with the tuples that every step iterates over.
 
-    Args:
-        plan: the plan of the unit, with the layouts of ``regions``.
-        regions: the regions.
-        places: every place of a parameter, in region order.
-        owners: the module of each place.
-        origin: the region layouts from ``fully_shard``.
-        epoch: number of times the regions were rebuilt.
-        device: the compute device.
-        forms: the forms of the parameters by slot index. Default: all are plain.
-
-    Returns: the layout. Collective: none.
+    Returns: the layout.
     """
     trainable = tuple([r for r in regions if isinstance(r, TrainableRegion)])
     return UnitLayout(
@@ -340,15 +297,8 @@ def make_form(
 ) -> FullForm:
     """Return the full form over the regions' full buffers and leaves.
 
-    Args:
-        layout: the layout of the unit.
-        unreadable: the versions of full leaves that autograd must not read. Default:
-            None, chosen here.
-        full_precision: whether the buffers have the parameters' own dtype. Default:
-            False.
-
     Returns: the form. ``runtime.backward.install_grad_hooks`` adds hooks and
-        AccumulateGrad nodes. Collective: none.
+        AccumulateGrad nodes.
     """
     if unreadable is None:
         unreadable = unreadable_versions(len(layout.sharded_placed))
@@ -378,34 +328,6 @@ def make_form(
         unreadable,
         wired=any(wires),
     )
-
-
-def renew_full_leaves(
-    handle: FlatParamHandle,
-) -> list[tuple[nn.Parameter, nn.Parameter, nn.Parameter]]:
-    """Give the unit new full leaves over its buffers, which have memory; no hooks.
-
-    Returns: per parameter the old full leaf, the new one and the sharded leaf.
-    """
-    found: list[tuple[nn.Parameter, nn.Parameter, nn.Parameter]] = []
-    for region in handle.layout.regions:
-        full, layout = region.full, region.layout
-        made = full_leaves_in_form(
-            layout,
-            compute_views(layout, full.buffer),
-            region.leaves,
-            handle.layout.forms,
-            [layout.trainable] * len(full.leaves),
-        )
-        found += zip(full.leaves, made, region.leaves, strict=True)
-        region.full = full._replace(leaves=tuple(made))
-    form = handle.form
-    handle.form = make_form(
-        handle.layout, form.unreadable, full_precision=form.full_precision
-    )
-    if form.regions:
-        handle.form.regions = tuple([region.full for region in handle.layout.regions])
-    return found
 
 
 def _gathered_from(region: FlatParameter) -> Tensor:

@@ -41,21 +41,7 @@ def build_region(
     Afterwards each tensor in ``parameters`` is its own sharded leaf: the same object,
     with ``.data`` a view of ``shard`` and, unless ``sharded``, no ``.grad``.
 
-    Args:
-        layout: the planned region.
-        parameters: the full parameters in slot order; this rank's parts if ``sharded``.
-        rank: this rank's index in the shard group.
-        rows: whether sharded leaves keep whole rows of dim 0; else sharded leaves are
-            1-D.
-        device: the compute device. Ignored if a parameter is on meta.
-        dtypes: the compute, reduce and gradient dtypes of the region.
-        offload: keep the shard in host memory. ``full`` is then a separate buffer, even
-            if the shard group has one rank. Default: False.
-        sharded: ``parameters`` hold only this rank's elements already. Default: False.
-        forms: the forms of the unit's parameters. Default: all are plain.
-
     Returns: the region.
-    Collective: none.
     """
     cuts = layout.shard_cuts(rank, rows=rows)
     if any(map(_is_meta, parameters)):
@@ -159,20 +145,7 @@ def make_full(
 ) -> FullBuffer:
     """Create a full buffer ``(padded_numel,)`` of ``dtype``, and the full leaves.
 
-    Args:
-        layout: the layout of the region.
-        leaves: the sharded leaves.
-        shard: the shard.
-        dtype: the dtype of the buffer.
-        rank: this rank's index in the shard group.
-        device: the compute device.
-        offload: whether ``shard`` is in host memory.
-        forms: the forms of the unit's parameters. Default: all are plain.
-        wired: whether the buffer is filled through the wire format of the layout, if
-            there is any. Default False: with the exact values.
-
     Returns: the buffer, which has no memory, unless the buffer is the shard itself.
-    Collective: none.
     """
     wire = layout.wire if wired and layout.padded_numel else None
     # A single rank encodes and decodes, too: numbers must not depend on the ranks.
@@ -275,15 +248,7 @@ def fills_of(region: FlatParameter) -> list[tuple[Tensor, Tensor]]:
 def full_leaf(part: Tensor, leaf: nn.Parameter, *, trainable: bool) -> nn.Parameter:
     """Turn a view of ``full`` into a parameter with the original's type and attributes.
 
-    Args:
-        part: the parameter's view from ``full_views``. Converted in place for a plain
-            ``nn.Parameter``.
-        leaf: the original parameter.
-        trainable: the region's flag. A later change of ``leaf.requires_grad`` then
-            shows as a difference between ``leaf`` and the full leaf.
-
     Returns: the full leaf, which shares ``__dict__`` with ``leaf``.
-    Collective: none.
     """
     made: nn.Parameter
     if type(leaf) is nn.Parameter:
@@ -308,14 +273,7 @@ def full_leaves_in_form(
 ) -> list[nn.Parameter]:
     """Return the full leaves of a region, of which some parameters may have a form.
 
-    Args:
-        layout: the layout of the region.
-        parts: the views from ``full_views``.
-        leaves: the sharded leaves.
-        forms: the forms of the unit's parameters.
-        trainable: per parameter, as in ``full_leaf``.
-
-    Returns: the full leaves. Collective: none.
+    Returns: the full leaves.
     """
     made = []
     for slot, part, leaf, trains in zip(

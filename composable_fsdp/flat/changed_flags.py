@@ -79,17 +79,7 @@ def backward_mode(
     flags: Sequence[ChangedFlag],
     groups: Groups,
 ) -> Hashable:
-    """Return the mode of a backward, as all ranks of ``groups`` know the mode.
-
-    Args:
-        forward: the mode of the forward, or ``()``.
-        syncs: per root unit, whether gradients are reduced.
-        handles: the units.
-        flags: the parameters that were frozen or unfrozen.
-        groups: the ranks that compare.
-
-    Collective: none.
-    """
+    """Return the mode of a backward, as all ranks of ``groups`` know the mode."""
     structures = tuple(
         [
             handle.layout.structure

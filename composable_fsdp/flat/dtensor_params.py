@@ -61,7 +61,6 @@ def with_plain_parameters(target: Target) -> tuple[Target, Forms]:
     """Put plain parameters in the place of DTensors in the modules of a unit.
 
     Returns: the target with the plain parameters, and the forms of those it replaced.
-    Collective: none.
     """
     # Plain models pass at once, without a copy of the target.
     if all(layout.is_plain for layout in target.plan.regions):

@@ -50,7 +50,6 @@ def count_expert_ranks(top: FlatParamHandle, units: Units) -> None:
     DTensors are cut over have data of their own. The ranks of tensor parallelism have
     the data of this rank, and their units have the ranks of ``top``.
 
-    Collective: none.
     Raises: CompositionError, if the meshes do not multiply to the ranks of ``top``, or
     for a trainable plain parameter beside such DTensors; no unit is then changed.
     """
@@ -135,10 +134,6 @@ def require_one_world(handles: Iterable[FlatParamHandle], what: str) -> None:
 
     Their norm would be another number on each rank, and no norm of any model.
 
-    Args:
-        handles: the units whose gradients the function ``what`` takes together.
-        what: the function that the user called.
-
     Collective: none; groups are alike on all ranks, and so is the result.
     """
     # One unit stands for all of its groups.
@@ -201,11 +196,6 @@ def require_all_data(handle: FlatParamHandle, top: FlatParamHandle, what: str) -
 
     The same names then stand for other values on other ranks, and a state dict would
     keep those of some ranks.
-
-    Args:
-        handle: the unit.
-        top: the outermost unit, which has all data ranks.
-        what: the function that the user called.
 
     Collective: none; numbers of ranks are alike on all ranks.
     """

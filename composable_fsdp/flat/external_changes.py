@@ -68,7 +68,6 @@ def require_leaves(handle: FlatParamHandle) -> bool:
       parameter that the first changed place shows.
     * A parameter whose ``.data`` only moved to other memory: see ``take_memory``.
 
-    Collective: none.
     Raises: PlanError, naming the parameter, if a parameter is on meta, has another
     shape, has another dtype than the other parameters of its region, was replaced by an
     object that is no parameter, or was moved away from the host although its shard is
@@ -215,15 +214,6 @@ def _rebuild_handle(
 
     The new leaves are registered in the modules and keep their gradients. Full leaves
     are new and have no hooks.
-
-    Args:
-        handle: the unit, idle and sharded.
-        leaves: per region in slot order: this rank's part of each parameter, in any
-            memory. All leaves of a region have the same dtype, which becomes the dtype
-            of the region.
-        device: the new compute device.
-
-    Collective: none.
     """
     forget_leaves(handle)
     # The layout stays, even if a narrower dtype makes shard boundaries less than
@@ -267,7 +257,6 @@ def rebuild_for_requires_grad(handle: FlatParamHandle) -> bool:
     the plan describes the new regions, and the new full leaves have no hooks.
 
     Returns: whether flat parameters were retired.
-    Collective: none.
     """
     before = handle.layout
     leaves = {ref.slot.index: ref.leaf for ref in param_refs(handle)}

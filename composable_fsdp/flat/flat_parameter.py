@@ -71,8 +71,6 @@ def flat_of(handle: FlatParamHandle, region: FlatParameter) -> nn.Parameter:
 
     Existing gradients of the leaves become the gradient of the flat parameter, and
     ``.grad`` of the leaves becomes None.
-
-    Collective: none.
     """
     if region.flat is None:
         with torch.inference_mode(False), torch.no_grad():
@@ -94,15 +92,7 @@ def flat_of(handle: FlatParamHandle, region: FlatParameter) -> nn.Parameter:
 def rebind_flat_parameter(
     handle: FlatParamHandle, region: FlatParameter, flat: nn.Parameter
 ) -> None:
-    """Make ``flat`` the flat parameter of ``region``; its gradient is cast and moved.
-
-    Args:
-        handle: the unit of ``region``.
-        region: the region whose ``shard`` becomes the data of ``flat``.
-        flat: a new flat parameter, or the flat parameter of a former region.
-
-    Collective: none.
-    """
+    """Make ``flat`` the flat parameter of ``region``; cast and move its gradient."""
     gradient, flat.grad = flat.grad, None
     if flat.is_meta and not region.shard.is_meta:
         # ``.data =`` cannot turn a meta tensor into a tensor with memory.
@@ -142,7 +132,6 @@ def rebind_flat_parameters(
     the leaves.
 
     Returns: whether any flat parameter was retired.
-    Collective: none.
     """
     regions = {_identity(region): region for region in handle.layout.regions}
     retired = False
@@ -194,15 +183,6 @@ def set_leaf_gradient(
     """Write the gradient of a leaf, or of its part of the flat parameter.
 
     A leaf without elements on this rank gets no gradient.
-
-    Args:
-        handle: the unit of ``region``.
-        region: the region of the leaf.
-        index: the leaf's index in ``region.leaves``.
-        value: the gradient, in the shape of the leaf; ``None`` clears the gradient. In
-            a flat gradient, ``None`` writes zeros.
-
-    Collective: none.
     """
     leaf = region.leaves[index]
     if region.flat is None:

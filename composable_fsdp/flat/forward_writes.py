@@ -45,7 +45,6 @@ def copy_writes_to_shards(handle: FlatParamHandle) -> None:
 
     Each rank copies its own elements.
 
-    Collective: none.
     Raises: PhaseError, naming the parameter, if the full leaves are copies in another
     dtype, from which the shard cannot be written without loss.
     """
@@ -97,10 +96,7 @@ def _cause(region: FlatParameter) -> tuple[str, str]:
 
 
 def snapshot(handle: FlatParamHandle) -> list[Tensor] | None:
-    """Return copies or checksums of the full parameters; None under fake tensors.
-
-    Collective: none.
-    """
+    """Return copies or checksums of the full parameters; None under fake tensors."""
     found = []
     for region in handle.layout.regions:
         full = region.full.buffer
@@ -113,7 +109,7 @@ def snapshot(handle: FlatParamHandle) -> list[Tensor] | None:
 def is_unchanged(handle: FlatParamHandle, before: list[Tensor]) -> bool:
     """Return whether the full parameters are those of the snapshot ``before``.
 
-    Equal on all ranks, because the full parameters are. Collective: none.
+    Equal on all ranks, because the full parameters are.
     """
     now = [_bits(region.full.buffer) for region in handle.layout.regions]
     return all(map(torch.equal, before, now))
@@ -138,7 +134,6 @@ def _bits(full: Tensor) -> Tensor:
 def copy_all_to_shards(handle: FlatParamHandle) -> None:
     """Copy this rank's slices of the full parameters into the shards.
 
-    Collective: none.
     Raises: PhaseError, naming the unit, if the full parameters are copies in another
     dtype.
     """

@@ -32,13 +32,7 @@ def new_shard(
 ) -> Tensor:
     """Create an uninitialised buffer ``(numel,)`` on the device of the shards.
 
-    Args:
-        numel: number of elements.
-        dtype: the dtype.
-        device: the compute device.
-        offload: whether shards are in host memory.
-
-    Returns: the buffer. Collective: none.
+    Returns: the buffer.
     """
     if not offload or device.type == "meta":
         return memory.new_buffer(numel, dtype, device)
@@ -52,13 +46,8 @@ def shard_views(
 ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
     """Return views of a buffer that is laid out like the shard.
 
-    Args:
-        shard_cuts: how the shard of the region is cut.
-        base: the buffer ``(shard_numel,)``.
-
     Returns: one view per parameter (empty if this rank has no elements), and the views
     of the padding.
-    Collective: none.
     """
     _, cuts, shapes, _ = shard_cuts
     # One split creates all pieces; slices would need one operation each.
@@ -109,13 +98,6 @@ def ready_gradient(region: FlatParameter, *, settled: bool = True) -> None:
     """Create the flat gradient, unless leaves show parts of the existing flat gradient.
 
     The values are undefined for leaves without ``.grad``.
-
-    Args:
-        region: a trainable region.
-        settled: no reduction is writing into the existing flat gradient, so the flat
-            gradient may be replaced. Default: True.
-
-    Collective: none.
     """
     # In the steady state the forward has released the flat gradient (``free_cleared``),
     # and the leaves are not examined.
@@ -139,7 +121,7 @@ def views_are_intact(region: FlatParameter) -> bool:
 
 
 def free_cleared(handle: FlatParamHandle) -> None:
-    """Release the flat gradients that no leaf shows. Collective: none."""
+    """Release the flat gradients that no leaf shows."""
     # A reduction may be writing into the flat gradients.
     if handle.reduction.has_memory or handle.reduction.replicates:
         return
@@ -172,13 +154,7 @@ def add_to_all(region: FlatParameter, sums: Tensor, arrived: bytes) -> bool:
     gradient; or the leaf has no ``.grad``, and either did not arrive or never showed
     the view. Otherwise nothing is changed.
 
-    Args:
-        region: a region with a flat gradient.
-        sums: reduced gradients ``(shard_numel,)``.
-        arrived: per parameter, 1 if the parameter gets a gradient.
-
     Returns: whether ``sums`` was added.
-    Collective: none.
     """
     grad_shard = region.gradient.shard
     assert grad_shard is not None
@@ -219,13 +195,6 @@ def add_to_each(region: FlatParameter, sums: Tensor, arrived: bytes) -> None:
     """Add the parts of ``sums`` to the gradients of the leaves separately, in place.
 
     A leaf without ``.grad`` gets a copy of its part.
-
-    Args:
-        region: the region of the leaves.
-        sums: reduced gradients ``(shard_numel,)``.
-        arrived: per parameter, 1 if the parameter gets a gradient.
-
-    Collective: none.
     """
     views, _ = shard_views(region.cuts, sums)
     parts = with_absent(region, views)
@@ -248,8 +217,6 @@ def own_gradients(region: FlatParameter) -> None:
 
     Afterwards the leaves with a gradient, or the flat parameter, show the flat
     gradient.
-
-    Collective: none.
     """
     flat = region.flat
     if flat is not None:
@@ -298,14 +265,7 @@ def show_on_leaves(
 ) -> list[nn.Parameter]:
     """Add reduced gradients to ``.grad`` of the leaves.
 
-    Args:
-        region: a trainable region with a flat gradient.
-        sums: the reduced gradients ``(shard_numel,)``; None if the flat gradient holds
-            them.
-        arrived: per parameter, 1 if the parameter gets a gradient.
-
     Returns: the leaves that got a gradient and have a post-accumulate-grad hook.
-    Collective: none.
     """
     # A single addition for the whole region, if that is correct for every parameter.
     if sums is not None and not add_to_all(region, sums, arrived):
@@ -375,7 +335,7 @@ def leave_reduce(handle: FlatParamHandle) -> None:
     """Free the reduce buffers, but not the memory in which a reduction may write.
 
     Called after a wait for the reduction that raised; see ``residency.leave_full``. The
-    reduction's results are given up. Collective: none.
+    reduction's results are given up.
     """
     for region in handle.layout.trainable:
         reduce = region.reduce

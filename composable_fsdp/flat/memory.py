@@ -24,10 +24,7 @@ def outside_inference() -> AbstractContextManager[object]:
 
 
 def allocate(tensor: Tensor) -> None:
-    """Allocate memory for all elements of ``tensor``; the values are undefined.
-
-    Collective: none.
-    """
+    """Allocate memory for all elements of ``tensor``; the values are undefined."""
     # The caching allocator assigns the block to the current stream.
     nbytes, memory = tensor.nbytes, tensor.untyped_storage()
     if memory.nbytes() != nbytes:
@@ -56,11 +53,7 @@ def leave(base: Tensor, views: Iterable[Tensor]) -> Tensor:
     The old memory is neither freed nor used again as long as a collective that was
     given ``base`` has not ended.
 
-    Args:
-        base: a flat buffer, which the caller has to drop.
-        views: all views of ``base`` that the package keeps.
-
-    Returns: the buffer to use instead of ``base``. Collective: none.
+    Returns: the buffer to use instead of ``base``.
     """
     # Another object: the collective holds ``base`` itself, and so its memory.
     fresh = new_buffer(base.numel(), base.dtype, base.device)
@@ -69,15 +62,7 @@ def leave(base: Tensor, views: Iterable[Tensor]) -> Tensor:
 
 
 def move(views: Iterable[Tensor], home: Tensor, *, since: int) -> None:
-    """Make ``views`` views of ``home``, at the places that they have in their buffer.
-
-    Args:
-        views: views of a buffer. Values are not copied.
-        home: another buffer of the same dtype and number of elements.
-        since: the offset of the buffer of ``views`` in its storage.
-
-    Collective: none.
-    """
+    """Make ``views`` views of ``home``, at their places in their own buffer."""
     begin = home.storage_offset() - since
     # ``.data``: the objects stay, and with them hooks and version counters.
     for each in views:
@@ -95,14 +80,7 @@ def new_buffer(
 ) -> Tensor:
     """Create an uninitialised flat buffer.
 
-    Args:
-        numel: number of elements.
-        dtype: the dtype.
-        device: the device.
-        pinned: allocate pinned memory; only for host memory. Default: False.
-
     Returns: a tensor ``(numel,)``, never an inference tensor.
-    Collective: none.
     """
     # Buffers live across calls. If an inference tensor were created here, training
     # could not write to the buffer.

@@ -45,12 +45,7 @@ class ParamForm(Protocol):
     def full_leaf(self, part: Tensor, leaf: nn.Parameter, *, trainable: bool) -> Any:
         """Return the parameter that compute sees over the memory of ``part``.
 
-        Args:
-            part: the view of ``full``, of the rectangle's shape.
-            leaf: the sharded parameter, whose attributes the result shares.
-            trainable: the flag of the region.
-
-        Returns: the full leaf. Collective: none.
+        Returns: the full leaf.
         """
         ...
 
@@ -73,7 +68,7 @@ class ParamForm(Protocol):
         ...
 
     def part(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of a global value, as a view. Collective: none."""
+        """Return this rank's part of a global value, as a view."""
         ...
 
 
@@ -116,12 +111,7 @@ class DTensorForm:
     ) -> nn.Parameter:
         """Return a DTensor over ``part`` that shares ``__dict__`` with ``leaf``.
 
-        Args:
-            part: as in ``ParamForm``.
-            leaf: as in ``ParamForm``.
-            trainable: as in ``ParamForm``.
-
-        Returns: the full leaf. Collective: none.
+        Returns: the full leaf.
         """
         # ``nn.Parameter`` of a DTensor is the DTensor itself, with a mark.
         made = nn.Parameter(self.shown(part), requires_grad=trainable)

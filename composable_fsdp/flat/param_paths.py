@@ -29,12 +29,7 @@ def slot_paths(
 ) -> list[str]:
     """Return all paths of a parameter; a tied parameter has several.
 
-    Args:
-        handle: The unit.
-        slot: The parameter.
-        unit: The path of the unit. Default: the path that lazy initialization found.
-
-    Returns: the paths, at least one. Collective: none.
+    Returns: the paths, at least one.
     """
     if not handle.paths:
         start = handle.full_fqn if unit is None else unit

@@ -50,15 +50,7 @@ def find_guards(
 ) -> PartGuards:
     """Find the tables of pre-hooks of a unit's parts.
 
-    Args:
-        groups: the process groups of the unit. If the unit has a single rank, the shard
-            is the full parameter and the gradient is the mean, so the unit has no
-            guards.
-        owners: the modules that hold the unit's parameters.
-        modules: the modules with the unit's hooks, which are no parts.
-        forms: the forms of the unit's parameters. Default: all are plain.
-
-    Returns: the tables, without refusals. Collective: none.
+    Returns: the tables, without refusals.
     """
     # Gradients of experts are sums over other ranks' tokens, also on a single rank.
     if groups.world_size * groups.expert_ranks == 1 and not forms:
@@ -145,10 +137,7 @@ def _refuse_removal(module: nn.Module) -> None:
 
 
 def allow_part_calls(handle: FlatParamHandle) -> None:
-    """Remove the refusal from the unit's parts, for a forward.
-
-    Collective: none.
-    """
+    """Remove the refusal from the unit's parts, for a forward."""
     # Backward does not call this function: most backwards call no part, and the
     # pre-hook lets a part pass that shows full leaves.
     for hooks in handle.guards.tables:

@@ -18,7 +18,11 @@ import torch
 from torch import nn
 
 from composable_fsdp.flat.build import make_form
-from composable_fsdp.flat.build_region import make_full
+from composable_fsdp.flat.build_region import (
+    compute_views,
+    full_leaves_in_form,
+    make_full,
+)
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.residency import forget_readable
 from composable_fsdp.phases import Residency
@@ -92,7 +96,6 @@ def switch_form(handle: FlatParamHandle) -> bool:
     """Make the other precision current; the unit must be sharded and hold no memory.
 
     Returns: True if full leaves were created now, which have no hooks yet.
-    Collective: none.
     """
     assert handle.residency is Residency.SHARDED
     form, other = handle.form, handle.other_form
@@ -121,3 +124,31 @@ def switch_form(handle: FlatParamHandle) -> bool:
             region.full = full
     handle.form, handle.other_form = other, form
     return made
+
+
+def renew_full_leaves(
+    handle: FlatParamHandle,
+) -> list[tuple[nn.Parameter, nn.Parameter, nn.Parameter]]:
+    """Give the unit new full leaves over its buffers, which have memory; no hooks.
+
+    Returns: per parameter the old full leaf, the new one and the sharded leaf.
+    """
+    found: list[tuple[nn.Parameter, nn.Parameter, nn.Parameter]] = []
+    for region in handle.layout.regions:
+        full, layout = region.full, region.layout
+        made = full_leaves_in_form(
+            layout,
+            compute_views(layout, full.buffer),
+            region.leaves,
+            handle.layout.forms,
+            [layout.trainable] * len(full.leaves),
+        )
+        found += zip(full.leaves, made, region.leaves, strict=True)
+        region.full = full._replace(leaves=tuple(made))
+    form = handle.form
+    handle.form = make_form(
+        handle.layout, form.unreadable, full_precision=form.full_precision
+    )
+    if form.regions:
+        handle.form.regions = tuple([region.full for region in handle.layout.regions])
+    return found

@@ -133,14 +133,7 @@ def division(
 ) -> Division:
     """Return how to divide sums over ranks.
 
-    Args:
-        rule: the unit's settings; ``factor`` and ``expert_ranks`` are read.
-        dtype: the reduce dtype.
-        ranks: number of ranks; times ``expert_ranks`` the default of ``factor``.
-        can_average: whether the backend's collectives can average.
-
     Returns: the divisors before and after the sum.
-    Collective: none.
     """
     factor = rule.factor
     # A backend that averages knows of its own ranks alone.

@@ -257,14 +257,7 @@ def part_of(
 ) -> Tensor:
     """Return this rank's part of the full ``value``, in the shape of ``like``.
 
-    Args:
-        region: the region of the parameter.
-        slot: the parameter's place in the layout.
-        value: the full value.
-        like: the sharded parameter.
-
     Returns: a view of ``value`` if ``value`` is contiguous.
-    Collective: none.
     """
     # A rank without elements gets an empty interval, and so an empty view.
     start, stop = region.layout.interval(slot, region.rank)

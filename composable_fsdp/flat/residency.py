@@ -89,7 +89,6 @@ def use_full(handle: FlatParamHandle) -> None:
     A place that shows another tensor than the sharded leaf keeps the other tensor until
     ``use_sharded``: ``torch.func.functional_call`` has put the tensor there.
 
-    Collective: none.
     Raises: CompositionError, if such a tensor does not have the shape of the full
     parameter.
     """
@@ -119,7 +118,7 @@ def show_copies(handle: FlatParamHandle) -> None:
 
 
 def use_sharded(handle: FlatParamHandle) -> None:
-    """Register the sharded leaves, the original parameters. Collective: none."""
+    """Register the sharded leaves, the original parameters."""
     layout = handle.layout
     for table, key, sharded in zip(
         layout.tables,
@@ -151,7 +150,7 @@ def end_functional_call(handle: FlatParamHandle) -> bool:
     """Register tensors of ``torch.func.functional_call`` for it to remove.
 
     Returns: whether full leaves come in their place, so that the unit stays full. Else
-        the modules show the sharded leaves at all other places. Collective: none.
+        the modules show the sharded leaves at all other places.
     """
     if handle.running.over_full:
         restore_functional_params(handle)
@@ -188,7 +187,7 @@ def leave_full(handle: FlatParamHandle) -> None:
     """Give every ``full`` other memory, after a wait for the all-gather that raised.
 
     A rank that comes late still completes the all-gather, in a thread of the backend,
-    which writes into the memory that the collective was given. Collective: none.
+    which writes into the memory that the collective was given.
     """
     gathered, fulls = handle.form.gather_lists[0], handle.form.fulls
     for region in handle.layout.regions:
@@ -247,10 +246,7 @@ def unreadable_versions(number: int) -> tuple[int, ...]:
 
 
 def make_readable(handle: FlatParamHandle) -> None:
-    """Allow autograd to read the full leaves, whose data must be there.
-
-    Collective: none.
-    """
+    """Allow autograd to read the full leaves, whose data must be there."""
     # The version of a readable full leaf is the version of its sharded leaf: an
     # optimizer step, a load or a write between forward and backward raises the same
     # error as in plain torch. If the version differs afterwards, the full leaf was
@@ -286,10 +282,7 @@ def accept_versions(handle: FlatParamHandle) -> None:
 
 
 def make_unreadable(handle: FlatParamHandle) -> None:
-    """Make autograd refuse to read the full leaves from now on.
-
-    Collective: none.
-    """
+    """Make autograd refuse to read the full leaves from now on."""
     if handle.form.readable is not None:
         set_versions(handle.form.placed, handle.form.unreadable)
         handle.form.readable = None

@@ -69,7 +69,7 @@ def leave_slot(slot: Slot) -> None:
     """Leave the memory of a slot to a collective that may still write there.
 
     The units of the slot move to other memory at their next all-gather. Backward of
-    their earlier forwards raises as after an optimizer step. Collective: none.
+    their earlier forwards raises as after an optimizer step.
     """
     for handle in slot.members:
         before = written(handle.layout)
@@ -127,7 +127,7 @@ def _move_reduce_out(handle: FlatParamHandle) -> None:
 def forget_reduce_slot(handle: FlatParamHandle) -> None:
     """Leave the memory of the slot to a reduction that may still write there.
 
-    The reduce buffers have memory of their own already. Collective: none.
+    The reduce buffers have memory of their own already.
     """
     slot = handle.reduction.slot
     assert slot is not None

@@ -38,12 +38,6 @@ _grad_of = attrgetter("grad")
 def call_tensor_hooks(region: FlatParameter, sums: Tensor, arrived: bytes) -> None:
     """Call the tensor hooks of parameters that get a gradient now.
 
-    Args:
-        region: the region of the parameters.
-        sums: the averaged gradients ``(shard_numel,)``; results of hooks are written
-            here.
-        arrived: per parameter, 1 if the parameter gets a gradient.
-
     Collective: none, except the collectives of the hooks.
     """
     views, _ = shard_views(region.cuts, sums)
@@ -102,12 +96,6 @@ def show_on_flat(
     region: FlatParameter, sums: Tensor | None, arrived: bytes | bytearray
 ) -> list[nn.Parameter]:
     """Add reduced gradients to ``.grad`` of the flat parameter; call the leaves' hooks.
-
-    Args:
-        region: a region with a flat parameter.
-        sums: the reduced gradients ``(shard_numel,)``; None if the flat gradient holds
-            them.
-        arrived: per parameter, 1 if the parameter gets a gradient.
 
     Returns: an empty list, because the hooks have been called.
     Collective: none, except the collectives of the hooks.

@@ -57,7 +57,7 @@ def hash_values(values: Sequence[Tensor]) -> Tensor:
     """Return a hash of each tensor, ``(len(values),)`` int64, on the tensors' device.
 
     Equal bytes in equal order have equal hashes on every rank and on every device.
-    Does not wait for the device. Collective: none.
+    Does not wait for the device.
     """
     if not values:
         return torch.empty(0, dtype=torch.int64, device="cpu")

@@ -89,19 +89,10 @@ def compare(
     A tied parameter is found under each of its names, so formats that store ties in
     different ways compare as equal.
 
-    Args:
-        first: a checkpoint.
-        second: the other checkpoint.
-        weights_only: leave optimizer and extra state alone, unread. Default False.
-        tolerance: values that differ by this much or less are equal. Default 0.
-        advance: called with the bytes of ``first`` that were compared since the last
-            call. Default: nothing.
-
     Returns: for JSON: ``equal``, and ``model`` and ``optimizer`` with ``tensors`` (the
         number compared), ``only_first``, ``only_second``, and ``different`` by name;
         ``others`` names further parts that differ.
     Raises: CheckpointError, for damaged or missing data.
-    Collective: none.
     """
     found: dict[str, Any] = {"model": _none()}
     if not weights_only:

@@ -48,7 +48,7 @@ def describe(what: nn.Module | str | PathLike[str]) -> Description:
 
     Raises: CompositionError, if the model has no unit; CheckpointError, if the
         checkpoint cannot be read; TypeError, for anything else.
-    Collective: none. No values are read, and the model may be in any phase of a step.
+    No values are read, and the model may be in any phase of a step.
 
     >>> described = describe(model)
     >>> described.units[1].plan.fqn

@@ -40,9 +40,6 @@ def job(given: argparse.Namespace) -> Iterator[DeviceMesh | None]:
 
 
 def data_ranks(given: argparse.Namespace) -> int:
-    """Return the number of ranks that share the parameters of a tensor-parallel part.
-
-    Collective: none.
-    """
+    """Return how many ranks share the parameters of a tensor-parallel part."""
     ranks: int = given.world_size // (given.tensor_parallel_size or 1)
     return ranks

@@ -70,15 +70,7 @@ def dtype_name(text: str) -> str:
 def add_model_arguments(
     command: argparse.ArgumentParser, *, fits: str, no_batch: str
 ) -> None:
-    """Add the ranks, the memory, the batch, the units and the options.
-
-    Args:
-        command: the parser of the command.
-        fits: the noun in the help of ``--gpu-memory``.
-        no_batch: the default in the help of ``--batch``.
-
-    Collective: none.
-    """
+    """Add the ranks, the memory, the batch, the units and the options."""
     command.add_argument(
         "--world-size",
         type=count,

@@ -42,20 +42,8 @@ def report_of(
 ) -> Report:
     """Return the numbers of a forecast.
 
-    Args:
-        found: the forecast.
-        source: the text that named the model.
-        units_from: how the units were chosen, for a reader.
-        capacity: bytes of the device. Default None: not asked.
-        world_sizes: further world sizes to report a row of. Default: none.
-        tensor_parallel_size: number of ranks that cut the model of the forecast, which
-            is that of a rank; world sizes of the report are those of all ranks. Default
-            None: no tensor parallelism.
-        notes: sentences for a reader, besides the plan's warnings. Default: none.
-
     Returns: a dict of texts, numbers, lists and dicts. Bytes are per rank.
     Raises: PlanError, if a world size is not possible.
-    Collective: none.
     """
     plan = found.plan
     rows = [_row(row) for row in found.rows]

@@ -25,14 +25,8 @@ def progress(label: str, total: int, *, wanted: bool = True) -> Iterator[Advance
     overwritten. The display disappears at the end of the block. If standard error is no
     terminal, nothing is shown.
 
-    Args:
-        label: text before the bar.
-        total: bytes in all.
-        wanted: False shows nothing. Default True.
-
     Returns: a context manager that yields a function; call the function with the bytes
     done since its last call.
-    Collective: none.
     """
     # A log file must not receive a line per update.
     if not wanted or not sys.stderr.isatty():
@@ -63,12 +57,7 @@ def waiting(label: str, *, wanted: bool = True) -> Iterator[None]:
 
     As ``progress``: a spinner of rich, else the text alone; nothing without a terminal.
 
-    Args:
-        label: the text.
-        wanted: False shows nothing. Default True.
-
     Returns: a context manager.
-    Collective: none.
     """
     if not wanted or not sys.stderr.isatty():
         yield

@@ -40,10 +40,7 @@ _guarded: set[type] = set()
 
 
 def guard_strategies() -> None:
-    """Guard the strategies of the distributions of Lightning that are imported.
-
-    Collective: none.
-    """
+    """Guard the strategies of the distributions of Lightning that are imported."""
     for place, method in _PLACES.items():
         # A look-up and no import: sharding must work without Lightning.
         strategies = sys.modules.get(place)

@@ -45,9 +45,6 @@ def adapter_values(model: nn.Module) -> dict[str, Tensor]:
 
     Parameters that are trained are included, such as biases and heads.
 
-    Args:
-        model: a ``PeftModel``.
-
     Returns: tensors in host memory by the names of the model's state dict.
     Collective: a gather per region with an adapter parameter; all ranks must call.
     """

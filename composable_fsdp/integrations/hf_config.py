@@ -139,7 +139,6 @@ def from_hf_config(config: Mapping[str, Any]) -> HFSharding:
         config: the settings.
 
     Returns: the sharding; its ``shard(model)`` applies it.
-    Collective: none.
     Raises: ValueError, for an unknown name, a value that the name does not take, two
         names that contradict each other, or a setting that only another backend has.
 

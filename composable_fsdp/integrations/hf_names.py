@@ -29,13 +29,7 @@ from composable_fsdp.storage.source import Source, TensorInfo
 def to_file(model: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of files for tensors of ``model``, in the order of files.
 
-    Args:
-        model: a model of transformers, or any other module, which has no other form.
-        values: tensors by the model's names; all, or those of a unit; meta tensors,
-            too.
-
     Returns: the tensors by the names in files.
-    Collective: none.
     """
     if not hasattr(model, "_weight_conversions") and not _is_pretrained(model):
         return dict(values)
@@ -55,13 +49,7 @@ def _is_pretrained(model: nn.Module) -> bool:
 def as_model(model: nn.Module, source: Source, names: Iterable[str]) -> Source:
     """Return ``source`` with the tensors of ``model`` in place of those of the files.
 
-    Args:
-        model: the model.
-        source: the open files.
-        names: the names of the model's tensors.
-
     Returns: ``source`` itself if no tensor has another name or form.
-    Collective: none.
     Raises: CheckpointError, if a conversion of transformers fails.
     """
     if not _is_pretrained(model):
@@ -165,11 +153,6 @@ class FileSource(Source):
     def read_model(self, name: str, start: int, stop: int) -> Tensor:
         """Return elements ``[start, stop)`` of a tensor of the model; see ``Source``.
 
-        Args:
-            name: a key of ``model``.
-            start: the first element.
-            stop: the element after the last.
-
         Raises: CheckpointError, as the files.
         """
         if name in self._same:
@@ -181,14 +164,7 @@ class FileSource(Source):
         return self._last[1][name].reshape(-1)[start:stop]
 
     def read_optim(self, name: str, state: str, start: int, stop: int) -> Tensor:
-        """Raise KeyError: files of transformers have no optimizer state.
-
-        Args:
-            name: the name of the parameter.
-            state: the name of the state.
-            start: the first element.
-            stop: the element after the last.
-        """
+        """Raise KeyError: files of transformers have no optimizer state."""
         raise KeyError((name, state))
 
     def close(self) -> None:

@@ -108,14 +108,6 @@ def write_weights(
 ) -> None:
     """Write a directory: ``others()`` writes all but the weights of the model.
 
-    Args:
-        model: the model.
-        directory: the directory.
-        others: writes configuration and tokenizer.
-        weights: whether the weights are written. Default True.
-        writes: whether this rank calls ``others``.
-        max_bytes: the largest size of a weight file. Default None: 50 GB.
-
     Collective: as ``save_pretrained``.
     Raises: the first error of any rank, on all ranks.
     """

@@ -132,11 +132,6 @@ def share_tensor(
 ) -> Tensor:
     """Return the first rank's tensor on every rank, on ``device``.
 
-    Args:
-        value: the tensor on the first rank, a ``Described`` on the others.
-        groups: the groups of ``broadcast_groups``.
-        device: the device of the result.
-
     Returns: the full tensor, contiguous.
 
     Collective: one broadcast per group; all its ranks must call.

@@ -55,12 +55,6 @@ def with_all_experts(
 ) -> dict[str, Any]:
     """Return full state with the state of the experts of all ranks.
 
-    Args:
-        saved: the state dict by names, with this rank's experts.
-        members: the parameters of the optimizers.
-        handles: the units of the model.
-        to_cpu: whether the values of other ranks go to host memory.
-
     Collective: over the ranks of each ``expert_mesh`` all-gathers of objects and a
         broadcast per tensor; none without an ``expert_mesh``.
     Raises: CheckpointError, on all ranks, for a name of several ranks.
@@ -83,11 +77,6 @@ def with_expert_names(
     saved: dict[str, Any], members: Sequence[Named], handles: Iterable[FlatParamHandle]
 ) -> dict[str, Any]:
     """Return a state dict whose groups name the experts of all ranks.
-
-    Args:
-        saved: the state dict by names, with this rank's experts.
-        members: the parameters of the optimizers.
-        handles: the units of the model.
 
     Collective: an all-gather of objects over the ranks of each ``expert_mesh``.
     Raises: CheckpointError, on all ranks, for a name of several ranks.
@@ -115,11 +104,6 @@ def without_other_experts(
     saved: Any, model: nn.Module, handles: Iterable[FlatParamHandle]
 ) -> Any:
     """Return a saved state without the experts that other ranks hold.
-
-    Args:
-        saved: the state that the caller passes, of any form.
-        model: the model of the names.
-        handles: the units of the model.
 
     Collective: an all-gather of objects over the ranks of each ``expert_mesh``.
     Raises: CheckpointError, on all ranks, for a name of several ranks.

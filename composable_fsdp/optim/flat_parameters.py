@@ -106,7 +106,6 @@ def flat_parameter_groups(module: nn.Module) -> dict[Hashable, list[nn.Parameter
     The key None has the flat parameters of units that were sharded without
     ``group_by``, and the parameters that no unit holds.
 
-    Collective: none.
     Raises: as ``flat_parameters``.
 
     >>> groups = flat_parameter_groups(model)

@@ -190,15 +190,8 @@ def sharded_state(flat: FlatParamRecord, value: Any) -> Any:
 def flat_part(flat: FlatParamRecord, name: str, value: Any) -> Any:
     """Return this rank's ``(shard_numel,)`` of a flat parameter's state, or a scalar.
 
-    Args:
-        flat: the flat parameter.
-        name: name of the state, for the message.
-        value: a ``ShardedValue``, a tensor ``(shard_numel,)``, a 0-d tensor, or no
-            tensor.
-
     Returns: the local part of a sharded value; other values unchanged.
 
-    Collective: none.
     Raises: CheckpointError, for another shape or a sharded value of another layout.
     """
     numel = flat.layout.shard_numel
@@ -217,15 +210,8 @@ def flat_part(flat: FlatParamRecord, name: str, value: Any) -> Any:
 def part_of_state(part: Part, flat: FlatParamRecord, name: str, value: Any) -> Any:
     """Return the original's part of a flat parameter's state; scalars are copied.
 
-    Args:
-        part: the original parameter.
-        flat: the flat parameter that contains the original.
-        name: name of the state, for the message.
-        value: the state: ``(shard_numel,)``, a 0-d tensor, or no tensor.
-
     Returns: a view in the leaf's shape, a copy of a 0-d tensor, or ``value`` itself.
 
-    Collective: none.
     Raises: CheckpointError, for state that is not element-wise, or of another layout.
     """
     if isinstance(value, ShardedValue):
@@ -256,15 +242,8 @@ def flatten_state(
 
     The inverse of ``unflatten_state``. Padding is zero.
 
-    Args:
-        param_groups: the optimizer's own groups, with flat parameters.
-        given: the state dict over the originals.
-        present: the optimizer's own ``state``. Tensors of ``given`` that are views of
-            these tensors are not copied. Default: copy everything.
-
     Returns: the state dict in flat form; ``given`` itself without flat parameters.
 
-    Collective: none.
     Raises: CheckpointError, naming parameters of a region whose scalars differ, or
     parameters that lack state which others have and which does not start from zero.
     """
@@ -332,7 +311,6 @@ def require_flattenable(parts: list[Part], each: list[dict[str, Any]]) -> None:
     """Refuse states of the originals that a flat parameter cannot represent.
 
     In ``each`` an ``Ellipsis`` stands for an element-wise tensor that is not read yet.
-    Collective: none.
 
     Raises: CheckpointError, as ``flatten_state``.
     """
@@ -360,14 +338,7 @@ def require_flattenable(parts: list[Part], each: list[dict[str, Any]]) -> None:
 def is_elementwise(part: Part, name: str, value: Any) -> bool:
     """Return whether a state has an element per element of the original on this rank.
 
-    Args:
-        part: the original parameter.
-        name: name of the state.
-        value: the state.
-
     Returns: True for an element-wise tensor.
-
-    Collective: none.
     """
     if is_scalar(name, value, part.leaf.shape):
         return False

@@ -22,7 +22,7 @@ _STEP = "step"
 def keep_given(given: Mapping[str, Any], present: dict[str, Any]) -> None:
     """Restore in ``present``, the loaded state of a parameter, what torch has changed.
 
-    Values stay on the device that torch has chosen. Collective: none.
+    Values stay on the device that torch has chosen.
     """
     for name in given.keys() & present.keys() - {_STEP}:
         cast = present[name]

@@ -26,17 +26,8 @@ def state_by_name(
 ) -> dict[str, Any]:
     """Return ``saved`` with the plain model's names as keys; new dicts, same values.
 
-    Args:
-        saved: the state dict, keyed by numbers or by names.
-        model: the model.
-        groups: the optimizer's groups as named parameters.
-        own: the optimizer's groups. Numbers are positions in these groups, unless
-            ``saved`` has ``param_names``.
-        what: name of the public function, for the message.
-
     Returns: the state dict keyed by names.
 
-    Collective: none.
     Raises: CheckpointError, listing names that are missing, left over or given twice,
     or if numbers and names are mixed.
     """
@@ -196,12 +187,6 @@ def require_same_options(
 ) -> None:
     """Refuse a group whose parameters come from saved groups with different options.
 
-    Args:
-        g: number of the optimizer's group, for the message.
-        origins: numbers of the saved groups that hold its parameters.
-        saved: the saved groups.
-
-    Collective: none.
     Raises: CheckpointError.
     """
     # Compare representations, because options may be unhashable (lists, dicts).
@@ -221,14 +206,8 @@ def aligned_groups(
 
     A group without saved parameters keeps the optimizer's own options.
 
-    Args:
-        groups: the optimizer's groups as named parameters.
-        saved: the state dict keyed by names.
-        own: the optimizer's groups.
-
     Returns: the groups; ``params`` are names in the optimizer's order.
 
-    Collective: none.
     Raises: CheckpointError, for a group whose parameters were in saved groups with
     different options.
     """

@@ -181,22 +181,6 @@ def state_to_load(
 ) -> list[dict[str, Any]]:
     """Cut this rank's parts out of ``saved``; see ``optim_state_dict_to_load``.
 
-    Args:
-        units: the units of ``model``.
-        model: the model whose names ``saved`` uses.
-        param_groups: returns the parameter groups of each optimizer, or raises. Called
-            inside the block whose errors are raised on all ranks.
-        saved: the state dict; with ``from_first`` only the first rank's is read.
-        named: keep names as keys; default: numbers.
-        elementwise: per optimizer, whether all state must be element-wise; default: a
-            single optimizer, and yes.
-        local: ``saved`` is local state of this rank; default: full or sharded values.
-        from_first: broadcast ``saved`` from the first rank; default: no broadcast.
-        group: with ``from_first``, the ranks that take part; default: those of
-            ``units``.
-        given: names, by ``id``, of parameters that ``model`` does not hold.
-        what: the function that the user called.
-
     Returns: a state dict per optimizer.
 
     Collective: none; with ``from_first`` as ``optim_state_dict_to_load``.
@@ -255,12 +239,6 @@ def _own_state(
     part: Callable[[Named, str, Any], Any],
 ) -> dict[str, dict[str, Any]]:
     """Return the state of this rank by the name of the parameter.
-
-    Args:
-        members: the parameters of all optimizers.
-        saved: the saved state by the name of the parameter.
-        part: returns this rank's part of a value, given the parameter and the name of
-            the state.
 
     Collective: those of ``part``, in the same order on all ranks.
     """

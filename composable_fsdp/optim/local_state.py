@@ -35,15 +35,8 @@ def local_state(
 
     Tensors share the optimizer's memory, unless ``to_cpu`` copies them to the host.
 
-    Args:
-        model: the sharded model, or a module that contains the sharded model.
-        optims: the optimizers.
-        given: per optimizer, the state dict that ``state_dict()`` returned.
-        to_cpu: copy tensors to the CPU.
-
     Returns: ``{"state": ..., "param_groups": ..., PLAN: plans}``.
 
-    Collective: none.
     Raises: CheckpointError, as ``state_by_name``; PhaseError, inside a step.
     """
     # Raise on this rank alone: no collective follows, so no other rank waits.
@@ -87,14 +80,8 @@ def require_plans(model: nn.Module, saved: dict[str, Any]) -> None:
 def local_part(named: Named, name: str, value: Any) -> Any:
     """Return a copy of this rank's state ``value``, which must fit the parameter.
 
-    Args:
-        named: the parameter.
-        name: name of the state, for the message.
-        value: the saved value.
-
     Returns: a new tensor; ``value`` itself if it is no tensor.
 
-    Collective: none.
     Raises: CheckpointError, for state of a cut parameter that is neither a scalar nor
     of this rank's shape.
     """

@@ -81,12 +81,6 @@ class Named:
 def require_pair(model: object, optim: object, what: str) -> None:
     """Raise TypeError unless ``model`` is a module and ``optim`` has ``param_groups``.
 
-    Args:
-        model: the object to check for ``nn.Module``.
-        optim: the object to check for ``param_groups``.
-        what: name of the public function, for the message.
-
-    Collective: none.
     Raises: TypeError.
     """
     # Ask for the attribute and not for ``torch.optim.Optimizer``: wrappers of
@@ -101,14 +95,8 @@ def require_pair(model: object, optim: object, what: str) -> None:
 def require_pairs(model: object, optim: object, what: str) -> list[Any]:
     """Call ``require_pair`` for each optimizer and return the optimizers as a list.
 
-    Args:
-        model: the model.
-        optim: an optimizer, or a list or tuple of optimizers.
-        what: name of the public function, for the message.
-
     Returns: the list of optimizers.
 
-    Collective: none.
     Raises: TypeError; CheckpointError, as ``optimizers_of``.
     """
     found = optimizers_of(optim)
@@ -160,16 +148,8 @@ def groups_of(
 ) -> list[Group]:
     """Return the parameter groups of ``optim``, or the groups in ``optim_input``.
 
-    Args:
-        model: the model whose parameters are the default for ``optim_input``.
-        optim: the optimizer; default: use ``optim_input``.
-        optim_input: parameters or groups, as an optimizer's constructor takes them.
-            Default: a single group of all parameters, as in FSDP1.
-        what: name of the public function, for the message.
-
     Returns: the groups; new dicts if they come from ``optim_input``.
 
-    Collective: none.
     Raises: TypeError, if ``optim`` is not None and has no ``param_groups``.
     """
     if optim is not None:
@@ -209,14 +189,8 @@ def name_parameters(
     ``model`` does not hold takes its name from ``given``; every rank holds such a
     parameter whole. Units may be unsharded during the call.
 
-    Args:
-        model: the model that gives the names.
-        param_groups: the optimizer's groups.
-        given: names by ``id`` for parameters outside ``model``; default: no names.
-
     Returns: per group, the named parameters in the optimizer's order.
 
-    Collective: none.
     Raises: CheckpointError, for a parameter outside ``model`` that has no name in
     ``given``, or whose name ``model`` uses for another parameter.
     Warns: as ``names_of``.

@@ -58,15 +58,8 @@ class OverOriginals:
     def new_state(self, leaf: nn.Parameter, name: str, dtype: torch.dtype) -> Tensor:
         """Return memory for a new state of ``leaf``, in the shape of ``leaf``.
 
-        Args:
-            leaf: the original parameter.
-            name: name of the state.
-            dtype: dtype of the state.
-
         Returns: for an original of a flat parameter, a view of zeros; else an empty
         tensor.
-
-        Collective: none.
         """
         place = self.state.places.get(id(leaf))
         if place is None:
@@ -95,7 +88,7 @@ class OverOriginals:
     def keep_given(self, leaf: Tensor) -> None:
         """Restore what torch has changed of the state given for ``leaf``.
 
-        Of a flat parameter, the state of all its originals. Collective: none.
+        Of a flat parameter, the state of all its originals.
         """
         place = self.state.places.get(id(leaf))
         parameter: Any = leaf if place is None else place[0].parameter

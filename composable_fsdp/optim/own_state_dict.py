@@ -137,16 +137,9 @@ def joined_state(
 ) -> tuple[list[list[Named]], dict[str, Any], list[Group]]:
     """Merge the states of all optimizers, keyed by name.
 
-    Args:
-        model: the model.
-        optims: the optimizers; units must be sharded.
-        given: per optimizer, the state dict that ``state_dict()`` returned.
-        what: name of the public function, for the message.
-
     Returns: the groups as named parameters; the merged state dict keyed by names; the
     groups as the optimizers have them, over originals.
 
-    Collective: none.
     Raises: CheckpointError, as ``state_by_name``.
     """
     members: list[list[Named]] = []

@@ -56,7 +56,6 @@ class OwnerState:
     def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
         """Return the state of a parameter on its owner, empty at first.
 
-        Collective: none.
         Raises: CompositionError, for a parameter of another rank or of no rank, and
             for units whose parameters were frozen or unfrozen since.
         """

@@ -37,7 +37,6 @@ def rekey_optim_state_dict(
 
     Returns: the state dict with the requested keys.
 
-    Collective: none.
     Raises: CheckpointError, for a key that ``model`` or ``optim`` does not know, or if
     names and numbers are mixed; TypeError, if ``optim_state_key_type`` is no key type.
     """

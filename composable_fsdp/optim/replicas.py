@@ -37,7 +37,6 @@ def replica_state_dict(
         optim: its optimizer.
 
     Returns: a dict for ``load_replica_state_dict`` on the same rank of another replica.
-    Collective: none.
     Raises: TypeError, if ``module`` is no module.
     """
     require_module(module, "replica_state_dict")
@@ -65,7 +64,6 @@ def load_replica_state_dict(
         optim: its optimizer, made as in the other replica.
         state: the result of ``replica_state_dict``; its tensors are copied.
 
-    Collective: none.
     Raises: CheckpointError, with the name, if the replicas differ in names, shapes or
         dtypes of this rank's tensors, or in the optimizer's parameters.
     """

@@ -142,13 +142,6 @@ def full_state(
 ) -> dict[str, Any]:
     """Return full state, whatever state dict type is set; see ``optim_state_dict``.
 
-    Args:
-        model: the sharded model, or a module that contains the sharded model.
-        optims: the optimizers.
-        given: per optimizer, the state dict that ``state_dict()`` returned.
-        first_only: return the state on the first rank only, and ``{}`` elsewhere.
-        to_cpu: copy tensors to the CPU; if False, tensors stay on their device.
-
     Returns: ``{"state": ..., "param_groups": ...}`` with new tensors, or ``{}``.
 
     Collective: as ``optim_state_dict`` for the full type; all ranks must call.
@@ -182,12 +175,6 @@ def sharded_state(
     to_cpu: bool,
 ) -> dict[str, Any]:
     """Return the state as sharded values, whatever state dict type is set.
-
-    Args:
-        model: the sharded model, or a module that contains the sharded model.
-        optims: the optimizers.
-        given: per optimizer, the state dict that ``state_dict()`` returned.
-        to_cpu: copy tensors to the CPU; if False, copy them on their device.
 
     Returns: ``{"state": ..., "param_groups": ...}``; all tensors are copies.
 

@@ -15,28 +15,12 @@ distinguish such state from element-wise state."""
 def is_scalar(name: str, value: Any, shape: Sequence[int]) -> bool:
     """Return whether a state is a single value per parameter, equal on all ranks.
 
-    Args:
-        name: name of the state.
-        value: the state; an object that is no tensor is a scalar.
-        shape: shape of the parameter that ``value`` goes with: the full shape for full
-            state, the shape of the sharded parameter for this rank's state.
-
     Returns: True also for a 0-d tensor, unless the tensor may be the element of a 0-d
     parameter.
-
-    Collective: none.
     """
     return not isinstance(value, Tensor) or is_scalar_shape(name, value.shape, shape)
 
 
 def is_scalar_shape(name: str, own: Sequence[int], shape: Sequence[int]) -> bool:
-    """Answer ``is_scalar`` for a tensor that is not read yet.
-
-    Args:
-        name: the name of the state.
-        own: the shape of the tensor.
-        shape: the full shape of the parameter.
-
-    Collective: none.
-    """
+    """Answer ``is_scalar`` for a tensor that is not read yet."""
     return len(own) == 0 and (len(shape) > 0 or name in SCALARS)

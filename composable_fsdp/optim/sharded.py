@@ -32,15 +32,7 @@ def as_sharded(named: Named, value: Any) -> Any:
 
 
 def mark_partial(handle: FlatParamHandle, values: dict[str, Any], name: str) -> None:
-    """Forbid pickling of sharded values if the unit's state dict type is full.
-
-    Args:
-        handle: the unit of the parameter.
-        values: the parameter's state; the sharded values in ``values`` are marked.
-        name: name of the parameter, for the message.
-
-    Collective: none.
-    """
+    """Forbid pickling of sharded values if the unit's state dict type is full."""
     unit = _get_module_fsdp_state(handle.layout.owners[0])
     if unit is None or unit.settings.state_dict.state_dict_type is not _FULL:
         return
@@ -62,13 +54,6 @@ def require_own_parts(
 ) -> None:
     """Refuse sharded values of another plan that ranks cannot gather.
 
-    Args:
-        members: the named parameters.
-        saved: the state dict keyed by names.
-        from_first: the first rank sends ``saved`` to all ranks; every sharded value is
-            refused then.
-
-    Collective: none.
     Raises: CheckpointError, naming a state, on all ranks alike.
     """
     for named in members:
@@ -149,14 +134,8 @@ def _mismatch(named: Named, value: ShardedValue) -> str:
 def part_for(named: Named, key: str, value: Any) -> Any:
     """Return this rank's part of a sharded value, a full tensor or a part.
 
-    Args:
-        named: the parameter.
-        key: name of the state.
-        value: a ``ShardedValue``, a tensor, or no tensor.
-
     Returns: a tensor in the shape of the sharded parameter, or a scalar; no copy.
 
-    Collective: none.
     Raises: CheckpointError, for a sharded value of another plan or another shape.
     """
     if isinstance(value, ShardedValue):

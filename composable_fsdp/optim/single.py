@@ -78,7 +78,6 @@ def set_full_optim_state(
         fqn: name of the parameter in the plain model.
         state: ``{name: value}``; tensors in the parameter's full shape, or scalars.
 
-    Collective: none.
     Raises: as ``get_full_optim_state``; CheckpointError, for another shape or for a
     name that the optimizer does not keep, before anything is written. A rank without
     any state cannot check names.

@@ -153,7 +153,7 @@ def _on_state_dict(optim: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
     The state of a parameter without elements on this rank is left out: state that an
     earlier load left there is older than the state on the other ranks.
 
-    Collective: none. In a call of ``torch.distributed.checkpoint.state_dict``, which
+    In a call of ``torch.distributed.checkpoint.state_dict``, which
     needs the state of every parameter: as ``optim_state_dict``. For parameters of
     ``SHOWN_ON_ALL``, if a rank lacks elements of one of them: an all-gather of objects
     per shard group.
@@ -210,10 +210,6 @@ def _groups_that_show(
     optim: torch.optim.Optimizer, absent: list[Named]
 ) -> list[dist.ProcessGroup]:
     """Return the groups whose ranks exchange state that some of them lack.
-
-    Args:
-        optim: the optimizer, whose ``state_dict`` is running.
-        absent: its parameters of which some rank has no element.
 
     Returns: the shard groups of these parameters; none unless all are of
         ``SHOWN_ON_ALL``.
@@ -310,7 +306,6 @@ def _on_load_state_dict(
 ) -> Any:
     """Return this rank's part of the given state dict, ready to load.
 
-    Collective: none.
     Raises: CheckpointError, for sharded values of another plan, before anything is
     loaded.
     """

@@ -60,12 +60,6 @@ def require_same_state(
     For parameters without elements on this rank, entries of ``states`` are replaced by
     the state of the other ranks, with empty tensors.
 
-    Args:
-        members: the named parameters of the optimizer.
-        states: the state of each parameter; changed in place.
-        units: units whose shard groups take part even if the optimizer of this rank
-            holds none of their parameters; default: no further groups.
-
     Collective: one all-gather of objects per shard group; all its ranks must call.
     Raises: CheckpointError, for state that is not element-wise on some rank, and the
     error of a rank in ``raise_on_all_ranks``; DesyncError, if ranks have different

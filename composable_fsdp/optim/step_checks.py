@@ -65,7 +65,6 @@ def needs_whole_params(optim: object) -> str:
 def require_elementwise(optim: object) -> None:
     """Refuse an optimizer that needs whole parameters and holds sharded parameters.
 
-    Collective: none.
     Raises: CompositionError, on all ranks alike.
     """
     reason = needs_whole_params(optim)
@@ -166,12 +165,6 @@ def require_agreement(
     Ranks tell each other through the key-value store, and wait for each other at most
     ``_PATIENCE`` seconds: in the first step always, else where a rank may not see by
     shapes what another one refuses.
-
-    Args:
-        optim: the optimizer.
-        refused: why this rank has refused state that was loaded earlier, which other
-            ranks may hold nothing of; None if this rank has not.
-        is_first: whether this is the first step over these parameters.
 
     Raises: CompositionError, on all ranks.
     """

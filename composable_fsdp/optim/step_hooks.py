@@ -244,7 +244,6 @@ def _count_writes_before_backward(
     """Move the versions of units between forward and backward, as other steps do.
 
     Their backward would otherwise use the new weights, or the old, by strategy.
-    Collective: none.
     """
     written: list[torch.Tensor] = []
     for link in handles:
@@ -270,7 +269,6 @@ def _hide_old_values(handles: Sequence[weakref.ref[FlatParamHandle]]) -> None:
     """Show sharded parameters where a step has made the full ones of ``unshard`` old.
 
     The next forward refuses the old values; so do parts of the unit from now on.
-    Collective: none.
     """
     for link in handles:
         handle = link()
@@ -316,10 +314,7 @@ def _empty_leaves(optim: torch.optim.Optimizer) -> tuple[_EmptyLeaves, ...]:
 
 
 def _count_writes_of_empty(optim: torch.optim.Optimizer, met: _KnownOptimizer) -> None:
-    """Raise the version counters of parameters that were stepped on other ranks only.
-
-    Collective: none.
-    """
+    """Raise the version counters of parameters that only other ranks stepped."""
     # This rank has no gradient of these parameters, so the optimizer skipped them.
     # Autograd compares version counters of saved tensors in backward. A backward
     # through the weights of before the step would raise on the other ranks only, and

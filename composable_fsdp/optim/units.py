@@ -45,14 +45,6 @@ def meet_for_state(
 ) -> None:
     """Wait until every rank of the units calls ``what``, a function of optimizer state.
 
-    Args:
-        units: the units.
-        what: the name of the function.
-        *details: what else has to be equal on all ranks.
-        first_only: whether the first rank alone gets or gives the state. Default:
-            False.
-        replicas: whether the ranks that replicate the units call, too. Default: False.
-
     Collective: none, as ``meet``.
     Raises: DesyncError, as ``meet``.
     """

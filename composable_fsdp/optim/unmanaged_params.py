@@ -29,7 +29,7 @@ from composable_fsdp.tree.late_registration import IGNORED, PENDING, warn_of_add
 def check_unmanaged_params(optim: torch.optim.Optimizer) -> None:
     """Refuse replaced parameters; warn of gradients that no collective reduces.
 
-    Collective: none. If no unit holds some of the parameters: two round trips to the
+    If no unit holds some of the parameters: two round trips to the
     key-value store, which wait for no other rank.
     Raises: CompositionError, on all ranks alike.
     """

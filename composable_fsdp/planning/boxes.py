@@ -56,16 +56,10 @@ def moved(boxes: Sequence[Box], by: Sequence[int]) -> tuple[Box, ...]:
 def interval_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
     """Cut elements ``[start, stop)`` of a row-major tensor of ``shape`` into boxes.
 
-    Args:
-        shape: shape of the tensor.
-        start: first element of the interval in the flattened tensor.
-        stop: end of the interval (exclusive); at most ``prod(shape)``.
-
     Returns: boxes in memory order that cover each element of the interval exactly once;
     at most ``2 * len(shape) - 1`` boxes (a single box for a 0-d tensor), none for an
     empty interval.
     Raises: ValueError, if the interval is not inside the tensor.
-    Collective: none.
 
     >>> [(box.offsets, box.sizes) for box in interval_boxes((4, 5), 3, 17)]
     [((0, 3), (1, 2)), ((1, 0), (2, 5)), ((3, 0), (1, 2))]

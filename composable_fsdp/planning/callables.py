@@ -41,7 +41,6 @@ def size_based_auto_wrap_policy(
 
     Returns: on the way down, whether to visit the children; on the way up, whether
     ``module`` becomes a unit.
-    Collective: none.
     """
     # As in FSDP1: the leaf classes stop the way down, the excluded classes matter on
     # the way up.
@@ -78,7 +77,6 @@ def transformer_auto_wrap_policy(
 
     Returns: on the way up, whether ``module`` becomes a unit.
     Raises: PlanError, if the module is a container such as ``nn.ModuleList``.
-    Collective: none.
     """
     return recurse or is_named(module, tuple(transformer_layer_cls))
 
@@ -98,7 +96,6 @@ def lambda_auto_wrap_policy(
         lambda_fn: tells whether a module becomes a unit.
 
     Returns: on the way up, whether ``module`` becomes a unit.
-    Collective: none.
     """
     return recurse or lambda_fn(module)
 

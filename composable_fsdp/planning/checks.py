@@ -212,15 +212,8 @@ def refuse_overlapping_storage(named: Sequence[tuple[str, nn.Parameter]]) -> Non
 def group_of(group_by: GroupBy | None, fqn: str, parameter: nn.Parameter) -> Hashable:
     """Return the group of a parameter: the answer of ``group_by``.
 
-    Args:
-        group_by: the user's function of name and parameter; None puts all parameters
-            into a single group.
-        fqn: the parameter's name from the root.
-        parameter: the parameter.
-
     Returns: a hashable key; None without ``group_by``.
     Raises: TypeError, if the answer is a tensor or not hashable.
-    Collective: none.
     """
     if group_by is None:
         return None

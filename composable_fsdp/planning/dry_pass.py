@@ -51,16 +51,8 @@ def choose_units(
     A module with several parents is asked once, for all of them. Containers without a
     forward are never units, whatever the answer.
 
-    Args:
-        policy: the policy in FSDP1's function form.
-        root: the module whose tree is searched; never a unit itself.
-        left_out: modules to skip; must hold whole subtrees. Their parameters count
-            zero. Default: none.
-        ignored_params: ids of parameters that count zero. Default: none.
-
     Returns: the units.
     Raises: TypeError, if the policy returns a dict of options instead of a bool.
-    Collective: none.
     """
     # Parameters of skipped modules count zero, also where a visited module shares them.
     outside = {id(p) for module in left_out for p in walk.own_parameters(module)}

@@ -40,7 +40,7 @@ def is_dtensor(parameter: object) -> bool:
 def local_of(tensor: Tensor) -> Tensor:
     """Return this rank's plain tensor of a DTensor; other tensors themselves.
 
-    The result has the memory of ``tensor``. Collective: none.
+    The result has the memory of ``tensor``.
     """
     if not is_dtensor(tensor):
         return tensor
@@ -54,10 +54,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def like_dtensor(local: Tensor, tensor: Tensor) -> Tensor:
-    """Return a DTensor placed as ``tensor``, of ``local``; ``local`` if it is none.
-
-    Collective: none.
-    """
+    """Return a DTensor placed as ``tensor``, of ``local``; ``local`` if it is none."""
     if not is_dtensor(tensor):
         return local
     from torch.distributed.tensor import DTensor
@@ -110,15 +107,7 @@ def _cut_dim(placement: object) -> int | None:
 
 
 def refuse_cuts(tensor: Tensor, fqn: str, way_out: str) -> None:
-    """Raise PlanError for a DTensor of which a rank does not hold a plain rectangle.
-
-    Args:
-        tensor: the DTensor.
-        fqn: the name in messages.
-        way_out: the second way out in messages; the first is another placement.
-
-    Collective: none.
-    """
+    """Raise PlanError for a DTensor of which a rank does not hold a plain rectangle."""
     from torch.distributed.tensor import Replicate
 
     dtensor: DTensor = tensor  # type: ignore[assignment]  # the caller has looked
@@ -162,7 +151,7 @@ def _has_hooks(parameter: Tensor) -> bool:
 def plain_parameter(parameter: nn.Parameter) -> nn.Parameter:
     """Return a plain parameter with this rank's rectangle of a DTensor.
 
-    The result shares memory and attributes with ``parameter``. Collective: none.
+    The result shares memory and attributes with ``parameter``.
     """
     # Detached: the parameter must not lead into the graph of the DTensor.
     with torch.no_grad():

@@ -362,15 +362,7 @@ def sharded_shape(
 ) -> tuple[int, ...]:
     """Return the shape of a sharded parameter with ``numel`` elements.
 
-    Args:
-        shape: shape of the full parameter.
-        numel: elements of the parameter on this rank.
-        rows: shard by rows: the result is ``(k, *trailing)`` for a parameter with at
-            least two dims. Otherwise the result is ``(numel,)``.
-        world_size: size of the shard group. If 1, the result is ``shape``.
-
     Returns: the shape.
-    Collective: none.
 
     >>> sharded_shape((5, 4), 8, rows=True, world_size=2)
     (2, 4)
@@ -398,13 +390,7 @@ def plan_regions(
     partition of the block classes with the least padding bytes plus ``launch_bytes``
     per region is taken; up to ``EXACT_CLASSES`` classes this minimum is exact.
 
-    Args:
-        specs: the parameters, in the unit's order.
-        world_size: number of shards.
-        launch_bytes: cost of a region, in bytes of padding. Default ``LAUNCH_BYTES``.
-
     Returns: the regions, in the order of their first parameter.
-    Collective: none.
     """
     specs = tuple(specs)
     if any(spec.group is not None for spec in specs):

@@ -329,17 +329,7 @@ class _Step:
         when: str | None = None,
         gradients: int = 0,
     ) -> None:
-        """Add an event with the present bytes.
-
-        Args:
-            kind: the kind of the event.
-            index: index of the unit.
-            is_entry: as in ``Event``. Default True.
-            when: the moment, for a reader. Default None: the phase.
-            gradients: bytes of the gradients that autograd has just made. Default 0.
-
-        Collective: none.
-        """
+        """Add an event with the present bytes."""
         moment = Moment(
             self.full,
             self.reduce,
@@ -355,15 +345,7 @@ class _Step:
         return index in self.gathered and index not in self.retiring
 
     def unshard(self, index: int, when: str, *, ahead: bool = False) -> None:
-        """Allocate the full parameters of unit ``index``, if sharded.
-
-        Args:
-            index: index of the unit.
-            when: the moment, for a reader.
-            ahead: whether the unit is not used yet. Default False.
-
-        Collective: none.
-        """
+        """Allocate the full parameters of unit ``index``, if sharded."""
         unit = self.units[index]
         # A unit that was gathered ahead is in use from here on.
         if not ahead:

@@ -130,17 +130,7 @@ class UnitOptions:
         whole: Whole | None,
         strides: tuple[int, ...] | None,
     ) -> ParameterSpec:
-        """Return the facts about a parameter from which its layout follows.
-
-        Args:
-            fqns: see ``ParameterSpec``.
-            shape: see ``ParameterSpec``.
-            dtype: see ``ParameterSpec``.
-            trainable: see ``ParameterSpec``.
-            group: see ``ParameterSpec``.
-            whole: see ``ParameterSpec``.
-            strides: see ``ParameterSpec``.
-        """
+        """Return the facts about a parameter from which its layout follows."""
         block = 1 if not self.keeps_rows else row_block(shape)
         if isinstance(self.block, RowBlock):
             # A vector has rows of one element, and a parameter without dims is a row.
@@ -235,14 +225,8 @@ _EXAMPLES: dict[type, str] = {
 def by_name(kind: type[E], value: object, *, argument: str) -> E:
     """Return ``value`` as a member of ``kind``; torch's members are matched by name.
 
-    Args:
-        kind: an enum of this package.
-        value: a member of ``kind``, or of another enum with the same member name.
-        argument: name of the argument, for the message.
-
     Returns: the member of ``kind``.
     Raises: TypeError, if ``kind`` has no such member.
-    Collective: none.
     """
     if isinstance(value, kind):
         return value
@@ -260,16 +244,8 @@ def by_fields(
 ) -> D:
     """Return ``value`` as a ``kind``; torch's dataclass of the same name is copied.
 
-    Args:
-        kind: a dataclass of this package.
-        value: an instance of ``kind``, or of another dataclass with the same class
-            name.
-        argument: name of the argument, for the message.
-        home: the module that users import ``kind`` from. Default: the package.
-
     Returns: the instance of ``kind``.
     Raises: TypeError, if ``value`` is neither.
-    Collective: none.
 
     >>> by_fields(CPUOffload, CPUOffload(), argument="cpu_offload")
     CPUOffload(offload_params=False)
@@ -297,15 +273,9 @@ def override(
 ) -> UnitOptions:
     """Return ``root`` with the options that a policy returned for a module.
 
-    Args:
-        root: the root's options.
-        overrides: options by name; FSDP1's names are accepted.
-        fqn: name of the module, for the message.
-
     Returns: the module's options.
     Raises: PlanError, if a name is unknown, or if a value differs from the root's that
     must be equal in the whole tree.
-    Collective: none.
     """
     named = {_ALIASES.get(key, key): value for key, value in overrides.items()}
     unknown = [key for key in named if key not in PER_MODULE]

@@ -115,14 +115,7 @@ class OwnerPlan:
     """Per unit and dtype the number of replicas, and the matrices."""
 
     def traffic(self, rank: int, *, replica: int = 0) -> OwnerTraffic:
-        """Return the bytes that a rank of a shard group sends in a call.
-
-        Args:
-            rank: the rank in the shard group.
-            replica: the replica of the shard group. Default 0.
-
-        Collective: none.
-        """
+        """Return the bytes that a rank of a shard group sends in a call."""
         calls = sent = broadcasts = results = 0
         for replicas, owned in self._exchanges:
             here = [each for each in owned if each.owner[0] == replica]
@@ -166,15 +159,8 @@ def plan_owners(
 ) -> OwnerPlan:
     """Return the owners of matrices, and the bytes of a call of ``map_on_owners``.
 
-    Args:
-        units: the plans of the units.
-        names: the matrices by name from the model, in the order of the call. Default
-            None: all trainable parameters of two dims, unit by unit.
-        dtype: as in ``map_on_owners``. Default None: the dtype of each parameter.
-
     Returns: the owners and the traffic.
     Raises: PlanError, for a name that no unit has.
-    Collective: none.
     """
     chosen = [
         (index, join_name(unit.fqn, slot.fqn), region, slot, unit)

@@ -41,14 +41,7 @@ Members = tuple[tuple[int, int], ...]
 def pack(members: Members, itemsize: int, world_size: int, grid: int = 1) -> Packing:
     """Place the members in a buffer, without overlap and with few gaps.
 
-    Args:
-        members: (numel, block) of each parameter, in elements.
-        itemsize: bytes per element.
-        world_size: number of shards.
-        grid: the size of the shards is a multiple of this number. Default 1.
-
     Returns: the offsets and the size of the shards.
-    Collective: none.
     """
     # In elements; at least 1, for items wider than the alignment.
     align = max(SHARD_ALIGNMENT // itemsize, 1)
@@ -83,14 +76,7 @@ def pack_whole(
     unit divided by the ranks, these members included, then the padding is less than the
     elements of the unit, up to alignment: a unit at most doubles.
 
-    Args:
-        sizes: elements of each member.
-        itemsize: bytes per element.
-        world_size: number of shards.
-        grid: as in ``pack``. Default 1.
-
     Returns: the offsets and the size of the shards.
-    Collective: none.
     """
     align = max(SHARD_ALIGNMENT // itemsize, 1)
     # The rank as second entry: of equally full ranks the first, on every rank alike.
@@ -115,16 +101,8 @@ def partition(
 
     The cost of a region is its padding in bytes plus ``launch_bytes``.
 
-    Args:
-        members: (numel, block) of each parameter, in elements.
-        itemsize: bytes per element.
-        world_size: number of shards.
-        launch_bytes: cost of an additional region, in bytes of padding.
-        grid: as in ``pack``. Default 1.
-
     Returns: per region, the indices of the members; regions in the order of their first
     member.
-    Collective: none.
     """
     # Members with equal blocks always share a region. A unit has few classes: rows of
     # one or two widths, and single elements.

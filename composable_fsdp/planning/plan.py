@@ -104,8 +104,6 @@ class ShardingPlan:
             optimizer_states: as in ``peak``; 2 for AdamW. Default 0.
             bytes_per_element: bytes that the optimizer keeps beside these states per
                 element of a trainable parameter. Default 0.
-
-        Collective: none.
         """
         pairs = [(r, unit.replicas) for unit in self.units for r in unit.regions]
         return save_bytes(pairs, optimizer_states, bytes_per_element)
@@ -134,7 +132,6 @@ class ShardingPlan:
 
         Returns: the owners; ``traffic(rank)`` are the bytes of a rank.
         Raises: PlanError, for a name that no unit has.
-        Collective: none.
         """
         return plan_owners(self.units, names, dtype=dtype)
 
@@ -161,7 +158,6 @@ class ShardingPlan:
                 parameter, in the parameter's dtype; 2 for AdamW. Default 0.
 
         Returns: bytes by kind, and the moment of the peak.
-        Collective: none.
         """
         # On CUDA, the shards of offloaded units are in host memory and do not count.
         on_cuda = device_type == "cuda"
@@ -190,7 +186,7 @@ class ShardingPlan:
     def step_memory(self, *, device_type: str = "cuda") -> StepMemory:
         """Return the memory of a step, operation by operation.
 
-        ``device_type`` is as in ``peak``. Collective: none.
+        ``device_type`` is as in ``peak``.
         """
         flow = self._with_flow()
         parents = _parents(self.units)

@@ -68,7 +68,6 @@ def plan_modules(
     Returns: the plan, and a ``Target`` per unit, both in ``.modules()`` order.
     Raises: PlanError or CompositionError, naming the module, the parameter and the
     remedy.
-    Collective: none.
     """
     units = assign_units(modules, request)
     notes: list[str] = []

@@ -224,22 +224,9 @@ def evaluate_policy(
     Each unit gets a new dict: the root's options, overridden by the policy's options.
     The tree and the dicts of the caller and of the policy stay unchanged.
 
-    Args:
-        policy: a policy in any of the three forms. None selects no unit.
-        root: the module whose tree is searched. ``root`` itself is never in the result:
-            as in FSDP1, the caller's options apply to the root, and options that a
-            policy returns for the root are dropped.
-        ignored_modules: modules to leave out, with every module below them; their
-            parameters count for no numel. Default: none.
-        ignored_params: ids of parameters that count for no numel. Default: none.
-        boundaries: modules that are units already; treated as ``ignored_modules``.
-            Default: none.
-        root_kwargs: the root's options as keyword arguments.
-
     Returns: ``{module: options}``.
     Raises: PlanError, if a unit is not below ``root`` or has no forward; TypeError, if
     the policy or its answer has a wrong type.
-    Collective: none.
     """
     left_out = walk.subtrees([*ignored_modules, *boundaries])
     answer = _answer(policy, root, left_out, ignored_params, root_kwargs)

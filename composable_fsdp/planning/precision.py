@@ -28,16 +28,7 @@ def with_full_precision(
     select the module; its other options are the policy's, else the root's. The
     arguments stay unchanged.
 
-    Args:
-        targets: the units that the policy selected, with their options.
-        root: the module whose tree is searched; never a unit itself.
-        mixed_precision: the root's mixed precision, which names the ignored classes. If
-            None, ``targets`` is returned.
-        left_out: modules that stay as they are.
-        root_kwargs: the root's options as keyword arguments.
-
     Returns: ``{module: options}``.
-    Collective: none.
     """
     classes = ignored_classes(mixed_precision)
     if not classes:

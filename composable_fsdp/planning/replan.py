@@ -39,7 +39,6 @@ def replan(
     Returns: the plan; equal to ``plan()`` of the same model with these arguments.
     Raises: PlanError, if ``world_size`` is no multiple of ``shard_world_size``, or if a
     hybrid strategy has no ``shard_world_size``.
-    Collective: none.
     """
     ranks = plan.world_size if world_size is None else world_size
     if shard_world_size is None:

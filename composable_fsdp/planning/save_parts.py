@@ -22,12 +22,7 @@ Each part is an entry of its own in the manifest, and a request of its own for a
 
 
 def parts_of(layout: RegionLayout, replicas: int) -> int:
-    """Return the number of parts that a shard is cut into: 1, or ``replicas``.
-
-    Args:
-        layout: the region.
-        replicas: the number of ranks that hold the same shard.
-    """
+    """Return the number of parts that a shard is cut into: 1, or ``replicas``."""
     nbytes = layout.shard_numel * layout.dtype.itemsize
     if nbytes < replicas * SMALLEST_PART:
         return 1
@@ -59,9 +54,6 @@ def writers_of(regions: Iterable[tuple[RegionLayout, int]]) -> list[int | None]:
 def by_turns(items: Sequence[tuple[Hashable, int, int]]) -> list[int]:
     """Return a writer per item, such that the writers write about as many bytes.
 
-    Args:
-        items: the writers that share the item, as a key; their number; the bytes.
-
     >>> by_turns([("a", 2, 5), ("a", 2, 3), ("a", 2, 1), ("a", 2, 4)])
     [0, 1, 1, 1]
     """
@@ -83,14 +75,7 @@ def save_bytes(
     optimizer_states: int,
     bytes_per_element: float = 0,
 ) -> int:
-    """Return the bytes of the elements that a rank writes, at most.
-
-    Args:
-        regions: pairs of a region and the number of replicas.
-        optimizer_states: tensors that the optimizer keeps per trainable parameter.
-        bytes_per_element: bytes that the optimizer keeps beside these per element of a
-            trainable parameter. Default 0.
-    """
+    """Return the bytes of the elements that a rank writes, at most."""
     loads: dict[tuple[int, int], list[int]] = {}
     for (layout, replicas), writer in zip(regions, writers_of(regions), strict=True):
         mine = loads.setdefault((layout.world_size, replicas), [0] * replicas)

@@ -55,14 +55,7 @@ def assign_slots(
 ) -> tuple[Slot, ...]:
     """Give each unit with an arena the first slot that no unit uses at the same time.
 
-    Args:
-        sizes: per unit: bytes of a slot for the unit alone.
-        arenas: per unit: the option; units of different options share no slot.
-        together: pairs of indices of units that are full at the same time, each pair in
-            both orders.
-
     Returns: the slots, those of larger units first.
-    Collective: none.
     """
     found: list[list[int]] = []
     # A slot is as large as its first unit. Sorting is stable: units of equal bytes stay

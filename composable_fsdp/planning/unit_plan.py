@@ -216,15 +216,7 @@ class UnitPlan:
     ) -> UnitMemory:
         """Return the bytes of this unit's buffers, as the input of ``memory_of_step``.
 
-        Args:
-            parent: index of the enclosing unit; -1 for the root.
-            in_backward: whether gradients flow through the unit.
-            fed: whether the unit's inputs need gradients.
-            on_host: whether the shards are in host memory and the full parameters on
-                the device.
-
         Returns: the bytes by kind, and the facts that determine the lifetimes.
-        Collective: none.
         """
         gradients = {
             slot.index: slot.numel * d.compute.itemsize

@@ -66,14 +66,7 @@ def below(
     The order is that in which a stack takes them: the child on the left is popped
     first.
 
-    Args:
-        name: the plain name of ``module``.
-        module: the parent.
-        hidden: a further attribute that adds no component to names. Default None:
-            only the attributes of wrappers add none.
-
     Returns: pairs of name and module; a module under two keys comes twice.
-    Collective: none.
     """
     start = f"{name}." if name else ""
     return [
@@ -92,15 +85,7 @@ def named(
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield plain names and modules, in the order of ``root.modules()``.
 
-    Args:
-        root: the module with the empty name.
-        enter: whether to yield a module and to walk below the module. Default None:
-            enter all modules.
-        every_path: yield a shared module once per path. Default: once in all.
-        hidden: returns the ``hidden`` of ``below`` for a module. Default: None.
-
     Returns: an iterator.
-    Collective: none.
     """
     seen: set[int] = set()
     stack = [("", root)]

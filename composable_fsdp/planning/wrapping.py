@@ -27,11 +27,6 @@ def post_order_apply(
     replacement that ``fn`` returns takes the module's place under every name and
     parent. ``root`` itself is skipped: only the caller can replace the root.
 
-    Args:
-        root: the module whose tree is changed.
-        targets: the units, with the options of each unit.
-        fn: applies an API to a module; receives a copy of the options.
-
     Raises: PlanError, before any call of ``fn``, if a target is not below ``root``;
     TypeError, if ``fn`` returns neither a module nor None.
     Collective: none, besides the collectives of ``fn``.

@@ -176,11 +176,6 @@ def pre_backward(call: UnitForward, aliases: tuple[Any, ...], _: object = None) 
 
     Runs once per forward call and graph task, whichever output comes first.
 
-    Args:
-        call: the forward call of the unit.
-        aliases: nodes of the aliased inputs, if the call has two or more; else empty.
-        _: the gradients of the node; not read.
-
     Raises: DesyncError, if another rank runs another unit; PhaseError, if the layout of
         the unit has changed since the forward.
     Collective: the all-gather of the unit, if the unit is sharded, and of each unit
@@ -324,13 +319,6 @@ def select_full_form(context: RuntimeContext, state: _FSDPState, *, wide: bool) 
 
     A unit that is unsharded in the other form is resharded, and that full buffer is
     freed.
-
-    Args:
-        context: the context of the unit's tree.
-        state: the unit.
-        wide: True selects the parameters' own dtype, False the compute dtype.
-
-    Collective: none.
     """
     handle = state.handle
     if handle.form.full_precision is wide:

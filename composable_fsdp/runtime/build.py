@@ -40,20 +40,7 @@ def build_units(
 
     All checks have been done before.
 
-    Args:
-        targets: the planned units, outermost first.
-        root_state: the state that the registry made for the first target; states of
-            other targets are made and registered here.
-        ranks: the shard and replicate groups.
-        device: the compute device.
-        before: called with the index of each target just before the unit is sharded;
-            None, if no unit needs preparation.
-        awaiting: indices of the targets whose buffers were on meta.
-        synced: whether ``before`` gives all ranks the same values.
-        api: name of the API in the registry.
-
     Returns: the states, in the order of ``targets``.
-    Collective: none.
     """
     engine.install()
     states = [root_state, *(_FSDPState() for _ in targets[1:])]

@@ -96,13 +96,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def set_item(container: Any, key: Any, item: Any) -> None:
-    """Set the item that ``items_of`` returns under ``key``.
-
-    Args:
-        container: a list, a mapping, or an object with attributes.
-        key: the index, the key, or the name of the attribute.
-        item: the new item.
-    """
+    """Set the item that ``items_of`` returns under ``key``."""
     if isinstance(container, (MutableSequence, MutableMapping)):
         container[key] = item
     else:
@@ -117,12 +111,6 @@ def record_copies(
     new: Arguments | None,
 ) -> Arguments:
     """Record that a forward of the unit uses ``copies``, and return ``new``.
-
-    Args:
-        handle: the handle of the unit.
-        copies: the containers and tensors that were copied.
-        old: the arguments before the inputs were aliased.
-        new: the arguments of the forward, in which aliases replace tensors.
 
     Returns: ``new``.
     """

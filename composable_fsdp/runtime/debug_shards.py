@@ -56,11 +56,6 @@ class _HashedShards(ForwardRecord):
     ) -> None:
         """Compare the shards, and do as the other class.
 
-        Args:
-            context: the context of the tree.
-            handle: the unit.
-            index: the use that backward has reached.
-
         Collective, Raises: as the other class; PhaseError, if the shards differ.
         """
         # Before the order log: a rank that raises must not have announced the use.
@@ -99,12 +94,6 @@ def _require_unchanged(
 ) -> None:
     """Refuse a backward whose shards are not those of the forward.
 
-    Args:
-        known: the shards at the end of each use.
-        handle: the unit.
-        index: the use that backward has reached; -1 in a recomputed forward.
-
-    Collective: none.
     Raises: PhaseError, on the ranks that hold changed elements.
     """
     # Once: a second backward through a retained graph may follow a legal write.

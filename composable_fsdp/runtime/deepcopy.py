@@ -40,7 +40,6 @@ def copy_state(state: _FSDPState, memo: Memo) -> _FSDPState:
 
     Raises: PhaseError, inside a forward, a backward, or a block of ``unshard_params``;
         PlanError, if a parameter no longer views the shard and does not fit.
-    Collective: none.
     """
     require_between_steps(state, "copy.deepcopy")
     made = _FSDPState()

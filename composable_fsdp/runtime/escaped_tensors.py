@@ -107,12 +107,7 @@ def tensors_on_attributes(
 ) -> list[Tensor]:
     """Return tensors on the modules' attributes, made at or after ``since``.
 
-    Args:
-        state: the unit.
-        module: the module of the unit whose forward ends.
-        since: a sequence number.
-
-    Returns: the tensors. Collective: none.
+    Returns: the tensors.
     """
     # A search of all attributes is too slow for each step. The first forwards search,
     # and later forwards read only the attributes that were found.

@@ -19,8 +19,6 @@ def log_units(root: _RootFSDPState) -> None:
 
     The numbers are those of the plan, which the step obeys; activations and the state
     of the optimizer come on top. Nothing is computed if the logger is off.
-
-    Collective: none.
     """
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     level = logging.INFO if is_first else logging.DEBUG

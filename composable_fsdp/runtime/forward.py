@@ -106,12 +106,6 @@ def pre_forward(
 
     The outermost unit also begins the iteration and moves inputs to a CUDA device.
 
-    Args:
-        state: the unit.
-        module: the called module of the unit, which may have several.
-        args: positional arguments of the forward.
-        kwargs: keyword arguments of the forward.
-
     Returns: the new ``(args, kwargs)`` if an argument was replaced, else None.
     Raises: PhaseError, inside ``unshard_params``; DesyncError, if ranks run different
         units.
@@ -191,8 +185,10 @@ def _look_for_writes(state: _FSDPState, module: nn.Module) -> None:
     """Begin to find writes through ``.data`` in this forward; see ``_copy_writes``."""
     handle, searches = state.handle, state.searches
     looks = searches.looks_at(module, is_foreign=bool(handle.running.foreign))
-    searches.before = snapshot(handle) if looks and handle.form.needs_gather else None
-    searches.acts = searches.acts or searches.before is not None
+    if looks and handle.form.needs_gather:
+        searches.begin_forward(snapshot(handle))
+    else:
+        searches.before = None
 
 
 def _alias_inputs(
@@ -249,16 +245,9 @@ def post_forward(
 
     Also runs if the forward raised (``always_call=True``), with ``output`` None.
 
-    Args:
-        state: the unit.
-        module: the module of the unit whose forward has ended.
-        args: positional arguments of the forward; not read.
-        output: the output of the forward: tensors, alone or in containers.
-
     Returns: the new output if the output was cast or showed parameters (now copies).
     Raises: PhaseError, if the output is a generator or a coroutine, or an object that
         holds parameters and cannot be rebuilt.
-    Collective: none.
     """
     context, handle, searches = state.context, state.handle, state.searches
     # The pre-forward hook has raised in these two cases; keep that error.
@@ -423,7 +412,6 @@ def _hook_outputs(
 def _copy_writes(state: _FSDPState) -> None:
     """Copy what the forward wrote to parameters and inputs, or keeps of parameters.
 
-    Collective: none.
     Raises: PhaseError, as ``copy_writes_to_shards``; RuntimeError, as
         ``write_casts_back``.
     """

@@ -79,13 +79,6 @@ def run_backward(
 ) -> Any:
     """Run the engine by ``run``; gradients of sharded parameters come from their unit.
 
-    Args:
-        run: the wrapped ``_engine_run_backward``.
-        of_parameters: the same with respect to sharded parameters (``engine``).
-        outputs: the roots of the backward.
-        *args: further arguments of ``_engine_run_backward``; the fourth is ``inputs``.
-        **kwargs: keyword arguments of ``_engine_run_backward``.
-
     Returns: the result of ``run``; for requested sharded parameters their reduced
         gradients.
     Raises: PhaseError, naming a parameter that the graph reads while the unit is
@@ -138,13 +131,6 @@ def register_task_end(context: RuntimeContext, state: _FSDPState, task: int) -> 
     """Add the unit to graph task ``task``; the end of the task will finish the unit.
 
     The first unit of a graph task also queues ``TaskEnd`` in the engine.
-
-    Args:
-        context: the context of the unit's tree.
-        state: the unit.
-        task: id of the graph task that is running.
-
-    Collective: none.
     """
     if task not in context.tasks:
         if context.dead:
@@ -164,15 +150,7 @@ def register_task_end(context: RuntimeContext, state: _FSDPState, task: int) -> 
 
 
 def begin_unit_backward(context: RuntimeContext, state: _FSDPState, task: int) -> None:
-    """Add the unit to the graph task, and count the gradients that the task brings.
-
-    Args:
-        context: the context of the unit's tree.
-        state: the unit.
-        task: id of the graph task that is running.
-
-    Collective: none.
-    """
+    """Add the unit to the graph task, and count the gradients that the task brings."""
     register_task_end(context, state, task)
     handle = state.handle
     if profiler._is_profiler_enabled:
@@ -222,15 +200,7 @@ def _is_captured(accumulator: Any) -> bool:
 
 
 def join_unannounced(context: RuntimeContext, state: _FSDPState, task: int) -> None:
-    """Add a unit to the graph task whose gradient came without a pre-backward.
-
-    Args:
-        context: the context of the unit's tree.
-        state: the unit.
-        task: id of the graph task that is running.
-
-    Collective: none.
-    """
+    """Add a unit to the graph task whose gradient came without a pre-backward."""
     register_task_end(context, state, task)
     # -1 never counts down to 0, so the final callback of the graph task reduces.
     state.handle.backward = BackwardProgress(task, pending=-1)
@@ -283,7 +253,7 @@ def _show_sharded(context: RuntimeContext, task: int) -> None:
     """Put the sharded parameters of dead graph task ``task`` back into the modules.
 
     The full buffers keep their memory until ``reset_failed_graph_tasks`` or
-    ``recover``. Collective: none.
+    ``recover``.
     """
     # ``model.zero_grad()`` after a backward that raised must reach the sharded
     # parameters. On CUDA a thread of the engine may run this code a moment after
@@ -304,7 +274,7 @@ def _show_sharded(context: RuntimeContext, task: int) -> None:
 def reset_failed_graph_tasks(context: RuntimeContext) -> None:
     """Reset the units of graph tasks that raised, and drop their unreduced gradients.
 
-    Waits for collectives that this rank has issued. Collective: none.
+    Waits for collectives that this rank has issued.
     """
     # The hooks that close the ranges of these graph tasks will not run.
     end_all_ranges(context)

@@ -54,13 +54,6 @@ def call_method(
 ) -> Any:
     """Call ``method`` as if the method were the forward of the unit's ``module``.
 
-    Args:
-        state: the unit.
-        module: the module of the unit that has the method.
-        method: the function to call.
-        *args: positional arguments of ``method``.
-        **kwargs: keyword arguments of ``method``.
-
     Returns: the output of ``method``, cast if the options ask so.
     Collective: as in a forward of the unit.
     """

@@ -49,7 +49,7 @@ def accumulators_of(leaves: Sequence[nn.Parameter]) -> tuple[Any, ...]:
 def make_nodes(handle: FlatParamHandle) -> None:
     """Keep the AccumulateGrad nodes of the unit's full leaves, which may be new.
 
-    Gradients must be enabled. Collective: none.
+    Gradients must be enabled.
     """
     # Keep strong references to the nodes: a parameter holds the node only weakly, and
     # ``_will_engine_execute_node`` must be asked about the node that will run.
@@ -63,10 +63,7 @@ def make_nodes(handle: FlatParamHandle) -> None:
 
 
 def _note_streams(handle: FlatParamHandle) -> None:
-    """Note the streams of the unit's AccumulateGrad nodes; new nodes have the current.
-
-    Collective: none.
-    """
+    """Note the streams of the unit's AccumulateGrad nodes; new ones get the current."""
     current = device.current_stream(handle.layout.device)
     forms = [each for each in (handle.form, handle.other_form) if each is not None]
     # The node itself keeps its stream: a graph that is still alive, or an earlier
@@ -89,7 +86,7 @@ def make_nodes_on_current_stream(context: RuntimeContext) -> None:
     """Make the AccumulateGrad nodes of all units again, on the caller's stream.
 
     A node that a living graph holds stays on its stream. Without gradients (evaluation)
-    nothing is changed. Collective: none.
+    nothing is changed.
     """
     # Evaluation on a stream of its own must not move the nodes of training.
     if not torch.is_grad_enabled():

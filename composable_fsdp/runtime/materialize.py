@@ -134,7 +134,6 @@ def materialize(waiting: MetaModule, init: Init) -> None:
     """Run ``init`` on a module; afterwards no tensor of the module is on meta.
 
     Raises: PlanError, if ``init`` left a tensor on meta or changed the shape or dtype.
-    Collective: none.
     """
     for table, key, tensor in waiting.held:
         # A tensor that several modules hold gets the values of the first module.

@@ -282,7 +282,6 @@ def require_filled(states: Sequence[_FSDPState]) -> None:
     """Raise if a buffer that was on meta got memory but no values.
 
     Raises: PlanError, with the FQNs.
-    Collective: none.
     """
     names = list(_unfilled((state.fqn, state) for state in states))
     if names:

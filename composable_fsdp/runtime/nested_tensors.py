@@ -99,12 +99,6 @@ def map_tensors(
 ) -> Any:
     """Return ``value`` with every tensor replaced by ``change(tensor)``.
 
-    Args:
-        value: a tensor, a container or any other object.
-        change: called with each tensor; returns the same tensor for no change.
-        copies: each copied mutable container is appended, and is copied only once;
-            default None records no copies.
-
     Returns: ``value`` itself if no tensor changes, else a copy. Containers inside, in
         which no tensor changes, stay the same objects.
     """
@@ -171,12 +165,6 @@ def to_device(
     copies: Copies | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Move the tensors of the arguments to ``device``.
-
-    Args:
-        args: positional arguments.
-        kwargs: keyword arguments.
-        device: the target device.
-        copies: as in ``map_tensors``.
 
     Returns: the new arguments, or None if all tensors are on ``device`` already.
     """

@@ -35,13 +35,6 @@ def start_d2h_grad_copies(region: FlatParameter, sums: Tensor, arrived: bytes) -
 
     Runs on the current stream and does not wait. The parameters have no ``.grad`` until
     ``finish_d2h_grad_copies``.
-
-    Args:
-        region: an offloaded region.
-        sums: the averaged gradients ``(shard_numel,)`` on the device.
-        arrived: per parameter, 1 if the parameter gets a gradient.
-
-    Collective: none.
     """
     copy = region.host_copy
     if copy is None:
@@ -94,8 +87,6 @@ def finish_d2h_grad_copies(context: RuntimeContext) -> None:
     """Wait until the gradients are on the host, and set ``.grad``.
 
     Calls the post-accumulate-grad hooks of parameters that got a gradient.
-
-    Collective: none.
     """
     if not context.marked.offload:
         return

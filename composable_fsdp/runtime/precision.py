@@ -28,11 +28,6 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 def cast_floating(value: Any, dtype: torch.dtype, copies: Copies | None = None) -> Any:
     """Return ``value`` with floating point tensors cast to ``dtype``, at any depth.
 
-    Args:
-        value: a tensor, or containers of tensors.
-        dtype: the dtype of the result.
-        copies: if given, copied containers and tensors are appended; default None.
-
     Returns: ``value`` itself if no tensor changes.
     """
 
@@ -63,16 +58,7 @@ def apply_precision(
 ) -> Arguments | None:
     """Select the full form of this forward, and cast its floating point inputs.
 
-    Args:
-        context: the context of the unit's tree.
-        state: the unit, which has a precision.
-        module: the called module of the unit.
-        args: positional arguments of the forward.
-        kwargs: keyword arguments of the forward.
-        copies: copied containers and tensors are appended.
-
     Returns: the new arguments, or None if the unit casts no inputs in this forward.
-    Collective: none.
     """
     precision, handle = state.precision, state.handle
     assert precision is not None

@@ -169,7 +169,7 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
 def _keep_or_discard(context: RuntimeContext, handle: FlatParamHandle) -> None:
     """Reshard a unit that is full, unless the unit was kept and is current.
 
-    Raises: PhaseError, as ``require_current_full_params``. Collective: none.
+    Raises: PhaseError, as ``require_current_full_params``.
     """
     if handle.kept_full and require_current_full_params(handle):
         return
@@ -213,7 +213,7 @@ def end_iteration(context: RuntimeContext) -> None:
 def reshard_late_modules(context: RuntimeContext, state: _FSDPState) -> None:
     """Reshard a multi-module unit after a forward that did not run each module once.
 
-    Some modules did not run, or ran again after the reshard. Collective: none.
+    Some modules did not run, or ran again after the reshard.
     """
     state.remaining = frozenset()
     handle = state.handle
@@ -402,7 +402,7 @@ def free_all_full_params(state: _FSDPState) -> None:
     """Reshard a unit that was left full, because the caller will write the shards.
 
     Call after ``require_between_steps``. Backward, if any, and the next forward gather
-    the unit again. Collective: none.
+    the unit again.
     """
     if state.handle.residency is not SHARDED:
         assert state.context is not None

@@ -220,11 +220,6 @@ def finish_reduction(
     stream. For an offloaded unit on CUDA a side stream has done so already, except
     ``.grad``, which ``finish_d2h_grad_copies`` sets.
 
-    Args:
-        context: the context of the tree.
-        ahead_of: the unit that is reduced next, while the last all-reduce of another
-            hybrid unit on CUDA stays in flight. Default None: nothing does.
-
     Collective: on CPU one all-reduce per reduce dtype over the replicate group, if
         parameters are both sharded and replicated; else none.
     """
@@ -306,7 +301,7 @@ def _forget_outputs(handle: FlatParamHandle) -> None:
 def drop_reduction(context: RuntimeContext) -> None:
     """Wait for the reductions in flight, if any, and discard the sums.
 
-    Copies of gradients to the host are discarded, too. Collective: none.
+    Copies of gradients to the host are discarded, too.
     """
     drop_d2h_grad_copies(context)
     dropped = [context.replicating, context.reducing]
@@ -330,10 +325,7 @@ def drop_reduction(context: RuntimeContext) -> None:
 
 
 def drop_unreduced_grads(handle: FlatParamHandle) -> None:
-    """Discard gradients that have arrived and were not fully reduced.
-
-    Collective: none.
-    """
+    """Discard gradients that have arrived and were not fully reduced."""
     clear_arrived(handle)
     drop_partial_sums(handle)
     for region in handle.layout.trainable:

@@ -42,7 +42,6 @@ def find_previous(
     and the other unit is in use.
 
     Raises: PhaseError, if both units are in use.
-    Collective: none.
     """
     slot = handle.form.slot
     assert slot is not None

@@ -29,7 +29,6 @@ _ONE_THREAD = (
 def require_not_elsewhere(context: RuntimeContext) -> None:
     """Refuse if a forward of the tree runs in another thread.
 
-    Collective: none.
     Raises: PhaseError.
     """
     thread = _thread_in_forward(context)
@@ -45,7 +44,6 @@ def runs_elsewhere(context: RuntimeContext) -> bool:
 def require_no_other_backward(context: RuntimeContext) -> None:
     """Refuse if a backward of the tree runs in another thread.
 
-    Collective: none.
     Raises: PhaseError.
     """
     # A backward that raised may not be marked as dead yet, because a thread of the

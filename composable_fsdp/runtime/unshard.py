@@ -136,16 +136,12 @@ def wait_for_freed_memory(context: RuntimeContext, handle: FlatParamHandle) -> N
 
     Called before ``handle`` is prefetched: the all-gather of ``handle`` then waits for
     the last reader of the freed unit, and overlaps the compute of the unit in use.
-    Collective: none.
     """
     free_oldest(context, keep=_limit(handle) - 1)
 
 
 def free_oldest(context: RuntimeContext, *, keep: int) -> None:
-    """Free the oldest resharded units until ``keep`` units are left.
-
-    Collective: none.
-    """
+    """Free the oldest resharded units until ``keep`` units are left."""
     if len(context.retiring) <= keep:  # always on CPU
         return
     # Freeing is legal at any time: the gather stream waits for the last reader, and
@@ -162,7 +158,7 @@ def wait_unsharded(handle: FlatParamHandle) -> None:
     """Wait for the all-gather and put the full parameters into the modules.
 
     On CPU the host waits for the collective; on CUDA the current stream waits. From now
-    on autograd may read the full parameters. Collective: none.
+    on autograd may read the full parameters.
     """
     ready = handle.ready
     if ready is not None:  # ``_end_gather``, inlined
@@ -196,7 +192,7 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
     """Put the sharded parameters back into the modules and release the full buffers.
 
     Nothing happens to a unit that is sharded already. A unit that is kept for a second
-    backward (``kept``) only gets the sharded parameters back. Collective: none.
+    backward (``kept``) only gets the sharded parameters back.
     """
     if handle.ready is not None:
         # The unit was prefetched and not used; the all-gather still writes into the
@@ -246,7 +242,7 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
 def keep_full(context: RuntimeContext, handle: FlatParamHandle) -> None:
     """Put the sharded parameters back, but keep the full buffers for the next forward.
 
-    A unit that was prefetched and not used is resharded. Collective: none.
+    A unit that was prefetched and not used is resharded.
     """
     if (
         handle.ready is not None
@@ -273,17 +269,7 @@ def keep_full(context: RuntimeContext, handle: FlatParamHandle) -> None:
 def end_use(
     context: RuntimeContext, handle: FlatParamHandle, reshards: bool, *, kept: bool
 ) -> None:
-    """Reshard the unit, or keep the full buffers for the next forward.
-
-    Args:
-        context: the context of the tree.
-        handle: the unit.
-        reshards: whether the unit is resharded after its backward.
-        kept: whether the full buffers stay until the end of the next backward
-            (``create_graph=True``).
-
-    Collective: none.
-    """
+    """Reshard the unit, or keep the full buffers for the next forward."""
     handle.kept = kept
     if reshards:
         reshard(context, handle)
@@ -327,10 +313,7 @@ def shard_versions(handle: FlatParamHandle) -> tuple[int, ...]:
 
 
 def discard_full(context: RuntimeContext, handle: FlatParamHandle) -> None:
-    """Reshard the unit, so that the next use all-gathers the shards again.
-
-    Collective: none.
-    """
+    """Reshard the unit, so that the next use all-gathers the shards again."""
     reshard(context, handle)
     if handle.residency is HIDDEN:
         # The unit is kept for a second backward. The memory stays, and the next
@@ -342,7 +325,7 @@ def release(context: RuntimeContext, handle: FlatParamHandle) -> None:
     """Reshard the unit and free the full buffers, also if the unit is kept.
 
     On CUDA the gather stream waits for the last reader and frees; the CPU does not
-    wait. Collective: none.
+    wait.
     """
     end_use(context, handle, reshards=True, kept=False)
     if handle.residency is FREE_PENDING:
@@ -356,12 +339,6 @@ def prefetch_backward(
     context: RuntimeContext, tape: ForwardRecord, reached: int
 ) -> None:
     """Unshard the unit whose backward comes next.
-
-    Args:
-        context: the context of the tree.
-        tape: the record of the forward.
-        reached: index in ``tape.uses`` of the earliest use that backward has reached.
-            The nearest earlier use of another unit is prefetched.
 
     Collective: the all-gather of that unit; none if no unit is earlier, or that unit is
         unsharded already.
@@ -392,11 +369,6 @@ def prefetch_listed(
     context: RuntimeContext, state: _FSDPState, listed: tuple[_FSDPState, ...]
 ) -> None:
     """Unshard the units that the user listed for ``state``, in the order of the list.
-
-    Args:
-        context: the context of the tree.
-        state: the unit that runs.
-        listed: the units to prefetch; all must belong to the tree of ``context``.
 
     Raises: CompositionError, if a listed unit belongs to another tree.
     Collective: one all-gather per unit that is not unsharded.
@@ -429,7 +401,7 @@ def _gather_ahead(context: RuntimeContext, handle: FlatParamHandle) -> None:
 def drop_unused(context: RuntimeContext) -> None:
     """Reshard units that were prefetched in this forward and not used.
 
-    Waits for the all-gathers of these units. Collective: none.
+    Waits for the all-gathers of these units.
     """
     for handle in context.prefetched:
         if handle.ready is not None and not handle.kept_full:

@@ -90,11 +90,6 @@ class CommonOrder(ForwardRecord):
     ) -> None:
         """Issue the collectives of all uses after ``index`` that were not issued yet.
 
-        Args:
-            context: the context of the tree.
-            handle: the unit of the use; not read.
-            index: the use that backward has reached.
-
         Raises: DesyncError, if another rank is at another use.
         Collective: for every skipped use the all-gather of the unit, if the unit is
             sharded, and any prefetch that the use triggers; for every unit with no uses

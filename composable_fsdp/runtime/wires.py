@@ -69,7 +69,7 @@ def _largest(
 def decode_full(handle: FlatParamHandle) -> None:
     """Fill the full buffers from the encoded values, and free these.
 
-    Nothing happens if the values are decoded already. Collective: none.
+    Nothing happens if the values are decoded already.
     """
     for region in handle.layout.regions:
         wire, layout = region.full.wire, region.layout
@@ -86,7 +86,7 @@ def decode_full(handle: FlatParamHandle) -> None:
 def drop_encoded(handle: FlatParamHandle) -> None:
     """Free the encoded values of a unit that was gathered ahead and not used.
 
-    The all-gather must have ended. Collective: none.
+    The all-gather must have ended.
     """
     for region in handle.layout.regions:
         # Decoded values have freed this memory already, and nothing happens.

@@ -52,7 +52,7 @@ def full_values(
     values = gather_unit(handle, first_only=first_only, to_cpu=to_cpu)
     if first_only and not handle.groups.is_first:
         return {
-            slot.index: torch.zeros((), dtype=region.layout.dtype).expand(
+            slot.index: torch.zeros((), dtype=region.layout.dtype, device="cpu").expand(
                 slot.shape if slot.whole is None else slot.whole.shape
             )
             for region in handle.layout.regions

@@ -71,7 +71,6 @@ def set_state_dict_type(
             the default configuration of the type.
 
     Returns: the settings of the first unit before the call.
-    Collective: none.
     Raises: CompositionError, without a fully sharded module; TypeError, for a wrong
         type or a configuration of another type; ValueError, for ``_use_dtensor=True``.
     """
@@ -143,7 +142,6 @@ def state_dict_type(
         optim_state_dict_config: The configuration for optimizer state dicts. Default:
             the default configuration of the type.
 
-    Collective: none.
     Raises: as ``set_state_dict_type``.
 
     >>> with state_dict_type(model, StateDictType.LOCAL_STATE_DICT):

@@ -12,9 +12,8 @@ tensors::
 
 Element-wise operators of equally cut values and numbers work on this rank's elements,
 as an average of state dicts needs. Operators that need the full value raise
-``TypeError``; ``to_local()`` and ``local_shards()`` return this rank's elements,
-``full_tensor()`` gathers. Only code that runs while modules show sharded values, a
-state-dict hook on all ranks, gets the full value from any operator that writes to none.
+``TypeError``, except in state-dict hooks, where they gather it; ``full_tensor()``
+gathers, ``to_local()`` and ``local_shards()`` return this rank's elements.
 """
 
 from __future__ import annotations
@@ -380,10 +379,9 @@ def _new_empty(func: Op, value: ShardedValue, size: Any, **kwargs: Any) -> Tenso
 def is_elementwise(func: Any) -> bool:
     """Return whether an operator treats all elements of its arguments alike."""
     packet, name = func.overloadpacket, func._schema.name
-    # torch tags ``equal``, whose result is one bool, as element-wise, too.
     if packet in _FILLS or name.startswith("aten::_foreach_"):
         return not name.startswith(("aten::_foreach_norm", "aten::_foreach_max"))
-    return torch.Tag.pointwise in func.tags and packet is not _aten.equal
+    return torch.Tag.pointwise in func.tags
 
 
 def _elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:

@@ -90,7 +90,6 @@ def free_save_memory(module: nn.Module) -> int:
         module: the module that was passed to ``async_save``.
 
     Returns: the number of bytes on this rank; 0 if the module has no such memory.
-    Collective: none.
 
     >>> async_save("runs/step-400", model, optimizer).result()
     >>> free_save_memory(model) > 0, free_save_memory(model)

@@ -71,7 +71,6 @@ def convert(
     Raises: CheckpointError, for a source that is damaged or that the format cannot
     hold, and for a destination that exists or cannot be written; ValueError, for an
     unknown format.
-    Collective: none.
 
     >>> convert("step_100.pt", "step_100", "dcp")
     []

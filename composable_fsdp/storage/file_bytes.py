@@ -48,14 +48,7 @@ class FileBytes(ABC):
 
     @abstractmethod
     def load(self, at: int, nbytes: int, *, keep: bool = False) -> memoryview | None:
-        """Return ``nbytes`` from byte ``at``; None if they cannot be read at once.
-
-        Args:
-            at: the first byte.
-            nbytes: the number of bytes.
-            keep: read a file through the page cache, so that a second read finds the
-                bytes in memory. Default False.
-        """
+        """Return ``nbytes`` from byte ``at``; None if they cannot be read at once."""
 
     def stays_in_cache(self) -> bool:
         """Return whether the system keeps in memory what is read of the file."""

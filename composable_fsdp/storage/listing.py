@@ -87,7 +87,6 @@ def checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
     No process group is needed.
 
     Raises: OSError, if ``directory`` cannot be listed.
-    Collective: none.
 
     >>> [(each.step, each.is_whole) for each in checkpoints("runs")]
     [(100, True)]
@@ -168,8 +167,6 @@ def verify(
     ``progress`` is called after each block of 4 MiB; the default None calls nothing.
     Every file is read block by block. No process group is needed. Damage is reported in
     the result, and does not raise.
-
-    Collective: none.
 
     >>> assert verify("runs/step-100")
     """

@@ -73,7 +73,6 @@ def open_source(path: str | os.PathLike[str]) -> Source:
 
     Raises: CheckpointError, if no known format lies at ``path``, or the checkpoint is
     damaged or refused.
-    Collective: none.
 
     >>> with open_source("runs") as source:
     ...     print(source.model["head.weight"].shape)

@@ -69,7 +69,7 @@ class SharedReads:
             mine.append(copy)
         self.told: Told = {r: _digest(each) for r, each in self._by_ranks.items()}
         self._parts: list[tuple[dist.ProcessGroup, list[list[Copy]]]] = []
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def divide(self, everyone: Sequence[Told]) -> list[Copy]:
         """Return the reads of this rank: its own, and its part of shared ones.
@@ -100,7 +100,9 @@ class SharedReads:
             for message in _messages(part)
             if not _goes_directly(message[0].into)
         ]
-        self._buffer = torch.empty(max(packed, default=0), dtype=torch.uint8)
+        self._buffer = torch.empty(
+            max(packed, default=0), dtype=torch.uint8, device="cpu"
+        )
         return reads
 
     @torch.no_grad()
@@ -248,12 +250,6 @@ def verify(
     team: Team, planned: Planned | None, *, share: bool, rng: bool
 ) -> Exception | None:
     """Verify the bytes that this rank reads, and fill memory that is new.
-
-    Args:
-        team: the ranks of the load.
-        planned: the reads of this rank; None after an error.
-        share: whether ranks share reads; the same on every rank.
-        rng: whether to read this rank's random state.
 
     Returns: the error, if any.
     Collective: with ``share``, an all-gather of objects over the team's group.

@@ -227,7 +227,9 @@ def rng_state() -> dict[str, Any]:
         "cuda": cuda,
         # As bytes in a tensor: Python's generator alone has 625 numbers per rank, which
         # would make the manifest large.
-        "others": torch.tensor(list(json.dumps(others).encode()), dtype=torch.uint8),
+        "others": torch.tensor(
+            list(json.dumps(others).encode()), dtype=torch.uint8, device="cpu"
+        ),
     }
 
 

@@ -188,7 +188,7 @@ def _tensor_of(value: bytes) -> Tensor:
     """Return ``value`` as a tensor of ``uint8``."""
     # ``frombuffer`` refuses no bytes, and warns of bytes that cannot be written to.
     if not value:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(bytearray(value), dtype=torch.uint8)
 
 
@@ -291,7 +291,7 @@ def _number(value: Any, where: str, get: Get, depth: int) -> Tensor:
     if dtype is None or type(number) is not _python_type(dtype):
         raise ValueError
     try:
-        made = torch.tensor(number, dtype=dtype)
+        made = torch.tensor(number, dtype=dtype, device="cpu")
     except (OverflowError, RuntimeError):
         raise ValueError from None
     back = made.item()

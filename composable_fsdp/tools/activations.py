@@ -176,7 +176,6 @@ def measure_activations(
 
     Returns: the activations.
     Raises: PlanError, if the step fails on fake tensors.
-    Collective: none.
 
     >>> from composable_fsdp import plan
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())

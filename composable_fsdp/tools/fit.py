@@ -65,12 +65,7 @@ class Fit:
 def fit(found: Forecast, capacity: int) -> Fit:
     """Return whether ``found`` fits into ``capacity`` bytes, and what else would.
 
-    Args:
-        found: the forecast.
-        capacity: bytes of the device.
-
     Returns: the answer. Changes are listed only if the forecast does not fit.
-    Collective: none.
     """
     changes = _what_helps(found, capacity) if found.total > capacity else []
     return Fit(

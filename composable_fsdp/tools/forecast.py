@@ -259,7 +259,6 @@ def forecast(
 
     Returns: the forecast; ``total`` is the bytes at the peak.
     Raises: PlanError, if ``optimizer`` is unknown.
-    Collective: none.
 
     >>> import torch
     >>> from composable_fsdp import plan

@@ -77,7 +77,7 @@ class _Step(NamedTuple):
     """The model, its inputs, and the functions of a step."""
 
     model: nn.Module
-    args: Sequence[Any]
+    inputs: Sequence[Any]
     kwargs: Mapping[str, Any]
     loss: Callable[[Any], Tensor]
     optimizer: torch.optim.Optimizer | None
@@ -143,7 +143,6 @@ def simulate(
     Raises: PhaseError, if this process has a default process group; PlanError, if the
         step fails on fake tensors, or for a wrong argument; and the errors of
         ``fully_shard``.
-    Collective: none.
 
     Example, in a process without a default process group::
 
@@ -408,7 +407,7 @@ def _run(
 ) -> None:
     """Run a step."""
     table.stage = "forward"
-    output = step.model(*step.args, **step.kwargs)
+    output = step.model(*step.inputs, **step.kwargs)
     loss = step.loss(output)
     table.stage = "backward"
     loss.backward()  # type: ignore[no-untyped-call]
@@ -430,7 +429,7 @@ def _mark(step: _Step, log: MemoryLog, *, streams: bool) -> None:
     """Say of which kind the storages are that exist now."""
     # Later marks replace earlier ones, so the general ones come first.
     offloaded: set[int] = set()
-    inputs = pytree.tree_leaves((step.args, step.kwargs))
+    inputs = pytree.tree_leaves((step.inputs, step.kwargs))
     log.mark((t for t in inputs if isinstance(t, Tensor)), "activations")
     log.mark(step.model.buffers(), "buffers")
     log.mark(step.model.parameters(), "parameters")

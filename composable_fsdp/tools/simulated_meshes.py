@@ -37,8 +37,6 @@ def simulated_meshes() -> Iterator[None]:
 
     The caches of DTensor hold meshes, whose groups are destroyed behind the block. So
     the caches are empty at the start and at the end of the block.
-
-    Collective: none.
     """
 
     def outside(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -86,11 +86,6 @@ class SimulatedGroup(dist.ProcessGroup):
     def note(self, op: str, whole: Sequence[Tensor], rounds: int = 1) -> dist.Work:
         """Note a collective, and return its work.
 
-        Args:
-            op: the kind of the collective, such as "all_gather".
-            whole: the buffers whose bytes count.
-            rounds: how often a rank moves all but its own part of ``whole``. Default 1.
-
         Collective: none; nothing is sent.
         """
         # Fake tensors have sizes, which is all that a time needs.
@@ -191,13 +186,6 @@ class SimulatedGroup(dist.ProcessGroup):
         Each rank is taken to send what this rank sends: the numbers of tokens that
         experts get, for example, are those of this rank.
 
-        Args:
-            output: rows from all ranks.
-            input: rows for all ranks.
-            output_sizes: rows by rank; empty for equal shares.
-            input_sizes: rows by rank; empty for equal shares.
-            *args: options of torch.
-
         Returns: the work.
         Collective: none; nothing is sent.
         """
@@ -278,15 +266,7 @@ def _sums(args: Sequence[Any]) -> bool:
 
 
 def echo_rows(output: Tensor, own: Tensor, sizes: Sequence[int]) -> None:
-    """Give integers in ``output`` the values that ranks send, if all send the same.
-
-    Args:
-        output: ``(sum(sizes), ..)``; tensors of real numbers are left alone.
-        own: what this rank sends to each rank.
-        sizes: rows of ``output`` by rank.
-
-    Collective: none.
-    """
+    """Give integers in ``output`` the values that ranks send, if all send the same."""
     # Ranks that agree send equal numbers of rows; others have no values.
     if has_values(output) and all(size == own.shape[0] for size in sizes):
         echo(output, own.repeat(len(sizes), *[1] * (own.ndim - 1)))
@@ -309,14 +289,7 @@ def simulated_world(
 ) -> Iterator[None]:
     """Be rank 0 of ``world_size`` ranks that do not exist, in this block.
 
-    Args:
-        world_size: number of ranks.
-        table: notes the collectives, and waits for them.
-        machine: speed of the link.
-        streams: whether units go the way of CUDA, on streams of ``table``.
-
     Raises: PhaseError, if this process has a default process group.
-    Collective: none.
     """
     if dist.is_initialized():
         raise PhaseError(
@@ -370,13 +343,6 @@ def replaced_here(
 
     Other threads, such as those of a data loader or of a training on a GPU, call what
     was there before. The block ends with the attribute as before, also after an error.
-
-    Args:
-        target: the owner of the attribute.
-        name: the name of the attribute.
-        function: the function that calls of this thread get.
-
-    Collective: none.
     """
     plain, thread = getattr(target, name), threading.get_ident()
 
@@ -391,15 +357,7 @@ def replaced_here(
 
 @contextmanager
 def replaced(target: Any, name: str, value: object) -> Iterator[None]:
-    """Give an attribute another value in this block.
-
-    Args:
-        target: the owner of the attribute.
-        name: the name of the attribute.
-        value: the value in the block.
-
-    Collective: none.
-    """
+    """Give an attribute another value in this block."""
     # Other threads see the replacement, too: see ``replaced_here`` for functions.
     before = getattr(target, name)
     setattr(target, name, value)

@@ -271,17 +271,7 @@ def simulation_of(
 ) -> Simulation:
     """Return the simulation whose events ``table`` has noted.
 
-    Args:
-        table: the events of the step.
-        moments: the memory behind each change.
-        plan: the plan of the model.
-        device_type: "cuda" or "cpu".
-        optimizer: the name of the optimizer.
-        machine: the speeds that gave the events their seconds.
-        world_size: number of ranks in all.
-
     Returns: the simulation.
-    Collective: none.
     """
     # Times are known only now: a collective may wait for the link.
     begins = table.times()

@@ -115,15 +115,7 @@ class Timetable:
         return _SimulatedWork(self, key)
 
     def note(self, kind: str, stream: int, key: int) -> None:
-        """Note a mark, or that a stream or the host goes on behind ``key``.
-
-        Args:
-            kind: ``WAIT``, ``MARK``, ``JOIN`` or ``BLOCK``.
-            stream: number of the stream.
-            key: the collective or the mark.
-
-        Collective: none.
-        """
+        """Note a mark, or that a stream or the host goes on behind ``key``."""
         self.events.append(Event(kind, stream, None, 0.0, key))
 
     def new_key(self) -> int:

@@ -33,6 +33,6 @@ def call_after_sharding(callback: Callable[[], None]) -> None:
 
 
 def modules_were_sharded() -> None:
-    """Call the callbacks in the order of registration. Collective: none."""
+    """Call the callbacks in the order of registration."""
     for callback in _callbacks:
         callback()

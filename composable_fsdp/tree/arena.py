@@ -16,10 +16,7 @@ _Key = tuple[Arena, torch.device]
 
 
 def give_slots(context: RuntimeContext, states: Sequence[_FSDPState]) -> None:
-    """Give each unit with an arena its slots; memory follows at the first all-gather.
-
-    Collective: none.
-    """
+    """Give each unit with an arena its slots; the first all-gather allocates them."""
     # In forward order, so that slots are made in the same order on all ranks.
     members: dict[_Key, list[_FSDPState]] = {}
     for state in states:

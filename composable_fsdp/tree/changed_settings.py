@@ -26,7 +26,7 @@ _before: WeakKeyDictionary[_FSDPState, tuple[object, ...]] = WeakKeyDictionary()
 
 
 def note_change(states: Iterable[_FSDPState]) -> None:
-    """Note that settings of units are about to change. Collective: none."""
+    """Note that settings of units are about to change."""
     for state in states:
         # Before the first forward ``compare_models`` will compare the new values.
         if state.context is not None:

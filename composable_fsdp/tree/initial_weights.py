@@ -126,13 +126,7 @@ class InitialWeights:
 def hash_weights(target: Target, groups: Groups, *, synced: bool) -> InitialWeights:
     """Hash the whole values of a unit, before the unit is sharded.
 
-    Args:
-        target: the planned unit.
-        groups: the process groups of the unit.
-        synced: whether the values were broadcast just now.
-
     Returns: the hashes; call ``mark`` after the unit was sharded.
-    Collective: none.
     """
     # Outside of the unit's groups, other ranks may hold other parts of the model.
     has_others = groups.has_peers or (

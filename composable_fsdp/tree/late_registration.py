@@ -73,8 +73,6 @@ def warn_of_added(chosen: Callable[[_FSDPState, list[nn.Parameter]], bool]) -> N
 
     ``chosen(state, parameters)`` selects the registrations, given the unit and the
     parameters in question; other registrations stay recorded.
-
-    Collective: none.
     """
     # A copy, because entries are removed in the loop.
     for key, place in list(PENDING.items()):

@@ -16,7 +16,7 @@ from composable_fsdp.tree.state import _FSDPState
 def plan_of_units(units: Iterable[tuple[str, _FSDPState]]) -> ShardingPlan:
     """Return the plan of sharded units, of which at least one must be given.
 
-    ``units`` are pairs of a name and a state, outermost first. Collective: none.
+    ``units`` are pairs of a name and a state, outermost first.
     """
     plans = tuple([unit_plan(fqn, state) for fqn, state in units])
     # All units of a model are over the same ranks, in shards or replicas.

@@ -36,7 +36,6 @@ def ensure_root(state: _FSDPState) -> RuntimeContext:
 
     Starts at the outermost unit that contains the module of ``state``.
 
-    Collective: none.
     Raises: CompositionError, if options that must be equal in a tree differ, or if the
     outermost unit consists of several modules.
     """
@@ -120,10 +119,7 @@ def set_streams(context: RuntimeContext, device: torch.device) -> None:
 
 
 def share_streams(contexts: Sequence[RuntimeContext]) -> None:
-    """Give all trees the side streams of the first tree on the same device.
-
-    Collective: none.
-    """
+    """Give all trees the side streams of the first tree on the same device."""
     by_device: dict[torch.device, Streams] = {}
     for context in contexts:
         # A stream belongs to a device, so trees on other devices keep their own.

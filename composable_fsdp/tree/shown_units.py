@@ -22,7 +22,7 @@ from composable_fsdp.tree.state import _FSDPState
 
 
 def show_units(state: _FSDPState) -> None:
-    """Have ``print`` show the unit at each of its modules. Collective: none."""
+    """Have ``print`` show the unit at each of its modules."""
     for index, module in enumerate(state.modules):
         # Not ``setattr``, which a class may override.
         own = vars(module).get("extra_repr")
@@ -32,13 +32,7 @@ def show_units(state: _FSDPState) -> None:
 def _extra_repr(state: _FSDPState, index: int, own: Any) -> str:
     """Return the module's own line, and the line of the unit.
 
-    Args:
-        state: the unit.
-        index: the number of the module in the unit.
-        own: an ``extra_repr`` that the instance had before; None for that of the class.
-
     Returns: the text.
-    Collective: none.
     """
     module = state.modules[index]
     before = own() if own is not None else type(module).extra_repr(module)

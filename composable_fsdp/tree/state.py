@@ -107,7 +107,7 @@ class ForwardRecord(ExecutionOrder["_FSDPState"]):
     ) -> None:
         """Compare with the order log that backward has reached use ``index``.
 
-        Collective: none. Raises: DesyncError, as ``OrderLog.depart``.
+        Raises: DesyncError, as ``OrderLog.depart``.
         """
         log = handle.logs.backward
         if log is not None:
@@ -220,12 +220,6 @@ class RuntimeContext:
         forward: Hashable = (),
     ) -> None:
         """Call ``log.depart`` for a use in backward.
-
-        Args:
-            log: the backward log of the unit.
-            use: the unit, if the unit's backward begins; or the reduction.
-            forward: mode of the forward to which this backward belongs. Default: (),
-                unknown. Read only at the first use of a round.
 
         Collective: none, as ``OrderLog.depart``.
         Raises: DesyncError, as ``OrderLog.depart``.
@@ -467,7 +461,7 @@ OWNERS: OwnerMap[_FSDPState] = OwnerMap()
 def _get_module_fsdp_state(module: nn.Module) -> _FSDPState | None:
     """Return the state of the unit that holds ``module``; ``None`` outside any unit.
 
-    ``module`` may be any submodule of a unit. Collective: none.
+    ``module`` may be any submodule of a unit.
     """
     return OWNERS.get(module)
 
@@ -476,7 +470,7 @@ def _get_module_state(module: nn.Module) -> _FSDPState | None:
     """Return the state of the composable API that manages ``module``.
 
     Equal to ``_get_module_fsdp_state``, because ``fully_shard`` and ``replicate`` use
-    the same class of state. Collective: none.
+    the same class of state.
     """
     return OWNERS.get(module)
 

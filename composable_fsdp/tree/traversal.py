@@ -44,13 +44,7 @@ def require_module(module: object, what: str) -> None:
 def no_unit(module: nn.Module, what: str, *, recurse: bool) -> CompositionError:
     """Return the error for a function that found no unit.
 
-    Args:
-        module: the module that the function was called on.
-        what: the name of the function, for the message.
-        recurse: the function searches below ``module``, too.
-
     Returns: the error, which names the nearest unit.
-    Collective: none.
     """
     owner = _get_module_fsdp_state(module)
     if owner is not None:

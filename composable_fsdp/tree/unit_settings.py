@@ -120,6 +120,10 @@ class ForwardSearches:
         """Whether shards of the model were on meta on any rank; known from the first
         gather."""
 
+    def begin_forward(self, before: Any) -> None:
+        """Keep the values of before, which the end of the forward compares."""
+        self.before, self.acts = before, True
+
     def end_forward(self) -> None:
         """Forget the values of before; later forwards act on what was found."""
         self.before = None

@@ -122,7 +122,7 @@ def load_full_optimizer_state(
         optimizer: an optimizer over parameters of ``module``.
         state: the state, keyed by numbers or names, whole on every rank.
 
-    Collective: none. Raises: as ``optim_state_dict_to_load``.
+    Raises: as ``optim_state_dict_to_load``.
     """
     if not has_units(module):
         optimizer.load_state_dict(state)
@@ -243,7 +243,7 @@ def read_whole(
         weights_only: see ``torch.load``. Default None: torch's default.
 
     Returns: ``{"state_dict": ..., "optimizer_states": [...], ...}``.
-    Collective: none. Raises: CheckpointError.
+    Raises: CheckpointError.
     """
     with open_source(path) as source:
         rest = _rest_of(source.extra, path, weights_only)

@@ -17,7 +17,6 @@ def move_to_device(module: nn.Module, device: torch.device) -> None:
     memory with ``cpu_offload``, where the optimizer steps.
 
     Raises: ValueError, for a plain parameter on meta.
-    Collective: none.
     """
     for each in module.modules():
         # States of metrics are attributes, which only the metric itself can move.

@@ -311,7 +311,7 @@ class ComposableFSDPFabricStrategy(ParallelStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register the names of this strategy. Collective: none."""
+        """Register the names of this strategy."""
         for name, defaults in settings.NAMES.items():
             made = partial(cls, **defaults)
             strategy_registry.register(name, made, cls.__name__, override=True)
@@ -323,7 +323,7 @@ class _NoSync(_BackwardSyncControl):
     def no_backward_sync(
         self, module: nn.Module, enabled: bool
     ) -> AbstractContextManager[None]:
-        """Return a context in which backward does not reduce. Collective: none."""
+        """Return a context in which backward does not reduce."""
         return no_sync(module) if enabled and has_units(module) else nullcontext()
 
 

@@ -76,7 +76,7 @@ class _Mixed(ShardedPrecision, trainer.MixedPrecision):
 def for_trainer(plugin: Any) -> ShardedPrecision | None:
     """Return the counterpart of ``plugin`` for sharded models.
 
-    Collective: none. Raises: CompositionError, for a plugin without a counterpart.
+    Raises: CompositionError, for a plugin without a counterpart.
     """
     if plugin is None or isinstance(plugin, ShardedPrecision):
         return plugin
@@ -97,7 +97,7 @@ def for_trainer(plugin: Any) -> ShardedPrecision | None:
 def for_fabric(plugin: Any) -> Any:
     """Return ``plugin`` with a scaler that decides alike on all ranks.
 
-    Collective: none. Raises: CompositionError, for a plugin without a counterpart.
+    Raises: CompositionError, for a plugin without a counterpart.
     """
     kinds = (fabric.Precision, fabric.HalfPrecision, fabric.DoublePrecision)
     if plugin is None or type(plugin) in kinds:

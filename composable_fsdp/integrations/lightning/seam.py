@@ -23,7 +23,7 @@ from composable_fsdp.integrations.lightning.checkpoints import (
 
 
 def install() -> None:
-    """Take the place of ``pl_load``, once per process. Collective: none."""
+    """Take the place of ``pl_load``, once per process."""
     # The module may be reloaded, as in notebooks.
     if not isinstance(saving.pl_load, _Reader):
         saving.pl_load = _Reader(saving.pl_load)

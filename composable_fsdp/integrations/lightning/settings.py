@@ -32,7 +32,7 @@ def sharding_options(
         own: the names of its own.
         api: its name, for messages.
 
-    Collective: none. Raises: TypeError, for an unknown name or value.
+    Raises: TypeError, for an unknown name or value.
     """
     # In the constructor: at the first fit, errors come from within Lightning.
     require_known(options, own, api)
@@ -54,7 +54,7 @@ def sharding_options(
 def require_state_dict_type(given: object, api: str) -> None:
     """Refuse a ``state_dict_type`` other than those of ``STATE_DICT_TYPES``.
 
-    Collective: none. Raises: ValueError.
+    Raises: ValueError.
     """
     if given not in STATE_DICT_TYPES:
         raise ValueError(

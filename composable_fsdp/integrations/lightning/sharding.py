@@ -55,7 +55,7 @@ def require_known(options: Mapping[str, Any], own: tuple[str, ...], api: str) ->
         own: the names that the strategy takes itself.
         api: the name of the strategy, for the message.
 
-    Collective: none. Raises: TypeError, with the nearest name.
+    Raises: TypeError, with the nearest name.
     """
     names = inspect.signature(fully_shard).parameters
     taken = [*own, *(name for name in names if name not in ("module", "if_sharded"))]
@@ -183,7 +183,7 @@ def is_unit(module: nn.Module) -> bool:
 
 
 def has_units(module: nn.Module) -> bool:
-    """Return whether a unit is in ``module``. Collective: none."""
+    """Return whether a unit is in ``module``."""
     return any(map(is_unit, module.modules()))
 
 

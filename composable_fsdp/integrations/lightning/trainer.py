@@ -224,7 +224,7 @@ class ComposableFSDPStrategy(ParallelStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Accumulate gradients without communication. Collective: none."""
+        """Accumulate gradients without communication."""
         module = self.lightning_module
         with no_sync(module) if has_units(module) else nullcontext():
             yield
@@ -340,13 +340,13 @@ class ComposableFSDPStrategy(ParallelStrategy):
     def load_model_state_dict(
         self, checkpoint: Mapping[str, Any], strict: bool = True
     ) -> None:
-        """Load the weights of a full checkpoint. Collective: none."""
+        """Load the weights of a full checkpoint."""
         if _LOADED not in checkpoint:
             with checkpoints.alike_on_all_ranks():
                 super().load_model_state_dict(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the optimizers of a full checkpoint. Collective: none."""
+        """Load the optimizers of a full checkpoint."""
         if _LOADED in checkpoint:
             return
         states = checkpoint["optimizer_states"]
@@ -375,7 +375,7 @@ class ComposableFSDPStrategy(ParallelStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register the names of this strategy. Collective: none."""
+        """Register the names of this strategy."""
         for name, defaults in settings.NAMES.items():
             # ``register`` has an argument ``strategy`` of its own, so ours are bound.
             made = partial(cls, **defaults)

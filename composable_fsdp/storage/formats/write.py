@@ -201,7 +201,7 @@ def _map(info: TensorInfo, path: Path) -> Tensor:
     """Return a tensor over the mapped file."""
     # An empty file cannot be mapped.
     if not info.numel:
-        return torch.empty(info.shape, dtype=info.dtype)
+        return torch.empty(info.shape, dtype=info.dtype, device="cpu")
     flat = torch.from_file(str(path), shared=False, size=info.nbytes, dtype=torch.uint8)
     return flat.view(info.dtype).view(info.shape)
 
