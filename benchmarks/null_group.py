@@ -40,6 +40,7 @@ from composable_fsdp.access import norms
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.agreement import Peers
 from composable_fsdp.comm.meeting import History
+from composable_fsdp.comm.store_names import AgreedName
 
 BACKEND = "null"
 
@@ -152,13 +153,20 @@ def null_world(world_size: int) -> Iterator[None]:
     # A sum over this group is the number of one rank.
     clip = mock.patch.object(norms, "can_compare", return_value=False)
     # A second model in the group departs from the order of the first.
-    missing = mock.patch.object(Peers, "missing", return_value=[])
+    here = mock.patch.object(Peers, "is_open", return_value=True)
     met = mock.patch.object(History, "gather")
+    named = mock.patch.object(AgreedName, "step", _name)
     try:
-        with tally, clip, missing, met, equal_tags():
+        with tally, clip, here, met, named, equal_tags():
             yield
     finally:
         dist.destroy_process_group()
+
+
+def _name(agreed: AgreedName) -> bool:
+    """Take the other ranks to have agreed."""
+    agreed.name = agreed._label
+    return True
 
 
 def _tally(peers: Peers, place: str, flags: Sequence[bool], within: float) -> list[int]:

@@ -337,8 +337,7 @@ def is_lost(group: dist.ProcessGroup, rank: int) -> bool:
     # together with its buffer; to wait for it and give up would close the connection.
     try:
         index = dist.get_group_rank(group, rank)
-        receive: Any = backend.recv  # type: ignore[attr-defined]  # torch does not list it
-        receive([torch.empty(1, dtype=torch.uint8, device="cpu")], index, _PROBE)
+        backend.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], index, _PROBE)
     except RuntimeError:
         return True
     return False

@@ -191,7 +191,10 @@ def _new_group(
     # ``new_group(use_local_synchronization=True)`` derives the name from the number of
     # groups that a process knows, which differs between ranks, and torch's other names
     # are in the store of torchrun already after a restart.
-    name = AgreedName(described, ranks).agree(timeout.total_seconds())
+    if backend in PEERLESS:
+        name = f"{described} {len(distributed_c10d._world.pg_names)}"
+    else:
+        name = AgreedName(described, ranks).agree(timeout.total_seconds())
     group: dist.ProcessGroup
     group, _ = distributed_c10d._new_process_group_helper(
         len(ranks),

@@ -89,6 +89,83 @@ def _shard(
     ``fully_shard`` to child modules first: a call manages all parameters that nested
     calls (and ``replicate``) do not manage yet. A list of modules becomes one unit.
 
+    Args:
+        module: The module to shard, or a list of modules that becomes one unit (a list
+            cannot be the root).
+        process_group: The shard group, or a pair (shard group, replicate group).
+            Default: the default process group; hybrid units then shard within a node
+            (LOCAL_WORLD_SIZE ranks) and replicate across nodes.
+        device_mesh: The ranks as a mesh instead of ``process_group``: a 1-D mesh
+            shards, a 2-D mesh is (replicate, shard), and dims of a larger mesh are
+            taken by their names (``comm.mesh_names``).
+        expert_mesh: The ranks that hold other experts in the place of ``module``, as a
+            1-D mesh, for experts that are plain parameters. Gradients are divided by
+            the ranks of both meshes, norms are over both, and state dicts hold the
+            experts of all ranks, whose names must differ. Default None: all ranks have
+            the same parameters, or parameters are DTensors.
+        policy: Selects the modules below ``module`` that become units: a policy object,
+            a function ``(module, recurse, nonwrapped_numel) -> bool``, or a function
+            that returns ``{module: options}``. The policy does not enter units made by
+            earlier calls. Default None: only ``module`` becomes a unit.
+        strategy: FULL_SHARD (default), SHARD_GRAD_OP, NO_SHARD, or a hybrid strategy. A
+            hybrid strategy requires a pair of groups, a 2-D mesh, or neither argument.
+            With a pair or a 2-D mesh, FULL_SHARD and SHARD_GRAD_OP are hybrid, too: the
+            groups decide which ranks share parameters, the strategy decides when
+            parameters are sharded.
+        mixed_precision: A ``MixedPrecision`` with the dtypes of compute, reduction,
+            buffers, inputs and outputs. Default None: every tensor keeps its dtype.
+        cpu_offload: With ``CPUOffload(offload_params=True)`` sharded parameters and
+            sharded gradients are in host memory, where the optimizer steps; forward and
+            backward run on the compute device. ``.grad`` is None while a backward runs.
+            Default None: no offload.
+        ignored_modules, ignored_states: Modules, or parameters, that are not sharded.
+        device_id: The compute device. Default: the mesh's device type, else cuda if the
+            backend is NCCL, else the device of the parameters. Among several GPUs the
+            default is the GPU that holds the parameters, else the current device; if no
+            GPU has been used yet, the current device becomes the GPU of torchrun's
+            local rank.
+        param_init_fn: Called once for each module that holds parameters or buffers on
+            meta, to allocate and initialize them. Units are initialized in turn, so the
+            peak memory is a single unsharded unit plus the shards. Default None: a
+            model on meta is sharded on meta, and ``init_weights``, or ``to_empty`` and
+            a checkpoint, must give it values before the first forward.
+        sync_module_states: Broadcast the values of rank 0 to every rank before
+            sharding. A model on meta is allocated first; on rank 0 a model on meta is
+            initialized by each module's ``reset_parameters``. Default False.
+        backward_prefetch: When backward all-gathers the next unit: BACKWARD_PRE
+            (default), before the current unit computes; BACKWARD_POST, after the
+            current unit has computed; None, when the next unit needs its parameters.
+        forward_prefetch: All-gather the next unit early in forward, in the order of the
+            previous forward of the same kind. Default False.
+        limit_all_gathers: Keep the memory of at most one resharded unit waiting for the
+            GPU. Default True.
+        block: The piece that no shard boundary cuts: Block.ROW (default),
+            Block.rows(n), Block.TENSOR or Block.ELEMENT.
+        group_by: A function of a parameter's name in ``module`` and the parameter.
+            Parameters with different results are placed in different regions, so that
+            ``flat_parameter_groups`` can separate them. The results must be equal on
+            all ranks. Default None: no separation.
+        if_sharded: "error" (default), or "skip" to return a module that is already
+            sharded with equal options over equal ranks on the same device. A module
+            sharded with other options is refused. The policy is not compared.
+        tied_params: Treatment of a parameter that several units share: "error"
+            (default), or "promote" to assign the parameter to the lowest unit that
+            contains all its places.
+        check_weights: What happens if ranks were given different values: "warn"
+            (default) or "error", at the first gather, on all ranks, with the name of
+            the first parameter that differs; "off" compares no values. Values are
+            compared by a hash. ``sync_module_states`` makes them equal instead; values
+            on meta are left out.
+        wire: The format in which all-gathers send matrices: ``Int8Wire()``,
+            ``Float8Wire()``, or a ``WireFormat`` of your own. Forward and backward
+            compute with the decoded values; shards, and with them the optimizer, state
+            dicts and checkpoints, are exact. Default None: the compute dtype.
+        arena: ``Arena()`` keeps memory for the full parameters, whose addresses are
+            then the same in every step, as CUDA graphs and registered memory need.
+            Default None: memory is allocated at each all-gather.
+        use_orig_params: An argument of FSDP1. False gives a warning and is treated as
+            True, the default: parameters stay the original objects.
+
     Returns: ``module``, the same object.
     Collective: with ``sync_module_states`` an all-gather of names, dtypes and shapes,
         and a broadcast per parameter and buffer; for
@@ -149,6 +226,15 @@ def unknown_text(
     origin: str = _ORIGIN,
 ) -> str:
     """Return the error text for unknown arguments; translate names of torch's FSDP.
+
+    Args:
+        names: the unknown names.
+        own: the names that the function takes.
+        api: the name of the function. Default "fully_shard".
+        translated: torch's names with the names of this package. Default: those of
+            ``fully_shard``.
+        origin: where the translated names come from; ``{}`` stands for the names with
+            their translations. Default: torch's FSDP.
 
     Returns: the text.
     """

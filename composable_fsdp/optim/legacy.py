@@ -31,6 +31,13 @@ def full_optim_state_dict(
 ) -> dict[str, Any]:
     """Return full state on the CPU; ``{}`` on other ranks with ``rank0_only``.
 
+    Args:
+        model: the sharded model, or a module that contains the sharded model.
+        optim: the optimizer.
+        optim_input: ignored; accepted because FSDP1 has this argument.
+        rank0_only: return the state on the first rank only; default: True.
+        group: ignored; accepted because FSDP1 has this argument.
+
     Returns: the state keyed by names, or ``{}``.
 
     Collective: as ``optim_state_dict`` for the full type; all ranks must call.
@@ -47,6 +54,13 @@ def shard_full_optim_state_dict(
     optim: torch.optim.Optimizer | None = None,
 ) -> dict[str, Any]:
     """Return this rank's part of a state that every rank holds in full.
+
+    Args:
+        full_optim_state_dict: the full state; equal on all ranks.
+        model: the sharded model, or a module that contains the sharded model.
+        optim_input: parameters or groups of an optimizer that does not exist yet; used
+            only without ``optim``. Default: a single group of all parameters.
+        optim: the optimizer; default: use ``optim_input``.
 
     Returns: a state dict for ``optim.load_state_dict``.
 
@@ -68,6 +82,15 @@ def scatter_full_optim_state_dict(
     group: Any | None = None,
 ) -> dict[str, Any]:
     """Return this rank's part of a state that only the first rank holds.
+
+    Args:
+        full_optim_state_dict: the full state on the first rank; ignored on other ranks,
+            which may pass None.
+        model: the sharded model, or a module that contains the sharded model.
+        optim_input: parameters or groups of an optimizer that does not exist yet; used
+            only without ``optim``. Default: a single group of all parameters.
+        optim: the optimizer; default: use ``optim_input``.
+        group: the ranks that take part; default: the ranks of the model.
 
     Returns: a state dict for ``optim.load_state_dict``.
 
@@ -97,6 +120,11 @@ def sharded_optim_state_dict(
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """Return the state as copies in sharded values.
+
+    Args:
+        model: the sharded model, or a module that contains the sharded model.
+        optim: the optimizer.
+        group: ignored; accepted because FSDP1 has this argument.
 
     Returns: the state keyed by names, on the optimizer's devices.
 
@@ -132,6 +160,11 @@ def flatten_sharded_optim_state_dict(
     optim: torch.optim.Optimizer,
 ) -> dict[str, Any]:
     """Return a state dict for ``optim.load_state_dict``, made from sharded values.
+
+    Args:
+        sharded_optim_state_dict: the state keyed by names, with sharded values.
+        model: the sharded model, or a module that contains the sharded model.
+        optim: the optimizer.
 
     Returns: a state dict for ``optim.load_state_dict``.
 

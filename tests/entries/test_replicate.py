@@ -209,7 +209,8 @@ def start_apart(world: World, init_sync: bool) -> list[float]:
     model.get_parameter("0.bias").data.fill_(world.rank)
     with record_steps() as calls:
         replicate(model, init_sync=init_sync)
-    assert {call.op for call in calls} == ({"broadcast"} if init_sync else set())
+    synced = {"all_gather_object", "broadcast"} if init_sync else set()
+    assert {call.op for call in calls} == synced
     bias, seen = model.get_parameter("0.bias"), model.get_buffer("seen")
     return [bias[0].item(), seen.item()]
 

@@ -41,6 +41,7 @@ from composable_fsdp.naming import quoted
 from composable_fsdp.optim.full_param_checks import handles_of
 from composable_fsdp.optim.step_checks import cut_leaf, flat_name
 from composable_fsdp.optim.step_hooks import install_step_hooks
+from composable_fsdp.tree.after_sharding import Observer
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState
 
 _ACTIONS = ("warn", "error", "off")
@@ -82,7 +83,8 @@ def audit(module: nn.Module, action: str = "warn") -> None:
         context.observers = ()
         _nodes.pop(context, None)
         begin_audit(context)
-        for each in context.observers:
+        observers: tuple[Observer, ...] = context.observers
+        for each in observers:
             each.iteration_ends()
     # Optimizers that have stepped are looked at again.
     install_step_hooks()
@@ -194,11 +196,11 @@ class _Mode(TorchFunctionMode):
                 if isinstance(each, Tensor):
                     found = [rules.after(name, args, kwargs, g, each) for g in of]
                     good = (f for f in found if not isinstance(f, str))
-                    part: Part | str | None = next(good, found[0])
-                    if isinstance(part, str):
-                        self._tell(part, name, of[0][1], place)
-                    elif part is not None and find_leaf(each) is None:
-                        self._parts[id(each)] = weakref.ref(each), part
+                    kind: Part | str | None = next(good, found[0])
+                    if isinstance(kind, str):
+                        self._tell(kind, name, of[0][1], place)
+                    elif kind is not None and find_leaf(each) is None:
+                        self._parts[id(each)] = weakref.ref(each), kind
         return result
 
     def _given(self, values: Iterable[Any]) -> list[tuple[Tensor, Part]]:
