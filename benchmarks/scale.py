@@ -36,6 +36,7 @@ from composable_fsdp import (
     Block,
     MixedPrecision,
     ModuleWrapPolicy,
+    audit,
     fully_shard,
     plan,
 )
@@ -104,6 +105,8 @@ def calls_of_a_step(layers: int, world_size: int, **sizes: int) -> tuple[int, in
         model = Llama(layers=layers, **sizes)
         for unit in (*model.blocks, model):
             fully_shard(unit, mixed_precision=LOW, block=Block.ELEMENT)
+        # No optimizer steps, whose first step would end the audit.
+        audit(model, "off")
         _step(model)
         resized = 0
         plain = torch.UntypedStorage.resize_

@@ -100,7 +100,7 @@ def cut_leaf(parameter: object) -> tuple[FlatParamHandle, int] | None:
     # A unit without a shard group keeps its parameters whole on every rank, unless
     # tensor parallelism cuts them.
     found = find_leaf(parameter)
-    if found is None or found[0].groups.shard is not None:
+    if found is None or found[0].groups.shard_ref is not None:
         return found
     return found if found[0].layout.forms and param_ref(*found).is_cut else None
 

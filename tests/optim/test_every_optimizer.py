@@ -73,7 +73,7 @@ def unlike(ours: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
     apart: dict[str, Any] = {}
     if ours["param_groups"] != expected["param_groups"]:
         apart["param_groups"] = (ours["param_groups"], expected["param_groups"])
-    if list(ours["state"]) != list(expected["state"]):
+    if sorted(ours["state"]) != sorted(expected["state"]):
         apart["state"] = (list(ours["state"]), list(expected["state"]))
         return apart
     for fqn, values in expected["state"].items():
