@@ -59,7 +59,7 @@ def pytest_report_header() -> list[str]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the switch of continuous integration."""
+    """Add the switch that runs every combination."""
     parser.addoption(
         "--full-matrix",
         action="store_true",

@@ -27,9 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore, Store
 
-from benchmarks.null_group import DONE, NullGroup, equal_tags
-from composable_fsdp.comm.agreement import Peers
-from composable_fsdp.comm.meeting import History
+from benchmarks.null_group import DONE, NullGroup, equal_tags, met_in_store
 from composable_fsdp.tree import same_models
 
 BACKEND = "link"
@@ -177,8 +175,7 @@ def link_world(world_size: int, network: Network) -> Iterator[None]:
         # The other ranks are taken to make the same calls.
         # Nobody answers, and the first step sends what later steps send.
         same = mock.patch.object(same_models, "_compare", return_value=None)
-        missing = mock.patch.object(Peers, "missing", return_value=[])
-        with mock.patch.object(History, "gather"), same, missing, equal_tags():
+        with same, met_in_store(), equal_tags():
             yield
     finally:
         dist.destroy_process_group()

@@ -152,15 +152,21 @@ def null_world(world_size: int) -> Iterator[None]:
     tally = mock.patch.multiple(Peers, tally=_tally, drop_later=mock.DEFAULT)
     # A sum over this group is the number of one rank.
     clip = mock.patch.object(norms, "can_compare", return_value=False)
-    # A second model in the group departs from the order of the first.
-    here = mock.patch.object(Peers, "is_open", return_value=True)
-    met = mock.patch.object(History, "gather")
-    named = mock.patch.object(AgreedName, "step", _name)
     try:
-        with tally, clip, here, met, named, equal_tags():
+        with tally, clip, met_in_store(), equal_tags():
             yield
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def met_in_store() -> Iterator[None]:
+    """Take the other ranks to answer in the key-value store."""
+    # A second model in the group departs from the order of the first.
+    here = mock.patch.object(Peers, "is_open", return_value=True)
+    met = mock.patch.object(History, "gather")
+    with here, met, mock.patch.object(AgreedName, "step", _name):
+        yield
 
 
 def _name(agreed: AgreedName) -> bool:

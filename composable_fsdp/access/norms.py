@@ -53,7 +53,7 @@ def grad_norm(
         gradients.
     Collective: as ``clip_grad_norm_``. Raises: as ``clip_grad_norm_``.
 
-    >>> logger.log(norm=grad_norm(model).item())
+    >>> norm = grad_norm(model).item()
     """
     norm_type, _ = as_norms(norm_type, 0.0, "grad_norm")
     return norm_of("grad_norm", module_or_params, norm_type).total
@@ -72,7 +72,7 @@ def param_norm(
     Returns: the norm, as ``grad_norm`` does; no parameter is gathered.
     Collective: as ``clip_grad_norm_``. Raises: as ``clip_grad_norm_``.
 
-    >>> logger.log(norm=param_norm(model).item())
+    >>> norm = param_norm(model).item()
     """
     norm_type, _ = as_norms(norm_type, 0.0, "param_norm")
     return norm_of("param_norm", module_or_params, norm_type).total

@@ -233,8 +233,8 @@ def leaf_memory(layout: UnitLayout) -> LeafMemory:
         ):
             if stop > start:
                 here.append(leaf)
-                # Fake tensors have no addresses.
-                addresses.append(begin and begin + at * size)
+                # Of fake tensors, ``begin`` is 0 and the address is the offset.
+                addresses.append(begin + at * size)
             else:
                 empty.append(leaf)
     # An empty tensor has no address (``data_ptr()`` is 0), so leaves without elements

@@ -219,24 +219,22 @@ def _param_groups(
 ) -> tuple[list[str], list[Any]]:
     """Return the sorted names of ``group``, and what ranks compare, for JSON.
 
-    That is a checksum of the names, the group of each name, one byte each, and the
-    numbers among the options of each group.
+    That is a checksum of the names, the numbers among the options as texts, and for
+    each name which text, one byte each. The order of the groups may differ.
     """
-    held: dict[str, int] = {}
-    for number, each in enumerate(optim.param_groups):
+    held: dict[str, str] = {}
+    for each in optim.param_groups:
+        numbers = {k: v for k, v in each.items() if _is_number(v)}
+        options = json.dumps(numbers, sort_keys=True)
         for parameter in each["params"]:
             leaf = find_leaf(parameter)
             if leaf is not None and leaf[0].groups.shard is group:
-                held[param_path(*leaf)] = number % 256
-    names = sorted(held)
+                held[param_path(*leaf)] = options
+    names, texts = sorted(held), sorted(set(held.values()))
+    place = {text: number % 256 for number, text in enumerate(texts)}
     # A few bytes for a thousand parameters: all ranks send them to one store.
-    packed = zlib.compress(bytes([held[name] for name in names]))
-    options = [
-        {k: v for k, v in each.items() if _is_number(v)} for each in optim.param_groups
-    ]
-    # A rank may lack parameters of a group that holds none of ``names``.
-    used = {number: options[number] for number in sorted(set(held.values()))}
-    return names, [zlib.crc32(repr(names).encode()), packed.hex(), list(used.items())]
+    packed = zlib.compress(bytes([place[held[name]] for name in names]))
+    return names, [zlib.crc32(repr(names).encode()), packed.hex(), texts]
 
 
 def _is_number(value: object) -> bool:
@@ -254,24 +252,18 @@ def _differing(
 ) -> CompositionError:
     """Return the error of ranks that step a parameter with different options."""
     what = "the same parameters"
-    pair: tuple[Any, ...] = (len(names), "another number or other ones")
+    pair: tuple[Any, ...] = (f"{len(names)} parameters", "others")
     if mine[0] == theirs[0]:
-        groups = [zlib.decompress(bytes.fromhex(each[1])) for each in (mine, theirs)]
-        moved = [n for n, a, b in zip(names, *groups, strict=True) if a != b]
-        if moved:
-            at = names.index(moved[0])
-            what = f"{quoted(moved[0])} in one group"
-            pair = tuple([f"group {each[at]}" for each in groups])
-        else:
-            # Through JSON, tuples have become lists.
-            own, other = (
-                {(n, k): v for n, group in each for k, v in group.items()}
-                for each in (json.loads(json.dumps(mine[2])), theirs[2])
-            )
-            keys = own.keys() | other.keys()
-            number, key = min(k for k in keys if own.get(k) != other.get(k))
-            what = f"one {key!r} of group {number}"
-            pair = (own.get((number, key)), other.get((number, key)))
+        own, other = (
+            [json.loads(texts[n]) for n in zlib.decompress(bytes.fromhex(packed))]
+            for _, packed, texts in (mine, theirs)
+        )
+        at = next(n for n in range(len(names)) if own[n] != other[n])
+        key = min(
+            k for k in {**own[at], **other[at]} if own[at].get(k) != other[at].get(k)
+        )
+        what = f"one {key!r} for {quoted(names[at])}"
+        pair = own[at].get(key), other[at].get(key)
     told = sorted(zip((dist.get_rank(), rank), pair, strict=True))
     return CompositionError(
         f"{type(optim).__name__} expects on all ranks {what}, got "

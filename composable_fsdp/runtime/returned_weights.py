@@ -6,6 +6,7 @@ copies.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -29,7 +30,20 @@ def is_weight(handle: FlatParamHandle, tensor: Tensor) -> bool:
     return any(memory == f.untyped_storage()._cdata for f in handle.form.fulls)
 
 
-def copy_weights(state: _FSDPState, output: Any) -> Any:
+def _is_view(handle: FlatParamHandle, tensor: Tensor) -> bool:
+    """Return whether ``tensor`` views the full parameters and is none of them."""
+    # A parameter itself has memory again in each forward, with the values of the time.
+    # ``nn.LSTM`` keeps a list of its parameters, and would compute with old copies.
+    return is_weight(handle, tensor) and all(
+        tensor is not leaf for leaf in handle.form.placed
+    )
+
+
+def copy_weights(
+    state: _FSDPState,
+    output: Any,
+    is_copied: Callable[[FlatParamHandle, Tensor], bool] = is_weight,
+) -> Any:
     """Return ``output`` with copies in place of the unit's full parameters.
 
     Gradients flow through a copy to the parameter (``clone`` is differentiable).
@@ -37,8 +51,8 @@ def copy_weights(state: _FSDPState, output: Any) -> Any:
     Raises: PhaseError, if an object holds a parameter and cannot be rebuilt.
     """
     handle = state.handle
-    output = map_tensors(output, lambda t: t.clone() if is_weight(handle, t) else t)
-    if any(is_weight(handle, tensor) for tensor in tensors_in(output)):
+    output = map_tensors(output, lambda t: t.clone() if is_copied(handle, t) else t)
+    if any(is_copied(handle, tensor) for tensor in tensors_in(output)):
         raise PhaseError(
             f"The forward of fully sharded module {state.name} returned its own weight "
             f"inside a {type(output).__name__}, and its memory is freed now. Return "
@@ -48,20 +62,20 @@ def copy_weights(state: _FSDPState, output: Any) -> Any:
 
 
 def find_kept_weights(state: _FSDPState) -> tuple[Place, ...]:
-    """Return the attributes of the unit's modules that ever shared weights' memory."""
+    """Return the attributes of the unit's modules that ever viewed weights."""
     found = {(id(table), key): (table, key) for table, key in state.searches.weights_at}
     for table, key, tensor in attributes(state):
-        if is_weight(state.handle, tensor):
+        if _is_view(state.handle, tensor):
             found[id(table), key] = table, key
     return tuple(found.values())
 
 
 def copy_kept_weights(state: _FSDPState) -> None:
-    """Replace the noted attributes that share memory with weights by copies."""
+    """Replace views of weights on the noted attributes by copies."""
     for table, key in state.searches.weights_at:
         value = table.get(key)
-        if any(is_weight(state.handle, tensor) for tensor in tensors_in(value)):
-            copied = copy_weights(state, value)
+        if any(_is_view(state.handle, tensor) for tensor in tensors_in(value)):
+            copied = copy_weights(state, value, _is_view)
             # The user may hold the container as well.
             if type(value) is list:
                 value[:] = copied

@@ -68,6 +68,22 @@ def make_parents(path: str) -> None:
             sync(os.path.dirname(each))
 
 
+def make_seen(path: str) -> None:
+    """Make the directory that rank 0 has made, if this rank does not see it yet.
+
+    Raises: OSError.
+    """
+    # Network file systems remember for seconds that a name was not there; to make the
+    # directory again asks the server.
+    try:
+        os.mkdir(path)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        error.filename = path
+        raise
+
+
 def require_free(path: str) -> None:
     """Raise CheckpointError if ``path`` exists."""
     # ``lexists``: a broken symbolic link counts as existing, too.

@@ -36,7 +36,7 @@ from composable_fsdp.storage.contents import (
     contents_of,
     optimizers_in,
 )
-from composable_fsdp.storage.directory import MANIFEST, path_text, sync
+from composable_fsdp.storage.directory import MANIFEST, make_seen, path_text, sync
 from composable_fsdp.storage.file_part import FilePart, Kinds, digest
 from composable_fsdp.storage.manifest import BLOCK, Manifest, block_size
 from composable_fsdp.storage.merge import RankPart, merge
@@ -285,11 +285,8 @@ def write(team: Team, job: Job, error: Exception | None = None) -> None:
         try:
             if error is not None:
                 raise error
-            # Network file systems remember for seconds that a name was not there; to
-            # make the directory again asks the server.
             if not is_url(job.path):
-                with suppress(FileExistsError):
-                    os.mkdir(job.path)
+                make_seen(job.path)
             begins = places_of(job.pieces)
             file = write_file(job.file_of(team.rank), job.pieces, job.block)
             told = job.part, file, begins

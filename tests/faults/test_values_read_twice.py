@@ -193,6 +193,7 @@ def test_a_write_that_nobody_can_see_is_refused_in_debug_mode(
 def accumulate(model: nn.Module) -> None:
     with no_sync(model):
         model(torch.ones(2, 4)).sum().backward()
+    model(torch.ones(2, 4)).sum().backward()
 
 
 def recompute(model: nn.Module) -> None:

@@ -37,7 +37,7 @@ def test_a_state_dict_on_one_rank_alone_is_an_error_that_says_so(
 
     text = str(caught.value)
     assert "DesyncError: state_dict() of TinyGPT was called on this rank" in text
-    assert "rank 1 did not call it within 0.2 s" in text
+    assert "rank 1 did not come within 0.2 s" in text
     assert "call state_dict() on every rank" in text
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -224,15 +224,23 @@ def refused(world: World, folder: Path) -> list[str]:
     model, optimizer = scaled(world.rank, 0, 0.1)
     texts += [message_of(lambda: save(folder / "a", model, optimizer))]
     model, optimizer = trained(world, 0)
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
+    found: list[str] = []
+    handler, logger = logging.Handler(), logging.getLogger("composable_fsdp.storage")
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
         save(folder / "b", model, include="experts.own.seen")
-    return texts + [str(each.message) for each in found]
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    return texts + found
 
 
 @pytest.mark.req("K-01")
 def test_a_refusal_names_the_way_out(ranks: RankCount, tmp_path: Path) -> None:
-    """``local=`` with the name, on every rank; buffers are a warning of rank 0."""
+    """``local=`` with the name, on every rank; buffers are a log line of rank 0."""
     first, second = ranks(2).run(refused, tmp_path)
 
     values, shapes, options, scalars, *buffers = first

@@ -22,6 +22,8 @@ from tests.support.on_ranks import on_ranks
 from tests.support.sharded import RankCount, message_of
 from tests.support.world import World
 
+_LOG = logging.getLogger("composable_fsdp.storage.same_on_ranks")
+
 Pair = tuple[nn.Module, optim.Optimizer | None]
 
 
@@ -245,7 +247,7 @@ def save_with_own_buffers(world: World, folder: Path) -> list[str]:
         nn.init.ones_(each)
     with (
         warnings.catch_warnings(),
-        mock.patch.object(logging.getLogger("composable_fsdp"), "info") as told,
+        mock.patch.object(_LOG, "info") as told,
     ):
         warnings.simplefilter("error")
         save(folder / "same", model)

@@ -16,7 +16,7 @@ its values runs at least once; the marker ``pairs`` asks for the pairs there, to
 Of these combinations, the marker ``few`` keeps the first, the middle and the last, or
 as many as it is told. The marker ``full_matrix`` keeps no combination of a test, or
 none with a value of a parameter; it says which everyday test holds the same law on a
-smaller case. ``--full-matrix`` runs every combination, as continuous integration does.
+smaller case. ``--full-matrix`` runs every combination.
 """
 
 from __future__ import annotations

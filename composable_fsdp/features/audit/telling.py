@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 import warnings
+from functools import lru_cache
+from inspect import unwrap
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import NamedTuple
 
 import torch
@@ -59,16 +61,34 @@ def place_of(frame: FrameType | None) -> Place | None:
     optimizer = ""
     caller: FrameType | None = frame
     while caller is not None:
-        owner = caller.f_locals.get("self")
         # ``map_on_owners`` gives whole parameters to the user's function.
         if caller.f_code.co_filename == _OWNERS:
             return None
+        # Before Python 3.13, ``f_locals`` would keep what a frame of the user holds.
+        owner = caller.f_locals.get("self") if _is_of_optimizer(caller.f_code) else None
         if isinstance(owner, torch.optim.Optimizer):
             if getattr(owner, "works_on_shards", False):
                 return None
             optimizer = optimizer or type(owner).__name__
         caller = caller.f_back
     return Place(code.co_filename, frame.f_lineno, optimizer)
+
+
+@lru_cache(4096)
+def _is_of_optimizer(code: CodeType) -> bool:
+    """Return whether ``code`` is a method of a class of optimizers."""
+    if code.co_varnames[:1] != ("self",):
+        return False
+    classes = [torch.optim.Optimizer]
+    for each in classes:
+        classes += each.__subclasses__()
+    # Decorators of torch hide the code of ``step``.
+    return any(
+        getattr(unwrap(method), "__code__", None) is code
+        for base in {base for each in classes for base in each.__mro__}
+        for method in vars(base).values()
+        if callable(method)
+    )
 
 
 _UNSCALE = ("unscale_", "_unscale_grads_")
