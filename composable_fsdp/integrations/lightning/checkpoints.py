@@ -43,9 +43,9 @@ from composable_fsdp.state_dict.settings import state_dict_type
 from composable_fsdp.storage.commit import Folder, folders_in, newest_in
 from composable_fsdp.storage.load import load
 from composable_fsdp.storage.opening import open_source
-from composable_fsdp.storage.rng import rng_state, set_rng_state
 from composable_fsdp.storage.save import save
 from composable_fsdp.storage.source import Source
+from composable_fsdp.storage.stateful import rng_state, set_rng_state
 
 REST = "lightning"
 """The key in ``extra`` of the bytes of everything but model and optimizers."""
