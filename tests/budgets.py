@@ -17,10 +17,10 @@ from pathlib import Path
 from tests.import_graph import PACKAGE, Module, inner_edges, reached_from
 
 BUDGETS: dict[str, int] = {
-    "lines": 68893,
+    "lines": 68906,
     "lines of files": 1137,
     "lines of access": 3427,
-    "lines of comm": 5898,
+    "lines of comm": 5911,
     "lines of compose": 641,
     "lines of entries": 4065,
     "lines of features": 730,
@@ -36,9 +36,9 @@ BUDGETS: dict[str, int] = {
     "lines of tools": 3380,
     "lines of tree": 2970,
     "files reached from entries.fully_shard": 148,
-    "lines reached from entries.fully_shard": 30049,
+    "lines reached from entries.fully_shard": 30062,
     "files reached from runtime.forward": 116,
-    "lines reached from runtime.forward": 24808,
+    "lines reached from runtime.forward": 24821,
     "files reached from tree.traversal": 66,
     "lines reached from tree.traversal": 14276,
     "longest chain of imports": 47,

@@ -36,6 +36,7 @@ from composable_fsdp.comm import agreement, hang_report
 from composable_fsdp.comm.debug import is_debugging, require_same_operation
 from composable_fsdp.comm.device import is_capturing
 from composable_fsdp.comm.groups import GroupRef
+from composable_fsdp.comm.hang_report import SAME_CALLS, never_meet
 from composable_fsdp.comm.nodes import group_timeout
 from composable_fsdp.comm.operations import (
     UNEVEN,
@@ -83,6 +84,8 @@ class GroupWatch(Reporter):
         self.quiet = min(_QUIET, limit / 4)
         self.torn = ""
         """Why no later collective over the group can pair; empty while all can."""
+        self._away = ""
+        """The key by which this rank has told that it sends no more; else empty."""
         self.compares = is_debugging()
         """Whether every collective is compared before it is sent."""
         self.store_wait: StoreWait | None = None
@@ -169,9 +172,13 @@ class GroupWatch(Reporter):
         number, names = self.log.number + 1, self.threads()
         mine = json.dumps([dist.get_rank(), [kind, ""], predicate, names, advice])
         if self.keys:
-            store = agreement.key_value_store()
-            store.compare_set(f"{self.keys}/op/{number}/unlike", "", mine)
-        self.tear(f"Rank {dist.get_rank()} {predicate}.")
+            key = f"{self.keys}/op/{number}/unlike"
+            first = agreement.key_value_store().compare_set(key, "", mine)
+            self._away = key if first.decode() == mine else ""
+        # Else this rank has issued nothing: if all ranks catch the error, they go on.
+        if kind == "waits":
+            self.tear(f"Rank {dist.get_rank()} {predicate}.")
+        self.log.guarded = True
 
     def elsewhere(self) -> tuple[int, str] | None:
         """Return a rank that waits in the next operation over the group, and which.
@@ -194,6 +201,8 @@ class GroupWatch(Reporter):
             another operation.
         """
         self.require_whole()
+        if self._away:
+            self._come_back()
         # The comparison sends operations of its own.
         if self.compares and not is_capturing():
             self.compares = False
@@ -201,6 +210,12 @@ class GroupWatch(Reporter):
                 require_same_operation(operation, self._group.get())
             finally:
                 self.compares = True
+
+    def _come_back(self) -> None:
+        """Take back what ``leave`` has told: the program goes on after its error."""
+        with suppress(Exception):
+            agreement.key_value_store().delete_key(self._away)
+        self._away, self.log.guarded = "", self.compares
 
     def require_whole(self) -> None:
         """Raise DesyncError if a collective over the group was left."""
@@ -245,21 +260,6 @@ class GroupWatch(Reporter):
                         behind.append(f"rank {rank} {told} ({ago})")
             return f"Behind: {listed(behind, '; ')}. " if behind else ""
         return ""
-
-
-def never_meet(predicates: dict[int, str], advice: str = "") -> str:
-    """Return the error of ranks that wait for each other; ``advice``: the way out.
-
-    >>> never_meet({1: "is in save()", 0: "is in the all-gather of blocks.3"})[:69]
-    'Rank 0 is in the all-gather of blocks.3; rank 1 is in save(). They wi'
-    """
-    told = "; ".join(f"rank {rank} {predicates[rank]}" for rank in sorted(predicates))
-    return (
-        f"{told[:1].upper()}{told[1:]}. They will never meet. {advice or _SAME_CALLS}"
-    )
-
-
-_SAME_CALLS = "Make the same calls in the same order on every rank."
 
 
 class StoreWait:
@@ -471,7 +471,7 @@ def watch(groups: Iterable[dist.ProcessGroup], *, agree: bool = False) -> None:
         if agree and (why := agree_on_name(group, "is in its first collective")):
             raise DesyncError(
                 f"Rank {dist.get_rank()} uses process group {group.group_name!r} for "
-                f"the first time, and {why}. {_SAME_CALLS}"
+                f"the first time, and {why}. {SAME_CALLS}"
             )
 
 
