@@ -22,8 +22,6 @@ from composable_fsdp.tree.initial_weights import InitialWeights, hash_weights
 from composable_fsdp.tree.state import OWNERS, _FSDPState
 from composable_fsdp.tree.unit_settings import ForwardSearches, UnitSettings
 
-"""Counter of the process; the copy of a unit keeps the number."""
-
 
 def build_units(
     targets: Sequence[Target],
@@ -104,6 +102,7 @@ def _fill(
         make_precision(handle, is_local_root=is_local_root),
         options=options,
         ranks=ranks,
+        is_call_root=is_local_root,
         initial=initial,
         copier=copy_state,
         settings=UnitSettings(

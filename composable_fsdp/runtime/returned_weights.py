@@ -6,7 +6,6 @@ copies.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -39,11 +38,7 @@ def _is_view(handle: FlatParamHandle, tensor: Tensor) -> bool:
     )
 
 
-def copy_weights(
-    state: _FSDPState,
-    output: Any,
-    is_copied: Callable[[FlatParamHandle, Tensor], bool] = is_weight,
-) -> Any:
+def copy_weights(state: _FSDPState, output: Any) -> Any:
     """Return ``output`` with copies in place of the unit's full parameters.
 
     Gradients flow through a copy to the parameter (``clone`` is differentiable).
@@ -51,8 +46,8 @@ def copy_weights(
     Raises: PhaseError, if an object holds a parameter and cannot be rebuilt.
     """
     handle = state.handle
-    output = map_tensors(output, lambda t: t.clone() if is_copied(handle, t) else t)
-    if any(is_copied(handle, tensor) for tensor in tensors_in(output)):
+    output = map_tensors(output, lambda t: t.clone() if is_weight(handle, t) else t)
+    if any(is_weight(handle, tensor) for tensor in tensors_in(output)):
         raise PhaseError(
             f"The forward of fully sharded module {state.name} returned its own weight "
             f"inside a {type(output).__name__}, and its memory is freed now. Return "
@@ -75,7 +70,10 @@ def copy_kept_weights(state: _FSDPState) -> None:
     for table, key in state.searches.weights_at:
         value = table.get(key)
         if any(_is_view(state.handle, tensor) for tensor in tensors_in(value)):
-            copied = copy_weights(state, value, _is_view)
+            # What cannot be rebuilt stays: no error, as nobody may read it.
+            copied = map_tensors(
+                value, lambda t: t.clone() if _is_view(state.handle, t) else t
+            )
             # The user may hold the container as well.
             if type(value) is list:
                 value[:] = copied
