@@ -781,11 +781,26 @@ EXAMPLES: dict[str, list[Program]] = {
         )
         for on, backwards, options in [
             (True, (("backward", 0), ("backward", 0)), Options()),
+            (False, (("backward", 0), ("backward", 0)), Options(prefetch=None)),
             (True, (("backward", 1), ("backward", 0)), Options(strategy="NO_SHARD")),
+            (False, (("backward", 0, "all"),), Options(offload=True)),
             (True, (("backward", 0, "all"),), Options(offload=True, low=True)),
             (True, (("backward", 0, "all"),), Options(fill=True)),
             (False, (("backward", 0, "inputs"), ("backward", 0)), Options(low=True)),
+            (
+                True,
+                (("backward", 0, "retain"), ("backward", 1), ("backward", 0)),
+                Options(keep_full=True),
+            ),
+            (False, (("backward", 0, "no_sync"), ("backward", 0)), Options()),
             (True, (("input_gradient", 0, "products"), ("backward",)), Options()),
+            (False, (("backward", 0, "create_graph"), ("backward", 0)), Options()),
+            (True, (("step",), ("backward", 0)), Options(strategy="NO_SHARD")),
+            (
+                True,
+                (("unshard_unit", 1, True), ("backward", 0), ("backward", 0)),
+                Options(pairs=True),
+            ),
         ]
     ],
     "a unit that writes its weights, with a module inside a transform": [

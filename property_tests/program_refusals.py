@@ -56,8 +56,10 @@ REFUSALS: list[tuple[set[str], str]] = [
         {"option:fill", "action:fill"},
         "while set_reduce_scatter_unused_params gives every parameter one",
     ),
-    # Layouts of which a graph holds full parameters.
-    ({"action:freeze", "action:freeze_piece"}, "through a forward that ran before"),
+    (
+        {"action:sync", "argument:no_sync"},
+        "through a forward that ran before .* now gradients of no_sync wait",
+    ),
     # What only the sharded parameters can serve.
     ({"action:unshard_unit"}, "is not a parameter of"),
     ({"action:inside_summon"}, "called inside unshard_params, which shows"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Sequence
 from itertools import chain
@@ -28,6 +29,7 @@ from composable_fsdp.flat.param_form import NO_FORMS, Forms
 from composable_fsdp.flat.reduce_rule import ReduceRule, division
 from composable_fsdp.flat.region import (
     FlatParameter,
+    FullBuffer,
     TrainableRegion,
     no_owner,
 )
@@ -109,22 +111,21 @@ def replace_layout(
     *,
     origin: tuple[RegionLayout, ...],
     device: torch.device,
+    fulls: Sequence[FullBuffer | None] | None = None,
 ) -> None:
     """Give an idle and sharded unit new regions over ``parameters``.
 
     The handle stays the same object, because states, hooks and records refer to the
-    handle. The new full leaves have no hooks.
+    handle. The new full leaves have no hooks. ``fulls`` is as in ``build_regions``.
     """
-    # A gradient that reaches a region of the former layout from now on is refused by
-    # the hook of the full leaf.
-    for region in handle.layout.trainable:
-        region.reduce.owner = no_owner
+    earlier = _retire_forms(handle)
     regions = build_regions(
         plan,
         parameters,
         handle.groups.rank,
         device,
         sharded=True,
+        fulls=fulls,
         forms=handle.layout.forms,
     )
     made = make_layout(
@@ -135,6 +136,7 @@ def replace_layout(
         origin=origin,
         epoch=handle.layout.epoch + 1,
         device=device,
+        earlier=earlier,
         forms=handle.layout.forms,
     )
     form = make_form(made)
@@ -150,6 +152,21 @@ def replace_layout(
     remember_leaves(handle)
 
 
+def _retire_forms(handle: FlatParamHandle) -> tuple[weakref.ref[FullForm], ...]:
+    """Prepare the forms of the layout for its end; return all forms of ended layouts.
+
+    A gradient that reaches the regions of the layout from now on is refused by the hook
+    of the full leaf.
+    """
+    layout = handle.layout
+    handle.form.regions = tuple([region.full for region in layout.regions])
+    for region in layout.trainable:
+        region.reduce.owner = no_owner
+    forms = [form for link in layout.earlier if (form := link()) is not None]
+    forms += [each for each in (handle.form, handle.other_form) if each is not None]
+    return tuple(map(weakref.ref, forms))
+
+
 def build_regions(
     plan: UnitPlan,
     parameters: Sequence[Sequence[nn.Parameter]],
@@ -157,11 +174,13 @@ def build_regions(
     device: torch.device,
     *,
     sharded: bool,
+    fulls: Sequence[FullBuffer | None] | None = None,
     forms: Forms = NO_FORMS,
 ) -> tuple[FlatParameter, ...]:
     """Return the regions of ``plan`` over ``parameters``, which become the leaves.
 
-    Returns: the regions.
+    ``fulls`` are full buffers of earlier regions; a buffer that is no buffer of its own
+    becomes the shard.
     """
     options = plan.options
     rows, offload = options.keeps_rows, plan.is_offloaded
@@ -176,9 +195,15 @@ def build_regions(
                 dtypes=options.dtypes(layout.dtype),
                 offload=offload,
                 sharded=sharded,
+                shard=None if full is None or full.is_cut else full.buffer,
                 forms=forms,
             )
-            for layout, leaves in zip(plan.regions, parameters, strict=True)
+            for layout, leaves, full in zip(
+                plan.regions,
+                parameters,
+                fulls or [None] * len(parameters),
+                strict=True,
+            )
         ]
     )
 
@@ -192,6 +217,7 @@ def make_layout(
     origin: tuple[RegionLayout, ...],
     epoch: int,
     device: torch.device,
+    earlier: tuple[weakref.ref[FullForm], ...] = (),
     forms: Forms = NO_FORMS,
 ) -> UnitLayout:
     """Return the layout of a unit, with the tuples that every step iterates over.
@@ -216,6 +242,7 @@ def make_layout(
         tables=tuple([owner._parameters for owner in owners]),
         keys=tuple([place.name for place in places]),
         sharded_placed=_placed(regions, places, [r.leaves for r in regions]),
+        earlier=earlier,
         forms=forms,
     )
 
@@ -319,7 +346,9 @@ def make_form(
         ]
     leaves = [r.full.leaves for r in layout.regions]
     return FullForm(
+        layout.plan,
         full_precision,
+        layout.sharded_placed,
         _placed(layout.regions, layout.places, leaves),
         (outputs, inputs),
         fulls,

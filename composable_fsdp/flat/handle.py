@@ -50,11 +50,16 @@ class _Referable:
 class FullForm(_Referable):
     """The full buffers and leaves of a unit in a precision (``flat.precision``).
 
-    A graph holds the form of its forward.
+    A graph holds the form of its forward. If the unit has another layout since, a
+    backward takes the form up again (``flat.external_changes``).
     """
 
+    plan: UnitPlan
+    """The plan of the layout for which the form was created."""
     full_precision: bool
     """Whether the precision is that of the parameters, and not the compute dtype."""
+    sharded: tuple[nn.Parameter, ...]
+    """The sharded leaf of each place."""
     placed: tuple[nn.Parameter, ...]
     """The full leaf of each place."""
     gather_lists: tuple[list[Tensor], list[Tensor]]
@@ -79,7 +84,7 @@ class FullForm(_Referable):
     accumulators: tuple[Any, ...] = ()
     """AccumulateGrad nodes of the trainable full leaves."""
     regions: tuple[FullBuffer, ...] = ()
-    """The full buffer of each region, once the unit has two forms."""
+    """The full buffer of each region, once the unit has two forms or another layout."""
     slot: Slot | None = None
     """Where the full leaves lie, if the unit has an arena (``flat.arena``)."""
 
@@ -161,6 +166,8 @@ class UnitLayout:
     """The key of each place in its table."""
     sharded_placed: tuple[nn.Parameter, ...]
     """The sharded leaf of each place."""
+    earlier: tuple[weakref.ref[FullForm], ...]
+    """The full forms of earlier layouts, of which graphs may hold some."""
     forms: Forms
     """The forms of the parameters that compute sees as another class."""
 

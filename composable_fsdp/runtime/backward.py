@@ -35,6 +35,10 @@ from composable_fsdp.flat.precision import switch_form
 from composable_fsdp.flat.region import TrainableRegion
 from composable_fsdp.flat.residency import NOT_GATHERED
 from composable_fsdp.phases import BACKWARD_POST, illegal_move
+from composable_fsdp.runtime.earlier_forms import (
+    take_earlier_form,
+    through_earlier_forward,
+)
 from composable_fsdp.runtime.graph_task import (
     begin_unit_backward,
     current_task,
@@ -74,7 +78,7 @@ class GradientOrder(ForwardRecord):
 
     def restore_form(self, state: _FSDPState, form: FullForm) -> None:
         """Make ``form`` current, as ``select_form``."""
-        select_form(state, form)
+        select_form(state, form, self)
 
 
 class UnitForward:
@@ -243,7 +247,7 @@ def pre_next_backward(call: UnitForward, _: object = None) -> None:
     handle, context = state.handle, state.context
     assert context is not None
     if handle.form is not call.form:
-        select_form(state, call.form)
+        select_form(state, call.form, call.tape)
     if handle.backward.task != task:
         begin_unit_backward(context, state, task)
     # The last node of the second backward is not known, so no hook counts down; the end
@@ -255,25 +259,20 @@ def pre_next_backward(call: UnitForward, _: object = None) -> None:
     wait_unsharded(handle)
 
 
-def select_form(state: _FSDPState, form: FullForm) -> None:
+def select_form(state: _FSDPState, form: FullForm, tape: ForwardRecord) -> None:
     """Make ``form``, whose full leaves a graph holds, the current form of the unit.
 
-    Raises: PhaseError, if the unit has another layout since that forward.
+    ``form`` is of this or an earlier layout; ``tape`` records its forward.
+
+    Raises: PhaseError, as ``take_earlier_form``. Collective: as ``take_earlier_form``.
     """
     context = state.context
     assert context is not None
-    if form is not state.handle.other_form:
-        raise PhaseError(_through_earlier_forward(f"unit {state.name}"))
-    select_full_form(context, state, wide=form.full_precision)
-
-
-def _through_earlier_forward(what: str) -> str:
-    """Return the message for a backward that reaches ``what`` by a graph of before."""
-    return (
-        f"Backward reached {what} through a forward that ran before the unit's "
-        "parameters were frozen, unfrozen, cast, moved or replaced. Run backward "
-        "before the next forward, or change parameters between steps."
-    )
+    if form is state.handle.other_form:
+        select_full_form(context, state, wide=form.full_precision)
+    else:
+        take_earlier_form(state, form, tape)
+        install_grad_hooks(state)
 
 
 def install_grad_hooks(state: _FSDPState) -> None:
@@ -347,7 +346,7 @@ def _make_grad_hook(
         if region is None or unit is None:
             leaf.grad = None
             shape = tuple(leaf.shape)
-            raise PhaseError(_through_earlier_forward(f"a parameter of shape {shape}"))
+            raise PhaseError(through_earlier_forward(f"a parameter of shape {shape}"))
         reduce = region.reduce
         handle, task = unit.handle, current_task()
         gradient = leaf.grad

@@ -137,20 +137,7 @@ def test_every_trainer_is_constructed_with_arguments_by_position_and_by_name(
 
 
 @pytest.mark.req("N-12")
-@pytest.mark.parametrize(
-    "adapter",
-    [
-        False,
-        pytest.param(
-            True,
-            marks=pytest.mark.xfail(
-                reason="disable_adapter() freezes between a forward and its backward, "
-                "which is refused since backward follows no earlier layout",
-                strict=False,
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("adapter", [False, True])
 @on_ranks(2)
 def test_dpo_trains_as_the_plain_trainer_of_trl(
     world: World, adapter: bool, tmp_path: Path

@@ -69,9 +69,11 @@ def frozen_and_unfrozen(model: TinyGPT, rank: int) -> None:
     """The units get other regions, and then the first ones again."""
     train(model, rank)
     model.blocks[0].requires_grad_(False)
-    backward(loss_of(model, gpt_input(2, rank)))
+    early = loss_of(model, gpt_input(2, rank))
     model.blocks[2].down.requires_grad_(False)
-    backward(loss_of(model, gpt_input(3, rank)))
+    late = loss_of(model, gpt_input(3, rank))
+    backward(early)
+    backward(late)
     model.requires_grad_(True)
 
 

@@ -350,9 +350,9 @@ def test_changes_whose_gradients_would_be_lost_are_refused(ranks: RankCount) -> 
     for text in stale:
         assert text == (
             "PhaseError: Backward reached unit (root) through a forward that ran "
-            "before the unit's parameters were frozen, unfrozen, cast, moved or "
-            "replaced. Run backward before the next forward, or change parameters "
-            "between steps."
+            "before the unit's parameters were cast, moved or replaced (or frozen or "
+            "unfrozen, and now gradients of no_sync wait). Run backward before the "
+            "next forward, or change parameters between steps."
         )
 
 
