@@ -109,7 +109,8 @@ class Pair:
             assert state is not None
             mixed = state.options.mixed_precision
             if mixed is not None and any(module is m for m in state.modules):
-                own_call = state.is_call_root
+                auto = layout.combination.style == "auto"
+                own_call = not auto or module is layout.model
                 # Without a wrapper the root of each call casts, too.
                 is_local = own_call and all(module is not each for each in wrapped)
                 cast_like(plain, mixed, is_root=state._is_root is True or is_local)

@@ -102,7 +102,6 @@ def _fill(
         make_precision(handle, is_local_root=is_local_root),
         options=options,
         ranks=ranks,
-        is_call_root=is_local_root,
         initial=initial,
         copier=copy_state,
         settings=UnitSettings(

@@ -54,7 +54,6 @@ def copy_state(state: _FSDPState, memo: Memo) -> _FSDPState:
         copy.deepcopy(state.precision, memo),
         options=state.options,
         ranks=state.ranks,
-        is_call_root=state.is_call_root,
         initial=state.initial.copy(state.handle.layout, handle.layout),
         copier=copy_state,
         settings=state.settings.copy(),

@@ -31,6 +31,20 @@ from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import walk_states
 
 
+def _run(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None
+) -> tuple[Any, bool]:
+    """Run ``func`` on plain tensors; mark memory made from meta, and tell if it is."""
+    # Results are plain tensors: only the tensor on meta itself needs the mark.
+    with torch._C.DisableTorchFunctionSubclass():
+        made = func(*args, **(kwargs or {}))
+        # ``to_empty`` allocates by ``torch.empty_like``.
+        is_memory = func is torch.empty_like and not made.is_meta
+        if is_memory:
+            _mark(made)
+    return made, is_memory
+
+
 class UnfilledBuffer(Tensor):
     """A buffer on meta. The result of an operation on such a buffer is a plain tensor.
 
@@ -45,13 +59,7 @@ class UnfilledBuffer(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        # Results are plain tensors: only the buffer on meta itself needs the mark.
-        with torch._C.DisableTorchFunctionSubclass():
-            made = func(*args, **(kwargs or {}))
-            # ``to_empty`` allocates by ``torch.empty_like``.
-            if func is torch.empty_like and not made.is_meta:
-                _mark(made)
-        return made
+        return _run(func, args, kwargs)[0]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         memo[id(self)] = made = as_unfilled(torch.empty_like(self))
@@ -69,10 +77,9 @@ class UnfilledParameter(nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            made = func(*args, **(kwargs or {}))
-            if func is torch.empty_like and not made.is_meta:
-                _mark(made)
+        made, is_memory = _run(func, args, kwargs)
+        if is_memory:
+            with torch._C.DisableTorchFunctionSubclass():
                 WatchedShard.watch(made, Draws(made.as_subclass(Tensor), args[0]))
         return made
 

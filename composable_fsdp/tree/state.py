@@ -309,7 +309,6 @@ class _FSDPState:
         "fqn",
         "handle",
         "initial",
-        "is_call_root",
         "modules",
         "options",
         "precision",
@@ -355,7 +354,6 @@ class _FSDPState:
         *,
         options: UnitOptions,
         ranks: RankLayout,
-        is_call_root: bool,
         initial: InitialWeights,
         copier: Callable[[_FSDPState, dict[int, Any]], _FSDPState],
         settings: UnitSettings,
@@ -371,8 +369,6 @@ class _FSDPState:
         """The unit's options, resolved from ``fully_shard``."""
         self.ranks = ranks
         """The ranks that the caller of ``fully_shard`` chose."""
-        self.is_call_root = is_call_root
-        """Whether the unit is the root of its call of ``fully_shard``."""
         self.initial = initial
         """The values that ``fully_shard`` was given, for a comparison with other
         ranks."""

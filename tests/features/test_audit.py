@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -36,6 +37,7 @@ from composable_fsdp import (
     no_sync,
     param_norm,
 )
+from composable_fsdp.features.audit import first_step, graphs, rules
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import PATHS, apply_units, backward
 from tests.support.sharded import message_of
@@ -742,3 +744,32 @@ def test_an_average_of_a_sharded_model_hears_nothing(world: World) -> None:
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))  # type: ignore[no-untyped-call]  # untyped in torch
 
     assert said(after_backward(lambda m: average.update_parameters(m)), model) == []
+
+
+@on_ranks(2)
+def test_an_error_of_the_audit_ends_no_program(world: World) -> None:
+    """In any part of it: the step is that of a model that is not audited."""
+
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("a fault of the audit")
+
+    def penalty(model: nn.Module) -> Tensor:
+        made: Tensor = 0.1 * weight(model).norm()
+        return made
+
+    expected = build("composable")
+    audit(expected, "off")
+    train(expected, penalty=penalty, between=gradients)
+    for where, name in (
+        (rules, "before"),
+        (rules, "after"),
+        (first_step, "place_of"),
+        (first_step, "watch_graphs"),
+        (graphs, "_climb"),
+    ):
+        model = build("composable")
+        with mock.patch.object(where, name, broken), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            train(model, penalty=penalty, between=gradients)
+        for found, right in zip(model.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(found, right)

@@ -17,7 +17,8 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,13 @@ from composable_fsdp.access.settings import units_of
 from composable_fsdp.features.audit import rules
 from composable_fsdp.features.audit.graphs import watch_graphs
 from composable_fsdp.features.audit.rules import Part
-from composable_fsdp.features.audit.telling import Place, is_own_call, place_of, tell
+from composable_fsdp.features.audit.telling import (
+    Place,
+    harmless,
+    is_own_call,
+    place_of,
+    tell,
+)
 from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.flat.param_paths import param_path, slot_path
@@ -90,6 +97,7 @@ def audit(module: nn.Module, action: str = "warn") -> None:
     install_step_hooks()
 
 
+@harmless
 def begin_audit(context: RuntimeContext) -> None:
     """Begin the audit of a tree; for ``FIRST_FORWARDS``."""
     # Another model may have turned the mode on; this is a forward.
@@ -112,6 +120,7 @@ def begin_audit(context: RuntimeContext) -> None:
     context.observers = (_Audit(context, is_error=action == "error"),)
 
 
+@harmless
 def note_step(optim: torch.optim.Optimizer) -> None:
     """Have the next forward end the audit of what ``optim`` holds."""
     handles = set(map(id, handles_of(optim)))
@@ -131,6 +140,7 @@ class _Audit:
         self.told: set[tuple[str, str, int]] = set()
         _MODE.add(self, context)
 
+    @harmless
     def iteration_begins(self) -> None:
         """Turn the mode off for the forward; end the audit after the step."""
         _take_off()
@@ -141,12 +151,26 @@ class _Audit:
             context.observers = ()
             _MODE.forget(self)
 
+    @harmless
     def iteration_ends(self) -> None:
         """Turn the mode on behind a forward that may lead to a step."""
         context = self.context()
         if context is not None and (torch.is_grad_enabled() or self.has_stepped):
             _MODE.add(self, context)
             _put_on()
+
+
+class _Call(NamedTuple):
+    """A call that takes parts of parameters."""
+
+    name: str
+    place: Place | None
+    """The user's line; None if parts are right there."""
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    given: list[tuple[Tensor, Part]]
+    wrong: tuple[()] | tuple[str, Part]
+    """What the call itself does wrong, and with which parameter."""
 
 
 class _Mode(TorchFunctionMode):
@@ -172,22 +196,42 @@ class _Mode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        is_seen = (
-            self.units
-            and not is_own_call(sys._getframe(1))
-            and not torch.compiler.is_compiling()
-            and torch._C._functorch.peek_interpreter_stack() is None
-        )
-        given = self._given((*args, *kwargs.values())) if is_seen else []
+        call = self._begin(sys._getframe(1), func, args, kwargs) if self.units else None
+        if call is not None and call.wrong:
+            self._tell(*call.wrong, call)
+            call = None
+        result = func(*args, **kwargs)
+        if call is not None:
+            for wrong in self._follow(call, result) or ():
+                self._tell(*wrong, call)
+        return result
+
+    @harmless
+    def _begin(
+        self, frame: FrameType, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _Call | None:
+        """Return a call that takes parts of parameters; None for any other call."""
+        if (
+            is_own_call(frame)
+            or torch.compiler.is_compiling()
+            or torch._C._functorch.peek_interpreter_stack() is not None
+        ):
+            return None
+        given = self._given((*args, *kwargs.values()))
         if not given:
-            return func(*args, **kwargs)
-        place, name = place_of(sys._getframe(1)), rules.name_of(func)
+            return None
+        place, name = place_of(frame), rules.name_of(func)
         for tensor, part in given if place is not None else ():
             what = rules.before(name, args, kwargs, tensor, part)
             if what:
-                self._tell(what, name, part, place)
-                return func(*args, **kwargs)
-        result = func(*args, **kwargs)
+                return _Call(name, place, args, kwargs, given, (what, part))
+        return _Call(name, place, args, kwargs, given, ())
+
+    @harmless
+    def _follow(self, call: _Call, result: Any) -> list[tuple[str, Part]]:
+        """Note which results are parts; return what is wrong with others."""
+        name, _, args, kwargs, given, _ = call
+        wrong = []
         with torch._C.DisableTorchFunction():
             results = result if isinstance(result, (tuple, list)) else (result,)
             paired = len(given) == len(results) > 1 and name.startswith("_foreach")
@@ -198,10 +242,10 @@ class _Mode(TorchFunctionMode):
                     good = (f for f in found if not isinstance(f, str))
                     kind: Part | str | None = next(good, found[0])
                     if isinstance(kind, str):
-                        self._tell(kind, name, of[0][1], place)
+                        wrong.append((kind, of[0][1]))
                     elif kind is not None and find_leaf(each) is None:
                         self._parts[id(each)] = weakref.ref(each), kind
-        return result
+        return wrong
 
     def _given(self, values: Iterable[Any]) -> list[tuple[Tensor, Part]]:
         """Return the arguments that are parts of parameters."""
@@ -242,9 +286,9 @@ class _Mode(TorchFunctionMode):
         finally:
             _take_off()
 
-    def _tell(self, what: str, name: str, part: Part, place: Place | None) -> None:
+    def _tell(self, what: str, part: Part, call: _Call) -> None:
         """Tell once per function and line."""
-        of = self.units.get(part.unit)
+        of, name, place = self.units.get(part.unit), call.name, call.place
         if place is None or of is None:
             return
         key = name, place.file, place.line

@@ -21,7 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp.features.audit.telling import backward_frame, place_of, tell
+from composable_fsdp.features.audit.telling import (
+    backward_frame,
+    harmless,
+    place_of,
+    tell,
+)
 from composable_fsdp.runtime.graph_task import current_task, run_backward
 from composable_fsdp.runtime.leaf_streams import accumulators_of
 
@@ -49,7 +54,7 @@ def watch_graphs(
         nodes = Nodes(zip(accumulators_of(leaves), names, strict=True))
     # A node holds its hook, and a hook that held nodes would keep the leaves for ever.
     link = weakref.ref(nodes)
-    reasons: dict[int, dict[str, str]] = {}
+    reasons: dict[int, dict[str, str] | None] = {}
 
     def hook(node: Any, name: str, shape: tuple[int, ...]) -> None:
         def told(_: Any) -> None:
@@ -59,7 +64,8 @@ def watch_graphs(
                 outputs = frame.f_locals["outputs"] if frame is not None else ()
                 reasons.clear()
                 reasons[task] = _reasons(outputs, link() or {})
-            reason = reasons[task].get(name, "an operation")
+            found = reasons[task]
+            reason = "" if found is None else found.get(name, "an operation")
             if reason:
                 place = place_of(frame.f_back) if frame is not None else None
                 tell(_text(name, shape, reason), place, is_error=is_error)
@@ -71,6 +77,7 @@ def watch_graphs(
     return nodes
 
 
+@harmless
 def _reasons(outputs: Sequence[Any], nodes: dict[Any, str]) -> dict[str, str]:
     """Return, per name of a reached node, the operation that is wrong, or empty."""
     readers: dict[Any, list[Any]] = {}

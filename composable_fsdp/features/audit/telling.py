@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, wraps
 from inspect import unwrap
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 
 from composable_fsdp.errors import CompositionError
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _TORCH = f"{Path(torch.__file__).parent}/"
 _PACKAGE = f"{Path(__file__).parents[2]}/"
 _OWNERS = f"{_PACKAGE}optim/owners.py"
@@ -23,6 +27,26 @@ _OWN_CALLS = tuple(
 )
 """Parts of torch that may do with shards what they do: torch's element-wise optimizers
 (``optim.step_checks`` refuses the others), checkpoints, compilers."""
+
+
+_log = logging.getLogger(__name__)
+
+
+def harmless(function: Callable[P, T]) -> Callable[P, T | None]:
+    """Return ``function`` with its own errors in the log, and None in their place.
+
+    What the audit does beside a program must never end the program.
+    """
+
+    @wraps(function)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> T | None:
+        try:
+            return function(*args, **kwargs)
+        except Exception:
+            _log.warning("The audit has missed a call by an error.", exc_info=True)
+            return None
+
+    return guarded
 
 
 class Place(NamedTuple):
