@@ -44,7 +44,7 @@ from tests.support.sharded import message_of
 from tests.support.world import World
 
 Program = Callable[[nn.Module], object]
-PREFIX = "Shard taken for the parameter: "
+PREFIX = "composable_fsdp: shard taken for the parameter: "
 
 
 def build(path: str, width: int = 6) -> nn.Module:

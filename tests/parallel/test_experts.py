@@ -1075,7 +1075,9 @@ def test_clipping_by_the_norm_of_a_rank_is_told(world: World, kind: str) -> None
     model, plain = pair(RECIPES[kind], world)
     step_gradients(model, plain, world, 0)
 
-    with pytest.warns(UserWarning, match="Shard taken for the parameter: "):
+    with pytest.warns(
+        UserWarning, match="composable_fsdp: shard taken for the parameter: "
+    ):
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
 

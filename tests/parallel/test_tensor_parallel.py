@@ -224,7 +224,9 @@ def test_clipping_by_the_norm_of_a_rank_is_refused(world: World, dp: int) -> Non
     audit(model)
     backward(loss_of(model, batch(1, data_rank(mesh))))
 
-    with pytest.warns(UserWarning, match="Shard taken for the parameter: "):
+    with pytest.warns(
+        UserWarning, match="composable_fsdp: shard taken for the parameter: "
+    ):
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
 

@@ -135,7 +135,7 @@ def tell(text: str, place: Place | None, *, is_error: bool) -> None:
 
     Raises: CompositionError, if ``is_error``.
     """
-    text = f"Shard taken for the parameter: {text}"
+    text = f"composable_fsdp: shard taken for the parameter: {text}"
     if is_error:
         where = f" ({place.file}:{place.line})" if place else ""
         raise CompositionError(text + where)
