@@ -143,7 +143,7 @@ class GroupWatch(Reporter):
         for rank, other, predicate, theirs, more in map(json.loads, found):
             ordered = theirs == names and len(names) < 2
             # A rank that has left sends no more from any thread.
-            if other != what and (ordered or other[0] == "left"):
+            if other != what and (ordered or other[0] in ("left", "owes")):
                 store.compare_set(f"{key}/unlike", "", mine)
                 both = {dist.get_rank(): record.predicate, rank: predicate}
                 self._proof = waits.number, never_meet(both, more or advice)
@@ -176,7 +176,7 @@ class GroupWatch(Reporter):
             first = agreement.key_value_store().compare_set(key, "", mine)
             self._away = key if first.decode() == mine else ""
         # Else this rank has issued nothing: if all ranks catch the error, they go on.
-        if kind == "waits":
+        if kind != "left":
             self.tear(f"Rank {dist.get_rank()} {predicate}.")
         self.log.guarded = True
 
@@ -246,7 +246,6 @@ class GroupWatch(Reporter):
                 return ""
             store = agreement.key_value_store()
             behind: list[str] = []
-            number = self.log.number
             for rank in [each for each in self.ranks if each != dist.get_rank()]:
                 if len(behind) == _MOST_RANKS:
                     break
@@ -255,7 +254,7 @@ class GroupWatch(Reporter):
                     behind.append(f"rank {rank} has ended{how}")
                 elif store.check([f"{self.keys}/last/{rank}"]):
                     its, told, at = json.loads(store.get(f"{self.keys}/last/{rank}"))
-                    if its < number or "operation" not in told:
+                    if its < self.log.number or "operation" not in told:
                         ago = f"{max(0.0, time.time() - at):.0f} s ago"
                         behind.append(f"rank {rank} {told} ({ago})")
             return f"Behind: {listed(behind, '; ')}. " if behind else ""
@@ -492,9 +491,9 @@ def require_whole(group: dist.ProcessGroup) -> None:
         found.require_whole()
 
 
-def leave(group: dist.ProcessGroup, text: str) -> None:
-    """Tell the ranks of ``group`` that this rank raises ``text`` and sends no more."""
+def leave(group: dist.ProcessGroup, text: str, *, owes: bool = False) -> None:
+    """Tell that this rank raises ``text`` and, if it ``owes``, that none can go on."""
     found = _WATCH.group(group)
     with suppress(RuntimeError):
         if found is not None and not found.torn:
-            found.leave(f"raised: {text.rstrip('.')}")
+            found.leave(f"raised: {text.rstrip('.')}", kind="owes" if owes else "left")

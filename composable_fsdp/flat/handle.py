@@ -105,12 +105,9 @@ class BackwardProgress:
     gradient yet. -1 if a gradient arrived without a pre-backward: only the end of the
     graph task reduces then."""
     open_calls: int = 0
-    """Number of forwards in ``tapes`` whose inputs have not got their gradient yet.
-    Larger by ``RETAINED`` if the backward builds a graph: the unit stays full."""
+    """Forwards in ``tapes`` whose inputs wait for gradients (see ``RETAINED``)."""
     expected_calls: int = 0
-    """Number of open calls whose input hooks will run. If ``expected_calls`` equals
-    ``open_calls``, the last input hook reduces the unit."""
-    # ``Any``: the class ``ForwardRecord`` is in a higher layer.
+    """Number of open calls with input hooks. If all have, the last reduces the unit."""
     endless: bool = False
     """Whether backward has reached a call without an alias, whose end no hook tells."""
     tapes: tuple[Any, ...] = ()

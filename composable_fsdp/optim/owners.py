@@ -363,7 +363,8 @@ class _Exchange:
             for group in self.groups.present:
                 # A refusal of this package comes on all owners, at the same place.
                 if not isinstance(error, FSDPError):
-                    leave(group, text)
+                    owes = self.is_sent and group is self.groups.shard
+                    leave(group, text, owes=owes)
             raise
 
 

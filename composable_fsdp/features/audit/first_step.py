@@ -166,8 +166,8 @@ class _Call(NamedTuple):
     name: str
     place: Place | None
     """The user's line; None if parts are right there."""
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    values: tuple[Any, ...]
+    named: dict[str, Any]
     given: list[tuple[Tensor, Part]]
     wrong: tuple[()] | tuple[str, Part]
     """What the call itself does wrong, and with which parameter."""
