@@ -20,6 +20,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 _TORCH = f"{Path(torch.__file__).parent}/"
 _PACKAGE = f"{Path(__file__).parents[2]}/"
+_DOOR = f"{_PACKAGE}entries/fsdp2_torch.py"
+"""Wraps functions of torch, for all programs once FSDP2's names are used."""
 _OWNERS = f"{_PACKAGE}optim/owners.py"
 _OWN_CALLS = tuple(
     f"{_TORCH}{folder}/"
@@ -72,7 +74,7 @@ def place_of(frame: FrameType | None) -> Place | None:
     entry = ""
     # The audit's own mode stands between a backward and the user.
     while frame is not None and (
-        (file := frame.f_code.co_filename).startswith(_TORCH)
+        (file := frame.f_code.co_filename).startswith((_TORCH, _DOOR))
         or frame.f_code.co_name == "__torch_function__"
     ):
         entry, frame = file, frame.f_back
