@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -29,10 +29,17 @@ class Captured(NamedTuple):
     """Of two models that trained eagerly."""
 
 
+class Steps(Protocol):
+    """Trains."""
+
+    def step(self) -> None:
+        """Take a step."""
+
+
 def captured_step(size: Size, device: torch.device, rounds: int) -> Captured:
     """Train three equal models, one of them by a graph; the same number of steps."""
     eager, again, graphed = (_trainee(size, device) for _ in range(3))
-    replay = _graph_of(graphed, device)
+    replay = graph_of(graphed, device)
     for each in (eager, again):
         for _ in range(WARM_UP + 1):
             each.step()
@@ -63,7 +70,7 @@ def _weights(trainee: Trainee) -> list[Tensor]:
     return [p.detach() for p in trainee.model.parameters()]
 
 
-def _graph_of(trainee: Trainee, device: torch.device) -> Callable[[], object]:
+def graph_of(trainee: Steps, device: torch.device) -> Callable[[], object]:
     """Warm up on a side stream, as torch asks for, and capture a step."""
     with _side_stream(device):
         for _ in range(WARM_UP):
@@ -74,7 +81,7 @@ def _graph_of(trainee: Trainee, device: torch.device) -> Callable[[], object]:
     with torch.cuda.graph(graph):
         trainee.step()
 
-    def replay() -> Trainee:
+    def replay() -> Steps:
         graph.replay()
         # Refers to the trainee, whose tensors the graph reads and writes.
         return trainee

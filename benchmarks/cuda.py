@@ -1,7 +1,7 @@
 """On one GPU: the whole report, dated, into ``benchmarks/reports``.
 
-The GPU tests, step time in bf16 beside FSDP1 and FSDP2, constant peaks, overlap in a
-trace, and a step in a CUDA graph::
+Llama-3-8B (``benchmarks.llama``), the GPU tests, step time in bf16 beside FSDP1 and
+FSDP2, constant peaks, overlap in a trace, and a step in a CUDA graph::
 
     python -m benchmarks.cuda                 # a few minutes; says if there is no GPU
     python -m benchmarks.cuda --device cpu    # the same code at a tiny size, no report
@@ -28,6 +28,7 @@ from typing import Any, cast
 
 import torch
 
+from benchmarks import llama
 from benchmarks.captured import captured_step
 from benchmarks.device_steps import (
     SIZES,
@@ -215,6 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--rounds", type=int, default=20, help="timed steps of each library (20)")
     add("--steps", type=int, default=20, help="steps whose peaks are compared (20)")
     add("--no-tests", action="store_true", help="leave out the tests marked gpu")
+    add("--no-llama", action="store_true", help="leave out benchmarks.llama")
     add("--report", type=Path, help="folder of the report (on CUDA: its usual place)")
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
@@ -233,6 +235,10 @@ def _measure(device: torch.device, options: argparse.Namespace) -> int:
         device = torch.device("cuda", torch.cuda.current_device())
         where = f", {torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
     say_versions(where)
+    if not options.no_llama:
+        # First: the figures that are compared with other libraries'.
+        small = [] if device.type == "cuda" else ["--small", "--how", "eager"]
+        llama.main(["--device", device.type, "--rounds", "3", *small])
     passed = options.no_tests or _run_tests()
     for kind in options.world:
         run(kind, device, options)

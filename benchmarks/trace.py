@@ -63,6 +63,22 @@ def stream_uses(events: Iterable[Mapping[str, Any]]) -> list[StreamUse]:
     ]
 
 
+def idle_part(events: Iterable[Mapping[str, Any]]) -> float:
+    """Of the time between the first and the last work of the device, that without any.
+
+    0 without work of a device, as on a CPU.
+    """
+    spans = [
+        (float(each["ts"]), float(each["ts"]) + float(each.get("dur", 0.0)))
+        for each in events
+        if each.get("cat") in ON_DEVICE
+    ]
+    if not spans:
+        return 0.0
+    joined = _joined(spans)
+    return 1 - _length(joined) / (joined[-1][1] - joined[0][0])
+
+
 def hidden_part(uses: Sequence[StreamUse]) -> float:
     """Of the work of the side streams, the part in which compute was busy; 0 to 1."""
     side = sum(use.busy for use in uses[1:])
