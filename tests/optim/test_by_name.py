@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from tests.support.models import tiny_mlp
 from tests.support.on_ranks import on_ranks
 from tests.support.place import _same
 from tests.support.reference import apply_units, averaged_gradients, wide_input
-from tests.support.sharded import RankCount, both_paths, message_of
+from tests.support.sharded import both_paths, message_of
 from tests.support.world import World
 
 with warnings.catch_warnings():
@@ -74,13 +75,10 @@ def stepped(
 
 
 @pytest.mark.req("P-20")
-@both_paths
-@on_ranks(2, 3)
-def test_each_rank_may_have_its_own_order(
-    world: World, path: str, tmp_path: Path
-) -> None:
+@on_ranks(3)
+def test_each_rank_may_have_its_own_order(world: World, tmp_path: Path) -> None:
     """Of groups and of parameters; out and in again, in every form."""
-    model, optimizer, _, _ = stepped(world, path)
+    model, optimizer, _, _ = stepped(world, "wrapper")
     own = copy.deepcopy(local_state_dict(optimizer))
     whole = optim_state_dict(model, optimizer)
     # The same on all ranks, and options go with the parameters.
@@ -90,30 +88,21 @@ def test_each_rank_may_have_its_own_order(
         {n: s["exp_avg"].sum().item() for n, s in whole["state"].items()}
     )
     assert all(each == seen[0] for each in seen)
-    full = FullStateDictConfig(), FullOptimStateDictConfig(rank0_only=True)
-    for kind in ("full", "first", "sharded", "local", "native"):
-        _, fresh, _, _ = new = stepped(world, path, steps=1)
-        if kind == "first":
-            with (
-                state_dict_type(model, StateDictType.FULL_STATE_DICT, *full),
-                state_dict_type(new[0], StateDictType.FULL_STATE_DICT, *full),
-            ):
-                state = optim_state_dict(model, optimizer)
-                given = optim_state_dict_to_load(new[0], fresh, state)
-                fresh.load_state_dict(given)
-        elif kind == "native":
+    first = FullStateDictConfig(), FullOptimStateDictConfig(rank0_only=True)
+    kinds: dict[str, tuple[Any, ...]] = {
+        "full": (StateDictType.FULL_STATE_DICT,),
+        "first": (StateDictType.FULL_STATE_DICT, *first),
+        "sharded": (StateDictType.SHARDED_STATE_DICT,),
+        "local": (StateDictType.LOCAL_STATE_DICT,),
+    }
+    for kind in (*kinds, "native"):
+        _, fresh, _, _ = new = stepped(world, "wrapper", steps=1)
+        if kind == "native":
             save(tmp_path / "saved", model, optimizer)
             load(tmp_path / "saved", new[0], fresh)
         else:
-            names = {
-                "full": StateDictType.FULL_STATE_DICT,
-                "sharded": StateDictType.SHARDED_STATE_DICT,
-                "local": StateDictType.LOCAL_STATE_DICT,
-            }
-            with (
-                state_dict_type(model, names[kind]),
-                state_dict_type(new[0], names[kind]),
-            ):
+            asked: Any = kinds[kind]
+            with state_dict_type(model, *asked), state_dict_type(new[0], *asked):
                 state = optim_state_dict(model, optimizer)
                 fresh.load_state_dict(optim_state_dict_to_load(new[0], fresh, state))
         assert _same(local_state_dict(fresh)["state"], own["state"]), kind
@@ -131,12 +120,14 @@ def step_with(
     optimizer.step()
 
 
-def check_unmanaged(world: World, path: str) -> list[str]:
-    model, extra = (
-        apply_units(tiny_mlp(), ["0"], path=path),
-        nn.Parameter(torch.ones(3)),
-    )
-    pairs = [*model.named_parameters(), ("my.extra", extra)]
+@pytest.mark.req("P-20")
+@both_paths
+@on_ranks(2)
+def test_what_the_model_does_not_hold_goes_by_the_name_it_was_given(
+    world: World, path: str
+) -> None:
+    """Every rank holds it whole; without a name of its own it is refused."""
+    model, extra, pairs = with_extra(path)
     optimizer = torch.optim.AdamW(pairs, lr=0.1)
     step_with(optimizer, model, extra, world)
     before = copy.deepcopy(local_state_dict(optimizer))
@@ -148,39 +139,25 @@ def check_unmanaged(world: World, path: str) -> list[str]:
     assert torch.equal(state["state"]["my.extra"]["exp_avg"], torch.full((3,), 0.1))
     assert state["param_groups"][0]["params"][-1] == "my.extra"
     assert _same(local_state_dict(optimizer)["state"], before["state"])
-    unnamed = torch.optim.AdamW([*model.parameters(), extra])
-    taken = torch.optim.AdamW([("0.weight", extra)])
-    return [
-        message_of(lambda: optim_state_dict(model, unnamed)),
-        message_of(lambda: optim_state_dict(model, taken)),
-    ]
+    wrong: list[Any] = [[*model.parameters(), extra], [("0.weight", extra)]]
+    for parameters in wrong:
+        unnamed = torch.optim.AdamW(parameters)
+        text = message_of(partial(optim_state_dict, model, unnamed))
+        assert "make the optimizer of (name, parameter) pairs, with names" in text
+
+
+def with_extra(path: str) -> tuple[nn.Module, nn.Parameter, Any]:
+    """A model, a parameter of no model, and both by name."""
+    model, extra = apply_units(tiny_mlp(), ["0"], path=path), torch.ones(3)
+    parameter = nn.Parameter(extra)
+    return model, parameter, [*model.named_parameters(), ("my.extra", parameter)]
 
 
 @pytest.mark.req("P-20")
-@both_paths
-def test_what_the_model_does_not_hold_goes_by_the_name_it_was_given(
-    ranks: RankCount, path: str
-) -> None:
-    """Every rank holds it whole; without a name of its own it is refused."""
-    for texts in ranks(2).run(check_unmanaged, path):
-        for text in texts:
-            assert text.endswith(
-                "Pass the model that the optimizer trains. For a parameter of no "
-                "model, make the optimizer of (name, parameter) pairs, with names "
-                "that the model does not use."
-            )
-
-
-@pytest.mark.req("P-20")
-@both_paths
 @on_ranks(2)
-def test_an_optimizer_around_one_is_taken_by_its_names(world: World, path: str) -> None:
+def test_an_optimizer_around_one_is_taken_by_its_names(world: World) -> None:
     """torch's ``_NamedOptimizer``, which does not call ``Optimizer.__init__``."""
-    model, extra = (
-        apply_units(tiny_mlp(), ["0"], path=path),
-        nn.Parameter(torch.ones(3)),
-    )
-    pairs: Any = [*model.named_parameters(), ("my.extra", extra)]
+    model, extra, pairs = with_extra("wrapper")
     make: Any = _NamedOptimizer
     optimizer = make(pairs, torch.optim.AdamW, None, None, lr=0.1)
     step_with(optimizer, model, extra, world)

