@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -26,9 +26,7 @@ from tests.support.reference import (
     gpt_units,
     sgd,
 )
-from tests.support.world import RankPool, World
-
-RankCount = Callable[[int], RankPool]
+from tests.support.world import World
 
 
 class Speaker(TinyGPT):
@@ -64,8 +62,13 @@ def speaker(path: str) -> tuple[nn.Module, Speaker]:
     return apply_units(model, gpt_units(model), path=path), plain
 
 
-def speak(world: World, path: str) -> list[str]:
-    """Generate without gradients; the root is gathered once for all tokens."""
+@pytest.mark.req("B-13")
+@pytest.mark.parametrize("path", PATHS)
+@on_ranks(2)
+def test_a_method_that_calls_forward_gathers_the_root_once(
+    world: World, path: str
+) -> None:
+    """Two blocks per token, and one gather of the root around all of them."""
     model, plain = speaker(path)
     register_forward_method(model, "generate")
     prompt = gpt_input(0, world.rank)[:, :2]
@@ -74,32 +77,22 @@ def speak(world: World, path: str) -> list[str]:
         expected = plain.generate(prompt, count=3)
 
     assert torch.equal(tokens, expected)
-    assert not any(
-        h.residency is not Residency.SHARDED or h.running.calls
-        for h in _get_fsdp_handles(model)
-    )
+    require_sharded(model)
     assert_same_training(model, plain, [], [])
-    return [call.op for call in calls]
+    assert [call.op for call in calls] == ["all_gather"] * (1 + 3 * 2)
+
+
+def require_sharded(model: nn.Module) -> None:
+    handles = _get_fsdp_handles(model)
+    assert all(handle.residency is Residency.SHARDED for handle in handles)
+    assert not any(handle.running.calls for handle in handles)
 
 
 @pytest.mark.req("B-13")
-@pytest.mark.parametrize("path", PATHS)
-def test_a_method_that_calls_forward_gathers_the_root_once(
-    ranks: RankCount, path: str
-) -> None:
-    """Two blocks per token, and one gather of the root around all of them."""
-    assert ranks(2).run(speak, path) == [["all_gather"] * (1 + 3 * 2)] * 2
-
-
-@pytest.mark.req("B-13")
-@pytest.mark.parametrize("path", PATHS)
 @on_ranks(2)
-def test_a_loss_that_a_method_returns_trains(world: World, path: str) -> None:
-    """Its outputs are hooked as those of a forward; registering twice is once.
-
-    Two steps whose loss comes from ``score`` alone, mixed with forwards.
-    """
-    model, plain = speaker(path)
+def test_a_loss_that_a_method_returns_trains(world: World) -> None:
+    """Its outputs are hooked as those of a forward; registering twice is once."""
+    model, plain = speaker("wrapper")
     register_forward_method(model, "score")
     register_forward_method(model, "score")
     optimizers = sgd(model.parameters()), sgd(plain.parameters())
@@ -116,35 +109,24 @@ def test_a_loss_that_a_method_returns_trains(world: World, path: str) -> None:
     assert_same_training(model, plain, [], [], tolerance=1e-6)
 
 
-@pytest.mark.parametrize("path", PATHS)
 @on_ranks(2)
-def test_a_method_that_raises_leaves_the_model_sharded(world: World, path: str) -> None:
-    """Any exception, also one that passes no hook of a module.
-
-    A method that raises leaves the units sharded and the model usable.
-    """
-    model, plain = speaker(path)
+def test_a_method_that_raises_leaves_the_model_sharded(world: World) -> None:
+    """Any exception, also one that passes no hook of a module."""
+    model, plain = speaker("wrapper")
     register_forward_method(model, "fail")
     x = gpt_input(0, world.rank)
     with pytest.raises(KeyboardInterrupt, match=r"2, 5, 8"):
         model.fail(x)  # type: ignore[operator]
 
-    assert not any(
-        h.residency is not Residency.SHARDED or h.running.calls
-        for h in _get_fsdp_handles(model)
-    )
+    require_sharded(model)
     assert torch.equal(model(x), plain(x))
 
 
 @pytest.mark.req("D-14")
-@pytest.mark.parametrize("path", PATHS)
 @on_ranks(2)
-def test_the_method_of_a_copy_is_that_of_the_copy(world: World, path: str) -> None:
-    """A registered method follows ``copy.deepcopy``.
-
-    The method of a deep copy computes with the copy's parameters.
-    """
-    model, plain = speaker(path)
+def test_the_method_of_a_copy_is_that_of_the_copy(world: World) -> None:
+    """The method of a deep copy computes with the copy's parameters."""
+    model, plain = speaker("wrapper")
     register_forward_method(model, "score")
     made = copy.deepcopy(model)
     with torch.no_grad():
@@ -159,33 +141,25 @@ def test_the_method_of_a_copy_is_that_of_the_copy(world: World, path: str) -> No
 
 @pytest.mark.req("B-13")
 @pytest.mark.parametrize(
-    ("name", "text"),
+    ("at", "name", "text"),
     [
-        ("generale", r"Speaker has no method 'generale'"),
-        ("training", r"Speaker has no method 'training'"),
-        ("stream", r"Speaker\.stream is a generator"),
+        ("", "generale", r"Speaker has no method 'generale'"),
+        ("", "training", r"Speaker has no method 'training'"),
+        ("", "stream", r"Speaker\.stream is a generator"),
+        ("blocks.0.qkv", "reset_parameters", "fully sharded Speaker above it. Pass"),
     ],
 )
-def test_what_is_no_method_is_refused(one_rank: World, name: str, text: str) -> None:
+def test_what_is_no_method_is_refused(
+    one_rank: World, at: str, name: str, text: str
+) -> None:
     """The class and the name are told, and the module stays as it was."""
-    model = fully_shard(Speaker())
+    module = fully_shard(Speaker()).get_submodule(at)
+    before = [*vars(module)]
 
     with pytest.raises(CompositionError, match=text):
-        register_forward_method(model, name)
+        register_forward_method(module, name)
 
-    assert name not in vars(model) or name == "training"
-
-
-@pytest.mark.parametrize("above", [True, False])
-def test_a_module_that_is_no_unit_is_refused(one_rank: World, above: bool) -> None:
-    """Above or below a unit, the error says where it is."""
-    model = Speaker()
-    fully_shard(model.blocks[0])
-    target = model if above else model.blocks[0].get_submodule("qkv")
-
-    where = "such modules below it" if above else "fully sharded TinyBlock above it"
-    with pytest.raises(CompositionError, match=f"{where}. Pass"):
-        register_forward_method(target, "generate" if above else "reset_parameters")
+    assert [*vars(module)] == before
 
 
 def test_an_unsharded_model_keeps_its_method() -> None:

@@ -1,12 +1,14 @@
-"""Optimizer state as sharded values, and what torch's own functions get of it."""
+"""Optimizer state as sharded values: torch's own functions, and a rank's own part."""
 
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import re
 import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -24,12 +28,12 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+import composable_fsdp as cf
 from composable_fsdp import (
     FullOptimStateDictConfig,
-    LocalOptimStateDictConfig,
-    ShardedStateDictConfig,
     ShardingStrategy,
     StateDictType,
+    flat_parameters,
     optim_state_dict,
     optim_state_dict_to_load,
     set_state_dict_type,
@@ -41,13 +45,13 @@ from composable_fsdp.state_dict.sharded import ShardedValue
 from tests.support.models import TinyGPT, tiny_mlp
 from tests.support.on_ranks import on_ranks
 from tests.support.place import _same
-from tests.support.reference import STRATEGIES, adamw, apply_units
+from tests.support.reference import STRATEGIES, adamw, apply_units, loss_of, wide_input
 from tests.support.sharded import (
     UNITS,
-    RankCount,
     both_paths,
     gpt,
     message_of,
+    own_parts,
     step,
 )
 from tests.support.world import World
@@ -93,21 +97,6 @@ def test_one_setting_gives_and_takes_sharded_values_of_model_and_optimizer(
     set_state_dict_type(fresh, FULL)
     assert _same(dict(fresh.state_dict()), dict(whole[0]))
     assert _same(optim_state_dict(fresh, new), whole[1])
-
-
-@pytest.mark.req("S1-14", "U-02")
-def test_types_of_model_and_optimizer_cannot_be_mixed(one_rank: World) -> None:
-    """One call names one type; a configuration of another is refused, nothing set."""
-    model = apply_units(tiny_mlp(), [])
-    before = set_state_dict_type(model, SHARDED)
-
-    for wrong in (FullOptimStateDictConfig(), LocalOptimStateDictConfig()):
-        with pytest.raises(TypeError, match="expects a ShardedOptimStateDictConfig"):
-            set_state_dict_type(model, SHARDED, ShardedStateDictConfig(), wrong)
-    with pytest.raises(ValueError, match="sharded values are ShardedValue"):
-        set_state_dict_type(model, SHARDED, ShardedStateDictConfig(_use_dtensor=True))
-
-    assert set_state_dict_type(model, SHARDED) != before
 
 
 @pytest.mark.req("D-19")
@@ -167,7 +156,7 @@ def test_torchs_functions_set_full_state_from_all_ranks_or_the_first(
         mine = ({}, {}) if from_first and world.rank else copy.deepcopy(whole)
         with warnings.catch_warnings():
             # torch warns of what it asks the process group itself.
-            warnings.filterwarnings("ignore", message=".*(pg_default|Multiple backe)")
+            warnings.filterwarnings("ignore", message=".*(pg_default|Multiple)")
             set_model_state_dict(fresh, mine[0], options=options)
             new = adamw(fresh.parameters())
             set_optimizer_state_dict(fresh, new, mine[1], options=options)
@@ -197,44 +186,23 @@ def test_torchs_flat_optimizer_state_goes_out_and_in(
     assert _same(local_state_dict(fresh)["state"], local_state_dict(optimizer)["state"])
 
 
-def save_raw(world: World, folder: Path) -> Any:
-    model, optimizer = trained(world, "composable")
-    dcp_save({"optim": optimizer.state_dict()}, checkpoint_id=folder)
-    return optim_state_dict(model, optimizer)
-
-
-def load_raw(world: World, folder: Path, expected: Any) -> None:
-    model, optimizer = trained(world, "wrapper", steps=1, seed=4)
-    found = {"optim": optimizer.state_dict()}
-    dcp_load(found, checkpoint_id=folder)
-    optimizer.load_state_dict(found["optim"])
-
-    assert _same(optim_state_dict(model, optimizer)["state"], expected["state"])
-
-
-@pytest.mark.req("D-19")
-def test_the_optimizers_own_state_dict_may_be_given_to_torchs_checkpoint(
-    ranks: RankCount, tmp_path: Path
-) -> None:
-    """It says what part it is, so no rank's part is given to the others."""
-    expected = ranks(3).run(save_raw, tmp_path)[0]
-
-    ranks(2).run(load_raw, tmp_path, expected)
-
-
+@pytest.mark.parametrize("over", [nn.Module.parameters, flat_parameters])
 @on_ranks(3)
 def test_the_optimizers_own_state_dict_goes_through_a_file_and_back(
-    world: World,
+    world: World, over: Callable[[nn.Module], Any]
 ) -> None:
     """Into itself, into an optimizer that we never met, and as plain parts."""
-    model, optimizer = trained(world, "wrapper")
+    model = gpt("wrapper")
+    optimizer, *new = (adamw(over(model)) for _ in range(4))
+    for at in range(2):
+        step(model, optimizer, world.rank, at)
     before = copy.deepcopy(local_state_dict(optimizer))
+    whole = optim_state_dict(model, optimizer)
     file = io.BytesIO()
     with state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         torch.save(optimizer.state_dict(), file)
     file.seek(0)
     read = torch.load(file)  # weights only
-    new = [adamw(model.parameters()) for _ in range(3)]
     optimizer.load_state_dict(optimizer.state_dict())
     new[0].load_state_dict(read)  # one that was never met
     new[1].load_state_dict(copy.deepcopy(before))
@@ -242,9 +210,8 @@ def test_the_optimizers_own_state_dict_goes_through_a_file_and_back(
 
     for each in (optimizer, *new):
         assert _same(local_state_dict(each)["param_groups"], before["param_groups"])
-        whole = optim_state_dict(model, each)
+        assert _same(optim_state_dict(model, each), whole)
         step(model, each, world.rank, 5)
-        assert whole["state"]["head.weight"]["step"].item() == 2
         for values in each.state.values():
             assert type(values["exp_avg"]) is torch.Tensor
 
@@ -300,14 +267,145 @@ def test_sharded_state_goes_into_another_wrapping(world: World) -> None:
         step(other, new, world.rank, 0)
 
 
+class OwnBranch(nn.Module):
+    """A unit that all ranks train, and a layer that only this rank has."""
+
+    def __init__(self, rank: int, path: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.dense = apply_units(nn.Linear(4, 4), (), path=path)
+        self.add_module(f"sparse{rank}", nn.Linear(4, 4))
+
+    def forward(self, x: Any) -> Any:
+        """Map ``(batch, 4)`` to the same."""
+        _, own = list(self.named_children())[-1]
+        return self.dense(own(x))
+
+
 @on_ranks(2)
-def test_only_optimizers_of_sharded_parameters_get_hooks_and_get_them_once(
+def test_state_of_parameters_that_one_rank_has_is_saved_and_loaded(
     world: World,
 ) -> None:
-    """Others in the process are left as they are."""
-    plain = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
-    optimizer = trained(world, "composable", steps=3)[1]
-    plain.step()
+    """They are outside of units; save and load have one set of demands."""
+    model = OwnBranch(world.rank, "wrapper")
+    optim = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optim.step()
+    saved = cf.optim_state_dict(model, optim)
+    before = copy.deepcopy(optim.state_dict()["state"])
 
-    assert not plain._optimizer_state_dict_post_hooks
-    assert len(optimizer._optimizer_state_dict_post_hooks) == 1
+    optim.load_state_dict(cf.optim_state_dict_to_load(model, optim, saved))
+
+    assert f"sparse{world.rank}.weight" in saved["state"]
+    own = [model.get_parameter(f"sparse{world.rank}.{n}") for n in ("weight", "bias")]
+    for each in own:
+        place = next(i for i, p in enumerate(model.parameters()) if p is each)
+        torch.testing.assert_close(optim.state[each], before[place])
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@on_ranks(2)
+def test_state_from_torchs_older_reader_is_loaded(world: World, tmp_path: Path) -> None:
+    """``load_sharded_optimizer_state_dict`` gives torch's ``ShardedTensor``."""
+    model = gpt("wrapper")
+    optim = torch.optim.AdamW(model.parameters())
+    step(model, optim, world.rank, 0)
+    cf.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+    dcp_save({"optim": cf.optim_state_dict(model, optim)}, checkpoint_id=tmp_path)
+    read = load_sharded_optimizer_state_dict(
+        model_state_dict=model.state_dict(),
+        optimizer_key="optim",
+        storage_reader=FileSystemReader(tmp_path),
+    )
+    with cf.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        want = cf.optim_state_dict(model, optim)["state"]
+    for state in optim.state.values():
+        state["exp_avg"].zero_()
+
+    optim.load_state_dict(cf.optim_state_dict_to_load(model, optim, read["optim"]))
+
+    averages = {name: values["exp_avg"] for name, values in want.items()}
+    for leaf, part in own_parts(model, averages).values():
+        if leaf.numel():
+            assert torch.equal(optim.state[leaf]["exp_avg"], part)
+
+
+@on_ranks(2)
+def test_sharded_values_are_compared_as_whole_values(world: World) -> None:
+    """The result is that of all ranks, though each holds a part."""
+    model = gpt("wrapper")
+    cf.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+    value: Any = model.state_dict()["head.weight"]
+    other = value.clone()
+
+    assert torch.equal(value, other)
+    assert torch.allclose(value, other)
+    assert (value == other).full_tensor().all()
+    assert not (value != other).full_tensor().any()
+    assert torch.equal(value, value.full_tensor())
+    # The difference is on the last rank alone.
+    if world.rank:
+        other.local.view(-1)[-1] += 1
+    assert not torch.equal(value, other)
+    assert not torch.allclose(value, other)
+    assert int((value != other).full_tensor().sum()) == 1
+    with pytest.raises(TypeError, match="expects a whole tensor"):
+        _ = value == value.full_tensor()
+
+
+State = dict[str, Any]
+
+
+def stepped(
+    world: World, path: str, *, flat: bool = False, **options: Any
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = apply_units(tiny_mlp(), [], path=path, **options)
+    optimizer = adamw(flat_parameters(model) if flat else model.parameters())
+    loss_of(model, wide_input(8)(0, world.rank)).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    return model, optimizer
+
+
+def written(state: State) -> str:
+    """What writing it raises."""
+    return message_of(partial(torch.save, state, io.BytesIO()))
+
+
+@pytest.mark.req("P-13")
+@both_paths
+@on_ranks(2)
+def test_parts_that_nobody_asked_for_are_not_pickled(world: World, path: str) -> None:
+    """On any rank, copied or inside other things; the ways out do."""
+    model, optimizer = stepped(world, path)
+    state = optimizer.state_dict()
+    texts = [
+        written(state),
+        written({"optim": [copy.deepcopy(state)], "step": 1}),
+        message_of(partial(pickle.dumps, state)),
+    ]
+    # The model is deleted: an optimizer that lives longer still knows its parts.
+    for flat in (False, True):
+        left = stepped(world, path, flat=flat)[1]
+        gc.collect()
+        texts.append(written(left.state_dict()))
+    for text in texts[:4]:
+        assert text.startswith(
+            "CheckpointError: optimizer.state_dict() holds this rank's part of "
+            "state 'exp_avg' of '0.weight', elements ["
+        )
+        assert f"on rank {world.rank} of 2, and is pickled" in text
+        assert "set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)" in text
+    assert "part of state 'exp_avg' of the flat parameter of '" in texts[4]
+    # What the message names.
+    assert written(optim_state_dict(model, optimizer)) == "nothing was raised"
+    with state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        assert written(optimizer.state_dict()) == "nothing was raised"
+    # What a rank holds whole.
+    whole = stepped(world, path, strategy=ShardingStrategy.NO_SHARD)[1]
+    assert written(whole.state_dict()) == "nothing was raised"
+
+
+def test_the_state_of_one_rank_alone_is_pickled(one_rank: World) -> None:
+    """It is whole."""
+    state = stepped(one_rank, "composable")[1].state_dict()
+    assert written(state) == "nothing was raised"

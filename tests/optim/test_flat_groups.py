@@ -14,9 +14,6 @@ import torch
 from torch import nn
 
 from composable_fsdp import (
-    CustomPolicy,
-    FullyShardedDataParallel,
-    ModuleWrapPolicy,
     flat_parameter_groups,
     fully_shard,
     load,
@@ -26,7 +23,7 @@ from composable_fsdp import (
 )
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.tree.traversal import _get_fsdp_handles
-from tests.support.models import TinyBlock, TinyGPT
+from tests.support.models import TinyGPT
 from tests.support.on_ranks import on_ranks
 from tests.support.place import _same
 from tests.support.reference import (
@@ -149,21 +146,6 @@ def test_a_checkpoint_with_groups_goes_to_other_ranks_and_to_originals(
     state = ranks(2).run(save_grouped, tmp_path)[0]
 
     ranks(3).run(load_grouped, tmp_path, state)
-
-
-@on_ranks(2)
-def test_a_policy_gives_groups_to_units_on_either_path(world: World) -> None:
-    """For all that a call makes, or per module."""
-
-    def blocks(module: nn.Module) -> Any:
-        return {"group_by": kind} if isinstance(module, TinyBlock) else False
-
-    wrapper = FullyShardedDataParallel(TinyGPT(), auto_wrap_policy=CustomPolicy(blocks))
-    composable = fully_shard(
-        TinyGPT(), policy=ModuleWrapPolicy({TinyBlock}), group_by=kind
-    )
-    assert {*flat_parameter_groups(wrapper)} == {None, "matrix", "rest"}
-    assert {*flat_parameter_groups(composable)} == {"embedding", "matrix", "rest"}
 
 
 @on_ranks(2)

@@ -17,7 +17,6 @@ from composable_fsdp import (
     CompositionError,
     CPUOffload,
     MixedPrecision,
-    PhaseError,
     ShardedGradScaler,
     ShardingStrategy,
     clip_grad_norm_,
@@ -28,10 +27,8 @@ from composable_fsdp import (
     optim_state_dict,
     replicate,
     set_full_grad,
-    set_reshard_after_backward,
     unshard_params,
 )
-from composable_fsdp.comm.collectives import record
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.optim.models import INPUT, mixed
 from tests.support.models import TinyGPT, tiny_mlp
@@ -312,20 +309,6 @@ def test_gradients_that_the_originals_get_beside_their_unit_are_added(
     assert max(found.values(), default=0.0) < 1e-6
 
 
-def test_a_flat_gradient_that_was_set_is_added_to(one_rank: World) -> None:
-    """As any gradient that a user replaced."""
-    model = fully_shard(tiny_mlp())
-    (flat,) = flat_parameters(model)
-    backward(loss_of(model, x_of(0, 0)))
-    first = grad_of(model, "0.weight")
-    assert flat.grad is not None
-    flat.grad = 3 * flat.grad
-
-    backward(loss_of(model, x_of(0, 0)))
-
-    assert torch.allclose(grad_of(model, "0.weight"), 4 * first)
-
-
 def test_gradients_stay_with_their_parameters_when_some_are_frozen(
     one_rank: World,
 ) -> None:
@@ -342,19 +325,6 @@ def test_gradients_stay_with_their_parameters_when_some_are_frozen(
     assert after is not before
     assert before.grad is None
     assert all(map(torch.equal, seen, [grad_of(model, name) for name in names]))
-
-
-def test_a_step_under_a_unit_that_was_kept_full_is_noticed(one_rank: World) -> None:
-    """The next forward would use old values."""
-    model = fully_shard(tiny_mlp(), mixed_precision=BF16)
-    optimizer = adamw(flat_parameters(model))
-    set_reshard_after_backward(model, False)
-    backward(loss_of(model, x_of(0, 0)))
-
-    optimizer.step()
-
-    with pytest.raises(PhaseError, match="were written to while"):
-        model(x_of(0, 0))
 
 
 @on_ranks(2)
@@ -502,19 +472,6 @@ def test_wrong_modules_and_moments_are_refused(one_rank: World) -> None:
     assert all(region.flat is None for region in regions(above))
 
 
-@on_ranks(2)
-def test_flat_parameters_go_along_when_the_model_is_cast(world: World) -> None:
-    """The same objects view the new shards, and train."""
-    model = gpt("composable")
-    flats = flat_parameters(model)
-    model.to(torch.float64)
-    losses = train(model, world.rank, gpt_input, lambda _: adamw(flats))
-
-    assert all(flat.dtype == torch.float64 for flat in flats)
-    assert all(a is b for a, b in zip(flats, flat_parameters(model), strict=True))
-    assert losses[0] != losses[-1]
-
-
 @on_ranks(3)
 def test_flat_parameters_of_a_model_on_meta_are_the_same_after_it_got_values(
     world: World,
@@ -607,19 +564,6 @@ def test_what_is_frozen_has_the_step_refused_unless_it_is_a_whole_unit(
         assert "some were frozen or unfrozen since" in texts[0]
 
 
-@on_ranks(2)
-def test_the_step_sends_what_it_sends_over_the_originals(world: World) -> None:
-    """``flat_parameters`` itself sends nothing, nor does a step send more."""
-    ours, theirs = twins()
-    sent = []
-    for model, make in ((ours, flat_parameters), (theirs, nn.Module.parameters)):
-        with record() as calls:
-            train(model, world.rank, gpt_input, lambda _, m=model, f=make: adamw(f(m)))  # type: ignore[misc]
-        sent.append([(c.op, c.numel) for c in calls])
-
-    assert sent[0] == sent[1]
-
-
 def test_clipping_some_originals_of_a_flat_parameter_leaves_the_others(
     one_rank: World,
 ) -> None:
@@ -634,36 +578,3 @@ def test_clipping_some_originals_of_a_flat_parameter_leaves_the_others(
     assert torch.allclose(norm, before["0.weight"].norm())
     assert torch.allclose(grad_of(model, "0.weight").norm(), torch.tensor(1e-3))
     assert torch.equal(grad_of(model, "2.weight"), before["2.weight"])
-
-
-@on_ranks(2)
-def test_a_hook_decays_matrices_alone_as_a_group_of_their_own_would(
-    world: World,
-) -> None:
-    """Bit by bit, as docs/how_to/flat_parameters.md says."""
-    model, twin = gpt("composable"), gpt("composable")
-
-    def matrices(of: nn.Module) -> list[nn.Parameter]:
-        return [p for p in of.parameters() if p.ndim >= 2]
-
-    rest = [p for p in twin.parameters() if p.ndim < 2]
-    groups = [
-        {"params": matrices(twin), "weight_decay": 0.5},
-        {"params": rest, "weight_decay": 0.0},
-    ]
-    theirs = torch.optim.AdamW(groups, lr=0.05, foreach=True)
-    decayed: list[Tensor] = [*matrices(model)]
-    flats = flat_parameters(model)
-    ours = torch.optim.AdamW(flats, lr=0.05, weight_decay=0.0, foreach=True)
-
-    @torch.no_grad()
-    def decay(optimizer: Any, args: object, kwargs: object) -> None:
-        torch._foreach_mul_(decayed, 1 - optimizer.param_groups[0]["lr"] * 0.5)
-
-    ours.register_step_pre_hook(decay)
-    for at in range(3):
-        for each, optimizer in ((model, ours), (twin, theirs)):
-            backward(loss_of(each, gpt_input(at, world.rank)))
-            optimizer.step()
-            optimizer.zero_grad()
-    assert differences(model.state_dict(), twin.state_dict()) == {}

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import copy
-import io
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -22,9 +19,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from composable_fsdp import (
     CheckpointError,
-    FullOptimStateDictConfig,
-    FullyShardedDataParallel,
-    ShardingStrategy,
     StateDictType,
     async_save,
     flat_parameters,
@@ -38,9 +32,6 @@ from composable_fsdp import (
     state_dict_type,
 )
 from composable_fsdp.optim.own_state_dict import local_state_dict
-from composable_fsdp.state_dict.sharded import ShardedValue
-from composable_fsdp.storage.native import NativeSource
-from composable_fsdp.storage.source import Copy
 from tests.optim.models import INPUT, mixed
 from tests.optim.test_every_optimizer import EVERY
 from tests.support.models import tiny_mlp
@@ -64,7 +55,6 @@ from tests.support.sharded import (
 )
 from tests.support.world import World
 
-FSDP = FullyShardedDataParallel
 State = dict[str, Any]
 x_of = wide_input(8)
 
@@ -201,49 +191,6 @@ def test_a_state_goes_on_in_either_form_at_another_world_size(
 
 
 @on_ranks(3)
-def test_a_state_of_the_first_rank_alone_is_given_to_all(world: World) -> None:
-    """``rank0_only`` in both directions."""
-    model, optimizer = trained(world, "flat")
-    whole = optim_state_dict(model, optimizer)
-    mine = copy.deepcopy(local_state_dict(optimizer))
-    config = FullOptimStateDictConfig(rank0_only=True)
-    with state_dict_type(
-        model, StateDictType.FULL_STATE_DICT, optim_state_dict_config=config
-    ):
-        first = optim_state_dict(model, optimizer)
-        other, fresh = trained(world, "flat", steps=0)
-        with state_dict_type(
-            other, StateDictType.FULL_STATE_DICT, optim_state_dict_config=config
-        ):
-            optim_state_dict_to_load(other, fresh, first, load_directly=True)
-
-    assert bool(first) == (world.rank == 0)
-    assert not first or _same(first, whole)
-    assert _same(local_state_dict(fresh)["state"], mine["state"])
-
-
-@on_ranks(3)
-def test_the_older_functions_go_out_and_in(world: World) -> None:
-    """FSDP1's full, sharded, shard, scatter and flatten."""
-    model, optimizer = trained(world, "flat", "wrapper")
-    mine = copy.deepcopy(local_state_dict(optimizer))
-    whole = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
-    first = FSDP.full_optim_state_dict(model, optimizer)
-    parts = FSDP.sharded_optim_state_dict(model, optimizer)
-    flats = flat_parameters(model)
-
-    for loadable in (
-        FSDP.shard_full_optim_state_dict(whole, model, optim=optimizer),
-        FSDP.shard_full_optim_state_dict(whole, model, flats),
-        FSDP.scatter_full_optim_state_dict(first or None, model, optim=optimizer),
-        FSDP.flatten_sharded_optim_state_dict(parts, model, optimizer),
-    ):
-        fresh = adamw(flats)
-        fresh.load_state_dict(loadable)
-        assert _same(local_state_dict(fresh)["state"], mine["state"])
-
-
-@on_ranks(3)
 def test_state_of_one_parameter_is_read_and_written_in_the_flat_state(
     world: World,
 ) -> None:
@@ -313,22 +260,6 @@ def with_unused(world: World, make: Any) -> tuple[nn.Module, State]:
     backward(loss_of(model, INPUT(0, world.rank)))
     optimizer.step()
     return model, optim_state_dict(model, optimizer)
-
-
-def test_sharded_state_of_another_layout_is_refused(one_rank: World) -> None:
-    """It has this shard's size, and the elements of another rank."""
-    model, optimizer = trained(one_rank, "flat")
-    given = optimizer.state_dict()
-    for group in given["param_groups"]:
-        group.pop("flat_parameters", None)  # the fingerprint, as a script may do
-    average = given["state"][0]["exp_avg"].local
-    numel = average.numel()
-    given["state"][0]["exp_avg"] = ShardedValue(average, (2 * numel,), 0, numel, 1, 2)
-
-    text = message_of(lambda: optim_state_dict(model, optimizer, given))
-
-    assert "'exp_avg' of a flat parameter has shape" in text
-    assert "Save what optim_state_dict(model, optim) returns" in text
 
 
 @on_ranks(3)
@@ -438,62 +369,6 @@ def test_a_counter_beside_a_0d_parameter_is_a_scalar_on_every_rank(
         named = optim_state_dict(model, optimizer)
         optim_state_dict_to_load(model, optimizer, named, load_directly=True)
         assert _same(local_state_dict(optimizer), before)
-
-
-def test_new_flat_state_is_the_memory_that_a_checkpoint_was_read_into(
-    one_rank: World, tmp_path: Path
-) -> None:
-    """Not a copy of it: a state is never there twice."""
-    model = fully_shard(tiny_mlp())
-    optimizer = adamw(flat_parameters(model))
-    backward(loss_of(model, x_of(0, 0)))
-    optimizer.step()
-    save(tmp_path / "saved", model, optimizer)
-    fresh = adamw(flat_parameters(model))
-    prepare, read = NativeSource.prepare, set[int]()
-
-    def noted(source: NativeSource, copies: Sequence[Copy]) -> None:
-        read.update(c.into.untyped_storage().data_ptr() for c in copies if c.is_new)
-        prepare(source, copies)
-
-    with mock.patch.object(NativeSource, "prepare", noted):
-        load(tmp_path / "saved", model, fresh)
-
-    (state,) = fresh.state.values()
-    assert read == {state["exp_avg"].data_ptr(), state["exp_avg_sq"].data_ptr()}
-    assert torch.equal(
-        state["exp_avg"], next(iter(optimizer.state.values()))["exp_avg"]
-    )
-
-
-def pickled(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    """Its state dict, through a file of this rank."""
-    file = io.BytesIO()
-    with state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-        torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    state: State = torch.load(file, weights_only=True)
-    return state
-
-
-@on_ranks(3)
-def test_the_optimizers_own_state_dict_can_be_pickled_and_loaded(world: World) -> None:
-    """By this rank, under an equal plan, before and after the first step."""
-    model, optimizer = trained(world, "flat")
-    state = pickled(model, optimizer)
-    values = [v for s in state["state"].values() for v in s.values()]
-    other, unmet = trained(world, "flat", steps=0)
-    met = adamw(flat_parameters(other))
-    step(other, met, world.rank, 0)
-    for fresh in (unmet, met):
-        fresh.load_state_dict(copy.deepcopy(state))
-        other.load_state_dict(model.state_dict())
-        step(other, fresh, world.rank, 5)
-    step(model, optimizer, world.rank, 5)
-
-    assert any(isinstance(value, ShardedValue) for value in values)
-    assert differences(model.state_dict(), other.state_dict()) == {}
-    assert _same(optim_state_dict(other, unmet), optim_state_dict(model, optimizer))
 
 
 def save_dcp(world: World, folder: Path) -> State:
@@ -619,16 +494,3 @@ def test_every_element_wise_optimizer_trains_and_goes_over_in_both_forms(
 
     assert differences(results[0], results[2]) == {}
     assert differences(results[1], results[2]) == {}
-
-
-def test_an_unmet_optimizer_over_flat_parameters_has_no_state_to_lose(
-    one_rank: World,
-) -> None:
-    """Before its first step its state dict is torch's own, and loads again."""
-    model = gpt("composable", strategy=ShardingStrategy.FULL_SHARD)
-    optimizer = adamw(flat_parameters(model))
-
-    state = optimizer.state_dict()
-    optimizer.load_state_dict(state)
-
-    assert state["state"] == {}
