@@ -27,12 +27,7 @@ from composable_fsdp.tree.traversal import _get_fsdp_states
 from tests.support.models import TinyGPT
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import gpt_input, loss_of
-from tests.support.sharded import (
-    gpt,
-    message_of,
-    own_gradient,
-    own_parts,
-)
+from tests.support.sharded import gpt, message_of, own_gradient, own_parts
 from tests.support.world import World
 
 STRATEGIES = [

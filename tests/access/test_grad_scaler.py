@@ -77,25 +77,6 @@ def test_half_precision_gradients_and_none_at_all_decide_alike(world: World) -> 
         assert scaler.get_scale() == scale
 
 
-@on_ranks(2)
-def test_gradients_of_complex_parameters_are_refused_on_all_ranks(world: World) -> None:
-    """Also on a rank that holds no element, which has nothing to unscale."""
-    model = nn.Module()
-    model.register_parameter("phase", nn.Parameter(torch.ones(1, dtype=torch.cfloat)))
-    model.forward = lambda x: (x * model.phase).abs().sum()
-    fully_shard(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = scaler_of()
-    backward(scaler.scale(model(torch.ones(2))))
-
-    with pytest.raises(
-        TypeError,
-        match=r"gradient of parameter 'phase' of dtype torch.complex64, and torch "
-        r"unscales real gradients only. Step complex parameters with an optimizer of",
-    ):
-        scaler.step(optimizer)
-
-
 def test_a_scaled_loss_keeps_its_dtype_in_any_nesting() -> None:
     """A half precision loss stays one; other things are refused."""
     scaler, half = scaler_of(), torch.ones((), dtype=torch.float16)

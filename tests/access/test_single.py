@@ -32,12 +32,7 @@ from tests.support.models import TinyGPT, tiny_mlp
 from tests.support.on_ranks import on_ranks
 from tests.support.place import _same
 from tests.support.recording import record_steps
-from tests.support.reference import (
-    averaged_gradients,
-    backward,
-    gpt_input,
-    loss_of,
-)
+from tests.support.reference import averaged_gradients, backward, gpt_input, loss_of
 from tests.support.sharded import both_paths, gpt, message_of
 from tests.support.world import World
 

@@ -50,11 +50,7 @@ from tests.support.reference import (
     train_reference,
     wide_input,
 )
-from tests.support.sharded import (
-    both_paths,
-    gpt,
-    message_of,
-)
+from tests.support.sharded import both_paths, gpt, message_of
 from tests.support.world import World
 
 x_of = wide_input(8)

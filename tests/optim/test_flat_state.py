@@ -46,13 +46,7 @@ from tests.support.reference import (
     tolerance_at,
     wide_input,
 )
-from tests.support.sharded import (
-    RankCount,
-    both_paths,
-    gpt,
-    message_of,
-    step,
-)
+from tests.support.sharded import RankCount, both_paths, gpt, message_of, step
 from tests.support.world import World
 
 State = dict[str, Any]
@@ -470,10 +464,7 @@ def test_state_of_retired_flat_parameters_is_not_lost(world: World) -> None:
 def test_every_element_wise_optimizer_trains_and_goes_over_in_both_forms(
     world: World, name: str
 ) -> None:
-    """Bit by bit as one that is over the originals all the time.
-
-    Two steps, state out, into the other form, two steps more.
-    """
+    """Bit by bit as one that is over the originals all the time."""
     results = []
     for forms in (("flat", "originals"), ("originals", "flat"), ("originals",) * 2):
         state: Any = None

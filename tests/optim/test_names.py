@@ -483,10 +483,7 @@ def test_a_plain_optimizers_numbers_are_loaded_by_their_places(world: World) -> 
 @pytest.mark.req("U-05")
 @on_ranks(2)
 def test_names_that_an_optimizer_was_made_with_tell_its_numbers(world: World) -> None:
-    """Not the order: the groups of the two may list parameters differently.
-
-    One made from names, in another order than the one whose state is loaded.
-    """
+    """Not the order: the groups of the two may list parameters differently."""
     plain, model = TinyGPT(), gpt("wrapper")
     reference = optim.AdamW(plain.named_parameters())
     plain(torch.zeros(1, 5, dtype=torch.long)).square().mean().backward()
@@ -513,10 +510,7 @@ def test_names_that_an_optimizer_was_made_with_tell_its_numbers(world: World) ->
 @pytest.mark.req("U-05")
 @on_ranks(2)
 def test_a_parameters_other_names_are_known(world: World) -> None:
-    """Those of the optimizer, and every name of a tied parameter.
-
-    Names of the user's own, and another name of a tied parameter.
-    """
+    """Those of the optimizer, and every name of a tied parameter."""
     model = gpt("composable", tied_head=True)
     own = [(f"p{i}", p) for i, (_, p) in enumerate(model.named_parameters())]
     optimizer = optim.AdamW(own)

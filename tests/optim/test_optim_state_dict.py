@@ -47,13 +47,7 @@ from tests.support.reference import (
     gpt_input,
     loss_of,
 )
-from tests.support.sharded import (
-    UNITS,
-    RankCount,
-    gpt,
-    message_of,
-    step,
-)
+from tests.support.sharded import UNITS, RankCount, gpt, message_of, step
 from tests.support.world import World
 
 FSDP = FullyShardedDataParallel

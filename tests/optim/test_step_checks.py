@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -175,10 +176,7 @@ def test_state_that_is_not_element_wise_is_noticed_by_its_shape(world: World) ->
 @pytest.mark.req("S3-11")
 @on_ranks(2)
 def test_an_optimizer_made_before_sharding_stays_valid(world: World) -> None:
-    """It trains the same parameter objects, as on the plain model bit by bit.
-
-    An optimizer from before goes on, if it has no state; here by both ways.
-    """
+    """It trains the same parameter objects, as on the plain model bit by bit."""
     make = partial(optim.AdamW, lr=0.05)
     plain = Mixed()
     reference = make(trainable(plain))
@@ -311,20 +309,14 @@ WAYS: dict[str, tuple[Callable[[nn.Module], list[nn.Parameter]], dict[str, Any]]
 }
 
 
-def module_of(model: nn.Module) -> nn.Module:
-    """What the wrapper holds, whose units can be asked for by name."""
-    inner: nn.Module = getattr(model, "module", model)
-    return inner
-
-
 @pytest.mark.req("P-14")
 @on_ranks(2)
 def test_an_optimizer_of_full_parameters_is_refused_at_each_step(world: World) -> None:
     """By name, of whatever form and door; also in a group that was added later."""
     for way, (collect, options) in WAYS.items():
-        model = mixed("wrapper", **options)
+        model: Any = mixed("wrapper", **options)
         model(INPUT(0, world.rank))
-        ours = optim.AdamW(collect(module_of(model)), lr=0.1)
+        ours = optim.AdamW(collect(model.module), lr=0.1)
         late = optim.AdamW([{"params": trainable(model)[:0]}], lr=0.1)
         backward(loss_of(model, INPUT(0, world.rank)))
         before = copied(model)
@@ -368,10 +360,7 @@ def test_a_step_inside_a_block_is_refused_and_done_after_it(world: World) -> Non
 def test_full_parameters_with_full_gradients_can_be_stepped_inside_a_block(
     world: World,
 ) -> None:
-    """``with_grads`` gives what any optimizer needs, and the block keeps the step.
-
-    Muon on full parameters with full gradients, written back: the plain step.
-    """
+    """``with_grads`` gives what any optimizer needs, and the block keeps the step."""
     model, plain = mixed("composable"), Mixed()
     reference = optim.Muon([p for p in trainable(plain) if p.ndim == 2], lr=0.1)
     matrices: optim.Optimizer | None = None
@@ -393,10 +382,7 @@ def test_full_parameters_with_full_gradients_can_be_stepped_inside_a_block(
 
 @on_ranks(2)
 def test_parameters_that_are_not_shown_are_stepped(world: World) -> None:
-    """A block over one unit and an earlier ``unshard`` are nobody else's business.
-
-    Only units that are shown are refused: others step as ever.
-    """
+    """A block over one unit and an earlier ``unshard`` are nobody else's business."""
     model = mixed("composable")
     first, second = model.get_submodule("first"), model.get_submodule("second")
     ours = optim.SGD(second.parameters(), lr=0.1)
@@ -452,32 +438,10 @@ def test_no_step_on_weights_that_are_kept_full_passes_unnoticed(world: World) ->
         assert differences(model.state_dict(), plain.state_dict()) == {}, (name, way)
 
 
-class Pair(nn.Module):
-    """Two units of which each may be trained alone; one rank holds none of ``gain``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body, self.gain = nn.Linear(8, 8), Gain()
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.gain(self.body(x))
-        return out
-
-
-class Gain(nn.Module):
-    """One number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.by = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.by
-
-
 def pair() -> Any:
-    model = apply_units(Pair(), ["body", "gain"])
+    """Two units of which each may be trained alone; one rank holds none of ``gain``."""
+    layers = {"body": nn.Linear(8, 1), "gain": nn.Linear(1, 1, bias=False)}
+    model = apply_units(nn.Sequential(OrderedDict(layers)), [*layers])
     model(torch.ones(1, 8))
     return model
 

@@ -53,13 +53,7 @@ from tests.support.models import TinyGPT
 from tests.support.on_ranks import on_ranks
 from tests.support.place import _same
 from tests.support.reference import PATHS, STRATEGIES, adamw, apply_units, differences
-from tests.support.sharded import (
-    RankCount,
-    both_paths,
-    gpt,
-    message_of,
-    step,
-)
+from tests.support.sharded import RankCount, both_paths, gpt, message_of, step
 from tests.support.world import World
 
 every_strategy = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)

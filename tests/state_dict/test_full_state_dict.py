@@ -27,20 +27,8 @@ from tests.support.models import TinyGPT, tiny_mlp
 from tests.support.on_ranks import on_ranks
 from tests.support.place import _same
 from tests.support.recording import record_steps
-from tests.support.reference import (
-    PATHS,
-    STRATEGIES,
-    apply_units,
-    differences,
-    loss_of,
-)
-from tests.support.sharded import (
-    RankCount,
-    both_paths,
-    gpt,
-    is_full,
-    message_of,
-)
+from tests.support.reference import PATHS, STRATEGIES, apply_units, differences, loss_of
+from tests.support.sharded import RankCount, both_paths, gpt, is_full, message_of
 from tests.support.world import RankFailure, World
 
 
@@ -207,40 +195,26 @@ def test_what_does_not_fit_is_reported_as_by_the_plain_model(
     model(torch.ones(4, 8)).sum().backward()
 
 
-class Saves(nn.Module):
-    """Does something in its forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = tiny_mlp()
-        self.act: Any = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.act is not None:
-            self.act()
-        y: Tensor = self.inner(x)
-        return y
-
-
 @both_paths
 @on_ranks(2)
 def test_inside_forward_and_backward_it_is_refused_between_them_it_works(
     world: World, path: str
 ) -> None:
     """The messages name the call and when to make it."""
-    inner = Saves()
-    model = apply_units(inner, ["inner"], path=path)
+    plain: Any = nn.Sequential(tiny_mlp())
+    layer = plain[0][1]
+    model = apply_units(plain, ["0"], path=path)
     state, x = model.state_dict(), torch.ones(2, 8)
     for name, act in (
         ("state_dict", model.state_dict),
         ("load_state_dict", lambda: model.load_state_dict(state)),
     ):
-        inner.act = act
+        handle = layer.register_forward_pre_hook(lambda *_, act=act: act() and None)
         text = message_of(lambda: model(x))
+        handle.remove()
         assert text.startswith(
             f"PhaseError: {name} was called on (root) inside the forward of (root)"
         )
-        inner.act = None
         y = model(x)
         y.register_hook(lambda _, act=act: act() and None)
         text = message_of(y.sum().backward)

@@ -47,12 +47,7 @@ from tests.support.models import TinyGPT, tiny_mlp
 from tests.support.on_ranks import on_ranks
 from tests.support.place import _same
 from tests.support.reference import STRATEGIES, adamw, apply_units, differences
-from tests.support.sharded import (
-    both_paths,
-    gpt,
-    message_of,
-    step,
-)
+from tests.support.sharded import both_paths, gpt, message_of, step
 from tests.support.world import World
 
 FULL, LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.LOCAL_STATE_DICT
