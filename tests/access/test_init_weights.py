@@ -16,7 +16,6 @@ from composable_fsdp import (
     fsdp2,
     fully_shard,
     init_weights,
-    unshard_params,
 )
 from tests.runtime.metas import on_meta
 from tests.support.on_ranks import on_ranks
@@ -194,23 +193,6 @@ def test_weights_of_a_million_elements(world: World) -> None:
     init_weights(model)
     torch.manual_seed(1)
     by_method(plain)
-    assert unlike(model, plain) == []
-
-
-@pytest.mark.req("B-08")
-@doors
-@on_ranks(2)
-def test_a_whole_models_own_method_runs_on_full_parameters(
-    world: World, door: str
-) -> None:
-    """As torchtitan's ``init_weights()``, inside of ``unshard_params``."""
-    model, plain = shard(Model(), door), Model()
-    for each in (model, plain):
-        torch.manual_seed(0)
-        with unshard_params(model):
-            for module in each.modules():
-                own(module)
-
     assert unlike(model, plain) == []
 
 

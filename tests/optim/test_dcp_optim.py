@@ -48,7 +48,6 @@ from composable_fsdp import (
     set_state_dict_type,
     state_dict_type,
 )
-from composable_fsdp.comm.collectives import record
 from composable_fsdp.optim.names import is_absent
 from composable_fsdp.optim.own_state_dict import local_state_dict
 from tests.optim.models import by_name
@@ -57,7 +56,6 @@ from tests.support.models import TinyGPT, tiny_mlp
 from tests.support.on_ranks import on_ranks
 from tests.support.place import _same
 from tests.support.reference import (
-    STRATEGIES,
     adamw,
     apply_units,
     averaged_gradients,
@@ -89,35 +87,6 @@ def trained(
     for at in range(steps):
         step(model, optimizer, world.rank, at)
     return model, optimizer
-
-
-@pytest.mark.few(2)
-@pytest.mark.req("S1-14", "S1-32", "S1-15")
-@on_ranks(1, 2, 3)
-@both_paths
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
-def test_one_setting_gives_and_takes_sharded_values_of_model_and_optimizer(
-    world: World, path: str, strategy: ShardingStrategy
-) -> None:
-    """A round trip into another model and optimizer; no tensor is sent."""
-    model, optimizer = trained(world, path, strategy=strategy)
-    whole = model.state_dict(), optim_state_dict(model, optimizer)
-    fresh = gpt(path, seed=4, strategy=strategy)
-    new = adamw(fresh.parameters())
-    for each in (model, fresh):
-        set_state_dict_type(each, SHARDED)
-    with record() as calls:
-        saved, state = model.state_dict(), optim_state_dict(model, optimizer)
-        fresh.load_state_dict(saved)
-        new.load_state_dict(optim_state_dict_to_load(fresh, new, state))
-
-    assert {call.op for call in calls} <= {"all_gather_object"}
-    for values in state["state"].values():
-        assert isinstance(values["exp_avg"], ShardedValue)
-        assert type(values["step"]) is torch.Tensor
-    set_state_dict_type(fresh, FULL)
-    assert _same(dict(fresh.state_dict()), dict(whole[0]))
-    assert _same(optim_state_dict(fresh, new), whole[1])
 
 
 @pytest.mark.req("D-19")

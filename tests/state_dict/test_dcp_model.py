@@ -313,7 +313,7 @@ def load_corners(world: World, block: Block, folder: Path, expected: Any) -> Non
         )
 
 
-@pytest.mark.req("X-28")
+@pytest.mark.req("X-28", "S1-14", "S1-32")
 @pytest.mark.parametrize(
     ("path", "block"), [("wrapper", Block.ROW), ("composable", Block.ELEMENT)]
 )
