@@ -32,12 +32,18 @@ from composable_fsdp import (
 )
 from composable_fsdp.naming import strip_wrapper
 from composable_fsdp.optim.own_state_dict import local_state_dict
-from tests.optim.models import Mixed, by_name, mixed, train_plain, train_sharded
-from tests.optim.models import two_groups as two_groups
+from tests.optim.models import (
+    Mixed,
+    by_name,
+    mixed,
+    train_plain,
+    train_sharded,
+    two_groups,
+)
 from tests.support.models import TinyGPT, tiny_mlp
 from tests.support.on_ranks import on_ranks
 from tests.support.place import _same
-from tests.support.reference import apply_units, averaged_gradients, wide_input
+from tests.support.reference import apply_units, wide_input
 from tests.support.sharded import both_paths, gpt, message_of, step
 from tests.support.world import World
 
@@ -55,44 +61,28 @@ def sharded_children(model: Any, path: str) -> Any:
     return model
 
 
-def ddp_around(path: str) -> nn.Module:
-    """DDP averages what no unit holds."""
-    model = sharded_children(Mixed(), path)
-    model.unused.requires_grad_(False)
-    return DistributedDataParallel(model)
-
-
-def in_replicate(path: str) -> nn.Module:
-    model = Mixed()
-    sharded_children(model, path)
-    replicate(model)
-    return model
-
-
-def plain_ddp() -> nn.Module:
-    model = Mixed()
-    model.unused.requires_grad_(False)
-    return DistributedDataParallel(model)
-
-
 @pytest.mark.req("S1-02")
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("make", [ddp_around, in_replicate])
+@pytest.mark.parametrize("outer", [DistributedDataParallel, replicate])
 @both_paths
 @on_ranks(2)
 def test_units_inside_ddp_or_replicate_have_the_plain_models_names(
-    world: World, make: Callable[[str], Any], path: str
+    world: World, outer: Callable[[nn.Module], Any], path: str
 ) -> None:
     """``module.`` in front with DDP, as without sharding; settings reach inside."""
-    model = make(path)
-    plain = plain_ddp() if make is ddp_around else Mixed()
+    plain: Any = Mixed()
+    model: Any = Mixed()
+    for each in (model, plain):
+        each.unused.requires_grad_(False)  # DDP averages what no unit holds
+    model = outer(sharded_children(model, path))
     ours = optim.AdamW(model.parameters(), lr=0.05)
     reference = optim.AdamW(plain.parameters(), lr=0.05)
     train_sharded(model, ours, world, range(2))
-    if make is ddp_around:
-        train_sharded(plain, reference, world, range(2))
-    else:
+    if outer is replicate:
         train_plain(plain, reference, world.world_size, range(2))
+    else:
+        plain = outer(plain)
+        train_sharded(plain, reference, world, range(2))
 
     state, weights = optim_state_dict(model, ours), model.state_dict()
     first = FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(True, True)
@@ -279,42 +269,29 @@ x_of = wide_input(8)
 
 def groups_of(model: nn.Module, rank: int) -> list[State]:
     """Weights and biases, in another order of groups and parameters on each rank."""
-    named = list(model.named_parameters())
-    weights = [p for name, p in named if name.endswith("weight")]
-    biases = [p for name, p in named if name.endswith("bias")]
+    named = list(model.named_parameters())[:: -1 if rank % 2 else 1]
     groups: list[State] = [
-        {"params": weights, "lr": 0.1},
-        {"params": biases, "lr": 0.2},
+        {"params": [p for name, p in named if name.endswith(kind)], "lr": lr}
+        for kind, lr in (("weight", 0.1), ("bias", 0.2))
     ]
-    if rank % 2:
-        groups = [{**g, "params": g["params"][::-1]} for g in groups[::-1]]
-    return groups
+    return groups[:: -1 if rank % 2 else 1]
 
 
-def stepped(
-    world: World, path: str, *, steps: int = 2
-) -> tuple[nn.Module, torch.optim.Optimizer, nn.Module, torch.optim.Optimizer]:
-    """A sharded model, and the plain one; their optimizers after equal steps."""
-    plain = tiny_mlp()
-    model = apply_units(tiny_mlp(), ["0", "2"], path=path)
-    ours = torch.optim.AdamW(groups_of(model, world.rank))
-    theirs = torch.optim.AdamW(groups_of(plain, 0))
+def stepped(world: World, steps: int) -> tuple[nn.Module, optim.Optimizer]:
+    model = apply_units(tiny_mlp(), ["0", "2"], path="wrapper")
+    optimizer = optim.AdamW(groups_of(model, world.rank))
     for at in range(steps):
-        inputs = [x_of(at, rank) for rank in range(world.world_size)]
-        for each in (ours, theirs):
-            each.zero_grad()
-        averaged_gradients(plain, inputs)
-        model(inputs[world.rank]).pow(2).mean().backward()
-        ours.step()
-        theirs.step()
-    return model, ours, plain, theirs
+        optimizer.zero_grad()
+        model(x_of(at, world.rank)).pow(2).mean().backward()
+        optimizer.step()
+    return model, optimizer
 
 
 @pytest.mark.req("P-20")
 @on_ranks(3)
 def test_each_rank_may_have_its_own_order(world: World, tmp_path: Path) -> None:
     """Of groups and of parameters; out and in again, in every form."""
-    model, optimizer, _, _ = stepped(world, "wrapper")
+    model, optimizer = stepped(world, 2)
     own = copy.deepcopy(local_state_dict(optimizer))
     whole = optim_state_dict(model, optimizer)
     # The same on all ranks, and options go with the parameters.
@@ -332,19 +309,19 @@ def test_each_rank_may_have_its_own_order(world: World, tmp_path: Path) -> None:
         "local": (StateDictType.LOCAL_STATE_DICT,),
     }
     for kind in (*kinds, "native"):
-        _, fresh, _, _ = new = stepped(world, "wrapper", steps=1)
+        other, fresh = stepped(world, 1)
         if kind == "native":
             save(tmp_path / "saved", model, optimizer)
-            load(tmp_path / "saved", new[0], fresh)
+            load(tmp_path / "saved", other, fresh)
         else:
             asked: Any = kinds[kind]
-            with state_dict_type(model, *asked), state_dict_type(new[0], *asked):
+            with state_dict_type(model, *asked), state_dict_type(other, *asked):
                 state = optim_state_dict(model, optimizer)
                 if kind in ("full", "sharded"):
                     # One order on all ranks, or a loop that gathers would wait.
                     names = [name for name, _ in model.named_parameters()]
                     assert list(state["state"]) == names
-                fresh.load_state_dict(optim_state_dict_to_load(new[0], fresh, state))
+                fresh.load_state_dict(optim_state_dict_to_load(other, fresh, state))
         assert _same(local_state_dict(fresh)["state"], own["state"]), kind
         assert [g["lr"] for g in fresh.param_groups] == [
             g["lr"] for g in own["param_groups"]

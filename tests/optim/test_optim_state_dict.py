@@ -310,12 +310,6 @@ def test_the_state_is_the_same_while_parameters_are_full(
 NAME, ID = OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID
 
 
-def by_dimensions(model: nn.Module) -> list[dict[str, Any]]:
-    decayed = [p for p in model.parameters() if p.ndim >= 2]
-    rest = [p for p in model.parameters() if p.ndim < 2]
-    return [{"params": rest, "lr": 0.02}, {"params": decayed, "lr": 0.05}]
-
-
 @pytest.mark.parametrize("form", ["originals", "flat"])
 @on_ranks(3)
 def test_full_state_is_taken_apart_as_it_was_put_together(
@@ -323,8 +317,8 @@ def test_full_state_is_taken_apart_as_it_was_put_together(
 ) -> None:
     """From every rank or from the first, with the optimizer or what it is made from."""
     model = gpt("wrapper")
-    made: Any = flat_parameters(model) if form == "flat" else by_dimensions(model)
-    optimizer = torch.optim.AdamW(made)
+    make: Any = flat_parameters if form == "flat" else two_groups
+    optimizer = torch.optim.AdamW(make(model))
     step(model, optimizer, world.rank, 0)
     whole = optim_state_dict(model, optimizer)
     set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)  # not looked at
@@ -332,24 +326,26 @@ def test_full_state_is_taken_apart_as_it_was_put_together(
     on_first = FSDP.full_optim_state_dict(model, optimizer)
     everywhere = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
     sharded = FSDP.sharded_optim_state_dict(model, optimizer)
-    mine = local_state_dict(optimizer)
+    mine = copy.deepcopy(local_state_dict(optimizer))
     with record() as calls:
         parts = [
             FSDP.shard_full_optim_state_dict(whole, model, optim=optimizer),
-            FSDP.shard_full_optim_state_dict(whole, model, made),
+            FSDP.shard_full_optim_state_dict(whole, model, make(model)),
         ]
     assert calls == []
     group, given = world.group, on_first or None
     parts += [
         FSDP.scatter_full_optim_state_dict(on_first, model, optim=optimizer),
-        FSDP.scatter_full_optim_state_dict(given, model, made, group=group),
+        FSDP.scatter_full_optim_state_dict(given, model, make(model), group=group),
         FSDP.flatten_sharded_optim_state_dict(sharded, model, optimizer),
     ]
 
     assert _same(everywhere, whole)
     assert _same(on_first, whole if world.rank == 0 else {})
     for part in parts:
-        assert _same(part["state"], mine["state"])
+        fresh = torch.optim.AdamW(make(model))
+        fresh.load_state_dict(part)
+        assert _same(local_state_dict(fresh)["state"], mine["state"])
 
 
 @on_ranks(2)
@@ -364,7 +360,7 @@ def test_a_first_rank_without_a_state_is_told_to_all(world: World) -> None:
 
 
 def stepped_plain(model: nn.Module) -> torch.optim.Optimizer:
-    optimizer = torch.optim.AdamW(by_dimensions(model))
+    optimizer = torch.optim.AdamW(two_groups(model))
     model(torch.ones(1, 8)).sum().backward()
     optimizer.step()
     return optimizer
@@ -390,7 +386,7 @@ def test_names_become_numbers_and_numbers_names_as_with_torch() -> None:
     assert named["param_groups"][1]["params"] == ["0.weight", "2.weight"]
     assert _same(numbered, before)
     assert rekey_optim_state_dict(named, NAME, model, optim=optimizer) is named
-    back = rekey_optim_state_dict(named, torchs(ID), model, by_dimensions(model))
+    back = rekey_optim_state_dict(named, torchs(ID), model, two_groups(model))
     assert _same(back, numbered)
 
 

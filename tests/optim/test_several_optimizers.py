@@ -165,7 +165,7 @@ def test_a_parameter_in_two_optimizers_and_too_few_states_are_refused(
 ) -> None:
     """Its state under its name would be that of one; a state for each, or none."""
     model = tiny_mlp()
-    optims = [torch.optim.AdamW(model.parameters()) for _ in range(2)]
+    optims: Optims = [torch.optim.AdamW(model.parameters()) for _ in range(2)]
 
     for call in (
         lambda: save(tmp_path / "run", model, optims),

@@ -296,9 +296,10 @@ def test_calls_that_a_module_passes_on_still_give_full_parameters(
     with state_dict_type(model, StateDictType.FULL_STATE_DICT, first):
         once = model.state_dict()
     model(INPUT(0, 0))
-    model.load_state_dict({key: value + 1 for key, value in expected.items()})
-    for key, value in model.state_dict().items():
-        assert torch.equal(value, expected[key] + 1), key
+    if make is twice:  # torch asks no module below for its ``load_state_dict``
+        other = {key: value + 1 for key, value in expected.items()}
+        model.load_state_dict(other)
+        assert _same(dict(model.state_dict()), other)
 
     assert _same(dict(found), dict(expected))
     assert _same(dict(once), dict(expected) if world.rank == 0 else {})

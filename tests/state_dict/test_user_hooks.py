@@ -224,7 +224,7 @@ def check_round_trip(
 @pytest.mark.req("S1-31", "S1-32")
 @pytest.mark.parametrize("kind", [FULL, SHARDED], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("door", ["functional", "wrapper", "door"])
-@on_ranks(3)
+@on_ranks(2)
 def test_hooks_save_and_load_as_on_the_plain_model(
     world: World, door: str, kind: StateDictType
 ) -> None:
