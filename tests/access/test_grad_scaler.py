@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,12 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from composable_fsdp import ShardedGradScaler, fully_shard
+from composable_fsdp import ShardedGradScaler, flat_parameters, fully_shard
 from composable_fsdp.comm.collectives import record
 from tests.support.models import tiny_mlp
 from tests.support.on_ranks import on_ranks
-from tests.support.reference import backward, differences, loss_of, sgd, wide_input
-from tests.support.sharded import RankCount, one_to_three_ranks, several_ranks
+from tests.support.reference import backward, loss_of, sgd, wide_input
 from tests.support.world import World
 
 x_of = wide_input(8)
@@ -26,15 +26,24 @@ def scaler_of(**options: Any) -> ShardedGradScaler:
     return ShardedGradScaler("cpu", init_scale=8.0, growth_interval=2, **options)
 
 
-def check_infinity(world: World, value: float, how: str) -> list[tuple[bool, float]]:
+@pytest.mark.req("B-21", "X-15")
+@on_ranks(1, 3)
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("how", ["step", "unscale first"])
+@pytest.mark.parametrize("over", [nn.Module.parameters, flat_parameters])
+def test_what_one_rank_found_makes_all_skip_and_back_off(
+    world: World, over: Callable[[nn.Module], Any], how: str, value: float
+) -> None:
+    """The second step is skipped and halves the scale; two good ones double it."""
     model = fully_shard(tiny_mlp())
-    optimizer, scaler = sgd(model.parameters()), scaler_of()
+    held = list(over(model))
+    optimizer, scaler = sgd(held), scaler_of()
     seen = []
     for at in range(4):
         before = [p.detach().clone() for p in model.parameters()]
         backward(scaler.scale(loss_of(model, x_of(at, world.rank))))
         if at == 1 and world.rank == world.world_size - 1:
-            gradient = next(p.grad for p in model.parameters() if p.numel())
+            gradient = next(p.grad for p in held if p.numel())
             assert gradient is not None
             gradient[0] = value
         if how == "unscale first":
@@ -47,97 +56,25 @@ def check_infinity(world: World, value: float, how: str) -> list[tuple[bool, flo
         optimizer.zero_grad()
         same = all(map(torch.equal, before, model.parameters()))
         seen.append((same, scaler.get_scale()))
-    return seen
 
-
-@pytest.mark.req("B-21", "X-15")
-@one_to_three_ranks
-@pytest.mark.parametrize("value", [math.inf, math.nan])
-@pytest.mark.parametrize("how", ["step", "unscale first"])
-def test_what_one_rank_found_makes_all_skip_and_back_off(
-    ranks: RankCount, how: str, value: float, world_size: int
-) -> None:
-    """The second step is skipped and halves the scale; two good ones double it."""
-    found = ranks(world_size).run(check_infinity, value, how)
-
-    expected = [(False, 8.0), (True, 4.0), (False, 4.0), (False, 8.0)]
-    assert found == [expected] * world_size
-
-
-def check_parity(world: World) -> float:
-    plain, model = tiny_mlp(), fully_shard(tiny_mlp())
-    theirs = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
-    ours = scaler_of()
-    for scaler, module in ((theirs, plain), (ours, model)):
-        optimizer = sgd(module.parameters())
-        for at in range(3):
-            backward(scaler.scale(loss_of(module, x_of(at, 0))))
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-    assert ours.state_dict() == theirs.state_dict()
-    saved = model.state_dict()
-    return max(differences(saved, plain.state_dict()).values(), default=0.0)
+    assert seen == [(False, 8.0), (True, 4.0), (False, 4.0), (False, 8.0)]
 
 
 @pytest.mark.req("B-21")
-@one_to_three_ranks
-def test_scaled_training_equals_that_of_the_plain_model(
-    ranks: RankCount, world_size: int
-) -> None:
-    """With torch's scaler on the plain model: the same steps and the same scale."""
-    assert max(ranks(world_size).run(check_parity)) < 1e-6
-
-
-def check_odd_gradients(world: World) -> tuple[list[float], float]:
-    """A half gradient on one rank, none on another, a group of its own."""
+@on_ranks(3)
+def test_half_precision_gradients_and_none_at_all_decide_alike(world: World) -> None:
+    """A rank without a gradient learns what the others found, in a group of its own."""
     weight = nn.Parameter(torch.ones(2, dtype=torch.float16))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     scaler = scaler_of(process_group=dist.new_group())
     scaler.scale(torch.ones(()))
-    if world.rank == 0:
-        weight.grad = torch.full_like(weight, 8.0)
-    scaler.step(optimizer)
-    scaler.update()
-    first = weight.tolist()
-    if world.rank == 0:
-        weight.grad = torch.full_like(weight, math.inf)
-    scaler.step(optimizer)
-    scaler.update()
-    assert weight.tolist() == first
-    return first, scaler.get_scale()
-
-
-@pytest.mark.req("B-21")
-@several_ranks
-def test_half_precision_gradients_and_none_at_all_decide_alike(
-    ranks: RankCount, world_size: int
-) -> None:
-    """A rank without a gradient learns what the others found."""
-    first, *others = ranks(world_size).run(check_odd_gradients)
-
-    assert first == ([0.0, 0.0], 4.0)
-    assert others == [([1.0, 1.0], 4.0)] * (world_size - 1)
-
-
-@on_ranks(1, 2)
-def test_gradients_of_complex_parameters_are_refused_on_all_ranks(world: World) -> None:
-    """Also on a rank that holds no element, which has nothing to unscale."""
-    model = nn.Module()
-    model.register_parameter("phase", nn.Parameter(torch.ones(1, dtype=torch.cfloat)))
-    model.forward = lambda x: (x * model.phase).abs().sum()
-    fully_shard(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = scaler_of()
-    backward(scaler.scale(model(torch.ones(2))))
-
-    with pytest.raises(
-        TypeError,
-        match=r"gradient of parameter 'phase' of dtype torch.complex64, and torch "
-        r"unscales real gradients only. Step complex parameters with an optimizer of "
-        r"their own, without a scaler.",
-    ):
+    for value, scale in ((8.0, 8.0), (math.inf, 4.0)):
+        if world.rank == 0:
+            weight.grad = torch.full_like(weight, value)
         scaler.step(optimizer)
+        scaler.update()
+        assert weight.tolist() == [float(world.rank > 0)] * 2
+        assert scaler.get_scale() == scale
 
 
 def test_a_scaled_loss_keeps_its_dtype_in_any_nesting() -> None:

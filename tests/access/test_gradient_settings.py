@@ -1,14 +1,17 @@
-"""Claims on when gradients are reduced, and by what they are divided."""
+"""Claims on when, over which groups and by what gradients are reduced."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fsdp2
 from torch.distributed.tensor import DTensor
@@ -18,6 +21,8 @@ from composable_fsdp import (
     ShardingStrategy,
     clip_grad_norm_,
     fully_shard,
+    no_sync,
+    recent_operations,
     set_gradient_divide_factor,
     set_is_last_backward,
     set_reduce_scatter_unused_params,
@@ -25,23 +30,25 @@ from composable_fsdp import (
     set_requires_gradient_sync,
     set_reshard_after_backward,
     set_reshard_after_forward,
+    set_separate_reduce_scatter_group,
 )
 from composable_fsdp.comm.call_records import CallRecord
 from composable_fsdp.comm.collectives import record
-from composable_fsdp.flat.reduce_rule import split_factor
-from composable_fsdp.tree.traversal import _get_fsdp_states
-from tests.access.test_no_sync import assert_gradients, summed_then_averaged
+from composable_fsdp.comm.operations import operation_log, operation_logs
+from composable_fsdp.comm.watch import GroupWatch
+from composable_fsdp.tree.traversal import _get_fsdp_handles, _get_fsdp_states
 from tests.support.models import TinyGPT
 from tests.support.on_ranks import on_ranks
-from tests.support.reference import gpt_input, loss_of, tolerance_at
-from tests.support.sharded import (
-    both_paths,
-    gpt,
-    message_of,
-    own_gradient,
-    own_parts,
+from tests.support.reference import (
+    STRATEGIES,
+    adamw,
+    gpt_input,
+    loss_of,
+    tolerance_at,
+    train,
 )
-from tests.support.world import World
+from tests.support.sharded import both_paths, gpt, message_of, own_gradient, own_parts
+from tests.support.world import RankPool, World, fake_world
 
 
 def backward(model: nn.Module, batch: int, rank: int) -> None:
@@ -53,7 +60,7 @@ def sent(calls: Sequence[CallRecord], op: str) -> int:
 
 
 @pytest.mark.req("B-14")
-@on_ranks(1, 2, 3)
+@on_ranks(3)
 @both_paths
 @pytest.mark.parametrize("who", ["all", "blocks", "root"])
 def test_units_that_do_not_sync_accumulate_without_communication(
@@ -72,12 +79,9 @@ def test_units_that_do_not_sync_accumulate_without_communication(
         backward(model, 2, world.rank)
 
     waiting = {"all": 3, "blocks": 2, "root": 1}[who]
-    alone = world.world_size == 1
-    assert sent(quiet, "reduce_scatter") == (0 if alone else 2 * (3 - waiting))
-    assert sent(calls, "reduce_scatter") == (0 if alone else 3)
-    tolerance = 0.0 if who == "all" else 1e-6
-    expected = summed_then_averaged(world, [0, 1, 2])
-    assert_gradients(model, expected, tolerance_at(world.world_size) or tolerance)
+    assert sent(quiet, "reduce_scatter") == 2 * (3 - waiting)
+    assert sent(calls, "reduce_scatter") == 3
+    assert_gradients(model, summed_then_averaged(world, [0, 1, 2]), 1e-5)
 
 
 def hybrid(world: World, **options: Any) -> nn.Module:
@@ -121,20 +125,33 @@ def test_hybrid_units_all_reduce_at_the_last_micro_batch_only(world: World) -> N
     assert_gradients(model, summed_then_averaged(world, [0, 1, 2, 3]), 1e-6)
 
 
+@pytest.mark.req("B-14")
 @on_ranks(4)
-def test_sums_that_wait_are_shards_in_the_reduce_dtype(world: World) -> None:
-    """Also when compute is in bfloat16."""
-    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = hybrid(world, mixed_precision=precision)
+def test_what_waits_is_in_the_reduce_dtype(world: World) -> None:
+    """Sums of replicas as shards, and whole gradients; compute is in bfloat16."""
+    low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    summed, unsent = (hybrid(world, mixed_precision=low) for _ in range(2))
 
-    set_requires_all_reduce(model, False)
-    backward(model, 0, world.rank)
+    set_requires_all_reduce(summed, False)
+    set_requires_gradient_sync(unsent, False)
+    for batch in range(2):
+        backward(summed, batch, world.rank)
+        backward(unsent, batch, world.rank)
 
-    for state in _get_fsdp_states(model):
-        for region in state.handle.layout.trainable:
-            assert region.reduce.partial is not None
-            assert region.reduce.partial.dtype == torch.float32
-            assert region.reduce.partial.shape == (region.layout.shard_numel,)
+    for one, other in zip(*map(_get_fsdp_states, (summed, unsent)), strict=True):
+        for region, whole in zip(
+            one.handle.layout.trainable, other.handle.layout.trainable, strict=True
+        ):
+            partial, buffer = region.reduce.partial, whole.reduce.buffer
+            assert partial is not None
+            assert partial.dtype == torch.float32
+            assert partial.shape == (region.layout.shard_numel,)
+            assert buffer is not None
+            assert buffer.dtype == torch.float32
+            assert buffer.untyped_storage().nbytes() > 0
+    set_requires_gradient_sync(unsent, True)
+    backward(unsent, 2, world.rank)
+    clip_grad_norm_(unsent, 1.0)
 
 
 class Half(nn.Module):
@@ -226,17 +243,7 @@ def test_a_float16_sum_beyond_its_range_has_the_right_average(
     assert torch.equal(gradient, torch.full_like(gradient, 40000.0))
 
 
-@pytest.mark.parametrize("factor", [1, 2, 3, 5, 6, 7, 8, 48, 1000, 1024, 2.5])
-def test_the_two_divisions_give_the_factor(factor: float) -> None:
-    """The first is a power of two, and neither is much larger than the root."""
-    before, after = split_factor(factor)
-
-    assert before * after == factor
-    assert before.hex().startswith("0x1.0000000000000p")
-    assert before <= 2 * max(factor**0.5, 1)
-
-
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_the_last_reduction_is_awaited_by_the_last_backward(world: World) -> None:
     """Before, the end of backward leaves it on its way, and no sum is lost."""
     model = gpt("composable")
@@ -249,56 +256,9 @@ def test_the_last_reduction_is_awaited_by_the_last_backward(world: World) -> Non
     set_is_last_backward(model, True)
     backward(model, 1, world.rank)
 
-    assert pending == (world.world_size > 1)
+    assert pending
     assert in_flight.reducing is None
-    expected = summed_then_averaged(world, [0, 1])
-    assert_gradients(model, expected, tolerance_at(world.world_size) or 1e-6)
-
-
-@pytest.mark.req("B-14")
-@on_ranks(2)
-def test_low_precision_compute_accumulates_in_the_reduce_dtype(world: World) -> None:
-    """What waits between micro-batches is float32 under bfloat16 compute."""
-    mixed = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = gpt("composable", mixed_precision=mixed)
-
-    set_requires_gradient_sync(model, False)
-    backward(model, 0, world.rank)
-    backward(model, 1, world.rank)
-
-    for state in _get_fsdp_states(model):
-        for region in state.handle.layout.trainable:
-            assert region.reduce.buffer is not None
-            assert region.reduce.buffer.dtype == torch.float32
-            assert region.reduce.buffer.untyped_storage().nbytes() > 0
-    set_requires_gradient_sync(model, True)
-    backward(model, 2, world.rank)
-    clip_grad_norm_(model, 1.0)
-
-
-@pytest.mark.parametrize(
-    "act",
-    [
-        partial(set_requires_gradient_sync, requires_gradient_sync=False),
-        partial(set_requires_all_reduce, requires_all_reduce=False),
-        partial(set_is_last_backward, is_last_backward=False),
-    ],
-)
-def test_a_model_without_units_is_refused(act: partial[None]) -> None:
-    """The message names the function and says where to call it."""
-    text = message_of(lambda: act(nn.Linear(2, 2)))
-
-    assert text == (
-        f"CompositionError: {act.func.__name__} was called on a Linear that holds no "
-        "fully sharded module; nor is it in one. Apply fully_shard first."
-    )
-
-
-def test_a_divide_factor_that_is_not_positive_is_refused() -> None:
-    """Before anything is looked for."""
-    text = message_of(lambda: set_gradient_divide_factor(nn.Linear(2, 2), 0.0))
-
-    assert text.startswith("ValueError: set_gradient_divide_factor expects a positive")
+    assert_gradients(model, summed_then_averaged(world, [0, 1]), 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -310,18 +270,229 @@ def test_a_divide_factor_that_is_not_positive_is_refused() -> None:
         set_requires_gradient_sync,
         set_reshard_after_backward,
         set_reshard_after_forward,
+        no_sync,
     ],
 )
-@pytest.mark.parametrize("value", ["no", 1, None])
-def test_a_switch_takes_nothing_but_true_and_false(
-    one_rank: World, switch: Callable[..., None], value: object
+def test_wrong_values_and_models_without_units_are_refused(
+    one_rank: World, switch: Callable[..., Any]
 ) -> None:
-    """A text would count as true; nothing is set."""
-    model = fully_shard(nn.Linear(2, 2))
-
-    text = message_of(lambda: switch(model, value))
-
-    assert text == (
-        f"TypeError: {switch.__name__} expects True or False, got {value!r}. Compare, "
-        "if it is a number or a text: (step + 1) % 4 == 0."
+    """A text would count as true; the message names the function."""
+    if switch is no_sync:
+        act: Any = no_sync(nn.Linear(2, 2)).__enter__
+    else:
+        act = partial(switch, nn.Linear(2, 2), False)
+        for value in ("no", 1, None):
+            text = message_of(partial(switch, fully_shard(nn.Linear(2, 2)), value))
+            assert text.startswith(
+                f"TypeError: {switch.__name__} expects True or False, got {value!r}."
+            )
+    assert message_of(act) == (
+        f"CompositionError: {switch.__name__} was called on a Linear that holds no "
+        "fully sharded module; nor is it in one. Apply fully_shard first."
     )
+    text = message_of(lambda: set_gradient_divide_factor(nn.Linear(2, 2), 0.0))
+    assert text.startswith("ValueError: set_gradient_divide_factor expects a positive")
+
+
+def reductions(calls: Sequence[CallRecord]) -> int:
+    return sum(call.op in ("reduce_scatter", "all_reduce") for call in calls)
+
+
+def summed_then_averaged(world: World, batches: Sequence[int]) -> dict[str, Tensor]:
+    """Each rank's gradients on the plain model, summed over batches, then averaged."""
+    total: dict[str, Tensor] = {}
+    for rank in range(world.world_size):
+        plain = TinyGPT()
+        for batch in batches:
+            backward(plain, batch, rank)
+        for name, parameter in plain.named_parameters():
+            assert parameter.grad is not None
+            grad = parameter.grad
+            total[name] = total[name] + grad if name in total else grad
+    return {name: value / world.world_size for name, value in total.items()}
+
+
+def assert_gradients(
+    model: nn.Module, expected: dict[str, Tensor], tolerance: float
+) -> None:
+    for name, (leaf, part) in own_parts(model, expected).items():
+        gradient = own_gradient(leaf)
+        if tolerance:
+            assert torch.allclose(gradient, part, atol=tolerance), name
+        else:
+            assert torch.equal(gradient, part), name
+
+
+@on_ranks(1, 2, 3)
+@both_paths
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+def test_micro_batches_inside_cost_no_reduction_and_are_summed_in_one(
+    world: World, path: str, strategy: ShardingStrategy
+) -> None:
+    """Two batches inside and one after equal one reduction of the sum."""
+    model = gpt(path, strategy=strategy)
+
+    with record() as quiet, no_sync(model):
+        backward(model, 0, world.rank)
+        backward(model, 1, world.rank)
+    unreduced = [parameter.grad for parameter in model.parameters()]
+    with record() as calls:
+        backward(model, 2, world.rank)
+
+    assert reductions(quiet) == 0
+    assert unreduced == [None] * len(unreduced)
+    per_region = strategy is ShardingStrategy.NO_SHARD
+    units = sum(
+        len(s.handle.layout.trainable) if per_region else 1
+        for s in _get_fsdp_states(model)
+    )
+    assert reductions(calls) == (units if world.world_size > 1 else 0)
+    assert_gradients(
+        model, summed_then_averaged(world, [0, 1, 2]), tolerance_at(world.world_size)
+    )
+
+
+@on_ranks(2)
+def test_leaving_an_inner_block_does_not_end_the_outer_one(world: World) -> None:
+    """Nor does a raise in it; what had arrived before the raise is part of the sum."""
+    model = gpt("composable")
+    block = model.get_submodule("blocks.0")
+
+    def act() -> None:
+        with no_sync(block):
+            backward(model, 0, world.rank)
+            raise KeyError("in the block")
+
+    with record() as calls, no_sync(model):
+        assert message_of(act).startswith("KeyError")
+        backward(model, 1, world.rank)
+    backward(model, 2, world.rank)
+
+    assert reductions(calls) == 0
+    assert_gradients(model, summed_then_averaged(world, [0, 1, 2]), 0.0)
+
+
+@pytest.mark.req("B-14")
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        (ShardingStrategy.SHARD_GRAD_OP, [3, 0, 0, 3]),
+        (ShardingStrategy.FULL_SHARD, [5, 5, 5, 5]),
+    ],
+)
+@on_ranks(2)
+def test_what_stays_full_for_backward_stays_for_the_next_forward(
+    world: World, strategy: ShardingStrategy, expected: list[int]
+) -> None:
+    """With SHARD_GRAD_OP three gathers serve three batches; FULL_SHARD gathers anew."""
+    model = gpt("wrapper", strategy=strategy)
+    gathers = []
+    for batch in range(4):
+        waits = no_sync(model) if batch < 2 else nullcontext()
+        with waits, record() as calls:
+            backward(model, batch, world.rank)
+        gathers.append(sum(call.op == "all_gather" for call in calls))
+
+    assert gathers == expected
+    assert_gradients(model, summed_then_averaged(world, [0, 1, 2, 3]), 1e-6)
+
+
+OF_GROUPS = [ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD]
+
+
+def in_blocks(world: World, strategy: ShardingStrategy) -> Any:
+    """Two blocks and a root, over a grid if replicas are asked for."""
+    torch.manual_seed(0)
+    model = TinyGPT()
+    mesh = None
+    if strategy is ShardingStrategy.HYBRID_SHARD:
+        grid = (2, world.world_size // 2)
+        mesh = init_device_mesh("cpu", grid, mesh_dim_names=("outer", "inner"))
+    for module in (*model.blocks, model):
+        fully_shard(module, strategy=strategy, device_mesh=mesh)
+    return model
+
+
+def train_on_two_groups(world: World, strategy: ShardingStrategy) -> None:
+    """Three steps with and without, and the groups of the collectives."""
+    plain, model = in_blocks(world, strategy), in_blocks(world, strategy)
+    expected = train(plain, world.rank, gpt_input, adamw)
+    known = {each.name for each in operation_logs()}
+    # Twice: the second call creates nothing.
+    for _ in range(2):
+        set_separate_reduce_scatter_group(model)
+    before = seen_operations()
+
+    losses = train(model, world.rank, gpt_input, adamw)
+
+    assert losses == expected
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    groups: dict[str, set[str]] = {}
+    for each in recent_operations():
+        if (each.group, each.number) not in before:
+            groups.setdefault(each.op, set()).add(each.group)
+    (gathers,), (reductions,) = groups["all_gather"], groups["reduce_scatter"]
+    assert gathers != reductions
+    assert {each.name for each in operation_logs()} - known == {reductions}
+    shard = _get_fsdp_handles(model)[0].groups.shard
+    assert shard is not None
+    (made,) = [
+        each
+        for each in dist.distributed_c10d._world.pg_map
+        if each.group_name == reductions
+    ]
+    members = dist.get_process_group_ranks
+    assert members(made) == members(shard)
+    assert dist.get_backend(made) == dist.get_backend(shard)
+    # A rank that leaves the order is found over either group.
+    assert type(operation_log(made).watcher) is GroupWatch
+
+    # A copy reduces over the same group; False goes back to that of the gathers.
+    twin = copy.deepcopy(model)
+    assert all(
+        one.rule.group is other.rule.group is not None
+        for one, other in zip(
+            _get_fsdp_handles(twin), _get_fsdp_handles(model), strict=True
+        )
+    )
+    set_separate_reduce_scatter_group(model, False)
+    before = seen_operations()
+    train(model, world.rank, gpt_input, adamw)
+    assert {
+        each.group
+        for each in recent_operations()
+        if each.op == "reduce_scatter" and (each.group, each.number) not in before
+    } == {gathers}
+
+
+def seen_operations() -> set[tuple[str, int]]:
+    """The operations so far. A full ring has the same length after others."""
+    return {(each.group, each.number) for each in recent_operations()}
+
+
+@pytest.mark.req("M-07")
+@pytest.mark.parametrize(
+    ("strategy", "size"), [(OF_GROUPS[0], 2), (OF_GROUPS[1], 4)], ids=str
+)
+def test_training_is_the_same_over_a_second_group(
+    ranks: Callable[[int], RankPool], strategy: ShardingStrategy, size: int
+) -> None:
+    """Bit by bit; records name the group that a collective was sent over."""
+    ranks(size).run(train_on_two_groups, strategy)
+
+
+@pytest.mark.req("M-07")
+def test_one_unit_alone_and_refusals() -> None:
+    """Without ``recurse`` the units below stay; a unit of one rank has no group."""
+    with fake_world(4) as world:
+        model = in_blocks(world, ShardingStrategy.FULL_SHARD)
+        set_separate_reduce_scatter_group(model, recurse=False)
+        root, *others = _get_fsdp_handles(model)
+        assert root.rule.group is not None
+        assert [each.rule.group for each in others] == [None, None]
+        with pytest.raises(TypeError, match="expects True or False"):
+            set_separate_reduce_scatter_group(model, 1)  # type: ignore[arg-type]
+        copied = in_blocks(world, ShardingStrategy.NO_SHARD)
+        set_separate_reduce_scatter_group(copied)
+        assert {each.rule.group for each in _get_fsdp_handles(copied)} == {None}

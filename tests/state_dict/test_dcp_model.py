@@ -1,8 +1,9 @@
-"""SHARDED_STATE_DICT of a model, and torch.distributed.checkpoint on it."""
+"""SHARDED_STATE_DICT, its values, and torch.distributed.checkpoint on them."""
 
 from __future__ import annotations
 
 import copy
+import importlib
 import io
 import warnings
 from collections.abc import Callable
@@ -13,71 +14,67 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import state_dict as torchs
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import (
+    Block,
+    CheckpointError,
     ShardingStrategy,
     StateDictType,
+    fully_shard,
+    optim_state_dict,
     set_state_dict_type,
+    state_dict_type,
 )
 from composable_fsdp.comm.collectives import record
+from composable_fsdp.optim.own_state_dict import local_state_dict
+from composable_fsdp.state_dict import dcp_caller
 from composable_fsdp.state_dict.sharded import ShardedValue
 from tests.state_dict.dcp_tools import (
     SHARDED,
     Payload,
+    corners,
     load_sending_nothing,
     save_sending_nothing,
     sharded,
 )
 from tests.support.models import TinyGPT
 from tests.support.on_ranks import on_ranks
-from tests.support.reference import PATHS, STRATEGIES, apply_units, differences
-from tests.support.sharded import (
-    RankCount,
-    both_paths,
-    gpt,
-    message_of,
-)
+from tests.support.place import _same
+from tests.support.reference import PATHS, STRATEGIES, adamw, apply_units, differences
+from tests.support.sharded import RankCount, both_paths, gpt, message_of, step
 from tests.support.world import World
 
-every_strategy = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+
+def save(world: World, path: str, folder: Path, strategy: ShardingStrategy) -> int:
+    """Return the number of elements that the checkpoint has."""
+    options: dict[str, Any] = {"strategy": strategy}
+    if strategy is ShardingStrategy.HYBRID_SHARD:
+        names = ("replicate", "shard")
+        options["device_mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    state = {"model": sharded(gpt(path, seed=3, **options))}
+    with Payload() as mode:
+        metadata: Any = dcp_save(state, checkpoint_id=folder)
+    assert mode.sent == []
+    saved = metadata.state_dict_metadata.values()
+    return sum(chunk.sizes.numel() for each in saved for chunk in each.chunks)
 
 
-@pytest.mark.req("S1-32")
-@on_ranks(2, 3)
-@both_paths
-def test_sharded_values_are_this_ranks_rows_under_the_plain_names(
-    world: World, path: str
-) -> None:
-    """Shape and dtype of the whole, memory of the part, one box each, nothing sent."""
-    model = gpt(path, tied_head=True)
-    full = model.state_dict()
-    with record() as calls:
-        saved = sharded(model)
-
-    assert calls == []
-    assert list(saved) == list(full)
-    tied = saved["tokens.weight"].local, saved["head.weight"].local
-    assert tied[0].data_ptr() == tied[1].data_ptr()
-    for name, value in saved.items():
-        assert isinstance(value, ShardedValue)
-        assert (value.shape, value.dtype) == (full[name].shape, full[name].dtype)
-        assert len(value.boxes) <= 1  # rows are not cut
-        part = full[name].reshape(-1)[value.start : value.stop]
-        assert torch.equal(value.local.reshape(-1), part)
-
-
-def save(world: World, path: str, folder: Path, strategy: ShardingStrategy) -> None:
-    saved = sharded(gpt(path, seed=3, strategy=strategy))
-    save_sending_nothing({"model": saved}, folder)
-
-
-def load(world: World, folder: Path, strategy: ShardingStrategy) -> None:
+def load(world: World, folder: Path) -> None:
     expected = TinyGPT(seed=3).state_dict()
-    for path in PATHS:
+    strategies = ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD
+    for path, strategy in zip(PATHS, strategies, strict=True):
         model = gpt(path, seed=5, strategy=strategy)
         state = {"model": sharded(model)}
         load_sending_nothing(state, folder)
@@ -88,17 +85,20 @@ def load(world: World, folder: Path, strategy: ShardingStrategy) -> None:
 
 
 @pytest.mark.req("S1-32", "S1-34")
-@pytest.mark.parametrize("before", [2, 3])
-@every_strategy
+@pytest.mark.parametrize(
+    ("strategy", "size"),
+    [*((each, 3) for each in STRATEGIES), (ShardingStrategy.HYBRID_SHARD, 4)],
+    ids=lambda value: getattr(value, "name", None),
+)
 @both_paths
-def test_what_dcp_saved_on_one_path_both_load_at_any_world_size(
-    ranks: RankCount, path: str, strategy: ShardingStrategy, before: int, tmp_path: Path
+def test_what_dcp_saved_on_one_path_both_load_at_another_world_size(
+    ranks: RankCount, path: str, strategy: ShardingStrategy, size: int, tmp_path: Path
 ) -> None:
-    """Bit by bit, and no tensor is sent between ranks on the way out or in."""
-    ranks(before).run(save, path, tmp_path, strategy)
+    """Bit by bit; each element is saved once, and no tensor is sent out or in."""
+    written = ranks(size).run(save, path, tmp_path, strategy)
 
-    for after in (1, 2, 4):
-        ranks(after).run(load, tmp_path, strategy)
+    assert set(written) == {sum(p.numel() for p in TinyGPT().parameters())}
+    ranks(2).run(load, tmp_path)
 
 
 def test_the_payload_counter_sees_a_tensor_that_is_sent(one_rank: World) -> None:
@@ -110,17 +110,14 @@ def test_the_payload_counter_sees_a_tensor_that_is_sent(one_rank: World) -> None
 
 
 @pytest.mark.req("S1-32")
-@on_ranks(2, 3)
-@both_paths
-def test_full_and_sharded_values_are_loaded_whichever_is_set(
-    world: World, path: str
-) -> None:
+@on_ranks(3)
+def test_full_and_sharded_values_are_loaded_whichever_is_set(world: World) -> None:
     """What a value is can be seen from the value. Nothing is sent."""
-    model = gpt(path, seed=3)
+    model = gpt("wrapper", seed=3)
     full, mine = model.state_dict(), sharded(model)
     for kind in (StateDictType.FULL_STATE_DICT, SHARDED):
         for state in (full, mine):
-            other = gpt(path, seed=5)
+            other = gpt("wrapper", seed=5)
             set_state_dict_type(other, kind)
             with record() as calls:
                 other.load_state_dict(state)
@@ -129,56 +126,40 @@ def test_full_and_sharded_values_are_loaded_whichever_is_set(
             assert differences(other.state_dict(), full) == {}
 
 
-def misfits(world: World, path: str) -> list[str]:
-    model = gpt(path)
-    mine = sharded(model)
-    other = apply_units(TinyGPT(seed=5), ["blocks.0"], path=path)
-    plain = TinyGPT()
-    set_state_dict_type(other, SHARDED)
-    return [
-        message_of(lambda: other.load_state_dict(mine)),
-        message_of(lambda: plain.load_state_dict(mine)),
-    ]
-
-
 @pytest.mark.req("U-02")
-@both_paths
-def test_sharded_values_of_another_plan_are_refused(
-    ranks: RankCount, path: str
-) -> None:
+@on_ranks(2)
+def test_sharded_values_of_another_plan_are_refused(world: World) -> None:
     """The parameter, both parts, and the way out; on every rank."""
-    for other, plain in ranks(2).run(misfits, path):
-        assert "'blocks.1.norm_1.weight': expected elements [" in other
-        assert "of shape (8,) on rank " in other
-        assert "load that into this model's own state_dict()" in other
-        assert "Use value.local for this rank's elements" in plain
-
-
-def check_per_tree(world: World, path: str) -> str:
-    model = gpt(path)
-    inner = model.get_submodule("blocks")[1]  # type: ignore[index]
-    set_state_dict_type(inner, SHARDED)
-    values = inner.state_dict().values()
-    assert all(isinstance(value, ShardedValue) for value in values)
-    rest = model.get_submodule("blocks")[0].state_dict().values()  # type: ignore[index]
-    assert not any(isinstance(value, ShardedValue) for value in rest)
-    return message_of(model.state_dict)
+    mine = sharded(gpt("wrapper"))
+    other = apply_units(TinyGPT(seed=5), ["blocks.0"])
+    set_state_dict_type(other, SHARDED)
+    text = message_of(lambda: other.load_state_dict(mine))
+    assert "'blocks.1.norm_1.weight': expected elements [" in text
+    assert "of shape (8,) on rank " in text
+    assert "load that into this model's own state_dict()" in text
+    text = message_of(lambda: TinyGPT().load_state_dict(mine))
+    assert "Use value.local for this rank's elements" in text
 
 
 @pytest.mark.req("S1-32", "S1-14")
-@both_paths
-def test_the_type_is_that_of_the_tree_the_call_is_made_on(
-    ranks: RankCount, path: str
-) -> None:
+@on_ranks(2)
+def test_the_type_is_that_of_the_tree_the_call_is_made_on(world: World) -> None:
     """A unit may have its own; one state dict of two types is refused."""
-    for text in ranks(2).run(check_per_tree, path):
-        assert (
-            "state_dict expects one type for all units; 'blocks.1' is set to " in text
-        )
-        assert "SHARDED_STATE_DICT, the unit it is in to FULL_STATE_DICT" in text
+    model = gpt("wrapper")
+    rest, inner = model.get_submodule("blocks").children()
+    set_state_dict_type(inner, SHARDED)
+    for module, expected in ((inner, True), (rest, False)):
+        values = module.state_dict().values()
+        assert all(isinstance(value, ShardedValue) == expected for value in values)
+    text = message_of(model.state_dict)
+    assert "state_dict expects one type for all units; 'blocks.1' is set to " in text
+    assert "SHARDED_STATE_DICT, the unit it is in to FULL_STATE_DICT" in text
 
 
-def check_as_tensor(world: World) -> tuple[str, list[str]]:
+@pytest.mark.req("U-02")
+@on_ranks(2)
+def test_a_sharded_value_is_no_tensor_to_compute_with(world: World) -> None:
+    """It can be printed, copied, moved and pickled; the rest says what to use."""
     model = gpt("composable")
     value = sharded(model)[CUT]
     file = io.BytesIO()
@@ -198,35 +179,29 @@ def check_as_tensor(world: World) -> tuple[str, list[str]]:
     mean = value.clone().mul_(0.9).add_(value, alpha=0.1) - 2 * (value / 2)
     torch._foreach_lerp_([mean], [value], 1.0)
     assert torch.equal(mean.local, value.local)
-    assert torch.equal(value, value)
-    whole = torch.zeros(6, 8)
-    acts: list[Callable[[], object]] = [
-        lambda: value + whole,
-        lambda: value[0],
-        lambda: torch.cat([value, value]),
-        lambda: whole.copy_(value),
-        lambda: value.copy_(whole),
-        lambda: sharded(model)["head.weight"].copy_(value),
-        value.sum,
-    ]
-    return repr(value), [message_of(act) for act in acts]
-
-
-@pytest.mark.req("U-02")
-def test_a_sharded_value_is_no_tensor_to_compute_with(ranks: RankCount) -> None:
-    """It can be printed, copied, moved and pickled; the rest says what to use."""
-    text, errors = ranks(2).run(check_as_tensor)[1]
-
-    assert text.startswith(
+    part = "[32, 48)" if world.rank else "[0, 32)"
+    assert repr(value).startswith(
         "ShardedValue(shape=(6, 8), dtype=torch.float32, device='cpu', elements "
-        "[32, 48) of 48 on rank 1 of 2, local=tensor("
+        f"{part} of 48 on rank {world.rank} of 2, local=tensor("
     )
-    for error in errors:
-        assert error.startswith("TypeError: "), error
-    assert "numbers and values of the same cut, got a plain tensor of" in errors[0]
-    for error in errors[:5]:
-        assert "Use value.local for this rank's elements" in error
-    assert "expects another ShardedValue with elements [" in errors[5]
+    whole = torch.zeros(6, 8)
+    this_rank = "Use value.local for this rank's elements"
+    acts: list[tuple[Callable[[], object], str]] = [
+        (lambda: value + whole, "values of the same cut, got a plain tensor of"),
+        (lambda: value[0], this_rank),
+        (lambda: torch.cat([value, value]), this_rank),
+        (lambda: whole.copy_(value), this_rank),
+        (lambda: value.copy_(whole), this_rank),
+        (
+            lambda: sharded(model)["head.weight"].copy_(value),
+            "expects another ShardedValue with elements [",
+        ),
+        (value.sum, ""),
+    ]
+    for act, words in acts:
+        text = message_of(act)
+        assert text.startswith("TypeError: "), text
+        assert words in text
 
 
 CUT = "positions.weight"
@@ -275,13 +250,12 @@ def test_a_checkpoint_with_holes_is_neither_saved_nor_loaded(
 
 
 @pytest.mark.req("B-08")
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_a_model_on_meta_is_filled_from_a_checkpoint(
     world: World, tmp_path: Path
 ) -> None:
     """No rank ever has more than its part in memory."""
-    path = "composable"
-    source = gpt(path, seed=3)
+    source = gpt("composable", seed=3)
     save_sending_nothing(sharded(source), tmp_path)
     with torch.device("meta"):
         plain = TinyGPT()
@@ -297,23 +271,181 @@ def test_a_model_on_meta_is_filled_from_a_checkpoint(
     assert differences(model.state_dict(), source.state_dict()) == {}
 
 
-def save_hybrid(world: World, path: str, folder: Path) -> int:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    strategy = ShardingStrategy.HYBRID_SHARD
-    model = gpt(path, seed=3, strategy=strategy, device_mesh=mesh)
-    metadata = dcp_save({"model": sharded(model)}, checkpoint_id=folder)
-    saved: Any = metadata.state_dict_metadata.values()
-    return sum(chunk.sizes.numel() for each in saved for chunk in each.chunks)
+def save_corners(world: World, path: str, block: Block, folder: Path) -> Any:
+    model, optimizer = corners(path, block, 3)
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    with state_dict_type(model, SHARDED):
+        saved = {
+            "model": model.state_dict(),
+            "optim": optim_state_dict(model, optimizer),
+        }
+    save_sending_nothing(saved, folder)
+    return dict(model.state_dict()), optim_state_dict(model, optimizer)["state"]
 
 
-@pytest.mark.req("S1-32")
-@both_paths
-def test_of_several_replicas_each_part_is_saved_once(
-    ranks: RankCount, path: str, tmp_path: Path
+def load_corners(world: World, block: Block, folder: Path, expected: Any) -> None:
+    for path in ("plain", *PATHS):
+        model, optimizer = corners(path, block, 5)
+        weights, state = get_state_dict(model, optimizer)
+        found: dict[str, Any] = {"model": weights, "optim": state}
+        load_sending_nothing(found, folder)
+        model.load_state_dict(found["model"])
+        set_optimizer_state_dict(model, optimizer, found["optim"])
+
+        assert _same(dict(model.state_dict()), expected[0])
+        state = optim_state_dict(model, optimizer)["state"]
+        assert _same(state, expected[1])
+        whole = StateDictOptions(full_state_dict=True)
+        full = get_optimizer_state_dict(model, optimizer, options=whole)
+        new = torch.optim.AdamW(model.parameters(), lr=0.1)
+        set_optimizer_state_dict(model, new, full, options=whole)
+        assert _same(
+            local_state_dict(new)["state"], local_state_dict(optimizer)["state"]
+        )
+
+
+@pytest.mark.req("X-28", "S1-14", "S1-32")
+@pytest.mark.parametrize(
+    ("path", "block"), [("wrapper", Block.ROW), ("composable", Block.ELEMENT)]
+)
+def test_parameters_of_any_shape_go_through_a_checkpoint(
+    ranks: RankCount, path: str, block: Block, tmp_path: Path
 ) -> None:
-    """Four ranks in two replicas write every element once, and others load it."""
-    written = ranks(4).run(save_hybrid, path, tmp_path)[0]
+    """Without dimensions, without elements, cut inside rows; to any world size."""
+    expected = ranks(3).run(save_corners, path, block, tmp_path)[0]
 
-    assert written == sum(p.numel() for p in TinyGPT().parameters())
     for after in (1, 2):
-        ranks(after).run(load, tmp_path, ShardingStrategy.FULL_SHARD)
+        ranks(after).run(load_corners, block, tmp_path, expected)
+
+
+def test_functions_of_a_module_that_is_imported_later_are_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At its import, once; another name of it stays as it is."""
+    (tmp_path / "later_dcp.py").write_text("def f(a, b=2): return a + b\ng = f\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    seen: list[dict[str, Any]] = []
+
+    def front(run: Any, given: dict[str, Any]) -> Any:
+        seen.append(given)
+        return run()
+
+    monkeypatch.setitem(dcp_caller._waiting, "later_dcp", {"f": front, "gone": front})
+    dcp_caller.install()
+    module: Any = importlib.import_module("later_dcp")
+
+    assert (module.f(1), module.f(1, b=4), module.g(1)) == (3, 5, 3)
+    assert seen == [{"a": 1}, {"a": 1, "b": 4}]
+    assert not hasattr(module, "gone")
+
+
+def test_a_call_whose_options_are_not_known_is_refused(
+    one_rank: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a version of torch that names its functions otherwise."""
+    model = fully_shard(nn.Linear(2, 2))
+    untyped: Any = torchs
+    plain = untyped._get_model_state_dict.__wrapped__
+    monkeypatch.setattr(torchs, "_get_model_state_dict", plain)
+
+    with pytest.raises(CheckpointError, match="expected its options in 'info'"):
+        torchs.get_model_state_dict(model)
+
+    monkeypatch.undo()
+    found = torchs.get_model_state_dict(model)
+    assert found.keys() == {"weight", "bias"}
+
+
+def test_nothing_is_kept_after_a_call_that_raised(one_rank: World) -> None:
+    """The request ends with the call."""
+    model = fully_shard(nn.Linear(2, 2))
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    torchs.get_state_dict(model, optim)
+    with pytest.raises((AttributeError, TypeError, RuntimeError)):
+        torchs.set_model_state_dict(model, {"weight": 3})
+
+    assert dcp_caller.dcp_request() is None
+    assert not dcp_caller.is_state_init_step()
+
+
+def models(path: str) -> list[tuple[nn.Module, Any]]:
+    """A GPT, and parameters of every odd shape; with elements cut on one door."""
+    found: list[tuple[nn.Module, Any]] = []
+    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
+        model = gpt(path, strategy=strategy)
+        found.append((model, adamw(model.parameters())))
+    for block in Block if path == "composable" else (Block.ROW,):
+        found.append(corners(path, block, seed=1))
+    return found
+
+
+@on_ranks(2, 3)
+@both_paths
+def test_parts_boxes_and_the_whole_are_those_of_the_parameter(
+    world: World, path: str
+) -> None:
+    """Also of copies and casts; ``full_tensor`` alone sends something."""
+    for model, _ in models(path):
+        full = model.state_dict()
+        for name, value in sharded(model).items():
+            if not isinstance(value, ShardedValue):
+                continue
+            assert value.to_local() is value.local
+            with record() as calls:
+                pieces = value.local_shards()
+            assert calls == []
+            for piece, box in zip(pieces, value.boxes, strict=True):
+                offsets, sizes = (
+                    piece.metadata.shard_offsets,
+                    piece.metadata.shard_sizes,
+                )
+                assert (offsets, sizes) == (box.offsets, box.sizes)
+                cut = tuple(
+                    slice(o, o + n) for o, n in zip(offsets, sizes, strict=True)
+                )
+                assert torch.equal(piece.tensor, full[name][cut]), name
+            forms: tuple[Any, ...] = (value, copy.deepcopy(value), value.double())
+            for each in forms:
+                whole = each.full_tensor()
+                assert type(whole) is torch.Tensor
+                assert torch.equal(whole, full[name].to(each.dtype)), name
+
+
+@pytest.mark.req("U-02")
+@on_ranks(2)
+def test_what_an_optimizer_shows_can_be_looked_at_whole_or_in_parts(
+    world: World,
+) -> None:
+    """``norm`` and ``mean`` of a part would be this rank's: the error says what is."""
+    model = gpt("wrapper")
+    optimizer = adamw(model.parameters())
+    step(model, optimizer, world.rank, 0)
+    whole = optim_state_dict(model, optimizer)["state"]
+    with state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        asked = optim_state_dict(model, optimizer)["state"]
+    for name, state in asked.items():
+        average = state["exp_avg"].full_tensor()
+        assert torch.equal(average, whole[name]["exp_avg"]), name
+    shown = optimizer.state_dict()["state"]
+    assert list(shown) == [i for i, p in enumerate(model.parameters()) if p.numel()]
+    # Ranks hold other ones, so nobody waits for those that have none to gather.
+    for state in shown.values():
+        text = message_of(state["exp_avg"].full_tensor)
+        assert "by optim_state_dict(" in text
+
+    file = io.BytesIO()
+    # Nobody asked for parts above, and those are not pickled.
+    with state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        value = next(iter(optimizer.state_dict()["state"].values()))["exp_avg"]
+        torch.save(value, file)
+    file.seek(0)
+    loaded = torch.load(file)
+    assert torch.equal(loaded.to_local(), value.local)
+    text = message_of(loaded.full_tensor)
+    assert "CheckpointError: full_tensor expects a value whose process gr" in text
+    assert "that was pickled, with elements [" in text
+    for act in (value.norm, value.mean):
+        text = message_of(act)
+        assert text.startswith("TypeError: ")
+        assert "Use value.local for this rank's elements and value.full_t" in text

@@ -3,38 +3,33 @@
 from __future__ import annotations
 
 import copy
+import os
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp import ShardingStrategy, fully_shard
+from composable_fsdp import (
+    FullStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+    fully_shard,
+    set_state_dict_type,
+    state_dict_type,
+    unshard_params,
+)
+from composable_fsdp.comm import agreement
+from tests.optim.models import INPUT, Mixed
+from tests.optim.test_names import Parallel, put
 from tests.support.models import TinyGPT, tiny_mlp
 from tests.support.on_ranks import on_ranks
+from tests.support.place import _same
 from tests.support.recording import record_steps
-from tests.support.reference import (
-    PATHS,
-    STRATEGIES,
-    apply_units,
-    differences,
-    gpt_input,
-    loss_of,
-    sgd,
-    tolerance_at,
-    train,
-    train_reference,
-)
-from tests.support.sharded import (
-    RankCount,
-    both_paths,
-    gpt,
-    is_full,
-    message_of,
-    one_to_three_ranks,
-    step,
-)
-from tests.support.world import World
+from tests.support.reference import PATHS, STRATEGIES, apply_units, differences, loss_of
+from tests.support.sharded import RankCount, both_paths, gpt, is_full, message_of
+from tests.support.world import RankFailure, World
 
 
 class Normed(nn.Module):
@@ -68,7 +63,7 @@ def names_of(model: nn.Module) -> list[str]:
 
 @pytest.mark.req("S1-31", "S1-13", "D-01")
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
-@on_ranks(1, 2, 3)
+@on_ranks(1, 3)
 @both_paths
 def test_a_fresh_model_saves_what_the_plain_one_saves(
     world: World, path: str, strategy: ShardingStrategy
@@ -89,46 +84,9 @@ def test_a_fresh_model_saves_what_the_plain_one_saves(
     assert tied["tokens.weight"].data_ptr() == tied["head.weight"].data_ptr()
 
 
-@pytest.mark.req("S1-31")
-@on_ranks(1, 2, 3)
-@both_paths
-def test_a_trained_model_saves_what_the_trained_plain_one_saves(
-    world: World, path: str
-) -> None:
-    """Equal on all ranks, and a later step does not change what was saved."""
-    model, plain = gpt(path, tied_head=True), TinyGPT(tied_head=True)
-    train_reference(plain, world.world_size, gpt_input, sgd)
-    train(model, world.rank, gpt_input, sgd)
-
-    saved = model.state_dict()
-    kept = copy.deepcopy(saved)
-    train(model, world.rank, gpt_input, sgd, steps=1)
-
-    apart = differences(saved, plain.state_dict())
-    assert all(value <= tolerance_at(world.world_size) for value in apart.values())
-    assert world.all_equal(dict(saved))
-    assert differences(saved, kept) == {}
-
-
-@pytest.mark.req("S1-31", "D-01")
-@on_ranks(1, 2, 3)
-@both_paths
-def test_a_fresh_model_loads_what_it_saved(world: World, path: str) -> None:
-    """``load_state_dict(state_dict())`` right after construction changes nothing."""
-    for model in (gpt(path), apply_units(Normed(), SIMILAR, path=path)):
-        leaves = list(model.parameters())
-        before = model.state_dict()
-
-        report = model.load_state_dict(model.state_dict())
-
-        assert report.missing_keys == report.unexpected_keys == []
-        assert differences(model.state_dict(), before) == {}
-        assert all(a is b for a, b in zip(model.parameters(), leaves, strict=True))
-
-
 @pytest.mark.req("S1-31", "S1-34", "D-01")
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
-@on_ranks(1, 2, 3)
+@on_ranks(3)
 def test_wrapper_composable_and_plain_load_from_each_other(
     world: World, strategy: ShardingStrategy
 ) -> None:
@@ -151,15 +109,14 @@ def test_wrapper_composable_and_plain_load_from_each_other(
 
 
 @pytest.mark.req("S1-31")
-@on_ranks(1, 2, 3)
-@both_paths
+@on_ranks(3)
 def test_a_sharded_part_of_a_plain_model_saves_and_loads_in_its_place(
-    world: World, path: str
+    world: World,
 ) -> None:
     """The fully sharded module need not be the outermost one."""
     plain = nn.Sequential(nn.Linear(8, 8), Normed(seed=1), tiny_mlp())
     model = copy.deepcopy(plain)
-    model[1] = apply_units(model[1], ["norm"], path=path)
+    model[1] = apply_units(model[1], ["norm"], path="wrapper")
 
     assert differences(model.state_dict(), plain.state_dict()) == {}
     assert metadata(model.state_dict()) == metadata(plain.state_dict())
@@ -172,7 +129,7 @@ def test_a_sharded_part_of_a_plain_model_saves_and_loads_in_its_place(
 
 
 @pytest.mark.req("S1-31")
-@on_ranks(1, 2, 3)
+@on_ranks(3)
 def test_members_of_a_unit_made_from_a_list_save_their_own_names(world: World) -> None:
     """Two modules that share buffers keep the names that they have in the model."""
     model, plain = TinyGPT(), TinyGPT()
@@ -185,40 +142,6 @@ def test_members_of_a_unit_made_from_a_list_save_their_own_names(world: World) -
     model.load_state_dict(model.state_dict())
     plain.norm.load_state_dict({"weight": torch.ones(8), "bias": torch.ones(8)})
     assert differences(model.state_dict(), plain.state_dict()) == {}
-
-
-@on_ranks(1, 2, 3)
-@both_paths
-def test_saving_costs_one_all_gather_per_unit(world: World, path: str) -> None:
-    """Of a unit alone just its own, of the model those of all."""
-    model = gpt(path)
-    with record_steps() as whole:
-        model.state_dict()
-    with record_steps() as one:
-        model.get_submodule("blocks")[1].state_dict()  # type: ignore[index]
-
-    expected = ["all_gather"] * 3 if world.world_size > 1 else []
-    assert [call.op for call in whole] == expected
-    assert [call.op for call in one] == expected[:1]
-
-
-@on_ranks(1, 2, 3)
-@both_paths
-def test_loading_with_assign_keeps_the_sharded_parameters(
-    world: World, path: str
-) -> None:
-    """The values are taken up, the optimizer's objects stay, training goes on."""
-    model = apply_units(Normed(), SIMILAR, path=path)
-    leaves = list(model.parameters())
-    shapes = [p.shape for p in leaves]
-    other = Normed(seed=9).state_dict()
-
-    model.load_state_dict(other, assign=True)
-
-    assert all(a is b for a, b in zip(model.parameters(), leaves, strict=True))
-    assert [p.shape for p in leaves] == shapes
-    assert differences(model.state_dict(), other) == {}
-    model(torch.randn(4, 8)).sum().backward()
 
 
 def broken(what: str) -> dict[str, Any]:
@@ -239,126 +162,65 @@ def broken(what: str) -> dict[str, Any]:
     return state
 
 
-def check_error(world: World, path: str, what: str) -> str:
-    model = apply_units(Normed(), SIMILAR, path=path)
-    text = message_of(lambda: model.load_state_dict(broken(what)))
-    # Torch names the class it was called on; all else must be equal on both paths.
-    text = text.replace(type(model).__name__, "Model")
-
-    assert is_full(model) == [False] * 4
-    model(torch.ones(4, 8)).sum().backward()
-    return text
-
-
-def plain_error(what: str) -> str:
-    text = message_of(lambda: Normed().load_state_dict(broken(what)))
-    return text.replace("Normed", "Model")
-
-
 @pytest.mark.req("D-01")
-@pytest.mark.parametrize(
-    ("path", "what"),
-    [
-        ("composable", "names"),
-        ("wrapper", "names"),
-        ("composable", "buffer"),
-        ("wrapper", "buffer"),
-        ("composable", "type"),
-        ("wrapper", "type"),
-        ("composable", "version"),
-        ("wrapper", "version"),
-    ],
-)
+@both_paths
+@on_ranks(2)
 def test_what_does_not_fit_is_reported_as_by_the_plain_model(
-    ranks: RankCount, path: str, what: str
+    world: World, path: str
 ) -> None:
-    """Missing and left-over keys, buffers and wrong values have their plain names."""
-    for text in ranks(2).run(check_error, path, what):
-        assert text == plain_error(what)
+    """Missing and left-over keys, buffers and wrong values have their plain names.
 
-
-@one_to_three_ranks
-@both_paths
-def test_a_wrong_shape_is_refused_by_name_with_both_shapes(
-    ranks: RankCount, path: str, world_size: int
-) -> None:
-    """The message asks for the plain model's shape, not for that of a shard."""
-    for text in ranks(world_size).run(check_error, path, "shape"):
-        assert (
-            "'my_fsdp_wrapped_module.0.weight': expected the full parameter of shape "
-            "(12, 8), got (3, 8). Load a state dict of the plain model's shapes, on "
-            "every rank." in text
+    A wrong shape is beside that of the plain model, not beside that of a shard.
+    """
+    model, plain = apply_units(Normed(), SIMILAR, path=path), Normed()
+    for what in ("names", "buffer", "type", "version", "shape"):
+        # Torch names the class it was called on; all else must be equal.
+        found, expected = (
+            message_of(partial(each.load_state_dict, broken(what))).replace(
+                type(each).__name__, "Model"
+            )
+            for each in (model, plain)
         )
-
-
-@on_ranks(2, 3)
-@both_paths
-def test_loading_without_strict_reports_plain_names(world: World, path: str) -> None:
-    """What is missing and what is left over is returned, not raised."""
-    model = apply_units(Normed(), SIMILAR, path=path)
-
+        if what == "shape":
+            assert (
+                "'my_fsdp_wrapped_module.0.weight': expected the full parameter of "
+                "shape (12, 8), got (3, 8). Load a state dict of the plain model's "
+                "shapes, on every rank." in found
+            )
+        else:
+            assert found == expected
+        assert is_full(model) == [False] * 4
     report = model.load_state_dict(broken("names"), strict=False)
-
-    assert report.missing_keys == ["scale", "my_fsdp_wrapped_module.0.bias"]
-    assert report.unexpected_keys == ["norm.extra", "other.weight"] or (
-        report.unexpected_keys == ["other.weight", "norm.extra"]
-    )
+    assert report == plain.load_state_dict(broken("names"), strict=False)
+    model(torch.ones(4, 8)).sum().backward()
 
 
-def save_after_a_step(world: World, path: str) -> dict[str, Tensor]:
-    model = gpt(path)
-    step(model, sgd(model.parameters()), world.rank, 0)
-    return dict(model.state_dict())
-
-
-def load_and_save(
-    world: World, path: str, state: dict[str, Tensor]
-) -> dict[str, Tensor]:
-    model = gpt(path, seed=4)
-    model.load_state_dict(state)
-    return dict(model.state_dict())
-
-
-@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), (3, 1), (1, 3)])
 @both_paths
-def test_another_number_of_ranks_loads_the_same_bits(
-    ranks: RankCount, path: str, before: int, after: int
+@on_ranks(2)
+def test_inside_forward_and_backward_it_is_refused_between_them_it_works(
+    world: World, path: str
 ) -> None:
-    """A state saved by some ranks on one path is loaded by others on the other path."""
-    saved = ranks(before).run(save_after_a_step, path)[0]
-    other = PATHS[1 - PATHS.index(path)]
-
-    for loaded in ranks(after).run(load_and_save, other, saved):
-        assert differences(loaded, saved) == {}
-
-
-class Saves(nn.Module):
-    """Does something in its forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = tiny_mlp()
-        self.act: Any = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.act is not None:
-            self.act()
-        y: Tensor = self.inner(x)
-        return y
-
-
-def check_moments(world: World, path: str) -> list[str]:
-    inner = Saves()
-    model = apply_units(inner, ["inner"], path=path)
+    """The messages name the call and when to make it."""
+    plain: Any = nn.Sequential(tiny_mlp())
+    layer = plain[0][1]
+    model = apply_units(plain, ["0"], path=path)
     state, x = model.state_dict(), torch.ones(2, 8)
-    texts = []
-    for act in (model.state_dict, lambda: model.load_state_dict(state)):
-        inner.act = act
-        texts.append(message_of(lambda: model(x)))
-        inner.act = None
+    for name, act in (
+        ("state_dict", model.state_dict),
+        ("load_state_dict", lambda: model.load_state_dict(state)),
+    ):
+        handle = layer.register_forward_pre_hook(lambda *_, act=act: act() and None)
+        text = message_of(lambda: model(x))
+        handle.remove()
+        assert text.startswith(
+            f"PhaseError: {name} was called on (root) inside the forward of (root)"
+        )
         y = model(x)
         y.register_hook(lambda _, act=act: act() and None)
-        texts.append(message_of(y.sum().backward))
+        text = message_of(y.sum().backward)
+        assert text.startswith(
+            f"PhaseError: {name} was called on (root) inside backward"
+        )
     loss = loss_of(model, x)
     between = model.state_dict()
     loss.backward()  # type: ignore[no-untyped-call]
@@ -371,28 +233,149 @@ def check_moments(world: World, path: str) -> list[str]:
     assert differences(between, state) == {}
     assert differences(model.state_dict(), state) == {}
     assert all((p.grad is None) == (not p.numel()) for p in model.parameters())
-    return texts
 
 
-@one_to_three_ranks
+class Added(nn.Module):
+    """Adds to what torch gives, as many classes do; with a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Mixed()
+        self.gain = nn.Parameter(torch.ones(3))
+        self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self, x: Any) -> Any:
+        return self.inner(x) * self.gain
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return super().state_dict(*args, **kwargs)
+
+
+def between(model: nn.Module, path: str) -> nn.Module:
+    """A module between the unit's and its parameters does."""
+    unit: nn.Module = put(nn.Sequential(Parallel(model)), path)
+    return unit
+
+
+def inside(model: nn.Module, path: str) -> nn.Module:
+    """A module of the unit does, and others do not."""
+    model.second = Parallel(model.get_submodule("second"))
+    unit: nn.Module = put(model, path)
+    return unit
+
+
+def twice(model: nn.Module, path: str) -> nn.Module:
+    """One that does in another one."""
+    unit: nn.Module = put(Parallel(Parallel(model)), path)
+    return unit
+
+
+def plain_of(make: Any) -> nn.Module:
+    model = Mixed()
+    if make is inside:
+        model.second = Parallel(model.get_submodule("second"))  # type: ignore[assignment]
+        return model
+    if make is between:
+        return nn.Sequential(Parallel(model))
+    return Parallel(model)
+
+
+@pytest.mark.req("S1-07")
+@pytest.mark.parametrize("make", [between, inside, twice])
 @both_paths
-def test_inside_forward_and_backward_it_is_refused_between_them_it_works(
-    ranks: RankCount, path: str, world_size: int
+@on_ranks(2)
+def test_calls_that_a_module_passes_on_still_give_full_parameters(
+    world: World, make: Any, path: str
 ) -> None:
-    """The messages name the call and when to make it."""
-    for texts in ranks(world_size).run(check_moments, path):
-        in_forward, in_backward, load_in_forward, load_in_backward = texts
-        assert in_forward == (
-            "PhaseError: state_dict was called on (root) inside the forward of "
-            "(root), where units are full by turns. Call it between steps."
-        )
-        assert in_backward == (
-            "PhaseError: state_dict was called on (root) inside backward, where units "
-            "are full by turns. Call it after loss.backward() has returned."
-        )
-        assert load_in_forward.startswith(
-            "PhaseError: load_state_dict was called on (root) inside the forward"
-        )
-        assert load_in_backward.startswith(
-            "PhaseError: load_state_dict was called on (root) inside backward"
-        )
+    """Under the plain_of model's names; never a shard that looks like a whole."""
+    expected = plain_of(make).state_dict()
+    model = make(Mixed(), path)
+
+    found = model.state_dict()
+    first = FullStateDictConfig(rank0_only=True)
+    with state_dict_type(model, StateDictType.FULL_STATE_DICT, first):
+        once = model.state_dict()
+    model(INPUT(0, 0))
+    if make is twice:  # torch asks no module below for its ``load_state_dict``
+        other = {key: value + 1 for key, value in expected.items()}
+        model.load_state_dict(other)
+        assert _same(dict(model.state_dict()), other)
+
+    assert _same(dict(found), dict(expected))
+    assert _same(dict(once), dict(expected) if world.rank == 0 else {})
+
+
+@pytest.mark.req("S1-07")
+@both_paths
+@on_ranks(2)
+def test_a_class_that_adds_to_torchs_state_dict_saves_and_loads(
+    world: World, path: str
+) -> None:
+    """Parameters of its own and those below it, each once; buffers as well."""
+    model, expected = put(Added(), path), Added().state_dict()
+    with record_steps() as calls:
+        found = model.state_dict()
+    assert [call.op for call in calls] == ["all_gather"]
+    assert _same(dict(found), dict(expected))
+    model.load_state_dict({k: v + 1 for k, v in expected.items()})
+    again = model.state_dict()
+    first = FullStateDictConfig(rank0_only=True)
+    with state_dict_type(model, StateDictType.FULL_STATE_DICT, first):
+        once = model.state_dict()
+    with state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        model.load_state_dict(model.state_dict())
+
+    assert _same(dict(again), {k: v + 1 for k, v in expected.items()})
+    assert list(once) == (list(expected) if world.rank == 0 else [])
+
+
+def first_rank_alone(world: World) -> None:
+    model = gpt("composable")
+    if world.rank == 0:
+        os.environ[agreement.TIMEOUT_VARIABLE] = "0.2"  # nobody will come
+        model.state_dict()
+
+
+@pytest.mark.req("X-12", "U-02")
+def test_a_state_dict_on_one_rank_alone_is_an_error_that_says_so(
+    ranks: RankCount,
+) -> None:
+    """``if rank == 0: model.state_dict()``, before it sends anything."""
+    with pytest.raises(RankFailure) as caught:
+        ranks(2).run(first_rank_alone, timeout=20, patience=10)
+
+    text = str(caught.value)
+    assert "DesyncError: state_dict() of TinyGPT was called on this rank" in text
+    assert "rank 1 did not come within 0.2 s" in text
+    assert "call state_dict() on every rank" in text
+
+
+@on_ranks(2)
+def test_sharded_values_need_no_other_rank(world: World) -> None:
+    """Nothing is gathered for them, so nobody is waited for."""
+    model = fully_shard(tiny_mlp())
+    set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+    if world.rank == 0:
+        model.state_dict()
+    model(torch.ones(2, 8)).sum().backward()
+
+
+@on_ranks(2)
+def test_inside_of_a_block_one_rank_alone_may_ask(world: World) -> None:
+    """Full values are there already, also below a root without parameters."""
+    model = nn.Sequential(fully_shard(nn.Linear(4, 2)), fully_shard(nn.Linear(2, 4)))
+    fully_shard(model)
+    for offload in (False, True):
+        with unshard_params(model, writeback=False, offload_to_cpu=offload):
+            if world.rank == 0:
+                found = [tuple(value.shape) for value in model.state_dict().values()]
+                assert found == [(2, 4), (2,), (4, 2), (4,)]
+
+
+@on_ranks(2)
+def test_a_block_of_the_first_rank_alone_is_no_place_to_meet(world: World) -> None:
+    """There every rank refuses at once, the others as the first."""
+    model = fully_shard(tiny_mlp())
+    with unshard_params(model, rank0_only=True, writeback=False):
+        text = message_of(model.state_dict)
+    assert "was called inside unshard_params(rank0_only=True)" in text

@@ -65,31 +65,17 @@ def same(got: Any, expected: dict[str, Tensor]) -> None:
 @both_paths
 @on_ranks(2)
 def test_the_state_dict_of_a_part_has_whole_values(world: World, path: str) -> None:
-    """Of modules with and without units in them, also where others hold them.
+    """Also where others hold the part; one gather per unit."""
+    core: Any = core_of(gpt(path))
+    plain = TinyGPT()
 
-    Each module's state dict is that of the plain one's; one gather per unit.
-    """
-    model: Any = net(path)
-    plain: Any = Net()
-    core = core_of(model)
-
-    same(core.net.state_dict(), plain.net.state_dict())
-    same(core.net.tokens.state_dict(), plain.net.tokens.state_dict())
-    same(core.net.blocks.state_dict(), plain.net.blocks.state_dict())
-    block = core_of(core.net.blocks[0])
-    same(block.up.state_dict(), plain.net.blocks[0].up.state_dict())
-    same(core.net.norm.state_dict(prefix="a."), plain.net.norm.state_dict(prefix="a."))
-    holder = nn.ModuleDict({"b": core.net.norm, "a": nn.Sequential(core.net.head)})
-    other = nn.ModuleDict({"b": plain.net.norm, "a": nn.Sequential(plain.net.head)})
+    same(core.norm.state_dict(prefix="a."), plain.norm.state_dict(prefix="a."))
+    holder = nn.ModuleDict({"b": core.norm, "a": nn.Sequential(core.head)})
+    other = nn.ModuleDict({"b": plain.norm, "a": nn.Sequential(plain.head)})
     same(holder.state_dict(), other.state_dict())
-    wrapped = checkpoint_wrapper(core.net.head)
-    same(wrapped.state_dict(), plain.net.head.state_dict())
-    for module, gathers in (
-        (core.net, 3),
-        (model, 3),
-        (block.up, 1),
-        (core.net.norm, 1),
-    ):
+    same(checkpoint_wrapper(core.head).state_dict(), plain.head.state_dict())
+    block = core_of(core.blocks[0])
+    for module, gathers in ((core, 3), (core.blocks, 2), (block.up, 1), (core.norm, 1)):
         with record() as calls:
             module.state_dict()
         assert len(calls) == gathers, calls
@@ -106,8 +92,7 @@ def test_calls_inside_a_call_and_after_an_interrupted_call_have_whole_values(
     world: World, path: str
 ) -> None:
     """A part's state dict is whole, whichever other state dicts run or have failed."""
-    model: Any = net(path)
-    plain: Any = Net()
+    model, plain = net(path), Net()
     core, inner = core_of(model), []
 
     def save_apart(*_: Any) -> None:
@@ -137,11 +122,10 @@ def test_calls_inside_a_call_and_after_an_interrupted_call_have_whole_values(
 
 
 @pytest.mark.req("P-17")
-@both_paths
 @on_ranks(2)
-def test_the_state_dict_of_a_part_follows_the_setting(world: World, path: str) -> None:
+def test_the_state_dict_of_a_part_follows_the_setting(world: World) -> None:
     """Sharded, on the first rank alone, by torch's functions, and inside a block."""
-    model, plain = gpt(path), TinyGPT()
+    model, plain = gpt("wrapper"), TinyGPT()
     norm, whole = core_of(model).norm, plain.norm.state_dict()
 
     with state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
@@ -184,13 +168,10 @@ def test_a_part_loads_whole_values(world: World, path: str) -> None:
 
 
 @pytest.mark.req("P-19")
-@both_paths
 @on_ranks(2)
-def test_values_on_meta_are_refused_before_anything_is_written(
-    world: World, path: str
-) -> None:
+def test_values_on_meta_are_refused_before_anything_is_written(world: World) -> None:
     """The error names the parameters, and the model is what it was."""
-    model, plain = gpt(path), TinyGPT()
+    model, plain = gpt("wrapper"), TinyGPT()
     state = TinyGPT(seed=5).state_dict()
     state["blocks.1.up.weight"] = state["blocks.1.up.weight"].to("meta")
 

@@ -1,23 +1,35 @@
-"""The type of state dict that is set on a model, and what each type holds."""
+"""Types of state dict: what each holds, of which moment, and what takes it."""
 
 from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import (
     CompositionError,
     FullOptimStateDictConfig,
     FullStateDictConfig,
+    LocalOptimStateDictConfig,
     LocalStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
     ShardingStrategy,
     StateDictType,
     fully_shard,
@@ -30,16 +42,12 @@ from composable_fsdp import (
 )
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.config import FULL_BY_DEFAULT
+from composable_fsdp.state_dict.sharded import ShardedValue
 from tests.support.models import TinyGPT, tiny_mlp
 from tests.support.on_ranks import on_ranks
+from tests.support.place import _same
 from tests.support.reference import STRATEGIES, adamw, apply_units, differences
-from tests.support.sharded import (
-    RankCount,
-    both_paths,
-    gpt,
-    message_of,
-    step,
-)
+from tests.support.sharded import both_paths, gpt, message_of, step
 from tests.support.world import World
 
 FULL, LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.LOCAL_STATE_DICT
@@ -47,17 +55,6 @@ SHARDED = StateDictType.SHARDED_STATE_DICT
 ON_FIRST = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
 OPTIM_ON_FIRST = FullOptimStateDictConfig(rank0_only=True)
 every_strategy = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
-
-
-def test_full_tensors_are_the_default(one_rank: World) -> None:
-    """As in FSDP1: the model stays where it is, optimizer state goes to the CPU."""
-    model = fully_shard(tiny_mlp())
-
-    found = get_state_dict_type(nn.Sequential(model))
-
-    assert found.state_dict_type is FULL
-    assert found.state_dict_config == FullStateDictConfig(False, False)
-    assert found.optim_state_dict_config == FullOptimStateDictConfig(True, False)
 
 
 def test_a_block_sets_the_type_of_every_unit_and_gives_it_back(
@@ -98,7 +95,7 @@ def test_torchs_types_and_configurations_are_taken_by_name(one_rank: World) -> N
     assert found.optim_state_dict_config == FullOptimStateDictConfig(False, True)
 
 
-@pytest.mark.req("U-02")
+@pytest.mark.req("U-02", "S1-14")
 def test_a_wrong_type_or_configuration_is_refused_and_nothing_is_set(
     one_rank: World,
 ) -> None:
@@ -106,10 +103,12 @@ def test_a_wrong_type_or_configuration_is_refused_and_nothing_is_set(
     model = fully_shard(tiny_mlp())
     plain = nn.Linear(2, 2)
     bad: Any = "full"
+    sharded = ShardedOptimStateDictConfig()
 
     texts = [
         message_of(lambda: set_state_dict_type(model, bad)),
         message_of(lambda: set_state_dict_type(model, FULL, LocalStateDictConfig())),
+        message_of(lambda: set_state_dict_type(model, FULL, None, sharded)),
         message_of(lambda: get_state_dict_type(plain)),
         message_of(state_dict_type(plain, FULL).__enter__),
     ]
@@ -119,21 +118,21 @@ def test_a_wrong_type_or_configuration_is_refused_and_nothing_is_set(
         "state_dict_config expects a FullStateDictConfig(offload_to_cpu, rank0_only), "
         "got LocalStateDictConfig(" in texts[1]
     )
-    assert "get_state_dict_type was called on a Linear that holds no" in texts[2]
-    assert "state_dict_type was called on a Linear that holds no" in texts[3]
-    with pytest.raises(CompositionError, match=r"\[rank 0\]$"):
-        get_state_dict_type(plain)
+    assert "expects a FullOptimStateDictConfig" in texts[2]
+    assert "get_state_dict_type was called on a Linear that holds no" in texts[3]
+    assert "state_dict_type was called on a Linear that holds no" in texts[4]
+    with pytest.raises(ValueError, match="sharded values are ShardedValue"):
+        set_state_dict_type(model, SHARDED, ShardedStateDictConfig(_use_dtensor=True))
     assert get_state_dict_type(model) == FULL_BY_DEFAULT
 
 
-@on_ranks(1, 2, 3)
-@both_paths
+@on_ranks(3)
 @every_strategy
 def test_with_rank0_only_the_first_rank_alone_has_everything(
-    world: World, path: str, strategy: ShardingStrategy
+    world: World, strategy: ShardingStrategy
 ) -> None:
     """The others get empty dicts, buffers left out too, and allocate nothing."""
-    model = gpt(path, tied_head=True, strategy=strategy)
+    model = gpt("wrapper", tied_head=True, strategy=strategy)
     plain = TinyGPT(tied_head=True)
     for each in (model, plain):
         getattr(each, "module", each).register_buffer("count", torch.ones(2))
@@ -163,39 +162,14 @@ def trained(world: World, path: str, **options: Any) -> tuple[nn.Module, Any]:
     return model, optimizer
 
 
-@on_ranks(2, 3)
-@both_paths
-def test_optimizer_state_that_the_first_rank_holds_reaches_all(
-    world: World, path: str
+@on_ranks(4)
+def test_of_several_replicas_the_first_rank_of_the_first_has_everything(
+    world: World,
 ) -> None:
-    """One tensor at a time; what does not fit raises on every rank."""
-    model, optimizer = trained(world, path)
-    whole = optim_state_dict(model, optimizer)
-    fresh = adamw(model.parameters())
-
-    with state_dict_type(model, FULL, None, OPTIM_ON_FIRST):
-        mine: Any = whole if world.rank == 0 else None
-        fresh.load_state_dict(optim_state_dict_to_load(model, fresh, mine))
-
-    again = optim_state_dict(model, fresh)
-    for name, values in again["state"].items():
-        assert differences(values, whole["state"][name]) == {}
-    assert again["param_groups"] == whole["param_groups"]
-
-    with state_dict_type(model, FULL, None, OPTIM_ON_FIRST):
-        whole["state"]["head.weight"]["exp_avg"] = torch.zeros(3)
-        text = message_of(
-            lambda: optim_state_dict_to_load(
-                model, fresh, whole if world.rank == 0 else {}
-            )
-        )
-    assert "'exp_avg' of 'head.weight' has shape (3,)" in text
-
-
-def check_replicas(world: World, path: str) -> tuple[int, int]:
+    """Of four ranks in two replicas one saves, and all four load what it has."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     hybrid = {"strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh}
-    model, optimizer = trained(world, path, **hybrid)
+    model, optimizer = trained(world, "wrapper", **hybrid)
     whole = optim_state_dict(model, optimizer)
     fresh = adamw(model.parameters())
 
@@ -206,17 +180,8 @@ def check_replicas(world: World, path: str) -> tuple[int, int]:
     again = optim_state_dict(model, fresh)
     for name, values in again["state"].items():
         assert differences(values, whole["state"][name]) == {}
-    return len(saved), len(state)
-
-
-@both_paths
-def test_of_several_replicas_the_first_rank_of_the_first_has_everything(
-    ranks: RankCount, path: str
-) -> None:
-    """Of four ranks in two replicas one saves, and all four load what it has."""
     names = len(TinyGPT().state_dict())
-
-    assert ranks(4).run(check_replicas, path) == [(names, 2), (0, 0), (0, 0), (0, 0)]
+    assert (len(saved), len(state)) == ((0, 0) if world.rank else (names, 2))
 
 
 def through_a_file(value: Any) -> Any:
@@ -233,7 +198,7 @@ def local_states(model: nn.Module, optimizer: Any) -> tuple[Any, Any]:
     return found
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 3)
 @both_paths
 @every_strategy
 def test_local_state_goes_out_and_comes_back_without_communication(
@@ -255,6 +220,7 @@ def test_local_state_goes_out_and_comes_back_without_communication(
         fresh.load_state_dict(saved)
         optimizer.load_state_dict(optim_state_dict_to_load(fresh, optimizer, state))
     assert calls == []
+    assert {type(state["exp_avg"]) for state in optimizer.state.values()} == {Tensor}
     assert differences(fresh.state_dict(), whole[0]) == {}
     again = optim_state_dict(fresh, optimizer)
     for name, values in again["state"].items():
@@ -282,74 +248,157 @@ def test_state_of_whole_parameters_may_have_any_shape(
         assert differences(after[number], values) == {}
 
 
-def check_local_in_a_plain_module(world: World) -> bool:
+@on_ranks(2)
+def test_local_state_is_loaded_below_a_plain_module(world: World) -> None:
+    """The plan finds its unit, though metadata is kept by the wrapper's path."""
     plain = nn.ModuleDict({"model": gpt("wrapper")})
     with state_dict_type(plain, LOCAL):
         plain.load_state_dict(plain.state_dict())
-    return True
 
 
-def test_local_state_is_loaded_below_a_plain_module(ranks: RankCount) -> None:
-    """The plan finds its unit, though metadata is kept by the wrapper's path."""
-    assert ranks(2).run(check_local_in_a_plain_module) == [True, True]
-
-
-def misfits(world: World, path: str) -> list[str]:
-    model, optimizer = trained(world, path)
-    whole = optim_state_dict(model, optimizer)
-    saved, state = local_states(model, optimizer)
-    other = apply_units(TinyGPT(), ["blocks.0"], path=path)
-    before = {name: p.detach().clone() for name, p in other.named_parameters()}
-    bare = dict(saved)
-    rows = gpt(path, strategy=ShardingStrategy.NO_SHARD)
-    with (
-        state_dict_type(other, LOCAL),
-        state_dict_type(rows, LOCAL),
-        state_dict_type(model, LOCAL),
-    ):
-        texts = [
-            message_of(lambda: other.load_state_dict(saved)),
-            message_of(lambda: other.load_state_dict(bare)),
-            message_of(lambda: rows.load_state_dict(saved)),
-            message_of(lambda: optim_state_dict_to_load(model, optimizer, whole)),
-        ]
-        held = next(iter(state["state"]))
-        state["state"][held]["exp_avg"] = torch.zeros(3)
-        texts.append(
-            message_of(lambda: optim_state_dict_to_load(model, optimizer, state))
-        )
-    after = {name: p.detach() for name, p in other.named_parameters()}
-    assert differences(after, before) == {}
-    return texts
+@on_ranks(2)
+def test_local_shards_are_not_given_where_full_parameters_are_shown(
+    world: World,
+) -> None:
+    """The block may have written values that are not in the shards yet."""
+    model = gpt("composable")
+    with state_dict_type(model, LOCAL), unshard_params(model):
+        text = message_of(model.state_dict)
+    assert "state_dict was called on (root) inside unshard_params" in text
 
 
 @pytest.mark.req("U-02")
-@both_paths
-def test_local_state_of_another_plan_is_refused(ranks: RankCount, path: str) -> None:
+@on_ranks(2)
+def test_local_state_of_another_plan_is_refused(world: World) -> None:
     """The unit, what differs, and the way out; the model is as it was."""
-    policy, bare, strategy, full, shape = ranks(2).run(misfits, path)[1]
+    model, optimizer = trained(world, "wrapper")
+    whole = optim_state_dict(model, optimizer)
+    saved, state = local_states(model, optimizer)
+    wrong = copy.deepcopy(state)
+    wrong["state"][next(iter(wrong["state"]))]["exp_avg"] = torch.zeros(3)
+    other = apply_units(TinyGPT(), ["blocks.0"])
+    before = {name: p.detach().clone() for name, p in other.named_parameters()}
+    rows = gpt("wrapper", strategy=ShardingStrategy.NO_SHARD)
+    for each in (other, rows, model):
+        set_state_dict_type(each, LOCAL)
+    for act, *words in (
+        (
+            partial(other.load_state_dict, saved),
+            "CheckpointError: Unit (root) is set to LOCAL_STATE_DICT",
+            "but its regions was [['torch.float32'",
+            "for another world size or another policy save and load with FULL",
+        ),
+        (partial(other.load_state_dict, dict(saved)), "but it carries no plan"),
+        (
+            partial(rows.load_state_dict, saved),
+            f"but its rank was {world.rank}, here it is 0" if world.rank else "but its",
+        ),
+        (
+            partial(optim_state_dict_to_load, model, optimizer, whole),
+            "but it carries no plan",
+        ),
+        (
+            partial(optim_state_dict_to_load, model, optimizer, wrong),
+            "Optimizer state 'exp_avg' of '",
+            "' has shape (3,); expected",
+            "or this rank's shard",
+        ),
+    ):
+        text = message_of(act)
+        assert all(each in text for each in words), text
+    after = {name: p.detach() for name, p in other.named_parameters()}
+    assert differences(after, before) == {}
 
-    assert policy.startswith("CheckpointError: Unit (root) is set to LOCAL_STATE_DICT")
-    assert "but its regions was [['torch.float32'" in policy
-    assert "for another world size or another policy save and load with FULL" in policy
-    assert "but it carries no plan" in bare
-    assert "but its rank was 1, here it is 0" in strategy
-    assert "but it carries no plan" in full
-    assert "Optimizer state 'exp_avg' of '" in shape
-    assert "' has shape (3,); expected" in shape
-    assert "or this rank's shard" in shape
+
+LOCAL = StateDictType.LOCAL_STATE_DICT
+WAYS: list[Any] = [
+    (SHARDED, None, None),
+    (
+        SHARDED,
+        ShardedStateDictConfig(offload_to_cpu=True),
+        ShardedOptimStateDictConfig(offload_to_cpu=False),
+    ),
+    (
+        LOCAL,
+        LocalStateDictConfig(offload_to_cpu=True),
+        LocalOptimStateDictConfig(offload_to_cpu=True),
+    ),
+]
 
 
-def check_inside_a_block(world: World) -> list[str]:
-    model = gpt("composable")
-    with state_dict_type(model, LOCAL), unshard_params(model):
-        return [message_of(model.state_dict)]
+def parts(state: Any) -> list[Tensor]:
+    """Every tensor of this rank in a model's or an optimizer's state dict."""
+    values = [v for group in state.get("state", {}).values() for v in group.values()]
+    found = [v for v in (values or state.values()) if isinstance(v, Tensor)]
+    return [v.local if isinstance(v, ShardedValue) else v for v in found]
 
 
-def test_local_shards_are_not_given_where_full_parameters_are_shown(
-    ranks: RankCount,
+@pytest.mark.req("S1-32")
+@on_ranks(2)
+def test_a_state_dict_keeps_its_values_through_the_next_step(world: World) -> None:
+    """Sharded ones are copies, as FSDP1's; so is what goes to the host."""
+    model, optimizer = trained(world, "wrapper")
+    for number, way in enumerate(WAYS, start=1):
+        with state_dict_type(model, *way):
+            saved = model.state_dict(), optim_state_dict(model, optimizer)
+        before = copy.deepcopy([parts(state) for state in saved])
+        step(model, optimizer, world.rank, number)
+        with state_dict_type(model, *way):
+            now = model.state_dict(), optim_state_dict(model, optimizer)
+
+        for state, kept, later in zip(saved, before, now, strict=True):
+            assert kept
+            assert all(map(torch.equal, parts(state), kept)), way
+            assert not all(map(torch.equal, parts(later), kept)), way
+
+
+def attempts(saved: dict[str, Any], folder: Path) -> dict[str, Callable[[], object]]:
+    copies = {key: value.detach().cpu().clone() for key, value in saved.items()}
+    group = dist.new_group(backend="gloo")
+    writer = FileSystemWriter(folder)
+    return {
+        "save": lambda: dcp_save(saved, checkpoint_id=folder),
+        "save copies": lambda: dcp_save(copies, checkpoint_id=folder),
+        "deepcopy": lambda: dcp_save(copy.deepcopy(saved), checkpoint_id=folder),
+        "load": lambda: dcp_load(saved, checkpoint_id=folder),
+        "async": lambda: async_save(saved, checkpoint_id=folder, process_group=group),
+        "stager": lambda: async_save(saved, storage_writer=writer),
+    }
+
+
+@pytest.mark.req("U-02")
+@on_ranks(2)
+def test_dcp_is_refused_local_state_which_it_would_take_for_whole(
+    world: World, tmp_path: Path
 ) -> None:
-    """The block may have written values that are not in the shards yet."""
-    text = ranks(2).run(check_inside_a_block)[0][0]
+    """On every rank, however it is saved or loaded, with the way out that works."""
+    model, optimizer = trained(world, "wrapper")
+    with state_dict_type(model, SHARDED):
+        dcp_save(model.state_dict(), checkpoint_id=tmp_path)
+    with state_dict_type(model, LOCAL):
+        weights: Any = model.state_dict()
+        state = next(iter(optim_state_dict(model, optimizer)["state"].values()))
+    for saved in (weights, {"m": state["exp_avg"]}):
+        for how, attempt in attempts(saved, tmp_path).items():
+            with pytest.raises((CheckpointException, RuntimeError)) as error:
+                attempt()
+            text = str(error.value)
+            assert "torch.distributed.checkpoint was given LOCAL_STATE_DICT" in text, (
+                how
+            )
+            assert "Take the state dict under StateDictType.SHARDED" in text, how
+            assert f"it takes '{next(iter(saved))}' for" in text or how != "save"
 
-    assert "state_dict was called on (root) inside unshard_params" in text
+
+@on_ranks(1)
+def test_one_rank_alone_holds_the_whole_and_dcp_takes_it(
+    world: World, tmp_path: Path
+) -> None:
+    """Nothing is refused where nothing is cut."""
+    model, _ = trained(world, "wrapper")
+    with state_dict_type(model, LOCAL):
+        dcp_save(dict(model.state_dict()), checkpoint_id=tmp_path)
+        other, _ = trained(world, "wrapper", seed=3)
+        found = other.state_dict()
+        dcp_load(found, checkpoint_id=tmp_path)
+    assert _same(dict(found), dict(model.state_dict()))
