@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp import (
     CompositionError,
-    CPUOffload,
     Float8Wire,
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -27,9 +25,7 @@ from composable_fsdp import (
     clip_grad_norm_,
     fully_shard,
     load,
-    no_sync,
     optim_state_dict,
-    optim_state_dict_to_load,
     save,
     set_state_dict_type,
 )
@@ -39,7 +35,6 @@ from tests.parallel.test_experts import (
     adamw,
     data_of,
     pair,
-    require_equal,
     require_equal_gradients,
     step_gradients,
     train,
@@ -51,12 +46,6 @@ from tests.support.world import World
 
 # Four ranks and DTensors: a combination takes seconds.
 pytestmark = pytest.mark.few(1)
-
-RECIPES = {
-    "listed": Recipe(listed=True, shared=True),
-    "uneven": Recipe(listed=True, experts=3),
-}
-recipes = pytest.mark.parametrize("kind", RECIPES)
 
 
 def require_plain_state(state: dict[str, Any], plain: nn.Module) -> None:
@@ -167,51 +156,6 @@ def test_experts_on_meta_train_after_a_load(
     require_plain_state(model.state_dict(), plain)
 
 
-@pytest.mark.full_matrix("runtime/test_deepcopy.py, without experts")
-@on_ranks(4)
-@recipes
-def test_a_copy_trains_as_the_model(world: World, kind: str) -> None:
-    """deepcopy keeps the experts of the rank, their divisor and their names."""
-    model, plain = pair(RECIPES[kind], world)
-    train(model, plain, world, steps=1)
-    made, made_plain = copy.deepcopy(model), copy.deepcopy(plain)
-
-    train(model, plain, world, steps=1)
-    train(made, made_plain, world, steps=2)
-
-    require_plain_state(made.state_dict(), made_plain)
-    require_plain_state(model.state_dict(), plain)
-
-
-@pytest.mark.full_matrix("runtime/test_freeze.py, without experts")
-@on_ranks(4)
-@pytest.mark.parametrize("options", [{}, {"cpu_offload": CPUOffload(True)}])
-def test_experts_frozen_later_train_as_the_plain_model(
-    world: World, options: dict[str, Any]
-) -> None:
-    """Frozen between steps, without sync, and trained again."""
-    model, plain = pair(RECIPES["listed"], world, **options)
-    both = adamw(model), adamw(plain)
-    for step in range(3):
-        for name, parameter in (*model.named_parameters(), *plain.named_parameters()):
-            if ".experts." in name:
-                parameter.requires_grad_(step != 1)
-        with no_sync(model):
-            step_gradients(model, plain, world, 2 * step)
-        step_gradients(model, plain, world, 2 * step + 1)
-        norm = clip_grad_norm_(model, 0.5)
-        expected = nn.utils.clip_grad_norm_(
-            [p for p in plain.parameters() if p.grad is not None], 0.5
-        )
-        torch.testing.assert_close(norm, expected, rtol=1e-5, atol=1e-6)
-        for each in both:
-            each.step()
-            each.zero_grad()
-
-    require_equal(model, plain)
-    require_plain_moments(optim_state_dict(model, both[0]), plain, both[1])
-
-
 @on_ranks(4)
 def test_torchs_full_state_names_the_way_out(world: World) -> None:
     """get_model_state_dict and get_optimizer_state_dict, on all ranks."""
@@ -225,27 +169,6 @@ def test_torchs_full_state_names_the_way_out(world: World) -> None:
         get_optimizer_state_dict(model, optimizer, options=options)
 
     train(model, plain, world, steps=1)
-
-
-@on_ranks(4)
-def test_the_first_rank_alone_passes_no_experts(world: World) -> None:
-    """rank0_only names the way out on all ranks, and the optimizer stays as it was."""
-    model, plain = pair(RECIPES["listed"], world)
-    optimizer = train(model, plain, world, steps=1)
-    whole = optim_state_dict(model, optimizer)
-    given = whole if world.rank == 0 else {}
-    rank0 = FullOptimStateDictConfig(rank0_only=True)
-    set_state_dict_type(
-        model, StateDictType.FULL_STATE_DICT, optim_state_dict_config=rank0
-    )
-
-    with pytest.raises(CompositionError, match="rank0_only out on all ranks"):
-        optim_state_dict_to_load(model, optimizer, given, load_directly=True)
-
-    set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
-    for name, values in optim_state_dict(model, optimizer)["state"].items():
-        for key, value in values.items():
-            assert torch.equal(value, whole["state"][name][key])
 
 
 @on_ranks(4)
@@ -268,13 +191,6 @@ def test_ranks_of_the_same_experts_freeze_the_same(world: World) -> None:
 
     assert text.startswith("DesyncError: Ranks disagree in forward"), text
     assert "of 'layers.0.experts.each." in text
-
-
-BESIDE = {
-    "stacked": Recipe(experts=6, top=3, shared=True),
-    "starved": Recipe(experts=3, top=1, starved=True),
-    "listed": Recipe(listed=True, shared=True),
-}
 
 
 @pytest.mark.req("M-01", "M-02")
