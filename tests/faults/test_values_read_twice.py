@@ -103,7 +103,7 @@ def optimizer(model: nn.Module, write: str) -> torch.optim.Optimizer:
 
 
 @pytest.mark.req("X-32")
-@on_ranks(1, 2)
+@on_ranks(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_write_between_forward_and_backward_is_refused_by_name(
     world: World, kind: str
@@ -167,7 +167,7 @@ def debugging() -> Iterator[None]:
 
 
 @pytest.mark.req("X-32")
-@on_ranks(1, 2)
+@on_ranks(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_write_that_nobody_can_see_is_refused_in_debug_mode(
     world: World, kind: str
@@ -214,7 +214,7 @@ HARMLESS: dict[str, Callable[[nn.Module], None]] = {
 
 
 @pytest.mark.req("X-32")
-@on_ranks(1, 2)
+@on_ranks(2)
 @pytest.mark.parametrize("fills", [False, True])
 def test_debug_mode_refuses_no_usual_step(world: World, fills: bool) -> None:
     """Whatever a step consists of; numbers are those without the hashes."""

@@ -22,8 +22,9 @@ from composable_fsdp import (
     CheckpointError,
     CompositionError,
     DesyncError,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
     FullyShardedDataParallel,
-    MixedPrecision,
     PhaseError,
     PlanError,
     ShardingStrategy,
@@ -149,22 +150,6 @@ def test_experts_inside_of_hybrid_sharding(world: World) -> None:
 
 
 @on_ranks(4)
-def test_experts_compute_in_bfloat16(world: World) -> None:
-    """Gradients of the plain model but for the rounding, and one norm on all ranks."""
-    low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model, plain = pair(LISTED, world, mixed_precision=low)
-    backward(loss_of(model, batch(0, world.rank)))
-    parts = [loss_of(plain, batch(0, rank)) for rank in range(world.world_size)]
-    backward(torch.stack(parts).mean())
-
-    norm = clip_grad_norm_(model, 1e3)
-
-    expected = nn.utils.clip_grad_norm_(plain.parameters(), 1e3)
-    torch.testing.assert_close(norm, expected, rtol=0.05, atol=0.0)
-    assert world.all_equal(norm)
-
-
-@on_ranks(4)
 def test_values_of_the_first_rank_go_to_the_ranks_of_its_experts(world: World) -> None:
     """sync_module_states keeps the experts of other ranks."""
     recipe = MIXTRAL
@@ -197,11 +182,8 @@ def test_the_norm_counts_each_expert_once(world: World, recipe: Recipe) -> None:
     if not recipe.listed:
         # Parameters of one layer alone.
         experts = [layers_of(each)[0].experts.parameters() for each in (model, plain)]
-        norms = (
-            clip_grad_norm_(experts[0], 9.0),
-            nn.utils.clip_grad_norm_(experts[1], 9.0),
-        )
-        torch.testing.assert_close(*norms)
+        expected = nn.utils.clip_grad_norm_(experts[1], 9.0)
+        torch.testing.assert_close(clip_grad_norm_(experts[0], 9.0), expected)
 
     for order in (1.0, 2.0, float("inf")):
         norm = clip_grad_norm_(model, 0.5, order)
@@ -554,6 +536,87 @@ def test_units_over_fewer_ranks_are_refused(world: World) -> None:
     assert clip_grad_norm_(model[1], 1e9) > 0
 
 
+def same_experts_apart(world: World) -> Model:
+    """Two ranks have the same experts and would never exchange gradients."""
+    return apart(world, MIXTRAL, expert_mesh=False)
+
+
+def same_listed_experts_apart(world: World) -> Model:
+    """The same with experts as modules."""
+    return apart(world, LISTED, expert_mesh=True)
+
+
+def apart(world: World, recipe: Recipe, *, expert_mesh: bool) -> Model:
+    """Return a model whose experts are sharded over each rank alone."""
+    mesh = recipe.mesh(world)
+    model = recipe.divided(mesh["ep"])
+    one = [dist.new_group([rank]) for rank in range(world.world_size)][world.rank]
+    for layer in layers_of(model):
+        told = {"expert_mesh": mesh["ep"]} if expert_mesh else {}
+        fully_shard(layer.experts, process_group=one, **told)
+    return fully_shard(model, device_mesh=data_of(mesh))
+
+
+def plain_beside(world: World) -> Model:
+    """Nobody would reduce its gradients over the ranks of other experts."""
+    mesh = MIXTRAL.mesh(world)
+    model = MIXTRAL.divided(mesh["ep"])
+    for layer in layers_of(model):
+        layer.experts.scale = nn.Parameter(torch.ones(1))
+        fully_shard(layer.experts, device_mesh=mesh["edp"])
+    return fully_shard(model, device_mesh=data_of(mesh))
+
+
+def other_numbers_of_units(world: World) -> Model:
+    """A unit per expert: other numbers of experts would meet in other calls."""
+    return each_a_unit(world, Recipe(listed=True, experts=3))
+
+
+def each_a_unit(world: World, recipe: Recipe) -> Model:
+    """Return a model in which each expert is a unit."""
+    mesh = recipe.mesh(world)
+    model = recipe.divided(mesh["ep"])
+    for layer in layers_of(model):
+        for each in filter(None, layer.experts.each):
+            fully_shard(each, device_mesh=mesh["edp"], expert_mesh=mesh["ep"])
+    return fully_shard(model, device_mesh=data_of(mesh))
+
+
+REFUSED: tuple[tuple[Callable[[World], Model], type[Exception], str], ...] = (
+    (
+        same_experts_apart,
+        CompositionError,
+        r"holds DTensors over 2 ranks and is sharded over 1; .*mesh\['edp'\] to their",
+    ),
+    (
+        same_listed_experts_apart,
+        CompositionError,
+        r"'layers.0.experts' has an expert_mesh of 2 ranks and is sharded over 1.*"
+        r"pass device_mesh=mesh\['edp'\], expert_mesh=mesh\['ep'\]",
+    ),
+    (
+        plain_beside,
+        CompositionError,
+        "Parameter 'layers.0.experts.scale' is plain, in a unit of DTensors.*"
+        r"Make it a DTensor over the same mesh \(Replicate\)",
+    ),
+    (
+        other_numbers_of_units,
+        DesyncError,
+        r"the option units with an expert_mesh of unit \(root\): 4 on ranks",
+    ),
+)
+
+
+@on_ranks(4)
+def test_experts_that_could_not_be_averaged_are_refused(world: World) -> None:
+    """At the first forward, by unit or parameter, with the way out."""
+    for build, error, words in REFUSED:
+        model = build(world)
+        with pytest.raises(error, match=f"(?s){words}"):
+            loss_of(model, batch(0, world.rank))
+
+
 @on_ranks(4)
 def test_a_replicated_parameter_beside_counts_once(world: World) -> None:
     """A bias that all experts share: its gradient is a sum over all of them."""
@@ -673,6 +736,28 @@ def test_names_of_several_ranks_are_refused(world: World) -> None:
 
 
 @on_ranks(4)
+def test_the_first_rank_alone_gets_and_gives_no_experts(world: World) -> None:
+    """rank0_only names the ways out, on all ranks."""
+    model, plain = pair(LISTED, world)
+    optimizer = train(model, plain, world, steps=1)
+    whole = optim_state_dict(model, optimizer)
+    set_state_dict_type(
+        model,
+        StateDictType.FULL_STATE_DICT,
+        FullStateDictConfig(rank0_only=True),
+        FullOptimStateDictConfig(rank0_only=True),
+    )
+
+    with pytest.raises(CompositionError, match="rank0_only expects experts as DTensor"):
+        model.state_dict()
+    with pytest.raises(CompositionError, match="rank0_only expects no expert_mesh"):
+        optim_state_dict(model, optimizer)
+    given = whole if world.rank == 0 else {}
+    with pytest.raises(CompositionError, match="rank0_only out on all ranks"):
+        optim_state_dict_to_load(model, optimizer, given, load_directly=True)
+
+
+@on_ranks(4)
 def test_bad_expert_meshes_are_refused(world: World) -> None:
     """Before anything changes; each text names the argument."""
     mesh = Recipe(listed=True).mesh(world)
@@ -723,15 +808,9 @@ def test_the_wrapper_takes_an_expert_mesh(world: World) -> None:
 @on_ranks(4)
 def test_each_expert_may_be_a_unit(world: World) -> None:
     """One expert is gathered at a time; state dicts hold the experts of all ranks."""
-    recipe = LISTED
-    mesh, plain = recipe.mesh(world), recipe.plain()
-    model = recipe.divided(mesh["ep"])
-    for layer in layers_of(model):
-        for each in filter(None, layer.experts.each):
-            fully_shard(each, device_mesh=mesh["edp"], expert_mesh=mesh["ep"])
-    fully_shard(model, device_mesh=data_of(mesh))
+    model, plain = each_a_unit(world, LISTED), LISTED.plain()
 
-    optimizer = train(model, plain, world)
+    optimizer = train(model, plain, world, steps=1)
 
     state = model.state_dict()
     assert set(state) == set(plain.state_dict())

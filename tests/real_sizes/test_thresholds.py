@@ -28,7 +28,7 @@ from composable_fsdp.storage import (
 )
 from tests.real_sizes.operations import TOKENS, WIDTH, same
 from tests.support.on_ranks import on_ranks
-from tests.support.reference import PATHS, apply_units
+from tests.support.reference import apply_units
 from tests.support.world import World
 
 PACKAGE = Path(cf.__file__).parent
@@ -145,13 +145,12 @@ def test_writes_are_seen_at_every_size() -> None:
             full[at] = 1
 
 
-@pytest.mark.parametrize("path", PATHS)
 @on_ranks(2)
-def test_integers_carry_weights(world: World, path: str) -> None:
+def test_integers_carry_weights(world: World) -> None:
     """``Int8Wire`` over weights that fill no block of elements."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(WIDTH, TOKENS), nn.Linear(TOKENS, WIDTH))
-    model = apply_units(copy.deepcopy(plain), ("0",), path=path, wire=cf.Int8Wire())
+    model = apply_units(copy.deepcopy(plain), ("0",), wire=cf.Int8Wire())
     x = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)
 
     with torch.no_grad():
@@ -218,21 +217,20 @@ def test_files_hold_tensors_of_every_size(
     with ExitStack() as patches:
         for module, name, value in SMALLER if smaller else ():
             patches.enter_context(mock.patch.object(module, name, value))
-        for strategy in (cf.ShardingStrategy.FULL_SHARD, cf.ShardingStrategy.NO_SHARD):
-            model = cf.fully_shard(Sizes(), strategy=strategy)
+        both = (cf.ShardingStrategy.FULL_SHARD, cf.ShardingStrategy.NO_SHARD)
+        for strategy, other in (both, both[::-1]):
             path = tmp_path / strategy.name
-            cf.save(path, model)
-            for other in (cf.ShardingStrategy.NO_SHARD, cf.ShardingStrategy.FULL_SHARD):
-                fresh = cf.fully_shard(Sizes(), strategy=other)
-                with torch.no_grad():
-                    for p in fresh.parameters():
-                        p.zero_()
-                cf.load(path, fresh, share=True)
-                found = fresh.state_dict()
-                assert all(torch.equal(found[name], want[name]) for name in want)
-            if world.rank == 0:
-                _read_in_slices(path, want)
-            world.barrier()
+            cf.save(path, cf.fully_shard(Sizes(), strategy=strategy))
+            fresh = cf.fully_shard(Sizes(), strategy=other)
+            with torch.no_grad():
+                for p in fresh.parameters():
+                    p.zero_()
+            cf.load(path, fresh, share=True)
+            found = fresh.state_dict()
+            assert all(torch.equal(found[name], want[name]) for name in want)
+        if world.rank == 0:
+            _read_in_slices(path, want)
+        world.barrier()
 
 
 def _read_in_slices(path: Path, want: dict[str, Tensor]) -> None:
@@ -243,11 +241,6 @@ def _read_in_slices(path: Path, want: dict[str, Tensor]) -> None:
         with cf.open_source(file) as opened:
             for name, value in want.items():
                 end = value.numel()
-                for start, stop in (
-                    (0, end),
-                    (1, end // 2),
-                    (end // 2 - 1, end),
-                    (7, 9),
-                ):
+                for start, stop in ((0, end), (1, end // 2), (end // 2 - 1, end)):
                     part = opened.read_model(name, start, stop)
                     assert torch.equal(part, value[start:stop])
