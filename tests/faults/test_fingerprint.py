@@ -174,20 +174,6 @@ def test_a_copy_is_compared_as_a_tree_of_its_own(world: World) -> None:
 # Groups
 
 
-@on_ranks(2)
-def test_a_rank_may_evaluate_alone_where_nothing_is_gathered(world: World) -> None:
-    """Replicas are compared in the first forward with gradients."""
-    model = with_other_shape(is_changed=world.rank == 1, strategy=NO_SHARD)
-    if world.rank == 0:
-        with torch.no_grad():
-            model(torch.ones(1, 4))
-    world.barrier()
-
-    found = outcome(lambda: step(model))
-
-    assert SHAPE in str(found.error)
-
-
 def check_groups(world: World) -> Outcome:
     """Rank 3 shards over other ranks than the others do."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -224,23 +210,6 @@ def test_a_replica_may_evaluate_and_save_alone(ranks: RankCount) -> None:
     error, _ = agreed(ranks(4).run(check_replica_alone))
 
     assert "(8,) on ranks 0-2, (4, 2) on rank 3" in str(error)
-
-
-def check_part_of_the_world(world: World) -> Outcome:
-    """Two pairs hold different models; in a pair one rank has a change."""
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    group = pairs[world.rank // 2]
-    model = with_other_shape(is_changed=world.rank == 3, process_group=group)
-    return outcome(lambda: step(model))
-
-
-@pytest.mark.req("X-09")
-def test_groups_of_some_ranks_are_compared_apart(ranks: RankCount) -> None:
-    """The other pair trains on."""
-    found = ranks(4).run(check_part_of_the_world)
-
-    assert found[:2] == [Outcome(None, ())] * 2
-    assert "(8,) on rank 2, (4, 2) on rank 3" in (agreed(found[2:]).error or "")
 
 
 def check_experts(world: World, is_bad: bool) -> Outcome:
@@ -308,21 +277,18 @@ def test_different_weights_are_warned_of_once(ranks: RankCount, strategy: str) -
     assert ("stay different for ever" in text) is (strategy != "FULL_SHARD")
 
 
-@pytest.mark.parametrize("replaces", [True, False])
 @on_ranks(2)
-def test_weights_that_a_block_replaces_are_not_warned_of(
-    world: World, replaces: bool
-) -> None:
-    """The first gather is that of ``unshard_params``; what stays is warned of later."""
+def test_weights_that_a_block_replaces_are_not_warned_of(world: World) -> None:
+    """The first gather is that of ``unshard_params``."""
     model = shard(build(seed=world.rank))
 
     def show() -> None:
         with unshard_params(model), torch.no_grad():
             for each in model.parameters():
-                each.fill_(0.5) if replaces else None
+                each.fill_(0.5)
 
     assert outcome(show).warnings == ()
-    assert len(outcome(lambda: step(model)).warnings) == (not replaces)
+    assert outcome(lambda: step(model)).warnings == ()
 
 
 @pytest.mark.req("X-13")
@@ -340,60 +306,60 @@ def test_check_weights_refuses_syncs_or_is_silent_as_told(ranks: RankCount) -> N
     assert run(sync_module_states=True, check_weights="error") == Outcome(None, ())
 
 
-@on_ranks(2)
-def test_values_that_were_loaded_since_are_the_ones_that_count(world: World) -> None:
-    """A checkpoint on all ranks ends the difference; replicas are compared anew."""
-    for strategy in (ShardingStrategy.FULL_SHARD, NO_SHARD):
-        model = shard(build(seed=world.rank), strategy=strategy)
-        model.load_state_dict(build(seed=5).state_dict())
-        assert outcome(partial(step, model)) == Outcome(None, ())
-
-    model = shard(build(), strategy=NO_SHARD)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(world.rank)
-    (text,) = outcome(lambda: step(model)).warnings
-    assert "'0.scale' has other values on rank 0 than on rank 1" in text
+def loaded(world: World) -> nn.Module:
+    model = shard(build(seed=world.rank), strategy=NO_SHARD)
+    model.load_state_dict(build(seed=5).state_dict())
+    return model
 
 
-@on_ranks(2)
-def test_a_broadcast_of_the_user_ends_the_difference(world: World) -> None:
-    """Also through ``.data``, which no version counts, and of flat parameters."""
-    by_hand = shard(build(seed=world.rank), strategy=NO_SHARD)
-    for parameter in by_hand.parameters():
+def broadcast(world: World) -> nn.Module:
+    # Through ``.data``, which no version counts.
+    model = shard(build(seed=world.rank), strategy=NO_SHARD)
+    for parameter in model.parameters():
         dist.broadcast(parameter.data, src=0)
-    flat = shard(build(seed=world.rank), strategy=NO_SHARD)
-    for parameter in flat_parameters(flat):
+    return model
+
+
+def broadcast_flat(world: World) -> nn.Module:
+    model = shard(build(seed=world.rank), strategy=NO_SHARD)
+    for parameter in flat_parameters(model):
         dist.broadcast(parameter.data, src=0)
-
-    assert outcome(partial(step, by_hand)) == Outcome(None, ())
-    assert outcome(partial(step, flat)) == Outcome(None, ())
+    return model
 
 
-@on_ranks(4)
-def test_shards_of_a_replica_that_were_written_to_are_warned_of(world: World) -> None:
-    """The other replica holds other values; nothing is said if both wrote the same."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    for written, count in (((0, 1, 2, 3), 0), ((2, 3), 1)):
-        model = shard(build(), device_mesh=mesh)
-        if world.rank in written:
-            with torch.no_grad():
-                model.get_parameter("2.scale").zero_()
-        warned = outcome(partial(step, model)).warnings
-        assert len(warned) == count
-    assert "'2.scale' has other values on rank 1 than on rank 3" in warned[0]
-
-
-@on_ranks(2)
-def test_values_on_meta_are_left_out(world: World) -> None:
-    """A rank on meta takes values later; the other's are not held against it."""
+def from_meta(world: World) -> nn.Module:
+    # The values of a rank on meta come later; the other's are not held against it.
     with torch.device("meta" if world.rank else "cpu"):
         model = build()
-    shard(model)
-    model.to_empty(device="cpu")
+    shard(model).to_empty(device="cpu")
     model.load_state_dict(build().state_dict())
+    return model
 
-    assert outcome(lambda: step(model)) == Outcome(None, ())
+
+def written_by_one(world: World) -> nn.Module:
+    model = shard(build(), strategy=NO_SHARD)
+    if world.rank == 1:
+        model.get_parameter("2.scale").data.zero_()
+    return model
+
+
+WEIGHTS: tuple[tuple[Callable[[World], nn.Module], str], ...] = (
+    (loaded, ""),
+    (broadcast, ""),
+    (broadcast_flat, ""),
+    (from_meta, ""),
+    (written_by_one, "parameter '2.scale' has other values on rank 0 than on rank 1."),
+)
+
+
+@on_ranks(2)
+def test_values_at_the_first_step_are_the_ones_that_count(world: World) -> None:
+    """What has been loaded, sent or written since the model was sharded."""
+    for make, told in WEIGHTS:
+        found = outcome(partial(step, make(world)))
+        assert found.error is None
+        assert len(found.warnings) == bool(told), make
+        assert all(told in text for text in found.warnings)
 
 
 @on_ranks(2)

@@ -99,25 +99,6 @@ def two_threads(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) -> No
     beside(first, second)
 
 
-def main_in_barrier(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) -> None:
-    """The main thread waits in a barrier of control while a thread trains."""
-
-    def work() -> None:
-        late(rank, 0)
-        train(model)
-        late(rank, 1)
-        train(model)
-        done.set()
-
-    def control() -> None:
-        if rank == 1:
-            done.wait()
-        dist.barrier(two)
-
-    model, done = layers(one), threading.Event()
-    beside(work, control)
-
-
 def same_group_meets(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) -> None:
     """Over one group: a thread waits in the store while the main thread sends."""
     first, second = layers(one), layers(one)
@@ -145,19 +126,6 @@ def same_group_meets(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) 
         gone.set()
 
     beside(work, main)
-
-
-def messages(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) -> None:
-    """Messages from rank to rank, other numbers on each, between forwards."""
-    model = layers(one)
-    for step in range(3):
-        train(model, 1)
-        for _ in range(step):
-            if rank == 0:
-                dist.send(torch.ones(3), 1, two)
-            else:
-                time.sleep(LATE / 4)
-                dist.recv(torch.ones(3), 0, two)
 
 
 def asynchronous(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) -> None:
@@ -240,18 +208,6 @@ def stopped(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) -> None:
     if rank == 0:
         stop_this_process(2 * LATE)
     model.state_dict()
-
-
-def made_again(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) -> None:
-    """Groups are destroyed and made again, and models with them."""
-    for _ in range(3):
-        group = dist.new_group([0, 1])
-        model = layers(group)
-        late(rank)
-        train(model)
-        model.state_dict()
-        del model
-        dist.destroy_process_group(group)
 
 
 def caught(where: str) -> Callable[..., None]:
@@ -339,9 +295,8 @@ PROGRAMS: dict[str, Callable[..., None]] = {
     **{
         each.__name__: each
         for each in (
-            *(two_threads, main_in_barrier, same_group_meets, messages, asynchronous),
-            *(stalls, signals, stopped, made_again, other_order, torch_between),
-            reports,
+            *(two_threads, same_group_meets, asynchronous, stalls, signals),
+            *(stopped, other_order, torch_between, reports),
         )
     },
     **{f"caught_in_{w}": caught(w) for w in ("forward", "backward", "unshard_params")},

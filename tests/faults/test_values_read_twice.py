@@ -140,25 +140,6 @@ def assert_gradients_of(model: nn.Module, x: Tensor) -> None:
             torch.testing.assert_close(ours.grad, theirs.grad)
 
 
-@pytest.mark.req("X-32")
-@on_ranks(2)
-def test_a_write_that_nobody_can_see_ends_as_documented(world: World) -> None:
-    """Through ``.data``: units that gather again use the new values, as plain torch
-    does, and units that are kept use those of the forward."""
-    found = []
-    for kind in ("FULL_SHARD", "SHARD_GRAD_OP"):
-        model = plain()
-        fully_shard(model[2], **KINDS[kind])
-        fully_shard(model, **KINDS[kind])
-        x = torch.ones(2, 4, requires_grad=True)
-        loss = model(x).square().sum()
-        model.get_parameter("2.weight").data.zero_()
-        loss.backward()
-        assert x.grad is not None
-        found.append(bool((x.grad == 0).all()))
-    assert found == [True, False]
-
-
 @contextmanager
 def debugging() -> Iterator[None]:
     """Models whose first forward runs inside have their shards hashed."""

@@ -19,7 +19,6 @@ from composable_fsdp import (
     CompositionError,
     FullOptimStateDictConfig,
     FullStateDictConfig,
-    Int8Wire,
     StateDictType,
     clip_grad_norm_,
     fully_shard,
@@ -90,33 +89,6 @@ def test_offloaded_state_is_that_of_the_plain_model(world: World) -> None:
 
     require_plain_state(state, plain)
     require_plain_moments(moments, plain, both[1])
-
-
-@on_ranks(4)
-def test_wires_carry_experts(world: World) -> None:
-    """Each expert computes with the values that its wire rounds to."""
-    recipe, wire = UNEVEN, Int8Wire()
-    mesh, plain = recipe.mesh(world), recipe.plain()
-    for parameter in plain.parameters():
-        # Values that any wire carries without rounding.
-        parameter.data.copy_(parameter.detach().sign())
-    model = recipe.divided(mesh["ep"])
-    for parameter in model.parameters():
-        parameter.data.copy_(parameter.detach().sign())
-    data = data_of(mesh)
-    for layer in layers_of(model):
-        fully_shard(
-            layer.experts, device_mesh=mesh["edp"], expert_mesh=mesh["ep"], wire=wire
-        )
-        fully_shard(layer, device_mesh=data, wire=wire)
-    fully_shard(model, device_mesh=data, wire=wire)
-    step_gradients(model, plain, world, 0)
-
-    norm = clip_grad_norm_(model, 0.5)
-
-    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-    torch.testing.assert_close(norm, expected, rtol=1e-4, atol=1e-6)
-    require_plain_state(model.state_dict(), plain)
 
 
 def on_meta(recipe: Recipe, mesh: DeviceMesh) -> Model:

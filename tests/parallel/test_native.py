@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from composable_fsdp import (
@@ -110,21 +109,6 @@ def test_a_checkpoint_goes_to_every_mesh(world: World, tmp_path: Path) -> None:
     require_equal(values_of(recipe, (model, optim), 2), expected)
 
 
-@on_ranks(4)
-def test_rows_are_stored_as_intervals(world: World, tmp_path: Path) -> None:
-    """Cut columns are rectangles; rows are intervals, which any mesh reads at once."""
-    mesh = mesh_of(world, 2)
-    model = sharded(Recipe().parallel(mesh), mesh)
-
-    save(tmp_path / "new", model)
-
-    with NativeSource(tmp_path / "new") as source:
-        found = source.manifest.cuts
-        names = [each.fqns[0] for each in found if len(each.rectangles()) > 1]
-        assert len(found) > len(names)
-    assert names == ["blocks.0.down.weight", "blocks.1.down.weight"]
-
-
 class WithLoose(nn.Module):
     """A model beside DTensors that no unit holds: a matrix, a frozen one, a buffer."""
 
@@ -156,40 +140,6 @@ def with_loose(world: World, recipe: Recipe, dp: int) -> Trained:
         model, mesh = sharded(recipe.parallel(whole_mesh), whole_mesh), whole_mesh["tp"]
     made = WithLoose(model, mesh)
     return made, torch.optim.AdamW(made.parameters(), lr=1e-2)
-
-
-@on_ranks(4)
-def test_dtensors_in_no_unit_are_stored_with_their_state(
-    world: World, tmp_path: Path
-) -> None:
-    """A parameter, a frozen one and a buffer, and the moments, which are DTensors."""
-    model, optim = with_loose(world, Recipe(), 2)
-    matrix: Any = getattr(model, "matrix")  # noqa: B009  # no attribute of nn.Module
-    for _ in range(2):
-        (matrix * matrix).sum().backward()
-        optim.step()
-        optim.zero_grad()
-    expected = {n: whole(v) for n, v in model.named_parameters() if "." not in n}
-    moments = {k: whole(v) for k, v in optim.state[matrix].items()}
-
-    save(tmp_path / "new", model, optim)
-
-    for dp in (1, -1):
-        found, other = with_loose(world, Recipe(), dp)
-        with torch.no_grad():
-            for value in (*found.parameters(), *found.buffers()):
-                value.zero_()
-        for _ in range(2):
-            # First into no state, then into the state of the first load.
-            load(tmp_path / "new", found, other)
-            named = dict(found.named_parameters())
-            for name, value in expected.items():
-                assert torch.equal(whole(named[name]), value), name
-            table: Any = dict(found.named_buffers())["table"]
-            assert torch.equal(whole(table), torch.arange(8.0))
-            state = other.state[named["matrix"]]
-            require_same({"": {k: whole(v) for k, v in state.items()}}, {"": moments})
-            assert isinstance(state["exp_avg"], DTensor) == (dp > 0)
 
 
 @on_ranks(4)
@@ -326,32 +276,6 @@ def test_no_rank_holds_a_whole_matrix(world: World, tmp_path: Path) -> None:
     expected = get_full_param(first, "weight")
     for model in (second, other):
         assert torch.equal(get_full_param(model, "weight"), expected)
-
-
-@on_ranks(4)
-def test_a_model_on_some_ranks_is_saved_by_them_alone(
-    world: World, tmp_path: Path
-) -> None:
-    """Two stages of a pipeline, each tensor-parallel, write a checkpoint each."""
-    whole_mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp", "tp"))
-    stage = whole_mesh["pp"].get_local_rank()
-    recipe = Recipe(hidden=9, sequence=stage > 0)
-    model = sharded(recipe.parallel(whole_mesh["dp", "tp"]), whole_mesh["dp", "tp"])
-    names = [name for name, _ in recipe.plain().named_parameters()]
-
-    save(tmp_path / f"stage-{stage}", model)
-
-    dist.barrier()
-    for each in (0, 1):
-        with NativeSource(tmp_path / f"stage-{each}") as source:
-            assert source.manifest.world_size == 2
-    again = sharded(recipe.parallel(whole_mesh["dp", "tp"]), whole_mesh["dp", "tp"])
-    with torch.no_grad():
-        for parameter in again.parameters():
-            parameter.zero_()
-    load(tmp_path / f"stage-{stage}", again)
-    for name in names:
-        assert torch.equal(get_full_param(again, name), get_full_param(model, name))
 
 
 @on_ranks(4)
