@@ -62,12 +62,10 @@ class Layer(nn.Module):
 class Program:
     """The objects that a fault may touch."""
 
-    def __init__(self, library: str, fault: str, *, faulty: bool) -> None:
+    def __init__(self, library: str, fault: str) -> None:
         self.torch = library == "torch"
-        self.fault, self.faulty = fault, faulty
+        self.fault, self.faulty = fault, False
         self.model = Blocks()
-        if faulty and fault in AT_BUILD:
-            AT_BUILD[fault](self.model)
         self.shard: Callable[..., Any] = composable_fsdp.fully_shard
         if self.torch:
             from torch.distributed.fsdp import fully_shard
@@ -161,34 +159,6 @@ def ended(program: Program) -> None:
     sys.exit(0)
 
 
-def other_split(model: Blocks) -> None:
-    """As many elements, divided otherwise."""
-    # (36 + 32) + (36 + 40) elements, where the other ranks have 72 + 72.
-    layer = Layer()
-    layer.inner = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 8, bias=False))
-    layer.outer = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 8))
-    model.blocks[1] = nn.Sequential(layer)
-
-
-def other_order(model: Blocks) -> None:
-    """The layers of a block are registered the other way round."""
-    block = model.get_submodule("blocks.1.0")
-    inner = block.inner
-    del block.inner
-    block.inner = inner
-
-
-def other_weights(model: Blocks) -> None:
-    """As a seed that depends on the rank does."""
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, generator=torch.Generator().manual_seed(7))
-
-
-AT_BUILD: dict[str, Callable[[Blocks], None]] = {
-    "other-split": other_split,
-    "other-order": other_order,
-    "other-weights": other_weights,
-}
 AT_STEP: dict[str, Callable[[Program], None]] = {
     "kill-between-gathers": lambda p: between_gathers(p, send(signal.SIGKILL)),
     "kill-in-backward": lambda p: in_backward(p, send(signal.SIGKILL)),
@@ -203,24 +173,17 @@ AT_STEP: dict[str, Callable[[Program], None]] = {
     "no-backward": lambda _: None,
     "none": lambda _: None,
 }
-FAULTS = (*AT_BUILD, *AT_STEP)
 
 
 def train(arguments: argparse.Namespace) -> None:
     """Train from the last checkpoint, if there is one, until the fault or the end."""
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    program = Program(
-        arguments.library,
-        arguments.fault if arguments.fault in AT_BUILD else "none",
-        faulty=rank == size - 1,
-    )
+    program = Program(arguments.library, arguments.fault)
     folder, begin = arguments.folder, 0
     if folder is not None and composable_fsdp.checkpoints(folder):
         extra = composable_fsdp.load(folder, program.model, program.optimizer)
         begin = extra["step"]
-    program.fault = arguments.fault
-    program.faulty = False
     for number in range(begin + 1, arguments.steps + 1):
         if number == arguments.at and rank == size - 1:
             program.faulty = True
@@ -239,7 +202,7 @@ def main() -> None:
     """Read the command line, join the ranks and train."""
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("fault", choices=FAULTS)
+    add("fault", choices=AT_STEP)
     add("--library", choices=("composable_fsdp", "torch"), default="composable_fsdp")
     add("--steps", type=int, default=4)
     add("--at", type=int, default=3, help="the step of the fault")

@@ -151,3 +151,15 @@ def test_a_block_that_one_rank_leaves_out_is_named(tmp_path: Path) -> None:
     assert "set_reduce_scatter_unused_params(module, True)" in text
     assert instead in raised(first.output)
     assert first.seconds < SOON
+
+
+@pytest.mark.req("X-12")
+def test_a_backward_that_one_rank_leaves_out_is_named(tmp_path: Path) -> None:
+    """The rank that goes on to its next forward is told who waits, and where."""
+    asked = ("no-backward", "--timeout", "40")
+    both = launch(*asked, ranks=2, folder=tmp_path, before=shorten_waits)
+
+    assert [each.status for each in both] == [1, 1]
+    for each in both:
+        text = raised(each.output)
+        assert "where the order of earlier rounds has a backward of Blocks" in text

@@ -150,23 +150,17 @@ def test_experts_inside_of_hybrid_sharding(world: World) -> None:
 @on_ranks(4)
 def test_values_of_the_first_rank_go_to_the_ranks_of_its_experts(world: World) -> None:
     """sync_module_states keeps the experts of other ranks."""
-    recipe = MIXTRAL
-    mesh = recipe.mesh(world)
-    model = recipe.divided(mesh["ep"])
-    first = mesh["edp"].get_local_rank() == 0
-    for layer in layers_of(model):
-        if not first:
+
+    def forget(model: Model) -> None:
+        # Ranks 0 and 1 are the first of the ranks with the same experts.
+        for layer in layers_of(model) if world.rank > 1 else ():
             for value in layer.experts.parameters():
                 local(value.detach()).zero_()
-        fully_shard(
-            layer.experts,
-            device_mesh=mesh["edp"],
-            sync_module_states=True,
-            **said(recipe, mesh),
-        )
-    fully_shard(model, device_mesh=data_of(mesh))
 
-    train(model, recipe.plain(), world, steps=1)
+    sync = {"sync_module_states": True}
+    model, plain = pair(MIXTRAL, world, prepare=forget, experts=sync)
+
+    train(model, plain, world, steps=1)
 
 
 @on_ranks(4)
@@ -195,39 +189,27 @@ def test_the_norm_counts_each_expert_once(world: World, recipe: Recipe) -> None:
 @on_ranks(4)
 def test_checkpointed_layers_train_alike(world: World) -> None:
     """Forward runs twice, all-to-all included."""
-    recipe = STARVED
-    mesh = recipe.mesh(world)
-    model = recipe.divided(mesh["ep"])
-    apply_activation_checkpointing(
-        model, check_fn=lambda module: isinstance(module, Layer)
-    )
-    data = data_of(mesh)
-    for layer in layers_of(model):
-        fully_shard(layer.experts, device_mesh=mesh["edp"], **said(recipe, mesh))
-        fully_shard(layer, device_mesh=data)
-    fully_shard(model, device_mesh=data)
 
-    train(model, recipe.plain(), world)
+    def checkpointed(model: Model) -> None:
+        apply_activation_checkpointing(
+            model, check_fn=lambda module: isinstance(module, Layer)
+        )
 
+    model, plain = pair(STARVED, world, prepare=checkpointed)
 
-def said(recipe: Recipe, mesh: DeviceMesh) -> dict[str, Any]:
-    """Return the argument that tells of plain experts."""
-    return {"expert_mesh": mesh["ep"]} if recipe.listed else {}
+    train(model, plain, world)
 
 
 @on_ranks(4)
 def test_frozen_parts_train_alike(world: World) -> None:
     """One frozen matrix of all experts."""
-    recipe = LISTED
-    mesh, plain = recipe.mesh(world), recipe.plain()
-    model = recipe.divided(mesh["ep"])
-    for each in (model, plain):
-        for name, parameter in each.named_parameters():
+
+    def freeze(model: Model) -> None:
+        for name, parameter in model.named_parameters():
             parameter.requires_grad_(".up" not in name)
-    data = data_of(mesh)
-    for layer in layers_of(model):
-        fully_shard(layer.experts, device_mesh=mesh["edp"], **said(recipe, mesh))
-    fully_shard(model, device_mesh=data)
+
+    model, plain = pair(LISTED, world, prepare=freeze)
+    freeze(plain)
 
     train(model, plain, world)
 
@@ -462,7 +444,10 @@ def test_experts_without_a_word_are_refused(world: World) -> None:
         text = str(caught.value)
         assert "(root) over ranks [0, 1, 2, 3], 'layers.0.experts' over ranks [" in text
         assert "pass them to fully_shard with expert_mesh=mesh['ep'], or as" in text
-    takes = (model.state_dict, lambda: optim_state_dict(model, adamw(model)))
+    takes: tuple[Callable[[], Any], ...] = (
+        model.state_dict,
+        lambda: optim_state_dict(model, adamw(model)),
+    )
     for take in takes:
         with pytest.raises(CheckpointError, match="trained by 2 ranks of 4") as told:
             take()
@@ -522,8 +507,8 @@ def apart(world: World, recipe: Recipe, *, expert_mesh: bool) -> Model:
     model = recipe.divided(mesh["ep"])
     one = [dist.new_group([rank]) for rank in range(world.world_size)][world.rank]
     for layer in layers_of(model):
-        told = {"expert_mesh": mesh["ep"]} if expert_mesh else {}
-        fully_shard(layer.experts, process_group=one, **told)
+        told = mesh["ep"] if expert_mesh else None
+        fully_shard(layer.experts, process_group=one, expert_mesh=told)
     return fully_shard(model, device_mesh=data_of(mesh))
 
 
