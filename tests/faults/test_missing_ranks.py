@@ -15,10 +15,8 @@ import pytest
 
 from composable_fsdp import save
 from composable_fsdp.comm import agreement, nodes, watch
-from composable_fsdp.comm.nodes import group_timeout, private_group
 from composable_fsdp.storage import save as saving
 from tests.faults.launch import launch
-from tests.support.on_ranks import on_ranks
 from tests.support.sharded import RankCount, gpt, message_of
 from tests.support.short_waits import shorten_waits
 from tests.support.world import World
@@ -116,17 +114,3 @@ def test_a_rank_that_ends_before_a_call_is_named_within_seconds(tmp_path: Path) 
         r"DesyncError: state_dict\(.*was called on this rank", first.output
     )
     assert "rank 1 has ended with ValueError: a bad sample" in first.output
-
-
-@on_ranks(2)
-def test_private_groups_take_the_time_out_of_the_default_group(world: World) -> None:
-    """Unless a function, or the environment, tells another."""
-    groups = [private_group((0, 1), "a test"), private_group((0, 1), "another", 7.0)]
-    with mock.patch.dict(os.environ, {nodes.TIMEOUT_VARIABLE: "9"}):
-        groups.append(private_group((0, 1), "a third", 7.0))
-
-    assert [group_timeout(each) for each in groups] == [
-        group_timeout(world.group),
-        7.0,
-        9.0,
-    ]
