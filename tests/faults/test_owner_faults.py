@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,13 +15,11 @@ from composable_fsdp import (
     fully_shard,
     map_on_owners,
 )
+from tests.faults.blocks import SOON
 from tests.support.on_ranks import on_ranks
+from tests.support.sharded import RankCount
 from tests.support.short_waits import shorten_waits
-from tests.support.world import RankPool, World
-
-RankCount = Callable[[int], RankPool]
-SOON = 15.0
-"""Seconds within which every rank has its error."""
+from tests.support.world import World
 
 
 def trained() -> nn.Sequential:
@@ -42,23 +39,13 @@ def normalized(whole: Tensor, _: Tensor) -> Tensor:
     return result
 
 
-def twice(whole: Tensor, _: Tensor) -> Tensor:
-    return whole * 2
-
-
 @pytest.mark.req("X-12")
-@on_ranks(2, 3)
-@pytest.mark.parametrize("how", ["another order", "other parameters"])
-def test_other_matrices_on_a_rank_are_refused(world: World, how: str) -> None:
+@on_ranks(2)
+def test_other_matrices_on_a_rank_are_refused(world: World) -> None:
     """Before anything is sent: gloo would end a rank at sizes that differ."""
-    parameters = list(trained().parameters())
-    is_last = world.rank == world.world_size - 1
-    if how == "another order":
-        parameters = parameters[:: -1 if is_last else 1]
-    else:
-        parameters = parameters[1:] if is_last else parameters[:-1]
+    parameters = list(trained().parameters())[:: 1 - 2 * world.rank]
     with pytest.raises(DesyncError, match="Ranks make different calls"):
-        map_on_owners(parameters, [p.detach() for p in parameters], twice)
+        map_on_owners(parameters, [p.detach() for p in parameters], normalized)
 
 
 def raise_and_go_on(world: World, kind: type[BaseException]) -> tuple[str, str, float]:
@@ -83,13 +70,12 @@ def raise_and_go_on(world: World, kind: type[BaseException]) -> tuple[str, str, 
 
 
 @pytest.mark.req("X-03")
-@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
 def test_an_owner_that_raised_does_not_go_on(
-    ranks: RankCount, world_size: int, kind: type[BaseException]
+    ranks: RankCount, kind: type[BaseException]
 ) -> None:
     """Results that it owes never come, so later collectives could not pair."""
-    found = ranks(world_size).run(raise_and_go_on, kind, timeout=60, retire=True)
+    found = ranks(3).run(raise_and_go_on, kind, timeout=60, retire=True)
 
     for text, later, took in found:
         assert took < SOON
@@ -126,11 +112,8 @@ def state_alone(world: World) -> tuple[str, float]:
 
 
 @pytest.mark.req("X-12")
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_the_state_of_owners_on_a_rank_alone_is_told(
-    ranks: RankCount, world_size: int
-) -> None:
+def test_the_state_of_owners_on_a_rank_alone_is_told(ranks: RankCount) -> None:
     """The gathers of the state would pair with those of the forward."""
-    for text, took in ranks(world_size).run(state_alone, timeout=60, retire=True):
+    for text, took in ranks(2).run(state_alone, timeout=60, retire=True):
         assert took < SOON
         assert "OwnerState.state_dict" in text

@@ -12,14 +12,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import (
     DefaultState,
     FSDPError,
-    ShardingStrategy,
-    fully_shard,
     int8_all_to_all_hook,
     register_comm_hook,
     set_gradient_divide_factor,
@@ -31,54 +27,11 @@ from composable_fsdp import (
     set_reshard_after_forward,
     set_separate_reduce_scatter_group,
 )
+from tests.faults.blocks import SOON, Blocks, sharded, steps_of
 from tests.support.on_ranks import on_ranks
+from tests.support.sharded import RankCount
 from tests.support.short_waits import shorten_waits
-from tests.support.world import RankPool, World
-
-RankCount = Callable[[int], RankPool]
-SOON = 15.0
-"""Seconds within which every rank has its error."""
-
-
-class Blocks(nn.Module):
-    """Three equal blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-        self.optim: torch.optim.Optimizer | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``(batch, 8)`` to the same."""
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return x
-
-
-def sharded(strategy: str = "FULL_SHARD") -> Blocks:
-    """A root and three units below, over two replicas for a hybrid strategy."""
-    model, mesh = Blocks(), None
-    if strategy == "HYBRID_SHARD":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    for module in (*model.blocks, model):
-        fully_shard(module, strategy=ShardingStrategy[strategy], device_mesh=mesh)
-    model.optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    return model
-
-
-def step(model: Blocks) -> None:
-    """A forward, a backward and an update."""
-    model(torch.ones(2, 8)).sum().backward()
-    assert model.optim is not None
-    model.optim.step()
-    model.zero_grad()
-
-
-def steps_of(model: Blocks, number: int) -> None:
-    """Take steps."""
-    for _ in range(number):
-        step(model)
+from tests.support.world import World
 
 
 def _hook(model: Blocks) -> None:
@@ -144,35 +97,20 @@ def change_alone(
     return str(caught.value), time.monotonic() - start
 
 
-@pytest.mark.few(4)
-@pytest.mark.req("X-09")
-@pytest.mark.parametrize("name", SETTINGS)
-def test_a_setting_that_a_rank_alone_changes_is_told(
-    ranks: RankCount, name: str
-) -> None:
-    """Both ranks know every round in advance after 4 steps, and name the setting."""
-    found = ranks(2).run(change_alone, name, 4, "FULL_SHARD", timeout=60, retire=True)
-
-    for text, took in found:
-        assert took < SOON
-        assert SETTINGS[name][1] in text
-        assert "Change settings of units" in text
-
-
-@pytest.mark.few(2)
 @pytest.mark.req("X-09")
 @pytest.mark.parametrize(
     ("name", "steps", "strategy", "world_size"),
     [
-        ("reshard after forward", 1, "FULL_SHARD", 3),
-        ("divide factor", 4, "NO_SHARD", 2),
+        ("hook", 4, "FULL_SHARD", 2),
+        ("forward prefetch", 4, "FULL_SHARD", 2),
+        ("reshard after backward", 1, "FULL_SHARD", 3),
         ("divide factor", 1, "HYBRID_SHARD", 4),
     ],
 )
-def test_a_setting_is_told_in_every_strategy(
+def test_a_setting_that_a_rank_alone_changes_is_told(
     ranks: RankCount, name: str, steps: int, strategy: str, world_size: int
 ) -> None:
-    """Also without an all-gather in forward, and before rounds are known."""
+    """Before rounds are known, and after; ranks know each in advance after 4 steps."""
     found = ranks(world_size).run(
         change_alone, name, steps, strategy, timeout=60, retire=True
     )
@@ -185,17 +123,15 @@ def test_a_setting_is_told_in_every_strategy(
 
 @pytest.mark.req("X-09")
 @on_ranks(2)
-@pytest.mark.parametrize("name", SETTINGS)
-def test_settings_that_all_ranks_change_are_no_difference(
-    world: World, name: str
-) -> None:
+def test_settings_that_all_ranks_change_are_no_difference(world: World) -> None:
     """Training goes on, and after a few steps the new order is expected."""
-    model = sharded()
-    step(model)
-    SETTINGS[name][0](model)
-    if name == "reshard after backward":
-        set_reshard_after_backward(model, True)
-    steps_of(model, 4)
+    for name, (change, _) in SETTINGS.items():
+        model = sharded()
+        steps_of(model)
+        change(model)
+        if name == "reshard after backward":
+            set_reshard_after_backward(model, True)
+        steps_of(model, 4)
 
 
 @pytest.mark.req("X-09")
@@ -205,9 +141,9 @@ def test_accumulation_that_turns_the_all_reduce_off_goes_on(world: World) -> Non
     model = sharded("HYBRID_SHARD")
     for _ in range(4):
         set_requires_all_reduce(model, False)
-        model(torch.ones(2, 8)).sum().backward()
+        model(torch.ones(2, 4)).sum().backward()
         set_requires_all_reduce(model, True)
-        step(model)
+        steps_of(model)
 
 
 @on_ranks(2)
@@ -215,6 +151,6 @@ def test_an_all_reduce_without_replicas_is_no_difference(world: World) -> None:
     """The setting has no effect there, so ranks may differ, before and after."""
     model = sharded()
     set_requires_all_reduce(model, world.rank == 0)
-    step(model)
+    steps_of(model)
     set_requires_all_reduce(model, world.rank == 1)
-    step(model)
+    steps_of(model)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -17,8 +15,6 @@ from composable_fsdp import verify
 from tests.faults.launch import launch
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "elastic_resume.py"
-GRACE = 30.0
-"""Seconds that torchrun gives its ranks between SIGTERM and SIGKILL."""
 
 
 def stopped_after(text: str) -> int:
@@ -64,40 +60,3 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_step(
     step = stopped_after(first.output)
     assert 2 <= step < 500
     require_saved(folder, step)
-
-
-@pytest.mark.full_matrix("test_a_signal_to_one_rank_... ends ranks without torchrun")
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.req("X-35")
-def test_torchrun_that_is_told_to_end_leaves_a_checkpoint(tmp_path: Path) -> None:
-    """As a cluster does before it takes the machine: SIGTERM to torchrun alone."""
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--nproc-per-node", "2", str(EXAMPLE), "--folder", str(tmp_path)),
-        *("--steps", "5000", "--save-every", "5000"),
-    ]
-    with subprocess.Popen(
-        command,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    ) as process:
-        assert process.stdout is not None
-        lines = []
-        try:
-            for line in process.stdout:
-                lines.append(line)
-                if line.startswith("step 2 loss"):
-                    break
-            told = time.monotonic()
-            process.send_signal(signal.SIGTERM)
-            lines += process.stdout
-            process.wait(GRACE)
-        finally:
-            process.kill()
-
-    text = "".join(lines)
-    assert time.monotonic() - told < GRACE, text
-    require_saved(tmp_path, stopped_after(text))

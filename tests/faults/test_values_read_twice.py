@@ -103,7 +103,7 @@ def optimizer(model: nn.Module, write: str) -> torch.optim.Optimizer:
 
 
 @pytest.mark.req("X-32")
-@on_ranks(1, 2)
+@on_ranks(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_write_between_forward_and_backward_is_refused_by_name(
     world: World, kind: str
@@ -140,25 +140,6 @@ def assert_gradients_of(model: nn.Module, x: Tensor) -> None:
             torch.testing.assert_close(ours.grad, theirs.grad)
 
 
-@pytest.mark.req("X-32")
-@on_ranks(2)
-def test_a_write_that_nobody_can_see_ends_as_documented(world: World) -> None:
-    """Through ``.data``: units that gather again use the new values, as plain torch
-    does, and units that are kept use those of the forward."""
-    found = []
-    for kind in ("FULL_SHARD", "SHARD_GRAD_OP"):
-        model = plain()
-        fully_shard(model[2], **KINDS[kind])
-        fully_shard(model, **KINDS[kind])
-        x = torch.ones(2, 4, requires_grad=True)
-        loss = model(x).square().sum()
-        model.get_parameter("2.weight").data.zero_()
-        loss.backward()
-        assert x.grad is not None
-        found.append(bool((x.grad == 0).all()))
-    assert found == [True, False]
-
-
 @contextmanager
 def debugging() -> Iterator[None]:
     """Models whose first forward runs inside have their shards hashed."""
@@ -167,7 +148,7 @@ def debugging() -> Iterator[None]:
 
 
 @pytest.mark.req("X-32")
-@on_ranks(1, 2)
+@on_ranks(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_write_that_nobody_can_see_is_refused_in_debug_mode(
     world: World, kind: str
@@ -214,7 +195,7 @@ HARMLESS: dict[str, Callable[[nn.Module], None]] = {
 
 
 @pytest.mark.req("X-32")
-@on_ranks(1, 2)
+@on_ranks(2)
 @pytest.mark.parametrize("fills", [False, True])
 def test_debug_mode_refuses_no_usual_step(world: World, fills: bool) -> None:
     """Whatever a step consists of; numbers are those without the hashes."""

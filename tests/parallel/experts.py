@@ -9,7 +9,7 @@ Tokens travel to the rank of their expert and back by all-to-all::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -266,6 +266,7 @@ class Recipe:
         *,
         tp: DeviceMesh | None = None,
         units: str = "layers",
+        prepare: Callable[[Model], object] = lambda model: None,
         **options: Any,
     ) -> Model:
         """Return the divided model with experts over ``edp``, the rest over ``data``.
@@ -276,11 +277,13 @@ class Recipe:
             data: all ranks; with ``tp`` those at the same place of it.
             tp: ranks that cut matrices outside of stacked experts. Default: none.
             units: "layers" with their "experts", or "experts" alone below the model.
+            prepare: changes the divided model before it is sharded.
             options: of ``fully_shard``; those under "experts" for experts alone.
         """
         model = self.divided(ep)
         if tp is not None:
             cut(model, tp)
+        prepare(model)
         changed = options.pop("experts", {})
         if self.listed:
             changed = {"expert_mesh": ep, **changed}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -114,9 +115,16 @@ def block_of(model: Model) -> Block:
     return block
 
 
+_alive: WeakSet[dist.ProcessGroup] = WeakSet()
+
+
 def forget_meshes() -> None:
-    """Empty DTensor's caches, which hold meshes of the test before."""
-    # Their groups were destroyed.
+    """Empty DTensor's caches of meshes whose groups went with the test before."""
+    groups = set(dist.distributed_c10d._world.pg_map) - {dist.group.WORLD}
+    if groups & set(_alive):
+        # Meshes of this test: DTensor need not find out again how to shard each op.
+        return
+    _alive.update(groups)
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # torch
     redistribution: Any = _redistribute
     for each in vars(redistribution).values():

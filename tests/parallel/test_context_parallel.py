@@ -25,7 +25,6 @@ WIDTH, LENGTH, BATCH = 6, 8, 4
 MESHES = {
     "dp_replicate, dp_shard, cp": (2, 1, 2),
     "replicate, shard, context": (1, 2, 2),
-    "ddp, fsdp, cp": (2, 2, 1),
 }
 
 
@@ -106,10 +105,10 @@ def part(length: int, index: int, count: int) -> slice:
     return slice(index * length // count, (index + 1) * length // count)
 
 
-@pytest.mark.few(2)
 @pytest.mark.req("M-03")
-@pytest.mark.parametrize("path", ["composable", "wrapper"])
-@pytest.mark.parametrize("names", MESHES)
+@pytest.mark.parametrize(
+    ("names", "path"), [*zip(MESHES, ["composable", "wrapper"], strict=True)]
+)
 @on_ranks(4)
 def test_training_over_a_named_mesh_is_that_of_whole_sequences(
     world: World, names: str, path: str
@@ -142,24 +141,6 @@ def test_training_over_a_named_mesh_is_that_of_whole_sequences(
         (h.groups.shard_world_size, h.groups.replicas) for h in _get_fsdp_handles(model)
     }
     assert groups == {(inner * context, outer)}
-
-
-@on_ranks(4)
-def test_a_flattened_mesh_is_a_mesh_of_one_dim(world: World) -> None:
-    """As torch names it: ``mesh["dp", "cp"]._flatten("dp_cp")``."""
-    mesh = named_mesh("dp, cp", (2, 2))
-    flat = mesh["dp", "cp"]._flatten("dp_cp")
-    model = model_of(mesh.get_group("cp"))
-    fully_shard(model[0], device_mesh=flat)
-    fully_shard(model, device_mesh=flat)
-    plain = model_of(None)
-
-    at = mesh.get_coordinate()
-    assert at is not None
-    norms = train(model, part(BATCH, at[0], 2), part(LENGTH, at[1], 2))
-
-    expected = train(plain, slice(None), slice(None))
-    torch.testing.assert_close(norms, expected, rtol=1e-10, atol=0)
 
 
 def test_dims_of_other_names_are_refused_with_the_mesh_to_pass() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +17,21 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp import (
     CompositionError,
-    CPUOffload,
-    Float8Wire,
     FullOptimStateDictConfig,
     FullStateDictConfig,
-    Int8Wire,
     StateDictType,
     clip_grad_norm_,
     fully_shard,
     load,
-    no_sync,
     optim_state_dict,
-    optim_state_dict_to_load,
     save,
     set_state_dict_type,
 )
-from property_tests.program_side import Verbatim
 from tests.parallel.experts import Model, Recipe, batch, layers_of, loss_of
 from tests.parallel.test_experts import (
     adamw,
     data_of,
     pair,
-    require_equal,
     require_equal_gradients,
     step_gradients,
     train,
@@ -49,14 +41,7 @@ from tests.support.reference import backward
 from tests.support.sharded import message_of
 from tests.support.world import World
 
-# Four ranks and DTensors: a combination takes seconds.
-pytestmark = pytest.mark.few(1)
-
-RECIPES = {
-    "listed": Recipe(listed=True, shared=True),
-    "uneven": Recipe(listed=True, experts=3),
-}
-recipes = pytest.mark.parametrize("kind", RECIPES)
+LISTED, UNEVEN = Recipe(listed=True, shared=True), Recipe(listed=True, experts=3)
 
 
 def require_plain_state(state: dict[str, Any], plain: nn.Module) -> None:
@@ -86,10 +71,9 @@ def require_plain_moments(
 
 @pytest.mark.req("M-02")
 @on_ranks(4)
-@recipes
-def test_offloaded_state_is_that_of_the_plain_model(world: World, kind: str) -> None:
+def test_offloaded_state_is_that_of_the_plain_model(world: World) -> None:
     """Full state in host memory, of the experts of all ranks."""
-    model, plain = pair(RECIPES[kind], world)
+    model, plain = pair(UNEVEN, world)
     both = adamw(model), adamw(plain)
     step_gradients(model, plain, world, 0)
     for each in both:
@@ -107,35 +91,6 @@ def test_offloaded_state_is_that_of_the_plain_model(world: World, kind: str) -> 
     require_plain_moments(moments, plain, both[1])
 
 
-@on_ranks(4)
-@recipes
-@pytest.mark.parametrize("wire", [Int8Wire(), Float8Wire()], ids=repr)
-def test_wires_carry_experts(world: World, kind: str, wire: Any) -> None:
-    """Each expert computes with the values that its wire rounds to."""
-    recipe = RECIPES[kind]
-    mesh, plain = recipe.mesh(world), recipe.plain()
-    for parameter in plain.parameters():
-        # Values that any wire carries without rounding.
-        parameter.data.copy_(parameter.detach().sign())
-    model = recipe.divided(mesh["ep"])
-    for parameter in model.parameters():
-        parameter.data.copy_(parameter.detach().sign())
-    data = data_of(mesh)
-    for layer in layers_of(model):
-        fully_shard(
-            layer.experts, device_mesh=mesh["edp"], expert_mesh=mesh["ep"], wire=wire
-        )
-        fully_shard(layer, device_mesh=data, wire=wire)
-    fully_shard(model, device_mesh=data, wire=wire)
-    step_gradients(model, plain, world, 0)
-
-    norm = clip_grad_norm_(model, 0.5)
-
-    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-    torch.testing.assert_close(norm, expected, rtol=1e-4, atol=1e-6)
-    require_plain_state(model.state_dict(), plain)
-
-
 def on_meta(recipe: Recipe, mesh: DeviceMesh) -> Model:
     """Return the divided model, sharded without values."""
     model = recipe.divided(mesh["ep"]).to("meta")
@@ -148,74 +103,23 @@ def on_meta(recipe: Recipe, mesh: DeviceMesh) -> Model:
 
 
 @on_ranks(4)
-@recipes
-@pytest.mark.parametrize("load_first", [False, True])
-def test_experts_on_meta_train_after_a_load(
-    world: World, kind: str, load_first: bool
-) -> None:
+def test_experts_on_meta_train_after_a_load(world: World) -> None:
     """The plain model's state dict fills each rank's experts."""
-    recipe = RECIPES[kind]
+    recipe = UNEVEN
     mesh, plain = recipe.mesh(world), recipe.plain()
     model = on_meta(recipe, mesh)
     assert set(model.state_dict()) == set(plain.state_dict())
-    if not load_first:
-        model.to_empty(device="cpu")
 
-    model.load_state_dict(plain.state_dict(), assign=load_first)
-
-    train(model, plain, world, steps=2)
-    require_plain_state(model.state_dict(), plain)
-
-
-@pytest.mark.full_matrix("runtime/test_deepcopy.py, without experts")
-@on_ranks(4)
-@recipes
-def test_a_copy_trains_as_the_model(world: World, kind: str) -> None:
-    """deepcopy keeps the experts of the rank, their divisor and their names."""
-    model, plain = pair(RECIPES[kind], world)
-    train(model, plain, world, steps=1)
-    made, made_plain = copy.deepcopy(model), copy.deepcopy(plain)
+    model.load_state_dict(plain.state_dict(), assign=True)
 
     train(model, plain, world, steps=1)
-    train(made, made_plain, world, steps=2)
-
-    require_plain_state(made.state_dict(), made_plain)
     require_plain_state(model.state_dict(), plain)
-
-
-@pytest.mark.full_matrix("runtime/test_freeze.py, without experts")
-@on_ranks(4)
-@pytest.mark.parametrize("options", [{}, {"cpu_offload": CPUOffload(True)}])
-def test_experts_frozen_later_train_as_the_plain_model(
-    world: World, options: dict[str, Any]
-) -> None:
-    """Frozen between steps, without sync, and trained again."""
-    model, plain = pair(RECIPES["listed"], world, **options)
-    both = adamw(model), adamw(plain)
-    for step in range(3):
-        for name, parameter in (*model.named_parameters(), *plain.named_parameters()):
-            if ".experts." in name:
-                parameter.requires_grad_(step != 1)
-        with no_sync(model):
-            step_gradients(model, plain, world, 2 * step)
-        step_gradients(model, plain, world, 2 * step + 1)
-        norm = clip_grad_norm_(model, 0.5)
-        expected = nn.utils.clip_grad_norm_(
-            [p for p in plain.parameters() if p.grad is not None], 0.5
-        )
-        torch.testing.assert_close(norm, expected, rtol=1e-5, atol=1e-6)
-        for each in both:
-            each.step()
-            each.zero_grad()
-
-    require_equal(model, plain)
-    require_plain_moments(optim_state_dict(model, both[0]), plain, both[1])
 
 
 @on_ranks(4)
 def test_torchs_full_state_names_the_way_out(world: World) -> None:
     """get_model_state_dict and get_optimizer_state_dict, on all ranks."""
-    model, plain = pair(RECIPES["listed"], world)
+    model, plain = pair(LISTED, world)
     optimizer = train(model, plain, world, steps=1)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -224,34 +128,11 @@ def test_torchs_full_state_names_the_way_out(world: World) -> None:
     with pytest.raises(CompositionError, match="optim_state_dict"):
         get_optimizer_state_dict(model, optimizer, options=options)
 
-    train(model, plain, world, steps=1)
-
-
-@on_ranks(4)
-def test_the_first_rank_alone_passes_no_experts(world: World) -> None:
-    """rank0_only names the way out on all ranks, and the optimizer stays as it was."""
-    model, plain = pair(RECIPES["listed"], world)
-    optimizer = train(model, plain, world, steps=1)
-    whole = optim_state_dict(model, optimizer)
-    given = whole if world.rank == 0 else {}
-    rank0 = FullOptimStateDictConfig(rank0_only=True)
-    set_state_dict_type(
-        model, StateDictType.FULL_STATE_DICT, optim_state_dict_config=rank0
-    )
-
-    with pytest.raises(CompositionError, match="rank0_only out on all ranks"):
-        optim_state_dict_to_load(model, optimizer, given, load_directly=True)
-
-    set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
-    for name, values in optim_state_dict(model, optimizer)["state"].items():
-        for key, value in values.items():
-            assert torch.equal(value, whole["state"][name][key])
-
 
 @on_ranks(4)
 def test_ranks_of_the_same_experts_freeze_the_same(world: World) -> None:
     """Other experts may be frozen elsewhere; a copy of an expert may not differ."""
-    recipe = RECIPES["listed"]
+    recipe = LISTED
     model, plain = pair(recipe, world)
     chosen = "layers.0.experts.each.0."
     for each in (model, plain):
@@ -270,26 +151,15 @@ def test_ranks_of_the_same_experts_freeze_the_same(world: World) -> None:
     assert "of 'layers.0.experts.each." in text
 
 
-BESIDE = {
-    "stacked": Recipe(experts=6, top=3, shared=True),
-    "starved": Recipe(experts=3, top=1, starved=True),
-    "listed": Recipe(listed=True, shared=True),
-}
-
-
 @pytest.mark.req("M-01", "M-02")
-@pytest.mark.parametrize("kind", BESIDE)
-@pytest.mark.parametrize("options", [{}, {"wire": Verbatim()}], ids=["exact", "wire"])
-@on_ranks(4, 8)
-def test_experts_beside_tensor_parallelism(
-    world: World, kind: str, options: dict[str, Any], tmp_path: Path
-) -> None:
+@on_ranks(8)
+def test_experts_beside_tensor_parallelism(world: World, tmp_path: Path) -> None:
     """On a mesh (edp, ep, tp): norms, weights and checkpoints of the plain model."""
-    recipe = BESIDE[kind]
+    recipe = Recipe(experts=3, top=1, starved=True)
     (mesh, data), plain = recipe.mesh_with_tp(world), recipe.plain()
-    model = recipe.sharded(mesh["ep"], mesh["edp"], data, tp=mesh["tp"], **options)
+    model = recipe.sharded(mesh["ep"], mesh["edp"], data, tp=mesh["tp"])
     both = adamw(model), adamw(plain)
-    for step in range(2):
+    for step in range(1):
         backward(loss_of(model, batch(step, data.get_local_rank())))
         parts = [loss_of(plain, batch(step, n)) for n in range(data.size())]
         backward(torch.stack(parts).mean())

@@ -11,12 +11,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from composable_fsdp import (
     ShardingStrategy,
-    async_save,
     convert,
     describe,
     export_safetensors,
@@ -42,7 +40,7 @@ from tests.parallel.models import (
     sharded,
     whole,
 )
-from tests.parallel.test_state import MESHES, RECIPES, recipes, require_same, trained
+from tests.parallel.test_state import require_same, trained
 from tests.support.memory import LiveBytes
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import backward
@@ -50,10 +48,6 @@ from tests.support.sharded import message_of
 from tests.support.uncached import uncached
 from tests.support.world import World
 
-# Four ranks and DTensors: a combination takes seconds.
-pytestmark = pytest.mark.few(1)
-
-PLACEMENTS = {**MESHES, "sharded": 0, "plain": -1}
 Trained = tuple[nn.Module, torch.optim.Optimizer]
 
 
@@ -95,94 +89,24 @@ def require_equal(found: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
 
 @pytest.mark.req("M-01")
 @on_ranks(4)
-@recipes
-@pytest.mark.parametrize("saved", PLACEMENTS)
-def test_a_checkpoint_goes_from_every_mesh_to_every_mesh(
-    world: World, kind: str, saved: str, tmp_path: Path
-) -> None:
+def test_a_checkpoint_goes_to_every_mesh(world: World, tmp_path: Path) -> None:
     """Model, moments and steps, bit by bit; also sharded alone, and plain."""
-    recipe = RECIPES[kind]
-    model, optim, _, _ = trained(world, recipe, 2)
+    recipe = Recipe(sequence=True)
+    model, optim, plain, other = trained(world, recipe, 2)
     expected = values_of(recipe, (model, optim), 2)
     save(tmp_path / "first", model, optim)
-    again = fresh(world, recipe, PLACEMENTS[saved])
-    load(tmp_path / "first", *again)
+    # Tensor parallelism alone, without any unit, and all that is loaded saved again.
+    save(tmp_path / "alone", plain, other)
 
-    save(tmp_path / "second", *again)
-
-    verify(tmp_path / "second")
-    for dp in PLACEMENTS.values():
+    for dp, source in ((4, "first"), (1, "alone"), (0, "first"), (-1, "alone")):
         found = fresh(world, recipe, dp)
-        load(tmp_path / "second", *found)
+        load(tmp_path / source, *found)
         require_equal(values_of(recipe, found, dp), expected)
 
-
-@on_ranks(4)
-@pytest.mark.parametrize("saved", MESHES)
-def test_each_element_is_in_the_files_once(
-    world: World, saved: str, tmp_path: Path
-) -> None:
-    """Replicas write nothing, and no rank writes more than the elements it holds."""
-    model, optim, plain, _ = trained(world, Recipe(sequence=True), MESHES[saved])
-    numel = sum(whole(p.detach()).numel() for p in plain.parameters())
-    held = sum(p.numel() for p in model.parameters())
-
-    save(tmp_path / "new", model, optim)
-
-    with NativeSource(tmp_path / "new") as source:
-        manifest = source.manifest
-        stored = [each.shape for each in manifest.cuts]
-        files = manifest.files
-        loose = sum(each.numel * each.dtype.itemsize for each in manifest.loose)
-    assert sum(torch.Size(shape).numel() for shape in stored) == numel
-    assert not manifest.regions
-    # The parameters and two moments, all in float32.
-    assert sum(file.payload_nbytes for file in files) == 3 * 4 * numel + loose
-    assert files[world.rank].payload_nbytes <= 3 * 4 * held + loose
-
-
-@on_ranks(4)
-def test_rows_are_stored_as_intervals(world: World, tmp_path: Path) -> None:
-    """Cut columns are rectangles; rows are intervals, which any mesh reads at once."""
-    mesh = mesh_of(world, 2)
-    model = sharded(Recipe().parallel(mesh), mesh)
-
-    save(tmp_path / "new", model)
-
-    with NativeSource(tmp_path / "new") as source:
-        found = source.manifest.cuts
-        names = [each.fqns[0] for each in found if len(each.rectangles()) > 1]
-        assert len(found) > len(names)
-    assert names == ["blocks.0.down.weight", "blocks.1.down.weight"]
-
-
-@pytest.mark.full_matrix("storage/test_parts.py and test_async.py, on sharded models")
-@on_ranks(4)
-def test_part_rename_and_asynchronous_saves(world: World, tmp_path: Path) -> None:
-    """``include``, ``rename`` and ``async_save`` know parameters by the plain names."""
-    recipe = Recipe(hidden=9)
-    model, optim, _, _ = trained(world, recipe, 2)
-    weights, states = values_of(recipe, (model, optim), 2)
-    chosen = [name for name in weights if name.startswith("blocks.0.")]
-
-    async_save(tmp_path / "part", model, optim, include="blocks.0").result()
-    save(tmp_path / "renamed", model, optim)
-
-    for dp in PLACEMENTS.values():
-        found = fresh(world, recipe, dp)
-        load(tmp_path / "part", *found, include="blocks.0")
-        mine, state = values_of(recipe, found, dp)
-        for name, value in mine.items():
-            expected = weights[name] if name in chosen else torch.zeros_like(value)
-            assert torch.equal(value, expected), name
-        require_same({n: state[n] for n in chosen}, {n: states[n] for n in chosen})
-        moved, fresh_optim = fresh(world, recipe, dp)
-        rename = {"blocks.0": "blocks.1", "blocks.1": "blocks.0"}
-        load(tmp_path / "renamed", moved, fresh_optim, rename=rename)
-        swapped, _ = values_of(recipe, (moved, fresh_optim), dp)
-        for name in chosen:
-            other = name.replace("blocks.0", "blocks.1")
-            assert torch.equal(swapped[other], weights[name])
+    save(tmp_path / "second", *found)
+    verify(tmp_path / "second")
+    load(tmp_path / "second", model, optim)
+    require_equal(values_of(recipe, (model, optim), 2), expected)
 
 
 class WithLoose(nn.Module):
@@ -216,41 +140,6 @@ def with_loose(world: World, recipe: Recipe, dp: int) -> Trained:
         model, mesh = sharded(recipe.parallel(whole_mesh), whole_mesh), whole_mesh["tp"]
     made = WithLoose(model, mesh)
     return made, torch.optim.AdamW(made.parameters(), lr=1e-2)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("saved", [1, 2, 4, -1])
-def test_dtensors_in_no_unit_are_stored_with_their_state(
-    world: World, saved: int, tmp_path: Path
-) -> None:
-    """A parameter, a frozen one and a buffer, and the moments, which are DTensors."""
-    model, optim = with_loose(world, Recipe(), saved)
-    matrix: Any = getattr(model, "matrix")  # noqa: B009  # no attribute of nn.Module
-    for _ in range(2):
-        (matrix * matrix).sum().backward()
-        optim.step()
-        optim.zero_grad()
-    expected = {n: whole(v) for n, v in model.named_parameters() if "." not in n}
-    moments = {k: whole(v) for k, v in optim.state[matrix].items()}
-
-    save(tmp_path / "new", model, optim)
-
-    for dp in (1, 2, 4, -1):
-        found, other = with_loose(world, Recipe(), dp)
-        with torch.no_grad():
-            for value in (*found.parameters(), *found.buffers()):
-                value.zero_()
-        for _ in range(2):
-            # First into no state, then into the state of the first load.
-            load(tmp_path / "new", found, other)
-            named = dict(found.named_parameters())
-            for name, value in expected.items():
-                assert torch.equal(whole(named[name]), value), name
-            table: Any = dict(found.named_buffers())["table"]
-            assert torch.equal(whole(table), torch.arange(8.0))
-            state = other.state[named["matrix"]]
-            require_same({"": {k: whole(v) for k, v in state.items()}}, {"": moments})
-            assert isinstance(state["exp_avg"], DTensor) == (dp > 0)
 
 
 @on_ranks(4)
@@ -293,55 +182,9 @@ def test_files_for_others_are_those_of_the_plain_model(
 
 
 @on_ranks(4)
-def test_a_model_of_tensor_parallelism_alone(world: World, tmp_path: Path) -> None:
-    """Without any unit; trained, saved, and loaded sharded."""
-    recipe = Recipe(sequence=True)
-    _, _, plain, optim = trained(world, recipe, 1)
-
-    save(tmp_path / "new", plain, optim)
-
-    weights = {n: whole(p.detach()) for n, p in plain.named_parameters()}
-    states = {
-        n: {k: whole(v) for k, v in optim.state[p].items()}
-        for n, p in plain.named_parameters()
-    }
-    for dp in PLACEMENTS.values():
-        found = fresh(world, recipe, dp)
-        load(tmp_path / "new", *found)
-        require_equal(values_of(recipe, found, dp), (weights, states))
-    again = recipe.parallel(mesh_of(world, 1))
-    load(tmp_path / "new", again)
-    for name, value in again.named_parameters():
-        assert torch.equal(whole(value.detach()), weights[name])
-
-
-@on_ranks(4)
-def test_parts_that_differ_over_copies_are_refused(
-    world: World, tmp_path: Path
-) -> None:
-    """DTensors in no unit that the data ranks have not kept equal."""
-    model, _ = with_loose(world, Recipe(), 2)
-    matrix: Any = dict(model.named_parameters())["matrix"]
-    if world.rank == 3:
-        with torch.no_grad():
-            matrix.to_local().add_(1)
-
-    text = message_of(lambda: save(tmp_path / "new", model))
-
-    assert "part of DTensor matrix at (0, 5) is in no unit and has other values" in text
-    assert "on rank 3 than on rank 1" in text
-    assert not (tmp_path / "new" / "manifest.json").exists()
-
-
-@on_ranks(4)
 @pytest.mark.req("K-01")
-def test_scalars_that_differ_over_copies_are_refused(
-    world: World, tmp_path: Path
-) -> None:
-    """Of parameters that tensor parallelism does not cut, and of DTensors in no unit.
-
-    The first of the copies stored its own, and the others' were lost.
-    """
+def test_copies_that_differ_are_refused(world: World, tmp_path: Path) -> None:
+    """Of parameters that are not cut, and of DTensors in no unit: one would be lost."""
     model, optim, _, _ = trained(world, Recipe(), 2)
     norm = dict(model.named_parameters())["blocks.0.norm.weight"]
     save(tmp_path / "same", model, optim)
@@ -352,7 +195,7 @@ def test_scalars_that_differ_over_copies_are_refused(
     assert "which hold copies of the parameter" in text
 
     loose, _ = with_loose(world, Recipe(), 2)
-    matrix = dict(loose.named_parameters())["matrix"]
+    matrix: Any = dict(loose.named_parameters())["matrix"]
     other = torch.optim.AdamW([matrix])
     matrix.grad = torch.zeros_like(matrix)
     other.step()
@@ -360,6 +203,11 @@ def test_scalars_that_differ_over_copies_are_refused(
     other.state[matrix]["step"] += world.rank // 2
     text = message_of(lambda: save(tmp_path / "new", loose, other))
     assert "The part of DTensor matrix (state 'step') is in no unit and has" in text
+    with torch.no_grad():
+        matrix.to_local().add_(world.rank == 3)
+    text = message_of(lambda: save(tmp_path / "new", loose))
+    assert "part of DTensor matrix at (0, 5) is in no unit and has other values" in text
+    assert "on rank 3 than on rank 1" in text
     assert not (tmp_path / "new" / "manifest.json").exists()
 
 
@@ -397,12 +245,11 @@ class Columns(nn.Module):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("dp", [1, 2])
-def test_no_rank_holds_a_whole_matrix(world: World, dp: int, tmp_path: Path) -> None:
+def test_no_rank_holds_a_whole_matrix(world: World, tmp_path: Path) -> None:
     """A save needs no memory, and a load a copy of the part of the rank."""
-    mesh = mesh_of(world, dp)
+    mesh = mesh_of(world, 1)
     first, second = Columns(mesh, 1), Columns(mesh, 2)
-    other = Columns(mesh_of(world, 4 // dp), 3)
+    other = Columns(mesh_of(world, 4), 3)
     own, whole_bytes = first.weight.numel() * 4, 2**22
     staged: list[int] = []
 
@@ -432,32 +279,6 @@ def test_no_rank_holds_a_whole_matrix(world: World, dp: int, tmp_path: Path) -> 
 
 
 @on_ranks(4)
-def test_a_model_on_some_ranks_is_saved_by_them_alone(
-    world: World, tmp_path: Path
-) -> None:
-    """Two stages of a pipeline, each tensor-parallel, write a checkpoint each."""
-    whole_mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp", "tp"))
-    stage = whole_mesh["pp"].get_local_rank()
-    recipe = Recipe(hidden=9, sequence=stage > 0)
-    model = sharded(recipe.parallel(whole_mesh["dp", "tp"]), whole_mesh["dp", "tp"])
-    names = [name for name, _ in recipe.plain().named_parameters()]
-
-    save(tmp_path / f"stage-{stage}", model)
-
-    dist.barrier()
-    for each in (0, 1):
-        with NativeSource(tmp_path / f"stage-{each}") as source:
-            assert source.manifest.world_size == 2
-    again = sharded(recipe.parallel(whole_mesh["dp", "tp"]), whole_mesh["dp", "tp"])
-    with torch.no_grad():
-        for parameter in again.parameters():
-            parameter.zero_()
-    load(tmp_path / f"stage-{stage}", again)
-    for name in names:
-        assert torch.equal(get_full_param(again, name), get_full_param(model, name))
-
-
-@on_ranks(4)
 def test_a_damaged_block_names_rectangles(world: World, tmp_path: Path) -> None:
     """On all ranks, with the part of the whole matrix that was asked for."""
     model = Columns(mesh_of(world, 1), 1)
@@ -483,12 +304,11 @@ def test_a_damaged_block_names_rectangles(world: World, tmp_path: Path) -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("kind", RECIPES)
 def test_replicas_of_hybrid_sharding_write_each_element_once(
-    world: World, kind: str, tmp_path: Path
+    world: World, tmp_path: Path
 ) -> None:
-    """A mesh (replicate, shard, tp); the same values on all other meshes."""
-    recipe = RECIPES[kind]
+    """A mesh (replicate, shard, tp); the same values on another mesh."""
+    recipe = Recipe(hidden=9, tied=True)
     mesh = mesh_of(world, 1, replicas=2)
     model = sharded(recipe.parallel(mesh), mesh, strategy=ShardingStrategy.HYBRID_SHARD)
     optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -503,28 +323,27 @@ def test_replicas_of_hybrid_sharding_write_each_element_once(
         loose = sum(each.numel * each.dtype.itemsize for each in manifest.loose)
         stored = sum(file.payload_nbytes for file in manifest.files) - loose
     assert stored == 3 * 4 * sum(value.numel() for value in expected[0].values())
-    for dp in PLACEMENTS.values():
-        found = fresh(world, recipe, dp)
-        load(tmp_path / "new", *found)
-        require_equal(values_of(recipe, found, dp), expected)
+    found = fresh(world, recipe, 4)
+    load(tmp_path / "new", *found)
+    require_equal(values_of(recipe, found, 4), expected)
     load(tmp_path / "new", model, optim)
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("memory", [True, False])
-def test_dtypes_are_cast_with_and_without_memory_for_a_copy(
-    world: World, memory: bool, tmp_path: Path
+def test_dtypes_are_cast_without_memory_for_a_copy(
+    world: World, tmp_path: Path
 ) -> None:
     """From columns over four ranks into columns over two, and into a tied model."""
     recipe = Recipe(sequence=True)
-    model, _, plain, _ = trained(world, recipe, 1)
-    weights = {n: get_full_param(model, n) for n, _ in plain.named_parameters()}
+    mesh = mesh_of(world, 1)
+    model = sharded(recipe.parallel(mesh), mesh)
+    weights = dict(recipe.plain().named_parameters())
     save(tmp_path / "new", model)
     mesh = mesh_of(world, 2)
     halves = [sharded(recipe.parallel(mesh).to(torch.bfloat16), mesh)]
     halves.append(recipe.plain().to(torch.bfloat16))
 
-    fits = mock.patch.object(native, "fits_in_memory", return_value=memory)
+    fits = mock.patch.object(native, "fits_in_memory", return_value=False)
     with fits, uncached():
         for half in halves:
             load(tmp_path / "new", half, cast=True)

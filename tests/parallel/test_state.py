@@ -23,11 +23,9 @@ from composable_fsdp import (
     FullStateDictConfig,
     StateDictType,
     fully_shard,
-    get_full_optim_state,
     get_full_param,
     optim_state_dict,
     optim_state_dict_to_load,
-    set_full_optim_state,
     set_state_dict_type,
 )
 from composable_fsdp.state_dict.sharded import ShardedValue
@@ -48,17 +46,7 @@ from tests.support.reference import backward
 from tests.support.sharded import message_of
 from tests.support.world import World
 
-# Four ranks and DTensors: a combination takes seconds.
-pytestmark = pytest.mark.few(1)
-
 _dcp: Any = torch.distributed.checkpoint
-RECIPES = {
-    "sequence": Recipe(sequence=True),
-    "tied": Recipe(tied=True),
-    "uneven": Recipe(hidden=9),
-}
-recipes = pytest.mark.parametrize("kind", RECIPES)
-MESHES = {"2 x 2": 2, "1 x 4": 1, "4 x 1": 4}
 
 
 def trained(
@@ -94,48 +82,33 @@ def require_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @on_ranks(4)
-@recipes
-@pytest.mark.parametrize("dp", [1, 2])
-def test_full_optimizer_state_is_that_of_the_plain_model(
-    world: World, kind: str, dp: int
-) -> None:
-    """Whole tensors by name, bit by bit; and back into an optimizer on any mesh."""
-    recipe = RECIPES[kind]
-    model, optim, plain, other = trained(world, recipe, dp)
+def test_full_optimizer_state_is_that_of_the_plain_model(world: World) -> None:
+    """Whole tensors by name, bit by bit; and back into an optimizer on another mesh."""
+    recipe = Recipe(tied=True)
+    model, optim, plain, other = trained(world, recipe, 2)
     expected = states_of(plain, other)
 
     found = optim_state_dict(model, optim)
 
     require_same(found["state"], expected)
-    for each in MESHES.values():
-        mesh = mesh_of(world, each)
-        fresh = sharded(recipe.parallel(mesh), mesh)
-        empty = torch.optim.AdamW(fresh.parameters())
-        optim_state_dict_to_load(fresh, empty, found, load_directly=True)
-        require_same(optim_state_dict(fresh, empty)["state"], expected)
-
-
-@pytest.mark.full_matrix("test_tensor_parallel.py holds it for parameters")
-@on_ranks(4)
-def test_the_state_of_a_single_parameter_is_read_and_written_whole(
-    world: World,
-) -> None:
-    """By name, in the shape of the model without any parallelism."""
-    model, optim, plain, other = trained(world, Recipe(hidden=9), 2)
-
-    for name, values in states_of(plain, other).items():
-        found = get_full_optim_state(model, optim, name)
-        require_same({name: found}, {name: values})
-        doubled = {k: v * 2 if v.ndim else v for k, v in values.items()}
-        set_full_optim_state(model, optim, name, doubled)
-        require_same({name: get_full_optim_state(model, optim, name)}, {name: doubled})
+    options = StateDictOptions(full_state_dict=True)
+    values, torchs = get_state_dict(model, optim, options=options)
+    for name, parameter in plain.named_parameters():
+        value: Any = values[name]
+        assert torch.equal(value, whole(parameter.detach()))
+    states: Any = torchs["state"]
+    require_same(states, expected)
+    mesh = mesh_of(world, 1)
+    fresh = sharded(recipe.parallel(mesh), mesh)
+    empty = torch.optim.AdamW(fresh.parameters())
+    optim_state_dict_to_load(fresh, empty, found, load_directly=True)
+    require_same(optim_state_dict(fresh, empty)["state"], expected)
 
 
 @on_ranks(4)
-@recipes
-def test_sharded_values_know_their_place_in_the_whole(world: World, kind: str) -> None:
+def test_sharded_values_know_their_place_in_the_whole(world: World) -> None:
     """Shapes of the whole, boxes of this rank, and a gather over both axes."""
-    model, optim, plain, other = trained(world, RECIPES[kind], 2)
+    model, optim, plain, other = trained(world, Recipe(hidden=9), 2)
     set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
 
     values: dict[str, Any] = model.state_dict()
@@ -164,20 +137,17 @@ def test_sharded_values_know_their_place_in_the_whole(world: World, kind: str) -
         assert torch.equal(get_full_param(model, name), expected)
 
 
+@pytest.mark.req("M-01")
 @on_ranks(4)
-@recipes
-@pytest.mark.parametrize("saved", MESHES)
-def test_dcp_goes_to_and_from_every_mesh(
-    world: World, kind: str, saved: str, tmp_path: Path
-) -> None:
-    """Model and optimizer, to each other mesh, to sharding alone, and to neither."""
-    recipe = RECIPES[kind]
-    model, optim, plain, _ = trained(world, recipe, MESHES[saved])
+def test_dcp_goes_to_and_from_every_mesh(world: World, tmp_path: Path) -> None:
+    """Model and optimizer, to another mesh, to sharding alone, and to neither."""
+    recipe = Recipe(hidden=9)
+    model, optim, plain, _ = trained(world, recipe, 4)
     weights = {n: get_full_param(model, n) for n, _ in plain.named_parameters()}
     states = optim_state_dict(model, optim)["state"]
     write(model, optim, str(tmp_path))
 
-    for dp in (*MESHES.values(), 0):
+    for dp in (2, 0):
         fresh = recipe.plain()
         if dp:
             mesh = mesh_of(world, dp)
@@ -213,21 +183,6 @@ def read(model: nn.Module, optim: torch.optim.Optimizer, folder: str) -> None:
 
 
 @on_ranks(4)
-def test_torchs_functions_return_whole_tensors_on_request(world: World) -> None:
-    """Full state dicts of model and optimizer, as of the plain model."""
-    model, optim, plain, other = trained(world, Recipe(sequence=True), 2)
-    options = StateDictOptions(full_state_dict=True)
-
-    values, state = get_state_dict(model, optim, options=options)
-
-    for name, parameter in plain.named_parameters():
-        found: Any = values[name]
-        assert torch.equal(found, whole(parameter.detach()))
-    states: Any = state["state"]
-    require_same(states, states_of(plain, other))
-
-
-@on_ranks(4)
 def test_rank_0_alone_cannot_give_the_state(world: World) -> None:
     """It would send over the data ranks alone."""
     model, optim, _, _ = trained(world, Recipe(), 2)
@@ -244,26 +199,25 @@ def test_rank_0_alone_cannot_give_the_state(world: World) -> None:
 
 
 @on_ranks(4)
-@recipes
-@pytest.mark.parametrize("dp", [1, 2])
-def test_local_state_comes_back_to_the_same_place(
-    world: World, kind: str, dp: int, tmp_path: Path
-) -> None:
+def test_local_state_comes_back_to_the_same_place(world: World, tmp_path: Path) -> None:
     """A file per rank, of the model and of the optimizer; no other place takes it."""
-    recipe = RECIPES[kind]
-    model, optim, plain, _ = trained(world, recipe, dp)
+    recipe = Recipe(tied=True)
+    model, optim, plain, _ = trained(world, recipe, 1)
     names = [name for name, _ in plain.named_parameters()]
     weights = {name: get_full_param(model, name) for name in names}
     states = optim_state_dict(model, optim)["state"]
     set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
 
     local = {"model": model.state_dict(), "optim": optim_state_dict(model, optim)}
+    # A data rank alone holds its rectangle whole, and DCP takes no local values.
+    with pytest.raises(CheckpointException, match="was given LOCAL_STATE_DICT"):
+        _dcp.save({"model": local["model"]}, checkpoint_id=tmp_path / "dcp")
     torch.save(local, tmp_path / f"{world.rank}.pt")
 
     for name, parameter in model.named_parameters():
         assert torch.equal(local["model"][name], parameter.detach())
     file = torch.load(tmp_path / f"{world.rank}.pt", weights_only=False)
-    mesh = mesh_of(world, dp)
+    mesh = mesh_of(world, 1)
     again = sharded(recipe.parallel(mesh), mesh)
     other = torch.optim.AdamW(again.parameters(), lr=1e-2)
     with torch.no_grad():
@@ -282,15 +236,3 @@ def test_local_state_comes_back_to_the_same_place(
     set_state_dict_type(again, StateDictType.LOCAL_STATE_DICT)
     text = message_of(lambda: again.load_state_dict(elsewhere["model"]))
     assert "expects what the same rank saved under the same plan" in text
-
-
-@on_ranks(4)
-def test_dcp_refuses_local_rectangles(world: World, tmp_path: Path) -> None:
-    """Also with a single data rank, where each rank holds its rectangle whole."""
-    model, _, _, _ = trained(world, Recipe(), 1)
-    set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
-
-    with pytest.raises(CheckpointException) as caught:
-        _dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path)
-
-    assert "was given LOCAL_STATE_DICT" in str(caught.value)

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp import (
-    Block,
     CPUOffload,
     FSDPError,
     FullyShardedDataParallel,
@@ -23,19 +22,14 @@ from composable_fsdp import (
     ModuleWrapPolicy,
     OwnerState,
     ShardingStrategy,
-    apply_activation_checkpointing,
-    audit,
     clip_grad_norm_,
-    describe,
     find_nonfinite,
     flat_parameters,
     fully_shard,
     get_full_grad,
     get_full_param,
     map_on_owners,
-    no_sync,
     optim_state_dict,
-    plan,
     set_full_grad,
     set_full_param,
     unshard_params,
@@ -49,7 +43,6 @@ from tests.parallel.models import (
     data_rank,
     loss_of,
     mesh_of,
-    norm_of,
     pair,
     sharded,
     whole,
@@ -58,23 +51,9 @@ from tests.support.on_ranks import on_ranks
 from tests.support.reference import backward
 from tests.support.world import World
 
-# Four ranks and DTensors: a combination takes seconds.
-pytestmark = pytest.mark.few(1)
-
 RECIPES = {
-    "columns and rows": Recipe(),
-    "sequence": Recipe(sequence=True),
     "tied": Recipe(tied=True),
-    "uneven": Recipe(hidden=9),
     "uneven sequence": Recipe(hidden=9, sequence=True),
-}
-recipes = pytest.mark.parametrize("kind", RECIPES)
-OPTIONS: dict[str, dict[str, Any]] = {
-    "FULL_SHARD": {},
-    "SHARD_GRAD_OP": {"strategy": ShardingStrategy.SHARD_GRAD_OP},
-    "NO_SHARD": {"strategy": ShardingStrategy.NO_SHARD},
-    "elements": {"block": Block.ELEMENT},
-    "offload": {"cpu_offload": CPUOffload(offload_params=True)},
 }
 
 
@@ -83,7 +62,7 @@ def adam(model: nn.Module, **how: Any) -> torch.optim.Optimizer:
 
 
 def train(
-    model: nn.Module, plain: Model, mesh: DeviceMesh, steps: int = 3
+    model: nn.Module, plain: Model, mesh: DeviceMesh, steps: int = 2
 ) -> list[tuple[float, float]]:
     """Train both; return the losses side by side."""
     mine, other = adam(model), adam(plain, foreach=False)
@@ -107,11 +86,9 @@ def require_equal(model: nn.Module, plain: Model) -> None:
         assert torch.equal(get_full_param(model, name), whole(parameter.detach())), name
 
 
-@pytest.mark.few
 @pytest.mark.req("M-01")
 @on_ranks(4)
-@recipes
-@pytest.mark.parametrize("dp", [1, 2, 4])
+@pytest.mark.parametrize(("kind", "dp"), [("uneven sequence", 2), ("tied", 4)])
 def test_training_is_that_of_the_plain_tensor_parallel_model(
     world: World, kind: str, dp: int
 ) -> None:
@@ -130,16 +107,25 @@ def test_training_is_that_of_the_plain_tensor_parallel_model(
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("options", OPTIONS)
-def test_strategies_blocks_and_offload_train_alike(world: World, options: str) -> None:
-    """The same under each strategy, cut anywhere, and with shards on the host."""
+def test_the_norm_is_over_both_axes(world: World) -> None:
+    """Replicated parameters count once, cut ones over all ranks that cut them."""
     mesh = mesh_of(world, 2)
-    model, plain = pair(Recipe(sequence=True), mesh, **OPTIONS[options])
+    model, plain = pair(Recipe(hidden=9, tied=True), mesh)
+    for each in (model, plain):
+        backward(loss_of(each, batch(0, data_rank(mesh))))
+    average(plain, mesh)
+    gradients = [whole(p.grad) for p in plain.parameters() if p.grad is not None]
+    for order in (1.0, 2.0, float("inf")):
+        expected = torch.stack([g.norm(order) for g in gradients]).norm(order)
+        norm = clip_grad_norm_(model, float("inf"), order)
+        torch.testing.assert_close(norm, expected)
+        assert world.all_equal(norm)
 
-    losses = train(model, plain, mesh)
+    clip_grad_norm_(model, 0.5, order)
 
-    assert all(mine == other for mine, other in losses)
-    require_equal(model, plain)
+    for (name, _), gradient in zip(plain.named_parameters(), gradients, strict=True):
+        clipped = gradient * min(1.0, 0.5 / float(expected))
+        torch.testing.assert_close(get_full_grad(model, name), clipped)
 
 
 @on_ranks(4)
@@ -149,7 +135,7 @@ def test_training_is_that_of_the_unsharded_model(world: World) -> None:
     model, plain = sharded(Recipe().parallel(mesh), mesh), Recipe().plain()
     mine, other = adam(model), adam(plain)
 
-    for step in range(3):
+    for step in range(2):
         backward(loss_of(model, batch(step, data_rank(mesh))))
         halves = [loss_of(plain, batch(step, part)) / 2 for part in range(2)]
         backward(torch.stack(halves).sum())
@@ -174,7 +160,7 @@ def test_tensor_parallelism_inside_of_hybrid_sharding(world: World) -> None:
         Recipe(sequence=True), mesh, strategy=ShardingStrategy.HYBRID_SHARD
     )
 
-    losses = train(model, plain, mesh)
+    losses = train(model, plain, mesh, steps=1)
 
     assert all(abs(mine - other) < 1e-6 for mine, other in losses)
     for name, parameter in plain.named_parameters():
@@ -184,45 +170,11 @@ def test_tensor_parallelism_inside_of_hybrid_sharding(world: World) -> None:
 
 
 @on_ranks(4)
-@recipes
-@pytest.mark.parametrize("dp", [1, 2, 4])
-@pytest.mark.parametrize("order", [2.0, 1.0, float("inf")])
-def test_the_norm_is_over_both_axes(
-    world: World, kind: str, dp: int, order: float
-) -> None:
-    """Replicated parameters count once, cut ones over all ranks that cut them."""
-    mesh = mesh_of(world, dp)
-    model, plain = pair(RECIPES[kind], mesh)
-    for each in (model, plain):
-        backward(loss_of(each, batch(0, data_rank(mesh))))
-    average(plain, mesh)
-    gradients = [whole(p.grad) for p in plain.parameters() if p.grad is not None]
-    expected = torch.stack([g.norm(order) for g in gradients]).norm(order)
-
-    norm = clip_grad_norm_(model, 0.5, order)
-
-    torch.testing.assert_close(norm, expected)
-    assert world.all_equal(norm)
-    for name, parameter in plain.named_parameters():
-        assert parameter.grad is not None
-        clipped = whole(parameter.grad) * min(1.0, 0.5 / float(expected))
-        torch.testing.assert_close(get_full_grad(model, name), clipped)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("dp", [1, 2, 4])
-def test_clipping_by_the_norm_of_a_rank_is_refused(world: World, dp: int) -> None:
+def test_clipping_by_the_norm_of_a_rank_is_told(world: World) -> None:
     """torch's function sees plain parts, and would scale each rank differently."""
-    mesh = mesh_of(world, dp)
+    mesh = mesh_of(world, 2)
     model, _ = pair(Recipe(sequence=True), mesh)
-    optimizer = adam(model)
     backward(loss_of(model, batch(0, data_rank(mesh))))
-    clip_grad_norm_(model, 0.1)
-    optimizer.step()
-    optimizer.zero_grad()
-
-    audit(model)
-    backward(loss_of(model, batch(1, data_rank(mesh))))
 
     with pytest.warns(
         UserWarning, match="composable_fsdp: shard taken for the parameter: "
@@ -271,26 +223,6 @@ def test_an_error_names_a_nonfinite_gradient_on_all_ranks(world: World) -> None:
         clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
 
 
-@pytest.mark.full_matrix("access/test_no_sync.py, without DTensors")
-@on_ranks(4)
-def test_accumulation_without_communication(world: World) -> None:
-    """Backwards of no_sync are summed, as of the plain model."""
-    mesh = mesh_of(world, 2)
-    model, plain = pair(Recipe(sequence=True), mesh)
-    first, second = (batch(step, data_rank(mesh)) for step in range(2))
-
-    with no_sync(model):
-        backward(loss_of(model, first))
-    backward(loss_of(model, second))
-    for ids in (first, second):
-        backward(loss_of(plain, ids))
-    average(plain, mesh)
-
-    for name, parameter in plain.named_parameters():
-        assert parameter.grad is not None
-        torch.testing.assert_close(get_full_grad(model, name), whole(parameter.grad))
-
-
 @on_ranks(4)
 def test_mixed_precision_gathers_and_computes_in_the_narrow_dtype(world: World) -> None:
     """As torch's FSDP2 over the same mesh, bit by bit."""
@@ -334,47 +266,12 @@ def test_mixed_precision_gathers_and_computes_in_the_narrow_dtype(world: World) 
             parameter.grad = None
 
 
-@pytest.mark.full_matrix("runtime/test_freeze.py, without DTensors")
 @on_ranks(4)
-def test_freezing_and_unfreezing_between_steps(world: World) -> None:
-    """A frozen parameter keeps its value and its form."""
-    mesh = mesh_of(world, 2)
-    model, plain = pair(Recipe(sequence=True), mesh)
-
-    for frozen in (False, True, False):
-        for each in (model, plain):
-            each.embedding.requires_grad_(not frozen)
-            block_of(each).up.weight.requires_grad_(not frozen)
-        losses = train(model, plain, mesh, steps=1)
-        assert all(mine == other for mine, other in losses)
-
-    require_equal(model, plain)
-
-
-@pytest.mark.full_matrix("entries/test_checkpoint.py, without DTensors")
-@on_ranks(4)
-def test_activation_checkpointing(world: World) -> None:
-    """A recomputed forward redistributes as the first one did."""
-    mesh = mesh_of(world, 2)
-    model, plain = Recipe(sequence=True).parallel(mesh), Recipe(True).parallel(mesh)
-    apply_activation_checkpointing(
-        model, check_fn=lambda module: type(module).__name__ == "Block"
-    )
-    sharded(model, mesh)
-
-    losses = train(model, plain, mesh)
-
-    assert all(mine == other for mine, other in losses)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("options", OPTIONS)
-def test_full_parameters_and_gradients_can_be_shown_and_written(
-    world: World, options: str
-) -> None:
+def test_full_parameters_and_gradients_can_be_shown_and_written(world: World) -> None:
     """Inside unshard_params the modules show the DTensors of the plain model."""
     mesh = mesh_of(world, 2)
-    model, plain = pair(Recipe(sequence=True), mesh, **OPTIONS[options])
+    offload = CPUOffload(offload_params=True)
+    model, plain = pair(Recipe(sequence=True), mesh, cpu_offload=offload)
     for each in (model, plain):
         backward(loss_of(each, batch(0, data_rank(mesh))))
     average(plain, mesh)
@@ -402,20 +299,6 @@ def test_full_parameters_and_gradients_can_be_shown_and_written(
 
 
 @on_ranks(4)
-def test_full_parameters_in_host_memory_and_in_full_precision(world: World) -> None:
-    """Copies for the host, and copies of another dtype than compute's."""
-    mesh = mesh_of(world, 2)
-    half = MixedPrecision(param_dtype=torch.bfloat16)
-    model, plain = pair(Recipe(), mesh, mixed_precision=half)
-
-    with unshard_params(model, offload_to_cpu=True, writeback=False):
-        shown = [whole(p.detach()) for p in model.parameters()]
-
-    expected = [whole(p.detach()) for p in plain.parameters()]
-    assert all(map(torch.equal, shown, expected))
-
-
-@on_ranks(4)
 def test_a_single_parameter_is_read_and_written_whole(world: World) -> None:
     """Names and shapes are those of the model without any parallelism."""
     mesh = mesh_of(world, 2)
@@ -433,30 +316,10 @@ def test_a_single_parameter_is_read_and_written_whole(world: World) -> None:
         assert torch.equal(gradient, value + 1)
 
 
-@pytest.mark.full_matrix("runtime/test_deepcopy.py, without DTensors")
 @on_ranks(4)
-def test_a_deep_copy_trains_on_its_own(world: World) -> None:
-    """The copy has the same meshes, and shards of its own."""
-    mesh = mesh_of(world, 2)
-    model, plain = pair(Recipe(sequence=True), mesh)
-    before = {n: get_full_param(model, n) for n, _ in plain.named_parameters()}
-
-    made = copy.deepcopy(model)
-    losses = train(made, plain, mesh)
-
-    assert all(mine == other for mine, other in losses)
-    require_equal(made, plain)
-    for name, value in before.items():
-        assert torch.equal(get_full_param(model, name), value)
-
-
-@on_ranks(4)
-@recipes
-def test_a_full_state_dict_is_that_of_the_unsharded_model(
-    world: World, kind: str
-) -> None:
+def test_a_full_state_dict_is_that_of_the_unsharded_model(world: World) -> None:
     """Keys, shapes and values of the plain model; and back."""
-    mesh, recipe = mesh_of(world, 2), RECIPES[kind]
+    mesh, recipe = mesh_of(world, 2), Recipe(hidden=9, tied=True)
     model, plain = sharded(recipe.parallel(mesh), mesh), recipe.plain()
 
     found = model.state_dict()
@@ -475,57 +338,25 @@ def test_a_full_state_dict_is_that_of_the_unsharded_model(
 
 
 @on_ranks(4)
-def test_the_state_of_all_ranks_is_broadcast_first(world: World) -> None:
-    """sync_module_states sends each rank the part of its own tensor-parallel rank."""
-    mesh = mesh_of(world, 2)
-    model, expected = Recipe().parallel(mesh), Recipe().parallel(mesh)
-    if data_rank(mesh):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(world.rank)
-    fully_shard(model, device_mesh=mesh["dp"], sync_module_states=True)
-
-    require_equal(model, expected)
-
-
-@on_ranks(4)
-def test_optimizers_see_plain_tensors(world: World) -> None:
-    """Foreach and fused steps run, and cost as those of any plain parameters."""
-    mesh = mesh_of(world, 2)
-    model, _ = pair(Recipe(), mesh)
-    backward(loss_of(model, batch(0, data_rank(mesh))))
-
-    assert all(type(p) is nn.Parameter for p in model.parameters())
-    for how in ({"foreach": True}, {"fused": True}):
-        adam(model, **how).step()
-
-
-@on_ranks(4)
-def test_an_optimizer_of_the_dtensors_is_refused(world: World) -> None:
-    """It would step on parameters that no module uses any more."""
-    mesh = mesh_of(world, 2)
-    model = Recipe().parallel(mesh)
-    optimizer = adam(model)
-    sharded(model, mesh)
-    backward(loss_of(model, batch(0, data_rank(mesh))))
-
-    with pytest.raises(FSDPError, match="embedding"):
-        optimizer.step()
-
-
-@on_ranks(4)
-def test_ranks_of_both_axes_are_refused(world: World) -> None:
+def test_ranks_of_both_axes_and_optimizers_of_dtensors_are_refused(
+    world: World,
+) -> None:
     """A shard group with tensor-parallel ranks would mix different rows."""
     mesh = mesh_of(world, 2)
     model = Recipe().parallel(mesh)
-    before = dict(model.named_parameters())
+    optimizer, before = adam(model), list(model.parameters())
 
     with pytest.raises(FSDPError, match=r"is a DTensor over ranks \[\d, \d\]"):
         fully_shard(model)
     with pytest.raises(FSDPError, match="named 'tp'"):
         fully_shard(model, device_mesh=mesh)
+    assert all(p is q for p, q in zip(model.parameters(), before, strict=True))
 
-    assert {id(p) for p in model.parameters()} == set(map(id, before.values()))
+    sharded(model, mesh)
+    backward(loss_of(model, batch(0, data_rank(mesh))))
+    # It would step on parameters that no module uses any more.
+    with pytest.raises(FSDPError, match="embedding"):
+        optimizer.step()
 
 
 @on_ranks(4)
@@ -549,30 +380,3 @@ def test_what_does_not_know_of_the_second_axis_refuses_by_name(world: World) -> 
             call()
         assert "tp 2 dim" in str(caught.value)
     dist.barrier()
-
-
-@on_ranks(4)
-def test_a_plan_counts_the_part_of_this_rank_and_says_so(world: World) -> None:
-    """Bytes are those of a rank; the whole model's elements stand beside."""
-    mesh = mesh_of(world, 2)
-    model, _ = pair(Recipe(), mesh)
-    whole_model = sum(p.numel() for p in Recipe().plain().parameters())
-
-    found = plan(model)
-
-    assert found.whole_numel == whole_model > found.numel
-    assert f"on this rank (tensor parallelism cuts {whole_model:,})" in str(found)
-    assert "part of (16, 8) at" in str(describe(model))
-
-
-@on_ranks(4)
-def test_the_norm_of_the_reference(world: World) -> None:
-    """The helper of these tests agrees with torch's own function on DTensors."""
-    mesh = mesh_of(world, 4)
-    plain = Recipe(sequence=True).parallel(mesh)
-    backward(loss_of(plain, batch(0, 0)))
-
-    torch.testing.assert_close(
-        norm_of(plain),
-        whole(nn.utils.get_total_norm([whole(p.grad) for p in plain.parameters()])),  # type: ignore[arg-type]  # all have a gradient
-    )

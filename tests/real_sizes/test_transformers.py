@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import composable_fsdp as cf
 from composable_fsdp.hugging_face import NoSplitPolicy, load_pretrained, save_pretrained
 from tests.architectures.zoo import needs_transformers
-from tests.real_sizes.operations import detached, named, same
+from tests.real_sizes.operations import same
 from tests.support.memory import LiveBytes
 from tests.support.on_ranks import on_ranks
 from tests.support.place import World
-from tests.support.reference import PATHS
 
 pytestmark = needs_transformers
 VOCABULARY = 2053
@@ -44,46 +41,19 @@ def gpt2() -> Any:
     return m.GPT2LMHeadModel(config)
 
 
-def shard(model: Any, path: str) -> Any:
-    if path == "wrapper":
-        return cf.FullyShardedDataParallel(model, auto_wrap_policy=NoSplitPolicy())
-    return cf.fully_shard(model, policy=NoSplitPolicy())
-
-
-def step(model: Any, optimizer: torch.optim.Optimizer) -> float:
-    loss = model(input_ids=IDS, labels=IDS).loss
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()  # type: ignore[no-any-return]
-
-
-def stream(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield full weights, a block at a time, as for an inference engine."""
-    prefix = "transformer.h."
-    for i, block in enumerate(model.transformer.h):
-        with cf.unshard_params(block, writeback=False):
-            for name, value in named(block).items():
-                yield f"{prefix}{i}.{name}", value.detach()
-    for name in named(model):
-        if not name.startswith(prefix):
-            yield name, cf.get_full_param(model, name)
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("path", PATHS)
-@on_ranks(1, 2, 3)
-def test_gpt2_trains_streams_saves_and_generates(
-    world: World, path: str, tmp_path: Path
-) -> None:
+@on_ranks(2)
+def test_gpt2_trains_and_saves(world: World, tmp_path: Path) -> None:
     """As the plain model; the plan knows the memory of a step."""
     plain = gpt2()
-    model = shard(copy.deepcopy(plain), path)
-    optims = [torch.optim.SGD(m.parameters(), 0.1, 0.9) for m in (plain, model)]
-    for _ in range(2):
-        losses = [step(m, o) for m, o in zip((plain, model), optims, strict=True)]
-        assert losses[1] == pytest.approx(losses[0], rel=1e-4)
-    want = detached(named(plain))
+    model = cf.fully_shard(copy.deepcopy(plain), policy=NoSplitPolicy())
+    losses = []
+    for each in (plain, model):
+        losses.append(each(input_ids=IDS, labels=IDS).loss)
+        losses[-1].backward()
+        optimizer = torch.optim.SGD(each.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    same(losses[1].detach(), losses[0].detach())
     planned = cf.plan(model).peak(optimizer_states=0, device_type="cpu").total
     with LiveBytes() as live:
         for p in model.parameters():
@@ -92,9 +62,6 @@ def test_gpt2_trains_streams_saves_and_generates(
     model.zero_grad()
 
     assert planned == pytest.approx(live.peak, rel=0.05)
-    for name, value in stream(model):
-        same(value, want.pop(name), name)
-    assert not want
     same(model.state_dict(), plain.state_dict())
     save_pretrained(model, tmp_path / "saved")
     with torch.no_grad():
