@@ -372,7 +372,7 @@ EXAMPLES: dict[str, list[Program]] = {
         for what in (
             "change_gradients provide; change_gradients share",
             "change_gradients replace_data; change_gradients mul_",
-            "single 0 set_grad; swap 0 1; keep none",
+            "keep none; swap 0 1; change_gradients clone",
         )
     ],
     "values of another dtype that take the place of parameters": [

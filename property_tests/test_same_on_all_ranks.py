@@ -42,24 +42,9 @@ Action = tuple[str, int]
 Program = tuple[ModelRecipe, ShardingStrategy, str, list[Action]]
 
 NAMES = (
-    "step",
-    "no_sync step",
-    "optimizer step",
-    "other data",
-    "same address",
-    "write",
-    "freeze",
-    "double",
-    "float",
-    "assign",
-    "clear gradient",
-    "keep",
-    "give up",
-    "unshard",
-    "reshard",
-    "unshard_params",
-    "state dict",
-    "clip",
+    *("step", "no_sync step", "optimizer step", "other data", "same address", "write"),
+    *("freeze", "double", "float", "assign", "clear gradient", "keep", "give up"),
+    *("unshard", "reshard", "unshard_params", "state dict", "clip"),
 )
 PROGRAMS = st.tuples(
     model_recipes(2, 3, {"odd_shapes", "frozen", "containers"}),
