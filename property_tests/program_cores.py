@@ -13,6 +13,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 Hook = Callable[[Tensor], "Tensor | None"]
+Compute = Callable[[Any, Tensor], Tensor]
 CORES: dict[str, Callable[[int], nn.Module]] = {}
 
 
@@ -189,32 +190,68 @@ class Tied(Linear):
         return cast(Tensor, super().forward(x) + self.below(x))
 
 
-@core
-class Modules(nn.Module):
-    """What a model has of torch's own modules."""
+class Holder(nn.Module):
+    """A module of torch, and what is computed with it."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, inner: nn.Module, compute: Compute) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(
-            [nn.Sequential(nn.Linear(width, width), nn.GELU()), nn.LayerNorm(width)]
-        )
+        self.inner, self.compute = inner, compute
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+        return x + self.compute(self.inner, x)
 
 
-@core
-class BatchNorm(nn.Module):
-    """Buffers that forward writes."""
+def holder(
+    name: str,
+    make: Callable[[int], nn.Module],
+    compute: Compute = lambda m, x: torch.tanh(m(x)),
+) -> None:
+    """Enter a core that adds what a module of torch makes of its input."""
+    CORES[name] = lambda width: Holder(make(width), compute)
 
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + cast(Tensor, self.norm(x))
+def _old_weight_norm(width: int) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.nn.utils.weight_norm(nn.Linear(width, width))
+
+
+def _attend(m: nn.Module, x: Tensor) -> Tensor:
+    y = x.unsqueeze(0)
+    return cast(Tensor, m(y, y, y, need_weights=False)[0][0])
+
+
+def _several_steps(m: nn.Module, x: Tensor) -> Tensor:
+    state = torch.zeros_like(x)
+    for _ in range(3):
+        state = m(x, state)
+    return state
+
+
+def _look_up(m: nn.Module, x: Tensor) -> Tensor:
+    return cast(Tensor, m(torch.arange(len(x), device=x.device) % 3))
+
+
+holder(
+    "modules",
+    lambda w: nn.Sequential(nn.Sequential(nn.Linear(w, w), nn.GELU()), nn.LayerNorm(w)),
+)
+holder("batchnorm", nn.BatchNorm1d, lambda m, x: m(x))  # forward writes its buffers
+holder(
+    "conv",
+    lambda w: nn.Conv1d(1, 1, 3, padding=1),
+    lambda m, x: m(x.unsqueeze(1)).squeeze(1),
+)
+holder("lstm", lambda w: nn.LSTM(w, w), lambda m, x: m(x.unsqueeze(0))[0].squeeze(0))
+holder("gru", lambda w: nn.GRUCell(w, w), _several_steps)
+holder("attention", lambda w: nn.MultiheadAttention(w, 1, batch_first=True), _attend)
+holder("bilinear", lambda w: nn.Bilinear(w, w, w), lambda m, x: torch.tanh(m(x, x)))
+holder("embedding", lambda w: nn.Embedding(3, w), _look_up)
+# It scales its own rows down in forward.
+holder("maxnorm", lambda w: nn.Embedding(3, w, max_norm=0.5), _look_up)
+holder("weightnorm", lambda w: parametrizations.weight_norm(nn.Linear(w, w)))
+holder("spectralnorm", lambda w: parametrizations.spectral_norm(nn.Linear(w, w)))
+holder("oldweightnorm", _old_weight_norm)  # the weight is an attribute
 
 
 @core
@@ -234,16 +271,6 @@ class Counter(Linear):
 
 
 @core
-class Conv(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(1, 1, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + cast(Tensor, self.conv(x.unsqueeze(1))).squeeze(1)
-
-
-@core
 class Images(nn.Module):
     """A weight in channels_last, in which compute must see it."""
 
@@ -255,91 +282,6 @@ class Images(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         images = torch.stack([x, x * x], 1).unsqueeze(2)
         return x + cast(Tensor, self.conv(images)).squeeze(2).squeeze(1)
-
-
-@core
-class Lstm(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.rnn = nn.LSTM(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + cast(Tensor, self.rnn(x.unsqueeze(0))[0]).squeeze(0)
-
-
-@core
-class Gru(nn.Module):
-    """A cell, called several times."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.cell = nn.GRUCell(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        state = torch.zeros_like(x)
-        for _ in range(3):
-            state = self.cell(x, state)
-        return x + state
-
-
-@core
-class Attention(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(width, 1, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x.unsqueeze(0)
-        return x + cast(Tensor, self.attention(y, y, y, need_weights=False)[0])[0]
-
-
-@core
-class Bilinear(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.pair = nn.Bilinear(width, width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.pair(x, x))
-
-
-@core
-class Embedding(nn.Module):
-    def __init__(self, width: int, max_norm: float | None = None) -> None:
-        super().__init__()
-        self.table = nn.Embedding(3, width, max_norm=max_norm)
-
-    def forward(self, x: Tensor) -> Tensor:
-        at = torch.arange(len(x), device=x.device) % 3
-        return x + cast(Tensor, self.table(at))
-
-
-@core
-class MaxNorm(Embedding):
-    """An embedding that scales its own rows down in forward."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width, max_norm=0.5)
-
-
-@core
-class WeightNorm(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = parametrizations.weight_norm(nn.Linear(width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.linear(x))
-
-
-@core
-class SpectralNorm(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = parametrizations.spectral_norm(nn.Linear(width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.linear(x))
 
 
 @core
@@ -493,20 +435,6 @@ class TwoInputs(Linear):
     def forward(self, x: Tensor) -> Tensor:
         y = F.linear(x + self.bias, self.weight)
         return x + torch.tanh(y) * self.bias
-
-
-@core
-class OldWeightNorm(nn.Module):
-    """The weight is an attribute that a hook makes anew."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            self.linear = torch.nn.utils.weight_norm(nn.Linear(width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.linear(x))
 
 
 @core
