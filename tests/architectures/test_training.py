@@ -189,19 +189,6 @@ def test_it_trains_with_activations_computed_again(
     ranks(2).run(train_architecture, name, path, by_class, before)
 
 
-def without_cache(model: nn.Module) -> None:
-    """Have no layer keep keys and values, which the models do by default."""
-    hf: Any = model
-    hf.config.use_cache = False
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("name", ["gpt2", "t5"])
-def test_it_trains_without_a_cache(ranks: RankCount, name: str, path: str) -> None:
-    """Keys and values are kept by default; asked not to, the numbers are the same."""
-    ranks(2).run(train_architecture, name, path, by_class, without_cache)
-
-
 def tie_again(model: nn.Module) -> None:
     """What training frameworks do once more after they have prepared a model."""
     hf: Any = model
