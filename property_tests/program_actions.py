@@ -286,6 +286,8 @@ def write(side: Side, index: int, how: str) -> Seen:
         p.data.mul_(0.9)
     elif how == "assign":
         p.data = p.data * 0.9
+    elif how == "same_address":
+        p.data = torch.from_numpy(p.data.numpy())
     elif how == "copy":
         with torch.no_grad():
             p.copy_(p * 0.9)

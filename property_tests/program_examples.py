@@ -367,8 +367,11 @@ EXAMPLES: dict[str, list[Program]] = {
             "forward 2; backward; keep odd; forward 1; backward; step",
             **options,
         )
-        for cleared in ("optimizer_zeros", "even")
-        for options in ({}, {"offload": True}, {"low": True, "strategy": HALF})
+        for cleared, options in [
+            ("optimizer_zeros", {"offload": True}),
+            ("even", {}),
+            ("even", {"low": True, "strategy": HALF}),
+        ]
         for what in (
             "change_gradients provide; change_gradients share",
             "change_gradients replace_data; change_gradients mul_",
@@ -527,6 +530,24 @@ EXAMPLES: dict[str, list[Program]] = {
         for core in ("tiny", "scalar", "zero")
         for options in ({"keep_full": True}, {"strategy": HALF, "keep_full": True}, {})
     ],
+    "changes where a rank holds nothing, and what ranks send": [
+        case(
+            Part(core="tiny", children=(Part(core="scalar", unit=""), Part("tiny"))),
+            do=f"train 0; {do}; {STEPS}",
+            strategy=HALF,
+            door=door,
+            keep_full=kept,
+        )
+        for door in ("composable", "wrapper")
+        for do, kept in [
+            ("cast float32 True; train 0", False),
+            ("forward 0; backward 0 no_sync; write 2 assign", False),
+            ("train 0; write 3 assign; train 0", True),
+            ("train 0; write 3 same_address; train 0", True),
+            ("train 0; write 3 no_grad; train 0", True),
+            ("save; load True; train 0; typed_save FULL_STATE_DICT False", False),
+        ]
+    ],
     "several backwards through one graph": [
         below(
             Part(core=core),
@@ -652,5 +673,6 @@ ON_THREE = {
     "a scaler and complex parameters",
     "state of other shapes where a rank holds all",
     "loaded state of another layout",
+    "changes where a rank holds nothing, and what ranks send",
 }
 """On two ranks some were right: a parameter has to cover the whole part of one."""
