@@ -169,7 +169,7 @@ def test_whatever_is_combined_training_equals_the_plain_model(
     """Losses, gradients and weights, with nothing left full, summoned or counted."""
     combination = data.draw(combinations(world_size))
 
-    refused = ranks(world_size).run(run_on_both_paths, combination, timeout=20)
+    refused = ranks(world_size).run(run_on_both_paths, combination, timeout=60)
 
     event(refused[0].partition(":")[0] or "ran")
 
