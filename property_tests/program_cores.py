@@ -190,6 +190,49 @@ class Tied(Linear):
         return cast(Tensor, super().forward(x) + self.below(x))
 
 
+def line(name: str, compute: Callable[[Any, Tensor], Tensor]) -> None:
+    """Enter a core with the parameters of ``Linear`` that computes otherwise."""
+    CORES[name] = type(name, (Linear,), {"forward": compute})
+
+
+def _own_penalty(self: Linear, x: Tensor) -> Tensor:
+    total = sum(p.square().sum() for _, p in self.named_parameters())
+    return Linear.forward(self, x) + 0.01 * total
+
+
+def _clamped(self: Linear, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        self.weight.clamp_(-0.2, 0.2)
+    return Linear.forward(self, x)
+
+
+def _clamped_data(self: Linear, x: Tensor) -> Tensor:
+    self.weight.data.clamp_(-0.2, 0.2)
+    return Linear.forward(self, x)
+
+
+def _reentrant_inside(self: Linear, x: Tensor) -> Tensor:
+    y: Tensor = checkpoint(self.affine, x, use_reentrant=True)
+    return x + torch.tanh(y)
+
+
+def _saved_by_hooks(self: Linear, x: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return Linear.forward(self, x)
+
+
+line("dropout", lambda m, x: F.dropout(Linear.forward(m, x), 0.25, m.training))
+line("ownpenalty", _own_penalty)  # reads all of its own parameters by name
+# Its bias is used before and after its weight.
+line("twoinputs", lambda m, x: x + F.linear(x + m.bias, m.weight).tanh() * m.bias)
+# Freezes its own bias in evaluation, and uses it or not by what it finds.
+line("changing", lambda m, x: Linear.forward(m, x) * (1 + m.bias.requires_grad))
+line("clamp", _clamped)
+line("dataclamp", _clamped_data)
+line("reentrantinside", _reentrant_inside)
+line("cpu", _saved_by_hooks)
+
+
 class Holder(nn.Module):
     """A module of torch, and what is computed with it."""
 
@@ -285,25 +328,6 @@ class Images(nn.Module):
 
 
 @core
-class Clamp(Linear):
-    """Weights are clamped before use, under ``no_grad``."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.weight.clamp_(-0.2, 0.2)
-        return super().forward(x)
-
-
-@core
-class DataClamp(Linear):
-    """The same through ``.data``."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.weight.data.clamp_(-0.2, 0.2)
-        return super().forward(x)
-
-
-@core
 class Normalized(Linear):
     """Forced weight norm, in training only."""
 
@@ -336,12 +360,6 @@ class SavedView(Linear):
 
 
 @core
-class Dropout(Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(super().forward(x), 0.25, self.training)
-
-
-@core
 class Hooked(Linear):
     """Hooks of a user: before and after forward, and after backward."""
 
@@ -357,29 +375,11 @@ class Hooked(Linear):
 
 
 @core
-class ReentrantInside(Linear):
-    """A checkpoint that runs a backward of its own inside the outer one."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = checkpoint(self.affine, x, use_reentrant=True)
-        return x + torch.tanh(y)
-
-
-@core
 class NoGradPart(Linear):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             y = self.affine(x)
         return super().forward(x) + y
-
-
-@core
-class OwnPenalty(Linear):
-    """Reads all of its own parameters by name."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        total = sum(p.square().sum() for _, p in self.named_parameters())
-        return super().forward(x) + 0.01 * total
 
 
 @core
@@ -409,15 +409,6 @@ class Buffered(Linear):
 
 
 @core
-class Cpu(Linear):
-    """Saved tensors go through hooks."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autograd.graph.save_on_cpu():
-            return super().forward(x)
-
-
-@core
 class Jvp(Vector):
     """Forward-mode differentiation of its own function."""
 
@@ -426,15 +417,6 @@ class Jvp(Vector):
             lambda v: torch.tanh(v * self.weight), (x,), (torch.ones_like(x),)
         )
         return x + cast(Tensor, tangents[1])
-
-
-@core
-class TwoInputs(Linear):
-    """Its bias is used before and after its weight."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(x + self.bias, self.weight)
-        return x + torch.tanh(y) * self.bias
 
 
 @core
@@ -502,11 +484,3 @@ class Memory(Linear):
         y = super().forward(x)
         last, self.last = self.last, y.detach().clone()
         return y if last is None or last.shape != y.shape else y + 0.1 * last
-
-
-@core
-class Changing(Linear):
-    """Freezes its own bias in evaluation, and uses it or not by what it finds."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (2 if self.bias.requires_grad else 1)
