@@ -58,6 +58,27 @@ REPEATED = Part(
 )
 PLAIN, LOOSE = Part(core="plain"), Part(unit="")
 
+CLEARED: list[tuple[str, dict[str, Any]]] = [
+    ("optimizer_zeros", {"offload": True}),
+    ("even", {}),
+    ("even", {"low": True, "strategy": HALF}),
+]
+LAYOUTS: list[tuple[bool, str, dict[str, Any]]] = [
+    (True, "backward 0; backward 0", {}),
+    (False, "backward 0; backward 0", {"prefetch": None}),
+    (True, "backward 1; backward 0", {"strategy": WHOLE}),
+    (False, "backward 0 all", {"offload": True}),
+    (True, "backward 0 all", {"offload": True, "low": True}),
+    (True, "backward 0 all", {"fill": True}),
+    (False, "backward 0 inputs; backward 0", {"low": True}),
+    (True, "backward 0 retain; backward 1; backward 0", {"keep_full": True}),
+    (False, "backward 0 no_sync; backward 0", {}),
+    (True, "input_gradient 0 products; backward", {}),
+    (False, "backward 0 create_graph; backward 0", {}),
+    (True, "step; backward 0", {"strategy": WHOLE}),
+    (True, "unshard_unit 1 True; backward 0; backward 0", {"pairs": True}),
+]
+
 EXAMPLES: dict[str, list[Program]] = {
     "a step between forward and backward where a rank holds frozen elements alone": [
         case(
@@ -367,11 +388,7 @@ EXAMPLES: dict[str, list[Program]] = {
             "forward 2; backward; keep odd; forward 1; backward; step",
             **options,
         )
-        for cleared, options in [
-            ("optimizer_zeros", {"offload": True}),
-            ("even", {}),
-            ("even", {"low": True, "strategy": HALF}),
-        ]
+        for cleared, options in CLEARED
         for what in (
             "change_gradients provide; change_gradients share",
             "change_gradients replace_data; change_gradients mul_",
@@ -626,21 +643,7 @@ EXAMPLES: dict[str, list[Program]] = {
             f"freeze 1; forward 0 input_grad; {then}; step; zero; forward 1; backward",
             **options,
         )
-        for on, then, options in [
-            (True, "backward 0; backward 0", {}),
-            (False, "backward 0; backward 0", {"prefetch": None}),
-            (True, "backward 1; backward 0", {"strategy": WHOLE}),
-            (False, "backward 0 all", {"offload": True}),
-            (True, "backward 0 all", {"offload": True, "low": True}),
-            (True, "backward 0 all", {"fill": True}),
-            (False, "backward 0 inputs; backward 0", {"low": True}),
-            (True, "backward 0 retain; backward 1; backward 0", {"keep_full": True}),
-            (False, "backward 0 no_sync; backward 0", {}),
-            (True, "input_gradient 0 products; backward", {}),
-            (False, "backward 0 create_graph; backward 0", {}),
-            (True, "step; backward 0", {"strategy": WHOLE}),
-            (True, "unshard_unit 1 True; backward 0; backward 0", {"pairs": True}),
-        ]
+        for on, then, options in LAYOUTS
     ],
     "a unit that writes its weights, with a module inside a transform": [
         case(
