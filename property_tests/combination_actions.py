@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from composable_fsdp import (
+    PhaseError,
     reshard,
     set_gradient_divide_factor,
     set_modules_to_backward_prefetch,
@@ -102,6 +103,8 @@ def look(pair: Pair, index: int) -> None:
     below = map(_get_module_fsdp_state, top.module.modules())
     states = {s for s in below if s is not None and s.context is top.context}
     with unshard_params(top.module, writeback=False):
+        with pytest.raises(PhaseError), unshard_params(top.module):
+            pass
         names = {id(p): name for name, p in named(pair.model).items()}
         for inner in top.module.modules():
             for p in inner._parameters.values():
@@ -112,15 +115,19 @@ def look(pair: Pair, index: int) -> None:
                     pair.equal(p, expected[name], f"shown {name}")
 
 
-def write(pair: Pair, index: int) -> None:
-    """Halve the parameters of one unit."""
+def write(pair: Pair, index: int, rank0_only: bool) -> None:
+    """Halve the parameters of one unit, on each rank or on the first for all."""
     state = pair.unit(index)
     chosen = [name for name, owned in pair.owner.items() if owned.state is state]
-    with unshard_params(state.module, recurse=False):
+    before = [(name, p, p.shape) for name, p in pair.model.named_parameters()]
+    with unshard_params(state.module, recurse=False, rank0_only=rank0_only):
+        shown = not rank0_only or pair.world.rank == 0
         full = {id(leaf): table[name] for table, name, leaf, _ in state.handle.swaps}
-        for p in full.values():
+        for p in full.values() if shown else ():
             assert p is not None
             p.data.mul_(0.5)
+    after = [(name, p, p.shape) for name, p in pair.model.named_parameters()]
+    assert [(n, id(p), s) for n, p, s in after] == [(n, id(p), s) for n, p, s in before]
     for name in chosen:
         named(pair.plain)[name].data.mul_(0.5)
 
@@ -156,4 +163,10 @@ def save_and_load(pair: Pair) -> None:
     assert list(saved) == [strip_wrapper(name) for name in expected]
     for name, value in expected.items():
         pair.equal(saved[strip_wrapper(name)], value, f"saved {name}")
-    pair.model.load_state_dict(saved)
+    # On one rank a state dict holds the parameters themselves.
+    kept = {name: value.clone() for name, value in saved.items()}
+    other = {name: value * -2 + 1 for name, value in kept.items()}
+    for values in (other, kept):
+        pair.model.load_state_dict(values)
+        for name, value in pair.model.state_dict().items():
+            assert torch.equal(value, values[name]), f"loaded {name}"

@@ -202,7 +202,10 @@ class Twin(str):
 
 
 def _nodes(value: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
-    """Every (container, key) below ``value``, as far as a change may have led."""
+    """Every (container, key or field) below ``value``, as far as a change may have led.
+
+    Keys are looked into, too: those of DCP's metadata are objects.
+    """
     if depth > 12:
         return
     items: Any = ()
@@ -210,26 +213,37 @@ def _nodes(value: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
         items = list(value.items())
     elif isinstance(value, list):
         items = list(enumerate(value))
+    elif hasattr(value, "__dataclass_fields__"):
+        items = [(n, getattr(value, n, None)) for n in value.__dataclass_fields__]
     for key, each in items:
         yield value, key
+        yield from _nodes(key, depth + 1)
         yield from _nodes(each, depth + 1)
 
 
+def _value(at: Any, key: Any) -> Any:
+    return at[key] if isinstance(at, dict | list) else getattr(at, key, None)
+
+
 def change_tree(tree: Any, change: Change) -> None:
-    """Change one node of nested dicts and lists."""
+    """Change one node of nested dicts, lists and dataclasses."""
     what, _, number, *rest = change
     # A tree that was copied into itself has too many.
     nodes = list(itertools.islice(_nodes(tree), 2000))
     if not nodes:
         return
     at, key = nodes[number * 2654435761 % len(nodes)]
-    if what == "set":
-        at[key] = rest[0]
+    old, new = _value(at, key), rest[0] if what == "set" else None
+    if what == "copy":
+        new = _value(*nodes[rest[0] * 2654435761 % len(nodes)])
+    if isinstance(old, torch.Size) and what == "set" and type(new) is int:
+        new = torch.Size([new] * len(old)) if abs(new) < 2**62 else (new,)
+    if not isinstance(at, dict | list):
+        object.__setattr__(at, key, new)
     elif what == "delete":
         del at[key]
-    elif what == "copy":
-        other, where = nodes[rest[0] * 2654435761 % len(nodes)]
-        at[key] = other[where]
+    elif what in ("set", "copy"):
+        at[key] = new
     elif isinstance(at, dict):
         at[rest[0] if what == "key" else Twin(key)] = (
             at.pop(key) if what == "key" else rest[0]
@@ -330,25 +344,16 @@ MAKERS: dict[str, Callable[[], Any]] = {
 OBJECTS: st.SearchStrategy[Any] = st.one_of(
     st.sampled_from([*MAKERS]).map(lambda name: ("make", name)), VALUES
 )
-TREES = st.one_of(
-    st.tuples(st.just("set"), st.just(0), NODES, OBJECTS),
-    st.tuples(st.just("delete"), st.just(0), NODES),
-    st.tuples(st.just("key"), st.just(0), NODES, st.sampled_from([*TEXTS, 0, None])),
-    st.tuples(st.just("copy"), st.just(0), NODES, NODES),
-)
 
 
-FIELDS = st.one_of(
-    st.tuples(st.just("set"), st.just(0), NODES, VALUES),
-    st.tuples(st.just("delete"), st.just(0), NODES),
-    st.tuples(st.just("key"), st.just(0), NODES, st.sampled_from([*TEXTS, 0, None])),
-    st.tuples(st.just("copy"), st.just(0), NODES, NODES),
-)
-"""Changes of DCP's metadata.
-
-Objects that take forever to hash or to print have tests of their own
-(``tests/storage/test_hostile.py``): to write them takes as long.
-"""
+def _tree_changes(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Change]:
+    names = st.sampled_from([*TEXTS, 0, None])
+    return st.one_of(
+        st.tuples(st.just("set"), st.just(0), NODES, values),
+        st.tuples(st.just("delete"), st.just(0), NODES),
+        st.tuples(st.just("key"), st.just(0), NODES, names),
+        st.tuples(st.just("copy"), st.just(0), NODES, NODES),
+    )
 
 
 def _made(change: Change) -> Change:
@@ -359,83 +364,63 @@ def _made(change: Change) -> Change:
     )
 
 
-def change_torch(files: Files, changes: list[Change]) -> None:
-    """Change nodes of the tree in a ``torch.save`` file, whose checksums stay good."""
-    (name,) = files
-    tree = torch.load(io.BytesIO(files[name]), weights_only=False)
-    for change in changes:
-        change_tree(tree, _made(change))
-    out = io.BytesIO()
-    torch.save(tree, out)
-    files[name] = out.getvalue()
-
-
 RECORDS = st.tuples(
     st.just("record"), st.just(0), PLACES, st.binary(min_size=1, max_size=4)
 )
 
 
-def change_records(files: Files, change: Change) -> None:
-    """Change bytes of the pickle in a ``torch.save`` file, under a good checksum."""
+def change_torch(files: Files, changes: list[Change]) -> None:
+    """Change nodes of the tree in a ``torch.save`` file, or bytes of its pickle, under
+    checksums that stay good."""
     (name,) = files
-    out = io.BytesIO()
+    tree = torch.load(io.BytesIO(files[name]), weights_only=False)
+    for change in changes:
+        if change[0] != "record":
+            change_tree(tree, _made(change))
+    saved, out = io.BytesIO(), io.BytesIO()
+    torch.save(tree, saved)
     with (
-        zipfile.ZipFile(io.BytesIO(files[name])) as source,
+        zipfile.ZipFile(saved) as source,
         zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as target,
     ):
         for record in source.infolist():
-            data = source.read(record)
-            if record.filename.endswith("data.pkl"):
-                changed = {"x": data}
-                change_bytes(changed, ("put", *change[1:]))
-                data = changed["x"]
-            target.writestr(record.filename, data)
+            pickled = {"x": source.read(record)}
+            for change in changes:
+                if change[0] == "record" and record.filename.endswith("data.pkl"):
+                    change_bytes(pickled, ("put", *change[1:]))
+            target.writestr(record.filename, pickled["x"])
     files[name] = out.getvalue()
 
 
 def change_metadata(files: Files, changes: list[Change]) -> None:
-    """Change nodes of DCP's metadata: fields, keys and items."""
+    """Change nodes of DCP's metadata: fields, keys and items.
+
+    Objects that take forever to hash or to print have tests of their own
+    (``tests/storage/test_hostile.py``): to write them takes as long.
+    """
     metadata = pickle.loads(files[".metadata"])
     for change in changes:
-        change_object(metadata, change)
+        change_tree(metadata, change)
     with contextlib.suppress(Exception):  # a class refuses to pickle some fields
         files[".metadata"] = pickle.dumps(metadata)
 
 
-def _fields(value: Any, depth: int = 0) -> Iterator[tuple[Any, Any, Any]]:
-    """Every (owner, field or key, value) below ``value``."""
-    if depth > 12:
-        return
-    if isinstance(value, dict):
-        for key, each in list(value.items()):
-            yield value, key, each
-            yield from _fields(key, depth + 1)
-            yield from _fields(each, depth + 1)
-    elif isinstance(value, list):
-        for i, each in enumerate(value):
-            yield value, i, each
-            yield from _fields(each, depth + 1)
-    elif hasattr(value, "__dataclass_fields__"):
-        for name in value.__dataclass_fields__:
-            each = getattr(value, name, None)
-            yield value, name, each
-            yield from _fields(each, depth + 1)
+CHANGES: dict[str, tuple[tuple[str, ...], st.SearchStrategy[Change]]] = {
+    "bytes": (KINDS, BYTES),
+    "names": (KINDS, NAMES),
+    "json": (("native", "safetensors", "weights"), JSON),
+    "tree": (("torch",), st.one_of(_tree_changes(OBJECTS), RECORDS)),
+    "metadata": (("dcp",), _tree_changes(VALUES)),
+}
+"""Kinds of checkpoints, and what is changed of them."""
+Case = tuple[str, str, list[Change]]
+"""One of ``CHANGES``, a kind, and one to three changes."""
 
 
-def change_object(metadata: Any, change: Change) -> None:
-    """Change one field, key or item of an object of dataclasses."""
-    what, _, number, *rest = change
-    nodes = list(itertools.islice(_fields(metadata), 2000))
-    owner, key, value = nodes[number * 2654435761 % len(nodes)]
-    new = nodes[rest[0] * 2654435761 % len(nodes)][2] if what == "copy" else None
-    new = rest[0] if what == "set" else new
-    if isinstance(value, torch.Size) and what == "set" and type(new) is int:
-        new = torch.Size([new] * len(value)) if abs(new) < 2**62 else (new,)
-    if isinstance(owner, dict) and what in ("delete", "key"):
-        del owner[key]
-        if what == "key":
-            owner[rest[0]] = value
-    elif isinstance(owner, dict | list):
-        owner[key] = new
-    else:
-        object.__setattr__(owner, key, new)
+def spoil(what: str, files: Files, changes: list[Change]) -> None:
+    """Make changes of any of ``CHANGES`` but those of names."""
+    if what in ("tree", "metadata"):
+        (change_torch if what == "tree" else change_metadata)(files, changes)
+    for change in changes:
+        if what in ("bytes", "json"):
+            (change_bytes if what == "bytes" else change_json)(files, change)

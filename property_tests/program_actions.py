@@ -224,7 +224,7 @@ def keep(side: Side, then: str) -> Seen:
 
 
 def change_gradients(side: Side, how: str) -> Seen:
-    """Scale them, in place or by others; or give one parameter that of another."""
+    """Scale them, in place or by others; or let two parameters have one."""
     for _, p in sorted(named(side.model).items()):
         if how == "provide" and p.requires_grad:
             p.grad = torch.full_like(p, 0.1)
@@ -238,6 +238,12 @@ def change_gradients(side: Side, how: str) -> Seen:
             p.grad = p.grad.clone()
         elif how == "zero":
             p.grad.zero_()
+        elif how == "replace_data":
+            p.grad.data = p.grad.data * 2
+    if how == "share" and not side.program.options.offload:
+        table = named(side.model)
+        for a, b in side.swappable[:1]:
+            table[a].grad = table[b].grad
 
 
 def swap(side: Side, first: int, second: int) -> Seen:
@@ -280,6 +286,8 @@ def write(side: Side, index: int, how: str) -> Seen:
         p.data.mul_(0.9)
     elif how == "assign":
         p.data = p.data * 0.9
+    elif how == "same_address":
+        p.data = torch.from_numpy(p.data.numpy())
     elif how == "copy":
         with torch.no_grad():
             p.copy_(p * 0.9)

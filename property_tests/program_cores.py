@@ -13,6 +13,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 Hook = Callable[[Tensor], "Tensor | None"]
+Compute = Callable[[Any, Tensor], Tensor]
 CORES: dict[str, Callable[[int], nn.Module]] = {}
 
 
@@ -189,32 +190,111 @@ class Tied(Linear):
         return cast(Tensor, super().forward(x) + self.below(x))
 
 
-@core
-class Modules(nn.Module):
-    """What a model has of torch's own modules."""
+def line(name: str, compute: Callable[[Any, Tensor], Tensor]) -> None:
+    """Enter a core with the parameters of ``Linear`` that computes otherwise."""
+    CORES[name] = type(name, (Linear,), {"forward": compute})
 
-    def __init__(self, width: int) -> None:
+
+def _own_penalty(self: Linear, x: Tensor) -> Tensor:
+    total = sum(p.square().sum() for _, p in self.named_parameters())
+    return Linear.forward(self, x) + 0.01 * total
+
+
+def _clamped(self: Linear, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        self.weight.clamp_(-0.2, 0.2)
+    return Linear.forward(self, x)
+
+
+def _clamped_data(self: Linear, x: Tensor) -> Tensor:
+    self.weight.data.clamp_(-0.2, 0.2)
+    return Linear.forward(self, x)
+
+
+def _reentrant_inside(self: Linear, x: Tensor) -> Tensor:
+    y: Tensor = checkpoint(self.affine, x, use_reentrant=True)
+    return x + torch.tanh(y)
+
+
+def _saved_by_hooks(self: Linear, x: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return Linear.forward(self, x)
+
+
+line("dropout", lambda m, x: F.dropout(Linear.forward(m, x), 0.25, m.training))
+line("ownpenalty", _own_penalty)  # reads all of its own parameters by name
+# Its bias is used before and after its weight.
+line("twoinputs", lambda m, x: x + F.linear(x + m.bias, m.weight).tanh() * m.bias)
+# Freezes its own bias in evaluation, and uses it or not by what it finds.
+line("changing", lambda m, x: Linear.forward(m, x) * (1 + m.bias.requires_grad))
+line("clamp", _clamped)
+line("dataclamp", _clamped_data)
+line("reentrantinside", _reentrant_inside)
+line("cpu", _saved_by_hooks)
+
+
+class Holder(nn.Module):
+    """A module of torch, and what is computed with it."""
+
+    def __init__(self, inner: nn.Module, compute: Compute) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(
-            [nn.Sequential(nn.Linear(width, width), nn.GELU()), nn.LayerNorm(width)]
-        )
+        self.inner, self.compute = inner, compute
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+        return x + self.compute(self.inner, x)
 
 
-@core
-class BatchNorm(nn.Module):
-    """Buffers that forward writes."""
+def holder(
+    name: str,
+    make: Callable[[int], nn.Module],
+    compute: Compute = lambda m, x: torch.tanh(m(x)),
+) -> None:
+    """Enter a core that adds what a module of torch makes of its input."""
+    CORES[name] = lambda width: Holder(make(width), compute)
 
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + cast(Tensor, self.norm(x))
+def _old_weight_norm(width: int) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.nn.utils.weight_norm(nn.Linear(width, width))
+
+
+def _attend(m: nn.Module, x: Tensor) -> Tensor:
+    y = x.unsqueeze(0)
+    return cast(Tensor, m(y, y, y, need_weights=False)[0][0])
+
+
+def _several_steps(m: nn.Module, x: Tensor) -> Tensor:
+    state = torch.zeros_like(x)
+    for _ in range(3):
+        state = m(x, state)
+    return state
+
+
+def _look_up(m: nn.Module, x: Tensor) -> Tensor:
+    return cast(Tensor, m(torch.arange(len(x), device=x.device) % 3))
+
+
+holder(
+    "modules",
+    lambda w: nn.Sequential(nn.Sequential(nn.Linear(w, w), nn.GELU()), nn.LayerNorm(w)),
+)
+holder("batchnorm", nn.BatchNorm1d, lambda m, x: m(x))  # forward writes its buffers
+holder(
+    "conv",
+    lambda w: nn.Conv1d(1, 1, 3, padding=1),
+    lambda m, x: m(x.unsqueeze(1)).squeeze(1),
+)
+holder("lstm", lambda w: nn.LSTM(w, w), lambda m, x: m(x.unsqueeze(0))[0].squeeze(0))
+holder("gru", lambda w: nn.GRUCell(w, w), _several_steps)
+holder("attention", lambda w: nn.MultiheadAttention(w, 1, batch_first=True), _attend)
+holder("bilinear", lambda w: nn.Bilinear(w, w, w), lambda m, x: torch.tanh(m(x, x)))
+holder("embedding", lambda w: nn.Embedding(3, w), _look_up)
+# It scales its own rows down in forward.
+holder("maxnorm", lambda w: nn.Embedding(3, w, max_norm=0.5), _look_up)
+holder("weightnorm", lambda w: parametrizations.weight_norm(nn.Linear(w, w)))
+holder("spectralnorm", lambda w: parametrizations.spectral_norm(nn.Linear(w, w)))
+holder("oldweightnorm", _old_weight_norm)  # the weight is an attribute
 
 
 @core
@@ -234,16 +314,6 @@ class Counter(Linear):
 
 
 @core
-class Conv(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(1, 1, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + cast(Tensor, self.conv(x.unsqueeze(1))).squeeze(1)
-
-
-@core
 class Images(nn.Module):
     """A weight in channels_last, in which compute must see it."""
 
@@ -255,110 +325,6 @@ class Images(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         images = torch.stack([x, x * x], 1).unsqueeze(2)
         return x + cast(Tensor, self.conv(images)).squeeze(2).squeeze(1)
-
-
-@core
-class Lstm(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.rnn = nn.LSTM(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + cast(Tensor, self.rnn(x.unsqueeze(0))[0]).squeeze(0)
-
-
-@core
-class Gru(nn.Module):
-    """A cell, called several times."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.cell = nn.GRUCell(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        state = torch.zeros_like(x)
-        for _ in range(3):
-            state = self.cell(x, state)
-        return x + state
-
-
-@core
-class Attention(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(width, 1, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x.unsqueeze(0)
-        return x + cast(Tensor, self.attention(y, y, y, need_weights=False)[0])[0]
-
-
-@core
-class Bilinear(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.pair = nn.Bilinear(width, width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.pair(x, x))
-
-
-@core
-class Embedding(nn.Module):
-    def __init__(self, width: int, max_norm: float | None = None) -> None:
-        super().__init__()
-        self.table = nn.Embedding(3, width, max_norm=max_norm)
-
-    def forward(self, x: Tensor) -> Tensor:
-        at = torch.arange(len(x), device=x.device) % 3
-        return x + cast(Tensor, self.table(at))
-
-
-@core
-class MaxNorm(Embedding):
-    """An embedding that scales its own rows down in forward."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width, max_norm=0.5)
-
-
-@core
-class WeightNorm(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = parametrizations.weight_norm(nn.Linear(width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.linear(x))
-
-
-@core
-class SpectralNorm(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = parametrizations.spectral_norm(nn.Linear(width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.linear(x))
-
-
-@core
-class Clamp(Linear):
-    """Weights are clamped before use, under ``no_grad``."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.weight.clamp_(-0.2, 0.2)
-        return super().forward(x)
-
-
-@core
-class DataClamp(Linear):
-    """The same through ``.data``."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.weight.data.clamp_(-0.2, 0.2)
-        return super().forward(x)
 
 
 @core
@@ -394,12 +360,6 @@ class SavedView(Linear):
 
 
 @core
-class Dropout(Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(super().forward(x), 0.25, self.training)
-
-
-@core
 class Hooked(Linear):
     """Hooks of a user: before and after forward, and after backward."""
 
@@ -415,29 +375,11 @@ class Hooked(Linear):
 
 
 @core
-class ReentrantInside(Linear):
-    """A checkpoint that runs a backward of its own inside the outer one."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = checkpoint(self.affine, x, use_reentrant=True)
-        return x + torch.tanh(y)
-
-
-@core
 class NoGradPart(Linear):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             y = self.affine(x)
         return super().forward(x) + y
-
-
-@core
-class OwnPenalty(Linear):
-    """Reads all of its own parameters by name."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        total = sum(p.square().sum() for _, p in self.named_parameters())
-        return super().forward(x) + 0.01 * total
 
 
 @core
@@ -467,15 +409,6 @@ class Buffered(Linear):
 
 
 @core
-class Cpu(Linear):
-    """Saved tensors go through hooks."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autograd.graph.save_on_cpu():
-            return super().forward(x)
-
-
-@core
 class Jvp(Vector):
     """Forward-mode differentiation of its own function."""
 
@@ -484,29 +417,6 @@ class Jvp(Vector):
             lambda v: torch.tanh(v * self.weight), (x,), (torch.ones_like(x),)
         )
         return x + cast(Tensor, tangents[1])
-
-
-@core
-class TwoInputs(Linear):
-    """Its bias is used before and after its weight."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(x + self.bias, self.weight)
-        return x + torch.tanh(y) * self.bias
-
-
-@core
-class OldWeightNorm(nn.Module):
-    """The weight is an attribute that a hook makes anew."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            self.linear = torch.nn.utils.weight_norm(nn.Linear(width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.linear(x))
 
 
 @core
@@ -574,11 +484,3 @@ class Memory(Linear):
         y = super().forward(x)
         last, self.last = self.last, y.detach().clone()
         return y if last is None or last.shape != y.shape else y + 0.1 * last
-
-
-@core
-class Changing(Linear):
-    """Freezes its own bias in evaluation, and uses it or not by what it finds."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (2 if self.bias.requires_grad else 1)

@@ -90,6 +90,7 @@ def _action(name: str, *arguments: object) -> st.SearchStrategy[Action]:
 
 
 HOOKS = ["scale", "in_place", "input", "input_in_place", "gradient", "output_gradient"]
+CHANGES = ["mul_", "assign", "clone", "zero", "provide", "replace_data", "share"]
 BACKWARDS = [
     *["plain"] * 4,
     "retain",
@@ -136,7 +137,7 @@ def actions() -> st.SearchStrategy[list[Action]]:
     gradients = [
         _action("clip", [0.3, 1e3], [2.0, 1.0, float("inf")]),
         _action("keep", ["none", "all", "odd", "even"]),
-        _action("change_gradients", ["mul_", "assign", "clone", "zero", "provide"]),
+        _action("change_gradients", CHANGES),
         _action("swap", INDEX, INDEX),
         _action("leaf_hook", INDEX, ["tensor", "post"]),
     ]

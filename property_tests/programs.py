@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from composable_fsdp import get_full_grad
+from composable_fsdp.comm.collectives import record
 from composable_fsdp.errors import FSDPError
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from property_tests import program_actions, program_states
@@ -54,7 +55,9 @@ ON_SHARDS = (
     "raw_round_trip",
 )
 """Actions on ``model.parameters()``, which are others while a unit is full by hand."""
-WHILE_LOCAL = ("forward", "backward", "collect", "setting", "sync", "unshard_unit")
+WHILE_LOCAL = (
+    *("forward", "backward", "collect", "setting", "sync", "unshard_unit", "write"),
+)
 """Actions that a script may take while gradients are not reduced yet."""
 LOSSES = ("plain", "retain", "all", "half", "no_sync", "scaled")
 """Backwards that reach every unit that one of the others reached."""
@@ -65,10 +68,11 @@ FAILED = "rank "
 
 
 class Verdict(NamedTuple):
-    """How each action ended, and what is wrong."""
+    """How each action ended, what is wrong, and the collectives of this rank."""
 
     outcomes: list[str]
     failure: str = ""
+    sent: tuple[str, ...] = ()
 
 
 def run_programs(
@@ -93,16 +97,16 @@ def run_program(world: World, program: Program, folder: str) -> Verdict:
     """Carry it out, with every check after every action; checkpoints in ``folder``."""
     warnings.simplefilter("ignore")
     torch.set_default_dtype(torch.float64)
-    run = Run(world, program, folder)
-    for index, action in enumerate(expanded(program.actions)):
-        try:
-            going_on = run.act(action)
-        except Exception as error:  # a check failed: told with its place
-            text = f"action {index} {action}: {type(error).__name__}: {error}"
-            return Verdict(run.outcomes, text)
-        if not going_on:
-            break
-    return Verdict(run.outcomes)
+    run, failure = Run(world, program, folder), ""
+    with record() as calls:
+        for index, action in enumerate(expanded(program.actions)):
+            try:
+                if not run.act(action):
+                    break
+            except Exception as error:  # a check failed: told with its place
+                failure = f"action {index} {action}: {type(error).__name__}: {error}"
+                break
+    return Verdict(run.outcomes, failure, tuple(map(str, calls)))
 
 
 def expanded(actions: Sequence[Action]) -> list[Action]:

@@ -21,223 +21,117 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from composable_fsdp import (
-    clip_grad_norm_,
-    load,
-    no_sync,
-    optim_state_dict,
-    optim_state_dict_to_load,
-    reshard,
-    save,
-    unshard,
-    unshard_params,
-)
+from composable_fsdp import unshard_params
 from composable_fsdp.comm import agreement, call_order, order_records, sequence
 from composable_fsdp.comm.meeting import Call
 from composable_fsdp.comm.operations import operation_logs
-from tests.support.models import TinyGPT
-from tests.support.reference import (
-    adamw,
-    apply_units,
-    backward,
-    gpt_input,
-    gpt_units,
-    loss_of,
-)
+from property_tests import program_actions, program_states
+from property_tests.program_examples import actions
+from property_tests.program_recipes import Options, Part, Program
+from property_tests.program_side import Broken, Side
+from property_tests.programs import expanded
 from tests.support.world import World, rank_pool, shutdown_pools
 
-WEIGHTS: dict[str, int] = {
-    "train": 8,
-    "accumulate": 2,
-    "skip": 2,
-    "clip": 2,
-    "evaluate": 2,
-    "freeze": 2,
-    "write": 1,
-    "by_hand": 1,
-    "state_dicts": 1,
-    "save_and_load": 1,
-    "raise_in_forward": 2,
-    "raise_in_backward": 2,
-    "raise_in_step": 1,
-    "raise_in_writing": 1,
-    "raise_on_one_rank": 2,
+PROGRAM = Program(
+    Part(children=(Part(core="modules"), Part(children=(Part(core="mul"),)), Part())),
+    options=Options(optimizer="adamw"),
+)
+
+
+def raise_in_step(side: Side, batch: int) -> None:
+    hook = side.optimizer.register_step_pre_hook(_fail)
+    program_actions.forward(side, batch)
+    program_actions.backward(side)
+    with pytest.raises(Broken):
+        side.optimizer.step()
+    hook.remove()
+
+
+def raise_in_writing(side: Side, batch: int) -> None:
+    with pytest.raises(Broken), unshard_params(side.model, writeback=False):
+        raise Broken
+
+
+def raise_on_one_rank(side: Side, batch: int) -> None:
+    """The loss fails on one rank; all agree to leave the step out."""
+    program_actions.forward(side, batch)
+    bad = torch.tensor(float(batch % dist.get_world_size() == side.rank))
+    dist.all_reduce(bad)
+    assert bad.item() == 1
+
+
+def _fail(*_: object) -> None:
+    raise Broken
+
+
+STEPS: dict[str, tuple[int, str | Callable[[Side, int], None]]] = {
+    "train": (8, "train {batch}"),
+    "accumulate": (2, "train {batch} accumulate"),
+    "skip": (2, "forward {batch}; backward"),
+    "clip": (2, "train {batch} clip"),
+    "evaluate": (2, "forward {batch} inference"),
+    "freeze": (2, "freeze {which}; train {batch}; freeze_all True"),
+    "write": (1, "summon 0 True"),
+    "by_hand": (1, "unshard_unit {which} False; forward 0 no_grad; reshard_unit 0"),
+    "state_dicts": (1, "save; load; optimizer_round_trip"),
+    "save_and_load": (1, "save_directory True True; load_directory"),
+    "raise_in_forward": (2, "raise_in_forward {which} {batch} False"),
+    "raise_in_backward": (2, "raise_in_backward {which} {batch} model"),
+    "raise_in_step": (1, raise_in_step),
+    "raise_in_writing": (1, raise_in_writing),
+    "raise_on_one_rank": (2, raise_on_one_rank),
 }
-"""What a step may do, and how often."""
+"""How often a step does what: actions of programs, or a function."""
 Counts = dict[str, int]
 """What is alive on a rank: bytes, objects by class, keys of the store, open files."""
-
-
-class Broken(RuntimeError):
-    """What a fault raises."""
 
 
 def action_of(seed: int, step: int) -> str:
     """What step ``step`` does."""
     chooser = random.Random(f"{seed}/{step}")
-    return chooser.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+    return chooser.choices(list(STEPS), [often for often, _ in STEPS.values()])[0]
 
 
 class Soak:
     """One model on both paths, on this rank."""
 
     def __init__(self, world: World, seed: int, folder: str) -> None:
-        self.world, self.seed, self.folder = world, seed, Path(folder)
-        self.models = [
-            apply_units(model, gpt_units(model), path=path)
-            for path in ("composable", "wrapper")
-            for model in [TinyGPT(seed=seed)]
-        ]
-        self.saves = 0
-        self.optimizers = [adamw(model.parameters()) for model in self.models]
+        self.world, self.seed = world, seed
+        self.sides = []
+        for door in ("composable", "wrapper"):
+            options = replace(PROGRAM.options, door=door)
+            program = replace(PROGRAM, seed=seed, options=options)
+            own = os.path.join(folder, door)
+            os.makedirs(own, exist_ok=True)
+            self.sides.append(Side(program, world.rank, world, own))
 
-    def take(self, step: int) -> None:
+    def take(self, step: int, name: str = "") -> None:
         """Take a step; afterwards both paths have equal parameters."""
-        self.at, self.chooser = step, random.Random(f"{self.seed}/{step}/more")
-        getattr(self, action_of(self.seed, step))()
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-        first, second = (list(model.parameters()) for model in self.models)
-        assert all(map(torch.equal, first, second)), action_of(self.seed, step)
-
-    def _each(self) -> Iterator[tuple[nn.Module, torch.optim.Optimizer, Tensor]]:
-        x = gpt_input(self.at, self.world.rank)
-        for model, optimizer in zip(self.models, self.optimizers, strict=True):
-            yield model, optimizer, x
-
-    # ---- what scripts do ----------------------------------------------------
-
-    def train(self) -> None:
-        for model, optimizer, x in self._each():
-            backward(loss_of(model, x))
-            optimizer.step()
-
-    def accumulate(self) -> None:
-        for model, optimizer, x in self._each():
-            with no_sync(model):
-                backward(loss_of(model, x))
-            backward(loss_of(model, x.flip(0)))
-            optimizer.step()
-
-    def skip(self) -> None:
-        for model, _, x in self._each():
-            backward(loss_of(model, x))
-
-    def clip(self) -> None:
-        for model, optimizer, x in self._each():
-            backward(loss_of(model, x))
-            clip_grad_norm_(model, 0.5)
-            optimizer.step()
-
-    def evaluate(self) -> None:
-        for model, _, x in self._each():
-            with torch.inference_mode():
-                model.eval()(x)
-            model.train()
-
-    def freeze(self) -> None:
-        """Freeze one parameter for a step."""
-        which = self.chooser.randrange(100)
-        for model in self.models:
-            found = list(model.parameters())
-            found[which % len(found)].requires_grad_(False)
-        self.train()
-        for model in self.models:
-            model.requires_grad_(True)
-
-    def write(self) -> None:
-        for model, _, _ in self._each():
-            with unshard_params(model, writeback=True), torch.no_grad():
-                for p in model.parameters():
-                    p.mul_(0.99)
-
-    def by_hand(self) -> None:
-        for model, _, x in self._each():
-            unshard(model)
-            with torch.no_grad():
-                model(x)
-            reshard(model)
-
-    def state_dicts(self) -> None:
-        for model, optimizer, _ in self._each():
-            saved = model.state_dict()
-            values = optim_state_dict(model, optimizer)
-            model.load_state_dict(saved)
-            if values["state"]:
-                optimizer.load_state_dict(
-                    optim_state_dict_to_load(model, optimizer, values)
-                )
-
-    def save_and_load(self) -> None:
-        for i, (model, optimizer, _) in enumerate(self._each()):
-            self.saves += 1
-            path = self.folder / f"{i}" / f"save-{self.saves:06}"
-            save(path, model, optimizer, {"step": self.at}, keep=2)
-            assert load(path, model, optimizer) == {"step": self.at}
-
-    # ---- what goes wrong ----------------------------------------------------
-
-    @contextmanager
-    def _caught(self) -> Iterator[None]:
-        try:
-            yield
-        except Broken:
-            return
-        raise AssertionError("the fault was not met")
-
-    def _modules(self, model: nn.Module) -> nn.Module:
-        """A unit of the model, the same one on both paths."""
-        blocks = [m for m in model.modules() if type(m).__name__ == "Block"]
-        return [model, *blocks][self.chooser.randrange(100) % (1 + len(blocks))]
-
-    def raise_in_forward(self) -> None:
-        for model, _, x in self._each():
-            hook = self._modules(model).register_forward_pre_hook(_fail)
-            with self._caught():
-                model(x)
-            hook.remove()
-
-    def raise_in_backward(self) -> None:
-        for model, _, x in self._each():
-            hook = self._modules(model).register_full_backward_pre_hook(_fail)
-            with self._caught():
-                backward(loss_of(model, x))
-            hook.remove()
-
-    def raise_in_step(self) -> None:
-        for model, optimizer, x in self._each():
-            hook = optimizer.register_step_pre_hook(_fail)
-            backward(loss_of(model, x))
-            with self._caught():
-                optimizer.step()
-            hook.remove()
-
-    def raise_in_writing(self) -> None:
-        for model, _, _ in self._each():
-            with self._caught(), unshard_params(model, writeback=False):
-                raise Broken
-
-    def raise_on_one_rank(self) -> None:
-        """The loss fails on one rank; all agree to leave the step out."""
-        fails = self.at % self.world.world_size == self.world.rank
-        for model, _, x in self._each():
-            loss = None if fails and model(x) is not None else loss_of(model, x)
-            bad = torch.tensor(float(loss is None))
-            dist.all_reduce(bad)
-            assert bad.item() == 1
-
-
-def _fail(*_: object) -> None:
-    raise Broken
+        name = name or action_of(self.seed, step)
+        which = random.Random(f"{self.seed}/{step}/more").randrange(100)
+        what = STEPS[name][1]
+        for side in self.sides:
+            if callable(what):
+                what(side, step)
+            else:
+                for action, *arguments in expanded(
+                    actions(what.format(batch=step, which=which))
+                ):
+                    found = vars(program_actions).get(action)
+                    (found or vars(program_states)[action])(side, *arguments)
+            side.optimizer.zero_grad()
+            side.slots.clear()
+        first, second = (list(side.model.parameters()) for side in self.sides)
+        assert all(map(torch.equal, first, second)), name
 
 
 def _tables(each: object) -> list[dict[Any, Any]]:
@@ -335,9 +229,7 @@ def soak(
         machine.take(step % cycle)
         if (step + 1 - first) % every == 0:
             # The same state at each count: a whole step is the last that was done.
-            machine.train()
-            for optimizer in machine.optimizers:
-                optimizer.zero_grad()
+            machine.take(first, "train")
             found.append(counts(world))
     return found
 

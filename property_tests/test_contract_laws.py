@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,74 +13,40 @@ from torch import nn
 
 from composable_fsdp.compose.contract import contract
 from composable_fsdp.errors import CompositionError
+from tests.support import models
+from tests.support.recipes import ModelRecipe
+from tests.support.strategies import model_recipes
 
 
 class State:
     """Nothing to remember."""
 
 
-@dataclass(frozen=True)
-class Tree:
-    """A module to build: each name is set (True) or registered as None (False)."""
-
-    parameters: tuple[tuple[str, bool], ...]
-    buffers: tuple[tuple[str, bool], ...]
-    children: tuple[tuple[str, Tree | None], ...]
-    is_tied: bool
-    """Whether the first child is there a second time, as ``again``."""
-
-
-@dataclass(frozen=True)
-class Edit:
+class Edit(NamedTuple):
     """A change at the ``where``-th name of the whole tree (counted round)."""
 
     how: str
     where: int
 
 
-def slots(prefix: str, values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Up to three distinct names with a value each; kinds never share a name."""
-    names = st.sampled_from([f"{prefix}{i}" for i in range(4)])
-    pairs = st.lists(st.tuples(names, values), max_size=3, unique_by=lambda p: p[0])
-    return pairs.map(tuple)
+EDITS = st.builds(
+    Edit,
+    st.sampled_from(["rename", "remove", "clear", "move to the end"]),
+    st.integers(0, 30),
+)
+ABSENT = st.integers(0, 63)
+"""Bits: which modules have names that are registered as None."""
 
 
-def nodes(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Tree]:
-    given_or_none = st.booleans()
-    return st.builds(
-        Tree,
-        slots("p", given_or_none),
-        slots("b", given_or_none),
-        children,
-        st.booleans(),
-    )
-
-
-def trees() -> st.SearchStrategy[Tree]:
-    leaves = nodes(st.just(()))
-    return st.recursive(
-        leaves, lambda inner: nodes(slots("m", st.none() | inner)), max_leaves=6
-    )
-
-
-def edits() -> st.SearchStrategy[Edit]:
-    kinds = st.sampled_from(["rename", "remove", "clear", "move to the end"])
-    return st.builds(Edit, kinds, st.integers(0, 30))
-
-
-def build(tree: Tree) -> nn.Module:
-    module = nn.Module()
-    for name, is_set in tree.parameters:
-        parameter = nn.Parameter(torch.zeros(1)) if is_set else None
-        module.register_parameter(name, parameter)
-    for name, is_set in tree.buffers:
-        module.register_buffer(name, torch.zeros(1) if is_set else None)
-    for name, child in tree.children:
-        module.register_module(name, None if child is None else build(child))
-    first = next(iter(module._modules.values()), None)
-    if tree.is_tied and first is not None:
-        module.register_module("again", first)
-    return module
+def build(recipe: ModelRecipe, absent: int) -> nn.Module:
+    model = models.build(recipe)
+    for index, module in enumerate(list(model.modules())):
+        if absent >> index & 1:
+            module.register_parameter("no_parameter", None)
+            module.register_buffer("no_buffer", None)
+            if not isinstance(module, nn.ModuleList):
+                module.register_module("no_module", None)
+    return model
 
 
 def names_by_torch(module: nn.Module) -> tuple[list[str], list[str], list[str]]:
@@ -126,9 +91,11 @@ def api_of(change: Callable[[nn.Module], None]) -> Callable[[nn.Module], nn.Modu
     return api
 
 
-@given(tree=trees())
+@given(recipe=model_recipes(), absent=ABSENT)
 @pytest.mark.req("S1-35")
-def test_what_keeps_names_and_order_is_accepted(tree: Tree) -> None:
+def test_what_keeps_names_and_order_is_accepted(
+    recipe: ModelRecipe, absent: int
+) -> None:
     """New parameters under the old names, attributes and hooks violate nothing."""
 
     def renew(module: nn.Module) -> None:
@@ -139,41 +106,30 @@ def test_what_keeps_names_and_order_is_accepted(tree: Tree) -> None:
                 if parameter is not None:
                     each._parameters[name] = nn.Parameter(torch.ones(2))
 
-    module = build(tree)
+    module = build(recipe, absent)
     before = names_by_torch(module)
 
     assert api_of(renew)(module) is module
     assert names_by_torch(module) == before
 
 
-@given(tree=trees(), edit=edits())
+@given(recipe=model_recipes(), absent=ABSENT, edit=EDITS)
 @pytest.mark.req("S1-35")
 def test_an_edit_is_refused_exactly_when_torch_sees_other_names(
-    tree: Tree, edit: Edit
+    recipe: ModelRecipe, absent: int, edit: Edit
 ) -> None:
-    """What is renamed, removed or reordered is refused, and nothing else is."""
-    module = build(tree)
+    """What is renamed, removed or reordered is refused, and nothing else is; the
+    difference shown is the first one in torch's own lists."""
+    module, edited = build(recipe, absent), build(recipe, absent)
     before = names_by_torch(module)
-
-    refused = refusal(edit, module) is not None
-
-    event(f"{edit.how}: {'refused' if refused else 'accepted'}")
-    assert refused == (names_by_torch(module) != before)
-    assert refused == ("_composable_api_states" not in module.__dict__)
-
-
-@given(tree=trees(), edit=edits())
-@pytest.mark.req("S1-35")
-def test_the_difference_shown_is_the_first_one_in_torch_order(
-    tree: Tree, edit: Edit
-) -> None:
-    """Kind, index, before and after are those of torch's own lists."""
-    module, edited = build(tree), build(tree)
     perform(edit, edited)
-    expected = first_difference(names_by_torch(module), names_by_torch(edited))
+    expected = first_difference(before, names_by_torch(edited))
 
     shown = refusal(edit, module)
 
+    event(f"{edit.how}: {'accepted' if shown is None else 'refused'}")
+    assert (shown is not None) == (names_by_torch(module) != before)
+    assert (shown is not None) == ("_composable_api_states" not in module.__dict__)
     assert (shown is None) == (expected is None)
     assert (expected or "") in (shown or "")
 

@@ -24,18 +24,8 @@ from tests.support.world import RankPool, World
 RankCount = Callable[[int], RankPool]
 
 KINDS = (
-    "nothing",
-    "name",
-    "order",
-    "shape",
-    "dtype",
-    "requires_grad",
-    "tie",
-    "extra",
-    "buffer",
-    "option",
-    "unit",
-    "weights",
+    *("nothing", "name", "order", "shape", "dtype", "requires_grad"),
+    *("tie", "extra", "buffer", "option", "unit", "weights"),
 )
 
 

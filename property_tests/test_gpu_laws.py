@@ -7,25 +7,23 @@ Hypothesis is installed; without it ``tests/gpu`` alone is collected, and says s
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
+from hypothesis import strategies as st
 
 from composable_fsdp import ShardingStrategy
 from property_tests.live import batches, examples
 from tests.gpu.counts import NEEDS_NCCL, RUNNABLE
-from tests.runtime.orders import SUB1_SUB2, check_on_ranks
+from tests.runtime.orders import check_on_ranks
 from tests.runtime.parity import check_clipped, check_parity
-from tests.support.recipes import ModelRecipe
-from tests.support.reference import STRATEGIES
 from tests.support.strategies import FEATURES, model_recipes
 from tests.support.world import RankPool
 
 pytestmark = NEEDS_NCCL
 
-UNMARKED = FEATURES - {"replicate"}
-MARKED = FEATURES - {"shared", "tied"}
-SAME_DTYPE = UNMARKED - {"dtypes"}
+SAME_DTYPE = FEATURES - {"replicate", "dtypes"}
 
 
 @pytest.fixture(scope="module", params=RUNNABLE)
@@ -35,44 +33,26 @@ def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
         yield ranks
 
 
-@pytest.mark.req("S1-17", "S1-18", "S1-23")
-@examples(15)
-@given(recipes=batches(model_recipes(2, 2, UNMARKED)))
-@example(recipes=[SUB1_SUB2])
-def test_handle_order_is_that_of_modules(
-    pool: RankPool, recipes: list[ModelRecipe]
-) -> None:
-    """Both paths, three styles, every rank; also after forward and backward."""
-    pool.run(check_on_ranks, recipes)
+LAWS: dict[str, tuple[Any, Any, tuple[Any, ...]]] = {
+    "order": (check_on_ranks, FEATURES - {"replicate"}, ()),
+    "marked": (check_on_ranks, FEATURES - {"shared", "tied"}, ()),
+    "full": (check_parity, SAME_DTYPE, (ShardingStrategy.FULL_SHARD,)),
+    "zero2": (check_parity, SAME_DTYPE, (ShardingStrategy.SHARD_GRAD_OP,)),
+    "whole": (check_parity, SAME_DTYPE, (ShardingStrategy.NO_SHARD,)),
+    "clipped": (check_clipped, SAME_DTYPE, (2.0,)),
+    "clipped by the largest": (check_clipped, SAME_DTYPE, (float("inf"),)),
+}
+"""What runs on each rank, what recipes may hold, and further arguments."""
 
 
-@pytest.mark.req("S1-16", "S1-19")
-@examples(5)
-@given(recipes=batches(model_recipes(2, 2, MARKED)))
-def test_replicate_subtrees_are_left_out(
-    pool: RankPool, recipes: list[ModelRecipe]
-) -> None:
-    """A mark hides its whole subtree, also the ``fully_shard`` calls in it."""
-    pool.run(check_on_ranks, recipes)
-
-
-@pytest.mark.req("X-28", "D-13")
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+@pytest.mark.parametrize("name", LAWS)
 @examples(8)
-@given(recipes=batches(model_recipes(2, 2, SAME_DTYPE)))
-def test_training_equals_the_reference_closely(
-    pool: RankPool, strategy: ShardingStrategy, recipes: list[ModelRecipe]
+@given(data=st.data())
+def test_the_laws_of_gloo_hold_on_gpus(
+    pool: RankPool, name: str, data: st.DataObject
 ) -> None:
-    """Losses and weights of SGD and AdamW, whatever the recipe."""
-    pool.run(check_parity, recipes, strategy)
+    """Order of handles, training and clipping, whatever the recipe."""
+    check, features, more = LAWS[name]
+    recipes = data.draw(batches(model_recipes(2, 2, features)))
 
-
-@pytest.mark.req("B-22")
-@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
-@examples(4)
-@given(recipes=batches(model_recipes(2, 2, SAME_DTYPE)))
-def test_clipping_equals_that_of_the_plain_model(
-    pool: RankPool, norm_type: float, recipes: list[ModelRecipe]
-) -> None:
-    """The norm is the unsharded one, on every rank, and so are the clipped steps."""
-    pool.run(check_clipped, recipes, norm_type)
+    pool.run(check, recipes, *more)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from math import lcm
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from composable_fsdp.config import Block
 from composable_fsdp.planning.layout import (
+    ParameterSlot,
     ParameterSpec,
     RegionLayout,
     plan_regions,
@@ -22,6 +24,7 @@ from composable_fsdp.planning.layout import (
 )
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.partition import EXACT_CLASSES, SHARD_ALIGNMENT
+from composable_fsdp.planning.split import split_region
 from tests.support.strategies import shapes, world_sizes
 
 DTYPES = (
@@ -73,8 +76,9 @@ def classed_units(
 
 def lawful(regions: Layouts, specs: list[ParameterSpec], world_size: int) -> None:
     """Everything that holds for any layout of ``specs``."""
+    asked = {spec.fqns[0]: spec for spec in specs}
     names = [slot.fqn for region in regions for slot in region.parameters]
-    assert sorted(names) == sorted(spec.fqns[0] for spec in specs)
+    assert sorted(names) == sorted(asked)
     for region in regions:
         itemsize = region.dtype.itemsize
         assert region.shard_numel * world_size == region.padded_numel
@@ -84,62 +88,62 @@ def lawful(regions: Layouts, specs: list[ParameterSpec], world_size: int) -> Non
         assert all(a[1] <= b[0] for a, b in pairwise(spans))
         assert not spans or spans[-1][1] <= region.padded_numel
         assert all(start * itemsize % SHARD_ALIGNMENT == 0 for start, _ in spans)
-
-
-@pytest.mark.req("D-05")
-@given(specs=units(), world_size=st.one_of(world_sizes(), st.integers(1, 1024)))
-@example([], 3)
-def test_shards_are_equal_and_aligned_and_parameters_apart(
-    specs: list[ParameterSpec], world_size: int
-) -> None:
-    """Shards have one size, a multiple of 16 bytes; full leaves start at such."""
-    lawful(plan_regions(specs, world_size=world_size), specs, world_size)
-
-
-@pytest.mark.req("X-28")
-@given(specs=units(), world_size=st.one_of(world_sizes(), st.integers(1, 1024)))
-@example([ParameterSpec(("p",), (), torch.float32, True, 1)], 1024)
-@example([ParameterSpec(("p",), (0, 3), torch.float32, True, 3)], 2)
-def test_every_element_lies_in_exactly_one_shard(
-    specs: list[ParameterSpec], world_size: int
-) -> None:
-    """The ranks' parts of a parameter follow each other; the rest is padding."""
-    for region in plan_regions(specs, world_size=world_size):
-        held: Counter[int] = Counter()
+        held = Counter[int]()
         for slot in region.parameters:
-            end = 0
-            for rank in range(world_size):
-                start, stop = region.interval(slot, rank)
-                if stop > start:
-                    assert start == end
-                    end = stop
-                    at = rank * region.shard_numel + region.shard_offset(slot, rank)
-                    assert at == slot.offset + start
-                    held.update(range(at, at + stop - start))
-            assert end == slot.numel
+            spec = asked[slot.fqn]
+            assert (spec.dtype, spec.trainable) == (region.dtype, region.trainable)
+            held.update(elements(region, slot, spec, world_size))
         gaps = [i for start, stop in region.gaps() for i in range(start, stop)]
-
         assert set(held.values()) <= {1}
         assert sorted([*held, *gaps]) == list(range(region.padded_numel))
+        sizes, parameters, others = region.cuts
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        assert sum(sizes) == region.padded_numel
+        assert sorted([*parameters, *others]) == list(range(len(sizes)))
+        assert [(starts[i], sizes[i]) for i in parameters] == [
+            (slot.offset, slot.numel) for slot in region.parameters
+        ]
 
 
-@pytest.mark.req("U-14")
+def elements(
+    region: RegionLayout, slot: ParameterSlot, spec: ParameterSpec, world_size: int
+) -> Iterator[int]:
+    """Places in the buffer that the ranks' parts hold, which follow each other."""
+    end = rows = 0
+    for rank in range(world_size):
+        start, stop = region.interval(slot, rank)
+        if spec.block == row_block(slot.shape) and world_size > 1:
+            got = sharded_shape(
+                slot.shape, stop - start, rows=True, world_size=world_size
+            )
+            assert len(slot.shape) < 2 or got[1:] == slot.shape[1:]
+            assert torch.Size(got).numel() == stop - start
+            rows += got[0]
+        if stop <= start:
+            continue
+        assert start == end
+        end = stop
+        at = rank * region.shard_numel + region.shard_offset(slot, rank)
+        assert at == slot.offset + start
+        if world_size > 1:  # alone a rank holds everything
+            assert start % spec.block == 0
+            # Rows behind the last whole block of rows are a block, too.
+            assert stop % spec.block == 0 or stop == slot.numel
+        yield from range(at, at + stop - start)
+    assert end == slot.numel
+    if rows and len(slot.shape) >= 2 and slot.numel:
+        assert rows == slot.shape[0]
+
+
+@pytest.mark.req("D-05", "X-28", "U-14", "B-25")
 @given(specs=units(), world_size=st.one_of(world_sizes(), st.integers(1, 1024)))
-def test_no_shard_boundary_cuts_a_block(
-    specs: list[ParameterSpec], world_size: int
-) -> None:
-    """Each rank's part of a parameter is a whole number of its blocks."""
-    blocks = {spec.fqns[0]: spec.block for spec in specs}
-    for region in plan_regions(specs, world_size=world_size):
-        for slot in region.parameters:
-            for rank in range(world_size):
-                start, stop = region.interval(slot, rank)
-
-                # Alone a rank holds everything, and an empty part cuts nothing.
-                if world_size > 1 and stop > start:
-                    assert start % blocks[slot.fqn] == 0
-                    # Rows behind the last whole block of rows are a block, too.
-                    assert stop % blocks[slot.fqn] == 0 or stop == slot.numel
+@example([], 3)
+@example([ParameterSpec(("p",), (), torch.float32, True, 1)], 1024)
+@example([ParameterSpec(("p",), (0, 3), torch.float32, True, 3)], 2)
+def test_a_layout_is_lawful(specs: list[ParameterSpec], world_size: int) -> None:
+    """Shards have one size, of whole blocks of 16 bytes; each element lies in one, and
+    each rank's part of a parameter is of whole blocks, which can be seen as rows."""
+    lawful(plan_regions(specs, world_size=world_size), specs, world_size)
 
 
 @pytest.mark.req("M-05")
@@ -180,45 +184,6 @@ def test_blocks_of_several_widths_stay_whole_in_one_region(
         for rank in range(world_size):
             start, stop = region.interval(slot, rank)
             assert start % slot.block == stop % slot.block == 0
-
-
-@pytest.mark.req("B-25")
-@given(specs=units(), world_size=st.integers(2, 64))
-def test_every_part_can_be_seen_as_rows(
-    specs: list[ParameterSpec], world_size: int
-) -> None:
-    """With row blocks, a sharded leaf of two dims or more has the trailing dims."""
-    specs = [s for s in specs if s.block == row_block(s.shape)]
-    for region in plan_regions(specs, world_size=world_size):
-        for slot in region.parameters:
-            rows = 0
-            for rank in range(world_size):
-                start, stop = region.interval(slot, rank)
-                got = sharded_shape(
-                    slot.shape, stop - start, rows=True, world_size=world_size
-                )
-                if len(slot.shape) >= 2:
-                    assert got[1:] == slot.shape[1:]
-                assert torch.Size(got).numel() == stop - start
-                rows += got[0]
-            if len(slot.shape) >= 2 and slot.numel:
-                assert rows == slot.shape[0]
-
-
-@given(specs=units(), world_size=world_sizes())
-def test_pieces_of_the_buffer_add_up(
-    specs: list[ParameterSpec], world_size: int
-) -> None:
-    """The one cut of the buffer gives each parameter its own interval."""
-    for region in plan_regions(specs, world_size=world_size):
-        sizes, parameters, gaps = region.cuts
-        starts = [sum(sizes[:i]) for i in range(len(sizes))]
-
-        assert sum(sizes) == region.padded_numel
-        assert sorted([*parameters, *gaps]) == list(range(len(sizes)))
-        assert [(starts[i], sizes[i]) for i in parameters] == [
-            (slot.offset, slot.numel) for slot in region.parameters
-        ]
 
 
 # ---- the choice of regions ----------------------------------------------------------
@@ -303,16 +268,51 @@ def test_many_block_classes_are_laid_out_lawfully_and_no_worse_than_apart(
             assert region.shard_numel % slot.block == 0
 
 
-@given(specs=units(), world_size=world_sizes())
-def test_a_region_holds_one_dtype_and_one_kind(
-    specs: list[ParameterSpec], world_size: int
+# ---- taking a region apart -------------------------------------------------------
+
+
+@given(
+    specs=units(),
+    world_size=world_sizes(),
+    cast=st.sampled_from([None, torch.bfloat16, torch.float32]),
+    data=st.data(),
+)
+def test_each_rank_keeps_its_elements_of_each_parameter(
+    specs: list[ParameterSpec],
+    world_size: int,
+    cast: torch.dtype | None,
+    data: st.DataObject,
 ) -> None:
-    """Dtype and trainability of a region are those of each of its parameters."""
-    kind = {spec.fqns[0]: (spec.dtype, spec.trainable) for spec in specs}
+    """Intervals stay, also after a cast; parts are aligned, apart, and no larger."""
+    for planned in plan_regions(specs, world_size=world_size):
+        layout = planned if cast is None else replace(planned, dtype=cast)
+        count = len(layout.parameters)
+        flags = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
 
-    regions = plan_regions(specs, world_size=world_size)
+        parts = split_region(layout, flags)
 
-    for region in regions:
-        assert {kind[slot.fqn] for slot in region.parameters} == {
-            (region.dtype, region.trainable)
-        }
+        before = {slot.index: slot for slot in layout.parameters}
+        wanted = {s.index: f for s, f in zip(layout.parameters, flags, strict=True)}
+        found = {s.index: p.trainable for p in parts for s in p.parameters}
+        assert found == wanted
+        for part in parts:
+            item = part.dtype.itemsize
+            assert part.padded_numel == part.shard_numel * world_size
+            assert part.shard_numel <= layout.shard_numel
+            assert part.numel == sum(slot.numel for slot in part.parameters)
+            for slot in part.parameters:
+                if cast is None and slot.numel:
+                    assert slot.offset * item % SHARD_ALIGNMENT == 0
+                for rank in range(world_size):
+                    old = layout.interval(before[slot.index], rank)
+                    assert part.interval(slot, rank) == old
+            for one, other in pairwise(part.parameters):
+                assert one.offset + one.numel <= other.offset
+            last = part.parameters[-1]
+            assert last.offset + last.numel <= part.padded_numel
+            assert cast or part.shard_numel * item % SHARD_ALIGNMENT == 0
+        (flipped,) = split_region(layout, [not layout.trainable] * count)
+        (back,) = split_region(flipped, [layout.trainable] * count)
+        assert flipped.trainable is not layout.trainable
+        assert flipped.parameters == layout.parameters
+        assert back == layout

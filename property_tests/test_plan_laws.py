@@ -17,7 +17,8 @@ from composable_fsdp.entries.plan import plan
 from composable_fsdp.errors import PlanError
 from composable_fsdp.planning.plan import ShardingPlan
 from composable_fsdp.planning.unit_plan import Traffic
-from tests.support.models import build, legal_units, module_at
+from property_tests.test_policy_laws import snapshot
+from tests.support.models import build, module_at
 from tests.support.recipes import ModelRecipe, ModuleRecipe
 from tests.support.strategies import FEATURES, model_recipes, world_sizes
 
@@ -50,16 +51,6 @@ class ByName:
         self, root: nn.Module, ignored: Set[nn.Module], root_kwargs: Mapping[str, Any]
     ) -> Choice:
         return {root.get_submodule(name): {} for name in self.names}
-
-
-def snapshot(model: nn.Module) -> list[object]:
-    """The objects at every place, their attributes, and what was done to their data."""
-    places = model.named_modules(remove_duplicate=False)
-    params = model.named_parameters(remove_duplicate=False)
-    return [
-        [(name, id(module), sorted(vars(module))) for name, module in places],
-        [(name, id(p), p._version, p.requires_grad, id(p.grad)) for name, p in params],
-    ]
 
 
 # ---- the oracle: every path of every parameter, and the units above it --------------
@@ -127,13 +118,28 @@ def owners(result: ShardingPlan) -> dict[str, str]:
     }
 
 
-@pytest.mark.req("S0-07", "D-10")
-@given(recipe=model_recipes(max_children=4), world_size=world_sizes())
+@pytest.mark.req("S0-01", "S0-07", "D-10")
+@given(
+    recipe=model_recipes(max_children=4),
+    world_size=world_sizes(),
+    block=st.sampled_from([*Block, Block.rows(3)]),
+)
 def test_the_verdict_on_tied_parameters_is_the_brute_force_one(
-    recipe: ModelRecipe, world_size: int
+    recipe: ModelRecipe, world_size: int, block: Block
 ) -> None:
-    """A plan exists iff each parameter has one nearest unit above all its places."""
+    """A plan exists iff each parameter has one nearest unit above all its places; the
+    model is as before, and planning again says the same."""
     model = build(recipe)
+    before, said = snapshot(model), []
+    for _ in range(2):
+        try:
+            policy = ByName(recipe.sharded)
+            made = plan(model, world_size=world_size, policy=policy, block=block)
+            said.append(repr(made))
+        except PlanError as error:
+            said.append(str(error))
+    assert snapshot(model) == before
+    assert said[0] == said[1]
     expected = parameters_by_path(model, recipe.sharded)
     parted = [tied for tied in expected if tied.owner is None]
 
@@ -175,49 +181,6 @@ def test_promotion_gives_a_tied_parameter_to_the_lowest_unit_above_all_places(
         deepest = max(common, key=lambda unit: len(unit.split(".")) if unit else 0)
         assert got[tied.names[0]] == deepest
     assert result.numel == sum(p.numel() for p in model.parameters())
-
-
-@pytest.mark.req("S0-07", "S0-01")
-@given(
-    recipe=model_recipes(),
-    world_size=world_sizes(),
-    block=st.sampled_from([*Block, Block.rows(3)]),
-)
-def test_planning_leaves_no_trace_whether_it_succeeds_or_not(
-    recipe: ModelRecipe, world_size: int, block: Block
-) -> None:
-    """Objects, attributes and versions stay; planning again says the same."""
-    model = build(recipe)
-    before = snapshot(model)
-    outcomes: list[object] = []
-
-    for _ in range(2):
-        try:
-            policy = ByName(recipe.sharded)
-            outcomes.append(
-                plan(model, world_size=world_size, policy=policy, block=block)
-            )
-        except PlanError as error:
-            outcomes.append(str(error))
-
-    assert snapshot(model) == before
-    assert outcomes[0] == outcomes[1]
-
-
-@given(recipe=model_recipes(), world_size=world_sizes())
-def test_units_are_the_chosen_modules_in_the_order_of_modules(
-    recipe: ModelRecipe, world_size: int
-) -> None:
-    """Root first, then what was chosen, each once, left to right."""
-    model = build(recipe)
-    names = legal_units(model, recipe.sharded)
-    chosen = {id(model), *(id(module_at(model, name)) for name in names)}
-
-    result = plan(model, world_size=world_size, policy=ByName(names))
-
-    assert [unit.fqn for unit in result.units] == [
-        name for name, module in model.named_modules() if id(module) in chosen
-    ]
 
 
 @pytest.mark.req("S1-16")

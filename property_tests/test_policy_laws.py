@@ -29,10 +29,8 @@ from tests.support.strategies import FEATURES, model_recipes
 
 Question = tuple[str, bool, int]
 
-
-def trees() -> st.SearchStrategy[ModelRecipe]:
-    """Recipes where no module has two parents, which FSDP1 would wrap twice."""
-    return model_recipes(features=FEATURES - {"shared"})
+# Where no module has two parents, which FSDP1 would wrap twice.
+TREES = model_recipes(features=FEATURES - {"shared"})
 
 
 def named(model: nn.Module) -> dict[nn.Module, str]:
@@ -40,12 +38,12 @@ def named(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def snapshot(model: nn.Module) -> list[object]:
-    """What may not change: the objects at every place, their values and attributes."""
+    """The objects at every place, their attributes, and what was done to their data."""
     places = model.named_modules(remove_duplicate=False)
     params = model.named_parameters(remove_duplicate=False)
     return [
         [(name, id(module), sorted(vars(module))) for name, module in places],
-        [(name, id(p), p._version, p.requires_grad) for name, p in params],
+        [(name, id(p), p._version, p.requires_grad, id(p.grad)) for name, p in params],
     ]
 
 
@@ -80,60 +78,41 @@ def some_of(model: nn.Module, recipe: ModelRecipe) -> frozenset[nn.Module]:
     return walk.subtrees(module_at(model, path) for path in recipe.sharded)
 
 
-@pytest.mark.req("S0-04")
-@given(recipe=trees(), min_numel=st.integers(0, 80))
-def test_size_policy_decides_as_fsdp1_without_wrapping(
-    recipe: ModelRecipe, min_numel: int
-) -> None:
-    """The units are those of FSDP1's recursion, and the module is left as it was."""
-    ours, theirs = build(recipe), build(recipe)
-    names, before = named(theirs), snapshot(ours)
-    ignored = set(some_of(theirs, recipe))
-    legacy = partial(fsdp1.size_based_auto_wrap_policy, min_num_params=min_numel)
+def asked_by(model: nn.Module, log: list[Question], salt: int) -> Callable[..., bool]:
+    """A policy that notes each question; its answers depend on ``salt``."""
+    names = named(model)
 
-    units = evaluate_policy(
-        SizePolicy(min_numel),
-        ours,
-        ignored_modules=some_of(ours, recipe),
-        root_kwargs={},
-    )
-    expected = {names[module] for module in fsdp1_units(legacy, theirs, ignored)}
+    def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        log.append((names[module], recurse, nonwrapped_numel))
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            return recurse
+        return (len(names[module]) * salt + nonwrapped_numel) % 3 != 0
 
-    assert {named(ours)[module] for module in units} == expected
-    assert snapshot(ours) == before
+    return policy
 
 
 @pytest.mark.req("S0-01", "S0-04")
-@given(recipe=trees(), salt=st.integers(1, 50))
-def test_a_callable_hears_the_questions_that_fsdp1_asks(
-    recipe: ModelRecipe, salt: int
+@given(recipe=TREES, min_numel=st.integers(0, 80), salt=st.integers(1, 50))
+def test_units_and_questions_are_those_of_fsdp1(
+    recipe: ModelRecipe, min_numel: int, salt: int
 ) -> None:
-    """Same modules, same direction, same numel, same order, whatever it answers."""
-
-    def asked_by(model: nn.Module, log: list[Question]) -> Callable[..., bool]:
-        names = named(model)
-
-        def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-            log.append((names[module], recurse, nonwrapped_numel))
-            if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-                return recurse
-            return (len(names[module]) * salt + nonwrapped_numel) % 3 != 0
-
-        return policy
-
-    ours, theirs = build(recipe), build(recipe)
+    """By size, and by any callable, which hears the same questions in one order."""
     heard: list[Question] = []
     expected: list[Question] = []
-    ignored = set(some_of(theirs, recipe))
+    legacy = partial(fsdp1.size_based_auto_wrap_policy, min_num_params=min_numel)
+    for by_size in (True, False):
+        ours, theirs = build(recipe), build(recipe)
+        names = named(theirs)
+        mine: Any = SizePolicy(min_numel) if by_size else asked_by(ours, heard, salt)
+        other: Any = legacy if by_size else asked_by(theirs, expected, salt)
 
-    evaluate_policy(
-        asked_by(ours, heard),
-        ours,
-        ignored_modules=some_of(ours, recipe),
-        root_kwargs={},
-    )
-    fsdp1_units(asked_by(theirs, expected), theirs, ignored)
+        units = evaluate_policy(
+            mine, ours, ignored_modules=some_of(ours, recipe), root_kwargs={}
+        )
+        wrapped = fsdp1_units(other, theirs, set(some_of(theirs, recipe)))
 
+        found = {named(ours)[module] for module in units}
+        assert found == {names[module] for module in wrapped}
     assert heard == expected
 
 
@@ -182,112 +161,67 @@ POLICIES: dict[str, object] = {
 
 @pytest.mark.req("S0-01", "D-04")
 @pytest.mark.parametrize("kind", POLICIES)
-@given(recipe=model_recipes())
-def test_evaluating_a_policy_changes_neither_tree_nor_arguments(
-    kind: str, recipe: ModelRecipe
-) -> None:
-    """Parameters, modules, attributes, the options and the sets are as before."""
-    model = build(recipe)
-    before, root_kwargs, ignored = snapshot(model), {"precision": "root"}, set[Any]()
-    ignored.update(some_of(model, recipe))
-    kept = set(ignored)
-
-    evaluate_policy(
-        POLICIES[kind], model, ignored_modules=ignored, root_kwargs=root_kwargs
-    )
-
-    assert snapshot(model) == before
-    assert root_kwargs == {"precision": "root"}
-    assert ignored == kept
-
-
-@pytest.mark.parametrize("kind", POLICIES)
 @given(recipe=model_recipes(), as_boundary=st.booleans())
-def test_units_come_in_modules_order_and_never_from_what_is_left_out(
+def test_units_come_in_modules_order_and_nothing_changes(
     kind: str, recipe: ModelRecipe, as_boundary: bool
 ) -> None:
-    """No root, no container, nothing in or below what is ignored or already a unit."""
+    """No root, no container, nothing in or below what is ignored or already a unit, and
+    by class all others; tree, options and sets are as before; a copy gets the same."""
     model = build(recipe)
-    tops = frozenset(module_at(model, path) for path in recipe.sharded)
-    empty: frozenset[nn.Module] = frozenset()
+    twin = copy.deepcopy(model)
+    before, root_kwargs = snapshot(model), {"precision": "root"}
+    found = []
+    for each in (model, twin):
+        tops = {module_at(each, path) for path in recipe.sharded}
+        ignored = set() if as_boundary else set(tops)
+        units = evaluate_policy(
+            POLICIES[kind],
+            each,
+            boundaries=frozenset(tops if as_boundary else ()),
+            ignored_modules=ignored,
+            root_kwargs=root_kwargs,
+        )
+        found.append([(named(each)[m], dict(o)) for m, o in units.items()])
 
-    units = evaluate_policy(
-        POLICIES[kind],
-        model,
-        boundaries=tops if as_boundary else empty,
-        ignored_modules=empty if as_boundary else tops,
-        root_kwargs={},
-    )
-
-    assert list(units) == [m for m in model.modules() if m in units]
-    assert units.keys().isdisjoint(some_of(model, recipe) | {model})
-    assert all(isinstance(m, Node) for m in units)
-
-
-@given(recipe=model_recipes())
-def test_boundaries_take_nothing_from_what_is_beside_them(recipe: ModelRecipe) -> None:
-    """By class, the units around boundaries and those of the boundaries are all."""
-    model, policy = build(recipe), ModuleWrapPolicy({Node})
-    everywhere = evaluate_policy(policy, model, root_kwargs={})
-
-    around = evaluate_policy(
-        policy,
-        model,
-        boundaries=frozenset(module_at(model, path) for path in recipe.sharded),
-        root_kwargs={},
-    )
-
-    assert around.keys() == everywhere.keys() - some_of(model, recipe)
+        assert ignored == (set() if as_boundary else tops)
+        assert list(units) == [m for m in each.modules() if m in units]
+        assert units.keys().isdisjoint(some_of(each, recipe) | {each})
+        assert all(isinstance(m, Node) for m in units)
+        if kind == "class":
+            nodes = {m for m in each.modules() if isinstance(m, Node)}
+            assert units.keys() == nodes - some_of(each, recipe) - {each}
+    assert found[0] == found[1]
+    assert snapshot(model) == before
+    assert root_kwargs == {"precision": "root"}
 
 
-@pytest.mark.req("S0-02", "S1-18")
-@given(recipe=trees())
-def test_in_a_tree_targets_are_applied_in_reverse_modules_order(
-    recipe: ModelRecipe,
-) -> None:
-    """The order is that of ``.modules()``, reversed."""
-    model, seen = build(recipe), []
-    targets: Targets = {module_at(model, path): {} for path in recipe.sharded}
-
-    post_order_apply(model, targets, lambda module, _: seen.append(module))
-
-    assert seen == [m for m in model.modules() if m in targets][::-1]
-
-
-@pytest.mark.req("S0-01", "S0-02")
+@pytest.mark.req("S0-01", "S0-02", "S1-18")
 @given(recipe=model_recipes())
 def test_targets_are_applied_once_each_and_after_all_targets_below(
     recipe: ModelRecipe,
 ) -> None:
-    """Also with modules that have several parents; options arrive with their module."""
+    """In reverse order where no module has two parents; options arrive with their
+    module, and its one replacement stands wherever it stood, and nowhere else."""
     model, seen = build(recipe), dict[nn.Module, Any]()
     targets = {module_at(model, path): {"path": path} for path in recipe.sharded}
+    places = [edge for parent in model.modules() for edge in walk.edges(parent)]
+    order = [m for m in model.modules() if m in targets]
+    made = {module: nn.Sequential(module) for module in targets}
 
-    def fn(module: nn.Module, options: dict[str, Any]) -> None:
+    def fn(module: nn.Module, options: dict[str, Any]) -> nn.Module:
         assert module not in seen
         below = set(module.modules()) - {module}
         assert below & targets.keys() <= seen.keys()
         seen[module] = options
+        return made[module]
 
     post_order_apply(model, targets, fn)
 
-    expected = {m: options for m, options in targets.items() if m is not model}
-    assert seen == expected
-
-
-@pytest.mark.req("S0-02")
-@given(recipe=model_recipes())
-def test_a_replacement_stands_wherever_its_module_stood(recipe: ModelRecipe) -> None:
-    """Every place of a target holds its one replacement; other places are untouched."""
-    model = build(recipe)
-    targets: Targets = {module_at(model, path): {} for path in recipe.sharded}
-    places = [edge for parent in model.modules() for edge in walk.edges(parent)]
-    made = {module: nn.Sequential(module) for module in targets}
-
-    post_order_apply(model, targets, lambda module, _: made[module])
-
+    assert seen == {m: options for m, options in targets.items() if m is not model}
     for parent, name, child in places:
         assert parent._modules[name] is made.get(child, child)
+    if len(places) == len({id(child) for _, _, child in places}):
+        assert list(seen) == order[::-1]
 
 
 @given(recipe=model_recipes())
@@ -300,17 +234,3 @@ def test_walks_agree_with_torchs_own(recipe: ModelRecipe) -> None:
     for name, module in model.named_modules():
         assert walk.name_of(model, module) == name
         assert numels[module] == sum(p.numel() for p in module.parameters())
-
-
-@given(recipe=model_recipes())
-def test_a_copy_gets_the_same_units_with_the_same_options(recipe: ModelRecipe) -> None:
-    """Units depend on the tree alone, so every rank and path finds the same ones."""
-    model, policy = build(recipe), POLICIES["custom"]
-    twin = copy.deepcopy(model)
-
-    ours = evaluate_policy(policy, model, root_kwargs={"precision": "root"})
-    theirs = evaluate_policy(policy, twin, root_kwargs={"precision": "root"})
-
-    assert [(named(model)[m], o) for m, o in ours.items()] == [
-        (named(twin)[m], o) for m, o in theirs.items()
-    ]

@@ -30,6 +30,8 @@ def require_plain(pool: RankPool, found: list[Program]) -> list[str]:
         assert not failures, "\n".join([f"{found[index]!r}", *failures])
         outcomes = [end.outcomes for end in ends]
         assert outcomes.count(outcomes[0]) == len(outcomes), (found[index], outcomes)
+        # Whatever is done to parameters, also where a rank holds nothing of them.
+        assert len({end.sent for end in ends}) == 1, (found[index], ends)
         lasts += outcomes[0][-1:]
     return lasts
 

@@ -1,8 +1,4 @@
-"""Round trips: what is saved or shown is the plain model's, and comes back.
-
-For any recipe, any applied subset of its modules, any number of ranks and both paths:
-state dict, optimizer state, and full parameters in a block.
-"""
+"""Round trips: what was saved of some units and ranks is loaded into others."""
 
 from __future__ import annotations
 
@@ -18,14 +14,12 @@ from composable_fsdp import (
     ShardingStrategy,
     optim_state_dict,
     optim_state_dict_to_load,
-    unshard_params,
 )
 from property_tests.live import batches, examples
 from tests.support.models import build, legal_units
 from tests.support.place import _same
 from tests.support.recipes import ModelRecipe
 from tests.support.reference import (
-    PATHS,
     STRATEGIES,
     adamw,
     apply_units,
@@ -38,8 +32,6 @@ from tests.support.world import RankPool, World
 RankCount = Callable[[int], RankPool]
 
 RECIPES = model_recipes(2, 2, FEATURES - {"replicate"})
-every_strategy = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
-one_to_three_ranks = pytest.mark.parametrize("world_size", [1, 2, 3])
 
 
 def sharded(
@@ -49,87 +41,6 @@ def sharded(
     model = build(recipe)
     units = () if whole else legal_units(model, recipe.sharded)
     return apply_units(model, units, path=path, strategy=strategy)
-
-
-@torch.no_grad()
-def scaled(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Other values under the same names, equal for tied ones."""
-    return {name: value * -2 + 1 for name, value in state.items()}
-
-
-def check_state_dict(
-    world: World, recipes: list[ModelRecipe], strategy: ShardingStrategy
-) -> None:
-    for recipe in recipes:
-        plain = build(recipe).state_dict()
-        other = scaled(plain)
-        for path in PATHS:
-            model = sharded(recipe, path, strategy)
-            saved = model.state_dict()
-
-            assert list(saved) == list(plain)
-            assert _same(dict(saved), dict(plain))
-            assert saved._metadata == plain._metadata  # type: ignore[attr-defined]
-            for values in (dict(plain), other):
-                model.load_state_dict(values)
-                assert _same(dict(model.state_dict()), values)
-
-
-@pytest.mark.req("S1-31", "S1-34", "X-28", "D-01")
-@every_strategy
-@one_to_three_ranks
-@examples(6)
-@given(recipes=batches(RECIPES))
-def test_a_state_dict_is_the_plain_models_and_comes_back(
-    ranks: RankCount,
-    strategy: ShardingStrategy,
-    world_size: int,
-    recipes: list[ModelRecipe],
-) -> None:
-    """Keys, order, bits and metadata, on both paths; what is loaded is saved next."""
-    ranks(world_size).run(check_state_dict, recipes, strategy)
-
-
-def check_block(
-    world: World, recipes: list[ModelRecipe], strategy: ShardingStrategy
-) -> None:
-    for recipe in recipes:
-        plain = build(recipe)
-        expected = dict(plain.named_parameters())
-        changed = scaled({name: p.detach() for name, p in expected.items()})
-        for path in PATHS:
-            model = sharded(recipe, path, strategy)
-            before = [(name, p, p.shape) for name, p in model.named_parameters()]
-            with unshard_params(model, writeback=True, rank0_only=path == "wrapper"):
-                shown = world.rank == 0 or path == "composable"
-                inside = {n: p.detach().clone() for n, p in model.named_parameters()}
-                for name, parameter in model.named_parameters():
-                    if shown and inside[name].shape == changed[name].shape:
-                        parameter.data.copy_(changed[name])
-            after = [(name, p, p.shape) for name, p in model.named_parameters()]
-
-            assert list(inside) == list(expected)
-            if shown:
-                assert _same(inside, {n: p.detach() for n, p in expected.items()})
-            assert [(n, s) for n, _, s in after] == [(n, s) for n, _, s in before]
-            assert all(a[1] is b[1] for a, b in zip(after, before, strict=True))
-            saved = model.state_dict()
-            assert _same({name: saved[name] for name in changed}, changed)
-
-
-@pytest.mark.req("S1-10", "X-28")
-@every_strategy
-@one_to_three_ranks
-@examples(5)
-@given(recipes=batches(RECIPES))
-def test_a_block_shows_the_plain_parameters_and_keeps_what_is_written(
-    ranks: RankCount,
-    strategy: ShardingStrategy,
-    world_size: int,
-    recipes: list[ModelRecipe],
-) -> None:
-    """By every rank, or by rank 0 for all; names, objects and shards' shapes stay."""
-    ranks(world_size).run(check_block, recipes, strategy)
 
 
 def steps(
@@ -192,8 +103,8 @@ def assert_like(found: Any, expected: Any, *, close: bool) -> None:
 
 
 @pytest.mark.req("S1-15", "S1-34", "X-28")
-@every_strategy
-@one_to_three_ranks
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 @examples(4)
 @given(recipes=batches(RECIPES))
 def test_resumed_training_equals_unbroken_training(
@@ -228,7 +139,7 @@ def load_all(world: World, recipes: list[ModelRecipe], saved: list[Any]) -> None
 
 
 @pytest.mark.req("X-28")
-@pytest.mark.parametrize(("before", "after"), [(3, 2), (3, 1), (1, 3)])
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (1, 3)])
 @examples(4)
 @given(recipes=batches(RECIPES))
 def test_another_number_of_ranks_loads_the_same_bits(

@@ -9,7 +9,7 @@ import pytest
 
 from composable_fsdp.comm.meeting import Call
 from composable_fsdp.comm.operations import round_order
-from property_tests.soak import WEIGHTS, Counts, Soak, action_of, counts, grown, soak
+from property_tests.soak import STEPS, Counts, Soak, action_of, counts, grown, soak
 from tests.support.world import RankPool, World
 
 RankCount = Callable[[int], RankPool]
@@ -21,7 +21,7 @@ SEED = 49
 @pytest.mark.req("X-06", "X-35")
 def test_nothing_grows_over_steps_with_faults(ranks: RankCount, tmp_path: Path) -> None:
     """Memory, objects, keys of the store, threads and open files, on both paths."""
-    assert {action_of(SEED, step) for step in range(CYCLE)} == set(WEIGHTS)
+    assert {action_of(SEED, step) for step in range(CYCLE)} == set(STEPS)
 
     run = soak, SEED, 0, 3 * CYCLE, 10, str(tmp_path), CYCLE
     found = ranks(2).run(*run, timeout=100.0)

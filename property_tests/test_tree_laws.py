@@ -45,20 +45,26 @@ def shard(recipe: ModelRecipe) -> tuple[nn.Module, set[int]]:
     return model, {id(model), *map(id, chosen)}
 
 
-@pytest.mark.req("S1-17", "S1-11", "S1-28")
+@pytest.mark.req("S1-17", "S1-11", "S1-28", "S1-03", "S1-04", "S1-25")
 @given(recipe=TREES)
-def test_the_traversal_is_the_filtered_order_of_modules(recipe: ModelRecipe) -> None:
-    """States and modules are aligned, unique, and ordered as ``.modules()`` is."""
+def test_states_come_in_the_order_of_modules(recipe: ModelRecipe) -> None:
+    """Aligned with their modules, and unique; the root's lists are the same, whoever
+    asks, and nobody else has them."""
     model, chosen = shard(recipe)
 
     states, owners = _get_fsdp_states_with_modules(model)
+    root = root_of(ensure_root(states[-1]))
 
-    expected = [module for module in model.modules() if id(module) in chosen]
-    assert [id(owner) for owner in owners] == [id(module) for module in expected]
+    handles = [state.handle for state in states]
+    assert [id(o) for o in owners] == [
+        id(module) for module in model.modules() if id(module) in chosen
+    ]
     assert [fully_shard.state(owner) for owner in owners] == states
-    assert len({id(state) for state in states}) == len(states)
-    assert _get_fsdp_states(model) == states
-    assert _get_fsdp_handles(model) == [state.handle for state in states]
+    assert len({id(state) for state in states}) == len(states) == len(set(handles))
+    assert _get_fsdp_states(model) == list(root._all_fsdp_states) == states
+    assert _get_fsdp_handles(model) == list(root._all_handles) == handles
+    assert root is states[0]
+    assert not any(hasattr(state, "_all_handles") for state in states[1:])
 
 
 @pytest.mark.req("S1-16", "S1-19")
@@ -80,58 +86,30 @@ def test_no_state_below_a_mark_is_found(recipe: ModelRecipe) -> None:
     ]
 
 
-@pytest.mark.req("S1-03", "S1-04", "S1-25")
+@pytest.mark.req("S1-26", "S1-30")
 @given(recipe=TREES)
-def test_the_roots_lists_equal_a_fresh_walk_and_nobody_else_has_them(
+def test_modules_lead_to_their_unit_and_names_to_their_leaf(
     recipe: ModelRecipe,
 ) -> None:
-    """Whoever asks, the outermost becomes the root; each handle has one owner."""
-    model, _ = shard(recipe)
-    states = _get_fsdp_states(model)
-
-    root = root_of(ensure_root(states[-1]))
-
-    assert root is states[0]
-    assert list(root._all_fsdp_states) == states
-    assert list(root._all_handles) == _get_fsdp_handles(model)
-    assert len(set(root._all_handles)) == len(states)
-    assert [hasattr(state, "_all_handles") for state in states[1:]] == [False] * (
-        len(states) - 1
-    )
-
-
-@pytest.mark.req("S1-30")
-@given(recipe=TREES)
-def test_every_submodule_leads_to_the_nearest_unit_above(recipe: ModelRecipe) -> None:
-    """Read off dotted names: some path to the module has that unit as its nearest."""
+    """Read off dotted names: some path to a module has that unit as its nearest; names
+    in a handle, first owners and further places start at the unit's module."""
     model, chosen = shard(recipe)
     nearest: dict[int, set[int]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         parts = name.split(".") if name else []
-        above = [
-            model.get_submodule(".".join(parts[:n])) for n in range(len(parts) + 1)
-        ]
-        unit = next(m for m in reversed(above) if id(m) in chosen)
+        paths = [".".join(parts[:n]) for n in range(len(parts), -1, -1)]
+        above = map(model.get_submodule, paths)
+        unit = next(m for m in above if id(m) in chosen)
         nearest.setdefault(id(module), set()).add(id(unit))
 
     for module in model.modules():
         state = _get_module_fsdp_state(module)
         assert state is not None
         assert id(state.module) in nearest[id(module)]
-
-
-@pytest.mark.req("S1-26")
-@given(recipe=TREES)
-def test_every_name_in_a_handle_starts_at_the_units_module(recipe: ModelRecipe) -> None:
-    """Names, first owners and further places all lead to the leaf from that module."""
-    model, _ = shard(recipe)
-
     for state in _get_fsdp_states(model):
         handle = state.handle
         leaves = dict(zip(handle._fqns, handle.leaves, strict=True))
         assert tuple(info.fqn for info in handle._param_infos) == handle._fqns
-        for name, leaf in leaves.items():
-            assert state.module.get_parameter(name) is leaf
         for info in (*handle._param_infos, *handle._shared_param_infos):
             assert state.module.get_parameter(info.fqn) is leaves[info.primary]
             assert info.module._parameters[info.name] is leaves[info.primary]

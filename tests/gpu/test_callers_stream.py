@@ -10,23 +10,15 @@ from torch import Tensor
 
 from benchmarks.device_steps import BF16, world
 from composable_fsdp import CPUOffload
+from tests.gpu.counts import NEEDS_NCCL
 from tests.gpu.late import LONG, delayed, gpt, sleep, train
 from tests.support.reference import backward
 
-GPUS = torch.cuda.device_count()
-
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(GPUS == 0, reason="no CUDA device: no stream was tried"),
+    *NEEDS_NCCL,
     # Torch says so once in a process, of nodes that are kept alive, as ours are.
     pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning"),
 ]
-
-
-@pytest.fixture
-def device() -> torch.device:
-    """The GPU."""
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 @pytest.mark.parametrize("host", [False, True], ids=["device", "host"])

@@ -6,7 +6,6 @@ import copy
 from pathlib import Path
 
 import pytest
-import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
@@ -21,6 +20,7 @@ from composable_fsdp import (
     state_dict_type,
     verify,
 )
+from tests.gpu.counts import NEEDS_NCCL
 from tests.support.models import TinyGPT
 from tests.support.place import _same
 from tests.support.reference import (
@@ -33,12 +33,7 @@ from tests.support.reference import (
 )
 from tests.support.world import RankPool, World
 
-GPUS = torch.cuda.device_count()
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(GPUS == 0, reason="no CUDA device: NCCL was not tried at all"),
-]
+pytestmark = NEEDS_NCCL
 
 
 class Trainee:

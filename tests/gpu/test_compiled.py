@@ -11,21 +11,12 @@ from torch import nn
 
 from benchmarks.device_steps import BF16, world
 from composable_fsdp import Arena, MixedPrecision, ShardedGradScaler
+from tests.gpu.counts import NEEDS_NCCL
 from tests.gpu.late import gpt
 
-GPUS = torch.cuda.device_count()
 HALF = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32)
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(GPUS == 0, reason="no CUDA device: no kernel was compiled"),
-]
-
-
-@pytest.fixture
-def device() -> torch.device:
-    """The GPU."""
-    return torch.device("cuda", torch.cuda.current_device())
+pytestmark = NEEDS_NCCL
 
 
 def losses_of(

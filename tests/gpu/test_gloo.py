@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from composable_fsdp import CPUOffload, MixedPrecision, ShardingStrategy
+from tests.gpu.counts import NEEDS_NCCL
 from tests.support.models import TinyGPT
 from tests.support.reference import (
     STRATEGIES,
@@ -29,12 +30,7 @@ from tests.support.reference import (
 )
 from tests.support.world import RankPool, World
 
-GPUS = torch.cuda.device_count()
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(GPUS == 0, reason="no CUDA device: gloo was not tried on one"),
-]
+pytestmark = NEEDS_NCCL
 OWN = MixedPrecision()
 WIDER = MixedPrecision(reduce_dtype=torch.float64)
 

@@ -7,14 +7,13 @@ Rank counts that the machine cannot run are printed, not passed over in silence.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 from composable_fsdp import ShardingStrategy
 from composable_fsdp.comm.collectives import record
-from tests.gpu.counts import GPUS, NEEDS_NCCL, RANK_COUNTS, RUNNABLE
+from tests.gpu.counts import GPUS, NEEDS_NCCL, RANK_COUNTS
 from tests.runtime.orders import SUB1_SUB2, check_on_ranks
 from tests.support.models import TinyGPT
 from tests.support.recipes import ModelRecipe, ModuleRecipe
@@ -62,16 +61,9 @@ def say_what_is_not_tried(request: pytest.FixtureRequest) -> None:
         reporter.write_line(f"\n{text}")
 
 
-@pytest.fixture(scope="module", params=RUNNABLE)
-def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    """Ranks on NCCL, one per GPU."""
-    with RankPool(request.param, "nccl") as ranks:
-        yield ranks
-
-
-def test_handle_order_is_that_of_modules(pool: RankPool) -> None:
+def test_handle_order_is_that_of_modules(every_pool: RankPool) -> None:
     """Both paths, three styles, every rank; also after forward and backward."""
-    pool.run(check_on_ranks, RECIPES)
+    every_pool.run(check_on_ranks, RECIPES)
 
 
 def train_on_gpu(world: World, path: str, strategy: ShardingStrategy) -> int:
@@ -98,10 +90,10 @@ def train_on_gpu(world: World, path: str, strategy: ShardingStrategy) -> int:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
 def test_a_small_gpt_trains_as_the_plain_one(
-    pool: RankPool, strategy: ShardingStrategy, path: str
+    every_pool: RankPool, strategy: ShardingStrategy, path: str
 ) -> None:
     """Losses and weights of three steps agree, and one rank alone sends nothing."""
-    sent = pool.run(train_on_gpu, path, strategy)
+    sent = every_pool.run(train_on_gpu, path, strategy)
 
     assert len(set(sent)) == 1
-    assert (sent[0] == 0) is (pool.world_size == 1)
+    assert (sent[0] == 0) is (every_pool.world_size == 1)

@@ -6,7 +6,7 @@ host that reads a gradient too soon then reads memory that was poisoned.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from composable_fsdp import ShardingStrategy
 from composable_fsdp.comm.device import CudaStreams
 from composable_fsdp.runtime import offload
 from composable_fsdp.tree.traversal import _get_fsdp_handles
+from tests.gpu.counts import NEEDS_NCCL
 from tests.runtime.offloading import (
     accumulate,
     inputs_on,
@@ -34,50 +35,25 @@ from tests.support.reference import (
 )
 from tests.support.world import RankPool, World
 
-GPUS = torch.cuda.device_count()
-RUNNABLE = [count for count in (1, 2, 4) if count <= GPUS] or [1]
 CYCLES = 20_000_000
 """Some milliseconds of sleep on a GPU."""
 SLEEP: Callable[[int], None] = vars(torch.cuda)["_sleep"]
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(GPUS == 0, reason="no CUDA device: offload was not tried"),
-]
+pytestmark = NEEDS_NCCL
 all_strategies = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
 
 
-@pytest.fixture(scope="module", params=RUNNABLE)
-def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    """Ranks on NCCL, one per GPU."""
-    with RankPool(request.param, "nccl") as ranks:
-        yield ranks
-
-
 @all_strategies
-def test_an_offloaded_gpt_trains_as_the_plain_one(
+def test_an_offloaded_gpt_trains_and_accumulates_as_the_plain_one(
     pool: RankPool, strategy: ShardingStrategy
 ) -> None:
-    """Losses and weights agree; the model was never moved to the GPU by hand."""
+    """The model was never moved to the GPU by hand; parameters are on the host, pinned,
+    after init, forward and backward, and so is the sum of three microbatches."""
     pool.run(train_offloaded, "composable", strategy, 1e-4)
     pool.run(train_offloaded, "wrapper", strategy, 1e-4, 0.05)
-
-
-@all_strategies
-def test_parameters_are_on_the_host_and_pinned_at_the_three_points(
-    pool: RankPool, strategy: ShardingStrategy
-) -> None:
-    """After init, forward and backward; full parameters are on the GPU only."""
     pool.run(three_points, strategy)
-
-
-@all_strategies
-@pytest.mark.parametrize("how", ["every time", "no_sync"])
-def test_offloaded_gradients_accumulate(
-    pool: RankPool, strategy: ShardingStrategy, how: str
-) -> None:
-    """The sum of three microbatches is on the host."""
-    pool.run(accumulate, strategy, how)
+    for how in ("every time", "no_sync"):
+        pool.run(accumulate, strategy, how)
 
 
 def late_copies(model: nn.Module) -> Callable[[Tensor, Tensor], None]:

@@ -10,6 +10,7 @@ from torch import nn, optim
 
 from composable_fsdp import MixedPrecision, reshard, set_reshard_after_backward
 from composable_fsdp.tree.traversal import _get_fsdp_states
+from tests.gpu.counts import NEEDS_NCCL
 from tests.optim.models import Mixed, train_plain
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
@@ -22,13 +23,7 @@ from tests.support.reference import (
 from tests.support.sharded import message_of
 from tests.support.world import World
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available(),
-        reason="no CUDA device: capturable and fused optimizers were not tried on one",
-    ),
-]
+pytestmark = NEEDS_NCCL
 INPUT = wide_input(8)
 WAYS: dict[str, dict[str, Any]] = {
     "one": {"foreach": False},

@@ -9,34 +9,22 @@ ordered by events alone.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.device_steps import BF16, Chain, chain_peaks, peaks_of, world
+from benchmarks.device_steps import BF16, Chain, chain_peaks, world
 from benchmarks.trace import StreamUse, record, stream_uses
 from composable_fsdp import BackwardPrefetch, CPUOffload, PhaseError, fully_shard
 from composable_fsdp.flat import residency
 from composable_fsdp.runtime import backward, forward
+from tests.gpu.counts import NEEDS_NCCL
 from tests.gpu.late import LONG, delayed, gpt, sleep, slow_compute, train
-from tests.support.models import TinyGPT
 
-GPUS = torch.cuda.device_count()
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(GPUS == 0, reason="no CUDA device: no stream was tried"),
-]
+pytestmark = NEEDS_NCCL
 
 PRE, POST = BackwardPrefetch
-
-
-@pytest.fixture
-def device() -> torch.device:
-    """The GPU."""
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 @pytest.mark.req("U-03")
@@ -169,45 +157,3 @@ def test_a_missing_wait_would_be_seen(
 
     error = raised.value
     assert type(error) is AssertionError or "wrote to its weights" in str(error)
-
-
-def test_bf16_trains_as_the_plain_model_in_bf16(device: torch.device) -> None:
-    """Weights in fp32, compute in bf16: the loss after three steps is that of
-    autocast, as far as bf16 goes."""
-    plain = TinyGPT(layers=3).to(device)
-    tokens = torch.arange(12, device=device).view(2, 6)
-    with world("one", device):
-        sharded = gpt(device, mixed_precision=BF16)
-        for name, model in (("plain", plain), ("sharded", sharded)):
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            for _ in range(3):
-                automatic = torch.autocast(device.type, torch.bfloat16)
-                with automatic if name == "plain" else torch.enable_grad():
-                    loss = model(tokens).float().square().mean()
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            if name == "plain":
-                expected = loss.item()
-        assert loss.item() == pytest.approx(expected, rel=0.02)
-
-
-def test_activations_and_optimizer_leave_the_peak_constant(
-    device: torch.device,
-) -> None:
-    """A small GPT in bf16 with AdamW: 20 steps, one peak."""
-    tokens = torch.arange(12, device=device).view(2, 6)
-
-    def make() -> Callable[[], object]:
-        model = gpt(device, mixed_precision=BF16)
-        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-
-        def step() -> None:
-            model(tokens).float().square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return step
-
-    with world("one", device):
-        assert peaks_of(make, device, 20).varies == 0

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 from composable_fsdp import CPUOffload, PlanError, fully_shard
 from composable_fsdp.tree.traversal import _get_fsdp_handles
+from tests.gpu.counts import NEEDS_NCCL
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import backward
-from tests.support.world import RankPool, World, single_rank_group
+from tests.support.world import World, single_rank_group
 
-GPUS = torch.cuda.device_count()
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(GPUS == 0, reason="no CUDA device: placement was not tried"),
-]
-
-
-@pytest.fixture(scope="module", params=[1, 2] if GPUS >= 2 else [1])
-def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    """Ranks on NCCL, one per GPU."""
-    with RankPool(request.param, "nccl") as ranks:
-        yield ranks
+pytestmark = NEEDS_NCCL
 
 
 class Nested(nn.Module):

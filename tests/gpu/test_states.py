@@ -17,6 +17,7 @@ from composable_fsdp import (
     state_dict_type,
     unshard_params,
 )
+from tests.gpu.counts import NEEDS_NCCL
 from tests.support.models import TinyGPT
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
@@ -30,12 +31,7 @@ from tests.support.reference import (
 )
 from tests.support.world import World
 
-GPUS = torch.cuda.device_count()
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(GPUS == 0, reason="no CUDA device: NCCL was not tried at all"),
-]
+pytestmark = NEEDS_NCCL
 
 
 def devices_of(values: dict[str, torch.Tensor]) -> set[str]:

@@ -159,44 +159,6 @@ def test_each_rank_reads_its_part_of_the_files(world: World, tmp_path: Path) -> 
 
 
 @on_ranks(2)
-def test_a_plain_model_and_a_sharded_one_read_each_others_files(
-    world: World, tmp_path: Path
-) -> None:
-    """What a sharded model wrote, ``from_pretrained`` reads, experts and all."""
-    plain = made("mixtral")
-    save_pretrained(sharded(copy.deepcopy(plain)), tmp_path, max_shard_size="2KB")
-
-    again = type(plain).from_pretrained(tmp_path)
-    model = sharded(made("mixtral"))
-    load_pretrained(model, tmp_path)
-
-    assert same_as_plain(model, plain)
-    assert all(
-        torch.equal(v, w)
-        for (_, v), (_, w) in zip(_tensors(again), _tensors(plain), strict=True)
-    )
-
-
-@on_ranks(2)
-def test_a_later_save_replaces_all_weights_of_an_earlier_one(
-    world: World, tmp_path: Path
-) -> None:
-    """No file of five stays beside the single file that is written later."""
-    model = sharded(made("llama"))
-    save_pretrained(model, tmp_path, max_shard_size="2KB")
-    with unshard_params(model), torch.no_grad():
-        for each in model.parameters():
-            each.add_(1.0)
-
-    save_pretrained(model, tmp_path)
-
-    names = {each.name for each in tmp_path.iterdir()}
-    assert names == {"config.json", "generation_config.json", "model.safetensors"}
-    again = type(model).from_pretrained(tmp_path)
-    assert same_as_plain(model, again)
-
-
-@on_ranks(2)
 def test_a_save_holds_one_unit_at_a_time(world: World, tmp_path: Path) -> None:
     """The first rank receives a unit's values after the unit before was written."""
     model = sharded(made("llama"))

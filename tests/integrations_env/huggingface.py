@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +39,14 @@ def alone() -> Iterator[None]:
             yield
         finally:
             _forget()
+
+
+@contextmanager
+def future() -> Iterator[None]:
+    """Let peft and TRL use names that this version of transformers deprecates."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
 
 
 def _forget() -> None:

@@ -17,12 +17,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from composable_fsdp import (
-    CompositionError,
-    MixedPrecision,
-    fully_shard,
-    unshard_params,
-)
+from composable_fsdp import CompositionError, fully_shard
 from composable_fsdp.hugging_face.trainer import ShardedAccelerator
 from composable_fsdp.integrations.hf_accelerate import _require_known_engine
 from composable_fsdp.storage.contents import units_in
@@ -30,6 +25,7 @@ from tests.integrations_env.huggingface import as_torchrun
 from tests.integrations_env.tiny_llama import (
     Tokens,
     distance,
+    full,
     parameters_of,
     tiny_llama,
 )
@@ -38,12 +34,6 @@ from tests.support.place import World
 
 CLOSE = 1e-5
 MAX_NORM = 0.5
-
-
-def full(model: nn.Module) -> dict[str, Tensor]:
-    """Return full parameters. Collective: gathers."""
-    with unshard_params(model, writeback=False):
-        return parameters_of(model)
 
 
 def plain_run(steps: int, batch: int) -> tuple[dict[str, Tensor], list[float]]:
@@ -112,50 +102,6 @@ def test_prepare_shards_and_training_is_that_of_the_plain_model(
     assert distance(full(ready[1]), expected) < CLOSE
 
 
-@on_ranks(2)
-def test_accumulation_reduces_gradients_once_per_step(world: World) -> None:
-    """Batches of two per rank, two of them per step."""
-    with as_torchrun(world):
-        whole = prepared(4)
-        norms = steps_of(whole, 3)
-        # Each rank's next batch is the other half of what it had as a batch of 4.
-        halves = _Halves(4)
-        ready = prepared(2, gradient_accumulation_steps=2)
-        ready = (*ready[:3], halves.of(whole[3]), ready[4])
-        found = steps_of(ready, 3)
-
-    assert found == pytest.approx(norms, rel=1e-4)
-    assert distance(full(ready[1]), full(whole[1])) < CLOSE
-
-
-class _Halves:
-    """Divides each batch of a loader into two."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def of(self, loader: Any) -> list[dict[str, Tensor]]:
-        """Return the halves in order."""
-        return [
-            {key: value[at : at + self.size // 2] for key, value in batch.items()}
-            for batch in loader
-            for at in (0, self.size // 2)
-        ]
-
-
-@pytest.mark.req("U-13")
-@on_ranks(2)
-def test_a_model_that_is_sharded_keeps_its_units(world: World) -> None:
-    """No DDP is put around, and the object is the same."""
-    model = fully_shard(tiny_llama())
-
-    with as_torchrun(world):
-        ready = prepared(4, model)
-
-    assert ready[1] is model
-    assert len(units_in(model)) == 1
-
-
 @pytest.mark.req("N-12", "U-13")
 @on_ranks(2)
 def test_a_state_is_saved_and_loaded(world: World, tmp_path: Path) -> None:
@@ -193,21 +139,8 @@ def test_save_model_writes_the_full_weights(world: World, tmp_path: Path) -> Non
     assert distance(parameters_of(again), parameters_of(tiny_llama())) == 0.0
 
 
-@on_ranks(2)
-def test_bf16_is_a_mixed_precision_and_not_autocast(world: World) -> None:
-    """The forward is the model's own, and parameters stay float32."""
-    with as_torchrun(world):
-        ready = prepared(4, mixed_precision="bf16")
-        steps_of(ready, 1)
-
-    expected = MixedPrecision(torch.bfloat16, torch.float32)
-    assert {s.options.mixed_precision for s in units_in(ready[1])} == {expected}
-    assert "forward" not in vars(ready[1])
-    assert ready[1](torch.tensor([[3, 4]])).logits.dtype is torch.bfloat16
-
-
 @pytest.mark.parametrize("first", ["model", "optimizer"])
-@on_ranks(1, 2, 3)
+@on_ranks(3)
 def test_state_made_at_construction_is_cut(world: World, first: str) -> None:
     """Adagrad, prepared behind the model or before it."""
     plain, data = tiny_llama(), Tokens(8).ids
@@ -228,35 +161,6 @@ def test_state_made_at_construction_is_cut(world: World, first: str) -> None:
                 optimizer.zero_grad()
 
     assert distance(full(model), parameters_of(plain)) < CLOSE
-
-
-@on_ranks(2)
-def test_local_sgd_of_a_sharded_model_is_refused(world: World) -> None:
-    """It would average this rank's rows with the rows of others."""
-    with as_torchrun(world):
-        accelerator = ShardedAccelerator(cpu=True)
-        model = accelerator.prepare(tiny_llama())
-        with pytest.raises(CompositionError, match="LocalSGD expects a model that"):
-            LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2)
-        LocalSGD(accelerator, nn.Linear(2, 2), 2, enabled=False)
-
-
-@on_ranks(2)
-def test_the_plain_accelerator_does_not_overwrite_shards(world: World) -> None:
-    """It puts DDP around a sharded model, which would send rank 0's rows to all."""
-    model = fully_shard(tiny_llama())
-
-    with as_torchrun(world), pytest.raises(CompositionError, match="leave Distributed"):
-        Accelerator(cpu=True).prepare(model)
-
-    assert distance(full(model), parameters_of(tiny_llama())) == 0.0
-
-
-@on_ranks(2)
-def test_unknown_settings_are_refused(world: World) -> None:
-    """With the nearest name."""
-    with as_torchrun(world), pytest.raises(ValueError, match="sharding_strategy"):
-        ShardedAccelerator(cpu=True, sharding={"sharding_stratgy": 1})
 
 
 @pytest.mark.parametrize(
@@ -289,3 +193,19 @@ def test_a_plain_model_can_be_prepared_for_evaluation(world: World) -> None:
 
     assert units_in(teacher) == []
     assert distance(parameters_of(teacher), parameters_of(tiny_llama())) == 0.0
+
+
+@on_ranks(2)
+def test_what_would_take_shards_for_whole_parameters_is_refused(world: World) -> None:
+    """LocalSGD averages rows of ranks; the plain accelerator puts DDP around."""
+    with as_torchrun(world):
+        accelerator = ShardedAccelerator(cpu=True)
+        model = accelerator.prepare(tiny_llama())
+        with pytest.raises(CompositionError, match="LocalSGD expects a model that"):
+            LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2)
+        LocalSGD(accelerator, nn.Linear(2, 2), 2, enabled=False)
+    model = fully_shard(tiny_llama())
+    with as_torchrun(world), pytest.raises(CompositionError, match="leave Distributed"):
+        Accelerator(cpu=True).prepare(model)
+
+    assert distance(full(model), parameters_of(tiny_llama())) == 0.0

@@ -11,17 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import Trainer, TrainerCallback
 
-from composable_fsdp import MixedPrecision, fully_shard, unshard_params
-from composable_fsdp.hugging_face import HFSharding, NoSplitPolicy
+from composable_fsdp import MixedPrecision, fully_shard
 from composable_fsdp.hugging_face.trainer import ShardedTrainer
 from composable_fsdp.storage.contents import units_in
 from tests.integrations_env.huggingface import alone, arguments, as_torchrun
 from tests.integrations_env.tiny_llama import (
     Tokens,
     distance,
+    full,
     parameters_of,
     tiny_llama,
 )
@@ -31,14 +30,6 @@ from tests.support.place import World
 CLOSE = 2e-5
 """Largest difference of a parameter after six steps of AdamW: the sums of gradients are
 in another order, and AdamW divides small gradients by their own size."""
-
-
-def values(trainer: Any) -> dict[str, Tensor]:
-    """Return the full parameters of the trained model. Collective: gathers."""
-    if not units_in(trainer.model):
-        return parameters_of(trainer.model)
-    with unshard_params(trainer.model, writeback=False):
-        return parameters_of(trainer.model)
 
 
 def logged(trainer: Any, key: str) -> list[float]:
@@ -70,83 +61,6 @@ def trained(folder: Path, model: Any = None, **more: Any) -> Any:
     return trainer
 
 
-@pytest.mark.req("N-12")
-@on_ranks(1, 2)
-def test_losses_norms_and_weights_are_those_of_the_plain_trainer(
-    world: World, tmp_path: Path
-) -> None:
-    """Six steps, clipped by the norm over all ranks; each layer is a unit."""
-    plain = plain_run(tmp_path / f"plain{world.rank}", world)
-
-    with as_torchrun(world):
-        sharded = trained(tmp_path)
-
-    assert len(units_in(sharded.model)) == 3
-    assert logged(sharded, "loss") == pytest.approx(logged(plain, "loss"), rel=1e-5)
-    norms = logged(plain, "grad_norm")
-    assert min(norms) > 0.5
-    # Operations follow from all elements of the parameters, and from all tokens.
-    assert sharded.state.total_flos == plain.state.total_flos > 0
-    assert logged(sharded, "grad_norm") == pytest.approx(norms, rel=1e-5)
-    assert distance(values(sharded), values(plain)) < CLOSE
-
-
-@pytest.mark.req("S3-10", "U-13")
-@on_ranks(2)
-def test_a_model_that_was_sharded_before_keeps_its_units(
-    world: World, tmp_path: Path
-) -> None:
-    """``fully_shard`` by hand and then the trainer: the root alone is a unit."""
-    plain = plain_run(tmp_path / f"plain{world.rank}", world)
-    model = fully_shard(tiny_llama())
-
-    with as_torchrun(world):
-        sharded = trained(tmp_path, model)
-
-    assert len(units_in(sharded.model)) == 1
-    assert distance(values(sharded), values(plain)) < CLOSE
-
-
-@on_ranks(2)
-def test_accumulated_gradients_are_those_of_the_plain_trainer(
-    world: World, tmp_path: Path
-) -> None:
-    """Two batches per step, reduced once."""
-    more: dict[str, Any] = {
-        "gradient_accumulation_steps": 2,
-        "per_device_train_batch_size": 2,
-        "max_steps": 4,
-    }
-    plain = plain_run(tmp_path / f"plain{world.rank}", world, **more)
-
-    with as_torchrun(world):
-        sharded = trained(tmp_path, **more)
-
-    assert logged(sharded, "grad_norm") == pytest.approx(
-        logged(plain, "grad_norm"), rel=1e-4
-    )
-    assert distance(values(sharded), values(plain)) < CLOSE
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@on_ranks(2)
-def test_gradient_checkpointing_changes_no_number(
-    world: World, reentrant: bool, tmp_path: Path
-) -> None:
-    """The trainer switches it on after the model was sharded."""
-    plain = plain_run(tmp_path / f"plain{world.rank}", world)
-
-    with as_torchrun(world):
-        sharded = trained(
-            tmp_path,
-            activation_checkpointing=True,
-            activation_checkpointing_kwargs={"use_reentrant": reentrant},
-        )
-
-    assert sharded.model.is_activation_checkpointing
-    assert distance(values(sharded), values(plain)) < CLOSE
-
-
 class StopAt(TrainerCallback):  # type: ignore[misc,unused-ignore]  # Any without types
     """Ends training after a step, as a crash after a save would."""
 
@@ -174,44 +88,7 @@ def test_training_resumes_from_a_checkpoint(world: World, tmp_path: Path) -> Non
         again.train(resume_from_checkpoint=True)
 
     assert again.state.global_step == 6
-    assert distance(values(again), values(whole)) == 0.0
-
-
-@on_ranks(2)
-def test_a_checkpoint_is_resumed_by_a_single_rank(world: World, tmp_path: Path) -> None:
-    """The state of two ranks, read by a group of one, with the same whole batch."""
-    group = [torch.distributed.new_group([rank]) for rank in range(2)][world.rank]
-    saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3}
-    with as_torchrun(world):
-        whole = values(trained(tmp_path / "run", **saving))
-    checkpoint = tmp_path / "run" / "checkpoint-3"
-
-    with alone():
-        args = arguments(tmp_path / f"r{world.rank}", per_device_train_batch_size=8)
-        options = {"policy": NoSplitPolicy(), "process_group": group}
-        again = ShardedTrainer(
-            tiny_llama(), args, train_dataset=Tokens(64), sharding=HFSharding(options)
-        )
-        again.train(resume_from_checkpoint=str(checkpoint))
-
-    assert distance(values(again), whole) < CLOSE
-
-
-@on_ranks(2)
-def test_a_second_run_saves_into_the_same_folder(world: World, tmp_path: Path) -> None:
-    """The state of the run before is replaced, and a resume reads the new one."""
-    saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3}
-    with as_torchrun(world):
-        trained(tmp_path, **saving, learning_rate=1e-3)
-        whole = trained(tmp_path, **saving)
-        again = ShardedTrainer(
-            tiny_llama(), arguments(tmp_path, **saving), train_dataset=Tokens(64)
-        )
-        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-
-    assert distance(values(again), values(whole)) == 0.0
-    states = sorted(p.name for p in (tmp_path / "checkpoint-6/sharded_state").iterdir())
-    assert states == ["state-3"]
+    assert distance(full(again.model), full(whole.model)) == 0.0
 
 
 @pytest.mark.req("N-12")
@@ -235,34 +112,7 @@ def test_the_best_model_is_loaded_at_the_end(world: World, tmp_path: Path) -> No
     kept = type(sharded.model).from_pretrained(best)
     assert loss == pytest.approx(max(logged(sharded, "eval_loss")[:-1]), rel=1e-6)
     assert best.name != "checkpoint-3"
-    assert distance(values(sharded), parameters_of(kept)) == 0.0
-
-
-@on_ranks(1, 2)
-def test_evaluation_and_prediction_are_those_of_the_plain_trainer(
-    world: World, tmp_path: Path
-) -> None:
-    """Before any training, which then works; a last batch that is not full."""
-    with as_torchrun(world):
-        plain = Trainer(
-            tiny_llama(), arguments(tmp_path), eval_dataset=Tokens(13, seed=1)
-        )
-        loss = plain.evaluate()["eval_loss"]
-        scores = plain.predict(Tokens(5, seed=2)).predictions
-
-        sharded = ShardedTrainer(
-            tiny_llama(),
-            arguments(tmp_path),
-            train_dataset=Tokens(64),
-            eval_dataset=Tokens(13, seed=1),
-        )
-        own_loss = sharded.evaluate()["eval_loss"]
-        own_scores = sharded.predict(Tokens(5, seed=2)).predictions
-        sharded.train()
-
-    assert own_loss == pytest.approx(loss, rel=1e-5)
-    assert torch.allclose(torch.tensor(own_scores), torch.tensor(scores), atol=1e-6)
-    assert sharded.state.global_step == 6
+    assert distance(full(sharded.model), parameters_of(kept)) == 0.0
 
 
 @pytest.mark.req("N-12")
@@ -290,17 +140,6 @@ def test_bf16_of_the_arguments_is_a_mixed_precision(
 
 
 @on_ranks(2)
-def test_bf16_is_refused_for_a_model_that_was_sharded_without(
-    world: World, tmp_path: Path
-) -> None:
-    """Otherwise the argument would have no effect."""
-    model = fully_shard(tiny_llama())
-
-    with as_torchrun(world), pytest.raises(ValueError, match="sharded before without"):
-        ShardedTrainer(model, arguments(tmp_path, bf16=True))
-
-
-@on_ranks(2)
 def test_fsdp_settings_of_the_arguments_are_followed(
     world: World, tmp_path: Path
 ) -> None:
@@ -318,19 +157,6 @@ def test_fsdp_settings_of_the_arguments_are_followed(
     assert args.fsdp is True
     names = [type(s.module).__name__ for s in units_in(sharded.model)]
     assert names == ["LlamaForCausalLM", "LlamaMLP", "LlamaMLP"]
-
-
-@on_ranks(2)
-def test_unknown_settings_are_refused(world: World, tmp_path: Path) -> None:
-    """With the nearest name, before anything is sharded."""
-    model = tiny_llama()
-
-    with as_torchrun(world), pytest.raises(ValueError, match="sharding_strategy"):
-        ShardedTrainer(
-            model, arguments(tmp_path), sharding={"sharding_stratgy": "FULL_SHARD"}
-        )
-
-    assert units_in(model) == []
 
 
 @on_ranks(2)
@@ -364,3 +190,64 @@ def test_the_state_of_a_plain_trainer_is_refused_with_the_way_out(
         )
         with pytest.raises(ValueError, match=r"Remove optimizer\.pt"):
             sharded.train(resume_from_checkpoint=str(folder / "checkpoint-3"))
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulated": {
+        "gradient_accumulation_steps": 2,
+        "per_device_train_batch_size": 2,
+    },
+    "recomputed": {
+        "activation_checkpointing": True,
+        "activation_checkpointing_kwargs": {"use_reentrant": False},
+    },
+    "recomputed reentrant": {
+        "activation_checkpointing": True,
+        "activation_checkpointing_kwargs": {"use_reentrant": True},
+    },
+    "sharded before": {},
+}
+
+
+@pytest.mark.req("N-12", "S3-10", "U-13")
+@pytest.mark.parametrize("name", SETTINGS)
+@on_ranks(2)
+def test_losses_norms_and_weights_are_those_of_the_plain_trainer(
+    world: World, name: str, tmp_path: Path
+) -> None:
+    """Six steps, clipped by the norm over all ranks; each layer is a unit."""
+    more = SETTINGS[name]
+    told = {key: more[key] for key in more if "checkpointing" not in key}
+    plain = plain_run(tmp_path / f"plain{world.rank}", world, **told)
+    model = fully_shard(tiny_llama()) if name == "sharded before" else None
+
+    with as_torchrun(world):
+        sharded = trained(tmp_path, model, **more)
+
+    assert len(units_in(sharded.model)) == (1 if model is not None else 3)
+    assert logged(sharded, "loss") == pytest.approx(logged(plain, "loss"), rel=1e-5)
+    norms = logged(plain, "grad_norm")
+    assert min(norms) > 0.5
+    # Operations follow from all elements of the parameters, and from all tokens.
+    assert sharded.state.total_flos == plain.state.total_flos > 0
+    assert logged(sharded, "grad_norm") == pytest.approx(norms, rel=1e-4)
+    assert distance(full(sharded.model), full(plain.model)) < CLOSE
+
+
+@pytest.mark.parametrize(
+    ("model", "bf16", "sharding", "words"),
+    [
+        ("sharded", True, None, "sharded before without"),
+        ("plain", False, {"sharding_stratgy": "FULL_SHARD"}, "sharding_strategy"),
+    ],
+)
+@on_ranks(2)
+def test_settings_that_would_have_no_effect_are_refused(
+    world: World, model: str, bf16: bool, sharding: Any, words: str, tmp_path: Path
+) -> None:
+    """bf16 for units that were made without it, and an unknown name."""
+    given = fully_shard(tiny_llama()) if model == "sharded" else tiny_llama()
+
+    with as_torchrun(world), pytest.raises(ValueError, match=words):
+        ShardedTrainer(given, arguments(tmp_path, bf16=bf16), sharding=sharding)

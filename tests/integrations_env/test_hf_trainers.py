@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +18,15 @@ from transformers import LlamaForSequenceClassification, Trainer
 
 from composable_fsdp.hugging_face.trainer import ShardedTrainer
 from composable_fsdp.storage.contents import units_in
-from tests.integrations_env.huggingface import alone, arguments, as_torchrun
-from tests.integrations_env.test_hf_trainer import CLOSE, logged, values
-from tests.integrations_env.tiny_llama import Tokens, distance, tiny_llama
+from tests.integrations_env.huggingface import alone, arguments, as_torchrun, future
+from tests.integrations_env.test_hf_trainer import CLOSE, logged
+from tests.integrations_env.tiny_llama import Tokens, distance, full, tiny_llama
 from tests.support.on_ranks import on_ranks
 from tests.support.place import World
 
 trl = pytest.importorskip("trl")
 
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", *"abcdefghijklmno"]
-
-
-@contextmanager
-def future() -> Iterator[None]:
-    """TRL sets a deprecated argument of transformers by itself."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        yield
 
 
 def trainers() -> list[str]:
@@ -186,4 +175,4 @@ def test_dpo_trains_as_the_plain_trainer_of_trl(
     assert logged(sharded, "loss") == pytest.approx(logged(plain, "loss"), rel=1e-4)
     norms = logged(plain, "grad_norm")
     assert logged(sharded, "grad_norm") == pytest.approx(norms, rel=1e-4)
-    assert distance(values(sharded), values(plain)) < CLOSE
+    assert distance(full(sharded.model), full(plain.model)) < CLOSE

@@ -207,51 +207,6 @@ def test_a_failed_save_leaves_the_older_checkpoint(ranks: Any, tmp_path: Path) -
     ]
 
 
-def errors_of_one_rank(world: World, folder: str) -> list[str]:
-    """Read and write where a single rank cannot; return the messages."""
-    told = []
-    with as_torchrun(world):
-        module = Lit()
-        together = fitted(world, module, strategy("full"), max_epochs=1)
-        together.save_checkpoint(f"{folder}/good.ckpt")
-        own = checkpoints.read_full
-
-        def unreadable(*args: Any) -> Any:
-            if world.rank == 1:
-                raise PermissionError("no permission for good.ckpt")
-            return own(*args)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(checkpoints, "read_full", unreadable)
-            with pytest.raises(Exception, match="no permission") as error:
-                together.fit(module, loader(2), ckpt_path=f"{folder}/good.ckpt")
-        told.append(str(error.value))
-        for form, path in (("full", "a directory"), ("sharded", "good.ckpt")):
-            other = fitted(world, module, strategy(form), max_epochs=1)
-            with pytest.raises(CheckpointError) as error:
-                other.save_checkpoint(f"{folder}/{path}")
-            told.append(str(error.value))
-        with pytest.raises(Exception, match="not found") as error:
-            together.test(module, loader(2), ckpt_path=f"{folder}/none.ckpt")
-        told.append(str(error.value))
-        with pytest.raises(CheckpointError) as error:
-            together.test(module, loader(2), ckpt_path=f"{folder}/a directory")
-        told.append(str(error.value))
-    return told
-
-
-def test_an_error_of_one_rank_is_raised_on_all(ranks: Any, tmp_path: Path) -> None:
-    """Nobody waits, and the messages say the way out."""
-    (tmp_path / "a directory").mkdir()
-
-    for told in ranks(2).run(errors_of_one_rank, str(tmp_path)):
-        assert "no permission for good.ckpt" in told[0]
-        assert "is a directory (a sharded checkpoint?)" in told[1]
-        assert "is a file (a full checkpoint?)" in told[2]
-        assert "none.ckpt" in told[3]
-        assert "is a directory without manifest.json" in told[4]
-
-
 class Remembering(Lit):
     """Saves values of its own, and has a hyperparameter that is an object."""
 
@@ -347,3 +302,19 @@ def test_the_scale_of_the_loss_is_resumed(
         else checkpoints.read_full(path, None)
     )
     assert whole["MixedPrecision"]["scale"] == 32.0
+
+
+@on_ranks(2)
+def test_a_form_does_not_overwrite_or_read_the_other(
+    world: World, tmp_path: Path
+) -> None:
+    """The messages say what lies there."""
+    path = tmp_path / "last.ckpt"
+    with as_torchrun(world):
+        for form, other in (FORMS, FORMS[::-1]):
+            fitted(world, Lit(), strategy(form), max_epochs=1).save_checkpoint(
+                path / form
+            )
+            again = fitted(world, Lit(), strategy(other), max_epochs=1)
+            with pytest.raises(CheckpointError, match="checkpoint\\?"):
+                again.save_checkpoint(path / form)

@@ -113,21 +113,6 @@ def test_each_precision_trains(world: World, precision: str) -> None:
     require_equal(weights(model), weights(expected), 2**-7)
 
 
-@pytest.mark.req("S3-09")
-@on_ranks(2)
-def test_a_model_on_meta_starts_with_the_weights_of_rank_0(world: World) -> None:
-    """``init_module(empty_init=True)`` allocates nothing before sharding."""
-    with as_torchrun(world):
-        made = fabric("composable_fsdp", 2)
-        with made.init_module(empty_init=True):
-            model: Any = Net()
-        assert model.head.weight.is_meta
-        model = made.setup(model)
-
-    assert all(value.isfinite().all() for value in weights(model).values())
-    assert weights(model)["head.weight"].std() > 0.05
-
-
 class Parts(L.LightningModule):
     """A LightningModule whose steps and methods call its parts, and not itself."""
 
@@ -183,35 +168,21 @@ def test_steps_and_marked_methods_run_as_forwards(world: World, how: str) -> Non
 
 
 @pytest.mark.parametrize("together", [True, False])
-@on_ranks(1, 2, 3)
+@on_ranks(3)
 def test_state_made_at_construction_is_cut(world: World, together: bool) -> None:
-    """Adagrad, and AdamW with a loaded state: the same steps as on one device."""
-    for make in (torch.optim.Adagrad, loaded_adamw):
-        with as_torchrun(world):
-            made = fabric("composable_fsdp", world.world_size)
-            model: Any = seeded(Net)
-            optimizer: Any = make(model.parameters(), 0.01)
-            if together:
-                model, optimizer = made.setup(model, optimizer)
-            else:
-                model = made.setup_module(model)
-                optimizer = made.setup_optimizers(optimizer)
-            each = loader(1, 0)
-            train(made, model, optimizer, each)
+    """Adagrad: the same steps as on one device."""
+    with as_torchrun(world):
+        made = fabric("composable_fsdp", world.world_size)
+        model: Any = seeded(Net)
+        optimizer: Any = torch.optim.Adagrad(model.parameters(), 0.01)
+        if together:
+            model, optimizer = made.setup(model, optimizer)
+        else:
+            model = made.setup_module(model)
+            optimizer = made.setup_optimizers(optimizer)
+        train(made, model, optimizer, loader(1, 0))
 
-        require_equal(weights(model), weights(reference(make)), 2e-6)
-
-
-def loaded_adamw(parameters: Any, lr: float) -> torch.optim.AdamW:
-    """AdamW with the state of three steps over whole parameters."""
-    made = torch.optim.AdamW(parameters, lr)
-    for step in range(3):
-        for group in made.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = torch.full_like(parameter, 0.1 * (step + 1))
-        made.step()
-    made.zero_grad()
-    return made
+    require_equal(weights(model), weights(reference(torch.optim.Adagrad)), 2e-6)
 
 
 @on_ranks(2)

@@ -7,15 +7,13 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.fabric.strategies import DDPStrategy as FabricDDP
 from lightning.pytorch.strategies import (
     DDPStrategy,
     FSDPStrategy,
     ModelParallelStrategy,
 )
 
-from composable_fsdp import CompositionError, fully_shard
-from composable_fsdp.lightning import ComposableFSDPStrategy
+from composable_fsdp import CompositionError
 from tests.integrations_env.lightning_world import (
     QUIET,
     Lit,
@@ -75,41 +73,6 @@ def test_a_foreign_strategy_around_units_is_refused_with_the_way_out(
     reference = Lit()
     plain(reference)
     require_equal(weights(module), weights(reference))
-
-
-@on_ranks(2)
-def test_fabric_with_a_foreign_strategy_refuses_units(world: World) -> None:
-    """As the Trainer."""
-    with as_torchrun(world):
-        made = L.Fabric(accelerator="cpu", devices=2, strategy=FabricDDP())
-        made.launch()
-        model = Net()
-        fully_shard(model)
-        with pytest.raises(CompositionError, match="DDPStrategy was put around a Net"):
-            made.setup(model)
-
-
-@on_ranks(2)
-def test_a_plain_module_trains_under_ddp_as_under_this_strategy(world: World) -> None:
-    """The guard looks at units alone."""
-    losses = []
-    with as_torchrun(world):
-        for strategy in (DDPStrategy(), ComposableFSDPStrategy()):
-            together = trainer(strategy, 2, max_epochs=1)
-            together.fit(Lit(), loader(2, world.rank))
-            losses.append(together.callback_metrics["train_loss_epoch"])
-
-    torch.testing.assert_close(*losses)
-
-
-@on_ranks(2)
-def test_lightnings_fsdp_strategy_has_no_numbers_on_a_cpu(world: World) -> None:
-    """So DDP and one device are the references of these tests."""
-    with (
-        as_torchrun(world),
-        pytest.raises(RuntimeError, match="needs a non-CPU accelerator"),
-    ):
-        trainer(OnCPU(), 2).fit(Lit(), loader(2, world.rank))
 
 
 class Loose(L.LightningModule):

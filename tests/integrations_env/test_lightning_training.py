@@ -158,32 +158,6 @@ def assert_metrics(found: Any, expected: Any) -> None:
     assert found[0] == pytest.approx(expected[0], abs=1e-6)
 
 
-class InInference(Lit):
-    """Validates in inference mode, as Lightning does on NCCL and not on gloo."""
-
-    def validation_step(self, batch: Any, index: int) -> None:
-        # Not around ``log``, which reduces results in place at the end of the epoch.
-        with torch.inference_mode():
-            logits = self(batch[0])
-        assert logits.is_inference()
-
-
-@on_ranks(1, 2)
-def test_training_follows_an_evaluation_in_inference_mode(world: World) -> None:
-    """Nothing that the evaluation allocates spoils the training."""
-    reference = Lit()
-    plain(reference)
-
-    with as_torchrun(world):
-        module = InInference()
-        together = trainer("composable_fsdp", world.world_size, num_sanity_val_steps=2)
-        each = loader(world.world_size, world.rank)
-        together.validate(module, each, verbose=False)
-        together.fit(module, each, each)
-
-    require_equal(weights(module), weights(reference))
-
-
 class Scored(Lit):
     """Counts with a metric that holds a network, and with an accuracy."""
 
@@ -304,36 +278,6 @@ def test_several_optimizers_stepped_by_hand_equal_one_device(
         module = Pair(toggle)
         together = trainer("composable_fsdp", world.world_size)
         together.fit(module, loader(world.world_size, world.rank))
-
-    require_equal(weights(module), weights(reference))
-
-
-class Accumulating(Lit):
-    """Accumulates by hand, and steps every second batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, index: int) -> Any:
-        optimizer: Any = self.optimizers()
-        last = index % 2 == 1
-        with optimizer.toggle_model(sync_grad=last):
-            self.manual_backward(self._loss(batch, "train_loss"))
-            if last:
-                optimizer.step()
-                optimizer.zero_grad()
-
-
-@on_ranks(2)
-def test_accumulation_by_hand_equals_one_device(world: World) -> None:
-    """``toggle_model(sync_grad=False)`` sends nothing, and the sum is reduced later."""
-    reference = Accumulating()
-    plain(reference)
-
-    with as_torchrun(world):
-        module = Accumulating()
-        fitted(world, module, "composable_fsdp")
 
     require_equal(weights(module), weights(reference))
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -82,35 +81,6 @@ def test_every_call_works_on_s3(runs: str) -> None:
     assert "step-4 exists already" in text
     save(f"{runs}/step-4", model, extra=5, overwrite=True)
     assert load(runs, model) == 5
-
-
-@pytest.mark.req("K-07")
-def test_the_size_of_parts_follows_from_that_of_the_file(
-    runs: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A store takes a limited number of parts; here, 4."""
-    import s3fs
-
-    from composable_fsdp.storage import storages as fsspec_storage
-
-    monkeypatch.setattr(fsspec_storage, "_MOST_PARTS", 4)
-    monkeypatch.setattr(fsspec_storage, "_PART", 5 << 20)
-    sizes = []
-    real = s3fs.core.S3File._call_s3
-
-    def call(self: Any, method: str, *args: Any, **options: Any) -> Any:
-        if method == "upload_part":
-            sizes.append(len(options["Body"]))
-        return real(self, method, *args, **options)
-
-    monkeypatch.setattr(s3fs.core.S3File, "_call_s3", call)
-    model = nn.Linear(3000, 4000)
-    save(f"{runs}/step-1", model, extra=1)
-
-    assert len(sizes) == 4
-    assert max(sizes) < 13 << 20
-    assert load(runs, model) == 1
-    assert verify(runs)
 
 
 @pytest.mark.req("K-07", "K-03")

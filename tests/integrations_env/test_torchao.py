@@ -23,7 +23,6 @@ from composable_fsdp import (
     PlanError,
     fully_shard,
     load,
-    no_sync,
     open_wrapped_params,
     save,
     unshard_params,
@@ -36,7 +35,6 @@ from tests.support.reference import (
     assert_same_training,
     backward,
     loss_of,
-    mean_of_summed_grads,
     tolerance_at,
     train,
     train_reference,
@@ -233,53 +231,41 @@ def trainable(parameters: Any) -> torch.optim.Optimizer:
     return adamw(p for p in parameters if p.requires_grad)
 
 
-@pytest.mark.req("M-04")
+@pytest.mark.req("M-04", "K-02")
 @pytest.mark.parametrize("kind", KINDS)
-@on_ranks(1, 2, 4)
-def test_adapters_of_ignored_quantized_weights_train_as_unsharded(
-    world: World, kind: str
+@pytest.mark.parametrize("make", [beside, within])
+@on_ranks(1, 4)
+def test_adapters_of_quantized_weights_train_as_unsharded(
+    world: World, make: Any, kind: str, tmp_path: Path
 ) -> None:
-    """Losses and adapters; the quantized weights do not change."""
-    reference, model = adapted(kind), beside(kind)
+    """Losses and adapters; after a load, another model goes on as this one."""
+    reference, model = adapted(kind), make(kind)
     before = [each.clone() for each in inner_of(model)]
     data = wide_input(WIDTH)
     expected = train_reference(reference, world.world_size, data, trainable)
 
     losses = train(model, world.rank, data, trainable)
+    optimizer = trainable(model.parameters())
+    backward(loss_of(model, data(1, world.rank)))
+    found = adapters(model)
+    optimizer.step()
+    save(tmp_path / "new", model, optimizer)
+    again = make(kind, seed=9)
+    other = trainable(again.parameters())
+    load(tmp_path / "new", again, other)
 
     tolerance = tolerance_at(world.world_size)
-    for (name, ours), theirs in zip(
-        adapters(model).items(), adapters_of_plain(reference), strict=True
-    ):
-        assert torch.allclose(ours, theirs, rtol=0, atol=tolerance), name
-    own = torch.tensor([step[world.rank] for step in expected])
-    assert torch.allclose(torch.tensor(losses), own, rtol=tolerance, atol=0)
-    pairs = zip(inner_of(model), before, strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
-
-
-@pytest.mark.req("M-04")
-@pytest.mark.parametrize("kind", KINDS)
-@on_ranks(1, 2, 4)
-def test_adapters_beside_sharded_quantized_weights_train_as_unsharded(
-    world: World, kind: str, tmp_path: Path
-) -> None:
-    """Losses and adapters; after a load, another model computes the same."""
-    reference, model = adapted(kind), within(kind)
-    data = wide_input(WIDTH)
-    expected = train_reference(reference, world.world_size, data, trainable)
-
-    losses = train(model, world.rank, data, trainable)
-    save(tmp_path / "new", model)
-    again = within(kind, seed=9)
-    load(tmp_path / "new", again)
-
-    tolerance = tolerance_at(world.world_size)
-    found, theirs = adapters(model), adapters_of_plain(reference)
+    theirs = adapters_of_plain(reference)
     for (name, ours), its in zip(found.items(), theirs, strict=True):
         assert torch.allclose(ours, its, rtol=0, atol=tolerance), name
     own = torch.tensor([step[world.rank] for step in expected])
     assert torch.allclose(torch.tensor(losses), own, rtol=tolerance, atol=0)
+    pairs = zip(inner_of(model), before, strict=True)
+    assert make is within or all(torch.equal(a, b) for a, b in pairs)
+    for net, each in ((model, optimizer), (again, other)):
+        each.zero_grad()
+        backward(loss_of(net, data(2, world.rank)))
+        each.step()
     x = data(9, world.rank)
     assert torch.equal(loss_of(again, x), loss_of(model, x))
 
@@ -287,55 +273,6 @@ def test_adapters_beside_sharded_quantized_weights_train_as_unsharded(
 def adapters_of_plain(model: nn.Module) -> list[Tensor]:
     """The adapters of a plain model."""
     return [p.detach() for p in model.parameters() if p.requires_grad]
-
-
-@pytest.mark.req("M-04")
-@pytest.mark.parametrize("kind", KINDS)
-@on_ranks(2)
-def test_gradients_without_sync_add_up_beside_ignored_quantized_weights(
-    world: World, kind: str
-) -> None:
-    """Two batches, of which the first is not reduced."""
-    model, plain, data = beside(kind), adapted(kind), wide_input(WIDTH)
-    with no_sync(model):
-        backward(loss_of(model, data(0, world.rank)))
-    backward(loss_of(model, data(1, world.rank)))
-
-    expected = mean_of_summed_grads(plain, data)
-    with unshard_params(model, with_grads=True):
-        found = [p.grad for p in model.parameters() if p.requires_grad]
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours is not None
-        assert torch.equal(ours, theirs)
-
-
-@pytest.mark.req("M-04")
-@pytest.mark.req("K-02")
-@pytest.mark.parametrize("kind", KINDS)
-@on_ranks(1, 2)
-def test_ignored_quantized_weights_and_adapters_are_saved_and_loaded(
-    world: World, kind: str, tmp_path: Path
-) -> None:
-    """By another model with other values, with the optimizer of the adapters."""
-    model, data = beside(kind), wide_input(WIDTH)
-    optimizer = trainable(model.parameters())
-    backward(loss_of(model, data(0, world.rank)))
-    optimizer.step()
-    save(tmp_path / "new", model, optimizer)
-    again = beside(kind, seed=9)
-    other = trainable(again.parameters())
-
-    load(tmp_path / "new", again, other)
-
-    pairs = zip(inner_of(again), inner_of(model), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
-    for each in (optimizer, other):
-        each.zero_grad()
-    for net, its in ((model, optimizer), (again, other)):
-        backward(loss_of(net, data(1, world.rank)))
-        its.step()
-    found, expected = adapters(again), adapters(model)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_the_code_of_the_page_runs() -> None:

@@ -9,6 +9,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from composable_fsdp import unshard_params
+from composable_fsdp.storage.contents import units_in
+
 VOCABULARY = 19
 LENGTH = 6
 
@@ -56,3 +59,11 @@ def distance(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
     """Return the largest difference of any element."""
     assert left.keys() == right.keys()
     return max(float((left[name] - right[name]).abs().max()) for name in left)
+
+
+def full(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of the full parameters. Collective: gathers, if sharded."""
+    if not units_in(model):
+        return parameters_of(model)
+    with unshard_params(model, writeback=False):
+        return parameters_of(model)
