@@ -29,9 +29,8 @@ from composable_fsdp import (
 from composable_fsdp.planning.plan import ShardingPlan
 from composable_fsdp.planning.unit_plan import Traffic
 from composable_fsdp.tools.fit import fit, smallest_world_size
-from composable_fsdp.tools.forecast import DeviceMemory
 from composable_fsdp.tree.traversal import _get_fsdp_handles
-from tests.planning.trees import linears, units
+from tests.planning.trees import linears
 from tests.support.memory import LiveBytes, cuda_order, fake_tensors
 from tests.support.reference import backward
 from tests.support.tiny import TinyBlock
@@ -149,7 +148,8 @@ def test_equal_units_are_a_row() -> None:
     assert sum(times for _, times in names) == 1 + 12 + 24
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 8, 64])
+@pytest.mark.few
+@pytest.mark.parametrize("world_size", [1, 3, 64])
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
 def test_a_plan_is_planned_again_without_the_module(
     options: dict[str, Any], world_size: int
@@ -206,17 +206,6 @@ def test_an_optimizer_takes_what_its_row_says(name: str) -> None:
     assert live.peak == pytest.approx(end.total + steps, rel=0.001)
 
 
-def test_an_unknown_optimizer_is_refused_and_bytes_are_taken() -> None:
-    """A name, or bytes per element."""
-    planned = plan(linears(1), world_size=2)
-
-    assert forecast(planned, optimizer="2.5").rows[0].optimizer == 8 * 2.5
-    assert forecast(planned, optimizer=6).rows[0].optimizer == 8 * 6
-    for wrong in ("adamq", "nan", -1):
-        with pytest.raises(PlanError, match=r"expects one of adamw, .*the bytes that"):
-            forecast(planned, optimizer=wrong)
-
-
 @pytest.mark.req("N-01")
 def test_the_smallest_world_size_is_the_smallest() -> None:
     """It fits there, and on a rank less it does not; what cannot fit says so."""
@@ -259,22 +248,6 @@ def test_what_would_make_it_fit_does() -> None:
     assert sets
     assert all(change.fits and change.total <= 1_000_000 for change in sets)
     assert re.search(r"mixed_precision=.* and cpu_offload", sets[0].text)
-
-
-def test_replicas_may_become_one_group() -> None:
-    """More ranks share, and less is held; NO_SHARD becomes FULL_SHARD, said once."""
-    by_layer = ModuleWrapPolicy({nn.Linear})
-    hybrid, whole = (
-        forecast(plan(linears(6, 256), world_size=8, policy=by_layer, **options))
-        for options in (VARIANTS["hybrid"], VARIANTS["none"])
-    )
-    full = forecast(plan(linears(6, 256), world_size=8, policy=by_layer))
-
-    changes = {c.text: c.total for c in fit(hybrid, full.total).changes}
-    assert changes["one shard group of all ranks, without replicas"] == full.total
-    changes = {c.text: c.total for c in fit(whole, full.total).changes}
-    assert changes["strategy=FULL_SHARD"] == full.total
-    assert not any("replicas" in text for text in changes)
 
 
 class Work(nn.Module):
@@ -338,7 +311,8 @@ def test_the_peak_with_activations_is_that_of_a_step(
     """
     tokens = torch.zeros(*batch, dtype=torch.long)
     with fake_world(8):
-        whole = Gpt()
+        with torch.device("meta"):
+            whole = Gpt()
         planned = plan(whole, world_size=8, units=["layers.*"])
         saved = measure_activations(whole, planned, [tokens])
         if again:
@@ -368,7 +342,8 @@ def test_the_peak_with_activations_is_that_of_a_step(
 @pytest.mark.req("N-01")
 def test_a_suggested_dtype_is_measured_again() -> None:
     """Activations of a step in bfloat16 are those of a model planned in bfloat16."""
-    model = Gpt()
+    with torch.device("meta"):
+        model = Gpt()
     tokens = [torch.zeros(8, 128, dtype=torch.long)]
     found, low = (
         forecast(planned, activations=measure_activations(model, planned, tokens))
@@ -383,62 +358,3 @@ def test_a_suggested_dtype_is_measured_again() -> None:
     text = "mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)"
     assert changes[text].total == low.total
     assert low.peak.memory.activations < 0.7 * found.peak.memory.activations
-
-
-def test_low_precision_and_kwargs_are_measured() -> None:
-    """Half the bytes, as the compute dtype says."""
-    model = Text()
-    tokens = torch.zeros(2, 16, dtype=torch.long)
-    by_block = ModuleWrapPolicy({TinyBlock})
-    full, low = (
-        measure_activations(
-            model,
-            plan(model, world_size=2, policy=by_block, mixed_precision=precision),
-            {"tokens": tokens},
-        ).units["blocks.1"]
-        for precision in (None, LOW)
-    )
-
-    assert 0.4 < low.before / full.before < 0.6
-    assert full.inputs == 2 * low.inputs == 2 * 16 * 64 * 4
-
-
-def test_a_forward_that_fails_is_an_error_with_the_way_out() -> None:
-    """The hooks are gone afterwards."""
-    model = Text()
-    planned = plan(model, world_size=2, units=["blocks.*"])
-
-    with pytest.raises(PlanError, match=r"forward of this Text fails on fake.*batch"):
-        measure_activations(model, planned, [torch.zeros(2, 16)])
-
-    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
-
-
-def test_memory_by_kind_names_every_field() -> None:
-    """A new kind of memory cannot be forgotten in the sum."""
-    ones = DeviceMemory(*[1] * 9)
-
-    assert ones.total == len(ones.by_kind()) == 9
-
-
-def test_events_follow_the_step() -> None:
-    """Each unit is gathered, computes, and is reduced; backward goes in reverse."""
-    planned = plan(linears(3), world_size=2, policy=units({"1": {}, "2": {}}))
-    events = planned.step_memory().events
-    computes = [
-        (event.phase, event.unit) for event in events if event.kind == "compute"
-    ]
-    gathers = [event.unit for event in events if event.kind == "all-gather"]
-
-    assert gathers == [0, 1, 2, 2, 1]
-    assert len(gathers) == planned.traffic.all_gather_calls
-    assert computes == [
-        ("forward", 0),
-        ("forward", 1),
-        ("forward", 2),
-        ("forward", 0),
-        ("backward", 0),
-        ("backward", 2),
-        ("backward", 1),
-        ("backward", 0),
-    ]
