@@ -19,14 +19,11 @@ from torch.distributed.tensor import Shard
 import composable_fsdp
 from composable_fsdp import (
     CompositionError,
-    CPUOffload,
     PhaseError,
-    PlanError,
     fsdp2,
     optim_state_dict,
     optim_state_dict_to_load,
 )
-from composable_fsdp.entries.fsdp2_policies import cpu_offload_of
 from composable_fsdp.state_dict.sharded import ShardedValue
 from tests.support.models import TinyGPT, tiny_mlp
 from tests.support.on_ranks import on_ranks
@@ -158,18 +155,6 @@ def test_torchs_own_clipping_clips_sharded_parameters(world: World) -> None:
     assert torch.equal(*norms)
 
 
-def test_values_of_state_dicts_say_what_stands_in_for_a_dtensor(
-    one_rank: World,
-) -> None:
-    """``distribute_tensor`` has no mesh to use; the message says what loads instead."""
-    value = sharded_mlp().state_dict()["0.weight"]
-
-    for name in ("device_mesh", "placements"):
-        text = message_of(partial(getattr, value, name))
-        assert "Pass full tensors to model.load_state_dict" in text
-        assert not hasattr(value, name)
-
-
 @pytest.mark.req("N-05")
 @pytest.mark.parametrize(
     ("options", "words"),
@@ -193,16 +178,6 @@ def test_arguments_that_cannot_be_honored_are_refused_by_name(
         assert [word for word in words if word not in text] == []
         assert type(model) is nn.Sequential
         assert isinstance(fsdp2.fully_shard(model), fsdp2.FSDPModule)
-
-
-def test_memory_that_is_not_pinned_is_refused_beside_a_gpu() -> None:
-    """And accepted without one, as FSDP2's users on a CPU must write it."""
-    policy = fsdp2.CPUOffloadPolicy(pin_memory=False)
-
-    assert cpu_offload_of(policy, "cpu") == CPUOffload(True)
-    assert cpu_offload_of(fsdp2.CPUOffloadPolicy(), "cuda") == CPUOffload(True)
-    with pytest.raises(PlanError, match="pin_memory"):
-        cpu_offload_of(policy, "cuda")
 
 
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -455,24 +430,3 @@ def test_a_rank_without_rows_has_empty_gradients(world: World) -> None:
         ours = state["exp_avg"]
         ours = ours.full_tensor() if isinstance(ours, ShardedValue) else ours
         torch.testing.assert_close(ours, optims[0].state[parameter]["exp_avg"])
-
-
-@on_ranks(2)
-def test_a_model_on_meta_is_loaded_piece_by_piece(world: World) -> None:
-    """Full values and sharded ones, each in a dict of its own."""
-    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        for parameter in plain.parameters():
-            nn.init.normal_(parameter)
-    donor = copy.deepcopy(plain)
-    for part in (*donor, donor):
-        fsdp2.fully_shard(part)
-    for values in (plain.state_dict(), donor.state_dict()):
-        with torch.device("meta"):
-            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        for part in (*model, model):
-            fsdp2.fully_shard(part)
-        for name, value in values.items():
-            model.load_state_dict({name: value}, assign=True, strict=False)
-        torch.testing.assert_close(model(torch.ones(2, 4)), plain(torch.ones(2, 4)))

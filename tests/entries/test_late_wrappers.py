@@ -88,17 +88,6 @@ def test_methods_of_a_wrapped_unit_find_it_full(ranks: RankCount, path: str) -> 
         assert torch.equal(result, torch.full((1, 2), 6.0))
 
 
-def state_of_a_wrapper(world: World) -> bool:
-    model = sharded("wrapper")
-    held, states = units(model)
-    return [each._state for each in held] == states
-
-
-def test_a_wrapper_of_the_other_path_keeps_its_state(ranks: RankCount) -> None:
-    """Although the module that it holds is a wrapper of activations now."""
-    assert ranks(2).run(state_of_a_wrapper) == [True, True]
-
-
 def dtypes_of_buffers(world: World) -> list[torch.dtype]:
     low = MixedPrecision(buffer_dtype=torch.bfloat16)
     model = fully_shard(nn.Sequential(Layer(), Layer()), mixed_precision=low)

@@ -278,54 +278,6 @@ def test_clipping_and_optimizer_state_are_those_of_the_plain_model(
 # ---- which units are whose --------------------------------------------------
 
 
-@pytest.mark.req("S1-16", "S1-19")
-def test_a_walk_from_above_leaves_a_replicated_subtree_alone(one_rank: World) -> None:
-    """Its own unit and the sharded one in it are found from itself only."""
-    model = TinyGPT()
-    fully_shard(model.blocks[0].get_submodule("up"))
-    replicate(model.blocks[0])
-    fully_shard(model)
-
-    names = [state.fqn for state in _get_fsdp_states(model)]
-    below = _get_fsdp_states(model.blocks[0])
-
-    assert names == [""]
-    assert [type(s.module).__name__ for s in below] == ["TinyBlock", "Linear"]
-    assert below[1].parent is below[0]
-    assert below[0].parent is None
-    held = {info.fqn for info in _get_fsdp_states(model)[0].handle.infos}
-    assert not any(name.startswith("blocks.0.") for name in held)
-
-
-def test_units_that_a_policy_makes_are_replicated_too(one_rank: World) -> None:
-    """They carry the same API, and one root has them all."""
-    model = TinyGPT()
-    by_policy(model, "composable")
-
-    assert all(replicate.state(block) is not None for block in model.blocks)
-    assert all(fully_shard.state(block) is None for block in model.blocks)
-    states = _get_fsdp_states(model)
-    assert [state.parent for state in states] == [None, states[0], states[0]]
-
-
-def test_parameters_stay_whole_and_the_class_its_own(one_rank: World) -> None:
-    """Shapes, objects, names and class are those before."""
-    model = TinyGPT()
-    before = [(n, p, p.shape) for n, p in model.named_parameters()]
-
-    made = replicate(model)
-
-    assert made is model
-    assert type(model) is TinyGPT
-    after = [(n, p, p.shape) for n, p in model.named_parameters()]
-    assert all(
-        a[0] == b[0] and a[1] is b[1] for a, b in zip(before, after, strict=True)
-    )
-    assert [a[2] for a in after] == [b[2] for b in before]
-    assert replicate.state(model) is not None
-    assert fully_shard.state(model) is None
-
-
 @pytest.mark.req("S1-35")
 @pytest.mark.parametrize(
     ("first", "second", "text"),
@@ -385,12 +337,6 @@ def test_groups_that_form_no_grid_are_refused(ranks: RankCount) -> None:
     assert "replicate over ranks [0, 1, 3]" in text
     assert "over ranks [0, 1, 2]" in text
     assert "meet each replicate group in one rank" in text
-
-
-def test_a_list_is_refused(one_rank: World) -> None:
-    """Each module averages by itself."""
-    with pytest.raises(TypeError, match="replicate expects one module, got a list"):
-        replicate([tiny_mlp(), tiny_mlp()])
 
 
 @pytest.mark.parametrize("compose", [alone, above], ids=lambda c: c.__name__)

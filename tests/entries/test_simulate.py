@@ -6,7 +6,6 @@ import itertools
 import json
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from composable_fsdp import (
     PhaseError,
     PlanError,
     Simulation,
-    apply_activation_checkpointing,
     clip_grad_norm_,
     forecast,
     fully_shard,
@@ -31,7 +29,6 @@ from composable_fsdp import (
 )
 from composable_fsdp.comm import device
 from composable_fsdp.planning.unit_plan import Traffic
-from composable_fsdp.tools.simulation import _microseconds
 from tests.support.memory import LiveBytes
 from tests.support.tiny import TinyBlock
 from tests.support.world import World, ranks, single_rank_group
@@ -169,54 +166,6 @@ def test_the_step_is_the_real_one() -> None:
     ] == [(op, unit) for op, unit in sent if "digest" not in op]
 
 
-def test_checkpointing_is_seen() -> None:
-    """The runtime of the model runs, so what its forward keeps is counted as it is."""
-
-    def checkpointed() -> Text:
-        model = Text()
-        apply_activation_checkpointing(
-            model, check_fn=lambda module: isinstance(module, TinyBlock)
-        )
-        for block in model.blocks:
-            fully_shard(block, mixed_precision=LOW)
-        return fully_shard(model, mixed_precision=LOW)
-
-    plain, less = (
-        simulate(make, world_size=8, batch=batch(512), optimizer="none")
-        for make in (sharded, checkpointed)
-    )
-
-    most = max(moment.memory.activations for moment in plain.timeline)
-    assert max(m.memory.activations for m in less.timeline) < 0.8 * most
-
-
-@pytest.mark.req("N-02")
-def test_the_trace_has_a_row_of_compute_and_one_of_communication(
-    tmp_path: Path,
-) -> None:
-    """Operations of a row follow each other, and gathers end before their unit runs."""
-    found = run(batch=batch(64), machine=Machine(link_bytes_per_second=1e12))
-    found.save_trace(tmp_path / "trace.json")
-
-    trace = json.loads((tmp_path / "trace.json").read_text())
-    events = trace["traceEvents"]
-    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert (names[0], names[1]) == ("compute", "communication")
-    for row in names:
-        spans = [
-            (e["ts"], e["dur"]) for e in events if e["ph"] == "X" and e["tid"] == row
-        ]
-        ends = [begin + length for begin, length in spans]
-        assert all(b[0] >= end - 1e-3 for b, end in zip(spans[1:], ends, strict=False))
-    compute = {e["name"]: e for e in events if e["ph"] == "X" and e["tid"] == 0}
-    sent = [e for e in events if e.get("cat") == "communication"]
-    gathered = next(e for e in sent if e["name"] == "all_gather blocks.1")
-    assert compute["forward blocks.1"]["ts"] >= gathered["ts"] + gathered["dur"] - 1e-3
-    memory = [e for e in events if e["ph"] == "C"]
-    assert max(sum(e["args"].values()) for e in memory) == found.peak.memory.total
-    assert [e["ts"] for e in memory] == sorted(e["ts"] for e in memory)
-
-
 @pytest.mark.req("N-02")
 @pytest.mark.parametrize("device_type", ["cuda", "cpu"])
 def test_the_trace_is_one_of_the_trace_event_format(device_type: str) -> None:
@@ -350,23 +299,3 @@ def test_a_wrong_argument_is_named(options: dict[str, Any], message: str) -> Non
     """What is expected, what was given, and the way out."""
     with pytest.raises(PlanError, match=message):
         run(options.pop("model", None), **options)
-
-
-def test_a_summary_has_the_peak_by_kind() -> None:
-    """Kinds, collectives and time."""
-    text = str(run(max_norm=1.0))
-
-    for words in ("4 units on 8 ranks", "optimizer AdamW", "peak per rank", "full  "):
-        assert words in text
-    assert "7 x all_gather" in text
-
-
-def test_operations_that_follow_each_other_do_not_overlap_in_whole_nanoseconds() -> (
-    None
-):
-    """Perfetto cuts the product with 1,000, and drops an event that begins too soon."""
-    times = [index * 1.23456789e-4 for index in range(500)]
-    for begin, end in itertools.pairwise(times):
-        start, duration = _microseconds(begin), _microseconds(end, since=begin)
-        assert int(1e3 * start) + int(1e3 * duration) == int(1e3 * _microseconds(end))
-        assert int(1e3 * start) == round(1e9 * begin)

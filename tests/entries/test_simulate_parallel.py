@@ -329,43 +329,6 @@ def test_the_function_gets_the_mesh_of_the_job() -> None:
     assert {o.group for o in hybrid.collectives} == {"shard", "replicate", "tp"}
 
 
-def test_a_function_may_make_its_mesh_for_gpus() -> None:
-    """A script's mesh is one of "cuda", and tensors of a step are on the CPU."""
-
-    def make(device_mesh: DeviceMesh | None = None) -> Text:
-        assert device_mesh is None
-        mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("dp", "tp"))
-        model = parallel(mesh)
-        return fully_shard(model, device_mesh=mesh["dp"])
-
-    found = run(make, 4, batch=batch(), loss=loss_of)
-
-    assert len(found.plan.units) == 1
-    assert any(each.group == "tp" for each in found.collectives)
-
-
-def test_a_summary_and_a_trace_tell_the_collectives_of_the_model_apart() -> None:
-    """A line and a row per mesh dimension."""
-    found = run(partial(sharded, 2, 4), 8, batch=batch(), loss=loss_of)
-
-    assert "4 units on 8 ranks" in str(found)
-    assert "collectives of the model itself over tp (4 ranks): " in str(found)
-    events = found.trace()["traceEvents"]
-    rows = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name"}
-    # The norm of clipping is summed over ``tp`` by the runtime.
-    own = [
-        e
-        for e in events
-        if e["ph"] == "X"
-        and e["args"].get("group") == "tp"
-        and e["args"]["phase"] != "clip"
-    ]
-    assert {e["tid"] for e in own} == {rows["communication of the model over tp"]}
-    assert all(e["args"]["ranks"] == 4 and e["args"]["bytes"] for e in own)
-    others = [e for e in events if e.get("cat") == "communication" and e not in own]
-    assert {e["tid"] for e in others} == {rows["communication"]}
-
-
 def checkpointed() -> Text:
     """The model with activation checkpointing of its blocks, on 2 x 2 ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -411,18 +374,6 @@ def test_a_wrong_mesh_is_named(options: dict[str, Any], message: str) -> None:
 
     with pytest.raises(PlanError, match=message):
         run(given.pop("model", on_a_mesh), 8, **given)
-
-
-def test_a_module_of_another_world_is_refused_by_the_name_of_a_parameter() -> None:
-    """Its mesh has process groups that are not those of the step."""
-    with fake_world(4):
-        models.forget_meshes()
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        model = parallel(mesh)
-    models.forget_meshes()
-
-    with pytest.raises(PlanError, match=r"'tokens.weight' is a DTensor.*function"):
-        run(model, 4, batch=batch(), loss=loss_of)
 
 
 def test_no_mesh_of_a_simulation_stays_behind() -> None:

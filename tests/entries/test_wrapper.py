@@ -23,10 +23,8 @@ from tests.support.reference import (
     adamw,
     apply_units,
     assert_same_training,
-    backward,
     gpt_input,
     gpt_units,
-    loss_of,
     train,
     train_reference,
 )
@@ -80,34 +78,6 @@ def test_a_child_with_a_name_like_the_wrappers_keeps_it(
     assert list(model.state_dict()) == expected
     assert [n for n, _ in model.named_parameters()] == expected
     assert not model.load_state_dict(model.state_dict()).missing_keys
-
-
-@pytest.mark.req("S1-28")
-def test_fsdp_modules_are_the_wrappers_in_the_order_of_the_states(
-    one_rank: World,
-) -> None:
-    """One wrapper per state, root first; ``root_only`` keeps the outermost."""
-    model = wrapped()
-
-    found = FullyShardedDataParallel.fsdp_modules(model)
-
-    assert [fully_shard.state(each.module) for each in found] == _get_fsdp_states(model)
-    assert found[0] is model
-    assert len(found) == 3
-    assert FullyShardedDataParallel.fsdp_modules(model, root_only=True) == [model]
-
-
-def test_attributes_and_items_of_the_wrapped_module_are_the_wrappers(
-    one_rank: World,
-) -> None:
-    """Attributes, methods and indexing reach through; a missing one is missing."""
-    plain = tiny_mlp()
-    model = FullyShardedDataParallel(plain)
-
-    assert model[0] is plain[0]
-    assert model.append is not None
-    with pytest.raises(AttributeError, match="no_such_thing"):
-        _ = model.no_such_thing
 
 
 @pytest.mark.req("S1-25")
@@ -188,24 +158,6 @@ def test_the_paths_can_be_mixed_in_one_model(
     names = ranks(2).run(train_mixed, inner, outer)
 
     assert names == [["", "blocks.0", "blocks.1"]] * 2
-
-
-def save_and_load(world: World) -> bool:
-    """Save, train on, load: the first values are back, in the same object."""
-    model = wrapped()
-    saved = model.state_dict()
-    train(model, world.rank, gpt_input, adamw)
-    changed = not all(torch.equal(v, saved[n]) for n, v in model.state_dict().items())
-    report = model.load_state_dict(saved)
-    same = all(torch.equal(v, saved[n]) for n, v in model.state_dict().items())
-    backward(loss_of(model, gpt_input(0, world.rank)))
-    return changed and same and not report.missing_keys and not report.unexpected_keys
-
-
-@pytest.mark.req("S3-04")
-def test_save_and_load_work_in_the_wrapped_object(ranks: RankCount) -> None:
-    """Wrapping is no one-way street: names are plain and loading needs no new model."""
-    assert ranks(2).run(save_and_load) == [True, True]
 
 
 @pytest.mark.req("S3-05")
