@@ -34,20 +34,6 @@ def test_a_link_serves_one_collective_after_the_other() -> None:
     assert not first.is_completed()
 
 
-def test_waiting_sleeps_for_what_is_left() -> None:
-    """The link counts it, and a collective that is done is not waited for again."""
-    link = WallLink(float("inf"), latency=0.01)
-    work = link.send("all_gather", [], 8.0)
-
-    work.wait()
-    waited = link.waited
-    work.wait()
-
-    assert 0 < waited <= 0.01
-    assert link.waited == waited
-    assert work.is_completed()
-
-
 def test_every_collective_sends_what_a_ring_would() -> None:
     """All but this rank's part of the whole buffer; twice for an all-reduce."""
     schedule = Schedule()
@@ -150,16 +136,6 @@ def test_peaks_are_constant_and_planned(kind: str) -> None:
     assert found.most == pytest.approx(planned.total, rel=0.01)
 
 
-def test_the_gpu_benchmark_says_that_there_is_no_gpu(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And measures nothing."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-    assert cuda.main([]) == 0
-    assert capsys.readouterr().out.startswith("no CUDA device: nothing was measured")
-
-
 @pytest.mark.full_matrix("the parts of the benchmark have everyday tests above")
 @pytest.mark.slow
 @pytest.mark.req("M-07")
@@ -193,6 +169,7 @@ def test_the_gpu_benchmark_writes_its_report_on_a_cpu(
     assert float(row.split()[-1]) == 0.0
 
 
+@pytest.mark.full_matrix("the parts of the benchmark have everyday tests above")
 @pytest.mark.slow
 def test_the_overlap_benchmark_prints_its_tables(tmp_path: Path) -> None:
     """At a small size. It forks, and a CUDA build of torch refuses autograd in forks of

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import PhaseError
 from composable_fsdp.comm.consensus import (
-    Failure,
     exchange,
     failed_rank,
     first_failure,
@@ -18,27 +16,6 @@ from composable_fsdp.comm.consensus import (
 )
 from tests.support.sharded import RankCount, message_of
 from tests.support.world import World
-
-
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (PhaseError("wrong moment."), "PhaseError: On rank 3: wrong moment."),
-        (TypeError("expected 1"), "TypeError: On rank 3: expected 1"),
-        (KeyError("a"), "CheckpointError: On rank 3: KeyError: 'a'"),
-        (ValueError(), "CheckpointError: On rank 3: ValueError: "),
-    ],
-)
-def test_an_error_keeps_its_class_where_it_is_ours(
-    one_rank: World, error: Exception, expected: str
-) -> None:
-    """The receiver may not have the class of another, nor its constructor."""
-    failure = Failure.of(error, 3)
-    assert failure is not None
-
-    again = failure.rebuilt()
-
-    assert f"{type(again).__name__}: {again.args[0]}" == expected
 
 
 def check_ways(world: World) -> tuple[str, str, int | None]:

@@ -50,10 +50,3 @@ def test_rounds_of_accumulated_batches_are_expected(forwards: int) -> None:
 def test_rounds_of_models_that_take_turns_are_expected() -> None:
     """A step in which equal rounds are followed by different ones."""
     assert wrong_by_rounds([0, 1, 2, 3, 0, 2, 3, 1]) == 0
-
-
-def test_neither_predictor_serves_for_the_other() -> None:
-    """If one of these numbers is 0, that predictor can take the other's place."""
-    assert wrong_by_rounds([*[FORWARD, BACKWARD] * 16, CLIP]) > 0
-    assert wrong_by_calls([*[FORWARD, BACKWARD] * 16, CLIP]) > 0
-    assert wrong_by_calls([0, 1, 2, 3, 0, 2, 3, 1]) > 0

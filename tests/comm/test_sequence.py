@@ -7,9 +7,9 @@ import json
 import pytest
 
 from composable_fsdp.comm.comparison import LogWords, OrderComparison
-from composable_fsdp.comm.order_facts import REDUCE, Fact, contrast, waiting
+from composable_fsdp.comm.order_facts import REDUCE, Fact
 from composable_fsdp.comm.order_records import MOST_MODES
-from composable_fsdp.comm.sequence import NOTHING, OrderLog, RoundOrder
+from composable_fsdp.comm.sequence import OrderLog, RoundOrder
 
 
 class Calls(OrderComparison):
@@ -62,11 +62,6 @@ def _fact(use: object) -> Fact:
     return Fact(str(use))
 
 
-def reduces(unit: str, missing: str) -> Fact:
-    """A reduction without gradients for parameters of one letter each."""
-    return Fact(REDUCE, unit, missing=tuple(missing))
-
-
 def run(log: OrderLog, uses: str, mode: str = "train") -> list[bool]:
     """One round; whether each use was the expected one."""
     hits = []
@@ -102,20 +97,6 @@ def test_another_order_is_the_record_from_then_on(other: str) -> None:
     run(log, other)
 
     assert run(log, other) == [False] + [True] * (len(other) - 1)
-
-
-def test_a_round_that_was_dropped_changes_nothing() -> None:
-    """A raise in the middle leaves the record, and nothing is open."""
-    log = new_log()
-    run(log, "abc")
-    log.depart("a", "train")
-    log.depart("c", "train")
-
-    log.drop()
-
-    assert log.expected is NOTHING
-    assert torn(log) == (2, 2)
-    assert run(log, "abc") == [False, True, True]
 
 
 def test_only_a_round_with_further_uses_is_torn() -> None:
@@ -204,34 +185,6 @@ def test_logs_over_a_group_have_a_common_order_of_rounds() -> None:
     assert schedule("2") == ["depart begin"]
     assert schedule("112" * 12)[-1:] != []
     assert schedule("112" * 3) == []
-
-
-@pytest.mark.parametrize(
-    ("mine", "theirs", "expected"),
-    [
-        (Fact("run", "a"), Fact("run", "b"), ((), ())),
-        (reduces("a", "xy"), reduces("a", "yz"), (("x",), ("z",))),
-        (reduces("a", "x"), reduces("a", ""), (("x",), ())),
-        (reduces("a", "x"), reduces("b", "x"), (("x",), ("x",))),
-    ],
-)
-def test_a_difference_names_the_parameters_that_differ(
-    mine: Fact, theirs: Fact, expected: tuple[tuple[str, ...], tuple[str, ...]]
-) -> None:
-    """Those that both ranks lack are left out, if it is the same unit."""
-    here, there = contrast(mine, theirs)
-
-    assert (here.missing, there.missing) == expected
-    assert (here[:3], there[:3]) == (mine[:3], theirs[:3])
-
-
-def test_a_rank_that_does_not_reduce_tells_what_it_waits_for() -> None:
-    """Only of the unit that the other rank reduces."""
-    note = {"'a'": ["a.x", "a.y"], "'b'": ["b.x"]}
-
-    assert waiting(note, reduces("'b'", "z")) == " and has no gradient yet for 'b.x'"
-    assert waiting(note, reduces("'c'", "")) == ""
-    assert waiting(note, Fact("run", "'a'")) == ""
 
 
 @pytest.mark.req("D-06")

@@ -250,27 +250,6 @@ def test_what_cannot_be_checkpointed_is_refused(
     assert all(checkpoint.state(m) is None for m in model.modules())
 
 
-def test_options_reach_torchs_checkpoint() -> None:
-    """Both contexts of ``context_fn`` are entered, and without RNG the draw differs."""
-    entered: list[str] = []
-
-    class Enter:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def __enter__(self) -> None:
-            entered.append(self.name)
-
-        def __exit__(self, *_: object) -> None: ...
-
-    layer = checkpoint(
-        nn.Linear(2, 2), context_fn=lambda: (Enter("forward"), Enter("again"))
-    )
-    backward(layer(torch.ones(1, 2, requires_grad=True)).sum())
-
-    assert entered == ["forward", "again"]
-
-
 @pytest.mark.req("S2-05")
 @pytest.mark.parametrize(
     "name",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import pickle
 import warnings
 from functools import partial
 from typing import Any
@@ -21,8 +20,6 @@ from composable_fsdp import (
     CompositionError,
     PhaseError,
     fsdp2,
-    optim_state_dict,
-    optim_state_dict_to_load,
 )
 from composable_fsdp.state_dict.sharded import ShardedValue
 from tests.support.models import TinyGPT, tiny_mlp
@@ -58,26 +55,6 @@ def test_the_class_is_a_readable_one_that_derives_from_both(one_rank: World) -> 
     # One class per plain class, so that isinstance and caches by type keep working.
     assert type(fsdp2.fully_shard(nn.Linear(2, 2))) is type(model[0])
     assert fsdp2.fully_shard.state(model) is composable_fsdp.fully_shard.state(model)
-
-
-@pytest.mark.req("N-05")
-def test_slices_copies_and_pickles_of_the_class_are_made(one_rank: World) -> None:
-    """A slice is plain, as in FSDP2; a deep copy is sharded, and trains apart."""
-    model = sharded_mlp()
-    loss_of(model, wide_input(8)(0, 0))
-
-    assert type(model[1:]) is nn.Sequential
-    assert type(type(model[0])(2, 3)) is nn.Linear
-    copied = copy.deepcopy(model)
-    assert type(copied) is type(model)
-    assert type(copied[0]) is type(model[0])
-    copied[0].reshard()
-    backward(loss_of(copied, wide_input(8)(0, 0)))
-    assert model[0].weight.grad is None
-    assert copied[0].weight.grad is not None
-    empty = nn.Linear(2, 2)
-    empty.__class__ = type(model[0])
-    assert type(pickle.loads(pickle.dumps(empty))) is type(model[0])
 
 
 @on_ranks(2)
@@ -401,32 +378,3 @@ def check_scaler(world: World) -> list[float]:
             assert scale == expected
             torch.testing.assert_close(weight, reference)
     return [scale for scale, _ in theirs]
-
-
-@on_ranks(2, 3)
-def test_a_rank_without_rows_has_empty_gradients(world: World) -> None:
-    """As with FSDP2, so that loops over ``p.grad`` run; also after a freeze."""
-    plain, model = (nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 2)) for _ in range(2))
-    model.load_state_dict(plain.state_dict())
-    fsdp2.fully_shard(model)
-    optims = [torch.optim.AdamW(each.parameters()) for each in (plain, model)]
-    for at in range(4):
-        for each, optim in zip((plain, model), optims, strict=True):
-            each[1].requires_grad_(at != 1)
-            optim.zero_grad()
-            each(torch.ones(2, 4)).sum().backward()
-            grads: list[Any] = [p.grad for p in each.parameters() if p.requires_grad]
-            assert all(grad is not None for grad in grads)
-            torch._foreach_mul_(grads, 0.5)
-            torch.nn.utils.clip_grad_norm_(each.parameters(), 0.1)
-            optim.step()
-    whole = {k: v.full_tensor() for k, v in model.state_dict().items()}
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(whole[name], value)
-    saved = optim_state_dict(model, optims[1])
-    optims[1].load_state_dict(optim_state_dict_to_load(model, optims[1], saved))
-    for name, state in saved["state"].items():
-        parameter = dict(plain.named_parameters())[name]
-        ours = state["exp_avg"]
-        ours = ours.full_tensor() if isinstance(ours, ShardedValue) else ours
-        torch.testing.assert_close(ours, optims[0].state[parameter]["exp_avg"])

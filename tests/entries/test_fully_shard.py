@@ -20,10 +20,8 @@ from tests.support.reference import (
     adamw,
     apply_units,
     assert_same_training,
-    backward,
     gpt_input,
     gpt_units,
-    loss_of,
     sgd,
     train,
     train_reference,
@@ -168,30 +166,6 @@ def test_a_child_may_run_before_its_parent(world: World) -> None:
 
     assert_same_training(model, plain, losses, [step[world.rank] for step in expected])
     assert torch.equal(model.blocks[0](x), plain.blocks[0](x))
-
-
-@pytest.mark.req("B-11")
-@on_ranks(1, 2)
-def test_the_root_and_then_an_inner_module_alone(world: World) -> None:
-    """A backward through one block, between backwards through the whole.
-
-    Two kinds of steps in turn, against the same on the plain model.
-    """
-    model = TinyGPT()
-    plain = copy.deepcopy(model)
-    apply_units(model, gpt_units(model))
-    for step in range(2):
-        x = torch.full((1, 2, 8), float(step + 1))
-        mine, theirs = sgd(model.parameters()), sgd(plain.parameters())
-        backward(loss_of(model, gpt_input(step, 0)))
-        backward(loss_of(plain, gpt_input(step, 0)))
-        for m, optimizer in ((model, mine), (plain, theirs)):
-            optimizer.step()
-            optimizer.zero_grad()
-            backward(loss_of(m.blocks[1], x))
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same_training(model, plain, [], [])
 
 
 class Loop(nn.Module):

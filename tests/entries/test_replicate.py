@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import cast
 
 import pytest
 import torch
@@ -17,14 +16,10 @@ from composable_fsdp import (
     CompositionError,
     FullyShardedDataParallel,
     ModuleWrapPolicy,
-    clip_grad_norm_,
     fully_shard,
     no_sync,
-    optim_state_dict,
-    optim_state_dict_to_load,
     replicate,
 )
-from composable_fsdp.tree.traversal import _get_fsdp_states
 from tests.support.models import TinyBlock, TinyGPT, module_at, tiny_mlp
 from tests.support.on_ranks import on_ranks
 from tests.support.recording import record_steps
@@ -240,41 +235,6 @@ def test_each_unit_reduces_once_and_no_sync_holds_it_back(ranks: RankCount) -> N
     assert ranks(2).run(count_reductions, by_policy) == [[0, 3]] * 2
 
 
-@pytest.mark.parametrize("compose", [alone, inside, above], ids=lambda c: c.__name__)
-@on_ranks(2)
-def test_clipping_and_optimizer_state_are_those_of_the_plain_model(
-    world: World, compose: Compose
-) -> None:
-    """The norm counts a replicated gradient once, a sharded one over all ranks.
-
-    Norm, and optimizer state that goes out and comes back.
-    """
-    model = TinyGPT()
-    plain = copy.deepcopy(model)
-    composed = compose(model, "composable")
-    optimizer, reference = adamw(composed.parameters()), adamw(plain.parameters())
-    for m in (composed, plain):
-        backward(loss_of(m, gpt_input(0, 0)))
-    ours = clip_grad_norm_(composed, 0.1)
-    theirs = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-    optimizer.step()
-    reference.step()
-    saved = optim_state_dict(composed, optimizer)
-    again = adamw(composed.parameters())
-    again.load_state_dict(optim_state_dict_to_load(composed, again, saved))
-
-    assert torch.allclose(ours, theirs)
-    names = [n for n, _ in plain.named_parameters()]
-    for name, value in zip(
-        names, reference.state_dict()["state"].values(), strict=True
-    ):
-        assert torch.allclose(saved["state"][name]["exp_avg"], value["exp_avg"])
-    for p in composed.parameters():
-        assert again.state[p].keys() == optimizer.state[p].keys()
-        for key, value in optimizer.state[p].items():
-            assert torch.equal(again.state[p][key], value)
-
-
 # ---- which units are whose --------------------------------------------------
 
 
@@ -302,51 +262,3 @@ def test_one_module_takes_one_of_the_two(
 
     backward(model(torch.ones(1, 8)).sum())
     assert all(p.grad is not None for p in model.parameters())
-
-
-@pytest.mark.parametrize("outer", [replicate, fully_shard])
-def test_a_part_of_a_managed_module_is_refused(
-    one_rank: World, outer: Callable[[nn.Module], nn.Module]
-) -> None:
-    """Inner ones come first, whichever of the two."""
-    model = outer(TinyGPT())
-
-    with pytest.raises(CompositionError, match="Apply replicate to the children first"):
-        replicate(cast(TinyGPT, model).blocks[0])
-    with pytest.raises(CompositionError, match="Apply fully_shard to the children"):
-        fully_shard(cast(TinyGPT, model).blocks[0])
-
-
-def meet_in_part(world: World) -> str:
-    """Shard over three ranks, replicate over two of them and a fourth."""
-    three, other = dist.new_group([0, 1, 2]), dist.new_group([0, 1, 3])
-    if world.rank not in (0, 1):
-        return ""
-    model = nn.Sequential(tiny_mlp())
-    fully_shard(model[0], process_group=three)
-    with pytest.raises(CompositionError) as error:
-        replicate(model, process_group=other)
-    assert replicate.state(model) is None
-    return str(error.value)
-
-
-def test_groups_that_form_no_grid_are_refused(ranks: RankCount) -> None:
-    """Both groups' ranks and the way out are told."""
-    text = ranks(4).run(meet_in_part)[0]
-
-    assert "replicate over ranks [0, 1, 3]" in text
-    assert "over ranks [0, 1, 2]" in text
-    assert "meet each replicate group in one rank" in text
-
-
-@pytest.mark.parametrize("compose", [alone, above], ids=lambda c: c.__name__)
-def test_a_replicated_model_can_be_copied(one_rank: World, compose: Compose) -> None:
-    """A deep copy has a state and parameters of its own."""
-    model = compose(TinyGPT(), "composable")
-
-    made = copy.deepcopy(model)
-    backward(loss_of(made, gpt_input(0, 0)))
-
-    assert all(p.grad is not None for p in made.parameters())
-    assert all(p.grad is None for p in model.parameters())
-    assert len(_get_fsdp_states(made)) == len(_get_fsdp_states(model))

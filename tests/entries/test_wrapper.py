@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from composable_fsdp import (
-    CompositionError,
     FullyShardedDataParallel,
     ModuleWrapPolicy,
     ShardingStrategy,
@@ -24,7 +23,6 @@ from tests.support.reference import (
     apply_units,
     assert_same_training,
     gpt_input,
-    gpt_units,
     train,
     train_reference,
 )
@@ -78,22 +76,6 @@ def test_a_child_with_a_name_like_the_wrappers_keeps_it(
     assert list(model.state_dict()) == expected
     assert [n for n, _ in model.named_parameters()] == expected
     assert not model.load_state_dict(model.state_dict()).missing_keys
-
-
-@pytest.mark.req("S1-25")
-def test_a_wrapper_that_is_wrapped_again_equally_stays_itself(one_rank: World) -> None:
-    """As scripts for FSDP1 do it; other settings are refused, and named."""
-    model = FullyShardedDataParallel(tiny_mlp())
-    hooks = len(model.module._forward_pre_hooks)
-
-    assert FullyShardedDataParallel(model) is model
-    assert len(model.module._forward_pre_hooks) == hooks
-    with pytest.raises(CompositionError, match=r"FULL_SHARD.* asks for .*NO_SHARD"):
-        FullyShardedDataParallel(model, sharding_strategy=ShardingStrategy.NO_SHARD)
-    with pytest.raises(CompositionError, match="takes each API once"):
-        FullyShardedDataParallel(model.module)
-    again = FullyShardedDataParallel(model.module, if_sharded="skip")
-    assert again.module is model.module
 
 
 @pytest.mark.req("S0-06")
@@ -158,22 +140,3 @@ def test_the_paths_can_be_mixed_in_one_model(
     names = ranks(2).run(train_mixed, inner, outer)
 
     assert names == [["", "blocks.0", "blocks.1"]] * 2
-
-
-@pytest.mark.req("S3-05")
-@pytest.mark.parametrize("path", PATHS)
-def test_loading_its_own_state_dict_right_after_construction(
-    ranks: RankCount, path: str
-) -> None:
-    """Lazy initialization has not run; the values are kept."""
-    assert ranks(2).run(load_own_state, path) == [True, True]
-
-
-def load_own_state(world: World, path: str) -> bool:
-    """``load_state_dict(state_dict())`` before any forward."""
-    model = TinyGPT()
-    expected = {name: value.clone() for name, value in model.state_dict().items()}
-    sharded = apply_units(model, gpt_units(model), path=path)
-    sharded.load_state_dict(sharded.state_dict())
-    found = sharded.state_dict()
-    return all(torch.equal(found[name], value) for name, value in expected.items())

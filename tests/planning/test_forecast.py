@@ -17,7 +17,6 @@ from composable_fsdp import (
     CustomPolicy,
     MixedPrecision,
     ModuleWrapPolicy,
-    PlanError,
     ShardingStrategy,
     checkpoint,
     forecast,
@@ -130,24 +129,6 @@ def test_rows_and_moments_are_the_arithmetic_of_the_plan(
     assert found.host_bytes == (planned.host_bytes + kept if offloaded else 0)
 
 
-@pytest.mark.req("N-01")
-def test_equal_units_are_a_row() -> None:
-    """Names are ranges; units of other sizes, classes or options are other rows."""
-    policy = CustomPolicy(lambda m: isinstance(m, (TinyBlock, nn.LayerNorm)))
-    model = Text(blocks=12)
-    model.blocks[3] = TinyBlock(64, 4).requires_grad_(False)
-
-    names = [
-        (row.fold.name, row.fold.times)
-        for row in forecast(plan(model, world_size=2, policy=policy)).rows
-    ]
-
-    assert names[0] == ("(root)", 1)
-    assert names[1] == ("blocks.0-2,4-11", 11)
-    assert names[-2][0].startswith("blocks.3")
-    assert sum(times for _, times in names) == 1 + 12 + 24
-
-
 @pytest.mark.few
 @pytest.mark.parametrize("world_size", [1, 3, 64])
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
@@ -163,17 +144,6 @@ def test_a_plan_is_planned_again_without_the_module(
     assert replan(start, block=Block.ELEMENT) == text_plan(
         4, **{**options, "block": Block.ELEMENT}
     )
-
-
-def test_replicas_keep_the_size_of_their_group() -> None:
-    """Fewer ranks are one group; ranks that it does not divide are refused."""
-    start = text_plan(16, **VARIANTS["hybrid"])
-
-    assert replan(start, world_size=64).units[0].replicas == 16
-    assert replan(start, world_size=2).units[0].shard_world_size == 2
-    assert replan(start, shard_world_size=8).units[0].replicas == 2
-    with pytest.raises(PlanError, match="groups of 4 ranks, which do not divide 6"):
-        replan(start, world_size=6)
 
 
 @pytest.mark.req("N-01")

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_fsdp.compose.registry import set_state
-from composable_fsdp.config import BackwardPrefetch, Block, ShardingStrategy
 from composable_fsdp.entries.plan import plan
 from composable_fsdp.planning.assign import PlanRequest, lowest_common_ancestor
 from composable_fsdp.planning.options import UnitOptions
@@ -50,33 +49,6 @@ def test_each_parameter_goes_to_the_nearest_unit_above_it() -> None:
     assert [unit.class_name for unit in result.units] == ["TinyGPT"] + ["TinyBlock"] * 2
 
 
-@pytest.mark.req("S0-05")
-def test_options_of_one_unit_leave_the_others_with_the_roots() -> None:
-    """What a policy names is replaced for that module only; the rest is inherited."""
-    root = UnitOptions(
-        block=Block.ELEMENT,
-        backward_prefetch=BackwardPrefetch.BACKWARD_POST,
-    )
-    policy = units({"0": {"strategy": ShardingStrategy.NO_SHARD}, "1": {}})
-    request = PlanRequest(options=root, world_size=4, policy=policy)
-
-    result, _ = plan_modules([linears(3)], request)
-
-    assert [unit.options.strategy.name for unit in result.units] == [
-        "FULL_SHARD",
-        "NO_SHARD",
-        "FULL_SHARD",
-    ]
-    assert {unit.options.block for unit in result.units} == {Block.ELEMENT}
-    assert {unit.options.backward_prefetch for unit in result.units} == {
-        BackwardPrefetch.BACKWARD_POST
-    }
-    assert root == UnitOptions(
-        block=Block.ELEMENT,
-        backward_prefetch=BackwardPrefetch.BACKWARD_POST,
-    )
-
-
 @pytest.mark.req("B-03")
 def test_earlier_units_and_replicated_subtrees_are_left_out() -> None:
     """A state of an earlier call or a mark ends the walk, and the state is noted."""
@@ -110,21 +82,6 @@ def test_a_module_at_two_places_is_counted_once() -> None:
         ("0.bias", "1.0.bias"),
     }
     assert len(targets[0].places) == 2
-
-
-def test_a_list_of_modules_is_one_unit_with_names_from_each() -> None:
-    """Names are relative to the module that holds the parameter."""
-    first, second = nn.Linear(4, 4, bias=False), nn.LayerNorm(4)
-    first.register_parameter("gain", nn.Parameter(torch.ones(4)))
-    del second.weight
-    second.register_parameter("weight", None)
-
-    result, targets = plan_modules(
-        [first, second], PlanRequest(options=UnitOptions(), world_size=2)
-    )
-
-    assert names_of(result) == {"": ["bias", "gain", "weight"]}
-    assert targets[0].modules == (first, second)
 
 
 @pytest.mark.parametrize(

@@ -125,24 +125,6 @@ def test_size_policy_does_not_count_what_is_left_out(left_out: str) -> None:
     assert list(units_of(SizePolicy(8), model, **{left_out: {inner}})) == ["0"]
 
 
-@pytest.mark.parametrize("form", ["policy", "callable"])
-def test_defaults_of_the_size_policies_are_read_at_each_call(
-    form: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both attributes of the function can be extended, as in FSDP1."""
-    policy: object = (
-        SizePolicy(4)
-        if form == "policy"
-        else partial(size_based_auto_wrap_policy, min_num_params=4)
-    )
-    assert list(units_of(policy, layers(1))) == ["0"]
-
-    for name in ("EXCLUDE_WRAP_MODULES", "FORCE_LEAF_MODULES"):
-        with monkeypatch.context() as patch:
-            patch.setattr(size_based_auto_wrap_policy, name, {nn.Linear})
-            assert units_of(policy, layers(1)) == {}
-
-
 @pytest.mark.parametrize("name", ["EXCLUDE_WRAP_MODULES", "FORCE_LEAF_MODULES"])
 def test_defaults_of_the_size_policy_are_those_of_fsdp1(name: str) -> None:
     """The attributes have FSDP1's names and values."""
@@ -190,29 +172,6 @@ def test_depth_is_no_limit(policy: object) -> None:
 
     assert count == [len(targets)]
     assert targets
-
-
-@pytest.mark.req("S0-02")
-def test_apply_leaves_the_root_to_the_caller() -> None:
-    """The root is no target of the walk, even if it is in the map."""
-    model, seen = layers(1), list[nn.Module]()
-    targets: dict[nn.Module, Options] = {model: {}, model[0]: {}}
-
-    post_order_apply(model, targets, lambda m, _: seen.append(m))
-
-    assert seen == [model[0]]
-
-
-@pytest.mark.req("S0-02")
-def test_apply_refuses_a_replacement_that_is_no_module() -> None:
-    """The message gives what came, and where; the place keeps its module."""
-    model = layers(1)
-    inner = model[0]
-
-    with pytest.raises(TypeError, match="got 7 for the Linear that its parent calls"):
-        post_order_apply(model, {inner: {}}, lambda m, _: 7)  # type: ignore[arg-type,return-value]  # what is tested
-
-    assert model[0] is inner
 
 
 def test_apply_refuses_a_foreign_target_before_anything_is_applied() -> None:

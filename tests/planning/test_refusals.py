@@ -74,6 +74,20 @@ def two_tensors() -> nn.Module:
     return model
 
 
+class Encodes(TwoTensor):
+    """Encodes itself in FSDP2's all-gather, as torchao's Float8 weights may."""
+
+    def fsdp_pre_all_gather(self, mesh: object) -> None:
+        raise AssertionError(mesh)
+
+
+def encoding() -> nn.Module:
+    model = nn.Linear(4, 4)
+    inside = Encodes(torch.ones(4, 4), torch.ones(4, 4))  # type: ignore[no-untyped-call]  # torch
+    model.weight = nn.Parameter(inside)
+    return model
+
+
 def replicated() -> nn.Module:
     model = nn.Linear(2, 2)
     set_state(model, "replicate", object())
@@ -101,6 +115,7 @@ PARAMETERS: dict[str, Build] = {
     "'0.weight' and '1.weight' are different objects that share memory": overlapping,
     "'long' and 'last' are different objects": hidden_overlap,
     "'weight' is a TwoTensor, a tensor class with": two_tensors,
+    r"wire=Float8Wire\(\).*enable_fsdp_float8_all_gather=False": encoding,
     "Composition.* got a ModuleList.* pass them as a list": nn.ModuleList,
     "Composition.* got a ModuleDict.* pass them as a list": nn.ModuleDict,
     "Composition.* got a ParameterList": nn.ParameterList,
@@ -128,7 +143,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.req("X-27", "X-30", "B-02", "S0-10")
+@pytest.mark.req("X-27", "X-30", "B-02", "S0-10", "M-06")
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 @pytest.mark.parametrize("text", [*PARAMETERS, *ARGUMENTS])
 def test_what_cannot_be_planned_is_refused_by_name(text: str) -> None:
