@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from composable_fsdp.comm.comparison import LogWords, OrderComparison
-from composable_fsdp.comm.order_facts import REDUCE, Fact
-from composable_fsdp.comm.order_records import MOST_MODES
+from composable_fsdp.comm.order_facts import Fact
 from composable_fsdp.comm.sequence import OrderLog, RoundOrder
 
 
@@ -53,11 +50,6 @@ def made(log: OrderLog) -> list[str]:
     return found
 
 
-def torn(log: OrderLog) -> tuple[int, int] | None:
-    """The round that was abandoned before its end, and after how many uses."""
-    return log.rounds.torn.get(log.number)
-
-
 def _fact(use: object) -> Fact:
     return Fact(str(use))
 
@@ -97,36 +89,6 @@ def test_another_order_is_the_record_from_then_on(other: str) -> None:
     run(log, other)
 
     assert run(log, other) == [False] + [True] * (len(other) - 1)
-
-
-def test_only_a_round_with_further_uses_is_torn() -> None:
-    """Other ranks wait for a rank that leaves out uses, and for no other."""
-    log = new_log()
-    run(log, "abc")
-    assert torn(log) is None  # ended
-    log.depart("a", "train")
-    log.position += 2
-    log.drop()
-    assert torn(log) is None  # all uses were there
-    log.depart("a", "train")
-    log.drop()
-    assert torn(log) == (3, 1)
-    run(log, "abc")
-    assert torn(log) is None  # the ranks have met
-
-
-def test_the_records_of_few_modes_are_kept() -> None:
-    """A program whose modes never repeat, and which alternate by chance, needs no more
-    memory with each round; a mode that ran a short time ago is still known."""
-    log = new_log()
-    for index in range(3 * MOST_MODES):
-        run(log, "abc", mode=f"{index}")
-        for _ in range(index % 5):
-            run(log, "ab", mode="again")
-
-    assert len(log._records) == MOST_MODES
-    assert len(log._successors) == MOST_MODES
-    assert run(log, "abc", mode=f"{index - 5}") == [False, True, True]
 
 
 @pytest.mark.req("X-12")
@@ -185,11 +147,3 @@ def test_logs_over_a_group_have_a_common_order_of_rounds() -> None:
     assert schedule("2") == ["depart begin"]
     assert schedule("112" * 12)[-1:] != []
     assert schedule("112" * 3) == []
-
-
-@pytest.mark.req("D-06")
-def test_a_fact_is_the_same_after_its_way_through_the_store() -> None:
-    """JSON has lists for tuples; a name may hold what a text would be cut at."""
-    fact = Fact(REDUCE, "'a'", (3, "eval", 7), ("x, y", "with none for z\n"))
-
-    assert Fact.of(json.loads(json.dumps(fact))) == fact

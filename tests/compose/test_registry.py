@@ -3,7 +3,6 @@ own data-parallel APIs are recognized without importing them."""
 
 from __future__ import annotations
 
-import copy
 import gc
 import subprocess
 import sys
@@ -13,7 +12,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
-from torch.distributed._composable.contract import contract as torch_contract
 from torch.distributed._composable.replicate import replicate as torch_replicate
 from torch.distributed._composable.replicate_with_fsdp import (
     replicate as torch_replicate_with_fsdp,
@@ -38,22 +36,6 @@ class State:
     """A state as APIs make them: slots, and a slot for weak references."""
 
     __slots__ = ("__weakref__",)
-
-
-class SharedState:
-    """A state of which copies are itself, as one that holds a process group may be."""
-
-    def __deepcopy__(self, memo: dict[int, object]) -> SharedState:
-        return self
-
-
-class Equal(nn.Module):
-    """A module that equals every other and cannot be hashed."""
-
-    __hash__ = None  # type: ignore[assignment]  # what a class with __eq__ alone gets
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Equal)
 
 
 # ---- the registry of one module ----------------------------------------------
@@ -95,21 +77,6 @@ def test_removing_the_last_state_leaves_no_trace() -> None:
     remove_state(module, "kept")
 
     assert module.__dict__ == before
-
-
-@pytest.mark.parametrize(("state", "is_shared"), [({}, False), (SharedState(), True)])
-def test_a_deep_copy_copies_the_entry_as_the_state_decides(
-    state: object, is_shared: bool
-) -> None:
-    """The copy carries the API; its state is what the state's ``__deepcopy__`` gave."""
-    module = nn.Linear(2, 2)
-    set_state(module, "mark", state)
-
-    copied = copy.deepcopy(module)
-    remove_state(module, "mark")
-
-    assert get_state(copied, "mark") is not None
-    assert (get_state(copied, "mark") is state) == is_shared
 
 
 # ---- the nearest owner of every submodule ------------------------------------
@@ -162,19 +129,6 @@ def test_an_owner_set_while_the_last_one_dies_stays() -> None:
     assert owners.get(module) is heir
 
 
-@pytest.mark.req("S1-30")
-def test_owners_tell_modules_apart_by_identity() -> None:
-    """Modules that are equal and unhashable have owners of their own."""
-    owners: OwnerMap[State] = OwnerMap()
-    left, right, left_state, right_state = Equal(), Equal(), State(), State()
-
-    owners.set(left_state, left)
-    owners.set(right_state, right)
-
-    assert owners.get(left) is left_state
-    assert owners.get(right) is right_state
-
-
 # ---- torch's own APIs ----------------------------------------------------------
 
 
@@ -192,26 +146,6 @@ def test_torch_replicates_are_named_and_are_not_foreign_fsdp() -> None:
     assert incompatible_api(composable) == "torch's replicate"
     assert incompatible_api(on_fsdp2) == "torch's replicate"
     assert [foreign_fsdp(m) for m in (ddp, composable, on_fsdp2)] == [None] * 3
-
-
-@pytest.mark.req("S1-16")
-@pytest.mark.parametrize(
-    ("name", "question"),
-    [("replicate", incompatible_api), ("fully_shard", foreign_fsdp)],
-)
-def test_marks_in_the_registry_of_torch_are_seen(
-    name: str, question: Callable[[nn.Module], str | None]
-) -> None:
-    """An API of torch that changes no class is found by its registry entry."""
-
-    def api(module: nn.Module) -> nn.Module:
-        return module
-
-    api.__name__ = name
-    module = torch_contract()(api)(nn.Linear(2, 2))
-
-    assert question(module) is not None
-    assert question(nn.Linear(2, 2)) is None
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -30,42 +30,28 @@ from composable_fsdp import (
 )
 from composable_fsdp.comm import device
 from composable_fsdp.planning.unit_plan import Traffic
+from tests.planning.trees import Text
 from tests.support.memory import LiveBytes
-from tests.support.tiny import TinyBlock
 from tests.support.world import World, ranks, single_rank_group
 
 LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-WIDTH = 256
 STAND_INS = ("stream", "current_stream", "is_current_stream_capturing")
 
 
-class Text(nn.Module):
+def text() -> Text:
     """A small GPT, whose root holds an embedding and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(1000, WIDTH)
-        self.blocks = nn.ModuleList(TinyBlock(WIDTH, 4) for _ in range(2))
-        self.head = nn.Linear(WIDTH, 1000, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Map token ids ``(batch, time)`` to logits."""
-        x = self.tokens(tokens)
-        for block in self.blocks:
-            x = block(x)
-        logits: Tensor = self.head(x)
-        return logits
+    return Text(1000, 256, 2)
 
 
 def on_meta() -> Text:
     """The model without memory."""
     with torch.device("meta"):
-        return Text()
+        return text()
 
 
 def sharded() -> Text:
     """What a training script does."""
-    model = Text()
+    model = text()
     for block in model.blocks:
         fully_shard(block, mixed_precision=LOW)
     return fully_shard(model, mixed_precision=LOW)
@@ -236,7 +222,7 @@ def test_a_function_may_make_a_mesh_and_its_batch() -> None:
 
     def make() -> tuple[nn.Module, Any]:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        return fully_shard(Text(), device_mesh=mesh), {"tokens": batch()}
+        return fully_shard(text(), device_mesh=mesh), {"tokens": batch()}
 
     def loss(output: Tensor) -> Tensor:
         found = output.square().mean()

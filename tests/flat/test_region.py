@@ -170,31 +170,3 @@ def test_a_region_built_under_inference_mode_can_be_trained() -> None:
     total: torch.Tensor = region.full.leaves[0].sum()
     torch.autograd.backward([total])
     assert region.full.leaves[0].grad is not None
-
-
-def test_views_of_the_reduce_buffer_have_the_shapes_of_the_parameters() -> None:
-    """Parameters and padding together are the whole buffer, each once."""
-    region = region_of(parameters(), world_size=3)
-    assert isinstance(region, TrainableRegion)
-    memory.allocate(region.reduce.buffer)
-    region.reduce.buffer.zero_()
-
-    for piece in (*region.reduce.views, *region.reduce.gaps):
-        piece.add_(1)
-
-    assert bool((region.reduce.buffer == 1).all())
-    assert [view.shape for view in region.reduce.views] == [
-        slot.shape for slot in region.layout.parameters
-    ]
-
-
-def test_strided_and_expanded_parameters_are_copied_by_value() -> None:
-    """A transposed weight and an expanded one come out in their logical order."""
-    base = torch.arange(12.0).reshape(3, 4)
-    odd = [nn.Parameter(base.t()), nn.Parameter(torch.ones(1, 1).expand(4, 3))]
-    expected = [p.detach().clone() for p in odd]
-
-    region = region_of(odd, world_size=1)
-
-    for slot, leaf in zip(region.layout.parameters, region.leaves, strict=True):
-        assert torch.equal(leaf, expected[int(slot.fqn)])

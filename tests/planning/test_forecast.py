@@ -29,7 +29,7 @@ from composable_fsdp.planning.plan import ShardingPlan
 from composable_fsdp.planning.unit_plan import Traffic
 from composable_fsdp.tools.fit import fit, smallest_world_size
 from composable_fsdp.tree.traversal import _get_fsdp_handles
-from tests.planning.trees import linears
+from tests.planning.trees import Text, linears
 from tests.support.memory import LiveBytes, cuda_order, fake_tensors
 from tests.support.reference import backward
 from tests.support.tiny import TinyBlock
@@ -40,47 +40,17 @@ OFFLOAD = CPUOffload(offload_params=True)
 HYBRID = ShardingStrategy.HYBRID_SHARD
 
 
-class Gpt(nn.Module):
-    """An embedding, three blocks and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(5000, 1024)
-        self.layers = nn.ModuleList(TinyBlock(1024, 4) for _ in range(3))
-        self.head = nn.Linear(1024, 5000, bias=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Map token ids ``(batch, time)`` to logits."""
-        x = self.tokens(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        logits: torch.Tensor = self.head(x)
-        return logits
-
-
-class Text(nn.Module):
-    """An embedding, blocks with an inner unit each, and a frozen head."""
-
-    def __init__(self, blocks: int = 4, width: int = 64) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(100, width)
-        self.blocks = nn.ModuleList(TinyBlock(width, 4) for _ in range(blocks))
-        self.head = nn.Linear(width, 100)
-        self.head.requires_grad_(False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Map token ids to logits."""
-        x = self.tokens(tokens)
-        for block in self.blocks:
-            x = block(x)
-        logits: torch.Tensor = self.head(x)
-        return logits
+def gpt() -> Text:
+    """A model with room for activations."""
+    return Text(5000, 1024, 3)
 
 
 def text_plan(world_size: int = 8, **options: Any) -> ShardingPlan:
     """A plan with a unit per block, and one inside each."""
     inner = CustomPolicy(lambda m: isinstance(m, (TinyBlock, nn.LayerNorm)))
-    return plan(Text(), world_size=world_size, policy=inner, **options)
+    model = Text(100, 64, 4)
+    model.head.requires_grad_(False)
+    return plan(model, world_size=world_size, policy=inner, **options)
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -282,15 +252,15 @@ def test_the_peak_with_activations_is_that_of_a_step(
     tokens = torch.zeros(*batch, dtype=torch.long)
     with fake_world(8):
         with torch.device("meta"):
-            whole = Gpt()
-        planned = plan(whole, world_size=8, units=["layers.*"])
+            whole = gpt()
+        planned = plan(whole, world_size=8, units=["blocks.*"])
         saved = measure_activations(whole, planned, [tokens])
         if again:
             saved = saved.with_checkpointing()
         found = forecast(planned, optimizer="none", activations=saved)
         with fake_tensors(), LiveBytes() as live:
-            model = Gpt()
-            for layer in model.layers:
+            model = gpt()
+            for layer in model.blocks:
                 fully_shard(layer)
                 if again:
                     checkpoint(layer)
@@ -313,12 +283,12 @@ def test_the_peak_with_activations_is_that_of_a_step(
 def test_a_suggested_dtype_is_measured_again() -> None:
     """Activations of a step in bfloat16 are those of a model planned in bfloat16."""
     with torch.device("meta"):
-        model = Gpt()
+        model = gpt()
     tokens = [torch.zeros(8, 128, dtype=torch.long)]
     found, low = (
         forecast(planned, activations=measure_activations(model, planned, tokens))
         for planned in (
-            plan(model, world_size=8, units=["layers.*"], mixed_precision=precision)
+            plan(model, world_size=8, units=["blocks.*"], mixed_precision=precision)
             for precision in (None, LOW)
         )
     )

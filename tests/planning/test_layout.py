@@ -87,22 +87,6 @@ def test_a_llama_block_keeps_whole_rows_without_padding(
     assert padding(merged) == pytest.approx(one_grid, abs=1e-4)
 
 
-@pytest.mark.req("D-08", "D-09")
-def test_dtypes_and_frozen_parameters_get_regions_of_their_own() -> None:
-    """A region holds one dtype, all trainable or all frozen, first come first."""
-    shapes: Shapes = {"weight": (8, 4), "lora": (4,)}
-    specs = specs_of(shapes, frozen=frozenset({"weight"}))
-    specs += specs_of({"norm": (4,)}, torch.bfloat16)
-
-    regions = plan_regions(specs, world_size=2)
-
-    assert [(r.dtype, r.trainable, [s.fqn for s in r.parameters]) for r in regions] == [
-        (torch.float32, False, ["weight"]),
-        (torch.float32, True, ["lora"]),
-        (torch.bfloat16, True, ["norm"]),
-    ]
-
-
 @pytest.mark.parametrize(
     ("shape", "numel", "rows", "world_size", "expected"),
     [

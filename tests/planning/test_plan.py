@@ -10,8 +10,6 @@ from torch import nn
 
 from composable_fsdp.config import (
     Block,
-    CPUOffload,
-    MixedPrecision,
     ShardingStrategy,
 )
 from composable_fsdp.entries.plan import plan
@@ -109,35 +107,6 @@ def test_the_peak_is_a_sum_that_can_be_worked_out_by_hand() -> None:
     assert cpu == PeakMemory(kept, MATRIX // 2, *most, 0, "backward of 2")
     assert cuda == replace(cpu, optimizer=2 * kept)
     assert 2 * cuda.total == 6 * kept + 11 * MATRIX
-
-
-def test_low_precision_halves_what_is_gathered_and_what_is_reduced() -> None:
-    """Each buffer, and each call of the traffic, counts in its own dtype."""
-    low = plan(
-        linears(1),
-        world_size=2,
-        mixed_precision=MixedPrecision(torch.bfloat16, torch.float64),
-    )
-
-    (unit,) = low.units
-    assert (unit.full_bytes, unit.reduce_bytes) == (MATRIX // 2, MATRIX * 2)
-    assert (unit.parameter_bytes, unit.gradient_bytes) == (MATRIX // 2, MATRIX // 2)
-    assert low.traffic.all_gather_bytes == MATRIX // 2
-    assert low.traffic.reduce_scatter_bytes == MATRIX * 2
-
-
-def test_what_is_offloaded_is_counted_on_the_host() -> None:
-    """Shards and gradients leave the device; a reduction needs room to land in."""
-    policy = units({"1": {"cpu_offload": CPUOffload(offload_params=True)}, "2": {}})
-    result = plan(linears(3), world_size=2, policy=policy)
-
-    peak = result.peak(optimizer_states=1)
-
-    assert result.host_bytes == 2 * MATRIX // 2
-    assert result.parameter_bytes == 3 * MATRIX // 2
-    assert (peak.parameters, peak.optimizer) == (MATRIX, MATRIX)
-    assert peak.gradients == MATRIX // 2, "those of unit 2; the root's come last"
-    assert result.peak(device_type="cpu").parameters == 3 * MATRIX // 2
 
 
 def test_few_rows_are_noted_with_the_way_out() -> None:

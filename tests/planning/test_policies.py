@@ -105,42 +105,12 @@ def test_a_policy_may_walk_the_tree_twice() -> None:
     assert list(units_of(larger_than_mean, model)) == ["1"]
 
 
-@pytest.mark.req("S0-04")
-def test_size_policy_counts_what_deeper_units_have_taken() -> None:
-    """With both layers taken, nothing is left that would make their parent a unit."""
-    model = nn.Sequential(layers(2), nn.Linear(2, 1, bias=False))
-
-    assert list(units_of(SizePolicy(4), model)) == ["0.0", "0.1"]
-    assert list(units_of(SizePolicy(5), model)) == ["0"]
-
-
-@pytest.mark.parametrize("left_out", ["ignored_modules", "boundaries"])
-def test_size_policy_does_not_count_what_is_left_out(left_out: str) -> None:
-    """What is ignored, or a unit already, is no part of what a parent would hold."""
-    model = nn.Sequential(layers(3))
-    inner = model.get_submodule("0.1")
-
-    assert list(units_of(SizePolicy(12), model)) == ["0"]
-    assert units_of(SizePolicy(12), model, **{left_out: {inner}}) == {}
-    assert list(units_of(SizePolicy(8), model, **{left_out: {inner}})) == ["0"]
-
-
 @pytest.mark.parametrize("name", ["EXCLUDE_WRAP_MODULES", "FORCE_LEAF_MODULES"])
 def test_defaults_of_the_size_policy_are_those_of_fsdp1(name: str) -> None:
     """The attributes have FSDP1's names and values."""
     theirs = getattr(fsdp1.size_based_auto_wrap_policy, name)
 
     assert getattr(size_based_auto_wrap_policy, name) == theirs
-
-
-@pytest.mark.req("S0-04")
-def test_a_shared_unit_counts_as_taken_under_each_of_its_parents() -> None:
-    """The second parent keeps only what the shared unit does not hold."""
-    shared = nn.Linear(2, 2, bias=False)
-    second = nn.Sequential(shared, nn.Linear(2, 1, bias=False))
-    model = nn.Sequential(nn.Sequential(shared), second)
-
-    assert list(units_of(SizePolicy(4), model)) == ["0.0"]
 
 
 def test_a_class_policy_that_finds_nothing_says_so() -> None:

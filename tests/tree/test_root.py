@@ -99,17 +99,6 @@ def test_only_the_root_has_the_caches(one_rank: World, name: str) -> None:
         getattr(inner, name)
 
 
-@pytest.mark.req("S1-05")
-def test_before_lazy_initialization_nobody_is_root(one_rank: World) -> None:
-    """The message says so, and what to do."""
-    state = state_of(nested())
-
-    with pytest.raises(
-        AttributeError, match=r"not initialised.*after the first forward"
-    ):
-        _ = state._all_handles
-
-
 @pytest.mark.req("S1-22")
 def test_units_below_one_root_share_one_context(one_rank: World) -> None:
     """Whoever asks first, all get the same streams, order and tape."""
