@@ -4,34 +4,21 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import cuda
 from benchmarks.device_steps import chain_peaks, world
-from benchmarks.link_group import WallLink, link_world
+from benchmarks.link_group import link_world
 from benchmarks.overlap import simulate
 from benchmarks.prefetch_ways import Roberta
 from benchmarks.schedule import Event, Schedule, hidden, seconds
-from benchmarks.trace import StreamUse, hidden_part, stream_uses
 from composable_fsdp.comm import collectives
 from tests.support import seam
 from tests.support.scripts import run_script
 
 CPU = torch.device("cpu")
-
-
-def test_a_link_serves_one_collective_after_the_other() -> None:
-    """Each ends its own time after the one before, and is not done until then."""
-    link = WallLink(1000.0, latency=60.0)
-
-    first, second = (link.send("all_gather", [], 40_000.0) for _ in range(2))
-    ends = [work._done for work in (first, second)]  # type: ignore[attr-defined]  # ours
-
-    assert ends[1] - ends[0] == pytest.approx(100.0)
-    assert not first.is_completed()
 
 
 def test_every_collective_sends_what_a_ring_would() -> None:
@@ -102,28 +89,6 @@ def test_prefetch_gains_on_a_slow_network_and_costs_no_traffic() -> None:
     assert took("ours PRE") < 0.9 * took("ours none")
     sent = [e.amount for e in found["ours PRE"].schedule.events if e.kind == "send"]
     assert took("ours PRE") < took("fsdp1 PRE") + max(sent) / sum(sent)
-
-
-def kernel(stream: int, begin: float, length: float) -> dict[str, Any]:
-    """As a profiler writes it."""
-    return {"cat": "kernel", "ts": begin, "dur": length, "args": {"stream": stream}}
-
-
-def test_a_trace_tells_which_work_compute_hid() -> None:
-    """The busiest stream is compute; time that two kernels share counts once."""
-    events = [
-        {"cat": "cpu_op", "ts": 0, "dur": 99},
-        kernel(7, 0, 10),
-        kernel(7, 5, 10),
-        kernel(7, 20, 5),
-        kernel(9, 12, 10),
-    ]
-
-    uses = stream_uses(events)
-
-    assert uses == [StreamUse(7, 20, 20), StreamUse(9, 10, 5)]
-    assert hidden_part(uses) == 0.5
-    assert hidden_part([]) == 0.0
 
 
 @pytest.mark.parametrize("kind", ["one", "fake"])

@@ -167,7 +167,7 @@ CASES = [
 ]
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(6)
 @pytest.mark.req("N-05")
 @pytest.mark.parametrize("case", CASES)
 def test_a_script_for_fsdp2_runs_with_its_import_changed(

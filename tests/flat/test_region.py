@@ -108,36 +108,6 @@ def test_sharded_leaves_of_all_ranks_are_rows_of_the_original(world_size: int) -
         assert whole.ndim == max(original.ndim, 1)
 
 
-@pytest.mark.req("B-24")
-def test_a_sharded_leaf_is_the_original_object_over_the_shard() -> None:
-    """Same objects, still parameters that train, their memory that of the shard."""
-    params = parameters()
-    region = region_of(params, world_size=2)
-
-    assert {id(leaf) for leaf in region.leaves} == {id(p) for p in params}
-    assert all(type(p) is nn.Parameter and p.requires_grad for p in params)
-    assert all(p.is_leaf and p.grad is None for p in params)
-    region.shard.fill_(7)
-    assert all(bool((p == 7).all()) for p in params)
-
-
-@pytest.mark.req("B-24")
-def test_attributes_are_seen_from_both_leaves() -> None:
-    """One dict for both: what was set before, on either side and later."""
-    params = parameters([(4, 2)])
-    params[0].optim_group = "a"  # type: ignore[attr-defined]  # a user's attribute
-    region = region_of(params, world_size=2)
-    memory.allocate(region.full.buffer)  # a failure prints the leaves
-    sharded, full = region.leaves[0], region.full.leaves[0]
-
-    full.seen = 1  # type: ignore[attr-defined]
-    sharded.optim_group = "b"  # type: ignore[attr-defined]
-
-    assert full.optim_group == "b"  # type: ignore[attr-defined]
-    assert sharded.seen == 1  # type: ignore[attr-defined]
-    assert full.__dict__ is sharded.__dict__
-
-
 def test_writing_into_full_leaves_the_version_of_full_leaves_alone() -> None:
     """What autograd saved stays valid when a gather writes the same values again."""
     region = region_of(parameters([(4, 2)]), world_size=2)

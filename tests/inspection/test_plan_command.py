@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,66 +21,7 @@ from composable_fsdp.inspection.plan_models import load_model
 from composable_fsdp.inspection.plan_report import KINDS
 from composable_fsdp.planning.plan import size_text
 from tests.architectures.zoo import ARCHITECTURES, needs_transformers
-from tests.support.scripts import Run
-
-SCRIPT = """
-import torch
-from torch import nn
-
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(x)))
-
-class Net(nn.Module):
-    def __init__(self, width=64, blocks=6):
-        super().__init__()
-        self.tokens = nn.Embedding(500, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
-        self.head = nn.Linear(width, 500, bias=False)
-        self.head.weight = self.tokens.weight
-
-    def forward(self, tokens):
-        x = self.tokens(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-def small():
-    return Net(blocks=3)
-
-def larger():
-    return Net(blocks=8)
-
-def with_inputs():
-    return Net(), torch.zeros(2, 16, dtype=torch.long)
-
-def with_loss():
-    return *with_inputs(), lambda logits: logits.repeat(1, 1, 40).exp().sum()
-
-def needs(width, depth=3):
-    return Net(width)
-
-def number():
-    return 3
-
-def reads_values():
-    return nn.Linear(2, int(torch.ones(1).item()))
-
-ready = Net()
-"""
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> str:
-    """A file with models; the path to write before a colon."""
-    path = tmp_path / "models_to_plan.py"
-    path.write_text(SCRIPT)
-    return str(path)
+from tests.support.scripts import Run, run_script
 
 
 @pytest.fixture
@@ -308,20 +247,14 @@ def test_a_loss_outside_of_the_model_is_counted(run: Run, script: str) -> None:
     assert found["peak"]["bytes"] - plain["peak"]["bytes"] > 60 * logits
 
 
-@pytest.mark.slow
 def test_the_module_runs_in_the_directory_of_a_script(script: str) -> None:
-    """``python -m`` finds the script beside it; a closed pipe is no error."""
-    folder = Path(script).parent
-    command = f"{sys.executable} -m composable_fsdp plan models_to_plan:Net"
-    done = subprocess.run(
-        f"{command} | head -1",
-        shell=True,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
+    """``python -m composable_fsdp`` finds the script beside it."""
+    status, out = run_script(
+        "composable_fsdp",
+        *("plan", "models_to_plan:Net"),
+        ranks=1,
+        folder=Path(script).parent,
     )
 
-    assert done.stdout.startswith("Net, 230,528 parameters")
-    assert done.stderr == ""
+    assert status == 0, out
+    assert out.startswith("Net, 230,528 parameters")

@@ -11,34 +11,6 @@ import pytest
 
 from tests.support.scripts import Run
 
-SCRIPT = """
-import torch
-from torch import nn
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.tokens = nn.Embedding(100, 32)
-        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
-
-    def forward(self, tokens):
-        x = self.tokens(tokens)
-        for block in self.blocks:
-            x = torch.relu(block(x))
-        return x
-
-def with_inputs():
-    return Net(), torch.zeros(2, 8, dtype=torch.long)
-"""
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> str:
-    """A file with a model; the path to write before a colon."""
-    path = tmp_path / "models_to_simulate.py"
-    path.write_text(SCRIPT)
-    return str(path)
-
 
 @pytest.fixture
 def run(run: Run) -> Run:
@@ -52,7 +24,7 @@ def test_the_report_is_of_the_units_and_options_asked_for(
 ) -> None:
     """JSON has the peak, collectives by unit and the timeline; a trace is written."""
     status, out, err = run(
-        f"{script}:Net",
+        f"{script}:small",
         *("--batch", "2x8", "--world-size", 64, "--shard-world-size", 8),
         *("--param-dtype", "bfloat16", "--max-norm", 1, "--optimizer", "sgd"),
         *("--trace", tmp_path / "step.json", "--json"),
@@ -86,7 +58,7 @@ def test_the_exit_status_says_whether_the_step_fits(
     run: Run, script: str, memory: str, expected: int
 ) -> None:
     """The text says it, too; the batch is that of the function."""
-    status, out, _ = run(f"{script}:with_inputs", "--gpu-memory", memory)
+    status, out, _ = run(f"{script}:small_with_inputs", "--gpu-memory", memory)
 
     assert status == expected
     assert ("does not fit: " in out) is bool(expected)

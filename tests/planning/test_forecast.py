@@ -42,7 +42,7 @@ HYBRID = ShardingStrategy.HYBRID_SHARD
 
 def gpt() -> Text:
     """A model with room for activations."""
-    return Text(5000, 1024, 3)
+    return Text(5000, 1024, 2)
 
 
 def text_plan(world_size: int = 8, **options: Any) -> ShardingPlan:
