@@ -75,6 +75,11 @@ def one_argument(module: nn.Module) -> bool:
     return True
 
 
+def an_operator(m: Any, path: Path) -> object:
+    cf.set_state_dict_type(cf.fully_shard(m), cf.StateDictType.SHARDED_STATE_DICT)
+    return next(iter(m.state_dict().values())) @ torch.ones(2)
+
+
 def export_twice(m: Any, path: Path) -> None:
     cf.export_safetensors(path / "out", cf.fully_shard(m))
     cf.export_safetensors(path / "out", m)
@@ -187,9 +192,7 @@ REFUSED: dict[str, Wrong] = {
     r"fully_shard got an nn\.DataParallel.*\.module.*torchrun": (
         lambda m, p: api.fully_shard(nn.DataParallel(tiny_mlp()))
     ),
-    r"expects a whole tensor of shape.*value\.full_tensor\(\)": (
-        lambda m, p: sharded().state_dict()["0.weight"] @ torch.ones(2)
-    ),
+    r"expects a whole tensor of shape.*value\.full_tensor\(\)": (an_operator),
     r"Save module\.state_dict\(\) instead": lambda m, p: pickle.dumps(sharded()),
     r"no fully sharded module; there are such modules below it": (
         lambda m, p: api.unshard(nn.Sequential(sharded()))

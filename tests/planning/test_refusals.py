@@ -115,7 +115,7 @@ PARAMETERS: dict[str, Build] = {
     "'0.weight' and '1.weight' are different objects that share memory": overlapping,
     "'long' and 'last' are different objects": hidden_overlap,
     "'weight' is a TwoTensor, a tensor class with": two_tensors,
-    r"wire=Float8Wire\(\).*enable_fsdp_float8_all_gather=False": encoding,
+    r"enable_fsdp_float8_all_gather=False.*wire=Float8Wire\(\)": encoding,
     "Composition.* got a ModuleList.* pass them as a list": nn.ModuleList,
     "Composition.* got a ModuleDict.* pass them as a list": nn.ModuleDict,
     "Composition.* got a ParameterList": nn.ParameterList,
