@@ -8,8 +8,6 @@ elsewhere.
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -110,7 +108,7 @@ def branching(modules: dict[str, Module]) -> list[str]:
     return [
         f"{module.at(node.lineno)} {node.name}: {count}"
         for module in modules.values()
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         if (count := sum(_decisions(node))) > MOST_DECISIONS
     ]
@@ -149,15 +147,3 @@ def _public_names(package: Module) -> list[str]:
             names: list[str] = ast.literal_eval(node.value)
             return names
     raise AssertionError("the package has no __all__")
-
-
-def loaded_modules() -> int:
-    """Return how many modules of the package ``fully_shard`` alone loads."""
-    code = (
-        "import sys; from composable_fsdp import fully_shard; "
-        "print(sum(m.split('.')[0] == 'composable_fsdp' for m in sys.modules))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    return int(done.stdout)

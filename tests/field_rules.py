@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from typing import TypeGuard
 
 from tests.import_graph import Module
@@ -16,7 +17,7 @@ MAX_SHARED_FIELDS = 12
 
 def _classes(modules: dict[str, Module]) -> Iterator[tuple[Module, ast.ClassDef]]:
     for module in modules.values():
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.ClassDef):
                 yield module, node
 
@@ -72,7 +73,7 @@ class _Types:
                     called = re.findall(r"self\.(\w+)\(", ast.unparse(each))
                     self.constructors[cls.name] = {"__init__", *called}
         for module in modules.values():
-            for node in ast.walk(module.tree):
+            for node in module.nodes:
                 if isinstance(node, ast.AnnAssign):
                     self._note(ast.unparse(node.target), node.annotation)
                 elif isinstance(node, ast.FunctionDef) and node.returns:
@@ -148,6 +149,12 @@ def written_fields(modules: dict[str, Module]) -> dict[tuple[str, str], set[str]
     A constructor writes its own fields and does not count, nor does a method of the
     class that the constructor calls.
     """
+    return _written_fields(tuple(modules.values()))
+
+
+@cache
+def _written_fields(package: tuple[Module, ...]) -> dict[tuple[str, str], set[str]]:
+    modules = {module.name: module for module in package}
     types = _Types(modules)
     owners: dict[str, list[str]] = {}
     for name, names in types.fields.items():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 
 PACKAGE = "composable_fsdp"
@@ -62,13 +63,18 @@ FORBIDDEN = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Module:
     """One source file: its dotted name, its place and its syntax tree."""
 
     name: str
     path: Path
     tree: ast.Module
+
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """All nodes of the tree, which every rule looks through."""
+        return tuple(ast.walk(self.tree))
 
     @property
     def part(self) -> str:
@@ -109,7 +115,7 @@ def imports(module: Module, known: frozenset[str] = frozenset()) -> Iterator[Edg
     ``from a import b`` names ``a.b`` when that is in ``known`` or outside the package
     (where it cannot be told apart), else ``a``.
     """
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Import):
             yield from (Edge(module, node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -148,8 +154,13 @@ def _imported_by_call(node: ast.Call) -> str | None:
 
 def inner_edges(modules: dict[str, Module]) -> list[Edge]:
     """All imports from one module of the package to another, without repeats."""
-    known = frozenset(modules)
-    edges = (edge for module in modules.values() for edge in imports(module, known))
+    return _inner_edges(tuple(modules.values()))
+
+
+@cache
+def _inner_edges(modules: tuple[Module, ...]) -> list[Edge]:
+    known = frozenset(module.name for module in modules)
+    edges = (edge for module in modules for edge in imports(module, known))
     ours = (e for e in edges if e.target.split(".")[0] == PACKAGE)
     return list(dict.fromkeys(e for e in ours if e.target != e.module.name))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 from torch.utils._device import _device_constructors
@@ -63,10 +64,11 @@ _GROUP_METHODS = frozenset(
 )
 
 
+@cache
 def aliases(module: Module) -> dict[str, str]:
     """Map each name that an import binds in ``module`` to its dotted origin."""
     bound: dict[str, str] = {}
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 first = alias.name.partition(".")[0]
@@ -77,14 +79,17 @@ def aliases(module: Module) -> dict[str, str]:
     return bound
 
 
-def uses(module: Module) -> Iterator[tuple[int, str]]:
-    """Yield ``(line, dotted name)`` for each name or attribute chain from an import."""
-    bound = aliases(module)
-    for node in ast.walk(module.tree):
+@cache
+def uses(module: Module) -> list[tuple[int, str]]:
+    """Return ``(line, dotted name)`` of each name or chain that an import begins."""
+    bound, found = aliases(module), []
+    for node in module.nodes:
         if isinstance(node, ast.Name | ast.Attribute) and (name := _dotted(node)):
             first, _, rest = name.partition(".")
             if first in bound:
-                yield node.lineno, f"{bound[first]}.{rest}" if rest else bound[first]
+                whole = f"{bound[first]}.{rest}" if rest else bound[first]
+                found.append((node.lineno, whole))
+    return found
 
 
 def _dotted(node: ast.expr) -> str | None:
@@ -125,13 +130,13 @@ def placeless_tensors(modules: dict[str, Module]) -> list[str]:
     for module in modules.values():
         placed = {
             id(node.func)
-            for node in ast.walk(module.tree)
+            for node in module.nodes
             if isinstance(node, ast.Call)
             and any(each.arg in ("device", None) for each in node.keywords)
         }
         found += [
             f"{module.at(node.lineno)} -> torch.{node.attr}: no device="
-            for node in ast.walk(module.tree)
+            for node in module.nodes
             if isinstance(node, ast.Attribute)
             and node.attr in _FACTORIES
             and isinstance(node.value, ast.Name)
@@ -166,7 +171,7 @@ def _is_collective(name: str) -> bool:
 def _group_method_calls(module: Module) -> Iterator[tuple[int, str]]:
     """Yield method calls whose object no import explains, as a group's would be."""
     bound = aliases(module)
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             name = _dotted(node.func.value) or ""
             if name.partition(".")[0] not in bound:
@@ -208,14 +213,15 @@ def _one_call(node: ast.stmt) -> bool:
     return len([name for name in called if name not in {"sys.exit", "SystemExit"}]) == 1
 
 
-def _code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef, text: str) -> int:
+def _code_lines(
+    function: ast.FunctionDef | ast.AsyncFunctionDef, rows: Sequence[str]
+) -> int:
     """Return how many lines of the body hold code."""
     first, last = function.body[0].lineno, function.end_lineno or 0
     documented: set[int] = set()
     for node in ast.walk(function):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             documented |= set(range(node.lineno, (node.end_lineno or 0) + 1))
-    rows = text.splitlines()
     return sum(
         1
         for at in range(first, last + 1)
@@ -227,14 +233,15 @@ def _code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef, text: str) -> 
 
 def sizes(modules: dict[str, Module]) -> tuple[list[str], list[str]]:
     """Return (report, violations) of the sizes of files and functions."""
-    lines = {m.name: len(m.path.read_text().splitlines()) for m in modules.values()}
+    rows = {m.name: m.path.read_text().splitlines() for m in modules.values()}
+    lines = {name: len(each) for name, each in rows.items()}
     functions = [
         (
-            _code_lines(node, module.path.read_text()),
+            _code_lines(node, rows[module.name]),
             f"{module.at(node.lineno)} {node.name}",
         )
         for module in modules.values()
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno
     ]
     longest_files = sorted(lines.items(), key=lambda item: -item[1])[:10]
@@ -265,15 +272,16 @@ def absent_names(text: str, roots: Sequence[Path]) -> list[str]:
     absent = []
     for path, name in NAMED.findall(text):
         file = next((root / path for root in roots if (root / path).is_file()), None)
-        if file is None or (name and name not in _definitions(file.read_text())):
+        if file is None or (name and name not in _definitions(file)):
             absent.append(f"{path}:{name}" if name else path)
     return absent
 
 
-def _definitions(source: str) -> set[str]:
-    """Return the functions and classes of ``source``, methods as ``Class.method``."""
+@cache
+def _definitions(file: Path) -> set[str]:
+    """Return the functions and classes of ``file``, methods as ``Class.method``."""
     found: set[str] = set()
-    for node in ast.parse(source).body:
+    for node in ast.parse(file.read_text()).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             found.add(node.name)
         if isinstance(node, ast.ClassDef):

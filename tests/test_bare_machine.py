@@ -42,6 +42,7 @@ def collect(*arguments: str, missing: str = "") -> list[str]:
     return [line for line in done.stdout.splitlines() if "::" in line]
 
 
+@pytest.mark.full_matrix("the next test collects the whole repository without plugins")
 @pytest.mark.slow
 def test_tests_are_collected_without_plugins() -> None:
     """With Hypothesis: files that ask pytest-timeout for more time, and GPU laws."""

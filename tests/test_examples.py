@@ -17,11 +17,13 @@ import run_all  # noqa: E402  # from the folder of the examples
 ELSEWHERE = {"elastic_resume.py"}
 """Of which ``tests/storage/test_elastic_resume.py`` runs more than this."""
 NAMES = [each.path.name for each in run_all.examples()]
+EVERYDAY = "meta_init.py"
+"""The others run with ``--full-matrix``, and all of them by ``make examples``."""
 
 
 @pytest.mark.few(1)
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ELSEWHERE])
+@pytest.mark.parametrize("name", [*sorted({*NAMES} - ELSEWHERE - {EVERYDAY}), EVERYDAY])
 def test_an_example_runs_on_two_ranks(tmp_path: Path, name: str) -> None:
     """With the arguments that its comment has for a quick run."""
     (example,) = (each for each in run_all.examples() if each.path.name == name)

@@ -74,17 +74,16 @@ def test_a_unit_adds_no_more_to_a_step_than_it_did() -> None:
 
 @pytest.mark.req("U-15")
 def test_each_further_unit_adds_the_same() -> None:
-    """What one more unit adds is the same number at 16, 64 and 128 units."""
-    at_16, at_64, at_128 = (of_a_step(units) for units in (16, 64, 128))
+    """What one more unit adds is the same number at 16, 32 and 64 units."""
+    at_16, at_32, at_64 = (of_a_step(units) for units in (16, 32, 64))
 
-    assert at_64.over(at_16).per(64 - 16) == at_128.over(at_64).per(128 - 64)
+    assert at_32.over(at_16).per(32 - 16) == at_64.over(at_32).per(64 - 32)
 
 
 @pytest.mark.req("U-15")
-@pytest.mark.parametrize("world_size", [128, 1024])
-def test_the_world_size_adds_nothing(world_size: int) -> None:
-    """A step makes the same calls among 8, 128 and 1024 ranks."""
-    assert of_a_step(16, world_size=world_size) == of_a_step(16)
+def test_the_world_size_adds_nothing() -> None:
+    """A step makes the same calls among 8 and 1024 ranks."""
+    assert of_a_step(16, world_size=1024) == of_a_step(16)
 
 
 @pytest.mark.req("U-15")
@@ -113,7 +112,7 @@ def test_set_up_of_a_unit_makes_no_more_calls_than_it_did() -> None:
         assert got <= most, HELP.format(what=what, got=got, most=most)
 
 
-@pytest.mark.parametrize(("parameters", "most"), [(2, 1.0), (6, 0.4), (18, 0.4)])
+@pytest.mark.parametrize(("parameters", "most"), [(2, 1.0), (18, 0.4)])
 def test_clip_and_update_of_flat_parameters_are_a_part_of_the_plain_models(
     parameters: int, most: float
 ) -> None:

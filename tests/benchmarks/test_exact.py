@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from benchmarks import memory, scale, traffic
 from benchmarks.models import Gpt
 from benchmarks.traffic import UNITS, VARIANTS, padding
-from tests.support.memory import LiveBytes
 
 SMALL = {"width": 64, "hidden": 96, "heads": 4, "kv_heads": 2, "vocab": 128}
 
 
-@pytest.mark.few(1)
+@pytest.mark.full_matrix("the next test holds it every day of four layers")
 @pytest.mark.req("U-03")
 @pytest.mark.parametrize(("world_size", "order"), [(8, "cpu"), (64, "cuda")])
 def test_the_peak_of_a_billion_parameters_is_the_planned_one(
@@ -28,7 +26,7 @@ def test_the_peak_of_a_billion_parameters_is_the_planned_one(
 @pytest.mark.few(1)
 @pytest.mark.req("U-03")
 @pytest.mark.parametrize("order", memory.ORDERS)
-@pytest.mark.parametrize("tokens", [memory.SHORT, memory.LONG])
+@pytest.mark.parametrize("tokens", [memory.LONG, memory.SHORT])
 def test_the_peak_is_below_that_of_the_peers(tokens: int, order: str) -> None:
     """With one unit gathered ahead at most FSDP2's; with none also below FSDP1's, and
     below that of the least that sharded training must do."""
@@ -38,12 +36,14 @@ def test_the_peak_is_below_that_of_the_peers(tokens: int, order: str) -> None:
     )
 
     ahead, _, alone = (
-        memory.measure_ours(8, tokens, prefetch=mode, order=order, layers=4).step
+        memory.measure_ours(8, tokens, prefetch=mode, order=order, layers=4)
         for _, mode in memory.OURS
     )
 
-    assert ahead <= 1.001 * fsdp2
-    assert alone < min(fsdp1, fsdp2, floor)
+    assert ahead.step <= 1.001 * fsdp2
+    assert alone.step < min(fsdp1, fsdp2, floor)
+    if tokens == memory.SHORT:
+        assert ahead.planned <= ahead.step <= 1.01 * ahead.planned
 
 
 def test_sharding_from_meta_needs_one_unit_above_the_shards() -> None:
@@ -53,14 +53,7 @@ def test_sharding_from_meta_needs_one_unit_above_the_shards() -> None:
     assert 0 < peak - shards <= unit
 
 
-def test_a_wrapper_and_a_tensor_on_meta_have_no_memory() -> None:
-    """They say a size all the same."""
-    with LiveBytes() as live:
-        torch.zeros(8, device="meta").add(1)
-
-    assert live.peak == 0
-
-
+@pytest.mark.few(1)
 @pytest.mark.parametrize("world_size", [8, 256])
 def test_copies_are_one_pass_over_the_gradients(world_size: int) -> None:
     """The all-gather needs none; FSDP2 copies more than 2.5 times as much."""

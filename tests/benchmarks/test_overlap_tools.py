@@ -4,48 +4,21 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import cuda
 from benchmarks.device_steps import chain_peaks, world
-from benchmarks.link_group import WallLink, link_world
+from benchmarks.link_group import link_world
 from benchmarks.overlap import simulate
 from benchmarks.prefetch_ways import Roberta
 from benchmarks.schedule import Event, Schedule, hidden, seconds
-from benchmarks.trace import StreamUse, hidden_part, stream_uses
 from composable_fsdp.comm import collectives
 from tests.support import seam
 from tests.support.scripts import run_script
 
 CPU = torch.device("cpu")
-
-
-def test_a_link_serves_one_collective_after_the_other() -> None:
-    """Each ends its own time after the one before, and is not done until then."""
-    link = WallLink(1000.0, latency=60.0)
-
-    first, second = (link.send("all_gather", [], 40_000.0) for _ in range(2))
-    ends = [work._done for work in (first, second)]  # type: ignore[attr-defined]  # ours
-
-    assert ends[1] - ends[0] == pytest.approx(100.0)
-    assert not first.is_completed()
-
-
-def test_waiting_sleeps_for_what_is_left() -> None:
-    """The link counts it, and a collective that is done is not waited for again."""
-    link = WallLink(float("inf"), latency=0.01)
-    work = link.send("all_gather", [], 8.0)
-
-    work.wait()
-    waited = link.waited
-    work.wait()
-
-    assert 0 < waited <= 0.01
-    assert link.waited == waited
-    assert work.is_completed()
 
 
 def test_every_collective_sends_what_a_ring_would() -> None:
@@ -118,28 +91,6 @@ def test_prefetch_gains_on_a_slow_network_and_costs_no_traffic() -> None:
     assert took("ours PRE") < took("fsdp1 PRE") + max(sent) / sum(sent)
 
 
-def kernel(stream: int, begin: float, length: float) -> dict[str, Any]:
-    """As a profiler writes it."""
-    return {"cat": "kernel", "ts": begin, "dur": length, "args": {"stream": stream}}
-
-
-def test_a_trace_tells_which_work_compute_hid() -> None:
-    """The busiest stream is compute; time that two kernels share counts once."""
-    events = [
-        {"cat": "cpu_op", "ts": 0, "dur": 99},
-        kernel(7, 0, 10),
-        kernel(7, 5, 10),
-        kernel(7, 20, 5),
-        kernel(9, 12, 10),
-    ]
-
-    uses = stream_uses(events)
-
-    assert uses == [StreamUse(7, 20, 20), StreamUse(9, 10, 5)]
-    assert hidden_part(uses) == 0.5
-    assert hidden_part([]) == 0.0
-
-
 @pytest.mark.parametrize("kind", ["one", "fake"])
 def test_peaks_are_constant_and_planned(kind: str) -> None:
     """What the GPU benchmark asks of an allocator, asked here of a count."""
@@ -148,16 +99,6 @@ def test_peaks_are_constant_and_planned(kind: str) -> None:
 
     assert found.varies == 0
     assert found.most == pytest.approx(planned.total, rel=0.01)
-
-
-def test_the_gpu_benchmark_says_that_there_is_no_gpu(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And measures nothing."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-    assert cuda.main([]) == 0
-    assert capsys.readouterr().out.startswith("no CUDA device: nothing was measured")
 
 
 @pytest.mark.full_matrix("the parts of the benchmark have everyday tests above")
@@ -193,6 +134,7 @@ def test_the_gpu_benchmark_writes_its_report_on_a_cpu(
     assert float(row.split()[-1]) == 0.0
 
 
+@pytest.mark.full_matrix("the parts of the benchmark have everyday tests above")
 @pytest.mark.slow
 def test_the_overlap_benchmark_prints_its_tables(tmp_path: Path) -> None:
     """At a small size. It forks, and a CUDA build of torch refuses autograd in forks of

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,9 +11,7 @@ import torch.distributed as dist
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.sequence import Operation
 from tests.support.on_ranks import on_ranks
-from tests.support.world import RankPool, World
-
-RankCount = Callable[[int], RankPool]
+from tests.support.world import World
 
 
 @pytest.mark.parametrize(
@@ -88,25 +85,6 @@ def test_dtypes_that_nccl_does_not_know_are_sent_as_bytes(
         collectives.broadcast(value, world.group, rank=1)
         assert value.tolist() == [[2, 2], [2, 2]]
     assert {tensor.dtype for tensor in sent} == {torch.uint8}
-
-
-@on_ranks(2)
-def test_several_buffers_are_gathered_in_calls_of_their_own(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As gloo must do with CUDA tensors: its coalesced call would end the process."""
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(dist.ProcessGroup, collectives._ALL_GATHER_COALESCED, None)
-    shards = [torch.full((n,), float(world.rank)) for n in (2, 3)]
-    fulls = [torch.empty(n * world.world_size) for n in (2, 3)]
-
-    operation = collectives.all_gather_flat(fulls, shards, world.group, async_op=True)
-    assert operation is not None
-    operation.wait()
-
-    for full, shard in zip(fulls, shards, strict=True):
-        ranks = torch.arange(world.world_size).repeat_interleave(len(shard))
-        assert torch.equal(full, ranks.float())
 
 
 @pytest.mark.parametrize("average", [False, True], ids=["sum", "average"])

@@ -95,30 +95,6 @@ def test_the_first_event_that_is_not_reached_is_the_running_collective(
     assert [event.asked for event in events] == [1, 1, 1, 2]
 
 
-def test_an_event_that_was_recorded_again_tells_of_the_later_collective_alone(
-    log: OperationLog,
-) -> None:
-    """A step later the same unit records the same event."""
-    first, second = Event(reached=True), Event()
-    mark(log, second, first, second, second)
-
-    assert progress.running_in(log) is log.operations[3]
-    assert states(log) == ["done", "done", "issued", "running"]
-    assert (first.asked, second.asked) == (1, 1)
-
-
-def test_a_host_that_issues_collectives_is_not_stuck(
-    log: OperationLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The device is not asked in a steady step."""
-    monkeypatch.setattr(progress, "QUIET", 60.0)
-    event = Event()
-    mark(log, event, event, event, event)
-
-    assert progress.running_in(log) is None
-    assert event.asked == 0
-
-
 def test_no_event_is_asked_for_around_a_capture(log: OperationLog) -> None:
     """CUDA ends a capture in which an event is asked for that the capture records."""
     before, inside = Event(), Event()

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from composable_fsdp import Arena, Float8Wire, fully_shard, plan
+from composable_fsdp import Arena, fully_shard, plan
 from composable_fsdp.comm import registered_memory
-from composable_fsdp.comm.registered_memory import RegisteredMemory
 from composable_fsdp.entries import apply
-from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import apply_units, backward, gpt_input, gpt_units, loss_of
 from tests.support.sharded import message_of
@@ -104,28 +102,6 @@ def test_slots_are_allocated_in_the_plans_order_and_registered_once(
 
 
 @pytest.mark.req("M-07")
-def test_each_communicator_registers_the_pool(backend: Backend) -> None:
-    """The groups of the units, each once."""
-    with fake_world(4):
-        halves = [dist.new_group([0, 1]), dist.new_group([0, 2])]
-        model = torch.nn.Sequential(*[tiny_mlp() for _ in range(4)])
-        for index, layer in enumerate(model):
-            fully_shard(layer, process_group=halves[index % 2], arena=NCCL)
-        fully_shard(model, process_group=halves[0], arena=NCCL)
-        model(torch.zeros(1, 8))
-        (arena,) = {h.form.slot.arena for h in _get_fsdp_handles(model) if h.form.slot}
-
-    assert [call[0] for call in backend.calls if call[0] != "bytes"] == [
-        "pool",
-        "begin",
-        "end",
-        *["connect", "register"] * 2,
-    ]
-    assert isinstance(arena.source, RegisteredMemory)
-    assert len(set(map(id, arena.source._groups))) == 2
-
-
-@pytest.mark.req("M-07")
 def test_without_nccl_the_option_is_refused_by_name(world_of_two: None) -> None:
     """When sharding, with the way out; the module stays as it was."""
     model = tiny_mlp()
@@ -147,14 +123,3 @@ def world_of_two() -> Iterator[None]:
     """A rank of two, without peers."""
     with fake_world(2):
         yield
-
-
-@pytest.mark.req("M-07")
-def test_encoded_gathers_register_nothing(world_of_two: None) -> None:
-    """They fill bytes, which are in no slot."""
-    refused = message_of(lambda: fully_shard(tiny_mlp(), arena=NCCL, wire=Float8Wire()))
-
-    assert "Leave comm_memory or wire out" in refused
-    assert message_of(
-        lambda: fully_shard(tiny_mlp(), arena=cast(Any, "nccl"))
-    ).startswith("TypeError: arena expects None or an Arena such as Arena()")

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from composable_fsdp.comm.comparison import LogWords, OrderComparison
-from composable_fsdp.comm.order_facts import REDUCE, Fact, contrast, waiting
-from composable_fsdp.comm.order_records import MOST_MODES
-from composable_fsdp.comm.sequence import NOTHING, OrderLog, RoundOrder
+from composable_fsdp.comm.order_facts import Fact
+from composable_fsdp.comm.sequence import OrderLog, RoundOrder
 
 
 class Calls(OrderComparison):
@@ -53,18 +50,8 @@ def made(log: OrderLog) -> list[str]:
     return found
 
 
-def torn(log: OrderLog) -> tuple[int, int] | None:
-    """The round that was abandoned before its end, and after how many uses."""
-    return log.rounds.torn.get(log.number)
-
-
 def _fact(use: object) -> Fact:
     return Fact(str(use))
-
-
-def reduces(unit: str, missing: str) -> Fact:
-    """A reduction without gradients for parameters of one letter each."""
-    return Fact(REDUCE, unit, missing=tuple(missing))
 
 
 def run(log: OrderLog, uses: str, mode: str = "train") -> list[bool]:
@@ -102,50 +89,6 @@ def test_another_order_is_the_record_from_then_on(other: str) -> None:
     run(log, other)
 
     assert run(log, other) == [False] + [True] * (len(other) - 1)
-
-
-def test_a_round_that_was_dropped_changes_nothing() -> None:
-    """A raise in the middle leaves the record, and nothing is open."""
-    log = new_log()
-    run(log, "abc")
-    log.depart("a", "train")
-    log.depart("c", "train")
-
-    log.drop()
-
-    assert log.expected is NOTHING
-    assert torn(log) == (2, 2)
-    assert run(log, "abc") == [False, True, True]
-
-
-def test_only_a_round_with_further_uses_is_torn() -> None:
-    """Other ranks wait for a rank that leaves out uses, and for no other."""
-    log = new_log()
-    run(log, "abc")
-    assert torn(log) is None  # ended
-    log.depart("a", "train")
-    log.position += 2
-    log.drop()
-    assert torn(log) is None  # all uses were there
-    log.depart("a", "train")
-    log.drop()
-    assert torn(log) == (3, 1)
-    run(log, "abc")
-    assert torn(log) is None  # the ranks have met
-
-
-def test_the_records_of_few_modes_are_kept() -> None:
-    """A program whose modes never repeat, and which alternate by chance, needs no more
-    memory with each round; a mode that ran a short time ago is still known."""
-    log = new_log()
-    for index in range(3 * MOST_MODES):
-        run(log, "abc", mode=f"{index}")
-        for _ in range(index % 5):
-            run(log, "ab", mode="again")
-
-    assert len(log._records) == MOST_MODES
-    assert len(log._successors) == MOST_MODES
-    assert run(log, "abc", mode=f"{index - 5}") == [False, True, True]
 
 
 @pytest.mark.req("X-12")
@@ -204,39 +147,3 @@ def test_logs_over_a_group_have_a_common_order_of_rounds() -> None:
     assert schedule("2") == ["depart begin"]
     assert schedule("112" * 12)[-1:] != []
     assert schedule("112" * 3) == []
-
-
-@pytest.mark.parametrize(
-    ("mine", "theirs", "expected"),
-    [
-        (Fact("run", "a"), Fact("run", "b"), ((), ())),
-        (reduces("a", "xy"), reduces("a", "yz"), (("x",), ("z",))),
-        (reduces("a", "x"), reduces("a", ""), (("x",), ())),
-        (reduces("a", "x"), reduces("b", "x"), (("x",), ("x",))),
-    ],
-)
-def test_a_difference_names_the_parameters_that_differ(
-    mine: Fact, theirs: Fact, expected: tuple[tuple[str, ...], tuple[str, ...]]
-) -> None:
-    """Those that both ranks lack are left out, if it is the same unit."""
-    here, there = contrast(mine, theirs)
-
-    assert (here.missing, there.missing) == expected
-    assert (here[:3], there[:3]) == (mine[:3], theirs[:3])
-
-
-def test_a_rank_that_does_not_reduce_tells_what_it_waits_for() -> None:
-    """Only of the unit that the other rank reduces."""
-    note = {"'a'": ["a.x", "a.y"], "'b'": ["b.x"]}
-
-    assert waiting(note, reduces("'b'", "z")) == " and has no gradient yet for 'b.x'"
-    assert waiting(note, reduces("'c'", "")) == ""
-    assert waiting(note, Fact("run", "'a'")) == ""
-
-
-@pytest.mark.req("D-06")
-def test_a_fact_is_the_same_after_its_way_through_the_store() -> None:
-    """JSON has lists for tuples; a name may hold what a text would be cut at."""
-    fact = Fact(REDUCE, "'a'", (3, "eval", 7), ("x, y", "with none for z\n"))
-
-    assert Fact.of(json.loads(json.dumps(fact))) == fact

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import pickle
 from collections.abc import Callable, Sequence
 
@@ -86,50 +85,6 @@ def test_an_application_returns_the_same_module_with_its_state() -> None:
     assert dict(get_registry(module)) == {"mark": state}
 
 
-@pytest.mark.req("S1-35")
-def test_without_a_state_class_a_state_takes_any_attribute() -> None:
-    """As torch's ``contract()``; each application has a state of its own."""
-
-    @contract()
-    def note(module: nn.Module, text: str) -> None:
-        state = note.state(module)
-        assert state is not None
-        state.text = text
-
-    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
-    note(first, "one")
-    note(second, "two")
-
-    assert [getattr(note.state(m), "text", "") for m in (first, second)] == [
-        "one",
-        "two",
-    ]
-
-
-def test_state_is_none_where_the_api_was_not_applied() -> None:
-    """Children and parents of a module that carries an API do not carry it."""
-    module = tiny_mlp()
-    before = dict(module.__dict__)
-
-    mark(module[0])
-
-    assert mark.state(module) is None
-    assert mark.state(module[2]) is None
-    assert module.__dict__ == before
-
-
-@pytest.mark.req("S1-35")
-def test_applications_to_children_and_parent_have_their_own_states() -> None:
-    """A bottom-up application is one application per module."""
-    module = tiny_mlp()
-
-    mark(module[0], text="child")
-    mark(module, text="parent")
-
-    states = mark.state(module[0]), mark.state(module)
-    assert [state and state.texts for state in states] == [["child"], ["parent"]]
-
-
 @pytest.mark.req("S1-35", "B-01")
 def test_a_second_application_is_refused_and_changes_nothing() -> None:
     """Applying an API twice raises before the API runs; the first state stays."""
@@ -161,17 +116,6 @@ def test_a_list_of_modules_shares_one_state() -> None:
     assert state.texts == ["first"]
 
 
-@pytest.mark.req("S1-35")
-def test_a_list_with_one_module_taken_is_refused_as_a_whole() -> None:
-    """The error says which module of the list it is; the others are not touched."""
-    modules = [nn.Linear(2, 2), mark(nn.Linear(2, 2))]
-
-    with pytest.raises(CompositionError, match="the Linear at position 1; a module"):
-        mark(modules)
-
-    assert not get_registry(modules[0])
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -184,16 +128,6 @@ def test_what_is_no_module_is_refused(given: object, message: str) -> None:
     """The ``TypeError`` says what was expected, what came and where."""
     with pytest.raises(TypeError, match=message):
         mark(given)  # type: ignore[type-var]
-
-
-def test_a_module_twice_in_one_list_is_refused() -> None:
-    """It would be two applications to one module."""
-    module = nn.Linear(2, 2)
-
-    with pytest.raises(CompositionError, match="same Linear at positions 0 and 2"):
-        mark([module, nn.ReLU(), module])
-
-    assert not get_registry(module)
 
 
 # ---- what an API may not do ------------------------------------------------------
@@ -224,53 +158,6 @@ def test_changed_names_are_refused_with_the_first_position_that_differs(
     assert "_composable_api_states" not in module.__dict__
 
 
-@pytest.mark.req("S1-35")
-def test_a_change_of_order_alone_is_refused() -> None:
-    """Equal sets of names in another order are a violation."""
-
-    def reorder(module: nn.Sequential) -> None:
-        parameters = module[0]._parameters
-        parameters["weight"] = parameters.pop("weight")
-
-    with pytest.raises(
-        CompositionError, match=r"parameter 0 was '0.weight' and is now '0.bias'"
-    ):
-        api_of(reorder)(tiny_mlp())
-
-
-@pytest.mark.req("S1-35")
-def test_one_of_two_names_of_a_shared_parameter_may_not_go() -> None:
-    """Every path to a shared parameter counts, not only the first."""
-
-    def untie(module: nn.Sequential) -> None:
-        module[1].register_parameter("weight", None)
-
-    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    module[1].weight = module[0].weight
-
-    with pytest.raises(
-        CompositionError, match=r"parameter 2 was '1.weight' and is now '1.bias'"
-    ):
-        api_of(untie)(module)
-
-
-def test_a_module_of_a_list_that_loses_a_name_takes_all_back() -> None:
-    """Names are compared on every module; the registry is rolled back on all."""
-
-    @contract(Mark)
-    def spoil_last(modules: list[nn.Module]) -> None:
-        del modules[-1].bias
-
-    modules: list[nn.Module] = [nn.Linear(2, 2), nn.Linear(2, 2)]
-
-    with pytest.raises(
-        CompositionError, match="parameter 1 was 'bias' and is now absent"
-    ):
-        spoil_last(modules)
-
-    assert not any(get_registry(module) for module in modules)
-
-
 @pytest.mark.parametrize(
     ("other", "shown"),
     [
@@ -287,19 +174,6 @@ def test_returning_something_else_is_refused(other: object, shown: str) -> None:
         api_of(lambda _: other)(module)
 
     assert not get_registry(module)
-
-
-def test_returning_what_was_given_is_accepted() -> None:
-    """The module, the list, or a new list of the same modules may be returned."""
-
-    @contract(Mark)
-    def returns(modules: object, value: object) -> object:
-        return value
-
-    one, two = nn.Linear(2, 2), nn.Linear(2, 2)
-
-    assert returns(one, one) is one
-    assert returns([two], [two]) == [two]
 
 
 def test_an_api_may_not_replace_its_state() -> None:
@@ -331,45 +205,7 @@ def test_an_api_that_raises_leaves_the_registry_as_it_was(error: BaseException) 
     assert (plain.__dict__, marked.__dict__) == before
 
 
-def test_an_api_that_failed_may_be_applied_again() -> None:
-    """A failed application does not count as one."""
-
-    @contract(Mark)
-    def picky(module: nn.Module, *, fails: bool) -> None:
-        if fails:
-            raise ValueError("not now")
-
-    module = tiny_mlp()
-    with pytest.raises(ValueError, match="not now"):
-        picky(module, fails=True)
-
-    picky(module, fails=False)
-
-    assert picky.state(module) is not None
-
-
-def test_without_the_check_names_may_change() -> None:
-    """``check_names=False`` is the API's own promise; nothing is compared."""
-
-    @contract(Mark, check_names=False)
-    def extend(module: nn.Module) -> None:
-        module.register_buffer("extra", torch.zeros(1))
-
-    assert extend.state(extend(tiny_mlp())) is not None
-
-
 # ---- it still is the function it was ----------------------------------------------
-
-
-def test_a_composable_api_keeps_name_docstring_and_signature() -> None:
-    """Help and editors show the function that was written."""
-    assert mark.__name__ == "mark"
-    assert mark.__doc__ == "Note ``text`` on a module."
-    signature = inspect.signature(mark)
-    assert list(signature.parameters) == ["module", "text"]
-    # An API returns its first argument, whatever the function returns.
-    assert signature.return_annotation == signature.parameters["module"].annotation
-    assert inspect.isroutine(mark)
 
 
 def test_a_composable_api_is_pickled_and_copied_by_name() -> None:

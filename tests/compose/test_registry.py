@@ -3,9 +3,7 @@ own data-parallel APIs are recognized without importing them."""
 
 from __future__ import annotations
 
-import copy
 import gc
-import pickle
 import subprocess
 import sys
 import weakref
@@ -14,8 +12,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
-from torch.distributed._composable.contract import REGISTRY_KEY as torch_registry_key
-from torch.distributed._composable.contract import contract as torch_contract
 from torch.distributed._composable.replicate import replicate as torch_replicate
 from torch.distributed._composable.replicate_with_fsdp import (
     replicate as torch_replicate_with_fsdp,
@@ -25,7 +21,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from composable_fsdp.compose.registry import (
-    REGISTRY_KEY,
     OwnerMap,
     foreign_fsdp,
     get_registry,
@@ -41,22 +36,6 @@ class State:
     """A state as APIs make them: slots, and a slot for weak references."""
 
     __slots__ = ("__weakref__",)
-
-
-class SharedState:
-    """A state of which copies are itself, as one that holds a process group may be."""
-
-    def __deepcopy__(self, memo: dict[int, object]) -> SharedState:
-        return self
-
-
-class Equal(nn.Module):
-    """A module that equals every other and cannot be hashed."""
-
-    __hash__ = None  # type: ignore[assignment]  # what a class with __eq__ alone gets
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Equal)
 
 
 # ---- the registry of one module ----------------------------------------------
@@ -86,39 +65,6 @@ def test_asking_an_untouched_module_writes_nothing(
     assert module.__dict__ == before
 
 
-def test_a_state_is_found_under_its_api_and_only_there() -> None:
-    """``set_state`` serves the three reads, for that API and that module alone."""
-    module, other, state = nn.Linear(2, 2), nn.Linear(2, 2), State()
-
-    set_state(module, "mark", state)
-
-    assert get_state(module, "mark") is state
-    assert get_state(module, "else") is None
-    assert dict(get_registry(module)) == {"mark": state}
-    assert has_api(module, "else", "mark")
-    assert not has_api(module, "else")
-    assert not has_api(other, "mark")
-
-
-def test_the_registry_is_a_plain_dict_under_a_constant_key() -> None:
-    """Other processes find the states where this one wrote them."""
-    module, state = nn.Linear(2, 2), State()
-
-    set_state(module, "mark", state)
-
-    assert module.__dict__["_composable_api_states"] == {"mark": state}
-    assert type(module.__dict__[REGISTRY_KEY]) is dict
-
-
-def test_what_get_registry_gives_cannot_be_written() -> None:
-    """The registry changes through ``set_state`` and ``remove_state`` only."""
-    module = nn.Linear(2, 2)
-    set_state(module, "mark", State())
-
-    with pytest.raises(TypeError, match="does not support item assignment"):
-        get_registry(module)["else"] = State()  # type: ignore[index]
-
-
 def test_removing_the_last_state_leaves_no_trace() -> None:
     """Other APIs keep theirs; after the last the module's ``__dict__`` is as before."""
     module, kept = nn.Linear(2, 2), State()
@@ -133,61 +79,7 @@ def test_removing_the_last_state_leaves_no_trace() -> None:
     assert module.__dict__ == before
 
 
-def test_a_shallow_copy_has_a_registry_of_its_own() -> None:
-    """What is applied to the copy does not show on the original."""
-    module = nn.Linear(2, 2)
-    set_state(module, "mark", State())
-    copied = copy.copy(module)
-
-    set_state(copied, "late", State())
-
-    assert not has_api(module, "late")
-    assert has_api(copied, "mark", "late")
-
-
-@pytest.mark.parametrize(("state", "is_shared"), [({}, False), (SharedState(), True)])
-def test_a_deep_copy_copies_the_entry_as_the_state_decides(
-    state: object, is_shared: bool
-) -> None:
-    """The copy carries the API; its state is what the state's ``__deepcopy__`` gave."""
-    module = nn.Linear(2, 2)
-    set_state(module, "mark", state)
-
-    copied = copy.deepcopy(module)
-    remove_state(module, "mark")
-
-    assert get_state(copied, "mark") is not None
-    assert (get_state(copied, "mark") is state) == is_shared
-
-
-def test_pickling_keeps_the_registry() -> None:
-    """A module that comes back from bytes carries its APIs."""
-    module = nn.Linear(2, 2)
-    set_state(module, "mark", {"text": "first"})
-
-    restored = pickle.loads(pickle.dumps(module))
-
-    assert get_state(restored, "mark") == {"text": "first"}
-
-
 # ---- the nearest owner of every submodule ------------------------------------
-
-
-@pytest.mark.req("S1-30")
-def test_an_owner_is_replaced_and_cleared() -> None:
-    """``get`` gives what was last ``set``, and None before that or after ``clear``."""
-    owners: OwnerMap[State] = OwnerMap()
-    module, first, second = nn.Linear(2, 2), State(), State()
-
-    assert owners.get(module) is None
-    owners.set(first, module)
-    owners.set(second, module)
-    del first
-    assert owners.get(module) is second
-    owners.clear(module)
-
-    assert owners.get(module) is None
-    assert len(owners) == 0
 
 
 @pytest.mark.req("S1-30")
@@ -237,53 +129,7 @@ def test_an_owner_set_while_the_last_one_dies_stays() -> None:
     assert owners.get(module) is heir
 
 
-@pytest.mark.req("S1-30")
-def test_owners_tell_modules_apart_by_identity() -> None:
-    """Modules that are equal and unhashable have owners of their own."""
-    owners: OwnerMap[State] = OwnerMap()
-    left, right, left_state, right_state = Equal(), Equal(), State(), State()
-
-    owners.set(left_state, left)
-    owners.set(right_state, right)
-
-    assert owners.get(left) is left_state
-    assert owners.get(right) is right_state
-
-
-@pytest.mark.req("S1-30")
-def test_a_module_at_a_reused_address_inherits_no_owner() -> None:
-    """Modules made and dropped in turn never see the owner of one before them."""
-    owners: OwnerMap[State] = OwnerMap()
-    state = State()
-
-    for _ in range(100):
-        module = nn.Identity()
-        assert owners.get(module) is None
-        owners.set(state, module)
-
-
-@pytest.mark.req("S1-30")
-def test_a_deep_copy_of_a_module_has_no_owner() -> None:
-    """The map is beside the modules, so a copy is not owned by the original's state."""
-    owners: OwnerMap[State] = OwnerMap()
-    module, state = nn.Linear(2, 2), State()
-    owners.set(state, module)
-
-    assert owners.get(copy.deepcopy(module)) is None
-
-
 # ---- torch's own APIs ----------------------------------------------------------
-
-
-@pytest.mark.req("S1-16")
-def test_our_replicate_is_incompatible_and_other_apis_are_not() -> None:
-    """Only the registry's ``replicate`` makes a sharding traversal skip a subtree."""
-    module, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    set_state(module, "replicate", State())
-    set_state(other, "checkpoint", State())
-
-    assert incompatible_api(module) == "replicate"
-    assert incompatible_api(other) is None
 
 
 @pytest.mark.req("S1-16")
@@ -302,36 +148,6 @@ def test_torch_replicates_are_named_and_are_not_foreign_fsdp() -> None:
     assert [foreign_fsdp(m) for m in (ddp, composable, on_fsdp2)] == [None] * 3
 
 
-@pytest.mark.req("S1-16")
-def test_torch_replicate_is_known_by_its_class_alone() -> None:
-    """A ``replicate`` whose entry in torch's registry is elsewhere is still skipped."""
-    module = torch_replicate(nn.Linear(2, 2))
-
-    del module.__dict__[torch_registry_key]
-
-    assert incompatible_api(module) == "torch's replicate"
-
-
-@pytest.mark.req("S1-16")
-@pytest.mark.parametrize(
-    ("name", "question"),
-    [("replicate", incompatible_api), ("fully_shard", foreign_fsdp)],
-)
-def test_marks_in_the_registry_of_torch_are_seen(
-    name: str, question: Callable[[nn.Module], str | None]
-) -> None:
-    """An API of torch that changes no class is found by its registry entry."""
-
-    def api(module: nn.Module) -> nn.Module:
-        return module
-
-    api.__name__ = name
-    module = torch_contract()(api)(nn.Linear(2, 2))
-
-    assert question(module) is not None
-    assert question(nn.Linear(2, 2)) is None
-
-
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.filterwarnings("ignore")  # FSDP1 on CPU warns of its own deprecations
 def test_torch_fsdp_is_named_and_only_on_the_module_itself() -> None:
@@ -348,17 +164,6 @@ def test_torch_fsdp_is_named_and_only_on_the_module_itself() -> None:
     assert foreign_fsdp(nn.Sequential(fsdp1, fsdp2)) is None
     assert incompatible_api(fsdp1) is None
     assert incompatible_api(fsdp2) is None
-
-
-@pytest.mark.parametrize("name", ["DDP", "FullyShardedDataParallel", "FSDPModule"])
-def test_classes_that_only_share_a_name_with_torch_are_not_taken_for_it(
-    name: str,
-) -> None:
-    """A user's class, or our wrapper, of the same name is an ordinary module."""
-    module = type(name, (nn.Linear,), {"__module__": "elsewhere"})(2, 2)
-
-    assert incompatible_api(module) is None
-    assert foreign_fsdp(module) is None
 
 
 def test_questions_do_not_load_the_apis_they_ask_about() -> None:

@@ -17,8 +17,6 @@ import composable_fsdp
 from composable_fsdp import (
     CheckpointImpl,
     CompositionError,
-    ModuleWrapPolicy,
-    apply_activation_checkpointing,
     checkpoint,
     checkpoint_wrapper,
     fully_shard,
@@ -38,7 +36,6 @@ from tests.support.reference import (
     loss_of,
     sgd,
     train,
-    train_reference,
     trained_reference,
 )
 from tests.support.world import RankPool, World
@@ -229,40 +226,6 @@ def test_keyword_arguments_go_through_the_reentrant_mode(
     assert all(p.grad is not None for p in model.parameters())
 
 
-@pytest.mark.req("D-14")
-@on_ranks(2)
-def test_a_copy_of_a_checkpointed_model_recomputes_itself(world: World) -> None:
-    """Its forward is that of the copy, not of the original.
-
-    A deep copy of a checkpointed, sharded model trains and counts for itself.
-    """
-    model, plain = build("composable", "in place", "nested", "before"), Tower()
-    made = copy.deepcopy(model)
-    expected = train_reference(plain, world.world_size, gpt_input, sgd)
-    losses = train(made, world.rank, gpt_input, sgd)
-
-    assert_same_training(made, plain, losses, [s[world.rank] for s in expected])
-    assert {m.calls for m in model.modules() if isinstance(m, Counted)} == {0}
-
-
-def test_checkpoint_keeps_class_names_and_a_state() -> None:
-    """In place: the registry knows, and a second application is refused."""
-    block = TinyGPT().blocks[0]
-    names = [n for n, _ in block.named_modules()]
-
-    made = checkpoint(block, use_reentrant=True)
-
-    assert made is block
-    assert type(block) is TinyBlock
-    assert [n for n, _ in block.named_modules()] == names
-    state = checkpoint.state(block)
-    assert state is not None
-    assert state.options["use_reentrant"]
-    assert checkpoint.state(block.up) is None
-    with pytest.raises(CompositionError, match="takes each API once"):
-        checkpoint(block)
-
-
 @pytest.mark.parametrize(
     ("call", "text"),
     [
@@ -285,27 +248,6 @@ def test_what_cannot_be_checkpointed_is_refused(
 
     assert all("forward" not in vars(m) for m in model.modules())
     assert all(checkpoint.state(m) is None for m in model.modules())
-
-
-def test_options_reach_torchs_checkpoint() -> None:
-    """Both contexts of ``context_fn`` are entered, and without RNG the draw differs."""
-    entered: list[str] = []
-
-    class Enter:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def __enter__(self) -> None:
-            entered.append(self.name)
-
-        def __exit__(self, *_: object) -> None: ...
-
-    layer = checkpoint(
-        nn.Linear(2, 2), context_fn=lambda: (Enter("forward"), Enter("again"))
-    )
-    backward(layer(torch.ones(1, 2, requires_grad=True)).sum())
-
-    assert entered == ["forward", "again"]
 
 
 @pytest.mark.req("S2-05")
@@ -350,22 +292,6 @@ def test_the_chosen_modules_are_those_that_torch_chooses(
     assert wrapped_by(composable_fsdp, **options) == wrapped_by(torchs, **options)
 
 
-def test_policies_and_in_place_checkpoints_can_be_applied_to_a_tree() -> None:
-    """A policy object chooses, and ``checkpoint`` stays in place."""
-    model = Tower()
-
-    apply_activation_checkpointing(
-        model, checkpoint, auto_wrap_policy=ModuleWrapPolicy({TinyBlock})
-    )
-
-    assert [n for n, m in model.named_modules() if checkpoint.state(m)] == [
-        "body.0",
-        "body.1",
-        "body.2",
-    ]
-    assert list(model.state_dict()) == list(Tower().state_dict())
-
-
 def fqns(model: nn.Module) -> list[str]:
     """Names that the handles give to parameters."""
     return [n for s in _get_fsdp_states(model) for n in s.handle._fqns]
@@ -398,22 +324,3 @@ def test_wrappers_leave_no_trace_in_state_dicts(
     assert not result.unexpected_keys
     assert_same_training(model, plain, [], [])
     assert all(n.count(".") < 4 for n in fqns(model)), fqns(model)
-
-
-def save_a_list(world: World) -> bool:
-    """A unit of two blocks, each with a wrapped linear inside."""
-    model = TinyGPT()
-    expected = {n: v.clone() for n, v in model.state_dict().items()}
-    for block in model.blocks:
-        block.up = checkpoint_wrapper(block.get_submodule("up"))
-    fully_shard([model.blocks[0], model.blocks[1]])
-    fully_shard(model)
-    saved = model.state_dict()
-    return list(saved) == list(expected) and all(
-        torch.equal(saved[n], v) for n, v in expected.items()
-    )
-
-
-def test_a_unit_of_several_modules_saves_what_wrappers_hold(ranks: RankCount) -> None:
-    """Names are found through the wrappers, in each module of the list."""
-    assert ranks(2).run(save_a_list) == [True, True]

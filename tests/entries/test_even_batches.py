@@ -123,17 +123,6 @@ def test_different_lengths_can_be_an_error_on_all_ranks(world: World) -> None:
 
 
 @on_ranks(2)
-def test_equal_lengths_are_no_error(world: World) -> None:
-    """And a loop can be repeated, also after one that all ranks have left early."""
-    model = sharded("composable")
-    for _ in range(2):
-        for _ in even_batches(batches_of(1), model, policy="error"):
-            break
-        assert len(list(even_batches(batches_of(1), model, policy="error"))) == 2
-        assert list(even_batches([], model, policy="pad")) == []
-
-
-@on_ranks(2)
 def test_a_rank_without_batches_has_none_to_repeat(world: World) -> None:
     """All ranks say which rank."""
     mine = batches_of(0) if world.rank else []
@@ -158,18 +147,3 @@ def test_a_loader_that_raises_ends_the_loop_of_all_ranks(world: World) -> None:
         return
     with pytest.raises(DesyncError, match="rank 1 raised OSError: a bad sample"):
         next(turns)
-
-
-def test_another_policy_is_refused() -> None:
-    """Before anything is sent."""
-    with pytest.raises(ValueError, match="shortest, pad, error"):
-        even_batches([], plain(), policy="longest")  # type: ignore[arg-type]
-
-
-def test_a_single_rank_needs_no_process_group() -> None:
-    """The loop is that of the loader."""
-    batches = batches_of(2)
-
-    assert list(even_batches(batches, plain(), policy="pad")) == [
-        (batch, 1.0) for batch in batches
-    ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import pickle
 import warnings
 from functools import partial
 from typing import Any
@@ -19,14 +18,9 @@ from torch.distributed.tensor import Shard
 import composable_fsdp
 from composable_fsdp import (
     CompositionError,
-    CPUOffload,
     PhaseError,
-    PlanError,
     fsdp2,
-    optim_state_dict,
-    optim_state_dict_to_load,
 )
-from composable_fsdp.entries.fsdp2_policies import cpu_offload_of
 from composable_fsdp.state_dict.sharded import ShardedValue
 from tests.support.models import TinyGPT, tiny_mlp
 from tests.support.on_ranks import on_ranks
@@ -61,26 +55,6 @@ def test_the_class_is_a_readable_one_that_derives_from_both(one_rank: World) -> 
     # One class per plain class, so that isinstance and caches by type keep working.
     assert type(fsdp2.fully_shard(nn.Linear(2, 2))) is type(model[0])
     assert fsdp2.fully_shard.state(model) is composable_fsdp.fully_shard.state(model)
-
-
-@pytest.mark.req("N-05")
-def test_slices_copies_and_pickles_of_the_class_are_made(one_rank: World) -> None:
-    """A slice is plain, as in FSDP2; a deep copy is sharded, and trains apart."""
-    model = sharded_mlp()
-    loss_of(model, wide_input(8)(0, 0))
-
-    assert type(model[1:]) is nn.Sequential
-    assert type(type(model[0])(2, 3)) is nn.Linear
-    copied = copy.deepcopy(model)
-    assert type(copied) is type(model)
-    assert type(copied[0]) is type(model[0])
-    copied[0].reshard()
-    backward(loss_of(copied, wide_input(8)(0, 0)))
-    assert model[0].weight.grad is None
-    assert copied[0].weight.grad is not None
-    empty = nn.Linear(2, 2)
-    empty.__class__ = type(model[0])
-    assert type(pickle.loads(pickle.dumps(empty))) is type(model[0])
 
 
 @on_ranks(2)
@@ -158,18 +132,6 @@ def test_torchs_own_clipping_clips_sharded_parameters(world: World) -> None:
     assert torch.equal(*norms)
 
 
-def test_values_of_state_dicts_say_what_stands_in_for_a_dtensor(
-    one_rank: World,
-) -> None:
-    """``distribute_tensor`` has no mesh to use; the message says what loads instead."""
-    value = sharded_mlp().state_dict()["0.weight"]
-
-    for name in ("device_mesh", "placements"):
-        text = message_of(partial(getattr, value, name))
-        assert "Pass full tensors to model.load_state_dict" in text
-        assert not hasattr(value, name)
-
-
 @pytest.mark.req("N-05")
 @pytest.mark.parametrize(
     ("options", "words"),
@@ -193,16 +155,6 @@ def test_arguments_that_cannot_be_honored_are_refused_by_name(
         assert [word for word in words if word not in text] == []
         assert type(model) is nn.Sequential
         assert isinstance(fsdp2.fully_shard(model), fsdp2.FSDPModule)
-
-
-def test_memory_that_is_not_pinned_is_refused_beside_a_gpu() -> None:
-    """And accepted without one, as FSDP2's users on a CPU must write it."""
-    policy = fsdp2.CPUOffloadPolicy(pin_memory=False)
-
-    assert cpu_offload_of(policy, "cpu") == CPUOffload(True)
-    assert cpu_offload_of(fsdp2.CPUOffloadPolicy(), "cuda") == CPUOffload(True)
-    with pytest.raises(PlanError, match="pin_memory"):
-        cpu_offload_of(policy, "cuda")
 
 
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -426,53 +378,3 @@ def check_scaler(world: World) -> list[float]:
             assert scale == expected
             torch.testing.assert_close(weight, reference)
     return [scale for scale, _ in theirs]
-
-
-@on_ranks(2, 3)
-def test_a_rank_without_rows_has_empty_gradients(world: World) -> None:
-    """As with FSDP2, so that loops over ``p.grad`` run; also after a freeze."""
-    plain, model = (nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 2)) for _ in range(2))
-    model.load_state_dict(plain.state_dict())
-    fsdp2.fully_shard(model)
-    optims = [torch.optim.AdamW(each.parameters()) for each in (plain, model)]
-    for at in range(4):
-        for each, optim in zip((plain, model), optims, strict=True):
-            each[1].requires_grad_(at != 1)
-            optim.zero_grad()
-            each(torch.ones(2, 4)).sum().backward()
-            grads: list[Any] = [p.grad for p in each.parameters() if p.requires_grad]
-            assert all(grad is not None for grad in grads)
-            torch._foreach_mul_(grads, 0.5)
-            torch.nn.utils.clip_grad_norm_(each.parameters(), 0.1)
-            optim.step()
-    whole = {k: v.full_tensor() for k, v in model.state_dict().items()}
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(whole[name], value)
-    saved = optim_state_dict(model, optims[1])
-    optims[1].load_state_dict(optim_state_dict_to_load(model, optims[1], saved))
-    for name, state in saved["state"].items():
-        parameter = dict(plain.named_parameters())[name]
-        ours = state["exp_avg"]
-        ours = ours.full_tensor() if isinstance(ours, ShardedValue) else ours
-        torch.testing.assert_close(ours, optims[0].state[parameter]["exp_avg"])
-
-
-@on_ranks(2)
-def test_a_model_on_meta_is_loaded_piece_by_piece(world: World) -> None:
-    """Full values and sharded ones, each in a dict of its own."""
-    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        for parameter in plain.parameters():
-            nn.init.normal_(parameter)
-    donor = copy.deepcopy(plain)
-    for part in (*donor, donor):
-        fsdp2.fully_shard(part)
-    for values in (plain.state_dict(), donor.state_dict()):
-        with torch.device("meta"):
-            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        for part in (*model, model):
-            fsdp2.fully_shard(part)
-        for name, value in values.items():
-            model.load_state_dict({name: value}, assign=True, strict=False)
-        torch.testing.assert_close(model(torch.ones(2, 4)), plain(torch.ones(2, 4)))

@@ -3,43 +3,31 @@
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from composable_fsdp import (
-    CompositionError,
     ModuleWrapPolicy,
-    PlanError,
-    ShardingStrategy,
     fully_shard,
 )
-from composable_fsdp.comm.collectives import record
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from tests.support.memory import LiveBytes
-from tests.support.models import TinyBlock, TinyGPT, tiny_mlp
+from tests.support.models import TinyBlock, TinyGPT
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     adamw,
     apply_units,
     assert_same_training,
-    backward,
     gpt_input,
     gpt_units,
-    loss_of,
     sgd,
     train,
     train_reference,
     wide_input,
 )
-from tests.support.sharded import message_of
-from tests.support.world import RankPool, World
-
-RankCount = Callable[[int], RankPool]
+from tests.support.world import World
 
 
 class Example(nn.Module):
@@ -111,63 +99,6 @@ def test_the_same_object_comes_back_with_its_class_and_names(one_rank: World) ->
     assert state.module is model
 
 
-@pytest.mark.req("B-01", "S3-01")
-def test_if_sharded_skip_makes_a_second_application_nothing(one_rank: World) -> None:
-    """The same settings: the same object and state, nothing built again."""
-    model = fully_shard(tiny_mlp())
-    state = fully_shard.state(model)
-    hooks = [len(m._forward_pre_hooks) for m in model.modules()]
-
-    assert fully_shard(model, if_sharded="skip") is model
-    assert fully_shard.state(model) is state
-    assert [len(m._forward_pre_hooks) for m in model.modules()] == hooks
-
-
-@pytest.mark.req("B-01")
-def test_if_sharded_skip_refuses_other_settings_and_names_both(
-    one_rank: World,
-) -> None:
-    """A different strategy is no repetition."""
-    model = fully_shard(tiny_mlp(), strategy=ShardingStrategy.SHARD_GRAD_OP)
-
-    with pytest.raises(CompositionError, match=r"SHARD_GRAD_OP.*NO_SHARD"):
-        fully_shard(model, if_sharded="skip", strategy=ShardingStrategy.NO_SHARD)
-
-
-def test_if_sharded_takes_two_words(one_rank: World) -> None:
-    """Anything else is refused with what is expected."""
-    with pytest.raises(PlanError, match="'error' or 'skip', got 'replace'"):
-        fully_shard(tiny_mlp(), if_sharded="replace")
-
-
-def test_arguments_of_torchs_fully_shard_are_translated(one_rank: World) -> None:
-    """FSDP2's names get ours in the message."""
-    with pytest.raises(TypeError, match=r"mesh \(here: device_mesh\)"):
-        fully_shard(tiny_mlp(), mesh=None)  # type: ignore[call-arg]  # on purpose
-
-
-@pytest.mark.req("U-02")
-def test_a_misspelled_argument_gets_the_nearest_and_the_whole_list(
-    one_rank: World,
-) -> None:
-    """A typing error is one glance away from its repair."""
-    misspelled: dict[str, Any] = {"mixed_precison": None}
-    text = message_of(lambda: fully_shard(tiny_mlp(), **misspelled))
-
-    assert "mixed_precison (did you mean mixed_precision?)" in text
-    assert "It takes process_group, device_mesh, expert_mesh, policy" in text
-
-
-@pytest.mark.req("U-02")
-def test_the_help_text_names_every_argument() -> None:
-    """``help(fully_shard)`` shows no signature, so the text has to."""
-    arguments = inspect.signature(fully_shard).parameters.keys()
-
-    missing = [a for a in arguments if f" {a}" not in str(fully_shard.__doc__)]
-
-    assert missing == []
-
-
 @pytest.mark.req("B-24", "D-15")
 @on_ranks(2)
 def test_an_optimizer_made_before_sharding_trains(world: World) -> None:
@@ -197,53 +128,6 @@ def test_an_optimizer_made_before_sharding_trains(world: World) -> None:
     assert_same_training(model, plain, losses, [step[world.rank] for step in expected])
 
 
-class Scaled(nn.Module):
-    """Multiplies by a vector."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``(batch, 6)`` to the same."""
-        return x * self.scale
-
-
-def make_pair() -> nn.Sequential:
-    """Four layers, of which the middle two go into one unit."""
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(6, 6), nn.Linear(6, 6, bias=False), Scaled(), nn.Linear(6, 6)
-    )
-
-
-def train_list_unit(world: World) -> tuple[list[tuple[str, ...]], int]:
-    """Train with a unit of two modules; parameter names and gathers of a step."""
-    model = make_pair()
-    plain = copy.deepcopy(model)
-    assert fully_shard([model[1], model[2]]) == [model[1], model[2]]
-    fully_shard(model)
-
-    expected = train_reference(plain, world.world_size, wide_input(6), sgd)
-    losses = train(model, world.rank, wide_input(6), sgd)
-    with record() as calls:
-        backward(loss_of(model, wide_input(6)(7, world.rank)))
-
-    mine = [step[world.rank] for step in expected]
-    assert_same_training(model, plain, losses, mine)
-    names = [state.handle._fqns for state in _get_fsdp_states(model)]
-    return names, sum(call.op == "all_gather" for call in calls)
-
-
-@pytest.mark.req("B-02")
-def test_a_list_of_modules_is_one_unit(ranks: RankCount) -> None:
-    """It trains as the plain model, gathers once per pass, names from each module."""
-    for names, gathers in ranks(2).run(train_list_unit):
-        assert sorted(names[0]) == ["0.bias", "0.weight", "3.bias", "3.weight"]
-        assert sorted(names[1]) == ["scale", "weight"]
-        assert gathers == 3
-
-
 @pytest.mark.req("B-02")
 @on_ranks(2)
 def test_modules_of_a_list_may_use_the_same_names(world: World) -> None:
@@ -260,16 +144,6 @@ def test_modules_of_a_list_may_use_the_same_names(world: World) -> None:
     losses = train(model, world.rank, gpt_input, sgd)
 
     assert_same_training(model, plain, losses, [step[world.rank] for step in expected])
-
-
-@pytest.mark.req("B-02")
-def test_a_list_of_modules_cannot_be_the_root(one_rank: World) -> None:
-    """A list has no forward that starts an iteration."""
-    model = make_pair()
-    fully_shard([model[1], model[2]])
-
-    with pytest.raises(CompositionError, match="list of 2 modules"):
-        model[1](torch.ones(1, 6))
 
 
 @pytest.mark.req("B-06")
@@ -292,30 +166,6 @@ def test_a_child_may_run_before_its_parent(world: World) -> None:
 
     assert_same_training(model, plain, losses, [step[world.rank] for step in expected])
     assert torch.equal(model.blocks[0](x), plain.blocks[0](x))
-
-
-@pytest.mark.req("B-11")
-@on_ranks(1, 2)
-def test_the_root_and_then_an_inner_module_alone(world: World) -> None:
-    """A backward through one block, between backwards through the whole.
-
-    Two kinds of steps in turn, against the same on the plain model.
-    """
-    model = TinyGPT()
-    plain = copy.deepcopy(model)
-    apply_units(model, gpt_units(model))
-    for step in range(2):
-        x = torch.full((1, 2, 8), float(step + 1))
-        mine, theirs = sgd(model.parameters()), sgd(plain.parameters())
-        backward(loss_of(model, gpt_input(step, 0)))
-        backward(loss_of(plain, gpt_input(step, 0)))
-        for m, optimizer in ((model, mine), (plain, theirs)):
-            optimizer.step()
-            optimizer.zero_grad()
-            backward(loss_of(m.blocks[1], x))
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same_training(model, plain, [], [])
 
 
 class Loop(nn.Module):

@@ -28,7 +28,6 @@ from composable_fsdp import (
 )
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.tree.traversal import _get_fsdp_states
-from composable_fsdp.wrap import enable_wrap, wrap
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import gpt_input
 from tests.support.sharded import both_paths, message_of
@@ -142,7 +141,7 @@ def spellings(path: str, family: str) -> list[Make]:
     return [m for m in makes if not only_ours & m(TinyGPT()).keys()]
 
 
-@pytest.mark.req("P-18", "B-01")
+@pytest.mark.req("P-18", "B-01", "S3-01")
 @both_paths
 @on_ranks(2)
 def test_equal_settings_are_skipped_however_they_are_spelled(
@@ -207,13 +206,3 @@ def test_a_unit_that_a_policy_made_is_compared_by_what_it_has(one_rank: World) -
     assert fully_shard(pair, if_sharded="skip") is pair
     with pytest.raises(CompositionError, match="one unit of 2 modules"):
         fully_shard(pair[0], if_sharded="skip")
-
-
-def test_wrap_passes_the_choice_on(one_rank: World) -> None:
-    """So a script may build its layers with ``wrap`` and be run over them again."""
-    with enable_wrap(wrapper_cls=FullyShardedDataParallel, if_sharded="skip"):
-        layer = wrap(tiny_mlp())
-
-        assert wrap(layer) is layer
-        assert isinstance(layer, FullyShardedDataParallel)
-        assert isinstance(wrap(layer.module), FullyShardedDataParallel)

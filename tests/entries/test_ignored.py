@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from composable_fsdp import ModuleWrapPolicy, fully_shard, unshard_params
+from composable_fsdp import ModuleWrapPolicy, unshard_params
 from composable_fsdp.flat.handle import find_leaf
 from tests.support.on_ranks import on_ranks
 from tests.support.recording import record_steps
 from tests.support.reference import PATHS, apply_units, backward, gpt_input, loss_of
 from tests.support.tiny import TinyBlock, TinyGPT, tiny_mlp
-from tests.support.world import RankPool, World
-
-RankCount = Callable[[int], RankPool]
+from tests.support.world import World
 
 IGNORED = ("blocks.0.up.weight", "blocks.1.norm_1.weight", "blocks.1.norm_1.bias")
 
@@ -73,22 +70,6 @@ def test_what_is_ignored_stays_as_it_is(
     gathered = sum(sum(c.numel) for c in calls if c.op == "reduce_scatter")
     kept = sum(p.numel() for n, p in plain.named_parameters() if n not in IGNORED)
     assert kept <= gathered < kept + sum(p.numel() for p in ignored.values())
-
-
-@pytest.mark.req("S0-11")
-def test_a_policy_makes_no_unit_of_an_ignored_module(one_rank: World) -> None:
-    """Nor of anything below it."""
-    model = TinyGPT()
-
-    fully_shard(
-        model,
-        policy=ModuleWrapPolicy({TinyBlock}),
-        ignored_modules=[model.blocks[1]],
-    )
-
-    assert fully_shard.state(model.blocks[0]) is not None
-    assert fully_shard.state(model.blocks[1]) is None
-    assert all(find_leaf(p) is None for p in model.blocks[1].parameters())
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from composable_fsdp import (
-    MixedPrecision,
     apply_activation_checkpointing,
-    fully_shard,
     register_forward_method,
     set_modules_to_forward_prefetch,
     set_reshard_after_forward,
@@ -86,28 +83,3 @@ def test_methods_of_a_wrapped_unit_find_it_full(ranks: RankCount, path: str) -> 
     """The method is that of the module inside."""
     for result in ranks(2).run(call_method, path):
         assert torch.equal(result, torch.full((1, 2), 6.0))
-
-
-def state_of_a_wrapper(world: World) -> bool:
-    model = sharded("wrapper")
-    held, states = units(model)
-    return [each._state for each in held] == states
-
-
-def test_a_wrapper_of_the_other_path_keeps_its_state(ranks: RankCount) -> None:
-    """Although the module that it holds is a wrapper of activations now."""
-    assert ranks(2).run(state_of_a_wrapper) == [True, True]
-
-
-def dtypes_of_buffers(world: World) -> list[torch.dtype]:
-    low = MixedPrecision(buffer_dtype=torch.bfloat16)
-    model = fully_shard(nn.Sequential(Layer(), Layer()), mixed_precision=low)
-    apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, Layer))
-    model(torch.ones(1, 2))
-    return [buffer.dtype for buffer in model.buffers()]
-
-
-@pytest.mark.req("B-20")
-def test_buffers_inside_a_wrapper_are_cast(ranks: RankCount) -> None:
-    """The wrapper belongs to no unit, what it holds still does."""
-    assert ranks(2).run(dtypes_of_buffers) == [[torch.bfloat16] * 2] * 2

@@ -162,14 +162,3 @@ def test_wrong_questions_about_what_is_sharded_are_refused() -> None:
             plan(made, world_size=2, strategy=ShardingStrategy.SHARD_GRAD_OP)
         with pytest.raises((PlanError, CompositionError)):
             plan(made, world_size=2, units=["1.*"])
-
-
-@pytest.mark.req("U-02")
-def test_names_of_torchs_fsdp_are_translated() -> None:
-    """As ``fully_shard`` does; a wrong letter gets the nearest name."""
-    with pytest.raises(TypeError, match=r"plan got .*reshard_after_forward \(here"):
-        plan(model(), world_size=2, reshard_after_forward=True)  # type: ignore[call-arg]  # the mistake
-    with pytest.raises(TypeError, match=r"device_mesh \(here: world_size, and shard"):
-        plan(model(), device_mesh=None)  # type: ignore[call-arg]  # the mistake
-    with pytest.raises(TypeError, match=r"unit \(did you mean units\?\)"):
-        plan(model(), world_size=2, unit=[])  # type: ignore[call-arg]  # the mistake

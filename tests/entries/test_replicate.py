@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import cast
 
 import pytest
 import torch
@@ -17,14 +16,10 @@ from composable_fsdp import (
     CompositionError,
     FullyShardedDataParallel,
     ModuleWrapPolicy,
-    clip_grad_norm_,
     fully_shard,
     no_sync,
-    optim_state_dict,
-    optim_state_dict_to_load,
     replicate,
 )
-from composable_fsdp.tree.traversal import _get_fsdp_states
 from tests.support.models import TinyBlock, TinyGPT, module_at, tiny_mlp
 from tests.support.on_ranks import on_ranks
 from tests.support.recording import record_steps
@@ -240,90 +235,7 @@ def test_each_unit_reduces_once_and_no_sync_holds_it_back(ranks: RankCount) -> N
     assert ranks(2).run(count_reductions, by_policy) == [[0, 3]] * 2
 
 
-@pytest.mark.parametrize("compose", [alone, inside, above], ids=lambda c: c.__name__)
-@on_ranks(2)
-def test_clipping_and_optimizer_state_are_those_of_the_plain_model(
-    world: World, compose: Compose
-) -> None:
-    """The norm counts a replicated gradient once, a sharded one over all ranks.
-
-    Norm, and optimizer state that goes out and comes back.
-    """
-    model = TinyGPT()
-    plain = copy.deepcopy(model)
-    composed = compose(model, "composable")
-    optimizer, reference = adamw(composed.parameters()), adamw(plain.parameters())
-    for m in (composed, plain):
-        backward(loss_of(m, gpt_input(0, 0)))
-    ours = clip_grad_norm_(composed, 0.1)
-    theirs = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-    optimizer.step()
-    reference.step()
-    saved = optim_state_dict(composed, optimizer)
-    again = adamw(composed.parameters())
-    again.load_state_dict(optim_state_dict_to_load(composed, again, saved))
-
-    assert torch.allclose(ours, theirs)
-    names = [n for n, _ in plain.named_parameters()]
-    for name, value in zip(
-        names, reference.state_dict()["state"].values(), strict=True
-    ):
-        assert torch.allclose(saved["state"][name]["exp_avg"], value["exp_avg"])
-    for p in composed.parameters():
-        assert again.state[p].keys() == optimizer.state[p].keys()
-        for key, value in optimizer.state[p].items():
-            assert torch.equal(again.state[p][key], value)
-
-
 # ---- which units are whose --------------------------------------------------
-
-
-@pytest.mark.req("S1-16", "S1-19")
-def test_a_walk_from_above_leaves_a_replicated_subtree_alone(one_rank: World) -> None:
-    """Its own unit and the sharded one in it are found from itself only."""
-    model = TinyGPT()
-    fully_shard(model.blocks[0].get_submodule("up"))
-    replicate(model.blocks[0])
-    fully_shard(model)
-
-    names = [state.fqn for state in _get_fsdp_states(model)]
-    below = _get_fsdp_states(model.blocks[0])
-
-    assert names == [""]
-    assert [type(s.module).__name__ for s in below] == ["TinyBlock", "Linear"]
-    assert below[1].parent is below[0]
-    assert below[0].parent is None
-    held = {info.fqn for info in _get_fsdp_states(model)[0].handle.infos}
-    assert not any(name.startswith("blocks.0.") for name in held)
-
-
-def test_units_that_a_policy_makes_are_replicated_too(one_rank: World) -> None:
-    """They carry the same API, and one root has them all."""
-    model = TinyGPT()
-    by_policy(model, "composable")
-
-    assert all(replicate.state(block) is not None for block in model.blocks)
-    assert all(fully_shard.state(block) is None for block in model.blocks)
-    states = _get_fsdp_states(model)
-    assert [state.parent for state in states] == [None, states[0], states[0]]
-
-
-def test_parameters_stay_whole_and_the_class_its_own(one_rank: World) -> None:
-    """Shapes, objects, names and class are those before."""
-    model = TinyGPT()
-    before = [(n, p, p.shape) for n, p in model.named_parameters()]
-
-    made = replicate(model)
-
-    assert made is model
-    assert type(model) is TinyGPT
-    after = [(n, p, p.shape) for n, p in model.named_parameters()]
-    assert all(
-        a[0] == b[0] and a[1] is b[1] for a, b in zip(before, after, strict=True)
-    )
-    assert [a[2] for a in after] == [b[2] for b in before]
-    assert replicate.state(model) is not None
-    assert fully_shard.state(model) is None
 
 
 @pytest.mark.req("S1-35")
@@ -350,57 +262,3 @@ def test_one_module_takes_one_of_the_two(
 
     backward(model(torch.ones(1, 8)).sum())
     assert all(p.grad is not None for p in model.parameters())
-
-
-@pytest.mark.parametrize("outer", [replicate, fully_shard])
-def test_a_part_of_a_managed_module_is_refused(
-    one_rank: World, outer: Callable[[nn.Module], nn.Module]
-) -> None:
-    """Inner ones come first, whichever of the two."""
-    model = outer(TinyGPT())
-
-    with pytest.raises(CompositionError, match="Apply replicate to the children first"):
-        replicate(cast(TinyGPT, model).blocks[0])
-    with pytest.raises(CompositionError, match="Apply fully_shard to the children"):
-        fully_shard(cast(TinyGPT, model).blocks[0])
-
-
-def meet_in_part(world: World) -> str:
-    """Shard over three ranks, replicate over two of them and a fourth."""
-    three, other = dist.new_group([0, 1, 2]), dist.new_group([0, 1, 3])
-    if world.rank not in (0, 1):
-        return ""
-    model = nn.Sequential(tiny_mlp())
-    fully_shard(model[0], process_group=three)
-    with pytest.raises(CompositionError) as error:
-        replicate(model, process_group=other)
-    assert replicate.state(model) is None
-    return str(error.value)
-
-
-def test_groups_that_form_no_grid_are_refused(ranks: RankCount) -> None:
-    """Both groups' ranks and the way out are told."""
-    text = ranks(4).run(meet_in_part)[0]
-
-    assert "replicate over ranks [0, 1, 3]" in text
-    assert "over ranks [0, 1, 2]" in text
-    assert "meet each replicate group in one rank" in text
-
-
-def test_a_list_is_refused(one_rank: World) -> None:
-    """Each module averages by itself."""
-    with pytest.raises(TypeError, match="replicate expects one module, got a list"):
-        replicate([tiny_mlp(), tiny_mlp()])
-
-
-@pytest.mark.parametrize("compose", [alone, above], ids=lambda c: c.__name__)
-def test_a_replicated_model_can_be_copied(one_rank: World, compose: Compose) -> None:
-    """A deep copy has a state and parameters of its own."""
-    model = compose(TinyGPT(), "composable")
-
-    made = copy.deepcopy(model)
-    backward(loss_of(made, gpt_input(0, 0)))
-
-    assert all(p.grad is not None for p in made.parameters())
-    assert all(p.grad is None for p in model.parameters())
-    assert len(_get_fsdp_states(made)) == len(_get_fsdp_states(model))

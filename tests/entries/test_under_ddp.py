@@ -56,12 +56,6 @@ def shard_body(model: Mixed, path: str) -> nn.Module:
     return model
 
 
-def shard_tail(model: Mixed, path: str) -> nn.Module:
-    """The tied layers are one unit, so its parameter has two names."""
-    fully_shard([model.tail, model.tied])
-    return model
-
-
 def shard_inside(model: Mixed, path: str) -> nn.Module:
     """One layer of the body, in the other's door, is its own unit."""
     other = fully_shard(model.body[1]) if path == "wrapper" else None
@@ -94,20 +88,6 @@ def test_ddp_averages_what_no_unit_holds(world: World, path: str) -> None:
             }
             worst = differences(found, plain.state_dict())
             assert max(worst.values(), default=0.0) < 1e-6
-
-
-@on_ranks(2)
-def test_every_name_of_a_tied_parameter_is_ignored(world: World) -> None:
-    """DDP asks by each."""
-    model = Mixed()
-    fully_shard(model.tail)
-    # Another place that the unit below does not know: DDP would find it there.
-    model.tied = nn.Linear(8, 8, bias=False)
-    model.tied.weight = model.tail.weight
-    before = model.tail.weight.detach().clone()
-    ddp: Any = DistributedDataParallel(model)
-    assert torch.equal(before, model.tail.weight)
-    assert {"tail.weight", "tied.weight"} <= ddp.parameters_to_ignore
 
 
 def check_whole(world: World) -> tuple[str, bool]:

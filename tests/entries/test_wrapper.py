@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from composable_fsdp import (
-    CompositionError,
     FullyShardedDataParallel,
     ModuleWrapPolicy,
     ShardingStrategy,
@@ -23,10 +22,7 @@ from tests.support.reference import (
     adamw,
     apply_units,
     assert_same_training,
-    backward,
     gpt_input,
-    gpt_units,
-    loss_of,
     train,
     train_reference,
 )
@@ -80,50 +76,6 @@ def test_a_child_with_a_name_like_the_wrappers_keeps_it(
     assert list(model.state_dict()) == expected
     assert [n for n, _ in model.named_parameters()] == expected
     assert not model.load_state_dict(model.state_dict()).missing_keys
-
-
-@pytest.mark.req("S1-28")
-def test_fsdp_modules_are_the_wrappers_in_the_order_of_the_states(
-    one_rank: World,
-) -> None:
-    """One wrapper per state, root first; ``root_only`` keeps the outermost."""
-    model = wrapped()
-
-    found = FullyShardedDataParallel.fsdp_modules(model)
-
-    assert [fully_shard.state(each.module) for each in found] == _get_fsdp_states(model)
-    assert found[0] is model
-    assert len(found) == 3
-    assert FullyShardedDataParallel.fsdp_modules(model, root_only=True) == [model]
-
-
-def test_attributes_and_items_of_the_wrapped_module_are_the_wrappers(
-    one_rank: World,
-) -> None:
-    """Attributes, methods and indexing reach through; a missing one is missing."""
-    plain = tiny_mlp()
-    model = FullyShardedDataParallel(plain)
-
-    assert model[0] is plain[0]
-    assert model.append is not None
-    with pytest.raises(AttributeError, match="no_such_thing"):
-        _ = model.no_such_thing
-
-
-@pytest.mark.req("S1-25")
-def test_a_wrapper_that_is_wrapped_again_equally_stays_itself(one_rank: World) -> None:
-    """As scripts for FSDP1 do it; other settings are refused, and named."""
-    model = FullyShardedDataParallel(tiny_mlp())
-    hooks = len(model.module._forward_pre_hooks)
-
-    assert FullyShardedDataParallel(model) is model
-    assert len(model.module._forward_pre_hooks) == hooks
-    with pytest.raises(CompositionError, match=r"FULL_SHARD.* asks for .*NO_SHARD"):
-        FullyShardedDataParallel(model, sharding_strategy=ShardingStrategy.NO_SHARD)
-    with pytest.raises(CompositionError, match="takes each API once"):
-        FullyShardedDataParallel(model.module)
-    again = FullyShardedDataParallel(model.module, if_sharded="skip")
-    assert again.module is model.module
 
 
 @pytest.mark.req("S0-06")
@@ -188,40 +140,3 @@ def test_the_paths_can_be_mixed_in_one_model(
     names = ranks(2).run(train_mixed, inner, outer)
 
     assert names == [["", "blocks.0", "blocks.1"]] * 2
-
-
-def save_and_load(world: World) -> bool:
-    """Save, train on, load: the first values are back, in the same object."""
-    model = wrapped()
-    saved = model.state_dict()
-    train(model, world.rank, gpt_input, adamw)
-    changed = not all(torch.equal(v, saved[n]) for n, v in model.state_dict().items())
-    report = model.load_state_dict(saved)
-    same = all(torch.equal(v, saved[n]) for n, v in model.state_dict().items())
-    backward(loss_of(model, gpt_input(0, world.rank)))
-    return changed and same and not report.missing_keys and not report.unexpected_keys
-
-
-@pytest.mark.req("S3-04")
-def test_save_and_load_work_in_the_wrapped_object(ranks: RankCount) -> None:
-    """Wrapping is no one-way street: names are plain and loading needs no new model."""
-    assert ranks(2).run(save_and_load) == [True, True]
-
-
-@pytest.mark.req("S3-05")
-@pytest.mark.parametrize("path", PATHS)
-def test_loading_its_own_state_dict_right_after_construction(
-    ranks: RankCount, path: str
-) -> None:
-    """Lazy initialization has not run; the values are kept."""
-    assert ranks(2).run(load_own_state, path) == [True, True]
-
-
-def load_own_state(world: World, path: str) -> bool:
-    """``load_state_dict(state_dict())`` before any forward."""
-    model = TinyGPT()
-    expected = {name: value.clone() for name, value in model.state_dict().items()}
-    sharded = apply_units(model, gpt_units(model), path=path)
-    sharded.load_state_dict(sharded.state_dict())
-    found = sharded.state_dict()
-    return all(torch.equal(found[name], value) for name, value in expected.items())

@@ -1,100 +1,73 @@
-"""What a wrong argument gets: its name, what came, and the way out; nothing changes."""
+"""What a wrong call gets: the argument, what came, and the way out; nothing changes."""
 
 from __future__ import annotations
 
 import pickle
+import re
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torch_names
+from torch.distributed.device_mesh import init_device_mesh
 
-from composable_fsdp import (
-    CheckpointWrapper,
-    CPUOffload,
-    CustomPolicy,
-    FullyShardedDataParallel,
-    PlanError,
-    SizePolicy,
-    checkpoint_wrapper,
-    clip_grad_norm_,
-    fully_shard,
-    is_sharded,
-    no_sync,
-    offload_wrapper,
-    optim_state_dict,
-    plan,
-    register_forward_method,
-    rekey_optim_state_dict,
-    set_modules_to_forward_prefetch,
-    set_requires_gradient_sync,
-    transformer_auto_wrap_policy,
-    unshard,
-    unshard_params,
-)
+import composable_fsdp as cf
+from composable_fsdp.entries.fsdp2_module import FSDPModule
+from composable_fsdp.entries.wrapper_attributes import FUNCTIONS
+from composable_fsdp.naming import listed
 from tests.support.models import tiny_mlp
 from tests.support.reference import backward
 from tests.support.sharded import message_of
 from tests.support.world import World, fake_world
 
-Call = Callable[[Any], object]
+Wrong = Callable[[Any, Path], object]
+api: Any = cf
+"""The package without types: every call is a mistake."""
 
-VERBS: dict[str, Call] = {
-    "unshard": unshard,
-    "is_sharded": is_sharded,
-    "unshard_params": lambda m: unshard_params(m).__enter__(),
-    "unshard_params(recurse=False)": lambda m: unshard_params(
-        m, recurse=False
-    ).__enter__(),
-    "no_sync": lambda m: no_sync(m).__enter__(),
-    "set_requires_gradient_sync": lambda m: set_requires_gradient_sync(m, True),
-    "register_forward_method('forward')": lambda m: register_forward_method(
-        m, "forward"
+
+def wrapped(module: Any, **options: Any) -> Any:
+    return api.FullyShardedDataParallel(module, **options)
+
+
+def imported(name: str) -> Wrong:
+    """``from composable_fsdp import name``."""
+    return lambda m, path: exec(f"from composable_fsdp import {name}", {})
+
+
+ALONE: dict[str, Wrong] = {
+    r"FullyShardedDataParallel needs a process group.*torchrun": lambda m, p: wrapped(
+        m
+    ),
+    r"replicate needs a process group.*init_process_group\(\)": (
+        lambda m, p: api.replicate(m)
+    ),
+    r"is an empty directory.*manifest\.json": lambda m, p: api.load(p, m),
+    r"FULL_SHARD for True.*composable_fsdp\.fsdp2": (
+        lambda m, p: api.plan(m, world_size=2, reshard_after_forward=8)
+    ),
+    r"device_mesh \(here: world_size, and shard": (
+        lambda m, p: api.plan(m, device_mesh=None)
+    ),
+    r"unit \(did you mean units\?\)": lambda m, p: api.plan(m, world_size=2, unit=[]),
+    r"ImportError.*Import FSDPModule from composable_fsdp\.fsdp2": imported(
+        "FSDPModule"
+    ),
+    r"ImportError.*here: MixedPrecision\(\.\.\.\), passed as mixed_precision": (
+        imported("MixedPrecisionPolicy")
     ),
 }
 
 
-@pytest.mark.req("U-02")
-@pytest.mark.parametrize("name", VERBS)
-@pytest.mark.parametrize("given", [None, [nn.Linear(2, 2)], torch.ones(2)])
-def test_a_verb_of_something_else_than_a_module_is_refused(
-    name: str, given: object
-) -> None:
-    """By the verb's name and the kind of thing that came."""
-    text = message_of(lambda: VERBS[name](given))
+@pytest.mark.req("N-09")
+@pytest.mark.parametrize("text", ALONE)
+def test_a_wrong_call_without_ranks_says_the_way_out(text: str, tmp_path: Path) -> None:
+    """By the API that was called."""
+    found = message_of(lambda: ALONE[text](tiny_mlp(), tmp_path))
 
-    plain = name.removesuffix("('forward')")
-    kind = type(given).__name__
-    assert text.startswith(f"TypeError: {plain} expects a module, got a {kind}.")
-
-
-@pytest.mark.req("U-02")
-@pytest.mark.parametrize("name", [name for name in VERBS if name != "unshard_params"])
-def test_a_verb_of_a_submodule_names_the_unit_above(one_rank: World, name: str) -> None:
-    """By class before the first forward, by class and name after it."""
-    model = fully_shard(tiny_mlp())
-
-    before = message_of(lambda: VERBS[name](model[0]))
-    model(torch.ones(1, 8))
-    after = message_of(lambda: VERBS[name](model[0]))
-
-    start = f"CompositionError: {name} was called on a Linear that "
-    assert before.startswith(start)
-    assert "belong to the fully sharded Sequential above it. Pass that" in before
-    assert "belong to the fully sharded Sequential (root) above it" in after
-
-
-def test_a_verb_of_one_unit_names_that_there_are_some_below(one_rank: World) -> None:
-    """A model whose blocks alone are units."""
-    model = tiny_mlp()
-    fully_shard(model[0])
-
-    text = message_of(lambda: unshard(model))
-
-    assert "no fully sharded module; there are such modules below it" in text
+    assert re.search(text, found, re.DOTALL), found
 
 
 def one_argument(module: nn.Module) -> bool:
@@ -102,92 +75,194 @@ def one_argument(module: nn.Module) -> bool:
     return True
 
 
-REFUSED: dict[str, tuple[Call, str]] = {
-    "one ignored module": (
-        lambda m: fully_shard(m, ignored_modules=m[0]),
-        "TypeError: ignored_modules expects a list, got a Linear. Pass [it].",
+def an_operator(m: Any, path: Path) -> object:
+    cf.set_state_dict_type(cf.fully_shard(m), cf.StateDictType.SHARDED_STATE_DICT)
+    return next(iter(m.state_dict().values())) @ torch.ones(2)
+
+
+def export_twice(m: Any, path: Path) -> None:
+    cf.export_safetensors(path / "out", cf.fully_shard(m))
+    cf.export_safetensors(path / "out", m)
+
+
+def another_dtype(m: Any, path: Path) -> None:
+    cf.save(path / "run", cf.fully_shard(m))
+    cf.load(path / "run", cf.fully_shard(tiny_mlp().bfloat16()))
+
+
+def another_shape_assigned(m: Any, path: Path) -> None:
+    model = cf.fully_shard(tiny_mlp())
+    model[0].weight = nn.Parameter(torch.zeros(1, 1))
+    model(torch.ones(1, 8))
+
+
+def block_without_with(m: Any, path: Path) -> None:
+    """Raise the warning that Python prints when the block is collected."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        cf.unshard_params(cf.fully_shard(tiny_mlp()))
+    raise told[0].message  # type: ignore[misc]  # a Warning
+
+
+def tensor_parallel_mesh(m: Any, path: Path) -> None:
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    cf.fully_shard(m, device_mesh=mesh["tp"])
+
+
+def sharded() -> Any:
+    return cf.fully_shard(tiny_mlp())
+
+
+REFUSED: dict[str, Wrong] = {
+    r"expects 1 positional argument\(s\).*and got 2.*by keyword": (
+        lambda m, p: api.fully_shard(m, 1)
     ),
-    "one ignored parameter": (
-        lambda m: fully_shard(m, ignored_states=m[0].weight),
-        "TypeError: ignored_states expects a list, got a Parameter. Pass [it].",
+    r"mixed_precison \(did you mean mixed_precision\?\).*It takes process_group, dev": (
+        lambda m, p: api.fully_shard(m, mixed_precison=None)
     ),
-    "a policy of one argument": (
-        lambda m: fully_shard(m, policy=one_argument),
-        "For a function of one module, pass CustomPolicy(function)",
+    r"mesh \(here: device_mesh\)": lambda m, p: api.fully_shard(m, mesh=None),
+    r"device_id expects a torch\.device.*'gpu:0'": (
+        lambda m, p: api.fully_shard(m, device_id="gpu:0")
     ),
-    "a policy with an argument left open": (
-        lambda m: fully_shard(m, policy=transformer_auto_wrap_policy),
-        "bind them with functools.partial",
+    r"'error' or 'skip', got 'replace'": (
+        lambda m, p: api.fully_shard(m, if_sharded="replace")
     ),
-    "no function": (
-        lambda m: CustomPolicy(3),  # type: ignore[arg-type]  # the mistake
-        "TypeError: CustomPolicy expects a function of a module, got a int.",
+    r"which takes \(module.*pass CustomPolicy\(function\)": (
+        lambda m, p: api.fully_shard(m, policy=one_argument)
     ),
-    "no number": (
-        lambda m: SizePolicy("big"),  # type: ignore[arg-type]  # the mistake
-        "SizePolicy expects min_numel >= 0, got 'big'.",
+    r"bind them with functools\.partial": (
+        lambda m, p: api.fully_shard(m, policy=api.transformer_auto_wrap_policy)
     ),
-    "offload of a word": (
-        lambda m: CPUOffload("yes"),  # type: ignore[arg-type]  # the mistake
-        "TypeError: CPUOffload(offload_params=...) expects True or False, got 'yes'.",
+    r"TypeError: ignored_modules expects a list, got a Linear\. Pass \[it\]\.": (
+        lambda m, p: api.fully_shard(m, ignored_modules=m[0])
     ),
-    "parameters": (
-        lambda m: fully_shard(list(m.parameters())),
-        "fully_shard expects a list of modules, got a Parameter at position 0.",
+    r"TypeError: ignored_states expects a list, got a Parameter": (
+        lambda m, p: api.fully_shard(m, ignored_states=m[0].weight)
     ),
-    "a list in the wrapper": (
-        lambda m: FullyShardedDataParallel([m]),  # type: ignore[arg-type]  # the mistake
-        "TypeError: FullyShardedDataParallel expects a module, got a list.",
+    r"fully_shard expects a list of modules, got a Parameter at position 0\.": (
+        lambda m, p: api.fully_shard(list(m.parameters()))
     ),
-    "a plan of a list": (
-        lambda m: plan([m], world_size=2),  # type: ignore[arg-type]  # the mistake
-        "TypeError: plan expects a module, got a list.",
+    r"replicate expects one module, got a list": lambda m, p: api.replicate(
+        [m, tiny_mlp()]
     ),
-    "one module to prefetch": (
-        lambda m: set_modules_to_forward_prefetch(fully_shard(tiny_mlp()), m),
-        "expects a list of modules, got one Sequential. Pass [module];",
+    r"TypeError: FullyShardedDataParallel expects a module, got a list\.": (
+        lambda m, p: wrapped([m])
     ),
-    "optimizer first": (
-        lambda m: optim_state_dict(torch.optim.SGD(m.parameters()), m),  # type: ignore[arg-type]  # the mistake
-        "optim_state_dict expects a model and its optimizer, got a SGD and a Sequ",
+    r"TypeError: plan expects a module, got a list\.": (
+        lambda m, p: api.plan([m], world_size=2)
     ),
-    "no state": (
-        lambda m: rekey_optim_state_dict({}, 1, m),  # type: ignore[arg-type]  # the mistake
-        "OptimStateKeyType.PARAM_NAME",
+    r"policy \(here: auto_wrap_policy\)": lambda m, p: wrapped(m, policy=None),
+    r"composable_fsdp\.set_requires_gradient_sync\(model, \.\.\.\)": (
+        lambda m, p: wrapped(tiny_mlp()).set_requires_gradient_sync(True)
     ),
-    "clipping nothing": (
-        lambda m: clip_grad_norm_(None, 1.0),  # type: ignore[arg-type]  # the mistake
-        "TypeError: clip_grad_norm_ expects a module or parameters, got a NoneType.",
+    r"TypeError: CustomPolicy expects a function of a module, got a int\.": (
+        lambda m, p: api.CustomPolicy(3)
     ),
-    "a checkpoint of nothing": (
-        lambda m: checkpoint_wrapper(None),  # type: ignore[arg-type]  # the mistake
-        "TypeError: CheckpointWrapper expects a module, got a NoneType.",
+    r"SizePolicy expects min_numel >= 0, got 'big'\.": (
+        lambda m, p: api.SizePolicy("big")
     ),
-    "activations of nothing": (
-        lambda m: offload_wrapper(None),  # type: ignore[arg-type]  # the mistake
-        "TypeError: OffloadWrapper expects a module, got a NoneType.",
+    r"CPUOffload\(offload_params=\.\.\.\) expects True or False, got 'yes'": (
+        lambda m, p: api.CPUOffload("yes")
     ),
-    "no way to recompute": (
-        lambda m: checkpoint_wrapper(m, checkpoint_impl="fast"),  # type: ignore[arg-type]  # the mistake
-        "checkpoint_impl expects one of CheckpointImpl.REENTRANT",
+    r"expects a list of modules, got one Sequential\. Pass \[module\];": (
+        lambda m, p: api.set_modules_to_forward_prefetch(sharded(), m)
+    ),
+    r"expects a model and its optimizer, got a SGD and a Sequ": (
+        lambda m, p: api.optim_state_dict(torch.optim.SGD(m.parameters()), m)
+    ),
+    r"OptimStateKeyType\.PARAM_NAME": lambda m, p: api.rekey_optim_state_dict({}, 1, m),
+    r"clip_grad_norm_ expects a module or parameters, got a NoneType\.": (
+        lambda m, p: api.clip_grad_norm_(None, 1.0)
+    ),
+    r"clip_grad_norm_ expects a number for max_norm, got '1'": (
+        lambda m, p: api.clip_grad_norm_(sharded(), "1")
+    ),
+    r"looks at the gradients of parameters.*torch\.isfinite\(tensor\)": (
+        lambda m, p: api.find_nonfinite(sharded()(torch.ones(2, 8)).sum())
+    ),
+    r"TypeError: CheckpointWrapper expects a module, got a NoneType\.": (
+        lambda m, p: api.checkpoint_wrapper(None)
+    ),
+    r"checkpoint_impl expects one of CheckpointImpl\.REENTRANT": (
+        lambda m, p: api.checkpoint_wrapper(m, checkpoint_impl="fast")
+    ),
+    r"whose parameter '.*is fully sharded.*torchrun": (
+        lambda m, p: nn.DataParallel(sharded())
+    ),
+    r"fully_shard got an nn\.DataParallel.*\.module.*torchrun": (
+        lambda m, p: api.fully_shard(nn.DataParallel(tiny_mlp()))
+    ),
+    r"expects a whole tensor of shape.*value\.full_tensor\(\)": (an_operator),
+    r"Save module\.state_dict\(\) instead": lambda m, p: pickle.dumps(sharded()),
+    r"no fully sharded module; there are such modules below it": (
+        lambda m, p: api.unshard(nn.Sequential(sharded()))
+    ),
+    r"dimension named 'tp'.*Pass a mesh of data-parallel ranks": tensor_parallel_mesh,
+    r"unshard_params\(\.\.\.\) without `with` did nothing": block_without_with,
+    r"exists already.*another name": export_twice,
+    r"Of another dtype: '0\.weight'.*cast=True\) converts dtypes": another_dtype,
+    r"Parameter '0\.weight' was changed.*found \(1, 1\).*set_full_param": (
+        another_shape_assigned
+    ),
+    r"'0' is compiled by TorchScript": (
+        lambda m, p: api.fully_shard(nn.Sequential(torch.jit.script(nn.ReLU())))
+    ),
+}
+
+
+@pytest.mark.req("U-02", "N-09")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("text", REFUSED)
+def test_a_wrong_call_is_named_and_the_model_goes_on(
+    one_rank: World, text: str, tmp_path: Path
+) -> None:
+    """The module is as it was: it can be sharded and trains."""
+    model: Any = tiny_mlp()
+
+    found = message_of(lambda: REFUSED[text](model, tmp_path))
+
+    assert re.search(text, found, re.DOTALL), found
+    assert isinstance(model[0].weight, nn.Parameter)
+    cf.fully_shard(model, if_sharded="skip")
+    backward(model(torch.ones(1, 8)).sum())
+
+
+VERBS: dict[str, Callable[[Any], object]] = {
+    "unshard": cf.unshard,
+    "is_sharded": cf.is_sharded,
+    "unshard_params": lambda m: cf.unshard_params(m).__enter__(),
+    "unshard_params(recurse=False)": (
+        lambda m: cf.unshard_params(m, recurse=False).__enter__()
+    ),
+    "no_sync": lambda m: cf.no_sync(m).__enter__(),
+    "set_requires_gradient_sync": lambda m: cf.set_requires_gradient_sync(m, True),
+    "register_forward_method('forward')": (
+        lambda m: cf.register_forward_method(m, "forward")
     ),
 }
 
 
 @pytest.mark.req("U-02")
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_wrong_argument_is_named_and_the_model_goes_on(
-    one_rank: World, case: str
+@pytest.mark.parametrize("name", VERBS)
+def test_a_verb_of_something_else_than_a_unit_is_refused(
+    one_rank: World, name: str
 ) -> None:
-    """The module is as it was: it can be sharded and trains."""
-    model: Any = tiny_mlp()
-    act, expected = REFUSED[case]
-
-    text = message_of(lambda: act(model))
-
-    assert expected in text
-    assert isinstance(model[0].weight, nn.Parameter)
-    backward(fully_shard(model)(torch.ones(1, 8)).sum())
+    """By the kind of thing; a submodule names the unit above it, with its name once
+    the first forward has run."""
+    plain = name.removesuffix("('forward')")
+    for given in (None, [nn.Linear(2, 2)], torch.ones(2)):
+        text = message_of(lambda: VERBS[name](given))  # noqa: B023  # called now
+        kind = type(given).__name__
+        assert text.startswith(f"TypeError: {plain} expects a module, got a {kind}.")
+    if name == "unshard_params":
+        return
+    model = sharded()
+    for above in ("Sequential", "Sequential (root)"):
+        text = message_of(lambda: VERBS[name](model[0]))
+        start = f"CompositionError: {name} was called on a Linear that "
+        assert text.startswith(start)
+        assert f"belong to the fully sharded {above} above it. Pass that" in text
+        model(torch.ones(1, 8))
 
 
 @pytest.mark.req("S0-11")
@@ -200,10 +275,10 @@ def test_ignored_parameters_may_come_from_an_iterator(
     kept = model[0].weight.data_ptr()
 
     if path == "plan":
-        made = plan(model, world_size=1, ignored_states=model[0].parameters())
+        made = cf.plan(model, world_size=1, ignored_states=model[0].parameters())
         assert made.units[0].regions[0].numel == 12 * 8 + 8
         return
-    door: Any = fully_shard if path == "composable" else FullyShardedDataParallel
+    door: Any = cf.fully_shard if path == "composable" else wrapped
     door(model, ignored_states=model[0].parameters())
 
     assert model[0].weight.data_ptr() == kept
@@ -212,58 +287,29 @@ def test_ignored_parameters_may_come_from_an_iterator(
 def test_a_pair_of_groups_that_is_no_grid_is_refused() -> None:
     """The same two ranks cannot both share parameters and hold copies."""
     with fake_world(2) as world:
-        group = world.group
-        with pytest.raises(PlanError, match=r"one rank in common; got ranks \[0, 1\]"):
-            fully_shard(tiny_mlp(), process_group=(group, group))
-        assert dist.is_initialized()
+        pair = (world.group, world.group)
+        with pytest.raises(
+            cf.PlanError, match=r"one rank in common; got ranks \[0, 1\]"
+        ):
+            cf.fully_shard(tiny_mlp(), process_group=pair)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("below", [True, False])
-def test_torchscript_is_refused_by_name(one_rank: World, below: bool) -> None:
-    """Its parameters cannot be swapped, at the top or inside."""
-    script = torch.jit.script(nn.Linear(2, 2))
-    model = nn.Sequential(script) if below else script
-
-    name = "'0'" if below else r"\(root\)"
-    with pytest.raises(PlanError, match=rf"{name} is compiled by TorchScript"):
-        fully_shard(model)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a GPU that is absent")
-def test_a_device_that_is_not_there_is_refused(one_rank: World) -> None:
-    """An index means a GPU."""
-    with pytest.raises(PlanError, match=r"device is cuda:0 \(device_id=0\)"):
-        fully_shard(tiny_mlp(), device_id=0)
+@pytest.mark.req("N-09")
+def test_lists_are_short_and_absent_paths_are_not_called_damaged(
+    tmp_path: Path,
+) -> None:
+    """Five items at most, and the number of the others."""
+    assert listed("abcde") == "a, b, c, d, e"
+    assert listed("abcdefg") == "a, b, c, d, e and 2 more"
+    assert "damaged" not in str(cf.verify(tmp_path / "none"))
+    assert "is an empty directory" in str(cf.verify(tmp_path))
 
 
-def test_a_sharded_module_is_not_pickled(one_rank: World) -> None:
-    """``torch.save(model)`` is told what to save."""
-    model = fully_shard(tiny_mlp())
+@pytest.mark.req("N-09")
+def test_names_of_fsdp2_stay_unknown_to_questions() -> None:
+    """Asking for a name of FSDP2 raises nothing; the functions named are all that are.
 
-    with pytest.raises(TypeError, match=r"Save module.state_dict\(\) instead"):
-        pickle.dumps(model)
-
-
-def test_torchs_own_way_to_checkpoint_is_taken_by_name() -> None:
-    """A script may import the enum from torch and the wrapper from here."""
-    wrapped = checkpoint_wrapper(
-        nn.Linear(2, 2),
-        torch_names.CheckpointImpl.REENTRANT,  # type: ignore[arg-type]  # as such scripts do
-    )
-
-    assert isinstance(wrapped, CheckpointWrapper)
-    assert wrapped.checkpoint_impl.name == "REENTRANT"
-
-
-def test_the_norm_of_complex_gradients_is_that_of_torch(one_rank: World) -> None:
-    """Of absolute values, as a real number."""
-    plain = nn.Linear(3, 2, dtype=torch.complex64)
-    torch.manual_seed(0)
-    for parameter in plain.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    expected = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])  # type: ignore[misc]  # they are set
-
-    norm = clip_grad_norm_(plain, 0.1)
-
-    assert torch.allclose(norm, expected)
+    A method of ``FSDPModule`` that is no function here has no way out to tell.
+    """
+    assert not hasattr(cf, "FSDPModule")
+    assert set(cf.__all__) & set(vars(FSDPModule)) == FUNCTIONS

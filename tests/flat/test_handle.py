@@ -20,7 +20,7 @@ from composable_fsdp.planning.assign import PlanRequest
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.planner import plan_modules
 from tests.planning.trees import linears, units
-from tests.support.models import TinyGPT, tiny_mlp
+from tests.support.models import tiny_mlp
 
 
 def handles_of(
@@ -90,20 +90,6 @@ def test_unsharding_twice_shows_the_same_full_leaves_at_every_place() -> None:
     assert handle.layout.regions[0].full.leaves[1].shape == (4, 4)
 
 
-@pytest.mark.req("B-24")
-def test_swapping_leaves_changes_no_name_and_no_order() -> None:
-    """The full model has the names of the plain one, in its order."""
-    model = TinyGPT(tied_head=True)
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    (handle,) = handles_of(model)
-
-    residency.allocate_full(handle)
-    for swap in (residency.use_full, residency.use_sharded):
-        swap(handle)
-        got = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-        assert got == names
-
-
 @pytest.mark.req("S1-01")
 def test_the_table_of_held_parameters_has_its_name() -> None:
     """``_shard_param_indices`` are the parameters of which a rank holds elements."""
@@ -145,29 +131,6 @@ def test_moves_that_the_table_does_not_list_raise(now: Residency) -> None:
         assert handle.residency is now
 
 
-@pytest.mark.req("S1-01")
-def test_the_repr_calls_the_unit_a_fully_sharded_module() -> None:
-    """Name, sizes, phase and form in one line."""
-    root, inner = handles_of(tied_model()[0], "1")
-    residency.allocate_full(inner)
-    residency.use_full(inner)
-
-    assert repr(root) == (
-        "FlatParamHandle(fully sharded module (root), 1 parameters, 1 regions, idle, "
-        "sharded)"
-    )
-    assert repr(inner).startswith("FlatParamHandle(fully sharded module '1', ")
-    assert repr(inner).endswith("idle, unsharded)")
-
-
-def test_a_handle_alone_in_its_group_gathers_nothing() -> None:
-    """With one rank the full leaves are the shard, always there."""
-    (handle,) = handles_of(tiny_mlp(), world_size=1)
-
-    assert not handle.form.needs_gather
-    assert handle.form.gather_lists == ([], [])
-
-
 @pytest.mark.req("D-08", "D-09")
 def test_regions_are_gathered_together_and_only_trainable_ones_reduced() -> None:
     """Two dtypes and a frozen bias: one gather of three regions, two reductions."""
@@ -188,16 +151,6 @@ def test_regions_are_gathered_together_and_only_trainable_ones_reduced() -> None
         [torch.bfloat16],
         [torch.float32],
     ]
-
-
-def test_each_leaf_leads_to_its_handle_and_place() -> None:
-    """A bare parameter is enough to find the unit; other tensors lead nowhere."""
-    (handle,) = handles_of(tiny_mlp())
-
-    for index, leaf in enumerate(handle.leaves):
-        assert find_leaf(leaf) == (handle, index)
-    assert find_leaf(nn.Parameter(torch.ones(1))) is None
-    assert find_leaf(handle.layout.regions[0].full.leaves[0]) is None
 
 
 def test_a_handle_that_is_gone_leaves_no_entry() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -223,20 +222,3 @@ def test_a_report_names_the_second_module(ranks: RankCount) -> None:
         for text in told:
             assert "'body.b.inner.weight'" in text
             assert "body.a.inner" not in text
-
-
-def late(world: World) -> list[str]:
-    """The warning about a parameter that joins the second module."""
-    model = twins()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        model.b.scale = nn.Parameter(torch.ones(1))
-        model(X)
-    return [str(each.message) for each in caught]
-
-
-@pytest.mark.req("N-09")
-def test_a_late_parameter_of_the_second_module_is_named(ranks: RankCount) -> None:
-    """By its path, as the other parameters of the unit."""
-    for told in ranks(2).run(late):
-        assert any("'body.b.scale'" in text for text in told)

@@ -18,10 +18,6 @@ from composable_fsdp.planning.options import Dtypes
 SHAPES = ((5, 4), (8,), (), (3, 2, 2), (0, 3))
 
 
-class Marked(nn.Parameter):
-    """A parameter of a user's own class."""
-
-
 def parameters(
     shapes: Sequence[tuple[int, ...]] = SHAPES, *, dtype: torch.dtype = torch.float32
 ) -> list[nn.Parameter]:
@@ -112,65 +108,6 @@ def test_sharded_leaves_of_all_ranks_are_rows_of_the_original(world_size: int) -
         assert whole.ndim == max(original.ndim, 1)
 
 
-@pytest.mark.req("B-24")
-def test_a_sharded_leaf_is_the_original_object_over_the_shard() -> None:
-    """Same objects, still parameters that train, their memory that of the shard."""
-    params = parameters()
-    region = region_of(params, world_size=2)
-
-    assert {id(leaf) for leaf in region.leaves} == {id(p) for p in params}
-    assert all(type(p) is nn.Parameter and p.requires_grad for p in params)
-    assert all(p.is_leaf and p.grad is None for p in params)
-    region.shard.fill_(7)
-    assert all(bool((p == 7).all()) for p in params)
-
-
-@pytest.mark.req("B-24")
-def test_attributes_are_seen_from_both_leaves() -> None:
-    """One dict for both: what was set before, on either side and later."""
-    params = parameters([(4, 2)])
-    params[0].optim_group = "a"  # type: ignore[attr-defined]  # a user's attribute
-    region = region_of(params, world_size=2)
-    memory.allocate(region.full.buffer)  # a failure prints the leaves
-    sharded, full = region.leaves[0], region.full.leaves[0]
-
-    full.seen = 1  # type: ignore[attr-defined]
-    sharded.optim_group = "b"  # type: ignore[attr-defined]
-
-    assert full.optim_group == "b"  # type: ignore[attr-defined]
-    assert sharded.seen == 1  # type: ignore[attr-defined]
-    assert full.__dict__ is sharded.__dict__
-
-
-def test_a_subclass_of_parameter_keeps_its_class_in_both_forms() -> None:
-    """User classes of parameters are seen in the optimizer and in forward."""
-    region = region_of([Marked(torch.ones(4, 2))], world_size=2)
-
-    assert type(region.leaves[0]) is type(region.full.leaves[0]) is Marked
-    assert isinstance(region.full.leaves[0], nn.Parameter)
-
-
-def test_a_gradient_of_the_full_shape_is_dropped() -> None:
-    """``.grad`` from before sharding fits no shard."""
-    params = parameters([(4, 2)])
-    params[0].grad = torch.ones(4, 2)
-
-    region_of(params, world_size=2)
-
-    assert params[0].grad is None
-
-
-def test_full_buffers_have_no_memory_after_build() -> None:
-    """Between steps a rank holds its shard and nothing else."""
-    region = region_of(parameters(), world_size=2)
-
-    assert isinstance(region, TrainableRegion)
-    assert not memory.is_allocated(region.full.buffer)
-    assert not memory.is_allocated(region.reduce.buffer)
-    assert region.gradient.shard is None
-    assert memory.is_allocated(region.shard)
-
-
 def test_writing_into_full_leaves_the_version_of_full_leaves_alone() -> None:
     """What autograd saved stays valid when a gather writes the same values again."""
     region = region_of(parameters([(4, 2)]), world_size=2)
@@ -203,80 +140,3 @@ def test_a_region_built_under_inference_mode_can_be_trained() -> None:
     total: torch.Tensor = region.full.leaves[0].sum()
     torch.autograd.backward([total])
     assert region.full.leaves[0].grad is not None
-
-
-def test_alone_full_is_the_shard_itself() -> None:
-    """One rank in one dtype needs no second buffer, and the leaf stays as it was."""
-    params = parameters([(4, 2)])
-    region = region_of(params, world_size=1)
-
-    assert region.full.buffer is region.shard
-    assert not region.full.is_cut
-    assert params[0].shape == (4, 2)
-    assert region.full.leaves[0].data_ptr() == params[0].data_ptr()
-
-
-def test_another_compute_dtype_gets_full_leaves_of_its_own() -> None:
-    """Alone too: the shard keeps the parameters' dtype, full has the compute dtype."""
-    region = region_of(parameters([(4, 2)]), world_size=1, compute_dtype=torch.bfloat16)
-
-    assert region.full.is_cut
-    assert region.shard.dtype is region.leaves[0].dtype is torch.float32
-    assert region.full.buffer.dtype is region.full.leaves[0].dtype is torch.bfloat16
-
-
-@pytest.mark.req("D-09")
-def test_a_frozen_region_has_no_gradient_memory() -> None:
-    """No reduce buffer, no views of one, and full leaves that need no gradient."""
-    frozen = nn.Parameter(torch.ones(4, 2), requires_grad=False)
-    region = region_of([frozen], world_size=2)
-
-    assert not isinstance(region, TrainableRegion)
-    assert not region.full.leaves[0].requires_grad
-
-
-def test_views_of_the_reduce_buffer_have_the_shapes_of_the_parameters() -> None:
-    """Parameters and padding together are the whole buffer, each once."""
-    region = region_of(parameters(), world_size=3)
-    assert isinstance(region, TrainableRegion)
-    memory.allocate(region.reduce.buffer)
-    region.reduce.buffer.zero_()
-
-    for piece in (*region.reduce.views, *region.reduce.gaps):
-        piece.add_(1)
-
-    assert bool((region.reduce.buffer == 1).all())
-    assert [view.shape for view in region.reduce.views] == [
-        slot.shape for slot in region.layout.parameters
-    ]
-
-
-def test_strided_and_expanded_parameters_are_copied_by_value() -> None:
-    """A transposed weight and an expanded one come out in their logical order."""
-    base = torch.arange(12.0).reshape(3, 4)
-    odd = [nn.Parameter(base.t()), nn.Parameter(torch.ones(1, 1).expand(4, 3))]
-    expected = [p.detach().clone() for p in odd]
-
-    region = region_of(odd, world_size=1)
-
-    for slot, leaf in zip(region.layout.parameters, region.leaves, strict=True):
-        assert torch.equal(leaf, expected[int(slot.fqn)])
-
-
-def test_a_meta_parameter_has_a_meta_shard() -> None:
-    """Nothing is allocated until there are values."""
-    region = region_of([nn.Parameter(torch.empty(4, 2, device="meta"))], world_size=2)
-
-    assert region.shard.is_meta
-    assert region.leaves[0].is_meta
-    assert region.leaves[0].shape == (2, 2)
-
-
-def test_the_repr_tells_sizes_by_their_names() -> None:
-    """numel, padded_numel and shard_numel are the words of the documentation."""
-    region = region_of(parameters([(5, 4), (8,)]), world_size=4, rank=1)
-
-    assert repr(region) == (
-        "FlatParameter(2 parameters, torch.float32, numel 28, padded_numel 32, "
-        "shard_numel 8, rank 1)"
-    )

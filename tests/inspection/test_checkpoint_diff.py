@@ -97,31 +97,6 @@ def test_nan_equals_nan_and_a_tolerance_is_taken(tmp_path: Path, run: Run) -> No
     assert run("diff", plain, optim, "--weights-only")[0] == 0
 
 
-def test_a_checkpoint_that_cannot_be_read_is_no_difference(
-    tmp_path: Path, run: Run
-) -> None:
-    """Status 2, so that a script can tell it from status 1."""
-    status, out, err = run("diff", saved(tmp_path / "run.pt"), tmp_path / "none")
-
-    assert (status, out) == (2, "")
-    assert err.startswith(f"error: {tmp_path / 'none'} ")
-
-
-@pytest.mark.req("U-06")
-def test_export_casts_floating_point_weights_alone(tmp_path: Path, run: Run) -> None:
-    """Values are rounded as by ``Tensor.to``; integers and booleans stay."""
-    source = saved(tmp_path / "run.pt")
-
-    status, _, _ = run("export", source, tmp_path / "out", "--dtype", "bfloat16")
-
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    model = sample()["model"]
-    assert status == 0
-    assert torch.equal(found["embed.weight"], model["embed.weight"].bfloat16())
-    assert found["mask"].dtype is torch.bool
-    assert found["norm.num_batches_tracked"].dtype is torch.int64
-
-
 @pytest.mark.req("U-06")
 @on_ranks(2)
 def test_a_sharded_model_is_exported_in_another_dtype(

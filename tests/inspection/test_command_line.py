@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import io
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from composable_fsdp import convert
-from composable_fsdp.inspection import progress as progress_module
 from composable_fsdp.inspection.command_line import main
-from composable_fsdp.inspection.progress import progress, waiting
 from tests.storage.samples import sample, saved
 from tests.support.scripts import Run
 
@@ -42,18 +37,6 @@ def test_verify_counts_what_is_in_a_good_checkpoint(
     assert "7 tensors, 213 B, 1 tied name" in out
     assert "2 groups" in out
     assert "extra" in out
-
-
-def test_json_is_one_object_with_the_same_numbers(run: Run, checkpoint: Path) -> None:
-    """For scripts; standard error stays empty."""
-    status, out, err = run("verify", checkpoint, "--json")
-
-    found = json.loads(out)
-    assert (status, err) == (0, "")
-    assert found["ok"] is True
-    assert found["format"] == "torch"
-    assert found["model"] == {"tensors": 7, "bytes": 213, "tied": 1}
-    assert found["bytes_read"] > 213
 
 
 def flip(path: Path) -> None:
@@ -84,32 +67,6 @@ def test_verify_finds_one_flipped_bit(
     assert json.loads(out) == {"ok": False, "error": err[len("error: ") : -1]}
 
 
-def test_a_path_with_nothing_is_one_message(tmp_path: Path, run: Run) -> None:
-    """Which lists what could have been there."""
-    status, out, err = run("verify", tmp_path / "none")
-
-    assert (status, out) == (1, "")
-    assert err.startswith(f"error: {tmp_path / 'none'} does not exist; ")
-    assert err.count("\n") == 1
-
-
-def test_convert_goes_there_and_back(
-    tmp_path: Path, run: Run, checkpoint: Path
-) -> None:
-    """The last file holds what the first one did."""
-    ways = [("a", "dcp"), ("b", "native"), ("c", "torch")]
-    source = checkpoint
-    for name, to in ways:
-        status, out, err = run("convert", source, tmp_path / name, "--to", to)
-        assert (status, err) == (0, "")
-        assert out.startswith(f"{tmp_path / name}: {to} checkpoint, written")
-        source = tmp_path / name
-
-    assert torch.equal(
-        torch.load(source)["model"]["embed.weight"], sample()["model"]["embed.weight"]
-    )
-
-
 def test_what_is_left_out_is_told(tmp_path: Path, run: Run, checkpoint: Path) -> None:
     """Where a format holds weights only; not where weights alone were asked for."""
     _, told, _ = run("convert", checkpoint, tmp_path / "a", "--to", "safetensors")
@@ -132,17 +89,6 @@ def test_export_makes_files_of_the_size_that_was_asked_for(
     assert len(parts) > 1
     found = {name: t for part in parts for name, t in load_file(part).items()}
     assert found.keys() == load_file(tmp_path / "one.safetensors").keys()
-
-
-def test_nothing_is_overwritten(tmp_path: Path, run: Run, checkpoint: Path) -> None:
-    """Status 1, and the file is as it was."""
-    before = checkpoint.read_bytes()
-
-    status, _, err = run("convert", checkpoint, checkpoint, "--to", "torch")
-
-    assert status == 1
-    assert "exists already" in err
-    assert checkpoint.read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -245,20 +191,6 @@ def test_every_help_has_examples_formats_and_status(run: Run, command: str) -> N
     assert "exit status: 0 good, 1 bad" in out
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["plan", "simulate", "inspect", "diff", "env"],
-)
-def test_every_other_help_has_examples_and_status(run: Run, command: str) -> None:
-    """The exit statuses differ from command to command."""
-    status, out, _ = run(command, "--help")
-
-    assert status == 0
-    assert f"python -m composable_fsdp {command}" in out.split("examples:")[1]
-    assert "exit status: 0" in out
-    assert "--json" in out
-
-
 @pytest.mark.req("N-10")
 def test_the_entry_point_is_the_command_line(run: Run) -> None:
     """What ``pyproject.toml`` names can be called; the overview has all commands."""
@@ -285,72 +217,3 @@ def test_an_interrupt_leaves_nothing(
 
     assert (status, err) == (130, "interrupted; nothing was left behind\n")
     assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize("rich", [True, False], ids=["rich", "plain"])
-def test_progress_is_shown_on_a_terminal(
-    monkeypatch: pytest.MonkeyPatch, rich: bool
-) -> None:
-    """With rich and without it; on the last line nothing of it is left."""
-    if not rich:
-        monkeypatch.setitem(sys.modules, "rich.console", None)
-    monkeypatch.setattr(progress_module, "_PAUSE", 0.0)
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-
-    with progress("reading", 200) as advance:
-        advance(100)
-        advance(100)
-
-    text = terminal.getvalue()
-    assert "reading" in text
-    assert "100%" in text or rich
-    assert text.endswith("\x1b[K") or rich
-
-
-@pytest.mark.parametrize("rich", [True, False], ids=["rich", "plain"])
-def test_work_of_unknown_length_is_shown_on_a_terminal(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rich: bool
-) -> None:
-    """While ``plan`` runs; not in front of JSON."""
-    if not rich:
-        monkeypatch.setitem(sys.modules, "rich.console", None)
-    (tmp_path / "m.py").write_text(MODELS)
-    shown = []
-    for more in ((), ("--json",)):
-        terminal = Terminal()
-        monkeypatch.setattr(sys, "stderr", terminal)
-        assert main(["plan", f"{tmp_path}/m.py:layer", *more]) == 0
-        shown.append(terminal.getvalue())
-
-    assert "planning" in shown[0]
-    assert shown[0].endswith("\x1b[K") or rich
-    assert shown[1] == ""
-
-
-def test_progress_is_silent_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
-    """A log file gets no bars."""
-    with progress("reading", 200) as advance:
-        advance(100)
-    with waiting("planning"):
-        pass
-
-    assert capsys.readouterr() == ("", "")
-
-
-def test_the_module_is_the_command(checkpoint: Path) -> None:
-    """``python -m composable_fsdp``, in a process of its own and without a group."""
-    done = subprocess.run(
-        [sys.executable, "-m", "composable_fsdp", "verify", str(checkpoint)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "torch checkpoint, good" in done.stdout

@@ -10,14 +10,12 @@ import torch
 from torch import nn
 
 from composable_fsdp import (
-    CompositionError,
     FullyShardedDataParallel,
     convert,
     describe,
     fully_shard,
     load,
     save,
-    unshard_params,
 )
 from composable_fsdp.inspection.command_line import main
 from tests.support.models import TinyGPT
@@ -175,14 +173,3 @@ def test_names_of_a_file_are_printed_escaped(
     assert command == "verify" or r"a\x1b[2J\nforged \x9b31m" in out
     assert all(each.isprintable() or each == "\n" for each in out)
     assert not any(line.startswith("forged") for line in out.splitlines())
-
-
-def test_a_full_unit_and_a_module_without_units(one_rank: World) -> None:
-    """The first says so, the second is refused with the way out."""
-    with pytest.raises(CompositionError, match="call plan for a model that is not"):
-        describe(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match="expects a module or the path"):
-        describe(3)  # type: ignore[arg-type]  # on purpose
-    model = small()
-    with unshard_params(model):
-        assert {unit.state for unit in describe(model).units} == {"full"}

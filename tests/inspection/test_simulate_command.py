@@ -11,34 +11,6 @@ import pytest
 
 from tests.support.scripts import Run
 
-SCRIPT = """
-import torch
-from torch import nn
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.tokens = nn.Embedding(100, 32)
-        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
-
-    def forward(self, tokens):
-        x = self.tokens(tokens)
-        for block in self.blocks:
-            x = torch.relu(block(x))
-        return x
-
-def with_inputs():
-    return Net(), torch.zeros(2, 8, dtype=torch.long)
-"""
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> str:
-    """A file with a model; the path to write before a colon."""
-    path = tmp_path / "models_to_simulate.py"
-    path.write_text(SCRIPT)
-    return str(path)
-
 
 @pytest.fixture
 def run(run: Run) -> Run:
@@ -52,7 +24,7 @@ def test_the_report_is_of_the_units_and_options_asked_for(
 ) -> None:
     """JSON has the peak, collectives by unit and the timeline; a trace is written."""
     status, out, err = run(
-        f"{script}:Net",
+        f"{script}:small",
         *("--batch", "2x8", "--world-size", 64, "--shard-world-size", 8),
         *("--param-dtype", "bfloat16", "--max-norm", 1, "--optimizer", "sgd"),
         *("--trace", tmp_path / "step.json", "--json"),
@@ -86,32 +58,12 @@ def test_the_exit_status_says_whether_the_step_fits(
     run: Run, script: str, memory: str, expected: int
 ) -> None:
     """The text says it, too; the batch is that of the function."""
-    status, out, _ = run(f"{script}:with_inputs", "--gpu-memory", memory)
+    status, out, _ = run(f"{script}:small_with_inputs", "--gpu-memory", memory)
 
     assert status == expected
     assert ("does not fit: " in out) is bool(expected)
     assert "4 units on 8 ranks" in out
     assert "7 x all_gather" in out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["{}:Net"], "simulate needs --batch, as --batch 4x2048"),
-        (["{}:Nets", "--batch", "2x8"], "Did you mean Net?"),
-        (["{}:Net", "--batch", "2x8", "--units", "layers.*"], "matches no module"),
-        (["{}:Net", "--batch", "2x8", "--trace", "{}/x"], "Not a directory"),
-        (["{}:Net", "--batch", "2x8", "--optimizer", "muon"], "invalid choice: 'muon'"),
-    ],
-)
-def test_errors_say_the_way_out(
-    run: Run, script: str, arguments: list[str], message: str
-) -> None:
-    """Status 2, and a line on standard error."""
-    status, out, err = run(*[each.format(script) for each in arguments])
-
-    assert (status, out) == (2, "")
-    assert message in err
 
 
 CUT = """
@@ -199,39 +151,6 @@ def test_a_function_of_the_mesh_is_simulated_and_planned_alike(
     whole = 3 * (2 * 256 * 1024 + 1024 + 256)
     assert planned["model"]["whole_parameters"] == whole
     assert planned["model"]["parameters"] < whole / 3.9
-
-
-def test_a_function_may_shard_for_itself(run: Run, cut: str) -> None:
-    """Its units and options are those of the step and of the plan."""
-    plan = partial(run.func, "plan")  # type: ignore[attr-defined]  # a partial
-    given = (f"{cut}:sharded", *SIZES)
-
-    status, out, _ = run(*given, "--batch", "2x256")
-
-    assert status == 0
-    assert "4 units on 16 ranks" in out
-    assert "over tp (4 ranks): 5 x all_reduce of 10.00 KiB in all" in out
-    planned = plan(*given)[1]
-    assert "on 16 ranks (4 x 4 tensor-parallel)" in planned
-    assert "units below the root: those that" in planned
-    assert "4 tensor-parallel ranks are not counted" in " ".join(planned.split())
-
-
-def test_sizes_of_a_plan_are_those_of_all_ranks(run: Run, cut: str) -> None:
-    """Rows, the smallest world size, and a hybrid mesh."""
-    plan = partial(run.func, "plan")  # type: ignore[attr-defined]  # a partial
-    many = ("--world-sizes", "8,32", "--gpu-memory", "1GiB", "--json")
-
-    found = json.loads(plan(f"{cut}:cut", *SIZES, *many)[1])
-    hybrid = plan(
-        f"{cut}:cut", *SIZES, "--shard-world-size", 2, "--strategy", "hybrid-shard"
-    )[1]
-
-    assert [row["world_size"] for row in found["world_sizes"]] == [8, 32]
-    fewer, more = [row["parameters"] for row in found["world_sizes"]]
-    assert fewer == pytest.approx(4 * more, rel=0.02)
-    assert found["fit"]["smallest_world_size"] == 4
-    assert "on 16 ranks (2 x 2 x 4 tensor-parallel)" in hybrid
 
 
 @pytest.mark.parametrize("command", ["plan", "simulate"])

@@ -54,17 +54,3 @@ def test_the_forecast_follows_the_order_of_the_measured_forward() -> None:
     assert [unit.fqn for unit in planned.units][1:3] == ["text", "text.0"]
     assert sorted(names) == sorted(unit.fqn for unit in planned.units)
     assert found.plan.traffic == planned.traffic
-
-
-def test_units_that_did_not_run_keep_their_place() -> None:
-    """Behind the unit before them, and inside the unit that encloses them."""
-    with torch.device("meta"):
-        planned = plan(TwoTowers(), world_size=4, units=UNITS)
-
-    found = planned.in_forward_order(["", "vision", "vision.1", "vision.0", "text"])
-
-    assert [unit.fqn for unit in found.units] == [
-        *["", "vision", "vision.1", "vision.2", "vision.0"],
-        *["text", "text.0", "text.1", "text.2"],
-    ]
-    assert planned.in_forward_order([]) == planned

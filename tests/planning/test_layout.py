@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
-
 import pytest
 import torch
 
@@ -87,65 +85,6 @@ def test_a_llama_block_keeps_whole_rows_without_padding(
     assert padding(regions) == 0
     assert len(merged) == 1
     assert padding(merged) == pytest.approx(one_grid, abs=1e-4)
-
-
-def test_a_few_ranks_share_one_region_to_save_launches() -> None:
-    """At 8 ranks 48 KiB of padding are cheaper than two more launches."""
-    (region,) = plan_regions(specs_of(LLAMA_3_8B_BLOCK, torch.bfloat16), world_size=8)
-
-    assert region.block == 28672
-    assert (region.padded_numel - region.numel) * 2 < 64 * 1024
-
-
-def test_one_rank_has_one_region_and_no_block() -> None:
-    """Alone a rank cuts nothing, so nothing asks for whole rows."""
-    (region,) = plan_regions(
-        specs_of({"a": (5, 7), "b": (3, 11), "c": ()}), world_size=1
-    )
-
-    assert region.block == 4
-    assert region.padded_numel - region.numel < 3 * 4 + 4
-
-
-@pytest.mark.req("D-08", "D-09")
-def test_dtypes_and_frozen_parameters_get_regions_of_their_own() -> None:
-    """A region holds one dtype, all trainable or all frozen, first come first."""
-    shapes: Shapes = {"weight": (8, 4), "lora": (4,)}
-    specs = specs_of(shapes, frozen=frozenset({"weight"}))
-    specs += specs_of({"norm": (4,)}, torch.bfloat16)
-
-    regions = plan_regions(specs, world_size=2)
-
-    assert [(r.dtype, r.trainable, [s.fqn for s in r.parameters]) for r in regions] == [
-        (torch.float32, False, ["weight"]),
-        (torch.float32, True, ["lora"]),
-        (torch.bfloat16, True, ["norm"]),
-    ]
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (0,), (0, 3), (3, 0), (1, 1, 1)])
-@pytest.mark.parametrize("world_size", [1, 2, 7])
-def test_odd_shapes_are_held_once(shape: tuple[int, ...], world_size: int) -> None:
-    """Scalars, single elements and empty parameters are laid out like the others."""
-    (region,) = plan_regions(specs_of({"odd": shape}), world_size=world_size)
-    (slot,) = region.parameters
-
-    sizes = [
-        stop - start
-        for start, stop in (region.interval(slot, r) for r in range(world_size))
-    ]
-
-    assert sum(sizes) == region.numel == prod(shape)
-    assert sizes.count(0) >= world_size - 1
-    assert region.padded_numel == (4 * world_size if region.numel else 0)
-
-
-def test_ranks_beyond_the_elements_hold_padding_only() -> None:
-    """Three elements over 16 ranks: one aligned shard is filled, 15 are empty."""
-    (region,) = plan_regions(specs_of({"bias": (3,)}), world_size=16)
-
-    assert [bool(owned(region, rank)) for rank in range(16)] == [True] + [False] * 15
-    assert region.shard_numel == 4
 
 
 @pytest.mark.parametrize(

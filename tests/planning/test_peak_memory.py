@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -27,7 +28,6 @@ from tests.support.reference import backward
 from tests.support.tiny import TinyBlock
 from tests.support.world import fake_world
 
-KEEPING = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
 LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 # Reduced in another dtype than ``.grad`` has: a reduction needs a buffer to land in.
 LOWER = MixedPrecision(param_dtype=torch.bfloat16)
@@ -87,11 +87,6 @@ def text() -> Text:
     return Text()
 
 
-def tied_text() -> Text:
-    """With the embedding's weight as head."""
-    return Text(tied=True)
-
-
 class Nested(nn.Module):
     """Three units, each a layer of its own and a chain of two units inside."""
 
@@ -112,8 +107,36 @@ class Nested(nn.Module):
         return x
 
 
+def frozen() -> Chain:
+    """Only the last of five units trains, so the peak is one of forward."""
+    model = Chain(2048, 2048, 1024, 4096, 2048, 512)
+    model.layers[:-1].requires_grad_(False)
+    return model
+
+
+class Images(nn.Module):
+    """Convolutions in channels_last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [256, 384, 640, 512, 256]
+        pairs = pairwise(widths)
+        made = [nn.Conv2d(a, b, 3, padding=1, bias=False) for a, b in pairs]
+        for layer in made:
+            kind = torch.channels_last
+            layer.weight.data = layer.weight.data.contiguous(memory_format=kind)
+        self.layers = nn.ModuleList(made)
+        self.example = torch.zeros(1, widths[0], 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(batch, 256, height, width)`` to the same."""
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 def peak_of(
-    make: Callable[[], Chain | Text | Nested | Images],
+    make: Callable[[], Any],
     world_size: int,
     order: str,
     *,
@@ -155,201 +178,71 @@ def peak_of(
     return peak + (plan_.host_bytes if order == "cuda" else 0), live.peak
 
 
-@pytest.mark.req("U-03")
-@pytest.mark.parametrize("order", ["cpu", "cuda"])
-@pytest.mark.parametrize("precision", [None, LOW, LOWER], ids=["own", "low", "lower"])
-@pytest.mark.parametrize("strategy", KEEPING, ids=lambda s: s.name)
-@pytest.mark.parametrize("world_size", [2, 8, 64])
-@pytest.mark.parametrize("make", [equal, unequal])
-def test_the_planned_peak_is_that_of_a_step(
-    make: Callable[[], Chain],
-    world_size: int,
-    strategy: ShardingStrategy,
-    precision: MixedPrecision | None,
-    order: str,
-) -> None:
-    """Activations, which are left out, are all that is missing: under 0.2 %."""
-    planned, measured = peak_of(
-        make, world_size, order, strategy=strategy, mixed_precision=precision
-    )
-
-    assert 0.998 * measured <= planned <= measured
-
-
-@pytest.mark.few
-@pytest.mark.req("U-03")
-@pytest.mark.parametrize("order", ["cpu", "cuda"])
-@pytest.mark.parametrize("precision", [None, LOW], ids=["own", "low"])
-@pytest.mark.parametrize("make", [text, tied_text])
-def test_a_root_with_parameters_of_its_own_is_in_the_peak(
-    make: Callable[[], Text], precision: MixedPrecision | None, order: str
-) -> None:
-    """Its reduce buffer lives as long as backward; so does a tied weight's gradient."""
-    planned, measured = peak_of(make, 8, order, mixed_precision=precision)
-
-    assert planned == pytest.approx(measured, rel=0.005)
-
-
-@pytest.mark.few
-@pytest.mark.parametrize("order", ["cpu", "cuda"])
-@pytest.mark.parametrize("mode", [*BackwardPrefetch, None])
-@pytest.mark.parametrize("strategy", KEEPING, ids=lambda s: s.name)
-def test_units_inside_units_are_in_the_peak(
-    strategy: ShardingStrategy, mode: BackwardPrefetch | None, order: str
-) -> None:
-    """The outer unit stays full, with its reduce buffer, while the inner ones run."""
-    planned, measured = peak_of(
-        Nested, 8, order, strategy=strategy, backward_prefetch=mode
-    )
-
-    assert planned == pytest.approx(measured, rel=0.005)
+PRE, POST = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST
+OFFLOAD = CPUOffload(offload_params=True)
+GRAD_OP = ShardingStrategy.SHARD_GRAD_OP
+ONE_BY_ONE = partial(Chain, 4096, 2048, 512, 256)
+"""Its first unit, the largest, is done at the end of backward alone."""
+CASES: list[tuple[Callable[[], nn.Module], int, dict[str, Any]]] = [
+    (unequal, 1, {}),
+    (unequal, 1, {"mixed_precision": LOW}),
+    (equal, 2, {"strategy": GRAD_OP}),
+    (unequal, 8, {"mixed_precision": LOW, "strategy": GRAD_OP}),
+    (unequal, 64, {"mixed_precision": LOWER}),
+    (unequal, 8, {"backward_prefetch": POST, "forward_prefetch": True}),
+    (unequal, 8, {"backward_prefetch": None}),
+    (frozen, 8, {"forward_prefetch": True}),
+    (ONE_BY_ONE, 8, {"backward_prefetch": PRE}),
+    (ONE_BY_ONE, 8, {"backward_prefetch": None}),
+    (equal, 8, {"limit_all_gathers": False}),
+    (unequal, 1, {"cpu_offload": OFFLOAD, "mixed_precision": LOWER}),
+    (unequal, 2, {"cpu_offload": OFFLOAD, "backward_prefetch": POST}),
+    (unequal, 8, {"cpu_offload": OFFLOAD, "mixed_precision": LOW}),
+    (unequal, 8, {"cpu_offload": OFFLOAD, "mixed_precision": LOWER_KEPT}),
+    (Images, 1, {"mixed_precision": LOW}),
+    (Images, 8, {}),
+    *(
+        (unequal, 8, {"strategy": s, "shard_world_size": 4, "mixed_precision": LOWER})
+        for s in ShardingStrategy
+    ),
+    (unequal, 8, {"strategy": ShardingStrategy.HYBRID_SHARD, "shard_world_size": 1}),
+    (Nested, 8, {"rel": 0.005}),
+    (Nested, 8, {"rel": 0.005, "strategy": GRAD_OP, "backward_prefetch": None}),
+    (text, 8, {"rel": 0.005, "mixed_precision": LOW}),
+    (partial(Text, tied=True), 8, {"rel": 0.005}),
+]
 
 
-@pytest.mark.parametrize("order", ["cpu", "cuda"])
-@pytest.mark.parametrize("precision", [None, LOW], ids=["own", "low"])
-def test_one_rank_has_a_peak_too(precision: MixedPrecision | None, order: str) -> None:
-    """Parameters are used as they lie, or cast; gradients are copied all the same."""
-    planned, measured = peak_of(unequal, 1, order, mixed_precision=precision)
-
-    assert 0.998 * measured <= planned <= measured
-
-
-@pytest.mark.few(6)
-@pytest.mark.parametrize("order", ["cpu", "cuda"])
+@pytest.mark.req("U-03", "M-07")
 @pytest.mark.parametrize(
-    "precision",
-    [None, LOW, LOWER, LOWER_KEPT],
-    ids=["own", "low", "lower", "lower-kept"],
+    ("case", "order"),
+    [
+        (number, order)
+        for number, (_, _, given) in enumerate(CASES)
+        for order in ("cpu", "cuda")
+        # The large models run in one order each.
+        if "rel" not in given or (number % 2 == 0) is (order == "cpu")
+    ],
 )
-@pytest.mark.parametrize("mode", BackwardPrefetch)
-@pytest.mark.parametrize("world_size", [1, 2, 8])
-def test_an_offloaded_unit_needs_room_for_what_visits_the_device(
-    world_size: int,
-    mode: BackwardPrefetch,
-    precision: MixedPrecision | None,
-    order: str,
-) -> None:
-    """Full parameters, what a reduction lands in, and what is cast on its way from and
-    to the host, where the shards are. A copy within host memory casts on the way."""
-    planned, measured = peak_of(
-        unequal,
-        world_size,
-        order,
-        cpu_offload=CPUOffload(offload_params=True),
-        backward_prefetch=mode,
-        mixed_precision=precision,
-    )
+def test_the_planned_peak_is_that_of_a_step(case: int, order: str) -> None:
+    """Small activations, which are left out, are all that is missing: under 0.2 %, or
+    0.5 % of models with units inside of units or a root with parameters of its own."""
+    make, world_size, given = CASES[case]
+    options = dict(given)
+    rel = options.pop("rel", 0.002)
 
-    assert 0.998 * measured <= planned <= measured
+    planned, measured = peak_of(make, world_size, order, **options)
+
+    assert planned == pytest.approx(measured, rel=rel)
+    assert planned <= measured or rel > 0.002
 
 
-@pytest.mark.parametrize("order", ["cpu", "cuda"])
-@pytest.mark.parametrize("mode", [*BackwardPrefetch, None])
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_prefetched_unit_is_in_the_peak(
-    ahead: bool, mode: BackwardPrefetch | None, order: str
-) -> None:
-    """In each mode, both ways, the peak is the step's."""
-    planned, measured = peak_of(
-        unequal, 8, order, backward_prefetch=mode, forward_prefetch=ahead
-    )
-
-    assert 0.998 * measured <= planned <= measured
-
-
-def frozen() -> Chain:
-    """Only the last of five units trains, so the peak is one of forward."""
-    model = Chain(2048, 2048, 1024, 4096, 2048, 512)
-    model.layers[:-1].requires_grad_(False)
-    return model
-
-
-@pytest.mark.parametrize("order", ["cpu", "cuda"])
-@pytest.mark.parametrize("mode", [*BackwardPrefetch, None])
-def test_a_first_unit_whose_input_needs_no_gradient_is_full_when_it_is_reduced(
-    mode: BackwardPrefetch | None, order: str
-) -> None:
-    """Nothing says that it is done but the end of backward. It is the largest here."""
-    planned, measured = peak_of(
-        lambda: Chain(4096, 2048, 512, 256), 8, order, backward_prefetch=mode
-    )
-
-    assert 0.998 * measured <= planned <= measured
-
-
-@pytest.mark.parametrize("order", ["cpu", "cuda"])
-def test_a_unit_gathered_ahead_in_forward_is_in_the_peak(order: str) -> None:
-    """It stands beside the one that runs; on CUDA in the place of the one before."""
-    alone, _ = peak_of(frozen, 8, order)
-    planned, measured = peak_of(frozen, 8, order, forward_prefetch=True)
-
-    assert planned > alone if order == "cpu" else planned == alone
-    assert 0.998 * measured <= planned <= measured
-
-
-def test_units_that_wait_for_the_gpu_are_in_the_peak() -> None:
-    """Without the limit, up to four units are not freed yet."""
+def test_what_is_gathered_early_or_freed_late_is_in_the_peak() -> None:
+    """In forward a unit ahead stands beside the one that runs, on CUDA in the place of
+    the one before; without the limit, up to four units are not freed yet."""
+    for order in ("cpu", "cuda"):
+        alone, _ = peak_of(frozen, 8, order)
+        ahead, _ = peak_of(frozen, 8, order, forward_prefetch=True)
+        assert ahead > alone if order == "cpu" else ahead == alone
     limited, _ = peak_of(equal, 8, "cuda")
-    planned, measured = peak_of(equal, 8, "cuda", limit_all_gathers=False)
-
-    assert planned > limited
-    assert 0.998 * measured <= planned <= measured
-
-
-@pytest.mark.few(6)
-@pytest.mark.parametrize("order", ["cpu", "cuda"])
-@pytest.mark.parametrize("shard_world_size", [1, 4, 8])
-@pytest.mark.parametrize("precision", [None, LOWER], ids=["own", "lower"])
-@pytest.mark.parametrize("strategy", ShardingStrategy, ids=lambda s: s.name)
-def test_replicas_have_the_peak_of_their_group(
-    strategy: ShardingStrategy,
-    precision: MixedPrecision | None,
-    shard_world_size: int,
-    order: str,
-) -> None:
-    """Every strategy on a 2-D mesh, with units that nobody else has a part of, too. On
-    CUDA the output of a reduction in another dtype waits for its all-reduce."""
-    planned, measured = peak_of(
-        unequal,
-        8,
-        order,
-        shard_world_size=shard_world_size,
-        strategy=strategy,
-        mixed_precision=precision,
-    )
-
-    assert 0.998 * measured <= planned <= measured
-
-
-class Images(nn.Module):
-    """Convolutions in channels_last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        widths = [256, 384, 640, 512, 256]
-        pairs = pairwise(widths)
-        made = [nn.Conv2d(a, b, 3, padding=1, bias=False) for a, b in pairs]
-        for layer in made:
-            kind = torch.channels_last
-            layer.weight.data = layer.weight.data.contiguous(memory_format=kind)
-        self.layers = nn.ModuleList(made)
-        self.example = torch.zeros(1, widths[0], 1, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``(batch, 256, height, width)`` to the same."""
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-@pytest.mark.req("M-07")
-@pytest.mark.parametrize("order", ["cpu", "cuda"])
-@pytest.mark.parametrize("precision", [None, LOW], ids=["own", "low"])
-@pytest.mark.parametrize("world_size", [1, 8])
-def test_a_memory_format_of_compute_is_in_the_peak(
-    world_size: int, precision: MixedPrecision | None, order: str
-) -> None:
-    """On one rank a copy in that format; on several nothing more."""
-    planned, measured = peak_of(Images, world_size, order, mixed_precision=precision)
-
-    assert 0.998 * measured <= planned <= measured
+    assert peak_of(equal, 8, "cuda", limit_all_gathers=False)[0] > limited

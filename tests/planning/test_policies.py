@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 from torch.distributed.fsdp import wrap as fsdp1
 
@@ -75,32 +74,6 @@ def test_each_form_of_policy_finds_the_blocks(policy: object) -> None:
     assert units_of(policy, TinyGPT()) == BLOCKS
 
 
-def test_no_policy_has_no_units() -> None:
-    """None is the policy of a module that is one unit."""
-    assert units_of(None, TinyGPT()) == {}
-
-
-@pytest.mark.req("S0-05")
-def test_options_for_one_class_leave_the_others_with_the_roots() -> None:
-    """Only the named key of the named class differs."""
-    policy = CustomPolicy(
-        lambda m: {"strategy": "own"} if isinstance(m, TinyBlock) else False
-    )
-    both = partial(evaluate_policy, root_kwargs={"strategy": "R", "prefetch": 1})
-
-    targets = both(policy, TinyGPT(layers=1))
-    plain = both(ModuleWrapPolicy({nn.LayerNorm}), TinyGPT(layers=1))
-
-    assert list(targets.values()) == [{"strategy": "own", "prefetch": 1}]
-    assert list(plain.values()) == [{"strategy": "R", "prefetch": 1}] * 3
-
-
-@pytest.mark.req("S0-01")
-def test_empty_options_from_a_custom_policy_mean_no_unit() -> None:
-    """``{}`` reads as False, as upstream."""
-    assert units_of(CustomPolicy(lambda m: {}), TinyGPT()) == {}
-
-
 @pytest.mark.req("D-04", "S0-05")
 def test_writing_to_one_units_options_reaches_no_other_dict() -> None:
     """Each unit has a dict of its own, also where a policy gave one dict to all."""
@@ -114,17 +87,6 @@ def test_writing_to_one_units_options_reaches_no_other_dict() -> None:
 
     assert (second, shared) == ({"strategy": "own"}, {"strategy": "own"})
     assert root_kwargs == {"strategy": "R"}
-
-
-@pytest.mark.req("D-04")
-def test_a_policy_that_writes_to_its_arguments_does_not_reach_the_callers() -> None:
-    """The root's options stay those of the caller."""
-
-    def policy(root: nn.Module, ignored: Set[nn.Module], kwargs: Options) -> Any:
-        kwargs["strategy"] = None
-        return {root.get_submodule("0"): {}}
-
-    assert units_of(policy, layers()) == {"0": {"strategy": "R"}}
 
 
 @pytest.mark.req("S0-03")
@@ -143,163 +105,12 @@ def test_a_policy_may_walk_the_tree_twice() -> None:
     assert list(units_of(larger_than_mean, model)) == ["1"]
 
 
-@pytest.mark.req("S0-04")
-def test_size_policy_counts_what_deeper_units_have_taken() -> None:
-    """With both layers taken, nothing is left that would make their parent a unit."""
-    model = nn.Sequential(layers(2), nn.Linear(2, 1, bias=False))
-
-    assert list(units_of(SizePolicy(4), model)) == ["0.0", "0.1"]
-    assert list(units_of(SizePolicy(5), model)) == ["0"]
-
-
-@pytest.mark.parametrize("left_out", ["ignored_modules", "boundaries"])
-def test_size_policy_does_not_count_what_is_left_out(left_out: str) -> None:
-    """What is ignored, or a unit already, is no part of what a parent would hold."""
-    model = nn.Sequential(layers(3))
-    inner = model.get_submodule("0.1")
-
-    assert list(units_of(SizePolicy(12), model)) == ["0"]
-    assert units_of(SizePolicy(12), model, **{left_out: {inner}}) == {}
-    assert list(units_of(SizePolicy(8), model, **{left_out: {inner}})) == ["0"]
-
-
-def test_size_policy_does_not_count_ignored_parameters() -> None:
-    """A parameter ignored by itself, given by its id, is not counted."""
-    model = nn.Sequential(layers(2))
-    first = {id(next(model.parameters()))}
-
-    assert list(units_of(SizePolicy(8), model)) == ["0"]
-    assert units_of(SizePolicy(8), model, ignored_params=first) == {}
-
-
-@pytest.mark.parametrize("form", ["policy", "callable"])
-def test_defaults_of_the_size_policies_are_read_at_each_call(
-    form: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both attributes of the function can be extended, as in FSDP1."""
-    policy: object = (
-        SizePolicy(4)
-        if form == "policy"
-        else partial(size_based_auto_wrap_policy, min_num_params=4)
-    )
-    assert list(units_of(policy, layers(1))) == ["0"]
-
-    for name in ("EXCLUDE_WRAP_MODULES", "FORCE_LEAF_MODULES"):
-        with monkeypatch.context() as patch:
-            patch.setattr(size_based_auto_wrap_policy, name, {nn.Linear})
-            assert units_of(policy, layers(1)) == {}
-
-
 @pytest.mark.parametrize("name", ["EXCLUDE_WRAP_MODULES", "FORCE_LEAF_MODULES"])
 def test_defaults_of_the_size_policy_are_those_of_fsdp1(name: str) -> None:
     """The attributes have FSDP1's names and values."""
     theirs = getattr(fsdp1.size_based_auto_wrap_policy, name)
 
     assert getattr(size_based_auto_wrap_policy, name) == theirs
-
-
-def test_size_policy_takes_classes_to_exclude_and_to_leave_whole() -> None:
-    """Given classes stand in the place of the defaults."""
-    model = nn.Sequential(layers(2), nn.Linear(2, 2, bias=False))
-
-    assert list(units_of(SizePolicy(4, exclude={nn.Linear}), model)) == ["0"]
-    assert list(units_of(SizePolicy(4, force_leaf={nn.Sequential}), layers(1))) == []
-
-
-def test_a_module_with_two_parents_is_one_unit() -> None:
-    """It is asked about once and listed once, at its first place."""
-    shared = nn.Linear(2, 2)
-    model = nn.Sequential(nn.Sequential(shared), nn.Sequential(shared))
-    asked: list[nn.Module] = []
-
-    def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-        asked.extend([] if recurse else [module])
-        return recurse or module is shared
-
-    assert list(units_of(policy, model)) == ["0.0"]
-    assert asked.count(shared) == 1
-
-
-@pytest.mark.req("S0-04")
-def test_a_shared_unit_counts_as_taken_under_each_of_its_parents() -> None:
-    """The second parent keeps only what the shared unit does not hold."""
-    shared = nn.Linear(2, 2, bias=False)
-    second = nn.Sequential(shared, nn.Linear(2, 1, bias=False))
-    model = nn.Sequential(nn.Sequential(shared), second)
-
-    assert list(units_of(SizePolicy(4), model)) == ["0.0"]
-
-
-def test_the_root_is_left_to_the_caller() -> None:
-    """A policy that names the root adds no unit for it."""
-    assert list(units_of(CustomPolicy(lambda m: True), nn.Linear(2, 2))) == []
-
-
-@pytest.mark.parametrize("cls", [nn.ModuleList, nn.ModuleDict])
-def test_a_class_policy_that_names_a_container_is_refused_by_name(
-    cls: type[nn.Module],
-) -> None:
-    """A container has no forward; the message says which one and what to name."""
-    container = cls([nn.Linear(2, 2)] if cls is nn.ModuleList else {"a": nn.ReLU()})
-    model = nn.Sequential(container)
-
-    with pytest.raises(PlanError, match=f"{cls.__name__} '0', which has no forward"):
-        units_of(ModuleWrapPolicy({cls}), model)
-    with pytest.raises(PlanError, match=f"{cls.__name__}, which has no forward"):
-        units_of(
-            partial(transformer_auto_wrap_policy, transformer_layer_cls={cls}), model
-        )
-
-
-def test_a_policy_that_takes_everything_passes_over_containers() -> None:
-    """The modules inside become units, the container does not."""
-    model = nn.Sequential(nn.ModuleList([nn.Linear(2, 2)]))
-
-    assert list(units_of(always_wrap_policy, model)) == ["0.0"]
-
-
-def test_a_container_with_a_forward_can_be_a_unit() -> None:
-    """A subclass that is called runs its hooks."""
-
-    class Called(nn.ModuleList):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x
-
-    assert list(units_of(ModuleWrapPolicy({Called}), nn.Sequential(Called()))) == ["0"]
-
-
-def test_a_foreign_module_is_refused() -> None:
-    """The message names the class and says that it is not of this tree."""
-    stranger = nn.Conv1d(1, 1, 1)
-
-    with pytest.raises(PlanError, match="foreign module: a Conv1d that is not below"):
-        units_of(lambda root, ignored, root_kwargs: {stranger: {}}, layers())
-
-
-@pytest.mark.req("S0-10")
-@pytest.mark.parametrize("unit", ["0.weight", nn.Parameter(torch.zeros(2)), ("a", "b")])
-def test_a_unit_that_is_no_module_is_refused(unit: object) -> None:
-    """Parts of a module cannot be units, and the message says what to do instead."""
-    with pytest.raises(TypeError, match="make the part a module of its own"):
-        units_of(lambda root, ignored, root_kwargs: {unit: {}}, layers())
-
-
-@pytest.mark.parametrize(
-    ("policy", "text"),
-    [
-        (3, "expects one of the forms"),
-        ({nn.Linear}, "ModuleWrapPolicy"),
-        (ModuleWrapPolicy, "expects one of the forms"),
-        (lambda m, recurse, numel: True, "expects to return a dict"),
-        (lambda root, ignored, root_kwargs: [root], "expects to return a dict"),
-        (lambda root, ignored, root_kwargs: {root: 1}, "options per module, got 1"),
-        (lambda module, recurse, nonwrapped_numel: {"a": 1}, "pass CustomPolicy"),
-    ],
-)
-def test_a_policy_of_the_wrong_kind_is_refused(policy: object, text: str) -> None:
-    """The message gives what a policy is and what came."""
-    with pytest.raises(TypeError, match=text):
-        units_of(policy, layers())
 
 
 def test_a_class_policy_that_finds_nothing_says_so() -> None:
@@ -314,36 +125,6 @@ def test_a_class_policy_that_finds_nothing_says_so() -> None:
         "so all of it is one unit. Its modules are Linear, Sequential; name those that "
         "repeat."
     ]
-
-
-def test_a_class_policy_that_finds_what_is_left_out_is_silent() -> None:
-    """Blocks that are units already, or ignored, were not missed; nor is the root."""
-    model = TinyGPT()
-
-    for policy in (ModuleWrapPolicy({TinyBlock}), ModuleWrapPolicy({TinyGPT})):
-        assert units_of(policy, model, boundaries=set(model.blocks)) == {}
-
-
-def test_a_custom_policy_with_another_answer_is_refused_by_name() -> None:
-    """None is no answer: the message names the module it was given for."""
-    policy = CustomPolicy(lambda m: True if m is model else None)  # type: ignore[arg-type,return-value]  # what is tested
-    model = nn.Sequential(layers(1))
-
-    with pytest.raises(PlanError, match="got None for module '0'"):
-        units_of(policy, model)
-
-
-@pytest.mark.parametrize("classes", [nn.Linear, 5, [int], ["Linear"]])
-def test_a_class_policy_of_no_classes_is_refused(classes: Any) -> None:
-    """One class, or things that are not module classes, raise when it is made."""
-    with pytest.raises(TypeError, match="ModuleWrapPolicy expects"):
-        ModuleWrapPolicy(classes)
-
-
-def test_a_negative_size_is_refused() -> None:
-    """The message says the bound."""
-    with pytest.raises(ValueError, match="min_numel >= 0, got -1"):
-        SizePolicy(-1)
 
 
 @pytest.mark.parametrize(
@@ -363,29 +144,6 @@ def test_depth_is_no_limit(policy: object) -> None:
     assert targets
 
 
-@pytest.mark.req("S0-02")
-def test_apply_leaves_the_root_to_the_caller() -> None:
-    """The root is no target of the walk, even if it is in the map."""
-    model, seen = layers(1), list[nn.Module]()
-    targets: dict[nn.Module, Options] = {model: {}, model[0]: {}}
-
-    post_order_apply(model, targets, lambda m, _: seen.append(m))
-
-    assert seen == [model[0]]
-
-
-@pytest.mark.req("S0-02")
-def test_apply_refuses_a_replacement_that_is_no_module() -> None:
-    """The message gives what came, and where; the place keeps its module."""
-    model = layers(1)
-    inner = model[0]
-
-    with pytest.raises(TypeError, match="got 7 for the Linear that its parent calls"):
-        post_order_apply(model, {inner: {}}, lambda m, _: 7)  # type: ignore[arg-type,return-value]  # what is tested
-
-    assert model[0] is inner
-
-
 def test_apply_refuses_a_foreign_target_before_anything_is_applied() -> None:
     """No module is touched when one of the targets cannot be."""
     model, seen = layers(1), list[nn.Module]()
@@ -403,22 +161,6 @@ class Wrapped(nn.Module):
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__()
         self.inner, self.options = module, options
-
-
-def test_wrap_outside_a_block_returns_the_module() -> None:
-    """A model's code runs with and without sharding."""
-    module = nn.ReLU()
-
-    assert wrap(module, option=1) is module
-
-
-def test_wrap_inside_a_block_uses_its_options_and_its_own_over_them() -> None:
-    """The call's options win over the block's."""
-    with enable_wrap(wrapper_cls=Wrapped, a=1, b=2):
-        made = wrap(nn.ReLU(), b=3)
-
-    assert isinstance(made, Wrapped)
-    assert made.options == {"a": 1, "b": 3}
 
 
 def test_blocks_of_enable_wrap_nest_and_end_with_exceptions() -> None:
@@ -442,12 +184,3 @@ def test_a_block_of_enable_wrap_is_not_seen_by_other_threads() -> None:
         thread.join()
 
     assert isinstance(made[0], nn.ReLU)
-
-
-def test_enable_wrap_refuses_what_cannot_be_called() -> None:
-    """The message says what is expected."""
-    with (
-        pytest.raises(TypeError, match="expects a class or function"),
-        enable_wrap(wrapper_cls=None),  # type: ignore[arg-type]  # what is tested
-    ):
-        pass

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Set
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from composable_fsdp.planning.plan import ShardingPlan
+from tests.support.tiny import TinyBlock
 
 Choice = Mapping[str, Mapping[str, Any]]
 Policy = Callable[..., dict[nn.Module, dict[str, Any]]]
@@ -50,3 +51,21 @@ def snapshot(model: nn.Module) -> list[object]:
 
 def linears(count: int, width: int = 4) -> nn.Sequential:
     return nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(count)])
+
+
+class Text(nn.Module):
+    """Token ids to logits, of any size: an embedding, blocks and a head."""
+
+    def __init__(self, vocab: int, width: int, blocks: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocab, width)
+        self.blocks = nn.ModuleList(TinyBlock(width, 4) for _ in range(blocks))
+        self.head = nn.Linear(width, vocab, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map token ids ``(batch, time)`` to logits."""
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits

@@ -26,7 +26,7 @@ from composable_fsdp.tree.state import (
 )
 from composable_fsdp.tree.traversal import _get_fsdp_handles, _get_fsdp_states
 from tests.planning.trees import linears
-from tests.support.models import TinyGPT, tiny_mlp
+from tests.support.models import TinyGPT
 from tests.support.world import World
 
 
@@ -99,17 +99,6 @@ def test_only_the_root_has_the_caches(one_rank: World, name: str) -> None:
         getattr(inner, name)
 
 
-@pytest.mark.req("S1-05")
-def test_before_lazy_initialization_nobody_is_root(one_rank: World) -> None:
-    """The message says so, and what to do."""
-    state = state_of(nested())
-
-    with pytest.raises(
-        AttributeError, match=r"not initialised.*after the first forward"
-    ):
-        _ = state._all_handles
-
-
 @pytest.mark.req("S1-22")
 def test_units_below_one_root_share_one_context(one_rank: World) -> None:
     """Whoever asks first, all get the same streams, order and tape."""
@@ -122,29 +111,6 @@ def test_units_below_one_root_share_one_context(one_rank: World) -> None:
     assert root_of(context) is states[0]
     assert ensure_root(states[0]) is context
     assert outermost(states[1]) is states[0]
-
-
-@pytest.mark.req("B-06")
-def test_a_child_that_runs_first_makes_the_outermost_unit_the_root(
-    one_rank: World,
-) -> None:
-    """Parents are known from build on, so no child becomes a root of its own."""
-    model = nested()
-
-    model[0](torch.ones(1, 4))
-
-    assert state_of(model)._is_root is True
-    assert state_of(model[0])._is_root is False
-
-
-def test_two_trees_have_two_roots(one_rank: World) -> None:
-    """Units without a common unit above share nothing."""
-    model = nn.Sequential(nested(), nested())
-
-    model(torch.ones(1, 4))
-
-    assert state_of(model[0])._is_root is state_of(model[1])._is_root is True
-    assert state_of(model[0]).context is not state_of(model[1]).context
 
 
 @pytest.mark.req("S1-24")
@@ -218,22 +184,6 @@ def test_a_model_that_is_gone_leaves_nothing_behind(
     assert {ref() is None for ref in gone_tensors} == {True}
     assert set(OWNERS._entries) <= owners
     assert set(LEAVES) <= leaves
-
-
-@pytest.mark.req("S1-30")
-@pytest.mark.usefixtures("few_objects")
-def test_an_inner_module_that_outlives_its_unit_belongs_to_nobody(
-    one_rank: World,
-) -> None:
-    """The map keeps neither side alive."""
-    model = fully_shard(tiny_mlp(4))
-    layer = model[0]
-    assert _get_module_fsdp_state(layer) is not None
-
-    del model
-    gc.collect()
-
-    assert _get_module_fsdp_state(layer) is None
 
 
 @pytest.mark.usefixtures("few_objects")

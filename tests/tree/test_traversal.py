@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import sys
 
 import pytest
@@ -29,18 +28,6 @@ def gpt(layers: int = 2) -> TinyGPT:
     for block in reversed(model.blocks):
         fully_shard(block)
     return fully_shard(model)
-
-
-def test_a_plain_model_has_no_states() -> None:
-    """Asking changes nothing and finds nothing."""
-    model = TinyGPT()
-    before = [sorted(vars(module)) for module in model.modules()]
-
-    assert _get_fsdp_states(model) == []
-    assert _get_fsdp_handles(model) == []
-    assert _get_fsdp_root_states(model) == []
-    assert _get_module_fsdp_state(model) is None
-    assert [sorted(vars(module)) for module in model.modules()] == before
 
 
 @pytest.mark.req("S1-17", "S1-11")
@@ -84,17 +71,6 @@ def test_the_wrappers_list_of_units_is_the_traversals(one_rank: World) -> None:
     assert len(found) == 3
 
 
-@pytest.mark.req("S1-30")
-def test_a_wrapper_leads_to_the_state_of_what_it_wraps(one_rank: World) -> None:
-    """The wrapper is a submodule like others: outermost, or below another unit."""
-    below = FullyShardedDataParallel(linears(1))
-    model = FullyShardedDataParallel(nn.Sequential(below))
-    outer, inner = _get_fsdp_states(model)
-
-    assert _get_module_fsdp_state(model) is outer
-    assert _get_module_fsdp_state(below) is inner
-
-
 @pytest.mark.req("S1-17")
 def test_a_module_at_two_places_is_yielded_once_at_the_first(one_rank: World) -> None:
     """The name is that of the first place."""
@@ -122,19 +98,6 @@ def test_a_marked_subtree_is_not_entered_though_units_are_in_it(
     assert len(_get_fsdp_states(hidden)) == 1
 
 
-@pytest.mark.req("S1-17", "X-31")
-def test_a_tree_deeper_than_python_recurses_is_walked(one_rank: World) -> None:
-    """The walk keeps its own stack."""
-    inner = fully_shard(nn.Linear(2, 2))
-    module: nn.Module = inner
-    for _ in range(2 * sys.getrecursionlimit()):
-        outer = nn.Module()
-        outer.add_module("m", module)
-        module = outer
-
-    assert [state.module for state in _get_fsdp_states(module)] == [inner]
-
-
 @pytest.mark.req("X-31")
 def test_a_tree_deeper_than_python_recurses_is_sharded(one_rank: World) -> None:
     """Planning, and the contract's comparison of names, keep stacks of their own."""
@@ -157,34 +120,6 @@ def test_every_submodule_leads_to_its_nearest_owner(one_rank: World) -> None:
     assert _get_module_fsdp_state(model.blocks) is root
     assert {_get_module_fsdp_state(m) for m in model.blocks[0].modules()} == {first}
     assert {_get_module_fsdp_state(m) for m in model.blocks[1].modules()} == {second}
-
-
-@pytest.mark.req("S1-30")
-def test_a_module_in_a_marked_subtree_belongs_to_no_unit(one_rank: World) -> None:
-    """What ``replicate`` holds is not the surrounding unit's."""
-    held, marked = linears(1), linears(1)
-    model = nn.Sequential(held, marked)
-    set_state(marked, "replicate", object())
-    fully_shard(model)
-
-    assert _get_module_fsdp_state(held[0]) is _get_module_fsdp_state(model)
-    assert _get_module_fsdp_state(marked) is None
-    assert _get_module_fsdp_state(marked[0]) is None
-
-
-def test_a_state_cannot_be_pickled_and_says_what_to_save(one_rank: World) -> None:
-    """Process groups belong to this run; the way out is the state dict."""
-    model = gpt()
-
-    with pytest.raises(TypeError, match=r"cannot be pickled.*module\.state_dict\(\)"):
-        pickle.dumps(_get_fsdp_states(model)[0])
-
-
-def test_the_repr_of_a_state_names_the_unit(one_rank: World) -> None:
-    """By its class, before lazy initialization finds names and the root."""
-    states = _get_fsdp_states(gpt())
-
-    assert repr(states[0]) == "_FSDPState(unit (TinyGPT), not initialised)"
 
 
 def test_states_declare_all_their_fields() -> None:
