@@ -131,11 +131,10 @@ def test_each_element_is_in_the_files_once(
 
     with NativeSource(tmp_path / "new") as source:
         manifest = source.manifest
-        stored = [each.shape for each in manifest.cuts]
+        stored = [each.shape for each in manifest.tensors]
         files = manifest.files
         loose = sum(each.numel * each.dtype.itemsize for each in manifest.loose)
     assert sum(torch.Size(shape).numel() for shape in stored) == numel
-    assert not manifest.regions
     # The parameters and two moments, all in float32.
     assert sum(file.payload_nbytes for file in files) == 3 * 4 * numel + loose
     assert files[world.rank].payload_nbytes <= 3 * 4 * held + loose
@@ -150,7 +149,7 @@ def test_rows_are_stored_as_intervals(world: World, tmp_path: Path) -> None:
     save(tmp_path / "new", model)
 
     with NativeSource(tmp_path / "new") as source:
-        found = source.manifest.cuts
+        found = source.manifest.tensors
         names = [each.fqns[0] for each in found if len(each.rectangles()) > 1]
         assert len(found) > len(names)
     assert names == ["blocks.0.down.weight", "blocks.1.down.weight"]
@@ -464,7 +463,7 @@ def test_a_damaged_block_names_rectangles(world: World, tmp_path: Path) -> None:
     save(tmp_path / "new", model)
     if world.rank == 0:
         with NativeSource(tmp_path / "new") as source:
-            (cut,) = source.manifest.cuts
+            (cut,) = source.manifest.tensors
             place = cut.parts[2]
             file = source.manifest.files[place.file]
         path = tmp_path / "new" / file.name
@@ -477,7 +476,7 @@ def test_a_damaged_block_names_rectangles(world: World, tmp_path: Path) -> None:
     text = message_of(lambda: load(tmp_path / "new", model))
 
     assert text.startswith("CheckpointError: On rank 2: ")
-    assert "of the rectangle (512, 512) at (0, 1024) of 'weight'" in text
+    assert "hold the rectangle (512, 512) at (0, 1024) of 'weight'" in text
     assert "It was read for 'weight' [offsets (0, 1024) sizes (512, 512)]" in text
     assert torch.equal(get_full_param(model, "weight"), before)
 

@@ -22,8 +22,8 @@ from composable_fsdp.storage import (
     file_bytes,
     manifest,
     new_file,
+    part,
     planned,
-    region_part,
     source,
 )
 from tests.real_sizes.operations import TOKENS, WIDTH, same
@@ -54,7 +54,7 @@ THRESHOLDS = {
     "storage/formats/torch_read.py:_EXPANDED": "tests/storage/test_hostile_values.py::",
     "storage/storages.py:_PART": "tests/storage/test_remote.py::",
     "storage/storages.py:_MOST_PARTS": "tests/storage/test_remote.py::",
-    "storage/bounds.py:MAX_DOCUMENT": "tests/storage/test_limits.py::",
+    "storage/directory.py:MAX_DOCUMENT": "tests/storage/test_limits.py::",
     "storage/manifest.py:BLOCK": FILES,
     "storage/manifest.py:SMALLEST_BLOCK": FILES,
     "storage/manifest.py:_MOST_BLOCKS": FILES,
@@ -65,7 +65,7 @@ THRESHOLDS = {
     "storage/planned.py:_BUFFER": FILES,
     "storage/planned.py:_MESSAGE": FILES,
     "storage/source.py:CHUNK_BYTES": FILES,
-    "storage/region_part.py:SMALL": FILES,
+    "storage/part.py:SMALL": FILES,
 }
 """Each threshold, and the test (or the file of tests) that is on both sides."""
 
@@ -189,7 +189,7 @@ class Sizes(nn.Module):
             file_bytes._SMALL,
             2 * save_parts.SMALLEST_PART,
         )
-        for nbytes in (*bounds, region_part.SMALL, manifest.BLOCK):
+        for nbytes in (*bounds, part.SMALL, manifest.BLOCK):
             for numel in around(nbytes // 4):
                 value = torch.randn(numel, generator=generator)
                 self.register_parameter(f"p{numel}", nn.Parameter(value))
