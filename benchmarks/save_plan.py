@@ -28,11 +28,9 @@ from torch import nn
 from benchmarks.tables import fixed, say_versions, table
 from composable_fsdp import CustomPolicy, plan
 from composable_fsdp.naming import join_name
-from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.plan import ShardingPlan
-from composable_fsdp.storage.file_part import FilePart, RegionPart
-from composable_fsdp.storage.manifest import File, Slot, block_size
-from composable_fsdp.storage.merge import merge
+from composable_fsdp.storage.manifest import File, block_size
+from composable_fsdp.storage.merge import FilePart, TensorPart, merge
 from composable_fsdp.storage.native import manifest_bytes
 from composable_fsdp.storage.validate import parse
 from composable_fsdp.storage.values import encode
@@ -69,75 +67,42 @@ def planned(options: argparse.Namespace) -> ShardingPlan:
 
 def part_of(found: ShardingPlan, rank: int, at: int) -> FilePart:
     """The part of ``rank`` in the save after step ``at``."""
-    part = FilePart()
+    part, number = FilePart(), 0
+    names = []
     for unit in found.units:
-        for index, layout in enumerate(unit.regions):
-            _add(part, unit.fqn, index, layout, rank, at)
+        for layout in unit.regions:
+            for slot in layout.parameters:
+                names.append(join_name(unit.fqn, slot.fqn))
+                start, stop = layout.interval(slot, rank)
+                number += 1
+                # A rank without elements tells nothing.
+                if start < stop:
+                    made = _tensor(names[-1], layout.dtype, slot.shape, (start, stop))
+                    made.number = number
+                    part.tensors.append(made)
+    for made in part.tensors:
+        step = encode(torch.tensor(float(at)), "step", no_tensor, python_values=True)
+        if not made.is_whole:
+            made.shared["step"] = json.dumps(step)
+        if not made.start:
+            made.values["step"] = step
     if not rank:
-        names = [
-            join_name(unit.fqn, slot.fqn)
-            for unit in found.units
-            for layout in unit.regions
-            for slot in layout.parameters
-        ]
         part.param_groups = [{"lr": 1e-4 / (at + 1), "params": names}]
         part.extra = {"step": at}
     # As ``rng_state``: two loose tensors.
     for key, numel in (("torch", 5056), ("others", 7000)):
-        part.loose.append(f"loose.{len(part.loose)}")
-        part.tensors[part.loose[-1]] = torch.uint8, (numel,)
+        part.loose[f"loose.{len(part.loose)}"] = torch.uint8, (numel,)
         part.rng = {**(part.rng or {"cuda": []}), key: {"$tensor": len(part.loose) - 1}}
     return part
 
 
-def _add(
-    part: FilePart, unit: str, index: int, layout: RegionLayout, rank: int, at: int
-) -> None:
-    """Add a rank's shard of a region with AdamW's state."""
-    start = rank * layout.shard_numel
-    stop = start + layout.shard_numel
-    here = [
-        i
-        for i, slot in enumerate(layout.parameters)
-        if slot.offset < stop and start < slot.offset + slot.numel
-    ]
-    key = f"region.{unit}.{index}"
-    states = {
-        (name, str(layout.dtype)): (layout.dtype, tuple(here), f"{key}.{name}")
-        for name in STATES
-    }
-    first = layout.parameters[0].fqn
-    region = RegionPart(
-        unit,
-        index,
-        rank,
-        layout.world_size,
-        layout.dtype,
-        layout.shard_numel,
-        first,
-        key,
-        states if here else {},
-    )
-    # A rank without elements has entries of zeros, as ``add_missing`` makes them.
-    if not here:
-        region.states = {
-            kind: (dtype, (), entry) for kind, (dtype, _, entry) in states.items()
-        }
-    step = encode(torch.tensor(float(at)), "step", no_tensor, python_values=True)
-    for i in here:
-        holders = layout.holders(layout.parameters[i])
-        if len(holders) > 1:
-            region.shared[i] = {"step": json.dumps(step)}
-        if holders[0] == rank:
-            region.values[i] = {"step": step}
-    if rank == 0:
-        region.slots = tuple(
-            Slot((join_name(unit, s.fqn),), s.shape, s.offset, {})
-            for s in layout.parameters
-        )
-    part.regions.append(region)
-    for entry in (key, *(f"{key}.{name}" for name in STATES)):
-        part.tensors[entry] = layout.dtype, (layout.shard_numel,)
+def _tensor(
+    name: str, dtype: torch.dtype, shape: tuple[int, ...], span: tuple[int, int]
+) -> TensorPart:
+    """A rank's part of a parameter with AdamW's state."""
+    part = TensorPart((name,), dtype, shape, *span, 0)
+    part.states = dict.fromkeys(STATES, dtype)
+    return part
 
 
 def no_tensor(tensor: torch.Tensor, where: str) -> int:
@@ -147,15 +112,19 @@ def no_tensor(tensor: torch.Tensor, where: str) -> int:
 
 def file_of(part: FilePart, rank: int, block: int, at: int) -> tuple[File, Any]:
     """The file that a rank would have written, and the places of its entries."""
+    entries = [
+        (each.key(state), each.dtype, each.stop - each.start)
+        for each in part.tensors
+        for state in (None, *each.states)
+    ]
+    entries += [(key, dtype, shape[0]) for key, (dtype, shape) in part.loose.items()]
     begins, end = {}, 0
     # Larger elements first, as in a file.
-    for key, (dtype, shape) in sorted(
-        part.tensors.items(), key=lambda item: -item[1][0].itemsize
-    ):
+    for key, dtype, numel in sorted(entries, key=lambda entry: -entry[1].itemsize):
         begins[key] = end
-        end += dtype.itemsize * shape[0]
+        end += dtype.itemsize * numel
     crcs = tuple((at * 7919 + rank + i) % 2**32 for i in range(-(-end // block)))
-    header = 64 * (1 + len(part.tensors))
+    header = 64 * (1 + len(entries))
     return File(f"rank{rank:05d}.safetensors", header, 1, end, crcs), begins
 
 

@@ -145,10 +145,14 @@ from composable_fsdp.storage.listing import (
 )
 from composable_fsdp.storage.load import load
 from composable_fsdp.storage.opening import open_source
-from composable_fsdp.storage.remote import Storage, StoredObject, Upload
 from composable_fsdp.storage.save import save
 from composable_fsdp.storage.source import Source, TensorInfo
-from composable_fsdp.storage.storages import register_storage
+from composable_fsdp.storage.storages import (
+    Storage,
+    StoredObject,
+    Upload,
+    register_storage,
+)
 from composable_fsdp.tools.activations import Activations, measure_activations
 from composable_fsdp.tools.forecast import Forecast, forecast
 from composable_fsdp.tools.simulate import simulate

@@ -4,7 +4,7 @@
 
     model       units and their states --.
                                           >-- Description --> str(), as_dict()
-    checkpoint  regions of the manifest --'
+    checkpoint  tensors of the manifest --'
 
 A description is made of plans, so it needs no collective and reads no values.
 """
@@ -17,19 +17,16 @@ from os import PathLike
 import torch.distributed as dist
 from torch import nn
 
-from composable_fsdp.config import Block
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.inspection.description import (
     DescribedTensor,
     DescribedUnit,
     Description,
+    HeldPart,
 )
 from composable_fsdp.naming import join_name
 from composable_fsdp.planning import walk
-from composable_fsdp.planning.layout import ParameterSlot, RegionLayout, row_block
-from composable_fsdp.planning.options import UnitOptions
-from composable_fsdp.planning.unit_plan import UnitPlan
-from composable_fsdp.storage.manifest import Local, Region
+from composable_fsdp.storage.manifest import Local, SavedTensor
 from composable_fsdp.storage.native import NativeSource
 from composable_fsdp.storage.opening import NATIVE, find_checkpoint, open_source
 from composable_fsdp.storage.source import Source
@@ -43,8 +40,7 @@ def describe(what: nn.Module | str | PathLike[str]) -> Description:
 
     ``print`` shows units, dtypes, shapes, and the rows or elements of each rank, with
     padding, ties and frozen parameters; ``as_dict()`` is the same for JSON. A
-    checkpoint of ``save`` shows the shards that were saved; other formats have whole
-    tensors.
+    checkpoint shows tensors, and one of ``save`` which rank has written which elements.
 
     Raises: CompositionError, if the model has no unit; CheckpointError, if the
         checkpoint cannot be read; TypeError, for anything else.
@@ -53,8 +49,8 @@ def describe(what: nn.Module | str | PathLike[str]) -> Description:
     >>> described = describe(model)
     >>> described.units[1].plan.fqn
     'blocks.0'
-    >>> describe("runs/step-100").units[1].state
-    'saved'
+    >>> describe("runs/step-100").tensors[0].parts
+    (HeldPart(rank=0, start=0, stop=16),)
     """
     # A module is no path, and a path is no module, so one function takes both.
     if isinstance(what, nn.Module):
@@ -147,15 +143,11 @@ def _of_checkpoint(path: str | PathLike[str]) -> Description:
         NativeSource(found, values=False) if kind == NATIVE else open_source(found)
     )
     with source:
-        units: tuple[DescribedUnit, ...] = ()
         own: tuple[Local, ...] = ()
+        parts: dict[str, tuple[HeldPart, ...]] = {}
         if isinstance(source, NativeSource):
-            units = tuple(_saved_units(source.manifest.regions))
             own = source.manifest.local
-        # What is left are buffers, and parameters that were not sharded.
-        in_units = {
-            name for unit in units for names in unit.names.values() for name in names
-        }
+            parts = {each.fqns[0]: _parts(each) for each in source.manifest.tensors}
         # Formats other than native may keep ties, too.
         also: dict[str, tuple[str, ...]] = {}
         for name, kept in source.aliases.items():
@@ -167,9 +159,9 @@ def _of_checkpoint(path: str | PathLike[str]) -> Description:
                 str(info.dtype).removeprefix("torch."),
                 info.shape,
                 also.get(name, ()),
+                parts.get(name, ()),
             )
             for name, info in source.model.items()
-            if name not in in_units
         )
         tensors += tuple(_of_ranks(own))
         infos = [
@@ -184,76 +176,25 @@ def _of_checkpoint(path: str | PathLike[str]) -> Description:
         "states": list(dict.fromkeys(state for state, _ in infos)),
     }
     title = f"{found}, {kind} checkpoint"
-    return Description(title, units, tensors, optimizer if infos else None)
+    return Description(title, (), tensors, optimizer if infos else None)
 
 
 def _of_ranks(own: tuple[Local, ...]) -> Iterator[DescribedTensor]:
     """Yield the tensors that ranks have saved for themselves, for each rank."""
     for rank, each in enumerate(own):
-        for single in each.singles:
-            name, *others = single.fqns
-            dtype = str(single.tensor.dtype).removeprefix("torch.")
-            shape, kind = single.tensor.shape, f"tensor of rank {rank}"
+        for saved in each.tensors:
+            name, *others = saved.fqns
+            dtype = str(saved.dtype).removeprefix("torch.")
+            shape, kind = saved.shape, f"tensor of rank {rank}"
             yield DescribedTensor(name, kind, dtype, shape, tuple(others))
 
 
-def _saved_units(regions: tuple[Region, ...]) -> Iterator[DescribedUnit]:
-    """Yield the units of a checkpoint of ``save``."""
-    by_unit: dict[str, list[Region]] = {}
-    # A unit has a region per dtype, in the order of the manifest.
-    for region in regions:
-        by_unit.setdefault(region.unit, []).append(region)
-    for unit, own in by_unit.items():
-        names: dict[int, tuple[str, ...]] = {}
-        layouts = []
-        for region in own:
-            slots = []
-            for slot in region.slots:
-                # The manifest has no numbers of parameters; any distinct ones do.
-                index = len(names)
-                names[index] = slot.fqns
-                slots.append(
-                    ParameterSlot(
-                        # From the unit, so that equal units are equal plans.
-                        tuple(fqn.removeprefix(f"{unit}.") for fqn in slot.fqns),
-                        slot.shape,
-                        slot.numel,
-                        row_block(slot.shape),
-                        slot.offset,
-                        index,
-                    )
-                )
-            # ``block`` is not saved; the offsets say all that is shown.
-            layouts.append(
-                RegionLayout(
-                    dtype=region.dtype,
-                    trainable=True,
-                    block=1,
-                    world_size=len(region.shards),
-                    numel=sum(slot.numel for slot in slots),
-                    padded_numel=region.padded_numel,
-                    shard_numel=region.shard_numel,
-                    parameters=tuple(slots),
-                )
-            )
-        # All regions of a unit are over the same ranks.
-        ranks = len(own[0].shards)
-        # A shard may begin inside a row, if the model was sharded by elements.
-        rows = all(_cuts_rows(layout) for layout in layouts)
-        options = UnitOptions(block=Block.ROW if rows else Block.ELEMENT)
-        yield DescribedUnit(
-            UnitPlan(unit, "", tuple(layouts), options, ranks, 1),
-            names,
-            tuple(range(ranks)),
-            "saved",
-        )
-
-
-def _cuts_rows(region: RegionLayout) -> bool:
-    """Return whether all shards begin and end at whole rows of each parameter."""
-    return all(
-        not (start % slot.block or stop % slot.block)
-        for slot in region.parameters
-        if slot.numel
-        for start, stop in (region.interval(slot, r) for r in region.holders(slot))
+def _parts(saved: SavedTensor) -> tuple[HeldPart, ...]:
+    """Return which rank has written which elements of a tensor."""
+    # Parts of columns are no intervals of the tensor.
+    if len(saved.begins) > 1:
+        return ()
+    return tuple(
+        HeldPart(at.file, start, stop)
+        for at, (_, start, stop) in zip(saved.parts, saved.intervals(), strict=True)
     )

@@ -29,15 +29,15 @@ class HeldPart(NamedTuple):
 
 @dataclass(frozen=True)
 class DescribedUnit:
-    """A unit of a model, or the parameters of a unit in a checkpoint.
+    """A unit of a model.
 
     Args:
         plan: the unit as integers and names; the names are from the unit's module.
         names: by index of the slot, the names of a parameter from the model; a tied
             parameter has several.
         ranks: the ranks that hold the shards, in the order of the shards.
-        state: "sharded" or "full" for a model, "saved" for a checkpoint.
-        device: the device of the full parameters; empty for a checkpoint.
+        state: "sharded" or "full".
+        device: the device of the full parameters.
         experts: the ranks with other experts, of a unit with an ``expert_mesh``.
     """
 
@@ -45,7 +45,7 @@ class DescribedUnit:
     names: Mapping[int, tuple[str, ...]]
     ranks: tuple[int, ...]
     state: str
-    device: str = ""
+    device: str
     experts: tuple[int, ...] = ()
 
     def parts(self, region: RegionLayout, slot: ParameterSlot) -> list[HeldPart]:
@@ -70,20 +70,16 @@ class DescribedUnit:
             "replicas": plan.replicas,
             "bytes_per_rank": plan.parameter_bytes,
             "regions": [self._region(region) for region in plan.regions],
+            "strategy": plan.options.strategy.name,
+            "device": self.device,
+            "offloaded": plan.is_offloaded,
         }
-        # A checkpoint does not know how the model was trained.
-        if self.device:
-            found |= {
-                "strategy": plan.options.strategy.name,
-                "device": self.device,
-                "offloaded": plan.is_offloaded,
-            }
         # Most units have the same parameters on all ranks.
         return {**found, "experts": list(self.experts)} if self.experts else found
 
     def _region(self, region: RegionLayout) -> dict[str, Any]:
         """Return a region for JSON."""
-        found: dict[str, Any] = {
+        return {
             "dtype": str(region.dtype).removeprefix("torch."),
             "numel": region.numel,
             "padded_numel": region.padded_numel,
@@ -97,15 +93,12 @@ class DescribedUnit:
                 }
                 for slot in region.parameters
             ],
+            "trainable": region.trainable,
         }
-        # Nor does a checkpoint know which parameters were frozen.
-        if self.device:
-            found["trainable"] = region.trainable
-        return found
 
 
 class DescribedTensor(NamedTuple):
-    """A tensor in no unit, which every rank holds whole."""
+    """A tensor in no unit, which every rank holds whole; or one of a checkpoint."""
 
     name: str
     kind: str
@@ -114,11 +107,18 @@ class DescribedTensor(NamedTuple):
     shape: tuple[int, ...]
     also: tuple[str, ...] = ()
     """Further names, if the tensor is tied."""
+    parts: tuple[HeldPart, ...] = ()
+    """In a checkpoint of ``save``, the elements that each rank has written."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the tensor for JSON."""
+        found = {**self._asdict(), "shape": list(self.shape), "also": list(self.also)}
+        return {**found, "parts": [part._asdict() for part in self.parts]}
 
 
 @dataclass(frozen=True)
 class Description:
-    """The units of a model or of a checkpoint, and the tensors in no unit.
+    """The units of a model, and the tensors in no unit; or those of a checkpoint.
 
     ``str()`` is the text, ``as_dict`` the content for JSON.
     """
@@ -136,10 +136,7 @@ class Description:
         found: dict[str, Any] = {
             "title": self.title,
             "units": [unit.as_dict() for unit in self.units],
-            "tensors": [
-                {**each._asdict(), "shape": list(each.shape), "also": list(each.also)}
-                for each in self.tensors
-            ],
+            "tensors": [each.as_dict() for each in self.tensors],
         }
         # A model has no optimizer, and safetensors files have none.
         return {**found, "optimizer": self.optimizer} if self.optimizer else found
@@ -155,6 +152,7 @@ class Description:
             width = max(len(_names(each)) for each in self.tensors)
             lines += [
                 f"  {_names(each):{width}}  {each.kind} {each.dtype} {each.shape}"
+                f"{_written(each.parts)}"
                 for each in self.tensors
             ]
         # Names from a file may hold escape sequences.
@@ -221,11 +219,9 @@ def _unit_line(fold: Fold, unit: DescribedUnit) -> str:
     if unit.experts:
         words.append(f"other experts on ranks {list(unit.experts)}")
     words.append(f"{size_text(plan.parameter_bytes)} per rank")
-    # A checkpoint has no strategy and no device.
-    if unit.device:
-        words += [plan.options.strategy.name, unit.device]
-        if plan.is_offloaded:
-            words.append("shards on the host")
+    words += [plan.options.strategy.name, unit.device]
+    if plan.is_offloaded:
+        words.append("shards on the host")
     return ", ".join(words)
 
 
@@ -262,10 +258,23 @@ def _held(unit: DescribedUnit, region: RegionLayout, slot: ParameterSlot) -> str
         f"rank {part.rank}: {_part_words(slot, part.start, part.stop, rows=rows)}"
         for part in unit.parts(region, slot)
     ]
+    return _few(words) or "no elements"
+
+
+def _few(words: list[str]) -> str:
+    """Return the words of each rank in a line, at most four ranks."""
     # Of many ranks the first two and the last tell the sizes.
     if len(words) > _RANKS:
         words = [*words[:2], f"... ({len(words) - 3} more)", words[-1]]
-    return " | ".join(words) or "no elements"
+    return " | ".join(words)
+
+
+def _written(parts: Sequence[HeldPart]) -> str:
+    """Return which rank has written what of a tensor, if several have."""
+    if len(parts) < 2:
+        return ""
+    told = [f"rank {r}: {_range('element', a, b - 1)}" for r, a, b in parts]
+    return f"  {_few(told)}"
 
 
 def _part_words(slot: ParameterSlot, start: int, stop: int, *, rows: bool) -> str:

@@ -9,9 +9,9 @@ Host memory of asynchronous saves: copies of the values at the time of the call.
 
 ::
 
-    pieces    [shard]  [m_1, zeros, m_2]  [step]        in the order of the file
-    memory    |shard  |m_1|m_2           |step|         a buffer that is reused
-    written   |-------|---- zeros -------|----|         by a thread, run by run
+    pieces    [weight]  [exp_avg]  [step]        in the order of the file
+    memory    |weight  |exp_avg   |step|         a buffer that is reused, and written
+                                                 by a thread
 
 The memory belongs to the module of the save: it is allocated by the first save, reused
 by the next, and freed with the module or by ``free_save_memory``.
@@ -23,9 +23,10 @@ import ctypes
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,11 +34,10 @@ from torch import Tensor, nn
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.optim.names import Optimizers
-from composable_fsdp.storage.pending import SaveFuture, remember
 from composable_fsdp.storage.save import Job, SaveValues, prepare, write
 from composable_fsdp.storage.selection import Patterns
 from composable_fsdp.storage.staging import host_buffer, is_plain
-from composable_fsdp.storage.team import Team, meet_team, team_of
+from composable_fsdp.storage.team import SaveFuture, Team, meet_team, remember, team_of
 from composable_fsdp.storage.writer import Piece
 
 
@@ -107,33 +107,27 @@ def snapshot(memory: SaveMemory, pieces: Sequence[Piece]) -> list[Piece]:
     """Copy the values of ``pieces`` into ``memory``; return pieces of the copies.
 
     On return, training may change the originals. The memory has exactly the bytes of
-    the values; zeros between them take none.
+    the values.
     """
     # Listed once: pieces may be made on each call, and the sizes are needed first.
-    found = [list(piece.pieces()) for piece in pieces]
-    tensors = [part for parts in found for part in parts if isinstance(part, Tensor)]
-    nbytes = sum(part.nbytes for part in tensors)
+    tensors = [part for piece in pieces for part in piece.pieces()]
     devices = {part.device for part in tensors if part.device.type == "cuda"}
+    nbytes = sum(part.nbytes for part in tensors)
     buffer = memory.reserve(nbytes, pinned=bool(devices))
     _copy(tensors, buffer)
     for device in devices:
         # Once for all copies: each waits behind the others on the device's stream.
         torch.cuda.current_stream(device).synchronize()
     copies, end = [], 0
-    for piece, parts in zip(pieces, found, strict=True):
-        runs, end = _runs(parts, buffer, end)
-        copies.append(replace(piece, pieces=_Parts(runs)))
+    for piece in pieces:
+        begin, end = end, end + piece.nbytes
+        copies.append(replace(piece, pieces=partial(_alone, buffer[begin:end])))
     return copies
 
 
-class _Parts:
-    """The values of a piece, already in host memory."""
-
-    def __init__(self, parts: list[Tensor | int]) -> None:
-        self._parts = parts
-
-    def __call__(self) -> Iterable[Tensor | int]:
-        return self._parts
+def _alone(values: Tensor) -> list[Tensor]:
+    """Return the values of a piece, already in host memory."""
+    return [values]
 
 
 def _copy(tensors: Sequence[Tensor], buffer: Tensor) -> None:
@@ -150,27 +144,6 @@ def _copy(tensors: Sequence[Tensor], buffer: Tensor) -> None:
             into = buffer[begin:end].view(tensor.dtype).view(tensor.shape)
             into.copy_(tensor, non_blocking=True)
         begin = end
-
-
-def _runs(
-    parts: Iterable[Tensor | int], buffer: Tensor, begin: int
-) -> tuple[list[Tensor | int], int]:
-    """Return the bytes of a piece and the end in ``buffer``; neighbours are joined."""
-    found: list[Tensor | int] = []
-    end = begin
-    for part in parts:
-        if isinstance(part, Tensor):
-            end += part.nbytes
-        elif part:
-            # Joined, because the thread takes the interpreter from the training for
-            # each part that it writes.
-            if end > begin:
-                found.append(buffer[begin:end])
-            found.append(part)
-            begin = end
-    if end > begin:
-        found.append(buffer[begin:end])
-    return found, end
 
 
 def async_save(

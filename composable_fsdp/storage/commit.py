@@ -24,16 +24,22 @@ from datetime import datetime, timezone
 from functools import cached_property
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.storage.bounds import read_document, require_document
 from composable_fsdp.storage.directory import (
     MANIFEST,
     make_parents,
     open_plain,
     put_file,
+    read_document,
+    require_document,
     sync,
 )
-from composable_fsdp.storage.remote import StoredObject, is_url, join, split
-from composable_fsdp.storage.storages import storage_of
+from composable_fsdp.storage.storages import (
+    StoredObject,
+    is_url,
+    join,
+    split,
+    storage_of,
+)
 
 _NUMBER = re.compile(r"(?P<before>.*?)(?P<number>\d+)(?P<after>\D*)\Z", re.DOTALL)
 _HEAD = re.compile(rb'\{"crc32": "[0-9a-f]{8}", "time": "(\d{19})"')

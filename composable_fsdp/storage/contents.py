@@ -33,12 +33,12 @@ from composable_fsdp.optim.scalars import is_scalar
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.dtensors import local_of
 from composable_fsdp.runtime.recover import require_between_steps, require_idle
+from composable_fsdp.storage.manifest import Rectangle, rectangle_of
 from composable_fsdp.storage.mesh_copies import (
     local_state,
     loose_rectangle,
     mesh_groups_in,
 )
-from composable_fsdp.storage.rectangles import Rectangle, rectangle_of
 from composable_fsdp.storage.source import OWN_STATE
 from composable_fsdp.storage.wrappers import (
     HeldWrapper,
@@ -151,13 +151,8 @@ class HeldTensor:
 
 @dataclass(frozen=True, slots=True)
 class HeldRegion:
-    """A region of a unit, and the region's parameters in slot order.
+    """A region of a unit, and the region's parameters in slot order."""
 
-    ``unit`` (a path) and ``index`` identify the region, and are equal on every rank.
-    """
-
-    unit: str
-    index: int
     handle: FlatParamHandle
     region: FlatParameter
     params: tuple[HeldParam, ...]
@@ -223,14 +218,12 @@ def contents_of(module: nn.Module, what: str, *, inner: bool = False) -> Content
                 others.setdefault(id(part), (part, []))[1].append(told)
     regions = tuple(
         HeldRegion(
-            path,
-            i,
             state.handle,
             region,
             _params(module, state.handle, region, in_units[id(state)], what),
         )
-        for path, state in states.items()
-        for i, region in enumerate(state.handle.layout.regions)
+        for state in states.values()
+        for region in state.handle.layout.regions
     )
     original = _original_dtypes(module, states)
     # A buffer that mixed precision has cast is saved in its original dtype, so the

@@ -27,8 +27,8 @@ from composable_fsdp.storage.opening import (
     find_checkpoint,
     open_source,
 )
-from composable_fsdp.storage.remote import require_local
 from composable_fsdp.storage.source import Read, Source, TensorInfo
+from composable_fsdp.storage.storages import require_local
 
 MAX_SHARD_BYTES = 5 * 10**9
 """Default of ``max_shard_bytes``, in bytes: Hugging Face's own limit."""

@@ -42,8 +42,8 @@ from composable_fsdp.storage.mesh_copies import (
     whole_value,
 )
 from composable_fsdp.storage.opening import SAFETENSORS
-from composable_fsdp.storage.remote import require_local
 from composable_fsdp.storage.source import Source, TensorInfo
+from composable_fsdp.storage.storages import require_local
 from composable_fsdp.storage.team import meet_team, team_of
 from composable_fsdp.tree.state import _FSDPState
 

@@ -22,8 +22,7 @@ from contextlib import suppress
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage.directory import open_plain
-from composable_fsdp.storage.remote import is_url, split
-from composable_fsdp.storage.storages import storage_of
+from composable_fsdp.storage.storages import is_url, split, storage_of
 
 _PAGE = 4096
 """The unit of reads past the page cache, in bytes."""

@@ -28,7 +28,7 @@ from composable_fsdp.storage.directory import (
 from composable_fsdp.storage.manifest import BLOCK
 from composable_fsdp.storage.native import NativeSource, read_manifest
 from composable_fsdp.storage.opening import find_checkpoint
-from composable_fsdp.storage.remote import is_url, split, whole_path
+from composable_fsdp.storage.storages import is_url, split, whole_path
 
 
 def stale_directories(directory: str | os.PathLike[str]) -> list[Any]:

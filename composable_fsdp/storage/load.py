@@ -23,18 +23,15 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.optim.names import Optimizers
 from composable_fsdp.runtime.meta_values import unfilled_buffers
-from composable_fsdp.storage.bounds import within_limits
-from composable_fsdp.storage.collection import paused_collection
 from composable_fsdp.storage.compare import LoadReport, compare_model
 from composable_fsdp.storage.contents import (
     contents_of,
     optimizers_in,
+    units_in,
 )
-from composable_fsdp.storage.expert_names import other_experts
-from composable_fsdp.storage.file_part import other_ranks_text
+from composable_fsdp.storage.directory import within_limits
 from composable_fsdp.storage.load_optim import optimizer_loads
 from composable_fsdp.storage.opening import Found, look_up, open_source
-from composable_fsdp.storage.pending import wait_for_pending
 from composable_fsdp.storage.planned import (
     Planned,
     SharedReads,
@@ -42,11 +39,18 @@ from composable_fsdp.storage.planned import (
     name_of,
     verify,
 )
-from composable_fsdp.storage.rename import Rename, RenamedSource, renaming
-from composable_fsdp.storage.selection import Patterns, Selection, matcher
+from composable_fsdp.storage.selection import (
+    Patterns,
+    Rename,
+    RenamedSource,
+    Selection,
+    matcher,
+    renaming,
+)
 from composable_fsdp.storage.source import Source
+from composable_fsdp.storage.staging import paused_collection
 from composable_fsdp.storage.stateful import Redeal, fill, own_values
-from composable_fsdp.storage.team import Team, meet_team, team_of
+from composable_fsdp.storage.team import Team, meet_team, team_of, wait_for_pending
 from composable_fsdp.tree.traversal import require_module, walk_states
 
 
@@ -357,3 +361,37 @@ def _require_same(ranks: Sequence[int], opened: list[Any]) -> None:
                 f"rank {rank} {other}. Nothing was loaded. Pass the same on every "
                 "rank, such as what rank 0 has found."
             )
+
+
+def other_experts(team: Team, module: object) -> frozenset[str]:
+    """Return the names of experts that other ranks hold, and this rank does not.
+
+    Collective: an all-gather of objects over the team's group, if a unit has an
+        ``expert_mesh``; else none. Meshes are alike on all ranks.
+    Raises: the error of the first rank whose module cannot be loaded.
+    """
+    states = units_in(module) if isinstance(module, nn.Module) else []
+    if all(state.handle.groups.experts_ref is None for state in states):
+        return frozenset()
+    own: list[str] = []
+    error: Exception | None = None
+    try:
+        assert isinstance(module, nn.Module)
+        contents = contents_of(module, "load", inner=True)
+        # All names of a tied parameter: the file may have any.
+        own = [name for held in contents.each() for name in held.names]
+    except Exception as raised:
+        error = raised
+    # Also with an error, because the other ranks wait here.
+    everyone = team.agree(error, own)
+    return frozenset(name for each in everyone for name in each) - frozenset(own)
+
+
+def other_ranks_text(names: Sequence[str], saved: int, loading: int) -> str:
+    """Return the difference of a load of single ranks' values at another world size."""
+    return (
+        f"{listed(map(quoted, names))} were saved per rank (local=) by {saved} ranks, "
+        f"and {loading} load: pass load(.., local=[..]) with their names, if rank r is "
+        "to get what rank r saved, and ranks beyond the saved ones are to keep their "
+        "own"
+    )

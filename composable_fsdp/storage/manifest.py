@@ -7,17 +7,36 @@
       rank00000.safetensors      header | payload: entries, end to end
       rank00001.safetensors
 
-An entry holds the bytes of a tensor, or of a shard. A *place* ``[file, begin]`` says
-where an entry begins: the index of the file, and the first byte in the payload of that
-file. A region has an entry per rank of the unit: shard ``r`` holds the elements ``[r *
-shard_numel, (r + 1) * shard_numel)`` of the flat buffer. Each optimizer state of a
-region is stored in the same way. The annotations of the fields are the only description
-of the JSON: ``to_json`` writes any field, and ``parse`` in ``validate`` is the inverse.
+An entry holds the bytes of a part of a tensor. A *place* ``[file, begin]`` says where
+an entry begins: the index of the file, and the first byte in the payload of that file.
+A part is an interval of a flattened rectangle of the tensor; of most tensors there is a
+single rectangle, the whole. The element-wise optimizer states of a tensor are cut as
+the tensor. The annotations of the fields are the only description of the JSON:
+``to_json`` writes any field, and ``parse`` in ``validate`` is the inverse.
+
+::
+
+    down.weight (8, 32) over 2 x 2 ranks        cuts    ((0,), (0, 16))
+
+    tp 0   dp 0   elements [0, 64)   of the rectangle (8, 16) at (0, 0)
+           dp 1   elements [64, 128)
+    tp 1   dp 0   elements [0, 64)   of the rectangle (8, 16) at (0, 16)
+           dp 1   elements [64, 128)
+
+A rectangle is flattened for itself, and a file has the elements of the whole tensor in
+row-major order. Elements that are adjacent in the rectangle are adjacent in the whole
+tensor within a *run*::
+
+    whole (3, 6), rectangle at (0, 2) of shape (3, 2)
+
+    row 0  .  .  0  1  .  .        elements [0, 2) are [ 2,  4) of the whole
+    row 1  .  .  2  3  .  .        elements [2, 4) are [ 8, 10)
+    row 2  .  .  4  5  .  .        elements [4, 6) are [14, 16)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import pairwise, product
 from math import prod
@@ -26,7 +45,77 @@ from typing import Annotated, Any, NamedTuple
 import torch
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.storage.rectangles import Rectangle
+from composable_fsdp.planning.layout import Whole
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangle:
+    """The indices ``[offset[d], offset[d] + shape[d])`` of each dim of a tensor."""
+
+    whole: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    adjacent: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def width(self) -> int:
+        """Number of elements that are adjacent in the whole tensor as well."""
+        # Dims after the last one that is cut are whole.
+        for dim in reversed(range(len(self.shape))):
+            if self.shape[dim] != self.whole[dim]:
+                return prod(self.shape[dim:])
+        return self.numel
+
+    def position(self, element: int) -> int:
+        """Return where an element of the flattened rectangle is in the whole tensor."""
+        found, stride = 0, 1
+        # From the last dim, whose indices are adjacent.
+        for at, size, count in zip(
+            reversed(self.offset),
+            reversed(self.whole),
+            reversed(self.shape),
+            strict=True,
+        ):
+            element, index = divmod(element, count)
+            found += (at + index) * stride
+            stride *= size
+        return found
+
+    def runs(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Yield elements ``[start, stop)`` as intervals of the whole tensor."""
+        # The first run may begin inside of a row, and the last may end there.
+        width = self.width
+        while start < stop:
+            count = min(stop - start, width - start % width)
+            at = self.position(start)
+            yield at, at + count
+            start += count
+
+    def moved(self, start: int, stop: int) -> tuple[Rectangle | None, int, int]:
+        """Return the interval in the whole tensor, with None, if that is an interval.
+
+        Otherwise the rectangle and the interval as they are.
+        """
+        if not self.adjacent:
+            return self, start, stop
+        # A rank without rows has an offset behind the end, and no element.
+        first = self.position(0) if start < stop else 0
+        return None, first + start, first + stop
+
+
+def rectangle_of(place: Whole, shape: Sequence[int]) -> Rectangle:
+    """Return the rectangle of a DTensor's part on this rank."""
+    cut = sorted({dim for _, size, dim in place.axes if dim is not None and size > 1})
+    # Of the placement and not of this rank's part: ranks must store a parameter alike,
+    # and the part of a rank may be a single row.
+    adjacent = not cut or (len(cut) == 1 and prod(place.shape[: cut[0]]) == 1)
+    return Rectangle(place.shape, place.offset, tuple(shape), adjacent)
+
 
 FORMAT = "composable_fsdp.checkpoint"
 # A reader refuses another version, because fields may have another meaning there.
@@ -163,9 +252,12 @@ class EntryPlace(NamedTuple):
     begin: Size
 
 
+Places = tuple[EntryPlace, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A whole tensor, stored in a single entry at the place ``at``."""
+    """A tensor without a name, stored in a single entry at the place ``at``."""
 
     dtype: torch.dtype
     shape: Shape
@@ -178,84 +270,23 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
-    """A parameter's interval ``[offset, offset + numel)`` of the region, in elements.
-
-    ``fqns`` are the parameter's names in the plain model; a tied parameter has several.
-    ``values`` holds, by state name and encoded, the optimizer state that is not
-    element-wise (not a tensor of the parameter's shape).
-    """
-
-    fqns: Names
-    shape: Shape
-    offset: Size
-    values: dict[str, Json]
-
-    @property
-    def numel(self) -> int:
-        """The number of elements."""
-        return prod(self.shape)
-
-
-@dataclass(frozen=True, slots=True)
-class RegionState:
-    """An optimizer state of a region, cut into shards as the region.
-
-    ``dtype`` may differ from the region's dtype. ``slots`` are the indices of the
-    parameters that have the state. The elements of all other parameters are stored as
-    zeros.
-    """
-
-    name: str
-    dtype: torch.dtype
-    slots: tuple[Size, ...]
-    shards: tuple[EntryPlace, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """A flat buffer of a unit, with ``shards`` in the order of the unit's ranks."""
-
-    unit: str
-    dtype: torch.dtype
-    shard_numel: Size
-    # Elements of the flat buffer, padding included: ``shard_numel * len(shards)``.
-    padded_numel: Size
-    slots: tuple[Slot, ...]
-    shards: tuple[EntryPlace, ...]
-    states: tuple[RegionState, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Single:
-    """A tensor of the model in no unit: a buffer, or a parameter that is not sharded.
-
-    ``states`` are optimizer states that are tensors, ``values`` all others (encoded),
-    both by state name.
-    """
-
-    fqns: Names
-    tensor: Stored
-    states: dict[str, Stored]
-    values: dict[str, Json]
-
-
-@dataclass(frozen=True, slots=True)
-class CutState:
-    """An element-wise optimizer state of a cut; ``parts`` as those of the cut."""
+class SavedState:
+    """An element-wise optimizer state of a tensor; ``parts`` as those of the tensor."""
 
     dtype: torch.dtype
     parts: tuple[EntryPlace, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """A parameter that is stored alone, by rectangles, each in parts; see ``cuts``.
+class SavedTensor:
+    """A tensor of the model, which is stored by rectangles, each in parts.
 
-    ``cuts`` are, per dim, the first indices of the intervals whose products are the
-    rectangles, in row-major order. ``begins`` are, per rectangle, the first elements of
-    its parts in the flattened rectangle; ``parts`` has those of all rectangles in a
-    row. ``values`` are as those of ``Slot``.
+    ``fqns`` are the names in the plain model; a tied parameter has several. ``cuts``
+    are, per dim, the first indices of the intervals whose products are the rectangles,
+    in row-major order. ``begins`` are, per rectangle, the first elements of its parts
+    in the flattened rectangle; ``parts`` has those of all rectangles in a row.
+    ``values`` holds, by state name and encoded, the optimizer state that is not
+    element-wise (not a tensor of the tensor's shape).
     """
 
     fqns: Names
@@ -264,8 +295,20 @@ class Cut:
     cuts: tuple[tuple[Size, ...], ...]
     begins: tuple[tuple[Size, ...], ...]
     parts: tuple[EntryPlace, ...]
-    states: dict[str, CutState]
+    states: dict[str, SavedState]
     values: dict[str, Json]
+
+    def entries(self) -> Iterator[tuple[str | None, torch.dtype, Places]]:
+        """Yield the places of the tensor (None) and of its states, by name."""
+        yield None, self.dtype, self.parts
+        for name, state in self.states.items():
+            yield name, state.dtype, state.parts
+
+    def intervals(self) -> Iterator[tuple[Rectangle, int, int]]:
+        """Yield the rectangle and the elements in it of each part, in order."""
+        for rectangle, begins in zip(self.rectangles(), self.begins, strict=True):
+            for start, stop in pairwise((*begins, rectangle.numel)):
+                yield rectangle, start, stop
 
     def rectangles(self) -> list[Rectangle]:
         """Return the rectangles, in the order of ``begins``."""
@@ -289,7 +332,7 @@ class Local:
     this rank's.
     """
 
-    singles: tuple[Single, ...]
+    tensors: tuple[SavedTensor, ...]
     own_states: dict[str, Json]
     values: dict[str, dict[str, Json]]
     param_groups: list[Json] | None
@@ -328,11 +371,8 @@ class Manifest:
     world_size: Size
     block_nbytes: BlockSize = BLOCK
     files: tuple[File, ...]
-    regions: tuple[Region, ...]
-    singles: tuple[Single, ...]
-    # Empty, unless the save was of a part of a unit, or of a DTensor.
-    cuts: tuple[Cut, ...]
-    # The facts of tensors that wrap others, by name; their inner tensors are singles.
+    tensors: tuple[SavedTensor, ...]
+    # The facts of tensors that wrap others, by name.
     wrappers: dict[str, str]
     # Empty, or an entry per rank.
     local: tuple[Local, ...]

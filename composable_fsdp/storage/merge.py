@@ -1,53 +1,121 @@
-"""Merges the parts of all ranks into the manifest, on rank 0."""
+"""Describes the file of a rank, and merges those of all ranks into the manifest.
+
+Values that each rank saves for itself (``local=``) are stored per rank::
+
+    local[0]   experts.weight, its optimizer state and options    as rank 0 has them
+    local[1]   experts.weight, ..                                 as rank 1 has them
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from itertools import accumulate
+from itertools import accumulate, product
 from math import prod
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import quoted
-from composable_fsdp.storage.cuts import merge_cuts
-from composable_fsdp.storage.expert_names import with_experts
-from composable_fsdp.storage.file_part import (
-    FilePart,
-    RegionPart,
-    SinglePart,
-    StateKey,
-    merge_local,
-)
 from composable_fsdp.storage.manifest import (
     BLOCK,
     EntryPlace,
     File,
     Json,
+    Local,
     Manifest,
-    Region,
-    RegionState,
-    Single,
-    Slot,
+    Rectangle,
+    SavedState,
+    SavedTensor,
     Stored,
 )
+
+
+@dataclass(slots=True)
+class TensorPart:
+    """This rank's elements ``[start, stop)`` of a tensor, or of a rectangle of it."""
+
+    names: tuple[str, ...]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    number: int
+    """The place in the order of the model."""
+    rectangle: Rectangle | None = None
+    """The rectangle that ``start`` and ``stop`` count in. Default None: no rectangle.
+    """
+    states: dict[str, torch.dtype] = field(default_factory=dict)
+    """The dtype of each element-wise state."""
+    values: dict[str, Json] = field(default_factory=dict)
+    """State that is not element-wise, encoded, where this rank writes it."""
+    shared: dict[str, str] = field(default_factory=dict)
+    """The same as texts, to compare over ranks that hold other elements."""
+
+    @property
+    def offset(self) -> tuple[int, ...]:
+        """The first index of the rectangle in each dim."""
+        box = self.rectangle
+        return (0,) * len(self.shape) if box is None else box.offset
+
+    @property
+    def box(self) -> tuple[int, ...]:
+        """The shape of the rectangle."""
+        return self.shape if self.rectangle is None else self.rectangle.shape
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank writes the whole tensor."""
+        return self.rectangle is None and self.stop - self.start == prod(self.shape)
+
+    def key(self, state: str | None = None) -> str:
+        """Return the key of the entry in the rank's file."""
+        name = f"tensor.{self.names[0]}"
+        return name if state is None else f"{name}.{state}"
+
+
+@dataclass(slots=True)
+class LocalPart:
+    """The values that this rank saves for itself; see ``Local``."""
+
+    tensors: list[TensorPart] = field(default_factory=list)
+    own_states: dict[str, Json] = field(default_factory=dict)
+    values: dict[str, dict[str, Json]] = field(default_factory=dict)
+    param_groups: list[Json] | None = None
+
+    def is_empty(self) -> bool:
+        """Return whether the rank has nothing of its own."""
+        return not (self.tensors or self.own_states or self.values or self.param_groups)
+
+
+@dataclass(slots=True)
+class FilePart:
+    """The description of this rank's file for rank 0, without tensor values."""
+
+    tensors: list[TensorPart] = field(default_factory=list)
+    local: LocalPart = field(default_factory=LocalPart)
+    wrappers: dict[str, str] = field(default_factory=dict)
+    """The facts of tensors that wrap others, by name."""
+    loose: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
+    """The entries that JSON values refer to by number, by key."""
+    param_groups: list[Json] | None = None
+    extra: Json = None
+    group_numbers: list[int] = field(default_factory=list)
+    """The number of each of ``param_groups`` in the optimizer."""
+    experts: dict[int, list[str]] = field(default_factory=dict)
+    """Names of experts of this rank by the number of their group."""
+    own_states: dict[str, Json] = field(default_factory=dict)
+    rng: Json = None
+    per_rank: Json = None
+    """The values of this rank alone; None if the caller has given none."""
+
 
 _LOST = (
     "The process group was destroyed (torch.distributed.destroy_process_group) before "
     "this save, so this rank cannot reach the others: call save before it."
 )
-
-
-def _way_out() -> str:
-    """Return what brings the shards of the other ranks into the checkpoint."""
-    alone = dist.is_available() and not dist.is_initialized()
-    return _LOST if alone else "Call save on every rank that the model is sharded over."
-
-
 RankPart = tuple[FilePart, File, dict[str, int]]
 """A rank's part, the rank's file, and the first payload byte of each entry, by key."""
 
@@ -57,92 +125,41 @@ def merge(told: Sequence[RankPart], block: int = BLOCK) -> Manifest:
 
     ``block`` are the bytes of payload that a checksum covers (default ``BLOCK``).
 
-    Raises: CheckpointError, if a shard was written by no rank or by two ranks, or if
+    Raises: CheckpointError, if elements were written by no rank or by two ranks, or if
     the ranks have different optimizer state.
     """
-    shifts = loose_shifts(told)
-    loose = [
-        _stored(part, begins, rank, key)
-        for rank, (part, _, begins) in enumerate(told)
-        for key in part.loose
-    ]
+    merger = _Merger(told)
+    parts = [part for part, _, _ in told]
     # Rank 0 alone has written ``extra`` and the options.
-    first = told[0][0]
-
-    # Of any rank: ``local`` has tensors of all, and large ``singles`` are divided.
-    def single_of(rank: int, single: SinglePart) -> Single:
-        part, _, begins = told[rank]
-        states = single.states.items()
-        return Single(
-            single.names,
-            _stored(part, begins, rank, single.key),
-            {k: _stored(part, begins, rank, key) for k, key in states},
-            shifted(single.values, shifts[rank]),
-        )
-
-    def of_rank(value: Json, rank: int) -> Json:
-        return shifted(value, shifts[rank])
-
-    cuts = merge_cuts(
-        [part.cuts for part, _, _ in told],
-        lambda rank, key: EntryPlace(rank, told[rank][2][key]),
-        of_rank,
-    )
+    first = parts[0]
     return Manifest(
         library=_library_version(),
         torch=str(torch.__version__),
         world_size=len(told),
         block_nbytes=block,
         files=tuple(file for _, file, _ in told),
-        regions=tuple(_regions(told, shifts)),
-        singles=tuple(single_of(*each) for each in single_parts(told)),
-        cuts=cuts,
+        tensors=tuple(merger.tensors()),
         wrappers=first.wrappers,
-        local=merge_local([part.local for part, _, _ in told], single_of, of_rank),
-        loose=tuple(loose),
+        local=merger.local([part.local for part in parts]),
+        loose=tuple(merger.loose()),
         param_groups=with_experts(
-            first.param_groups,
-            first.group_numbers,
-            [part.experts for part, _, _ in told],
+            first.param_groups, first.group_numbers, [part.experts for part in parts]
         ),
         extra=first.extra,
         own_states=first.own_states,
-        rng=tuple(
-            shifted(part.rng, shift)
-            for (part, _, _), shift in zip(told, shifts, strict=True)
+        rng=tuple(merger.shifted(part.rng, r) for r, part in enumerate(parts)),
+        per_rank=_per_rank(
+            [merger.shifted(p.per_rank, r) for r, p in enumerate(parts)]
         ),
-        per_rank=_per_rank(told, shifts),
     )
 
 
-def loose_shifts(told: Sequence[RankPart]) -> list[int]:
-    """Return per rank the number to add to the numbers of its loose tensors."""
-    # Each rank numbers its loose tensors from 0, while the manifest has a single list
-    # of all ranks' loose tensors.
-    counts = [len(part.loose) for part, _, _ in told]
-    return [0, *accumulate(counts[:-1])]
-
-
-def single_parts(told: Sequence[RankPart]) -> list[tuple[int, SinglePart]]:
-    """Return the tensors that are saved once, with the ranks that wrote them."""
-    found = [
-        (rank, single)
-        for rank, (part, _, _) in enumerate(told)
-        for single in part.singles
-    ]
-    # The order of the model, whichever rank wrote a tensor.
-    return sorted(found, key=lambda each: each[1].number)
-
-
-def _per_rank(told: Sequence[RankPart], shifts: list[int]) -> tuple[Json, ...]:
+def _per_rank(values: Sequence[Json]) -> tuple[Json, ...]:
     """Return the own values of each rank; empty if no rank has given any."""
-    if all(part.per_rank is None for part, _, _ in told):
+    if all(value is None for value in values):
         return ()
     # A rank without values has none to lose, and gets an empty dict back.
-    return tuple(
-        {} if part.per_rank is None else shifted(part.per_rank, shift)
-        for (part, _, _), shift in zip(told, shifts, strict=True)
-    )
+    return tuple({} if value is None else value for value in values)
 
 
 def _library_version() -> str:
@@ -153,172 +170,199 @@ def _library_version() -> str:
         return "unknown"
 
 
-def _stored(part: FilePart, begins: dict[str, int], rank: int, key: str) -> Stored:
-    """Return the dtype, the shape and the place of an entry of ``rank``."""
-    dtype, shape = part.tensors[key]
-    return Stored(dtype, shape, EntryPlace(rank, begins[key]))
+Written = Sequence[tuple[int, TensorPart]]
+"""The parts of a tensor, with the ranks that have stored them."""
 
 
-def shifted(value: Json, shift: int) -> Json:
+class _Merger:
+    """Joins the parts of the ranks of a save."""
+
+    def __init__(self, told: Sequence[RankPart]) -> None:
+        self._told = told
+        # Each rank numbers its loose tensors from 0, while the manifest has a single
+        # list of all ranks' loose tensors.
+        counts = [len(part.loose) for part, _, _ in told]
+        self._shifts = [0, *accumulate(counts[:-1])]
+
+    def loose(self) -> Iterator[Stored]:
+        """Yield the tensors that JSON values refer to, by number."""
+        for rank, (part, _, begins) in enumerate(self._told):
+            for key, (dtype, shape) in part.loose.items():
+                yield Stored(dtype, shape, EntryPlace(rank, begins[key]))
+
+    def shifted(self, value: Json, rank: int) -> Json:
+        """Return a value of ``rank`` with the numbers of loose tensors of all ranks."""
+        shift = self._shifts[rank]
+        return _shifted(value, shift) if shift else value
+
+    def local(self, parts: Sequence[LocalPart]) -> tuple[Local, ...]:
+        """Return the own values of each rank; empty if no rank has any."""
+        # Most checkpoints: a tuple per rank would only make the manifest longer.
+        if all(part.is_empty() for part in parts):
+            return ()
+        return tuple(
+            Local(
+                tuple(self._tensor([(rank, each)]) for each in part.tensors),
+                self.shifted(part.own_states, rank),
+                self.shifted(part.values, rank),
+                self.shifted(part.param_groups, rank),
+            )
+            for rank, part in enumerate(parts)
+        )
+
+    def tensors(self) -> Iterator[SavedTensor]:
+        """Yield the tensors that are saved once, in the order of the model.
+
+        Raises: CheckpointError, for elements that no rank or two ranks have written, or
+        for optimizer state that differs.
+        """
+        found: dict[str, list[tuple[int, TensorPart]]] = {}
+        # By the first name: a rank without elements of a tensor tells nothing of it.
+        for rank, (part, _, _) in enumerate(self._told):
+            for each in part.tensors:
+                found.setdefault(each.names[0], []).append((rank, each))
+        for written in sorted(found.values(), key=lambda each: each[0][1].number):
+            # Ranks tell only of elements that they store, so only now all is known.
+            _require_alike(written)
+            yield self._tensor(written)
+
+    def _tensor(self, written: Written) -> SavedTensor:
+        """Return a tensor with the places of all parts; see ``tensors``."""
+        by_offset: dict[tuple[int, ...], list[tuple[int, TensorPart]]] = {}
+        for rank, part in written:
+            by_offset.setdefault(part.offset, []).append((rank, part))
+        cuts = tuple(tuple(sorted(set(each))) for each in zip(*by_offset, strict=True))
+        ordered: list[tuple[int, TensorPart]] = []
+        begins: list[tuple[int, ...]] = []
+        first = written[0][1]
+        facts = first.names, first.dtype, first.shape
+        name = quoted(first.names[0])
+        # The sizes follow from the first indices, so a missing rectangle leaves a gap.
+        boxes = SavedTensor(*facts, cuts, (), (), {}, {}).rectangles()
+        for offset, expected in zip(product(*cuts), boxes, strict=True):
+            parts = sorted(by_offset.get(offset, []), key=lambda each: each[1].start)
+            if {part.box for _, part in parts} != {expected.shape}:
+                raise CheckpointError(
+                    f"The rectangle {expected.shape} at {offset} of {name} was written "
+                    "by no rank of the save. Call save on every rank that the model is "
+                    "sharded and cut over."
+                )
+            of = name if len(by_offset) == 1 else f"the rectangle at {offset} of {name}"
+            _require_cover(parts, expected.numel, of)
+            ordered += parts
+            begins.append(tuple(part.start for _, part in parts))
+        _require_same_state(ordered)
+        # The rank with the first element has told the scalars.
+        rank, teller = ordered[0]
+
+        def places(state: str | None = None) -> tuple[EntryPlace, ...]:
+            return tuple(
+                EntryPlace(r, self._told[r][2][part.key(state)]) for r, part in ordered
+            )
+
+        states = {k: SavedState(v, places(k)) for k, v in teller.states.items()}
+        values = self.shifted(teller.values, rank)
+        return SavedTensor(*facts, cuts, tuple(begins), places(), states, values)
+
+
+def _shifted(value: Json, shift: int) -> Json:
     """Return ``value`` with ``shift`` added to the numbers of loose tensors."""
     if isinstance(value, dict):
         if value.keys() == {"$tensor"}:
             return {"$tensor": value["$tensor"] + shift}
-        return {key: shifted(item, shift) for key, item in value.items()}
+        return {key: _shifted(item, shift) for key, item in value.items()}
     if isinstance(value, list):
-        return [shifted(item, shift) for item in value]
+        return [_shifted(item, shift) for item in value]
     return value
 
 
-def _regions(told: Sequence[RankPart], shifts: list[int]) -> list[Region]:
-    """Group the region parts of all ranks by region, and return the merged regions."""
-    # (unit, index) -> shard number -> (rank of the save, the rank's region part).
-    shards: dict[tuple[str, int], dict[int, tuple[int, RegionPart]]] = {}
-    for rank, (part, _, _) in enumerate(told):
-        for region in part.regions:
-            known = shards.setdefault((region.unit, region.index), {})
-            # Of a replicate group only the first replica writes. Two writers of a shard
-            # therefore hold independent copies of the model, and the copies may differ.
-            if region.shard in known:
-                raise CheckpointError(
-                    f"Ranks {known[region.shard][0]} and {rank} of the save hold the "
-                    f"same shard of unit {quoted(region.unit)} "
-                    f"({quoted(region.first)} ..) without being replicas of each "
-                    "other. "
-                    "Pass fully_shard a 2-D device_mesh (replicate, shard), or save on "
-                    "the ranks of one copy."
-                )
-            known[region.shard] = rank, region
-    return [_region(told, shifts, found) for found in shards.values()]
-
-
-def _region(
-    told: Sequence[RankPart],
-    shifts: list[int],
-    found: dict[int, tuple[int, RegionPart]],
-) -> Region:
-    """Return the merged region, with the places of all shards in shard order.
-
-    Raises: CheckpointError, for a missing shard or differing optimizer state.
-    """
-    # Only the first rank of the unit describes the slots.
-    describer = next((r for r in found.values() if r[1].slots is not None), None)
-    _, any_part = next(iter(found.values()))
-    count = any_part.shards
-    missing = sorted(set(range(count)) - set(found))
-    if missing or describer is None:
-        raise CheckpointError(
-            f"Shards {missing} of unit {quoted(any_part.unit)} "
-            f"({quoted(any_part.first)} "
-            f"..) were written by no rank. {_way_out()}"
-        )
-    first = describer[1]
-    assert first.slots is not None
-    slots_of = _states(first.slots, [found[r] for r in range(count)])
-
-    def place(r: int, key: str) -> EntryPlace:
-        return EntryPlace(found[r][0], told[found[r][0]][2][key])
-
-    states = tuple(
-        RegionState(
-            name,
-            first.states[name, kind][0],
-            slots,
-            tuple(place(r, found[r][1].states[name, kind][2]) for r in range(count)),
-        )
-        for (name, kind), slots in slots_of.items()
-    )
-    told_values = [(rank, part.shared) for rank, part in found.values()]
-    require_same_values(first.slots, told_values)
-    # The state of a parameter that is not element-wise comes from the first rank that
-    # holds elements of the parameter.
-    values = {
-        i: shifted(each, shifts[other_rank])
-        for other_rank, other in found.values()
-        for i, each in other.values.items()
-    }
-    slots = tuple(
-        replace(slot, values=values.get(i, {})) for i, slot in enumerate(first.slots)
-    )
-    return Region(
-        first.unit,
-        first.dtype,
-        first.shard_numel,
-        first.shard_numel * count,
-        slots,
-        tuple(place(r, found[r][1].key) for r in range(count)),
-        states,
-    )
-
-
-def require_same_values(
-    slots: Sequence[Slot], told: Sequence[tuple[int, dict[int, dict[str, str]]]]
-) -> None:
-    """Raise CheckpointError for scalar state that differs between ranks."""
-    # (slot, state) -> the first rank with elements of the parameter, and the value.
-    known: dict[tuple[int, str], tuple[int, str]] = {}
-    for rank, shared in told:
-        for i, values in shared.items():
-            for name, text in values.items():
-                writer, said = known.setdefault((i, name), (rank, text))
-                if said != text:
-                    raise CheckpointError(
-                        f"Optimizer state {name!r} of {quoted(slots[i].fqns[0])} "
-                        f"is {said[:80]} on rank {writer} of the save and {text[:80]} "
-                        f"on rank {rank}, which hold parts of the parameter; a "
-                        "checkpoint has such state once. Nothing was committed. Make "
-                        "it equal on all ranks (all-reduce it in the optimizer's "
-                        "step), keep it out of optimizer.state, or pass "
-                        f"local=[{slots[i].fqns[0]!r}], which saves each rank's own."
-                    )
-
-
-def _states(
-    slots: Sequence[Slot], parts: Sequence[tuple[int, RegionPart]]
-) -> dict[StateKey, tuple[int, ...]]:
-    """Return the states of a region, with their slots; ``parts`` is in shard order.
-
-    Raises: CheckpointError, if a rank that holds elements of a parameter lacks a state
-    that another rank has for the parameter.
-    """
-    having: dict[StateKey, set[int]] = {}
-    for _, part in parts:
-        for key, (_, found, _) in part.states.items():
-            having.setdefault(key, set()).update(found)
-    for key, wanted in having.items():
-        for rank, part in parts:
-            # The rank must have the state for exactly the parameters that the rank
-            # holds elements of. Different sets mean that the ranks have stepped
-            # different optimizers.
-            held = {i for i in wanted if _holds_elements(part, slots[i])}
-            mine = set(part.states[key][1]) if key in part.states else set()
-            if mine == held:
-                continue
-            lacking = (held - mine).pop()
-            other_rank, other = next(
-                each
-                for each in parts
-                if key in each[1].states and lacking in each[1].states[key][1]
-            )
+def _require_alike(written: Written) -> None:
+    """Raise CheckpointError if ranks have stored a tensor in different ways."""
+    rank, first = written[0]
+    for other, part in written[1:]:
+        # Meshes of different placements: no rank knows the values of all elements.
+        if (part.rectangle is None) != (first.rectangle is None) or (
+            part.shape,
+            part.dtype,
+        ) != (first.shape, first.dtype):
             raise CheckpointError(
-                f"Optimizer state differs over ranks: unit {quoted(part.unit)} "
-                f"({quoted(part.first)} ..) has {_kinds(other)} on rank {other_rank} "
-                "of "
-                f"the save and {_kinds(part)} on rank {rank}. Build the optimizer "
-                "with the same parameters in the same order on every rank, and step "
-                "all of them."
+                f"{quoted(first.names[0])} is cut differently on ranks {rank} and "
+                f"{other} of the save; expected the same shape, dtype and placements "
+                "on all ranks. Nothing was committed. Call parallelize_module alike "
+                "on all ranks."
             )
-    return {key: tuple(sorted(found)) for key, found in having.items()}
 
 
-def _holds_elements(part: RegionPart, slot: Slot) -> bool:
-    """Return whether the rank holds elements of the parameter; True for 0 elements."""
-    numel, start = prod(slot.shape), part.shard * part.shard_numel
-    if not numel:
-        return True
-    return slot.offset < start + part.shard_numel and start < slot.offset + numel
+def _require_cover(parts: Written, numel: int, what: str) -> None:
+    """Raise CheckpointError, unless sorted parts cover ``numel`` elements once."""
+    # A gap would come back as whatever the memory holds.
+    end, before = 0, 0
+    for rank, part in parts:
+        # Two independent copies of a model write the same elements.
+        if part.start < end:
+            raise CheckpointError(
+                f"Ranks {before} and {rank} of the save hold the same elements of "
+                f"{what} without being replicas of each other. Pass fully_shard a 2-D "
+                "device_mesh (replicate, shard), or save on the ranks of one copy."
+            )
+        if part.start > end:
+            break
+        end, before = part.stop, rank
+    if end != numel:
+        alone = dist.is_available() and not dist.is_initialized()
+        way_out = (
+            "Call save on every rank that the model is sharded over, with the same "
+            "include, exclude and trainable_only."
+        )
+        raise CheckpointError(
+            f"Elements from {end} on of {what} were written by no rank. "
+            f"{_LOST if alone else way_out}"
+        )
 
 
-def _kinds(part: RegionPart) -> dict[Any, tuple[int, ...]]:
-    """Return the slots per state, sorted, for messages."""
-    return {key: slots for key, (_, slots, _) in sorted(part.states.items())}
+def _require_same_state(parts: Written) -> None:
+    """Raise CheckpointError for optimizer state that differs between the parts."""
+    rank, first = parts[0]
+    name = first.names[0]
+    # Of a state that a rank lacks, some elements would be missing.
+    for other_rank, part in parts[1:]:
+        if part.states == first.states and part.shared == first.shared:
+            continue
+        kinds, others = ({**each.states, **each.shared} for each in (first, part))
+        key = next(k for k in {**kinds, **others} if kinds.get(k) != others.get(k))
+        mine, theirs = (str(each.get(key, "absent"))[:80] for each in (kinds, others))
+        raise CheckpointError(
+            f"Optimizer state {key!r} of {quoted(name)} is {mine} on rank {rank} of "
+            f"the save and {theirs} on rank {other_rank}, which hold parts of the "
+            "parameter; a checkpoint has such state once. Nothing was committed. Step "
+            "the same optimizer on every rank, and make its scalars equal (all-reduce "
+            f"them in the step), or pass local=[{name!r}], which saves each rank's own "
+            "scalars."
+        )
+
+
+def with_experts(
+    groups: list[Json] | None,
+    numbers: Sequence[int],
+    told: Sequence[dict[int, list[str]]],
+) -> list[Json] | None:
+    """Return the options of rank 0 with the experts of all ranks as members.
+
+    Raises: CheckpointError, for experts in a group that rank 0 lacks.
+    """
+    if groups is None or not any(told):
+        return groups
+    by_number = {n: dict(each) for n, each in zip(numbers, groups, strict=True)}
+    for rank, members in enumerate(told):
+        for number, names in members.items():
+            # The options of such a group would be lost.
+            if number not in by_number:
+                raise CheckpointError(
+                    f"Rank {rank} of the save has {quoted(names[0])} in group {number} "
+                    "of the optimizer, and rank 0 has no such group. Nothing was "
+                    "committed. Make groups of the same kind on all ranks."
+                )
+            # Rank 0 has its own experts in the list already.
+            group = by_number[number]
+            group["params"] = list(dict.fromkeys([*group["params"], *names]))
+    return list(by_number.values())

@@ -17,25 +17,21 @@ from torch import Tensor
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import quoted
 from composable_fsdp.storage.blocks import BlockFile, ReadRequest
-from composable_fsdp.storage.bounds import within_limits
 from composable_fsdp.storage.commit import Folder, read_marker
-from composable_fsdp.storage.directory import MANIFEST
-from composable_fsdp.storage.file_part import LocalNames
+from composable_fsdp.storage.directory import MANIFEST, within_limits
 from composable_fsdp.storage.manifest import (
-    EntryPlace,
+    Json,
     Local,
     Manifest,
-    Region,
-    Slot,
-    Stored,
+    Places,
+    Rectangle,
+    SavedTensor,
 )
-from composable_fsdp.storage.remote import is_url, join, whole_path
 from composable_fsdp.storage.runs import (
     BytesDescription,
     PartRuns,
     Run,
     boxes_of,
-    cut_runs,
     whole_runs,
 )
 from composable_fsdp.storage.source import Copy, Source, TensorInfo
@@ -47,6 +43,7 @@ from composable_fsdp.storage.staging import (
     note_write,
     parts_of,
 )
+from composable_fsdp.storage.storages import is_url, join, whole_path
 from composable_fsdp.storage.validate import parse
 from composable_fsdp.storage.values import decode
 
@@ -141,11 +138,8 @@ class NativeSource(Source):
             )
             for i, file in enumerate(manifest.files)
         ]
-        # Both dicts map (tensor name, state name) to the entries; the state name is
-        # None for the parameter or buffer itself.
-        self._cut: dict[_Key, tuple[Region, Slot, tuple[EntryPlace, ...]]] = {}
-        self._wholes: dict[_Key, Stored] = {}
-        self._parts: dict[_Key, tuple[PartRuns, tuple[EntryPlace, ...]]] = {}
+        self._saved: dict[str, SavedTensor] = {}
+        self._part_runs: dict[str, PartRuns] = {}
         self._staged: list[Tensor] | None = None
         self._local = LocalNames(manifest)
         self.local_ranks = len(manifest.local)
@@ -178,55 +172,33 @@ class NativeSource(Source):
                 self._decode(own)
 
     def _index(self, own: Local) -> None:
-        """Build ``model``, ``aliases`` and ``optim``, and the two dicts of entries."""
+        """Build ``model``, ``aliases`` and ``optim``."""
         # Many parameters have equal dtype and shape; sharing the objects leaves fewer
         # objects for the garbage collector to track.
         info_of = cache(TensorInfo)
         model: dict[str, TensorInfo] = {}
         aliases: dict[str, str] = {}
         optim: dict[str, dict[str, TensorInfo]] = {}
-        for region in self.manifest.regions:
-            for slot in region.slots:
-                name, *others = slot.fqns
-                model[name] = info_of(region.dtype, slot.shape)
-                self._cut[name, None] = region, slot, region.shards
-                aliases.update(dict.fromkeys(others, name))
-            for state in region.states:
-                for index in state.slots:
-                    slot = region.slots[index]
-                    name = slot.fqns[0]
-                    info = info_of(state.dtype, slot.shape)
-                    optim.setdefault(name, {})[state.name] = info
-                    self._cut[name, state.name] = region, slot, state.shards
         # Another rank may have been shown before.
-        self._wholes.clear()
-        for single in (*self.manifest.singles, *own.singles):
-            name, *others = single.fqns
-            model[name] = info_of(single.tensor.dtype, single.tensor.shape)
-            self._wholes[name, None] = single.tensor
+        self._saved.clear()
+        self._part_runs.clear()
+        for each in (*self.manifest.tensors, *own.tensors):
+            name, *others = each.fqns
+            self._saved[name] = each
+            model[name] = info_of(each.dtype, each.shape)
             aliases.update(dict.fromkeys(others, name))
-            for key, stored in single.states.items():
-                optim.setdefault(name, {})[key] = info_of(stored.dtype, stored.shape)
-                self._wholes[name, key] = stored
-        for cut in self.manifest.cuts:
-            name, *others = cut.fqns
-            # All states of a parameter are divided as the parameter.
-            model[name], runs = info_of(cut.dtype, cut.shape), PartRuns(cut)
-            self._parts[name, None] = runs, cut.parts
-            aliases.update(dict.fromkeys(others, name))
-            for key, of_cut in cut.states.items():
-                optim.setdefault(name, {})[key] = info_of(of_cut.dtype, cut.shape)
-                self._parts[name, key] = runs, of_cut.parts
+            if each.states:
+                optim[name] = {
+                    k: info_of(v.dtype, each.shape) for k, v in each.states.items()
+                }
         self.model, self.aliases, self.optim = model, aliases, optim
 
     def _decode(self, own: Local) -> None:
         """Decode the JSON values of the manifest, which are small and always needed."""
         manifest = self.manifest
         values: dict[str, dict[str, Any]] = {}
-        held = [(s.fqns[0], s.values) for r in manifest.regions for s in r.slots]
-        singles = (*manifest.singles, *own.singles)
-        held += [(single.fqns[0], single.values) for single in singles]
-        held += [(cut.fqns[0], cut.values) for cut in manifest.cuts]
+        tensors = (*manifest.tensors, *own.tensors)
+        held = [(each.fqns[0], each.values) for each in tensors]
         held += own.values.items()
         for name, found in held:
             if found:
@@ -247,8 +219,7 @@ class NativeSource(Source):
     def _loose(self, index: int) -> Tensor:
         """Read the loose tensor ``index``."""
         stored = self.manifest.loose[index]
-        runs = whole_runs(stored, 0, stored.numel)
-        return self._read(runs, stored.dtype, ()).view(stored.shape)
+        return self._read(whole_runs(stored), stored.dtype, ()).view(stored.shape)
 
     def rng(self, rank: int, world_size: int) -> dict[str, Any] | None:
         """Return the random state that the same rank saved, at any world size.
@@ -404,32 +375,32 @@ class NativeSource(Source):
 
     def _runs_of(self, copy: Copy) -> list[Run]:
         """Return the places of the elements of ``copy`` as byte intervals."""
-        name, state = copy.name, copy.state
-        found = self._parts.get((name, state))
-        # Regions and whole tensors know elements of the whole tensor alone.
-        if found is None or copy.rectangle is None:
-            runs = (self._runs(name, state, *each) for each in copy.runs())
-            return [run for each in runs for run in each]
-        size = self._info(name, state).dtype.itemsize
-        return found[0].runs(found[1], size, copy.rectangle, copy.start, copy.stop)
+        span = copy.start, copy.stop
+        return self._runs(copy.name, copy.state, *span, copy.rectangle)
 
-    def _runs(self, name: str, state: str | None, start: int, stop: int) -> list[Run]:
+    def _runs(
+        self,
+        name: str,
+        state: str | None,
+        start: int,
+        stop: int,
+        rectangle: Rectangle | None = None,
+    ) -> list[Run]:
         """Return the places of elements ``[start, stop)`` as byte intervals."""
         info = self._info(name, state)
-        if not 0 <= start <= stop <= info.numel:
+        numel = info.numel if rectangle is None else rectangle.numel
+        if not 0 <= start <= stop <= numel:
             raise ValueError(
                 f"elements [{start}, {stop}) were asked of {quoted(name)}, which has "
-                f"{info.numel}."
+                f"{numel}."
             )
+        saved = self._saved[name]
+        # Made when a name is read: a rank of many reads few.
+        if name not in self._part_runs:
+            self._part_runs[name] = PartRuns(saved)
+        places: Places = saved.parts if state is None else saved.states[state].parts
         size = info.dtype.itemsize
-        if (name, state) in self._parts:
-            parts, places = self._parts[name, state]
-            return parts.runs(places, size, None, start, stop)
-        found = self._cut.get((name, state))
-        if found is None:
-            return whole_runs(self._wholes[name, state], start, stop)
-        region, slot, shards = found
-        return cut_runs(region, slot, shards, size, start, stop)
+        return self._part_runs[name].runs(places, size, rectangle, start, stop)
 
     def _told(self, what: tuple[Any, ...]) -> str:
         """Name a slice in error messages; the tuple is (name, state, start, stop)."""
@@ -443,3 +414,48 @@ class NativeSource(Source):
         else:
             boxes = boxes_of(self._info(name, state).shape, start, stop)
         return f"{of}{quoted(name)} {boxes}"
+
+
+class LocalNames:
+    """The names of a checkpoint's manifest whose values belong to single ranks."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._all = manifest.local
+        tensors: set[str] = set()
+        states: set[str] = set()
+        for own in manifest.local:
+            tensors.update(name for each in own.tensors for name in each.fqns)
+            tensors.update(own.own_states)
+            groups = own.param_groups or ()
+            states.update(own.values, *(group["params"] for group in groups))
+        self.tensors = frozenset(tensors)
+        """Names of tensors in no unit, and of extra states."""
+        self.states = frozenset(states - tensors)
+        """Names of parameters of units with values or options per rank."""
+
+    def of_rank(self, rank: int | None) -> Local:
+        """Return the values of ``rank``, and for units those of any rank.
+
+        None stands for no rank: only values of units, from the first rank with them.
+        """
+        ranks = range(len(self._all))
+        own = self._all[rank] if rank is not None and rank in ranks else None
+        # A rank that had no elements of a parameter has no scalars of it.
+        values: dict[str, dict[str, Json]] = {}
+        for each in (own, *self._all):
+            for name, found in each.values.items() if each is not None else ():
+                values.setdefault(name, found)
+        groups = list(own.param_groups or ()) if own is not None else self._shared()
+        if own is None:
+            return Local((), {}, values, groups)
+        return Local(own.tensors, own.own_states, values, groups)
+
+    # Without a rank, an optimizer of sharded parameters must still have options.
+    def _shared(self) -> list[Json]:
+        """Return the options of parameters of units, as the first rank has them."""
+        groups = (self._all[0].param_groups or ()) if self._all else ()
+        kept = [
+            {**group, "params": [n for n in group["params"] if n in self.states]}
+            for group in groups
+        ]
+        return [group for group in kept if group["params"]]

@@ -10,9 +10,13 @@ from typing import NamedTuple
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed
-from composable_fsdp.storage.bounds import within_limits
 from composable_fsdp.storage.commit import Folder, folders_in, newest_in
-from composable_fsdp.storage.directory import MANIFEST, no_checkpoint_text, path_text
+from composable_fsdp.storage.directory import (
+    MANIFEST,
+    no_checkpoint_text,
+    path_text,
+    within_limits,
+)
 from composable_fsdp.storage.formats.dcp_metadata import METADATA
 from composable_fsdp.storage.formats.dcp_read import open_dcp
 from composable_fsdp.storage.formats.safetensors_read import (
@@ -23,10 +27,9 @@ from composable_fsdp.storage.formats.safetensors_read import (
 )
 from composable_fsdp.storage.formats.torch_read import is_torch_file, open_torch
 from composable_fsdp.storage.native import NativeSource
-from composable_fsdp.storage.pending import PendingOutcome, raise_unseen
-from composable_fsdp.storage.remote import is_url, join, split, whole_path
 from composable_fsdp.storage.source import Source
-from composable_fsdp.storage.team import Team
+from composable_fsdp.storage.storages import is_url, join, split, whole_path
+from composable_fsdp.storage.team import PendingOutcome, Team, raise_unseen
 
 
 class _Format(NamedTuple):

@@ -202,6 +202,5 @@ def _object(kind: Any) -> _Parser:
 
 def _label(found: dict[str, Any]) -> str:
     """Return the names in an object, of which the fields so far are known."""
-    # Messages name the parameter or the unit, not only the index.
-    unit = f" (unit {found['unit']!r})" if "unit" in found else ""
-    return f"{unit} ({found['fqns'][0]!r})" if "fqns" in found else unit
+    # Messages name the parameter, not only the index.
+    return f" ({found['fqns'][0]!r})" if "fqns" in found else ""

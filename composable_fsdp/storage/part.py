@@ -2,29 +2,26 @@
 
 ::
 
-    shard of a region                 written by the replicas in parts, or by turns
-    slots of a region                 described by the writer of its first elements
-    parameter that is a DTensor       written by the first rank with the same elements
-    state that is not element-wise    written by the first rank with elements of the
-                                      parameter
-    large parameter in no unit        written by the ranks by turns
-    other tensor, extra, options      written by rank 0 of the save
+    parameter of a unit            the elements of this rank; of replicas, each writes
+                                   a part of a large shard, and small regions by turns
+    parameter that is a DTensor    written by the first rank with the same elements
+    large parameter in no unit     written by the ranks by turns
+    other tensor, extra, options   written by rank 0 of the save
 
-Rank 0 of the save merges the descriptions and the places of the entries (``merge``). A
-rank writes each state that any rank has for parameters of a region;
-``PartMaker.kinds`` and ``add_missing`` tell a rank about states that only other ranks
-have.
+Every rank computes who writes what from layouts, sizes and numbers of ranks, which are
+equal on all ranks; nothing is sent. Rank 0 of the save merges the descriptions and the
+places of the entries (``merge``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import quoted
@@ -33,6 +30,7 @@ from composable_fsdp.optim.original_view import over_originals
 from composable_fsdp.optim.own_state_dict import plain_values
 from composable_fsdp.optim.scalars import is_scalar
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
+from composable_fsdp.planning.save_parts import by_turns, writers_of
 from composable_fsdp.storage.contents import (
     Contents,
     HeldParam,
@@ -43,29 +41,16 @@ from composable_fsdp.storage.contents import (
     not_in_module,
     readable_state,
 )
-from composable_fsdp.storage.cuts import StateForms, cut_parts, is_whole
-from composable_fsdp.storage.expert_names import experts_in
-from composable_fsdp.storage.file_part import (
-    FilePart,
-    Kinds,
-    SinglePart,
-)
 from composable_fsdp.storage.manifest import Json, require_storable
+from composable_fsdp.storage.merge import FilePart, TensorPart
 from composable_fsdp.storage.mesh_copies import (
     is_first_copy,
     is_first_part,
     stores_loose,
 )
-from composable_fsdp.storage.region_part import (
-    cut_shares,
-    kinds_of,
-    region_part,
-    shares_of,
-    tensors_of,
-)
-from composable_fsdp.storage.same_copies import copied_states
 from composable_fsdp.storage.same_on_ranks import (
     RankValues,
+    copied_states,
     hash_rectangles,
     hash_tensors,
     text_of,
@@ -77,6 +62,13 @@ from composable_fsdp.storage.writer import Piece, of_tensor
 
 Groups = list[tuple[Any, dict[str, Any]]]
 """All param groups, each as (optimizer, group)."""
+
+SMALL = 1 << 20
+"""Tensors in no unit of fewer bytes are written by rank 0, beside each other."""
+Stored = tuple[HeldParam | HeldTensor, int, int]
+"""A tensor, and elements ``[low, high)`` of those that this rank holds."""
+States = dict[int, dict[str, Any]]
+"""The optimizer state of each parameter, by the ``id`` of the parameter."""
 
 _MEMBERS = ("params", "param_names")
 """The keys of a group that list parameters; all others are options."""
@@ -105,8 +97,6 @@ class PartMaker:
         self.part = FilePart()
         self.told = RankValues()
         """What this rank tells of the values that rank 0 alone saves."""
-        self.kinds: Kinds = {}
-        """The states of each region that this rank has elements of."""
 
     def make(
         self,
@@ -140,7 +130,7 @@ class PartMaker:
         for name, module in self.chosen.own_states.items():
             state, is_local = module.get_extra_state(), self._is_local_name(name)
             if not self.is_alone and not is_local:
-                self.told.own_states[name] = text_of(state, name)
+                self.told.values["own_states"][name] = text_of(state, name)
             # Rank 0 alone keeps shared values.
             put = partial(self._put, keep=is_local)
             target = self.part.local if is_local else self.part
@@ -159,23 +149,20 @@ class PartMaker:
             self.told.local = self._local_names()
             hash_tensors(shared, self.told)
             hash_rectangles(loose, self.told)
-            self.told.shapes.update(facts)
+            self.told.values["shapes"].update(facts)
             if self.chosen is not self.contents:
                 params = (p for held in self.chosen.regions for p in held.params)
                 names = {param.names[0] for param in params} - experts.keys()
-                self.told.chosen = dict.fromkeys(names, "chosen")
-            self.told.experts = experts
-            self._tell_states(shared, states)
-            self._tell_scalars(loose, states)
+                self.told.values["chosen"] = dict.fromkeys(names, "chosen")
+            self.told.values["experts"] = experts
+            self._tell_states([*shared, *loose], states)
             self._tell_options(groups)
         self._local(states, groups if optims else None)
         # After the scalars that each rank saves for itself were taken out.
-        self.told.copies = copied_states(self.chosen, states, text_of)
-        self._regions(states)
-        mine = [each for each in loose if stores_loose(each.tensor, self._ranks[0])]
-        self._cuts(mine, states)
-        for number, tensor in tensors_of(shared, self._rank, len(self._ranks)):
-            self.part.singles.append(self._single(tensor, states, number))
+        self.told.copies = copied_states(self.chosen, states)
+        for number, (held, low, high) in self._stored(shared, loose):
+            part = self._part_of(held, low, high, states, number)
+            self.part.tensors.append(part)
         if self.is_first:
             self.part.wrappers = facts
             self.part.extra = encoded
@@ -184,8 +171,6 @@ class PartMaker:
         # Random states differ between ranks, so each rank keeps these loose
         # tensors.
         self.part.rng = encode(rng_state(), "rng", partial(self._put, keep=True))
-        for piece in self.pieces:
-            self.part.tensors[piece.key] = (piece.dtype, piece.shape)
         return self.part, self.pieces
 
     def _tensors(self) -> tuple[list[HeldTensor], list[HeldTensor]]:
@@ -208,48 +193,102 @@ class PartMaker:
             loose.append(held)
         return shared, loose
 
-    def _regions(self, states: dict[int, dict[str, Any]]) -> None:
-        """Add this rank's shares of regions, and of parameters stored alone."""
-        regions, groups = self.chosen.regions, self.contents.mesh_groups
-        for held, share in shares_of(regions):
-            # Copies of tensor parallelism hold equal shards, and the first writes.
-            if is_first_copy(held.handle, None, groups):
-                part, pieces = region_part(held, share, states, self._value)
-                self.part.regions.append(part)
-                self.pieces += pieces
-        for held in cut_shares(regions):
-            self._cuts(self._first_copies(held), states)
-        whole = [held for held in regions if is_whole(held)]
-        # Without replicas, the entries of this rank say the same.
-        if any(held.handle.groups.replicas > 1 for held in whole):
-            self.kinds = kinds_of(whole, states)
-        else:
-            self.kinds = self.part.kinds()
+    def _stored(
+        self, shared: Sequence[HeldTensor], loose: Sequence[HeldTensor]
+    ) -> Iterator[tuple[int, Stored]]:
+        """Yield what this rank stores, with the place in the order of the model."""
+        names = (held.names[0] for held in self.chosen.each())
+        order = {name: i for i, name in enumerate(names)}
+        mine = [each for each in loose if stores_loose(each.tensor, self._ranks[0])]
+        mine += tensors_of(shared, self._rank, len(self._ranks))
+        found = [(held, 0, held.local.numel()) for held in mine]
+        for stored in (*self._of_units(), *found):
+            yield order[stored[0].names[0]], stored
 
-    def _first_copies(self, held: HeldRegion) -> Iterator[HeldParam]:
-        """Yield the parameters of a region whose elements this rank stores."""
-        for param in held.params:
-            # Parameters of a region may be cut over other ranks each.
-            form, groups = param.ref.form, self.contents.mesh_groups
-            # An empty parameter is on all ranks of the unit.
-            is_here = prod(param.shape) > 0 or is_first_part(held.handle, form)
-            if is_here and is_first_copy(held.handle, form, groups):
-                yield param
+    def _of_units(self) -> Iterator[Stored]:
+        """Yield the parameters of units of which this rank stores elements."""
+        groups = self.contents.mesh_groups
+        for held, start, stop in shares_of(self.chosen.regions):
+            for param in held.params:
+                form, offset = param.ref.form, param.ref.offset
+                first, last = param.interval
+                low = max(0, start - offset)
+                high = min(last - first, stop - offset)
+                is_here = low < high
+                # An empty parameter is on all ranks of the unit.
+                if not prod(param.shape):
+                    low = high = 0
+                    is_here = not start and is_first_part(held.handle, form)
+                # Copies of tensor parallelism hold equal values, and the first writes.
+                if is_here and is_first_copy(held.handle, form, groups):
+                    yield param, low, high
 
-    def _cuts(
-        self, params: Iterable[HeldParam | HeldTensor], states: dict[int, Any]
+    def _part_of(
+        self,
+        held: HeldParam | HeldTensor,
+        low: int,
+        high: int,
+        states: States,
+        number: int = 0,
+    ) -> TensorPart:
+        """Add the entries of elements of a tensor; return the description.
+
+        Raises: CheckpointError, for a dtype that no file holds.
+        """
+        name, rectangle, (start, stop) = held.names[0], held.rectangle, held.interval
+        require_storable(held.dtype, quoted(name))
+        # In the whole tensor where possible: a load on another mesh reads intervals.
+        if rectangle is not None:
+            rectangle, start, stop = rectangle.moved(start, stop)
+        # No rank holds elements of an empty tensor, and no rectangle is needed.
+        if not prod(held.shape):
+            rectangle, start = None, 0
+        span = start + low, start + high
+        part = TensorPart(held.names, held.dtype, held.shape, *span, number, rectangle)
+        self._add(part, None, held.dtype, held.local, low)
+        for key, value in states.get(id(held.tensor), {}).items():
+            where = f"optimizer state {key!r} of {quoted(name)}"
+            if _has_elements(key, value, held):
+                require_storable(value.dtype, where)
+                part.states[key] = value.dtype
+                self._add(part, key, value.dtype, value, low)
+                continue
+            # Ranks with other elements must tell the same.
+            if not part.is_whole:
+                part.shared[key] = text_of(value, where)
+            # Once, because each loose tensor of the manifest has a single use.
+            if not part.start and not any(part.offset):
+                part.values[key] = self._value(key, value, name)
+        return part
+
+    def _add(
+        self,
+        part: TensorPart,
+        state: str | None,
+        dtype: torch.dtype,
+        values: Tensor,
+        low: int,
     ) -> None:
-        """Add the entries and the description of parameters that are stored alone."""
-        forms = StateForms(is_elementwise, self._value, text_of)
-        for cut, pieces in cut_parts(params, states, forms):
-            self.part.cuts.append(cut)
-            self.pieces += pieces
+        """Add the entry of the elements of a part, from ``low`` on in ``values``."""
+        numel = part.stop - part.start
+        shape = part.shape if part.is_whole else (numel,)
 
-    def _optimizer_states(self, groups: Groups) -> dict[int, dict[str, Any]]:
+        def elements() -> list[Tensor]:
+            given = values.detach()
+            # Most are whole, and need no view.
+            if given.numel() != numel:
+                given = given.reshape(-1)[low : low + numel]
+            # Read when the file is written, and cast as late: mixed precision may hold
+            # a tensor in another dtype than the checkpoint.
+            return [given.to(dtype)]
+
+        self.pieces.append(Piece(part.key(state), dtype, shape, elements))
+
+    def _optimizer_states(self, groups: Groups) -> States:
         """Return the state of each parameter, by the ``id`` of the parameter."""
         known = named(self.contents)
         wrappers = {id(each.tensor) for each in self.contents.wrappers}
-        found: dict[int, dict[str, Any]] = {}
+        found: States = {}
         for g, (optim, group) in enumerate(groups):
             for i, parameter in enumerate(group["params"]):
                 # ``get`` and not ``[]``: ``optim.state`` is a defaultdict, and a read
@@ -272,13 +311,13 @@ class PartMaker:
         """Return whether each rank saves its own values; a tied tensor by any name."""
         return any(map(self._is_local_name, held.names))
 
-    def _local_names(self) -> dict[str, str]:
+    def _local_names(self) -> list[str]:
         """Return the names of tensors and extra states that each rank saves."""
         held = [each.names[0] for each in self.chosen.tensors if self._is_local(each)]
         own = [name for name in self.chosen.own_states if self._is_local_name(name)]
-        return dict.fromkeys((*held, *own), "local")
+        return [*held, *own]
 
-    def _local(self, states: dict[int, dict[str, Any]], groups: Groups | None) -> None:
+    def _local(self, states: States, groups: Groups | None) -> None:
         """Collect the values of this rank alone; take scalars out of ``states``."""
         own = self.part.local
         for held in self.chosen.each():
@@ -286,7 +325,8 @@ class PartMaker:
             if not self._is_local(held):
                 continue
             if isinstance(held, HeldTensor):
-                own.singles.append(self._single(held, states))
+                count = held.local.numel()
+                own.tensors.append(self._part_of(held, 0, count, states))
                 continue
             # As for a region: state without an element here need not be up to date.
             if is_absent(held.ref.leaf):
@@ -317,27 +357,21 @@ class PartMaker:
                 self.part.experts[g] = own
                 options = {k: v for k, v in group.items() if k not in _MEMBERS}
                 where = f"param_groups[{g}]"
-                self.told.options[where] = text_of(options, where)
+                self.told.values["options"][where] = text_of(options, where)
 
-    def _tell_states(
-        self, shared: Sequence[HeldTensor], states: dict[int, dict[str, Any]]
-    ) -> None:
+    def _tell_states(self, held: Sequence[HeldTensor], states: States) -> None:
         """Add the optimizer state of parameters in no unit to ``told``."""
-        for held in shared:
-            for key, value in states.get(id(held.tensor), {}).items():
-                where = f"{held.names[0]} (state {key!r})"
-                self.told.parameters[where] = text_of(value, where)
-
-    def _tell_scalars(
-        self, loose: Sequence[HeldTensor], states: dict[int, dict[str, Any]]
-    ) -> None:
-        """Add the scalar state of DTensors in no unit to ``told``."""
-        # One of the ranks with copies of a rectangle stores it, and tells the scalars.
-        for held in loose:
-            for key, value in states.get(id(held.tensor), {}).items():
-                if not is_elementwise(key, value, held.leaf, held.names[0]):
-                    where = f"{held.names[0]} (state {key!r})"
-                    self.told.rectangles[where] = text_of(value, where)
+        for each in held:
+            for key, value in states.get(id(each.tensor), {}).items():
+                name, kind = each.names[0], "parameters"
+                # One of the ranks with copies of a rectangle stores it, and tells the
+                # scalars.
+                if each.rectangle is not None:
+                    if is_elementwise(key, value, each.leaf, name):
+                        continue
+                    kind = "rectangles"
+                where = f"{name} (state {key!r})"
+                self.told.values[kind][where] = text_of(value, where)
 
     def _tell_options(self, groups: Groups) -> None:
         """Add the options of each parameter to ``told``."""
@@ -349,7 +383,7 @@ class PartMaker:
             for parameter in group["params"]:
                 held = known.get(id(parameter))
                 if held is not None and not self._is_local(held):
-                    self.told.options[held.names[0]] = text
+                    self.told.values["options"][held.names[0]] = text
 
     def _param_groups(self, groups: Groups, *, local: bool) -> list[Json]:
         """Return the options of all groups as JSON, with the parameters by name.
@@ -396,7 +430,7 @@ class PartMaker:
         require_storable(tensor.dtype, where)
         if self.is_first or keep:
             key = f"loose.{len(self.part.loose)}"
-            self.part.loose.append(key)
+            self.part.loose[key] = tensor.dtype, tuple(tensor.shape)
             self.pieces.append(of_tensor(key, tensor))
         return len(self.part.loose) - 1
 
@@ -405,24 +439,60 @@ class PartMaker:
         where = f"optimizer state {name!r} of {quoted(fqn)}"
         return encode(value, where, partial(self._put, keep=True), python_values=True)
 
-    def _single(
-        self, held: HeldTensor, states: dict[int, dict[str, Any]], number: int = 0
-    ) -> SinglePart:
-        """Add entries of a tensor in no unit and of the state; return the description.
 
-        ``number`` is the place in the order of all such tensors of the save.
+def _has_elements(key: str, value: Any, held: HeldParam | HeldTensor) -> bool:
+    """Return whether a state has an element for each element on this rank."""
+    is_cut = isinstance(held, HeldParam) or held.rectangle is not None
+    if is_cut:
+        return is_elementwise(key, value, held.leaf, held.names[0])
+    # A tensor that one rank has whole may have state of any shape.
+    shape = held.tensor.shape
+    return not is_scalar(key, value, shape) and bool(value.shape == shape)
 
-        Raises: CheckpointError, for a dtype that no file holds.
-        """
-        name = held.names[0]
-        require_storable(held.dtype, quoted(name))
-        part = SinglePart(held.names, f"tensor.{name}", number)
-        self.pieces.append(of_tensor(part.key, held.tensor, held.dtype))
-        for key, value in states.get(id(held.tensor), {}).items():
-            if not is_scalar(key, value, held.tensor.shape):
-                require_storable(value.dtype, f"optimizer state {key!r} of {name!r}")
-                part.states[key] = f"tensor.{name}.{key}"
-                self.pieces.append(of_tensor(part.states[key], value))
-            else:
-                part.values[key] = self._value(key, value, name)
-        return part
+
+def shares_of(regions: Sequence[HeldRegion]) -> Iterator[tuple[HeldRegion, int, int]]:
+    """Yield the elements ``[start, stop)`` of shards that this replica writes."""
+    # Of all regions at once: the turns of small regions balance over the model, and
+    # each replica finds the same turns.
+    layouts = [(held.region.layout, held.handle.groups.replicas) for held in regions]
+    for held, writer in zip(regions, writers_of(layouts), strict=True):
+        group, numel = held.handle.groups.replicate, held.region.layout.shard_numel
+        mine = 0 if group is None else group.rank()
+        if writer is None:
+            size = -(-numel // held.handle.groups.replicas)
+            yield held, min(mine * size, numel), min((mine + 1) * size, numel)
+        elif writer == mine:
+            yield held, 0, numel
+
+
+def tensors_of(
+    tensors: Sequence[HeldTensor], rank: int, ranks: int
+) -> list[HeldTensor]:
+    """Return the tensors in no unit that ``rank`` of a save writes."""
+    # The names, shapes and values of these tensors are compared over ranks before a
+    # file is written: ranks that would take other turns end with an error.
+    # Buffers may differ, and then rank 0's are told to be saved.
+    sizes = [
+        held.tensor.numel() * held.dtype.itemsize
+        if isinstance(held.tensor, nn.Parameter)
+        else 0
+        for held in tensors
+    ]
+    # What has no size stays with the first writer.
+    writers = by_turns([("", ranks, size if size >= SMALL else 0) for size in sizes])
+    return [each for i, each in enumerate(tensors) if writers[i] == rank]
+
+
+def experts_in(contents: Contents) -> dict[str, int]:
+    """Return the names of this rank's experts, with the place in the ``expert_mesh``.
+
+    Ranks with the same experts have the same place. Empty without an ``expert_mesh``.
+    """
+    found: dict[str, int] = {}
+    for region in contents.regions:
+        # The place and no rank: of a grid of ranks, only a row and a column are known.
+        group = region.handle.groups.experts
+        if group is not None:
+            names = [param.names[0] for param in region.params]
+            found.update(dict.fromkeys(names, group.rank()))
+    return found

@@ -34,8 +34,8 @@ from torch import Tensor
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.nodes import group_timeout, private_group
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.storage.bounds import within_limits
 from composable_fsdp.storage.compare import ComparedModel
+from composable_fsdp.storage.directory import within_limits
 from composable_fsdp.storage.load_optim import OptimizerLoad
 from composable_fsdp.storage.source import Copy, Source
 from composable_fsdp.storage.staging import aligned, is_plain, note_write

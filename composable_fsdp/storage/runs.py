@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
 from itertools import accumulate
 from typing import NamedTuple
 
-from composable_fsdp.naming import listed, quoted
+from composable_fsdp.naming import listed
 from composable_fsdp.planning.boxes import interval_boxes, moved
 from composable_fsdp.storage.manifest import (
-    Cut,
-    EntryPlace,
     Manifest,
-    Region,
-    Slot,
+    Places,
+    Rectangle,
+    SavedTensor,
     Stored,
 )
-from composable_fsdp.storage.rectangles import Rectangle
 from composable_fsdp.storage.validate import Entry, entries_by_file
 
 
 class Run(NamedTuple):
-    """Elements ``[start, stop)`` of a tensor, and bytes ``[begin, end)`` of a file.
-
-    Of a parameter that is stored by rectangles, the elements of a rectangle.
-    """
+    """Elements ``[start, stop)`` of a rectangle; bytes ``[begin, end)`` of a file."""
 
     start: int
     stop: int
@@ -34,41 +28,17 @@ class Run(NamedTuple):
     end: int
 
 
-def whole_runs(stored: Stored, start: int, stop: int) -> list[Run]:
-    """Return the place of elements ``[start, stop)`` of a tensor in a single entry."""
-    size, at = stored.dtype.itemsize, stored.at
-    return [Run(start, stop, at.file, at.begin + start * size, at.begin + stop * size)]
-
-
-def cut_runs(
-    region: Region,
-    slot: Slot,
-    shards: tuple[EntryPlace, ...],
-    itemsize: int,
-    start: int,
-    stop: int,
-) -> list[Run]:
-    """Return the places of elements of a parameter, shard by shard."""
-    size = region.shard_numel
-    runs = []
-    # A parameter may span several shards. Each shard is an entry of its own, usually in
-    # another file.
-    while start < stop:
-        at = slot.offset + start
-        shard, inner = divmod(at, size)
-        count = min(stop - start, size - inner)
-        place = shards[shard]
-        begin = place.begin + inner * itemsize
-        end = begin + count * itemsize
-        runs.append(Run(start, start + count, place.file, begin, end))
-        start += count
-    return runs
+def whole_runs(stored: Stored) -> list[Run]:
+    """Return the place of all elements of a tensor in a single entry."""
+    at = stored.at
+    end = at.begin + stored.numel * stored.dtype.itemsize
+    return [Run(0, stored.numel, at.file, at.begin, end)]
 
 
 class PartRuns:
-    """Finds the elements of a parameter that is stored in parts."""
+    """Finds the elements of a tensor in its parts."""
 
-    def __init__(self, cut: Cut) -> None:
+    def __init__(self, cut: SavedTensor) -> None:
         self._cut, self._rectangles = cut, cut.rectangles()
         # Per rectangle the index of the first part in ``cut.parts``.
         self._first = [0, *accumulate(map(len, cut.begins))]
@@ -78,7 +48,7 @@ class PartRuns:
 
     def runs(
         self,
-        places: tuple[EntryPlace, ...],
+        places: Places,
         itemsize: int,
         rectangle: Rectangle | None,
         start: int,
@@ -123,7 +93,7 @@ class PartRuns:
     def _in_rectangle(
         self,
         index: int,
-        places: tuple[EntryPlace, ...],
+        places: Places,
         itemsize: int,
         start: int,
         stop: int,
@@ -166,27 +136,14 @@ class BytesDescription:
         for entry in entries_by_file(self.manifest, "")[self.file]:
             low, high = max(begin, entry.begin), min(end, entry.end)
             if low < high:
-                found += list(_inside(entry, low, high)) or [f"padding of {entry.what}"]
+                found.append(_inside(entry, low, high))
         return listed(found) or "nothing"
 
 
-def _inside(entry: Entry, low: int, high: int) -> Iterator[str]:
-    """Yield the tensors of an entry that have elements in bytes ``[low, high)``."""
-    region, state = entry.region, entry.state
-    if region is None:
-        size = entry.itemsize
-        # Round outwards: an element counts if any byte is in the interval.
-        start, stop = (low - entry.begin) // size, -((entry.begin - high) // size)
-        yield f"{entry.what} {boxes_of(entry.shape, start, stop)}"
-        return
-    # Positions in the flat buffer, rounded outwards to whole elements.
-    base = entry.shard * region.shard_numel
-    first = base + (low - entry.begin) // entry.itemsize
-    last = base - (entry.begin - high) // entry.itemsize
-    for i, slot in enumerate(region.slots):
-        start = max(first - slot.offset, 0)
-        stop = min(last - slot.offset, slot.numel)
-        # Parameters without the state have zeros in the entry, which are not named.
-        if start < stop and (state is None or i in state.slots):
-            of = f"state {state.name!r} of " if state else ""
-            yield f"{of}{quoted(slot.fqns[0])} {boxes_of(slot.shape, start, stop)}"
+def _inside(entry: Entry, low: int, high: int) -> str:
+    """Return the elements of an entry in bytes ``[low, high)``, in words."""
+    size, box = entry.itemsize, entry.rectangle
+    # Round outwards: an element counts if any byte is in the interval.
+    start = entry.start + (low - entry.begin) // size
+    stop = entry.start - (entry.begin - high) // size
+    return f"{entry.of} {boxes_of(box.shape, start, stop, box.offset)}"

@@ -1,35 +1,45 @@
-"""Compares over ranks what rank 0 alone saves, before any file is written.
+"""Compares over ranks what a checkpoint has once, before any file is written.
 
-A checkpoint holds tensors in no unit, optimizer options and modules' extra states once,
-from rank 0. A value that only another rank has, or has differently, would be lost::
+A value that only another rank has, or has differently, would be lost::
 
     tensors in no unit          names, shapes, dtypes, values of parameters    refused
     extra states of modules     values                                         refused
-    buffers                     values                                         logged
     options of the optimizer    per parameter                                  refused
+    state of copies             dtypes of elements, values of scalars          refused
+    buffers                     values                                         logged
+    shards of replicas          values                                         warned
 
-Scalar optimizer state of a parameter that several ranks hold is compared in ``merge``.
+Each rank sends digests first, and the names and texts only if digests differ. Copies of
+an element lie on the replicas of a unit, and on ranks of tensor parallelism beside a
+parameter that is not cut; one of them writes. Scalar state of a parameter that several
+ranks hold parts of is compared in ``merge``.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.value_hash import hash_values
 from composable_fsdp.naming import listed, quoted
-from composable_fsdp.storage.contents import HeldTensor
-from composable_fsdp.storage.expert_names import require_own_names
+from composable_fsdp.optim.names import is_absent
+from composable_fsdp.storage.contents import Contents, HeldTensor, is_elementwise
 from composable_fsdp.storage.manifest import Json
-from composable_fsdp.storage.same_copies import Copies, require_same_copies, warning_of
+from composable_fsdp.storage.mesh_copies import (
+    ReplicaShards,
+    copies_of,
+    digest_of,
+    warning_of,
+)
 from composable_fsdp.storage.team import Team
 from composable_fsdp.storage.values import encode
 from composable_fsdp.storage.writer import in_host_memory
@@ -37,30 +47,85 @@ from composable_fsdp.tree.fingerprint import ranks_text
 
 _log = logging.getLogger(__name__)
 
+Copies = dict[tuple[int, ...], dict[str, str]]
+"""Per ranks with the same elements: a text for each state, by the parameter's name."""
+Hashes = Mapping[tuple[int, ...], bytes]
+
+
+class _Kind(NamedTuple):
+    """Values that ranks tell, and the words for a value that differs.
+
+    ``is_shared``: ranks that do not tell a name are compared, too. ``is_shown``: the
+    values are texts for the message.
+    """
+
+    text: str
+    is_shared: bool = True
+    is_shown: bool = False
+
+
+_LOCAL = (
+    "local=[{first}] (names, or patterns such as 'experts.*' or '*._extra_state'), "
+    "which saves each rank's own"
+)
+_KINDS = {
+    "chosen": _Kind(
+        "{name} is not chosen on all ranks: {who}; nothing was written. Pass the same "
+        "include, exclude and trainable_only on every rank, and freeze the same "
+        "parameters.",
+        is_shown=True,
+    ),
+    "experts": _Kind(
+        "{name} is an expert on rank {a} and another on rank {b}, by their "
+        "expert_mesh; a checkpoint expects another name for each expert. Nothing was "
+        "written. Keep the numbers of the plain model: nn.ModuleList with None in the "
+        "places of other ranks' experts. Or stack the experts and pass DTensors of "
+        "distribute_tensor(weight, mesh['ep'], [Shard(0)]).",
+        is_shared=False,
+    ),
+    "shapes": _Kind(
+        "{name} is in no unit and not the same on all ranks: {who}. A single rank "
+        "saves such tensors for all ranks, so the others' would be lost; nothing was "
+        "written. Build the same modules on every rank, or pass {local}.",
+        is_shown=True,
+    ),
+    "parameters": _Kind(
+        "Parameter {name} is in no unit and has other values on {others} than on "
+        "{ranks}; a checkpoint has such parameters once, and nothing was written. Give "
+        "all ranks the same values (torch.distributed.broadcast), pass its module to "
+        "fully_shard, or pass {local}.",
+    ),
+    "own_states": _Kind(
+        "The extra state {name} is another on {others} than on {ranks}; a checkpoint "
+        "has extra states once, and nothing was written. Let get_extra_state return "
+        "the same on all ranks, or pass {local}.",
+    ),
+    "rectangles": _Kind(
+        "The part of DTensor {name} is in no unit and has other values on {others} "
+        "than on {ranks}; nothing was written. Give all ranks the same values, or pass "
+        "the module around it to fully_shard.",
+        is_shared=False,
+    ),
+    "options": _Kind(
+        "The optimizer's {name} is {who}; a checkpoint has options once. Nothing was "
+        "written. Give all ranks the same options, or pass {local}.",
+        is_shared=False,
+        is_shown=True,
+    ),
+}
+"""In the order of the comparison: values of tensors that all ranks have come later."""
+
 
 @dataclass(slots=True)
 class RankValues:
-    """What a rank tells of the values that rank 0 alone saves; small, to be sent."""
+    """What a rank tells of the values that are saved once; small, to be sent."""
 
-    shapes: dict[str, str] = field(default_factory=dict)
-    """Kind, shape and dtype of each tensor in no unit, by name."""
-    parameters: dict[str, Any] = field(default_factory=dict)
-    """A hash of each parameter in no unit, and of the optimizer state, by name."""
-    buffers: dict[str, Any] = field(default_factory=dict)
-    """The same of each buffer."""
-    own_states: dict[str, str] = field(default_factory=dict)
-    """The extra state of each module as a text, by name."""
-    chosen: dict[str, str] = field(default_factory=dict)
-    """The names of parameters of units, if only a part of the model is saved."""
-    rectangles: dict[str, Any] = field(default_factory=dict)
-    """A hash of this rank's rectangle of each DTensor in no unit, by name and place;
-    and its scalar optimizer state, by name."""
-    local: dict[str, str] = field(default_factory=dict)
+    values: dict[str, dict[str, Any]] = field(
+        default_factory=lambda: {kind: {} for kind in (*_KINDS, "buffers")}
+    )
+    """By kind and by name: a text, or a hash."""
+    local: list[str] = field(default_factory=list)
     """The names in no unit that this rank saves for itself (``local=``)."""
-    experts: dict[str, int] = field(default_factory=dict)
-    """The names of this rank's experts, with the place in the ``expert_mesh``."""
-    options: dict[str, str] = field(default_factory=dict)
-    """The options of the optimizer, as JSON, by the name of the parameter."""
     copies: Copies = field(default_factory=dict)
     """Optimizer state of parameters in units that other ranks hold as well."""
 
@@ -71,25 +136,23 @@ class RankValues:
         """
         # Sorted: ranks may order groups and parameters differently, and a checkpoint
         # goes by names.
-        parts = [self.shapes, self.parameters, self.buffers, self.options, self.chosen]
-        parts += [self.rectangles, self.experts, self.own_states]
-        text = repr([sorted(part.items()) for part in parts])
-        return hashlib.blake2b(text.encode(), digest_size=16).digest()
+        return digest_of([sorted(part.items()) for part in self.values.values()])
 
 
 def hash_tensors(held: Sequence[HeldTensor], told: RankValues) -> None:
     """Add names, shapes and hashes of tensors in no unit to ``told``."""
     plain = [_hashable(each.tensor) for each in held]
     # A copy of all hashes to the host at once: a GPU would be waited for per tensor.
-    hashes = hash_values(plain).tolist() if _on_a_device(plain) else map(_hash, plain)
+    alike = len({tensor.device for tensor in plain}) == 1
+    hashes = hash_values(plain).tolist() if alike else map(_hash, plain)
     for each, value in zip(held, hashes, strict=True):
         name = each.names[0]
         is_parameter = isinstance(each.shown, nn.Parameter)
         kind = "a parameter" if is_parameter else "a buffer"
         # Ties are part of the checkpoint: a tied tensor is saved once.
         tied = f", also named {listed(each.names[1:])}" if each.names[1:] else ""
-        told.shapes[name] = f"{kind} {each.shape} of {each.dtype}{tied}"
-        (told.parameters if is_parameter else told.buffers)[name] = value
+        told.values["shapes"][name] = f"{kind} {each.shape} of {each.dtype}{tied}"
+        told.values["parameters" if is_parameter else "buffers"][name] = value
 
 
 def hash_rectangles(held: Sequence[HeldTensor], told: RankValues) -> None:
@@ -98,16 +161,11 @@ def hash_rectangles(held: Sequence[HeldTensor], told: RankValues) -> None:
         name, given = each.names[0], each.rectangle
         assert given is not None
         # The shape of the whole tensor, which all ranks tell alike.
-        told.shapes[name] = f"a DTensor {each.shape} of {each.dtype}"
+        told.values["shapes"][name] = f"a DTensor {each.shape} of {each.dtype}"
         # A rank without elements may have any offset.
         if given.numel:
             where = f"{name} at {given.offset}"
-            told.rectangles[where] = _hash(_hashable(each.local))
-
-
-def _on_a_device(tensors: Sequence[Tensor]) -> bool:
-    """Return whether all tensors are on the same device."""
-    return len({tensor.device for tensor in tensors}) == 1
+            told.values["rectangles"][where] = _hash(_hashable(each.local))
 
 
 def _hashable(tensor: Tensor) -> Tensor:
@@ -131,55 +189,136 @@ def text_of(value: Any, where: str) -> str:
     return json.dumps(found, sort_keys=True)
 
 
+def copied_states(
+    contents: Contents, states: Mapping[int, Mapping[str, Any]]
+) -> Copies:
+    """Return the states of this rank's parameters in units that other ranks hold, too.
+
+    Raises: CheckpointError, for a state that is neither element-wise nor a scalar.
+    """
+    found: Copies = {}
+    # Read together at the end: a GPU would be waited for at each number.
+    waiting: list[tuple[str, Tensor, list[dict[str, str]]]] = []
+    for held in contents.regions:
+        replicate = held.handle.groups.replicate
+        # Most models: no rank has a copy.
+        if replicate is None and not contents.mesh_groups:
+            continue
+        replicas = (
+            [] if replicate is None else [dist.get_process_group_ranks(replicate)]
+        )
+        for param in held.params:
+            # A rank without elements has no state to compare.
+            if is_absent(param.ref.leaf):
+                continue
+            form, name = param.ref.form, param.names[0]
+            others = copies_of(held.handle, form, contents.mesh_groups)
+            told = [found.setdefault(tuple(r), {}) for r in (*replicas, *others)]
+            for key, value in states.get(id(param.tensor), {}).items():
+                where = f"{name} (state {key!r})"
+                # Elements would take a pass over memory; dtypes differ for free.
+                if is_elementwise(key, value, param.ref.leaf, name):
+                    said = f"elements of {value.dtype}"
+                elif isinstance(value, Tensor) and value.ndim == 0:
+                    waiting.append((where, value, told))
+                    continue
+                else:
+                    said = text_of(value, where)
+                for each in told:
+                    each[where] = said
+    _read(waiting)
+    return found
+
+
+def _read(waiting: Sequence[tuple[str, Tensor, list[dict[str, str]]]]) -> None:
+    """Write the values of tensors of a single element into the dicts beside each."""
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, (_, value, _) in enumerate(waiting):
+        alike.setdefault((value.device, value.dtype), []).append(i)
+    for (_, dtype), numbers in alike.items():
+        values = torch.stack([waiting[i][1].detach() for i in numbers]).tolist()
+        for i, value in zip(numbers, values, strict=True):
+            where, _, told = waiting[i]
+            for each in told:
+                each[where] = f"{value!r} of {dtype}"
+
+
+def hashes_of(copies: Copies) -> Hashes:
+    """Return a hash per set of ranks, which is equal where the texts are."""
+    return {ranks: digest_of(sorted(told.items())) for ranks, told in copies.items()}
+
+
+def copies_differ(ranks: Sequence[int], told: Sequence[Hashes]) -> bool:
+    """Return whether two ranks have told different hashes of the same ranks."""
+    by_rank = dict(zip(ranks, told, strict=True))
+    # A rank that has told nothing of the set lacks all of its state.
+    return any(
+        by_rank[other].get(group) != mine
+        for each in told
+        for group, mine in each.items()
+        for other in group
+        if other in by_rank
+    )
+
+
+def _require_same_copies(by_rank: Mapping[int, RankValues]) -> None:
+    """Raise CheckpointError for a state that two copies have differently."""
+    for group in {group: None for each in by_rank.values() for group in each.copies}:
+        told = {r: by_rank[r].copies.get(group, {}) for r in group if r in by_rank}
+        for where in _unlike(told, is_shared=True):
+            name = where.rpartition(" (state ")[0]
+            raise CheckpointError(
+                f"The optimizer's {where} is {_who(told, where)}, which hold copies of "
+                "the parameter; a checkpoint has it once. Nothing was written. Step "
+                "the optimizers of all replicas alike, or pass "
+                f"local=[{name!r}], which saves each rank's own scalars."
+            )
+
+
 def require_same(ranks: Sequence[int], told: Sequence[RankValues]) -> str:
     """Compare the values of all ranks; return a line for the log, or "".
 
-    Raises: CheckpointError, for tensors and options that would be lost.
+    Raises: CheckpointError, for values that would be lost.
     """
-    unlike = _unlike(told, lambda each: each.chosen)
-    if unlike:
-        name = unlike[0]
-        raise CheckpointError(
-            f"{quoted(name)}{_more(unlike)} is not chosen on all ranks: "
-            f"{_who(ranks, [each.chosen.get(name) for each in told])}; nothing was "
-            "written. Pass the same include, exclude and trainable_only on every rank, "
-            "and freeze the same parameters."
-        )
-    require_own_names(ranks, [each.experts for each in told])
-    _require_same_local(ranks, told)
-    # Names and shapes first: hashes of values are compared for tensors that all ranks
-    # have.
-    unlike = _unlike(told, lambda each: each.shapes)
-    if unlike:
-        name = unlike[0]
-        raise CheckpointError(
-            f"{quoted(name)}{_more(unlike)} is in no unit and not the same on all "
-            f"ranks: {_who(ranks, [each.shapes.get(name) for each in told])}. Rank "
-            f"{ranks[0]} saves such tensors for all ranks, so the others' would be "
-            "lost; nothing was written. Build the same modules on every rank, or pass "
-            f"local=[{name!r}] (names, or patterns such as 'experts.*'), which saves "
-            "each rank's own."
-        )
-    # Experts of a rank alone, or modules that no rank synchronizes: the values are the
-    # result of training, and only this rank has them.
-    unlike = _unlike(told, lambda each: each.parameters)
-    if unlike:
-        raise CheckpointError(
-            f"Parameter {quoted(unlike[0])}{_more(unlike)} is in no unit and has other "
-            f"values on {_others(ranks, [each.parameters for each in told], unlike[0])}"
-            f" than on rank {ranks[0]}, "
-            "which saves such parameters for all ranks; nothing was written. Give all "
-            "ranks the same values (torch.distributed.broadcast), pass its module to "
-            f"fully_shard, or pass local=[{unlike[0]!r}] (names, or patterns such as "
-            "'experts.*'), which saves each rank's own."
-        )
-    _require_same_own_states(ranks, told)
-    _require_same_rectangles(ranks, told)
-    _require_same_options(ranks, told)
-    require_same_copies(ranks, [each.copies for each in told])
-    # No error: the running means of a normalization differ in ordinary
-    # training, and DistributedDataParallel gives all ranks those of rank 0, too.
-    unlike = _unlike(told, lambda each: each.buffers)
+    by_rank = dict(zip(ranks, told, strict=True))
+    for kind, (text, is_shared, is_shown) in _KINDS.items():
+        # A name that is saved for all ranks and for one is told before its values.
+        if kind == "shapes":
+            _require_same_local(by_rank)
+        values = {rank: each.values[kind] for rank, each in by_rank.items()}
+        unlike = _unlike(values, is_shared=is_shared)
+        if unlike:
+            name, *more = unlike
+            shown = quoted(name)
+            if kind == "options":
+                # A group has many; the message has the first that differs.
+                option, values = _option(values, name)
+                shown, more = f"option {option!r} of {shown}", []
+            told_by = {r: each.get(name) for r, each in values.items()}
+            if not is_shared:
+                told_by = {
+                    r: value for r, value in told_by.items() if value is not None
+                }
+            first = next(iter(told_by.values()))
+            same = [rank for rank, value in told_by.items() if value == first]
+            others = [rank for rank in told_by if rank not in same]
+            words = f" (and {len(more)} more: {listed(map(quoted, more))})"
+            raise CheckpointError(
+                text.format(
+                    name=shown + (words if more else ""),
+                    who=_who(values, name) if is_shown else "",
+                    others=ranks_text(others),
+                    ranks=ranks_text(same),
+                    a=same[0],
+                    b=others[0],
+                    local=_LOCAL.format(first=repr(name)),
+                )
+            )
+    _require_same_copies(by_rank)
+    # No error: the running means of a normalization differ in ordinary training, and
+    # DistributedDataParallel gives all ranks those of rank 0, too.
+    buffers = {rank: each.values["buffers"] for rank, each in by_rank.items()}
+    unlike = _unlike(buffers, is_shared=True)
     if not unlike:
         return ""
     return (
@@ -190,36 +329,19 @@ def require_same(ranks: Sequence[int], told: Sequence[RankValues]) -> str:
     )
 
 
-def _require_same_own_states(ranks: Sequence[int], told: Sequence[RankValues]) -> None:
-    """Raise CheckpointError for an extra state that differs over ranks."""
-    # No trainer gives all ranks the extra states of one, as is done with buffers, so a
-    # difference is what only this rank has learnt or counted.
-    unlike = _unlike(told, lambda each: each.own_states)
-    if unlike:
-        name = unlike[0]
-        others = _others(ranks, [each.own_states for each in told], name)
-        raise CheckpointError(
-            f"The extra state {quoted(name)}{_more(unlike)} is another on {others} "
-            f"than on rank {ranks[0]}, which saves extra states for all ranks; nothing "
-            "was written. Let get_extra_state return the same on all ranks, or pass "
-            f"local=[{name!r}] (names, or patterns such as '*._extra_state'), which "
-            "saves each rank's own."
-        )
-
-
-def _require_same_local(ranks: Sequence[int], told: Sequence[RankValues]) -> None:
+def _require_same_local(by_rank: Mapping[int, RankValues]) -> None:
     """Raise CheckpointError for a name that a rank saves for itself, and another not.
 
     A rank that does not have the tensor may name it or not.
     """
-    for name in dict.fromkeys(name for each in told for name in each.local):
+    for name in dict.fromkeys(name for each in by_rank.values() for name in each.local):
         without = [
             rank
-            for rank, each in zip(ranks, told, strict=True)
-            if name in each.shapes or name in each.own_states
+            for rank, each in by_rank.items()
+            if name in each.values["shapes"] or name in each.values["own_states"]
         ]
         if without:
-            having = [r for r, t in zip(ranks, told, strict=True) if name in t.local]
+            having = [rank for rank, each in by_rank.items() if name in each.local]
             raise CheckpointError(
                 f"{quoted(name)} is in local=[..] on {ranks_text(having)} and not on "
                 f"{ranks_text(without)}; a tensor is saved once for all ranks, or by "
@@ -228,104 +350,67 @@ def _require_same_local(ranks: Sequence[int], told: Sequence[RankValues]) -> Non
             )
 
 
-def _require_same_rectangles(ranks: Sequence[int], told: Sequence[RankValues]) -> None:
-    """Raise CheckpointError for a rectangle of a DTensor that has two values."""
-    known: dict[str, tuple[int, Any]] = {}
-    for rank, each in zip(ranks, told, strict=True):
-        for where, value in each.rectangles.items():
-            first, expected = known.setdefault(where, (rank, value))
-            if value != expected:
-                raise CheckpointError(
-                    f"The part of DTensor {where} is in no unit and has other values "
-                    f"on rank {rank} than on rank {first}, which would save the part; "
-                    "nothing was written. Give all ranks the same values, or pass the "
-                    "module around it to fully_shard."
-                )
+def _unlike(told: Mapping[int, Mapping[str, Any]], *, is_shared: bool) -> list[str]:
+    """Return the names whose values differ, or (``is_shared``) that a rank lacks."""
+    found: dict[str, set[Any]] = {}
+    for each in told.values():
+        for name, value in each.items():
+            found.setdefault(name, set()).add(value)
+    if is_shared:
+        for each in told.values():
+            for name in found.keys() - each.keys():
+                found[name].add(None)
+    return [name for name, values in found.items() if len(values) > 1]
 
 
-def _require_same_options(ranks: Sequence[int], told: Sequence[RankValues]) -> None:
-    """Raise CheckpointError for optimizer options that differ over ranks."""
-    for name in told[0].options:
-        texts = [each.options.get(name) for each in told]
-        first = texts[0]
-        assert first is not None
-        # A rank may leave out parameters that it holds no elements of.
-        other = next(
-            (i for i, text in enumerate(texts) if text not in (None, first)), 0
-        )
-        if other:
-            # A group has many options; the message names the first that differs.
-            left, right = json.loads(first), json.loads(str(texts[other]))
-            key = next(k for k in {**left, **right} if left.get(k) != right.get(k))
-            raise CheckpointError(
-                f"The optimizer's option {key!r} of {quoted(name)} is "
-                f"{left.get(key)!r} on rank {ranks[0]} and {right.get(key)!r} on rank "
-                f"{ranks[other]}; a checkpoint has options once, for all ranks. "
-                "Nothing was written. Give all ranks the same options, or pass "
-                f"local=[{name!r}], which saves each rank's own."
-            )
+def _option(
+    told: Mapping[int, Mapping[str, str]], name: str
+) -> tuple[str, dict[int, dict[str, str]]]:
+    """Return the first option of ``name`` that differs, and the values of the ranks."""
+    # A rank may leave out parameters that it holds no elements of.
+    options = {r: json.loads(each[name]) for r, each in told.items() if name in each}
+    keys = dict.fromkeys(key for each in options.values() for key in each)
+    found = {
+        key: {rank: {name: repr(each.get(key))} for rank, each in options.items()}
+        for key in keys
+    }
+    return next((k, v) for k, v in found.items() if _unlike(v, is_shared=False))
 
 
-def _unlike(
-    told: Sequence[RankValues], part: Callable[[RankValues], Mapping[str, Any]]
-) -> list[str]:
-    """Return the names whose values differ, or which a rank lacks."""
-    # Names of all ranks, because rank 0 may lack the tensor.
-    names = dict.fromkeys(name for each in told for name in part(each))
-    return [n for n in names if len({part(each).get(n) for each in told}) > 1]
-
-
-def _more(names: Sequence[str]) -> str:
-    """Return words for the names after the first."""
-    count = len(names) - 1
-    return f" (and {count} more: {listed(map(quoted, names[1:]))})" if count else ""
-
-
-def _who(ranks: Sequence[int], texts: Sequence[str | None]) -> str:
+def _who(told: Mapping[int, Mapping[str, Any]], name: str) -> str:
     """Return the ranks of each text, in words."""
-    # A dict and no set: the ranks must build the same text.
-    kinds = dict.fromkeys(texts)
-    return "; ".join(
-        f"{kind or 'absent'} on "
-        + ranks_text(r for r, text in zip(ranks, texts, strict=True) if text == kind)
-        for kind in kinds
-    )
-
-
-def _others(ranks: Sequence[int], told: Sequence[Mapping[str, Any]], name: str) -> str:
-    """Return the ranks whose value of a name is not the first rank's, in words."""
-    first = told[0].get(name)
-    return ranks_text(
-        rank for rank, each in zip(ranks, told, strict=True) if each.get(name) != first
+    by_text: dict[Any, list[int]] = {}
+    for rank, each in told.items():
+        by_text.setdefault(each.get(name), []).append(rank)
+    return " and ".join(
+        f"{str(text or 'absent')[:200]} on {ranks_text(ranks)}"
+        for text, ranks in by_text.items()
     )
 
 
 def require_same_values(
-    team: Team, told: Sequence[tuple[Any, ...]]
+    team: Team,
+    told: Sequence[tuple[RankValues | None, ReplicaShards | None]],
 ) -> Exception | None:
-    """Compare what all ranks told in full: kinds, ``RankValues``, ``ReplicaShards``.
+    """Compare what all ranks told in full; ``None`` stands for what was equal.
 
-    ``None`` stands for what was equal. Rank 0 alone warns.
+    Rank 0 alone warns; return the error if this process lets warnings raise.
 
     Raises: CheckpointError, the same on every rank.
     """
-    texts, (_, values, shards) = [], zip(*told, strict=True)
-    if values[0] is not None:
+    values = [each for each, _ in told if each is not None]
+    shards = [each for _, each in told if each is not None]
+    if values:
         text = require_same(team.ranks, values)
         # Running means differ in ordinary training.
         if text and team.rank == 0:
             _log.info(text)
-    if shards[0] is not None:
-        texts.append(warning_of(team.ranks, shards))
+    text = warning_of(team.ranks, shards) if shards else ""
     # A warning per rank would say no more.
-    warned = [_warned(text) for text in texts if text and team.rank == 0]
-    return next(filter(None, warned), None)
-
-
-def _warned(text: str) -> Exception | None:
-    """Warn; return the error for ``write`` if this process lets warnings raise."""
+    if not text or team.rank:
+        return None
     try:
-        warnings.warn(text, stacklevel=5)
+        warnings.warn(text, stacklevel=4)
     except Warning as raised:
         # Raised here, the warning would end rank 0 alone, and the others would wait.
         error = CheckpointError(

@@ -24,7 +24,6 @@ from torch import nn
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed
 from composable_fsdp.optim.names import Optimizers
-from composable_fsdp.storage.collection import paused_collection
 from composable_fsdp.storage.commit import (
     begin,
     commit,
@@ -37,23 +36,27 @@ from composable_fsdp.storage.contents import (
     optimizers_in,
 )
 from composable_fsdp.storage.directory import MANIFEST, make_seen, path_text, sync
-from composable_fsdp.storage.file_part import FilePart, Kinds, digest
 from composable_fsdp.storage.manifest import BLOCK, Manifest, block_size
-from composable_fsdp.storage.merge import RankPart, merge
+from composable_fsdp.storage.merge import FilePart, RankPart, merge
+from composable_fsdp.storage.mesh_copies import replica_shards, replicas_differ
 from composable_fsdp.storage.native import manifest_bytes
 from composable_fsdp.storage.part import PartMaker
-from composable_fsdp.storage.pending import raise_unseen, wait_for_pending
-from composable_fsdp.storage.region_part import add_missing
-from composable_fsdp.storage.remote import is_url, join, split, whole_path
-from composable_fsdp.storage.same_copies import (
+from composable_fsdp.storage.same_on_ranks import (
+    RankValues,
     copies_differ,
     hashes_of,
-    replica_shards,
-    replicas_differ,
+    require_same_values,
 )
-from composable_fsdp.storage.same_on_ranks import RankValues, require_same_values
 from composable_fsdp.storage.selection import Patterns, Selection
-from composable_fsdp.storage.team import Team, meet_team, team_of
+from composable_fsdp.storage.staging import paused_collection
+from composable_fsdp.storage.storages import is_url, join, split, whole_path
+from composable_fsdp.storage.team import (
+    Team,
+    meet_team,
+    raise_unseen,
+    team_of,
+    wait_for_pending,
+)
 from composable_fsdp.storage.validate import parse
 from composable_fsdp.storage.writer import Piece, in_order, places_of, write_file
 from composable_fsdp.tree.traversal import require_module
@@ -89,8 +92,8 @@ def save(
             module.
         optim: an optimizer over the parameters of ``module``, or a list of optimizers
             with disjoint parameters. Default None: no optimizer state is saved.
-        extra: nested dicts, lists, tuples, sets and deques of strings, bytes, numbers,
-            booleans, None, tensors, numpy arrays, and objects with ``state_dict`` and
+        extra: nested dicts, lists and tuples of strings, bytes, numbers, booleans,
+            None, tensors, numpy arrays, and objects with ``state_dict`` and
             ``load_state_dict`` such as a scheduler, whose state is saved. ``load``
             returns the values. Rank 0's ``extra`` is saved. Default None.
         keep: the number of checkpoints to keep, ``path`` included, among those beside
@@ -116,11 +119,10 @@ def save(
             Each rank's own are saved and come back to the same rank. Default None: a
             difference is refused.
 
-    Collective: two small gathers (three, if a rank has no optimizer state of a kind
-    that other ranks have, or other values in no unit) and a broadcast of objects on a
-    private gloo group, which the first call makes. The group holds the ranks of the
-    module's mesh (all ranks, for a plain module); all of them must call. No tensor is
-    sent.
+    Collective: two small gathers (three, if a rank has other values in no unit) and a
+    broadcast of objects on a private gloo group, which the first call makes. The group
+    holds the ranks of the module's mesh (all ranks, for a plain module); all of them
+    must call. No tensor is sent.
     Raises: CheckpointError, TypeError or PhaseError, the same on every rank.
     """
     meet_team(module, "save")
@@ -191,13 +193,11 @@ def prepare(
     """Collect this rank's pieces and make the directory; all ranks, or none.
 
     Collective: one all-gather of objects over the team's group; a second all-gather if
-    the ranks' regions, kinds of optimizer state, or values that rank 0 saves differ, or
-    replicas.
+    values that are saved once differ.
     Raises: CheckpointError, TypeError or PhaseError, the same on every rank.
     """
     target, ending, error = "", "", None
     part, pieces, values = FilePart(), list[Piece](), RankValues()
-    kinds: Kinds = {}
     shards = replica_shards(())
     # Two saves of the same ranks must not write or exchange objects at the same time.
     before = wait_for_pending(team)
@@ -215,7 +215,7 @@ def prepare(
             rank=team.rank,
         )
         part, pieces = maker.make(optims, given.extra, given.per_rank)
-        values, kinds = maker.told, maker.kinds
+        values = maker.told
         shards = replica_shards(maker.chosen.states)
         if team.rank == 0:
             ending = begin(target, overwrite, team.world_size)
@@ -223,39 +223,28 @@ def prepare(
     except Exception as raised:
         error = raised
     try:
-        # Every region needs an entry per rank of every optimizer state (the file format
-        # says so), but a rank without elements of the parameters has no such state. The
-        # digests tell every rank whether a second exchange is needed, so all ranks
-        # decide alike.
         nbytes = sum(piece.nbytes for piece in pieces)
-        # A share of a shard may lack a state that the other shares have.
-        add_missing(part, pieces, [kinds])
-        told = digest(kinds), values.digest()
         copies = hashes_of(values.copies)
-        mine = target, ending, before, *told, nbytes, copies
+        mine = target, ending, before, values.digest(), nbytes, copies
         answers = team.agree(error, (*mine, *shards[:2]))
         raise_unseen(team, [each[2] for each in answers])
-        kinds_differ = len({each[3] for each in answers if each[3]}) > 1
-        values_differ = len({each[4] for each in answers}) > 1
-        values_differ |= copies_differ(team.ranks, [each[6] for each in answers])
-        shards_differ = replicas_differ([each[7:9] for each in answers])
-        if kinds_differ or values_differ or shards_differ:
+        # The digests tell every rank whether a second exchange is needed, so all ranks
+        # decide alike.
+        values_differ = len({each[3] for each in answers}) > 1
+        values_differ |= copies_differ(team.ranks, [each[5] for each in answers])
+        shards_differ = replicas_differ([each[6:8] for each in answers])
+        if values_differ or shards_differ:
             # Names and hashes are sent in full only now: of 10,000 tensors and 1,024
             # ranks they are hundreds of megabytes.
-            told_now = (
-                (values if values_differ else None),
-                (shards if shards_differ else None),
-            )
-            everyone = team.agree(None, (kinds, *told_now))
-            add_missing(part, pieces, [each for each, *_ in everyone])
-            error = require_same_values(team, everyone)
+            told = values if values_differ else None, shards if shards_differ else None
+            error = require_same_values(team, team.agree(None, told))
     except BaseException:
         if ending:
             discard(target, ending)
         raise
     # Only rank 0 has made a directory; the other ranks write into the same directory.
     target, ending = _place_of_rank_0(answers, target, team.rank)
-    block = block_size(sum(each[5] for each in answers))
+    block = block_size(sum(each[4] for each in answers))
     given_on = keep, overwrite, error, block
     return Job(target, ending, part, in_order(pieces), *given_on)
 

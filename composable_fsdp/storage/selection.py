@@ -6,18 +6,203 @@ name stands for all that the module holds::
     "*lora*"            every name with lora in it
     "blocks.*.attn"     the attention of every block: blocks.0.attn.weight, ..
     "head"              head.weight, head.bias; not header.weight
+
+A load can also show a checkpoint under the names of another model (``rename``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from composable_fsdp.errors import CheckpointError
+from composable_fsdp.naming import join_name, listed, quoted
 from composable_fsdp.storage.contents import Contents, HeldParam, HeldTensor
+from composable_fsdp.storage.source import Copy, Source, TensorInfo
 from composable_fsdp.storage.wrappers import HeldWrapper
+
+Rename = Mapping[str, str] | Callable[[str], str | None]
+"""Old prefixes to new ones, or a function of a name; None leaves the tensor out."""
+
+
+def renaming(rename: Rename, names: Sequence[str]) -> Callable[[str], str | None]:
+    """Return the new name of each name of a checkpoint, as a function.
+
+    A prefix stands for a module or a tensor: ``model`` and ``model.`` rename
+    ``model.weight``, and not ``models.weight``. The longest prefix counts; the prefix
+    ``""`` stands before every name.
+
+    Raises: TypeError, for another type; CheckpointError, for a prefix that no name has.
+
+    >>> new = renaming({"model.": "", "head": "lm_head"}, ["model.a", "head.weight"])
+    >>> new("model.a"), new("head.weight"), new("scale")
+    ('a', 'lm_head.weight', 'scale')
+    """
+    # A function may leave names as they are, so no name of it is misspelt.
+    if callable(rename):
+        return rename
+    pairs = rename.items() if isinstance(rename, Mapping) else [(rename, None)]
+    if not all(isinstance(text, str) for pair in pairs for text in pair):
+        raise TypeError(
+            "load expects rename={old prefix: new prefix}, of texts, or a function of "
+            f"a name, got {rename!r}."
+        )
+    # A module's name with or without the dot at its end.
+    table = {old.rstrip("."): new.rstrip(".") for old, new in pairs if new is not None}
+    # A misspelt prefix would leave all names as they are.
+    unused = [old for old in table if not any(_has(name, old) for name in names)]
+    if unused:
+        raise CheckpointError(
+            f"load: rename has {listed(map(quoted, unused))}, and no name in the "
+            f"checkpoint begins with it. The names are {listed(map(quoted, names))}."
+        )
+    # The longest first: ``model.head`` goes elsewhere than ``model``.
+    prefixes = sorted(table, key=len, reverse=True)
+
+    def renamed(name: str) -> str:
+        old = next((each for each in prefixes if _has(name, each)), None)
+        if old is None:
+            return name
+        rest = name[len(old) :].removeprefix(".")
+        return join_name(table[old], rest) if table[old] and rest else table[old] + rest
+
+    return renamed
+
+
+def _has(name: str, prefix: str) -> bool:
+    """Return whether the name is the prefix, or is of the module of that name."""
+    return not prefix or name == prefix or name.startswith(f"{prefix}.")
+
+
+class RenamedSource(Source):
+    """A view of ``source`` with other names; reads the same bytes.
+
+    Raises: CheckpointError, if two tensors get the same name.
+    """
+
+    def __init__(self, source: Source, rename: Rename) -> None:
+        self._source = source
+        self.path = getattr(source, "path", "the checkpoint")
+        self.fingerprint, self.saved_ranks = source.fingerprint, source.saved_ranks
+        names = [*source.model, *source.aliases, *source.own_states]
+        new = renaming(rename, names)
+        # New name -> old name, and the other way round, without names left out.
+        self._old: dict[str, str] = {}
+        self._new: dict[str, str] = {}
+        for name in names:
+            found = new(name)
+            if found is None:
+                continue
+            # Of a tensor's whole name, a prefix can leave nothing.
+            if not found:
+                raise CheckpointError(
+                    f"load: rename gives {quoted(name)} an empty name. Rename the "
+                    "module around it, or pass a function that returns None for it."
+                )
+            if found in self._old:
+                raise CheckpointError(
+                    f"load: rename gives {quoted(name)} and "
+                    f"{quoted(self._old[found])} of the checkpoint the same name "
+                    f"{quoted(found)}. Rename one of them otherwise, or return None "
+                    "for it from a function."
+                )
+            self._old[found], self._new[name] = name, found
+        # Tables of names alone: values are read from ``source`` when asked for.
+        self.model = self._renamed(source.model)
+        self.aliases = self._aliases(source)
+        self.own_states = self._renamed(source.own_states)
+        # The name of a wrapper is no name of a tensor, and so not in the tables.
+        told = ((new(name), facts) for name, facts in source.wrappers.items())
+        self.wrappers = {name: facts for name, facts in told if name}
+
+    def _renamed(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a mapping by the new names, without names that are left out."""
+        new = self._new
+        return {new[name]: value for name, value in values.items() if name in new}
+
+    def _aliases(self, source: Source) -> dict[str, str]:
+        """Return the other names; one of them stands for a kept name left out."""
+        found: dict[str, str] = {}
+        promoted: dict[str, str] = {}
+        for name, kept in source.aliases.items():
+            if name not in self._new:
+                continue
+            # The usual case: the tie stays, under the new names.
+            if kept in self._new:
+                found[self._new[name]] = self._new[kept]
+            elif kept in promoted:
+                found[self._new[name]] = promoted[kept]
+            else:
+                promoted[kept] = self._new[name]
+                self.model = {**self.model, self._new[name]: source.model[kept]}
+        # The parameter is stored once, under the name that was left out.
+        for kept, name in promoted.items():
+            self._old[name], self._new[kept] = kept, name
+        return found
+
+    @cached_property
+    def optim(self) -> Mapping[str, Mapping[str, TensorInfo]]:  # type: ignore[override]  # computed when asked for
+        """See ``Source``."""
+        return self._renamed(self._source.optim)
+
+    @cached_property
+    def optim_values(self) -> Mapping[str, Mapping[str, Any]]:  # type: ignore[override]  # computed when asked for
+        """See ``Source``."""
+        return self._renamed(self._source.optim_values)
+
+    @cached_property
+    def param_groups(self) -> Sequence[Mapping[str, Any]] | None:  # type: ignore[override]  # computed when asked for
+        """See ``Source``; parameters that are left out are in no group."""
+        # None says that there is no optimizer, and an empty list that it has no group.
+        groups = self._source.param_groups
+        if groups is None:
+            return None
+        return [
+            {**g, "params": [self._new[n] for n in g["params"] if n in self._new]}
+            for g in groups
+        ]
+
+    @property
+    def extra(self) -> Any:
+        """See ``Source``."""
+        return self._source.extra
+
+    def _told(self, copy: Copy) -> Copy:
+        """Return ``copy`` with the name in the checkpoint."""
+        return copy._replace(name=self._old[copy.name])
+
+    def read_model(self, name: str, start: int, stop: int) -> Tensor:
+        """Return elements ``[start, stop)`` of a tensor; see ``Source``."""
+        return self._source.read_model(self._old[name], start, stop)
+
+    def read_optim(self, name: str, state: str, start: int, stop: int) -> Tensor:
+        """Return elements ``[start, stop)`` of a state; see ``Source``."""
+        return self._source.read_optim(self._old[name], state, start, stop)
+
+    def prepare(self, copies: Sequence[Copy]) -> None:
+        """See ``Source``."""
+        self._source.prepare(list(map(self._told, copies)))
+
+    def finish(self, copies: Sequence[Copy]) -> None:
+        """See ``Source``."""
+        self._source.finish(list(map(self._told, copies)))
+
+    def rng(self, rank: int, world_size: int) -> dict[str, Any] | None:
+        """See ``Source``."""
+        return self._source.rng(rank, world_size)
+
+    def rank_values(self, rank: int) -> Any:
+        """See ``Source``."""
+        return self._source.rank_values(rank)
+
+    def close(self) -> None:
+        """Do nothing: the caller that opened ``source`` closes ``source``."""
+
 
 Patterns = str | Sequence[str] | Callable[[str], bool] | None
 """A pattern, several patterns, a function of a name, or None."""

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from composable_fsdp.storage.rectangles import Rectangle
+from composable_fsdp.storage.manifest import Rectangle
 
 CHUNK_BYTES = 64 * 2**20
 """The number of bytes of a tensor that are read and passed on at a time."""

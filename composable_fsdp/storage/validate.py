@@ -1,47 +1,192 @@
 """Checks how the fields of a manifest fit together, before any payload is read.
 
 - All names are unique.
-- The slots of a region do not overlap, and the shards cover the region.
+- The rectangles of a tensor cover the tensor, and the parts cover each rectangle.
 - The entries of a file fill the payload: no overlap, no gap, no entry outside.
 - File names are plain names, so no file outside the directory is ever opened.
+
+Every JSON value can be decoded, and each loose tensor belongs to a single value.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.storage.manifest import (
-    Cut,
-    EntryPlace,
     Json,
+    Local,
     Manifest,
-    Region,
-    RegionState,
+    Rectangle,
+    SavedTensor,
+    Stored,
 )
 from composable_fsdp.storage.parse import parse_fields
-from composable_fsdp.storage.validate_values import check_values, names_of, refuse
+from composable_fsdp.storage.values import decode
+
+RNG_KEYS = ("torch", "cuda", "others")
+"""The keys of a rank's random state; see ``rng_state``."""
+
+
+def refuse(file: str, problem: str) -> CheckpointError:
+    """Return the error for an inconsistent manifest."""
+    return CheckpointError(
+        f"{file}: {problem}. The manifest is damaged or was edited; use another "
+        "checkpoint."
+    )
+
+
+def names_of(manifest: Manifest) -> Iterator[str]:
+    """Yield all names of the tensors of the model."""
+    # Not of ``local``: ranks may have the same names there.
+    for tensor in manifest.tensors:
+        yield from tensor.fqns
+
+
+def check_values(manifest: Manifest, file: str) -> None:
+    """Check that every JSON value can be decoded and uses loose tensors correctly.
+
+    Each loose tensor must belong to exactly a single value.
+
+    Raises: CheckpointError, naming ``file``.
+    """
+    _Checker(manifest, file).check_all()
+
+
+class _Checker:
+    """Decodes all values of a manifest without the payload."""
+
+    def __init__(self, manifest: Manifest, file: str) -> None:
+        self.manifest, self.file = manifest, file
+        self.used: Counter[int] = Counter()
+        self.names = set(names_of(manifest))
+
+    def check_all(self) -> None:
+        """Check every value; see ``check_values``."""
+        manifest = self.manifest
+        self._check(manifest.extra, "extra")
+        for name, value in manifest.own_states.items():
+            self._check(value, f"own_states[{name!r}]")
+        self._check_groups(manifest.param_groups or [], self.names, "param_groups")
+        held = list(self._held())
+        for name, values in held:
+            for key, value in values.items():
+                self._check(value, f"state {key!r} of {quoted(name)}")
+        self._require_ranks("local", len(manifest.local))
+        for r, own in enumerate(manifest.local):
+            self._check_local(own, dict(held), f"local[{r}]")
+        # A converted checkpoint has no random states.
+        self._require_ranks("rng", len(manifest.rng))
+        for r, state in enumerate(manifest.rng):
+            if not isinstance(state, dict) or not state.keys() <= set(RNG_KEYS):
+                raise refuse(
+                    self.file, f"rng[{r}] holds something else than {RNG_KEYS}"
+                )
+            self._check(state, f"rng[{r}]")
+        self._require_ranks("per_rank", len(manifest.per_rank))
+        for r, value in enumerate(manifest.per_rank):
+            self._check(value, f"per_rank[{r}]")
+        used = self.used
+        if len(used) != len(manifest.loose) or any(n > 1 for n in used.values()):
+            raise refuse(self.file, "loose tensors are not referred to once each")
+
+    def _note(self, index: int) -> Stored:
+        """Count a use of a loose tensor; return the place, with dtype and shape."""
+        # Stands in for the reader of loose tensors; bytes and arrays are checked by
+        # the dtype and the shape.
+        if not 0 <= index < len(self.manifest.loose):
+            raise refuse(
+                self.file, f"loose tensor {index} is asked for and there is none such"
+            )
+        self.used[index] += 1
+        return self.manifest.loose[index]
+
+    def _check(self, value: Json, where: str) -> None:
+        """Decode a value."""
+        decode(value, f"{self.file}: {where}", self._note)
+
+    def _require_ranks(self, what: str, count: int) -> None:
+        """Raise CheckpointError, unless there is a value per rank, or none."""
+        if count not in (0, self.manifest.world_size):
+            raise refuse(
+                self.file,
+                f"{what} has {count} values for {self.manifest.world_size} ranks",
+            )
+
+    def _held(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Yield the name and the state that is not element-wise of each parameter."""
+        for tensor in self.manifest.tensors:
+            yield tensor.fqns[0], tensor.values
+
+    def _check_groups(self, groups: list[Json], known: set[str], where: str) -> None:
+        """Check the options of groups, whose parameters must be ``known``."""
+        for g, group in enumerate(groups):
+            members = group.get("params") if isinstance(group, dict) else None
+            # By name: ids mean nothing to another optimizer object.
+            if not isinstance(members, list) or not all(
+                isinstance(m, str) and m in known for m in members
+            ):
+                raise refuse(
+                    self.file, f"{where}[{g}] does not list parameters by name"
+                )
+            self._check(group, f"{where}[{g}]")
+
+    def _check_local(
+        self, own: Local, held: dict[str, Mapping[str, Any]], where: str
+    ) -> None:
+        """Check the values that a rank has saved for itself."""
+        mine = {name for tensor in own.tensors for name in tensor.fqns}
+        groups = own.param_groups or []
+        self._check_groups(groups, self.names | mine, f"{where}.param_groups")
+        for name, found in own.values.items():
+            # A reader would take either of the two.
+            double = sorted(found.keys() & held.get(name, {}).keys())
+            if name not in self.names or double:
+                problem = f"{double[0]!r} twice" if double else "of no unit"
+                what = f"{where} has state of {quoted(name)} {problem}"
+                raise refuse(self.file, what)
+        told = [(tensor.fqns[0], tensor.values) for tensor in own.tensors]
+        for name, values in (*told, *own.values.items()):
+            for key, value in values.items():
+                self._check(value, f"{where}, state {key!r} of {quoted(name)}")
+        for name, value in own.own_states.items():
+            self._check(value, f"{where}.own_states[{name!r}]")
 
 
 class Entry(NamedTuple):
-    """The bytes ``[begin, end)`` of a tensor, or of a shard, in a file's payload.
+    """The bytes ``[begin, end)`` of a file's payload, which hold a part of a tensor.
 
-    ``what`` is the name for messages. For a shard, ``region`` and ``shard`` (a number)
-    say which; ``state`` is None for the shard of the parameters.
+    The elements ``[start, stop)`` of ``rectangle``. ``name`` is for messages.
     """
 
     begin: int
     end: int
     itemsize: int
-    what: str
-    region: Region | None = None
-    shard: int = 0
-    state: RegionState | None = None
-    shape: tuple[int, ...] = ()
-    """The shape of a whole tensor; empty for a shard."""
+    name: str
+    state: str | None
+    rectangle: Rectangle
+    start: int
+    stop: int
+
+    @property
+    def of(self) -> str:
+        """The words for the tensor, and for the rectangle if there are several."""
+        of = self.name if self.state is None else f"state {self.state!r} of {self.name}"
+        box = self.rectangle
+        if box.shape == box.whole:
+            return of
+        return f"the rectangle {box.shape} at {box.offset} of {of}"
+
+    @property
+    def what(self) -> str:
+        """The words for the part."""
+        if (self.start, self.stop) == (0, self.rectangle.numel):
+            return self.of
+        return f"elements {self.start} to {self.stop} of {self.of}"
 
 
 def parse(document: Json, file: str) -> Manifest:
@@ -55,11 +200,9 @@ def parse(document: Json, file: str) -> Manifest:
     manifest = parse_fields(document, file)
     _check_files(manifest, file)
     _check_names(manifest, file)
-    for region in manifest.regions:
-        _check_region(region, file)
-    for cut in manifest.cuts:
-        _check_cut(cut, file)
-    # After the checks of files and regions, on which this check relies.
+    for _, tensor in _tensors(manifest):
+        _check_tensor(tensor, file)
+    # After the checks of files and tensors, on which this check relies.
     entries_by_file(manifest, file)
     check_values(manifest, file)
     return manifest
@@ -111,7 +254,7 @@ def _check_names(manifest: Manifest, file: str) -> None:
     if bare := sorted(manifest.wrappers.keys() - around):
         raise refuse(file, f"{quoted(bare[0])} wraps tensors, and none is there")
     for own in manifest.local:
-        mine = [name for single in own.singles for name in single.fqns]
+        mine = [name for tensor in own.tensors for name in tensor.fqns]
         _refuse_twice([*names, *mine], file)
         _refuse_twice([*manifest.own_states, *own.own_states], file)
 
@@ -130,8 +273,8 @@ def _covers(begins: tuple[int, ...], size: int) -> bool:
     return bool(begins) and not begins[0] and rises
 
 
-def _check_cut(cut: Cut, file: str) -> None:
-    """Check that the rectangles of a cut cover the parameter, and the parts those."""
+def _check_tensor(cut: SavedTensor, file: str) -> None:
+    """Check that the rectangles cover the tensor, and the parts each rectangle."""
     where = f"{quoted(cut.fqns[0])} of shape {cut.shape}"
     fits = len(cut.cuts) == len(cut.shape) and all(map(_covers, cut.cuts, cut.shape))
     # Counted before the rectangles are made: the product of hostile cuts is huge.
@@ -158,7 +301,7 @@ def _check_cut(cut: Cut, file: str) -> None:
     _check_states(cut, where, file)
 
 
-def _check_states(cut: Cut, where: str, file: str) -> None:
+def _check_states(cut: SavedTensor, where: str, file: str) -> None:
     """Check that each state is stored once, with a part for each of the parameter."""
     count = len(cut.parts)
     for name, state in cut.states.items():
@@ -168,135 +311,37 @@ def _check_states(cut: Cut, where: str, file: str) -> None:
                 f"state {name!r} of {where} has {len(state.parts)} parts, expected "
                 f"{count}",
             )
-    # As of a slot: a reader would take either of the two.
+    # A reader would take either of the two.
     if double := sorted(cut.states.keys() & cut.values.keys()):
         raise refuse(file, f"state {double[0]!r} of {where} stands there twice")
 
 
-def _check_region(region: Region, file: str) -> None:
-    """Check that shards cover the region, and that slots and states do not overlap."""
-    where = f"region of unit {quoted(region.unit)}"
-    ranks = len(region.shards)
-    if not ranks or region.shard_numel * ranks != region.padded_numel:
-        raise refuse(
-            file,
-            f"the {where} has padded_numel {region.padded_numel} in {ranks} shards of "
-            f"{region.shard_numel}, which do not cover it",
-        )
-    end, last = 0, ""
-    for slot in region.slots:
-        # Gaps between slots are allowed: alignment padding.
-        if slot.offset < end:
-            raise refuse(
-                file,
-                f"{quoted(slot.fqns[0])} begins at element {slot.offset} of the "
-                f"{where}, where {quoted(last)} has not ended ({end})",
-            )
-        end, last = slot.offset + slot.numel, slot.fqns[0]
-        if end > region.padded_numel:
-            raise refuse(
-                file,
-                f"{quoted(last)} of shape {slot.shape} ends at element {end} of the "
-                f"{where}, which has {region.padded_numel}",
-            )
-    # (state name, slot index): a state may have several dtypes, hence several entries,
-    # but a parameter has each state only once.
-    seen: set[tuple[str, int]] = set()
-    for state in region.states:
-        _check_state(region, state, where, file)
-        mine = {(state.name, index) for index in state.slots}
-        if seen & mine:
-            raise refuse(
-                file, f"state {state.name!r} of the {where} stands there twice"
-            )
-        seen |= mine
-    for index, slot in enumerate(region.slots):
-        if double := [name for name in slot.values if (name, index) in seen]:
-            raise refuse(
-                file,
-                f"state {double[0]!r} of {quoted(slot.fqns[0])} stands there twice",
-            )
-
-
-def _check_state(region: Region, state: RegionState, where: str, file: str) -> None:
-    """Check the slots and the number of shards of a state."""
-    indices = state.slots
-    ordered = all(a < b for a, b in pairwise(indices))
-    if not indices or not ordered or indices[-1] >= len(region.slots):
-        raise refuse(
-            file,
-            f"state {state.name!r} of the {where} is of parameters {indices[:8]}, "
-            f"expected some of 0 to {len(region.slots) - 1} in order",
-        )
-    if len(state.shards) != len(region.shards):
-        raise refuse(
-            file,
-            f"state {state.name!r} of the {where} has {len(state.shards)} shards, "
-            f"expected {len(region.shards)} "
-            f"({quoted(region.slots[indices[0]].fqns[0])})",
-        )
-
-
-def all_entries(manifest: Manifest) -> Iterator[tuple[EntryPlace, Entry]]:
-    """Yield every entry of the manifest, with the place."""
-    for region in manifest.regions:
-        count = region.shard_numel
-        first = quoted(region.slots[0].fqns[0]) if region.slots else "nothing"
-        # ``..``: the region may hold more parameters than the first.
-        of = f"unit {quoted(region.unit)} ({first} ..)"
-        for r, at in enumerate(region.shards):
-            size = region.dtype.itemsize
-            end = at.begin + count * size
-            what = f"shard {r} of {of}"
-            yield at, Entry(at.begin, end, size, what, region, r)
-        for state in region.states:
-            size = state.dtype.itemsize
-            for r, at in enumerate(state.shards):
-                end = at.begin + count * size
-                what = f"shard {r} of state {state.name!r} of {of}"
-                yield at, Entry(at.begin, end, size, what, region, r, state)
-    for cut in manifest.cuts:
-        yield from _entries_of_cut(cut)
-    # Entries of whole tensors: tensors in no unit, their optimizer states, loose
-    # tensors.
-    singles = [(quoted(single.fqns[0]), single) for single in manifest.singles]
+def _tensors(manifest: Manifest) -> Iterator[tuple[str, SavedTensor]]:
+    """Yield the tensors of all ranks, and of single ranks, with names for messages."""
+    for tensor in manifest.tensors:
+        yield quoted(tensor.fqns[0]), tensor
     # Names repeat over ranks, so the message needs the rank.
     for r, own in enumerate(manifest.local):
-        singles += [(f"{quoted(s.fqns[0])} of rank {r}", s) for s in own.singles]
-    whole = [(name, single.tensor) for name, single in singles]
-    for name, single in singles:
-        whole += [(f"state {k!r} of {name}", v) for k, v in single.states.items()]
-    whole += [
-        (f"loose tensor {i} (extra, random states)", each)
-        for i, each in enumerate(manifest.loose)
-    ]
-    for what, stored in whole:
-        size, at = stored.dtype.itemsize, stored.at
-        end = at.begin + stored.numel * size
-        yield at, Entry(at.begin, end, size, what, shape=stored.shape)
+        for tensor in own.tensors:
+            yield f"{quoted(tensor.fqns[0])} of rank {r}", tensor
 
 
-def _entries_of_cut(cut: Cut) -> Iterator[tuple[EntryPlace, Entry]]:
-    """Yield the entries of the parts of all rectangles, with the places."""
-    name = quoted(cut.fqns[0])
-    kinds = [(name, cut.dtype, cut.parts)]
-    kinds += [
-        (f"state {k!r} of {name}", s.dtype, s.parts) for k, s in cut.states.items()
-    ]
-    rectangles = list(zip(cut.rectangles(), cut.begins, strict=True))
-    for what, dtype, parts in kinds:
-        # All parts in a row; ``_check_cut`` has counted them.
-        places = iter(parts)
-        for rectangle, begins in rectangles:
-            of = what
-            if len(rectangles) > 1:
-                of = f"the rectangle {rectangle.shape} at {rectangle.offset} of {what}"
-            for start, stop in pairwise((*begins, rectangle.numel)):
-                at = next(places)
-                end = at.begin + (stop - start) * dtype.itemsize
-                told = f"elements {start} to {stop} of {of}"
-                shape = (stop - start,)
-                yield at, Entry(at.begin, end, dtype.itemsize, told, shape=shape)
+def all_entries(manifest: Manifest) -> Iterator[tuple[int, Entry]]:
+    """Yield every entry of the manifest, with the number of the file."""
+    for name, tensor in _tensors(manifest):
+        intervals = list(tensor.intervals())
+        for state, dtype, parts in tensor.entries():
+            size = dtype.itemsize
+            for at, (box, start, stop) in zip(parts, intervals, strict=True):
+                end = at.begin + (stop - start) * size
+                entry = Entry(at.begin, end, size, name, state, box, start, stop)
+                yield at.file, entry
+    for i, each in enumerate(manifest.loose):
+        size, at, shape = each.dtype.itemsize, each.at, each.shape
+        box = Rectangle(shape, (0,) * len(shape), shape)
+        name = f"loose tensor {i} (extra, random states)"
+        end = at.begin + each.numel * size
+        yield at.file, Entry(at.begin, end, size, name, None, box, 0, each.numel)
 
 
 def entries_by_file(manifest: Manifest, file: str) -> list[list[Entry]]:
@@ -305,24 +350,22 @@ def entries_by_file(manifest: Manifest, file: str) -> list[list[Entry]]:
     Raises: CheckpointError, if they do not.
     """
     found: list[list[Entry]] = [[] for _ in manifest.files]
-    for place, entry in all_entries(manifest):
-        if place.file >= len(found):
-            raise refuse(
-                file, f"{entry.what} lies in file {place.file} of {len(found)}"
-            )
-        size = manifest.files[place.file].payload_nbytes
+    for number, entry in all_entries(manifest):
+        if number >= len(found):
+            raise refuse(file, f"{entry.what} lies in file {number} of {len(found)}")
+        size = manifest.files[number].payload_nbytes
         if entry.end > size:
             raise refuse(
                 file,
                 f"{entry.what} ends at byte {entry.end} of {size} bytes of payload in "
-                f"{manifest.files[place.file].name}",
+                f"{manifest.files[number].name}",
             )
-        found[place.file].append(entry)
+        found[number].append(entry)
     for each, entries in zip(manifest.files, found, strict=True):
         # By the end, too: an empty tensor comes before the next entry with the same
         # begin.
         entries.sort(key=lambda entry: (entry.begin, entry.end))
-        end, last = 0, "the header"
+        end, last = 0, None
         for entry in entries:
             # An entry must also be aligned to the element size, counted from the file's
             # start: readers that map the file need aligned elements.
@@ -330,13 +373,18 @@ def entries_by_file(manifest: Manifest, file: str) -> list[list[Entry]]:
                 raise refuse(
                     file,
                     f"in {each.name}, {entry.what} begins at byte {entry.begin}, "
-                    f"expected {end}, where {last} ends",
+                    f"expected {end}, where {_told(last)} ends",
                 )
-            end, last = entry.end, entry.what
+            end, last = entry.end, entry
         if end != each.payload_nbytes:
             raise refuse(
                 file,
-                f"in {each.name}, {last} ends at byte {end} of "
+                f"in {each.name}, {_told(last)} ends at byte {end} of "
                 f"{each.payload_nbytes} bytes of payload",
             )
     return found
+
+
+def _told(entry: Entry | None) -> str:
+    """Return the words for the entry before a place; None stands for no entry."""
+    return "the header" if entry is None else entry.what

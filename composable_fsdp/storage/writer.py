@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -19,30 +19,25 @@ from torch import Tensor
 
 from composable_fsdp.storage.manifest import BLOCK, CODES, File
 from composable_fsdp.storage.new_file import NewFile
-from composable_fsdp.storage.remote import is_url, split
 from composable_fsdp.storage.staging import fits_in_memory
-from composable_fsdp.storage.storages import RemoteFile
+from composable_fsdp.storage.storages import RemoteFile, is_url, split
 
 ALIGNMENT = 64
 """The payload begins at a multiple of this many bytes, for readers that map files."""
-_ZEROS = bytes(1 << 16)
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """An entry to write: a key, and a function that yields the elements.
 
-    ``pieces`` yields tensors on any device, in order, and integers: a number of zero
-    bytes.
+    ``pieces`` yields tensors on any device, in order.
     """
 
     key: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    # The safetensors library takes all tensors of a file at once. Optimizer states
-    # would first have to be copied into tensors of whole shards, all at the same time.
-    # With a generator, host memory holds the shards and a single tensor of an entry.
-    pieces: Callable[[], Iterable[Tensor | int]]
+    # Called when the entry is written: host memory holds a single tensor of an entry.
+    pieces: Callable[[], Iterable[Tensor]]
 
     @property
     def nbytes(self) -> int:
@@ -163,13 +158,8 @@ def _write_piece(payload: _Payload, piece: Piece) -> None:
     """Write the elements of a piece."""
     end = payload.done + piece.nbytes
     for part in piece.pieces():
-        if isinstance(part, int):
-            while part > 0:
-                payload.write(memoryview(_ZEROS)[:part])
-                part -= len(_ZEROS)
-        else:
-            host = in_host_memory(part)
-            payload.write(bytes_of(host))
+        host = in_host_memory(part)
+        payload.write(bytes_of(host))
     assert payload.done == end, f"{piece.key} has another size than its shape says"
 
 
@@ -191,17 +181,3 @@ def bytes_of(tensor: Tensor) -> memoryview:
         return memoryview(b"")
     array = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
     return memoryview(array).cast("B")
-
-
-def shard_pieces(
-    parts: Iterable[tuple[int, Tensor]], shard_numel: int, itemsize: int
-) -> Iterator[Tensor | int]:
-    """Yield the elements of a shard in order, with zeros between the tensors."""
-    end = 0
-    # Zeros stand for padding and for parameters without the state.
-    for offset, tensor in parts:
-        if tensor.numel():
-            yield (offset - end) * itemsize
-            yield tensor
-            end = offset + tensor.numel()
-    yield (shard_numel - end) * itemsize

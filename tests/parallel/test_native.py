@@ -285,7 +285,7 @@ def test_a_damaged_block_names_rectangles(world: World, tmp_path: Path) -> None:
     save(tmp_path / "new", model)
     if world.rank == 0:
         with NativeSource(tmp_path / "new") as source:
-            (cut,) = source.manifest.cuts
+            (cut,) = source.manifest.tensors
             place = cut.parts[2]
             file = source.manifest.files[place.file]
         path = tmp_path / "new" / file.name
@@ -298,7 +298,7 @@ def test_a_damaged_block_names_rectangles(world: World, tmp_path: Path) -> None:
     text = message_of(lambda: load(tmp_path / "new", model))
 
     assert text.startswith("CheckpointError: On rank 2: ")
-    assert "of the rectangle (512, 512) at (0, 1024) of 'weight'" in text
+    assert "hold the rectangle (512, 512) at (0, 1024) of 'weight'" in text
     assert "It was read for 'weight' [offsets (0, 1024) sizes (512, 512)]" in text
     assert torch.equal(get_full_param(model, "weight"), before)
 

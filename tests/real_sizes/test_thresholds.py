@@ -20,8 +20,8 @@ from composable_fsdp.storage import (
     file_bytes,
     manifest,
     new_file,
+    part,
     planned,
-    region_part,
     source,
 )
 from tests.real_sizes.operations import TOKENS, WIDTH, same
@@ -108,7 +108,7 @@ class Sizes(nn.Module):
             file_bytes._SMALL,
             2 * save_parts.SMALLEST_PART,
         )
-        for nbytes in (*bounds, region_part.SMALL, manifest.BLOCK):
+        for nbytes in (*bounds, part.SMALL, manifest.BLOCK):
             for numel in around(nbytes // 4):
                 value = torch.randn(numel, generator=generator)
                 self.register_parameter(f"p{numel}", nn.Parameter(value))

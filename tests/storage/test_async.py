@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +16,6 @@ import torch
 import composable_fsdp
 from composable_fsdp import async_save, load, remove_stale, save, verify
 from composable_fsdp.comm.nodes import private_group
-from composable_fsdp.storage import async_save as saving_behind
 from composable_fsdp.storage import save as saving
 from composable_fsdp.storage import writer
 from composable_fsdp.storage.commit import newest_in
@@ -128,82 +126,6 @@ def test_a_failure_surfaces_through_the_future_or_at_the_next_call(
     assert names == ["step-4"]
 
 
-def check_other_error(world: World, folder: Path) -> list[str]:
-    model = make("composable")
-    texts = []
-    for at, act in enumerate((other_save, other_load)):
-        with full_disk(world.rank == 1):
-            future = async_save(folder / f"step-{at}", model)
-            while not future.done():
-                time.sleep(0.01)
-        world.barrier()
-        texts.append(message_of(partial(act, world, folder, model)))
-        texts.append(message_of(lambda: save(folder / "next", model)))
-    return texts
-
-
-def other_save(world: World, folder: Path, model: Any) -> None:
-    save(folder / "other", model, extra=object() if world.rank else None)
-
-
-def other_load(world: World, folder: Path, model: Any) -> None:
-    load(folder / "nothing-here", model)
-
-
-@pytest.mark.req("X-26")
-def test_a_failure_outlives_a_call_that_fails_for_another_reason(
-    ranks: RankCount, tmp_path: Path
-) -> None:
-    """The call that should have raised it raised something else; the next one does."""
-    first, second = ranks(2).run(check_other_error, tmp_path)
-
-    assert first == second
-    assert first[0].startswith("TypeError: On rank 1: extra is a builtins.object")
-    assert "step-0 ended with an error. On rank 1: " in first[1]
-    assert "nothing-here does not exist" in first[2]
-    assert "step-1 ended with an error. On rank 1" in first[3]
-
-
-def check_no_thread(world: World, folder: Path) -> list[bool]:
-    model = make("composable")
-    error = RuntimeError("can't start new thread")
-    if world.rank:
-        with mock.patch("threading.Thread.start", side_effect=error):
-            future = async_save(folder / "run", model)
-    else:
-        future = async_save(folder / "run", model)
-    early = future.cancel()
-    future.result()
-    return [early, bool(verify(folder / "run"))]
-
-
-@pytest.mark.req("X-26")
-def test_a_rank_without_threads_and_a_cancel_leave_no_rank_waiting(
-    ranks: RankCount, tmp_path: Path
-) -> None:
-    """Such a rank writes in the call; what has begun on all ranks is not cancelled."""
-    assert ranks(2).run(check_no_thread, tmp_path) == [[False, True]] * 2
-
-
-def test_a_save_cannot_be_cancelled_before_its_thread_runs(tmp_path: Path) -> None:
-    """It has been agreed on by then, and its directory is there."""
-    begun = threading.Event()
-    behind = saving_behind._run
-
-    def run(*args: Any) -> None:
-        begun.wait(10)
-        behind(*args)
-
-    with mock.patch.object(saving_behind, "_run", run):
-        future = async_save(tmp_path / "run", make("plain"))
-        cancelled = future.cancel()
-        begun.set()
-
-    assert not cancelled
-    assert future.result() is None
-    assert verify(tmp_path / "run")
-
-
 EXIT = """
 import sys, time
 from torch import nn
@@ -232,36 +154,6 @@ def test_the_interpreters_exit_waits_for_the_save(tmp_path: Path) -> None:
 
     assert done.returncode == 0, done.stderr
     assert verify(tmp_path / "run")
-
-
-UNSEEN = """
-import errno, sys
-from torch import nn
-from composable_fsdp import async_save
-from composable_fsdp.storage import save as saving
-def full(*args, **options):
-    raise OSError(errno.ENOSPC, "No space left on device")
-saving.write_file = full
-async_save(sys.argv[1], nn.Linear(3, 3))
-"""
-
-
-@pytest.mark.req("X-26")
-def test_a_failure_that_nobody_asked_about_is_told_at_exit(tmp_path: Path) -> None:
-    """The last save of a script has no next call that could raise it."""
-    root = Path(composable_fsdp.__file__).parents[1]
-    done = subprocess.run(
-        [sys.executable, "-c", UNSEEN, str(tmp_path / "run")],
-        cwd=root,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-    assert f"The asynchronous save of {tmp_path / 'run'} failed, and nobody" in (
-        done.stderr
-    )
-    assert "No space left on device" in done.stderr
 
 
 def check_destroyed(world: World, folder: Path) -> str:
@@ -297,12 +189,3 @@ def test_a_group_destroyed_under_a_save_ends_it_with_an_error(
     remove_stale(tmp_path)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["step-2"]
-
-
-def test_a_wrong_path_is_refused_at_the_call(tmp_path: Path) -> None:
-    """Not in the background: the next lines would count on it."""
-    (tmp_path / "run" / "mine").mkdir(parents=True)
-
-    text = message_of(lambda: async_save(tmp_path / "run", make("plain")))
-
-    assert "run holds 'mine', which is no file of a checkpoint" in text

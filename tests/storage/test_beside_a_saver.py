@@ -17,7 +17,7 @@ from composable_fsdp.storage import opening
 from composable_fsdp.storage.source import Source
 from tests.storage.training import make
 from tests.support.on_ranks import on_ranks
-from tests.support.sharded import RankCount, message_of
+from tests.support.sharded import RankCount
 from tests.support.world import World
 
 
@@ -87,16 +87,3 @@ def test_latest_is_read_by_rank_0_alone(world: World, tmp_path: Path) -> None:
 
     assert extra == 2
     assert asked == ([str(tmp_path)] if world.rank == 0 else [])
-
-
-@on_ranks(2)
-def test_a_checkpoint_that_is_named_is_not_looked_up_again(
-    world: World, tmp_path: Path
-) -> None:
-    """If it is gone, the error says so."""
-    model = make("composable")
-    save(tmp_path / "step-1", model)
-
-    text = message_of(lambda: load(tmp_path / "step-2", model))
-
-    assert f"{tmp_path}/step-2 does not exist; {tmp_path} holds " in text

@@ -14,13 +14,10 @@ from composable_fsdp import (
     flat_parameters,
     fully_shard,
     load,
-    open_source,
     save,
 )
 from composable_fsdp.storage.manifest import CODES
-from tests.storage.training import same
 from tests.support.on_ranks import on_ranks
-from tests.support.sharded import RankCount, message_of
 from tests.support.world import World
 
 
@@ -83,54 +80,6 @@ def test_every_bit_of_every_dtype_comes_back(
         assert torch.equal(there.view(torch.uint8), expected.view(torch.uint8)), name
 
 
-def test_a_buffer_whose_elements_share_memory_is_refused_before_the_copy(
-    tmp_path: Path,
-) -> None:
-    """It can be saved; nothing can be written into it, so nothing is loaded."""
-    save(tmp_path / "run", Holder(wide=torch.tensor([7.0]).expand(3)))
-    model = Holder(wide=torch.zeros(1).expand(3))
-    with torch.no_grad():
-        model.weight.zero_()
-
-    text = message_of(lambda: load(tmp_path / "run", model))
-
-    assert text.startswith("CheckpointError: Elements of 'wide' share memory")
-    assert model.weight.tolist() == [0.0, 0.0]
-
-
-def narrow() -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = fully_shard(nn.Linear(3, 3).bfloat16())
-    return model, torch.optim.AdamW(model.parameters())
-
-
-def averages(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    values = [state["exp_avg"] for state in optimizer.state.values()]
-    return [value for value in values if value.numel()]
-
-
-def check_wide_state(world: World, folder: Path) -> list[bool]:
-    model, optimizer = narrow()
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    for state in optimizer.state.values():
-        state["exp_avg"] = torch.rand(state["exp_avg"].shape)
-    saved = [value.clone() for value in averages(optimizer)]
-    save(folder / "run", model, optimizer)
-    results = []
-    for into, other in ((model, optimizer), narrow()):
-        load(folder / "run", into, other)
-        results.append(same(averages(other), saved))
-    return results
-
-
-def test_state_in_another_dtype_than_its_parameter_keeps_its_bits(
-    ranks: RankCount, tmp_path: Path
-) -> None:
-    """Float32 averages of bfloat16 weights, in an optimizer that has state or not."""
-    assert ranks(2).run(check_wide_state, tmp_path) == [[True, True]] * 2
-
-
 NESTED = {
     "precise": torch.tensor(1 / 3, dtype=torch.float64),
     "list": [torch.tensor([1 / 3]), (torch.tensor(0.1), 2)],
@@ -179,23 +128,3 @@ def told(optimizer: torch.optim.Optimizer) -> list[str]:
         for parameter, state in optimizer.state.items()
         if parameter.numel()
     ]
-
-
-def test_optimizers_that_load_from_one_open_source_share_no_memory(
-    tmp_path: Path,
-) -> None:
-    """The steps of the first counted in the second."""
-    models = [nn.Linear(3, 3) for _ in range(2)]
-    optimizers = [torch.optim.AdamW(model.parameters()) for model in models]
-    for parameter in models[0].parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizers[0].step()
-    save(tmp_path / "run", models[0], optimizers[0])
-    with open_source(tmp_path / "run") as source:
-        for model, optimizer in zip(models, optimizers, strict=True):
-            load(source, model, optimizer)
-
-    optimizers[0].step()
-
-    steps = [[s["step"].item() for s in o.state.values()] for o in optimizers]
-    assert steps == [[2.0, 2.0], [1.0, 1.0]]

@@ -122,17 +122,6 @@ def test_a_lenient_load_takes_what_fits_and_reports_the_rest(
         assert report.dtypes == []
 
 
-@pytest.mark.req("X-25")
-def test_without_a_report_a_lenient_load_warns(tmp_path: Path) -> None:
-    """What was left out is never silent, dtypes that were not cast included."""
-    save(tmp_path / "run", saved_model())
-
-    with pytest.warns(UserWarning, match="load left out what does not fit") as found:
-        load(tmp_path, other_model(torch.bfloat16), strict=False)
-
-    assert "Of another dtype: 'same.weight'" in str(found[0].message)
-
-
 def test_groups_that_mix_saved_groups_of_other_options_are_refused(
     tmp_path: Path,
 ) -> None:
@@ -148,22 +137,6 @@ def test_groups_that_mix_saved_groups_of_other_options_are_refused(
 
     assert "The optimizer's group 0 holds parameters of several saved groups" in text
     assert text == message_of(lambda: optim_state_dict_to_load(model, other, state))
-
-
-def test_groups_of_equal_options_load_into_one(tmp_path: Path) -> None:
-    """However many there were, also of an optimizer that was made with names."""
-    model = saved_model()
-    named = list(model.named_parameters())
-    groups = [{"params": [pair], "lr": 0.3} for pair in reversed(named)]
-    save(tmp_path / "run", model, torch.optim.SGD(groups, momentum=0.5))
-
-    for params in (named, list(model.parameters())):
-        optimizer = torch.optim.SGD(params, lr=0.9)
-        load(tmp_path, model, optimizer)
-        (group,) = optimizer.param_groups
-        names = [name for name, _ in named] if params is named else None
-        assert (group["lr"], group["momentum"]) == (0.3, 0.5)
-        assert group.get("param_names") == names
 
 
 class Tied(nn.Module):
@@ -193,23 +166,6 @@ def test_different_values_for_a_tied_parameter_are_not_lost_in_silence(
     assert "different in the checkpoint: 'last.weight' (tied to 'first.weight')" in text
 
 
-def test_an_optimizer_made_while_ties_were_apart_is_told_when_to_make_it(
-    tmp_path: Path,
-) -> None:
-    """to_empty gives each place of a tied parameter on meta one of its own."""
-    model = Tied(tied=True)
-    save(tmp_path / "run", model, torch.optim.AdamW(model.parameters()))
-    other = Tied(tied=False)
-    early = torch.optim.AdamW(other.parameters())
-    other.last.weight = other.first.weight
-
-    text = message_of(lambda: load(tmp_path, other, early))
-    load(tmp_path, other, torch.optim.AdamW(other.parameters()))
-
-    assert "is not a parameter of the module that is loaded" in text
-    assert "make the optimizer after that, or tie them before it" in text
-
-
 def test_state_of_another_kind_of_optimizer_is_refused(tmp_path: Path) -> None:
     """It would take the options' place; options of the same kind may come and go."""
     model = saved_model()
@@ -229,17 +185,3 @@ def test_state_of_another_kind_of_optimizer_is_refused(tmp_path: Path) -> None:
     assert sgd.param_groups[0]["momentum"] == 0.9
     assert newer.param_groups[0]["amsgrad"] is True
     assert newer.param_groups[0]["initial_lr"] == 0.5
-
-
-def test_meta_parameters_are_refused_with_the_way_out(tmp_path: Path) -> None:
-    """``to_empty`` first; then every parameter is filled."""
-    plain = saved_model()
-    save(tmp_path / "run", plain)
-    with torch.device("meta"):
-        model = saved_model()
-
-    text = message_of(lambda: load(tmp_path, model))
-    load(tmp_path, model.to_empty(device="cpu"))
-
-    assert "are on meta. Call model.to_empty(device=...) first" in text
-    assert all(map(torch.equal, model.parameters(), plain.parameters()))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from composable_fsdp import CheckpointError, convert, load, save
-from composable_fsdp.storage import source as source_module
 from composable_fsdp.storage.opening import open_source
 from tests.storage.samples import everything, same, sample, saved
 
@@ -64,36 +61,6 @@ def test_weights_are_the_same_after_going_through_safetensors(
         assert list(got["model"]) == list(expected["model"])
     assert got["aliases"] == {"head.weight": "embed.weight"}
     assert (got["optim"], got["param_groups"], got["extra"]) == ({}, None, None)
-
-
-@pytest.mark.parametrize("to", [*WHOLE, "safetensors"])
-def test_tensors_that_are_passed_on_in_pieces_come_out_whole(
-    tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A few elements at a time, as gigabytes would be."""
-    monkeypatch.setattr(source_module, "CHUNK_BYTES", 16)
-    first = saved(tmp_path / "first.pt")
-
-    convert(first, tmp_path / "out", to)
-
-    assert same(loaded(tmp_path / "out")["model"], loaded(first)["model"])
-
-
-def test_what_is_read_is_what_was_saved(tmp_path: Path) -> None:
-    """The sample itself comes out of its file, any slice of it too."""
-    expected = sample()
-
-    with open_source(saved(tmp_path / "first.pt")) as source:
-        got = everything(source)
-        part = source.read_model("across.weight", 5, 11)
-
-    tied = expected["model"].pop("head.weight")
-    assert same(got["model"], expected["model"])
-    assert torch.equal(got["model"]["embed.weight"], tied)
-    assert same(got["optim"], expected["optim"]["state"])
-    assert same(got["param_groups"], expected["optim"]["param_groups"])
-    assert same(got["extra"], expected["extra"])
-    assert torch.equal(part, expected["model"]["across.weight"].reshape(-1)[5:11])
 
 
 def zeros_like(value: Any) -> Any:
@@ -156,40 +123,6 @@ def states(optim: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return list(optim.state_dict()["state"].values())
 
 
-def test_ids_are_taken_where_the_groups_know_names(tmp_path: Path) -> None:
-    """``optimizer.state_dict()`` of an optimizer that was built from names."""
-    model = nn.Linear(3, 2)
-    optim = torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
-    model(torch.ones(1, 3)).sum().backward()
-    optim.step()
-    both = {"model": model.state_dict(), "optimizer": optim.state_dict()}
-    torch.save(both, tmp_path / "file.pt")
-
-    got = loaded(tmp_path / "file.pt")
-
-    assert same(got["optim"], dict(zip(names(model), states(optim), strict=True)))
-    assert got["param_groups"][0]["params"] == ["weight", "bias"]
-
-
-def by_ids() -> dict[str, Any]:
-    model = nn.Linear(3, 2)
-    optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    return {"model": model.state_dict(), "optimizer": optim.state_dict()}
-
-
-def test_weights_beside_an_optimizer_by_ids_can_be_had(tmp_path: Path) -> None:
-    """The optimizer is refused with the way out; the weights alone convert."""
-    torch.save(by_ids(), tmp_path / "file.pt")
-
-    with pytest.raises(CheckpointError, match=r"file.pt.*numbers.*--weights-only"):
-        convert(tmp_path / "file.pt", tmp_path / "dcp", "dcp")
-    convert(tmp_path / "file.pt", tmp_path / "dcp", "dcp", weights_only=True)
-    left = convert(tmp_path / "file.pt", tmp_path / "st", "safetensors")
-
-    assert list(loaded(tmp_path / "dcp")["model"]) == ["weight", "bias"]
-    assert left == ["optimizer state"]
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -233,18 +166,6 @@ def test_what_cannot_be_understood_is_named(
 
 
 @pytest.mark.parametrize("to", ["native", "torch", "dcp", "safetensors"])
-def test_nothing_is_overwritten(tmp_path: Path, to: str) -> None:
-    """An existing destination stays as it is, and the message names it."""
-    (tmp_path / "out").write_text("mine")
-
-    with pytest.raises(CheckpointError, match="out exists already"):
-        convert(saved(tmp_path / "first.pt"), tmp_path / "out", to)
-
-    assert (tmp_path / "out").read_text() == "mine"
-    assert len(list(tmp_path.iterdir())) == 2
-
-
-@pytest.mark.parametrize("to", ["native", "torch", "dcp", "safetensors"])
 def test_an_error_on_the_way_leaves_nothing(tmp_path: Path, to: str) -> None:
     """The working directory is removed, and the destination does not exist."""
 
@@ -255,78 +176,6 @@ def test_an_error_on_the_way_leaves_nothing(tmp_path: Path, to: str) -> None:
         convert(saved(tmp_path / "first.pt"), tmp_path / "out", to, progress=fail)
 
     assert [path.name for path in tmp_path.iterdir()] == ["first.pt"]
-
-
-def test_an_index_counts_bytes_and_names_each_tensor_once(tmp_path: Path) -> None:
-    """The index has Hugging Face's form, and files stay below the limit."""
-    first = saved(tmp_path / "first.pt")
-    convert(first, tmp_path / "st", "safetensors", max_shard_bytes=60)
-
-    index = json.loads((tmp_path / "st" / "model.safetensors.index.json").read_text())
-
-    files = sorted(set(index["weight_map"].values()))
-    weights = loaded(first)["model"]
-    assert index["weight_map"].keys() == weights.keys()
-    assert index["metadata"]["total_size"] == sum(t.nbytes for t in weights.values())
-    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
-    assert len(files) > 2
-    assert {p.name for p in (tmp_path / "st").glob("*.safetensors")} == set(files)
-
-
-def test_progress_counts_every_byte_once(tmp_path: Path) -> None:
-    """What the callback is told adds up to the tensors' bytes."""
-    seen: list[int] = []
-
-    convert(saved(tmp_path / "a.pt"), tmp_path / "b", "dcp", progress=seen.append)
-
-    got = loaded(tmp_path / "b")
-    model = sum(t.nbytes for t in got["model"].values())
-    tied = got["model"]["embed.weight"].nbytes  # DCP holds both names
-    optim = [
-        got["optim"][name]["exp_avg"].nbytes
-        for name in got["param_groups"][0]["params"]
-    ]
-    scalar = got["optim"]["scale"]["exp_avg"].nbytes
-    assert sum(seen) == model + tied + sum(optim) + scalar
-
-
-def test_files_from_before_archives_are_read(tmp_path: Path) -> None:
-    """torch's format of old, which cannot be mapped."""
-    path = tmp_path / "old.pt"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.save(sample(), path, _use_new_zipfile_serialization=False)
-
-    assert same(loaded(path), loaded(saved(tmp_path / "new.pt")))
-
-
-@pytest.mark.parametrize("to", ["native", "dcp", "torch"])
-def test_what_modules_keep_beside_tensors_is_converted(tmp_path: Path, to: str) -> None:
-    """As a state dict has it, in a dictionary and as a tensor; or told as left out."""
-    own: dict[str, Any] = {"0._extra_state": {"scale": torch.ones(2), "n": (1, None)}}
-    own["_extra_state"] = torch.tensor([1, 2])
-    torch.save({**sample()["model"], **own}, tmp_path / "file.pt")
-    convert(tmp_path / "file.pt", tmp_path / "out", to)
-    convert(tmp_path / "out", tmp_path / "back.pt", "torch")
-
-    with open_source(tmp_path / "back.pt") as source:
-        assert same(dict(source.own_states), own)
-        assert source.model.keys() == loaded(tmp_path / "file.pt")["model"].keys()
-    assert convert(tmp_path / "out", tmp_path / "weights", "safetensors") == [
-        "modules' own states"
-    ]
-
-
-def test_extra_state_that_a_format_cannot_hold_is_named(tmp_path: Path) -> None:
-    """Keys that are no text, with the way out; ``torch.save`` holds them."""
-    torch.save({**sample(), "extra": {"by_step": {1: 2.0}}}, tmp_path / "file.pt")
-
-    with pytest.raises(CheckpointError, match=r"by_step.* key 1.*--weights-only"):
-        convert(tmp_path / "file.pt", tmp_path / "out", "dcp")
-    convert(tmp_path / "file.pt", tmp_path / "copy.pt", "torch")
-
-    assert loaded(tmp_path / "copy.pt")["extra"] == {"by_step": {1: 2.0}}
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_flipped_bit_is_not_converted(tmp_path: Path) -> None:

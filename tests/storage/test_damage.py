@@ -6,15 +6,12 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 from composable_fsdp import load, open_source, save, verify
 from composable_fsdp.storage.native import NativeSource
-from composable_fsdp.storage.stateful import rng_state
 from tests.storage.training import everything, make, optimizer_of, same, step
 from tests.support.sharded import RankCount, message_of
 from tests.support.world import World
@@ -160,48 +157,3 @@ def test_what_a_rank_does_not_need_is_not_read(tmp_path: Path) -> None:
     assert rows is not None
     assert int(rows[1]) >= 1490
     assert int(rows[2]) < 10
-
-
-def test_a_damaged_block_names_the_box_that_was_asked_for(tmp_path: Path) -> None:
-    """Loading says what it was reading for whom."""
-    big = torch.nn.Linear(8, 4)
-    save(tmp_path / "run", big)
-    file = tmp_path / "run" / "rank00000.safetensors"
-    header = 8 + int.from_bytes(file.read_bytes()[:8], "little")
-    flip(file, header + 5)
-
-    text = message_of(lambda: load(tmp_path, big))
-
-    assert "It was read for 'weight' [offsets (0, 0) sizes (4, 8)]." in text
-
-
-def test_nothing_at_a_path_is_said_so(tmp_path: Path) -> None:
-    """With what was expected there."""
-    text = message_of(lambda: load(tmp_path / "none", make("plain")))
-
-    assert "none does not exist;" in text
-    assert not verify(tmp_path / "none")
-
-
-@pytest.mark.parametrize(
-    "state",
-    [
-        {},
-        {"torch": 5, "cuda": [], "others": 5},
-        {**rng_state(), "torch": torch.zeros(3, dtype=torch.uint8)},
-    ],
-    ids=["nothing", "numbers", "short"],
-)
-def test_a_random_state_that_no_generator_takes_changes_nothing(
-    tmp_path: Path, state: Any
-) -> None:
-    """As from another version; found before the weights are written."""
-    with mock.patch("composable_fsdp.storage.part.rng_state", return_value=state):
-        save(tmp_path / "run", make("plain"))
-    model = make("plain", seed=1)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-
-    text = message_of(lambda: load(tmp_path / "run", model))
-
-    assert "a random state is of another kind than this version of Python" in text
-    assert same(dict(model.state_dict()), before)

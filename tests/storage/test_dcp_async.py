@@ -6,27 +6,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import (
     AsyncCheckpointerType,
     async_save,
 )
 
-from composable_fsdp import Block, optim_state_dict, state_dict_type
-from tests.state_dict.dcp_tools import SHARDED, Corners, corners
+from composable_fsdp import optim_state_dict, state_dict_type
+from tests.state_dict.dcp_tools import SHARDED
 from tests.support.place import _same
 from tests.support.reference import PATHS, adamw
-from tests.support.sharded import RankCount, gpt, message_of, step
+from tests.support.sharded import RankCount, gpt, step
 from tests.support.world import World
 
 PROCESS = [
     pytest.mark.slow,
-    pytest.mark.full_matrix("a thread and a writer hold the law, without a process"),
+    pytest.mark.full_matrix("a thread holds the law, without a process"),
 ]
-HOW = ["thread", "writer", pytest.param("process", marks=PROCESS)]
+HOW = ["thread", pytest.param("process", marks=PROCESS)]
 
 
 def save(world: World, path: str, how: str, folder: Path) -> Any:
@@ -40,8 +38,6 @@ def save(world: World, path: str, how: str, folder: Path) -> Any:
             "optim": optim_state_dict(model, optimizer),
         }
     options: dict[str, Any] = {"checkpoint_id": folder}
-    if how == "writer":  # it brings a stager of its own
-        options = {"storage_writer": FileSystemWriter(folder)}
     if how == "process":
         options["async_checkpointer_type"] = AsyncCheckpointerType.PROCESS
     else:  # its own group: the thread sends while the next step does
@@ -74,35 +70,7 @@ def load(world: World, path: str, folder: Path, expected: Any) -> None:
 def test_an_asynchronous_save_has_what_there_was_before_the_next_step(
     ranks: RankCount, how: str, tmp_path: Path
 ) -> None:
-    """In a thread, with a writer's own stager, and in another process."""
+    """In a thread, and in another process."""
     expected = ranks(2).run(save, PATHS[0], how, tmp_path, timeout=110)[0]
 
     ranks(3).run(load, PATHS[1], tmp_path, expected)
-
-
-def stage_a_number(world: World, folder: Path) -> str:
-    model, _ = corners("composable", Block.ROW, 3)
-    with state_dict_type(model, SHARDED):
-        saved = model.state_dict()
-    writer = FileSystemWriter(folder)
-    text = message_of(lambda: async_save(saved, storage_writer=writer))
-    group = dist.new_group(backend="gloo")
-    future: Any = async_save(saved, checkpoint_id=folder, process_group=group)
-    future.result()
-    return text
-
-
-@pytest.mark.req("U-02")
-def test_a_stager_that_loses_a_part_is_refused_with_a_way_out_that_works(
-    ranks: RankCount, tmp_path: Path
-) -> None:
-    """A writer's own stager makes a plain number of a parameter without dimensions."""
-    for text in ranks(2).run(stage_a_number, tmp_path):
-        assert text.startswith("TypeError: aten.copy_")
-        assert "async_save with a storage_writer, pass checkpoint_id instead" in text
-    found = {"scale": torch.zeros(())}
-
-    with pytest.warns(UserWarning, match="single process"):
-        dcp_load(found, checkpoint_id=tmp_path, no_dist=True)
-
-    assert torch.equal(found["scale"], Corners(3).state_dict()["scale"])

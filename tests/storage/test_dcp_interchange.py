@@ -24,11 +24,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-import composable_fsdp
 from composable_fsdp import (
     StateDictType,
     optim_state_dict,
-    optim_state_dict_to_load,
     state_dict_type,
 )
 from tests.support.models import TinyGPT
@@ -146,29 +144,3 @@ def test_what_one_saved_each_loads_at_any_world_size(
     folder = saved(saving, before)
 
     ranks(after).run(load, loading, folder)
-
-
-def save_ours(world: World, folder: Path) -> None:
-    model, optimizer = make("composable", 5)
-    weights, state = copy.deepcopy(trained())
-    model.load_state_dict(weights)
-    optimizer.load_state_dict(optim_state_dict_to_load(model, optimizer, state))
-    composable_fsdp.save(folder / "ours", model, optimizer)
-
-
-def ours_to_torchs(world: World, folder: Path) -> None:
-    model, optimizer = make("wrapper", 7)
-    composable_fsdp.load(folder / "ours", model, optimizer)  # and no step
-    weights, state = get_state_dict(model, optimizer)
-    dcp_save({"model": weights, "optim": state}, checkpoint_id=folder / "torchs")
-
-
-@pytest.mark.req("D-19")
-def test_what_was_loaded_and_not_stepped_is_saved_as_parts(
-    ranks: RankCount, tmp_path: Path
-) -> None:
-    """An optimizer is known from the load on, as torch's functions need it."""
-    ranks(3).run(save_ours, tmp_path)
-    ranks(2).run(ours_to_torchs, tmp_path)
-
-    ranks(4).run(load, "plain", tmp_path / "torchs")

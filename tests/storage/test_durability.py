@@ -12,8 +12,7 @@ from unittest import mock
 
 import pytest
 
-from composable_fsdp import convert, save, verify
-from tests.storage.samples import saved
+from composable_fsdp import save, verify
 from tests.storage.training import make
 
 _watcher: Callable[[str], None] | None = None
@@ -98,21 +97,6 @@ def logged() -> Iterator[Log]:
         yield log
 
 
-def require_durable(log: Log, path: Path) -> None:
-    """What ``path`` holds was synced before its rename, names and parents after it."""
-    at = next(i for i, call in enumerate(log.calls) if call[1].endswith(f" {path}"))
-    work = log.calls[at][1].removesuffix(f" {path}")
-    before, after = log.calls[:at], log.calls[at + 1 :]
-    files = [file for file in path.rglob("*") if file.is_file()]
-    assert files
-    for file in files:
-        there = os.path.join(work, file.relative_to(path))
-        assert ("sync", f"{there} {file.stat().st_size}") in before, file
-    assert before[-1][0] == "sync"
-    assert ("sync", work) in before
-    assert after[0] == ("sync", str(path.parent))
-
-
 @pytest.mark.req("X-04")
 @pytest.mark.skipif(sys.platform != "linux", reason="asks /proc for a file's path")
 def test_all_files_are_on_the_disk_before_the_manifest_has_its_name(
@@ -136,17 +120,3 @@ def test_all_files_are_on_the_disk_before_the_manifest_has_its_name(
     assert before[-1][1].endswith(f".part {manifest.stat().st_size}")
     assert renamed[1].endswith(f" {manifest}")
     assert names == name == ("sync", str(path))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc for a file's path")
-@pytest.mark.parametrize("to", ["native", "dcp", "safetensors"])
-def test_what_convert_wrote_is_on_the_disk_before_it_has_its_name(
-    tmp_path: Path, to: str
-) -> None:
-    """Every file of the directory, as a save does."""
-    source = saved(tmp_path / "source.pt")
-
-    with logged() as log:
-        convert(source, tmp_path / to, to)
-
-    require_durable(log, tmp_path / to)

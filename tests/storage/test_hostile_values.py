@@ -97,16 +97,6 @@ def test_a_key_that_takes_forever_to_hash_is_refused(tmp_path: Path, new: bool) 
 
 
 @pytest.mark.req("X-21")
-def test_a_mask_that_was_expanded_is_read(tmp_path: Path) -> None:
-    """As buffers are, which take few bytes in a file."""
-    mask = torch.ones(1, dtype=torch.bool).expand(2**10, 2**10)
-    torch.save({"weight": torch.ones(2), "mask": mask}, tmp_path / "good.pt")
-
-    with open_source(tmp_path / "good.pt") as source:
-        assert check_readable(source) == 2**20 + 8
-
-
-@pytest.mark.req("X-21")
 @pytest.mark.parametrize("name", ["_metadata", "values", "get"])
 def test_attributes_of_a_saved_dict_are_not_trusted(tmp_path: Path, name: str) -> None:
     """A pickle may set any on an OrderedDict, as torch does with ``_metadata``."""
@@ -116,17 +106,6 @@ def test_attributes_of_a_saved_dict_are_not_trusted(tmp_path: Path, name: str) -
 
     with open_source(tmp_path / "odd.pt") as source:
         assert torch.equal(source.read_model("weight", 0, 2), torch.ones(2))
-
-
-@pytest.mark.req("X-21")
-@pytest.mark.parametrize("names", [5, None, "ab", [["a"], ["b"]], [1, 2]])
-def test_names_that_are_no_names_are_refused(tmp_path: Path, names: Any) -> None:
-    """Of an optimizer whose parameters are numbers."""
-    groups = [{"params": [0, 1], "param_names": names}]
-    tree = {"model": sample()["model"], "optim": {"state": {}, "param_groups": groups}}
-    torch.save(tree, tmp_path / "bad.pt")
-
-    assert "the optimizer's parameters are numbers" in refusal(tmp_path / "bad.pt")
 
 
 @pytest.mark.req("X-21")
@@ -145,18 +124,6 @@ def test_an_index_that_confuses_a_reader_is_refused(
     (tmp_path / "model.safetensors.index.json").write_text(index)
 
     assert message in refusal(tmp_path)
-
-
-def test_metadata_of_null_in_a_safetensors_header_is_none(tmp_path: Path) -> None:
-    """The library accepts it."""
-    header = (
-        b'{"__metadata__":null,"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
-    )
-    path = tmp_path / "a.safetensors"
-    path.write_bytes(len(header).to_bytes(8, "little") + header + b"\x07")
-
-    with open_source(path) as source:
-        assert source.read_model("a", 0, 1).item() == 7
 
 
 def claim(metadata: Metadata) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +19,6 @@ from composable_fsdp import (
     save,
 )
 from composable_fsdp.storage import async_save as saving_behind
-from composable_fsdp.storage import save as saving
 from composable_fsdp.storage.async_save import snapshot
 from tests.storage.test_remote import Folder
 from tests.storage.training import make, optimizer_of
@@ -79,45 +77,6 @@ def test_an_interrupt_at_any_call_to_a_storage_leaves_the_old_or_the_new(
     assert load("own://last", model) == 5
 
 
-def test_what_a_user_has_put_beside_a_checkpoint_is_never_removed(
-    tmp_path: Path,
-) -> None:
-    """Also if the file came while the checkpoint was replaced."""
-    own = Folder(tmp_path / "own")
-    register_storage("own", lambda: own)
-    model = torch.nn.Linear(3, 3)
-    put = own.put
-
-    def noted(name: str, data: bytes, *, absent: bool) -> None:
-        put(name, data, absent=absent)
-        if name.endswith("manifest.json"):
-            put("b/step-1/notes.txt", b"mine", absent=False)
-
-    with mock.patch.object(own, "put", noted):
-        save("own://b/step-1", model)
-
-    assert own.read("b/step-1/notes.txt", 0, 9) == b"mine"
-
-
-@pytest.mark.req("K-03")
-def test_an_interrupt_while_files_are_written_leaves_no_directory(
-    tmp_path: Path,
-) -> None:
-    """Neither a temporary one, nor one of the checkpoint."""
-    model = torch.nn.Linear(3, 3)
-    save(tmp_path / "step-1", model, extra=1)
-
-    with (
-        mock.patch.object(saving, "write_file", side_effect=KeyboardInterrupt),
-        pytest.raises(KeyboardInterrupt),
-    ):
-        save(tmp_path / "step-2", model)
-
-    assert sorted(os.listdir(tmp_path)) == ["step-1"]
-    save(tmp_path / "step-2", model, extra=2)
-    assert load(tmp_path, model) == 2
-
-
 @on_ranks(2)
 @pytest.mark.req("K-06")
 def test_an_interrupt_while_values_are_copied_ends_the_save_on_all_ranks(
@@ -144,28 +103,3 @@ def test_an_interrupt_while_values_are_copied_ends_the_save_on_all_ranks(
     save(tmp_path / "step-2", model, optimizer, extra=2)
     assert load(tmp_path, model, optimizer) == 2
     assert sorted(os.listdir(tmp_path)) == ["step-2"]
-
-
-@pytest.mark.req("K-02")
-@pytest.mark.parametrize("where", ["parameter", "buffer", "state", "extra"])
-def test_a_tensor_whose_storage_was_resized_is_refused_by_name(
-    tmp_path: Path, where: str
-) -> None:
-    """A read of its memory would end the process by a signal."""
-    model = torch.nn.BatchNorm1d(4096)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(2, 4096)).sum().backward()
-    optimizer.step()
-    extra = {"kept": torch.ones(4096)}
-    tensor = {
-        "parameter": model.weight,
-        "buffer": model.running_mean,
-        "state": optimizer.state[model.weight]["exp_avg"],
-        "extra": extra["kept"],
-    }[where]
-    tensor.detach().untyped_storage().resize_(0)
-
-    for call in (save, async_save):
-        text = message_of(partial(call, tmp_path / "run", model, optimizer, extra))
-        assert "has 4096 elements, and its storage was resized to 0 bytes" in text
-    assert not any(tmp_path.iterdir())

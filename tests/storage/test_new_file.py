@@ -45,16 +45,6 @@ def test_a_file_holds_what_was_written(size: int, keep: bool, tmp_path: Path) ->
     assert found == data
 
 
-def test_a_system_that_refuses_the_flag_writes_the_ordinary_way(tmp_path: Path) -> None:
-    """As tmpfs and other kernels do."""
-    refused = OSError(errno.EINVAL, "Invalid argument")
-
-    with mock.patch.object(fcntl, "fcntl", side_effect=refused):
-        data, found = written(tmp_path / "file", 2 * BUFFER + 5)
-
-    assert found == data
-
-
 def test_a_system_that_refuses_the_write_is_asked_again_without_the_flag(
     tmp_path: Path,
 ) -> None:
@@ -135,20 +125,6 @@ def test_an_error_while_parts_go_to_the_disk_is_raised(tmp_path: Path) -> None:
         written(tmp_path / "file", 20 * BUFFER, keep=True)
 
     assert raised.value.filename == str(tmp_path / "file")
-
-
-@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP])
-def test_a_system_without_the_call_writes_all_at_the_end(
-    code: int, tmp_path: Path
-) -> None:
-    """As kernels in a sandbox; the call is made once."""
-    with ranges(code) as calls:
-        data, found = written(tmp_path / "file", 5 * BUFFER, keep=True)
-    with mock.patch.object(new_file, "_sync_file_range", return_value=None):
-        other, there = written(tmp_path / "other", 5 * BUFFER, keep=True)
-
-    assert (found, there) == (data, other)
-    assert len(calls) == 1
 
 
 @pytest.mark.req("K-05")

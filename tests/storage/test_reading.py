@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,11 +13,11 @@ import torch
 from torch import nn
 
 from composable_fsdp import fully_shard, load, open_source, save, verify
-from composable_fsdp.storage import blocks, file_bytes, native
+from composable_fsdp.storage import file_bytes, native
 from composable_fsdp.storage import save as saving
 from composable_fsdp.storage.manifest import BLOCK
 from tests.storage.training import everything, make, optimizer_of, same, step
-from tests.support.sharded import RankCount, message_of
+from tests.support.sharded import RankCount
 from tests.support.uncached import uncached
 from tests.support.world import World
 
@@ -84,73 +81,6 @@ def test_each_byte_is_read_once_where_memory_allows(tmp_path: Path) -> None:
     assert 3 * size <= PAGE * len(pages) < 3 * size + BLOCK
 
 
-@pytest.mark.req("K-05")
-@pytest.mark.parametrize("cpus", [1, 2, 64])
-def test_reads_from_the_page_cache_have_a_thread_per_processor(
-    tmp_path: Path, cpus: int
-) -> None:
-    """Reads of a disk have four, which keep its queue full."""
-    model = torch.nn.Linear(5 * BLOCK // 4, 1, bias=False)
-    save(tmp_path / "run", model)
-    threads: set[int] = set()
-    preadv = os.preadv
-
-    def noted(*args: Any) -> int:
-        threads.add(threading.get_ident())
-        time.sleep(0.05)  # so that every thread of the pool has its part
-        return preadv(*args)
-
-    def load_noted() -> set[int]:
-        threads.clear()
-        with mock.patch.object(os, "preadv", noted):
-            load(tmp_path, model)
-        return threads - {threading.get_ident()}
-
-    with mock.patch.object(blocks, "cpus_per_rank", return_value=cpus):
-        on_disk = mock.patch.object(file_bytes._LocalBytes, "is_cached")
-        with uncached(), on_disk as is_cached:
-            is_cached.return_value = False
-            from_disk = load_noted()
-            assert len(from_disk) >= 4
-        # Verified and then filled, each by a pool.
-        cached = load_noted()
-        most = min(cpus, 4)
-        assert (most if most > 1 else 0) <= len(cached) <= (2 * most if most > 1 else 0)
-
-
-@pytest.mark.req("K-05")
-@pytest.mark.parametrize("size", [1, 70_000, 5 << 20])
-def test_the_page_cache_is_asked_by_a_read_that_may_not_wait(
-    tmp_path: Path, size: int
-) -> None:
-    """A system that has no such read, or refuses the read, keeps nothing."""
-    path = tmp_path / "file"
-    path.write_bytes(bytes(size))
-
-    def asked() -> bool:
-        file = file_bytes.open_bytes(str(path))
-        try:
-            return file.stays_in_cache()
-        finally:
-            file.close()
-
-    assert asked()
-    for flag in (0, 0x40000000):
-        with mock.patch.object(file_bytes, "_NOWAIT", flag):
-            assert not asked()
-
-
-def test_neighbours_are_read_by_one_call(tmp_path: Path) -> None:
-    """However many small parameters there are."""
-    model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(200)))
-    save(tmp_path / "run", model)
-
-    with preads() as counts:
-        load(tmp_path, model)
-
-    assert len(counts) < 10
-
-
 def test_a_read_that_ends_early_goes_on(tmp_path: Path) -> None:
     """As a signal or a network file system may have it."""
     model = make("plain")
@@ -164,26 +94,6 @@ def test_a_read_that_ends_early_goes_on(tmp_path: Path) -> None:
         load(tmp_path, model, optimizer)
 
     assert same(everything(model, optimizer), expected)
-
-
-def test_a_damaged_checkpoint_gives_an_optimizer_no_state(tmp_path: Path) -> None:
-    """What was read into new memory before the damage was found is forgotten."""
-    model = make("plain")
-    optimizer = optimizer_of(model)
-    step(model, optimizer, 0)
-    save(tmp_path / "run", model, optimizer)
-    file = tmp_path / "run" / "rank00000.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-40] ^= 1
-    file.write_bytes(data)
-    fresh = optimizer_of(model)
-    before = everything(model, fresh)
-
-    text = message_of(lambda: load(tmp_path, model, fresh))
-
-    assert "another checksum" in text
-    assert not fresh.state
-    assert same(everything(model, fresh), before)
 
 
 def check_amplification(world: World, folder: Path) -> float:
@@ -253,26 +163,3 @@ def test_a_load_is_a_write_for_autograd(
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-@pytest.mark.req("K-05")
-def test_reads_share_a_few_buffers(tmp_path: Path) -> None:
-    """As many as reads are in flight, and one that is used; the values are right."""
-    model = nn.Linear(2048, 4096)
-    expected = model.weight.detach().clone()
-    save(tmp_path / "run", model)
-    nn.init.zeros_(model.weight)
-    places: list[int] = []
-    plain = file_bytes._LocalBytes._buffer
-
-    def noted(self: file_bytes._LocalBytes, nbytes: int) -> memoryview:
-        found = plain(self, nbytes)
-        places.append(id(found.obj))
-        return found
-
-    with mock.patch.object(file_bytes._LocalBytes, "_buffer", noted):
-        load(tmp_path / "run", model)
-
-    assert torch.equal(model.weight, expected)
-    assert len(places) >= 9
-    assert len(set(places)) <= 6

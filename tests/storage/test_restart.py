@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from composable_fsdp import CheckpointError, checkpoints, load, save, verify
-from composable_fsdp.storage import save as saving
 from tests.support.on_ranks import on_ranks
 from tests.support.sharded import message_of
 from tests.support.world import World
@@ -158,57 +157,6 @@ def test_a_rename_that_reports_failure_and_was_done_is_a_commit(tmp_path: Path) 
 
 
 @on_ranks(2)
-@pytest.mark.req("K-03")
-def test_a_rank_that_does_not_see_the_new_directory_yet_writes_all_the_same(
-    world: World, tmp_path: Path
-) -> None:
-    """As on a network file system, which remembers that the name was not there."""
-    begin = vars(saving)["begin"]
-
-    def unseen(path: str, *options: Any) -> str:
-        ending: str = begin(path, *options)
-        os.rmdir(path)
-        return ending
-
-    with mock.patch.object(saving, "begin", unseen):
-        save(tmp_path / "step-1", model(3.0))
-
-    assert verify(tmp_path / "step-1")
-
-
-@pytest.mark.req("K-04")
-def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path: Path) -> None:
-    """The save is good; the next one removes what stayed."""
-    for step in (1, 2):
-        save(tmp_path / f"step-{step}", model(step))
-    with (
-        mock.patch("os.unlink", side_effect=OSError(errno.EBUSY, "held")),
-        pytest.warns(UserWarning, match="older checkpoints could not be removed"),
-    ):
-        save(tmp_path / "step-3", model(3.0), keep=2)
-    assert value_in(tmp_path) == 3.0
-
-    save(tmp_path / "step-4", model(4.0), keep=2)
-
-    assert sorted(os.listdir(tmp_path)) == ["step-3", "step-4"]
-
-
-@pytest.mark.req("K-04")
-def test_a_folder_that_cannot_be_listed_after_the_commit_is_a_warning(
-    tmp_path: Path,
-) -> None:
-    """Nothing of the new checkpoint depends on those beside it."""
-    save(tmp_path / "step-1", model(1.0))
-    with (
-        mock.patch("os.scandir", side_effect=OSError(errno.EIO, "gone")),
-        pytest.warns(UserWarning, match="older checkpoints could not be removed"),
-    ):
-        save(tmp_path / "step-2", model(2.0), keep=1)
-
-    assert value_in(tmp_path) == 2.0
-
-
-@on_ranks(2)
 @pytest.mark.req("K-04")
 def test_where_warnings_are_errors_the_error_says_that_the_save_has_succeeded(
     world: World, tmp_path: Path
@@ -247,34 +195,15 @@ def test_keep_removes_checkpoints_of_the_same_series_alone(tmp_path: Path) -> No
 
 
 @pytest.mark.req("K-03")
-def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path) -> None:
-    """Overwrite is for checkpoints; a list tells damaged ones."""
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "precious").touch()
-
-    with pytest.raises(
-        CheckpointError, match="data holds 'precious', which is no file of a"
-    ):
-        save(tmp_path / "data", model(1.0), overwrite=True)
-
-    assert (tmp_path / "data" / "precious").exists()
-    save(tmp_path / "step-7", model(1.0))
-    os.truncate(tmp_path / "step-7" / "rank00000.safetensors", 3)
-    assert [(e.step, e.is_whole) for e in checkpoints(tmp_path)] == [(7, False)]
-
-
-@pytest.mark.req("K-03")
-@pytest.mark.parametrize("overwrite", [False, True])
 def test_a_save_of_another_name_comes_in_between_at_any_system_call(
-    tmp_path: Path, overwrite: bool
+    tmp_path: Path,
 ) -> None:
     """Stages of a pipeline save beside one another."""
     number, reached = 0, True
     while reached:
         number += 1
         folder = tmp_path / str(number)
-        if overwrite:
-            save(folder / "stage-0", model(0))
+        save(folder / "stage-0", model(0))
         met: list[int] = []
 
         def other(folder: Path = folder, met: list[int] = met) -> None:
@@ -283,7 +212,7 @@ def test_a_save_of_another_name_comes_in_between_at_any_system_call(
                 save(folder / "stage-1", model(2))
 
         with at_call(number, other):
-            save(folder / "stage-0", model(1), overwrite=overwrite)
+            save(folder / "stage-0", model(1), overwrite=True)
         reached = bool(met)
 
         assert value_in(folder / "stage-0") == 1
@@ -291,31 +220,6 @@ def test_a_save_of_another_name_comes_in_between_at_any_system_call(
         left = {each.name for each in folder.iterdir()}
         assert left <= {"stage-0", "stage-1"}
     assert number > 10
-
-
-@pytest.mark.req("K-03")
-def test_a_save_that_repeats_what_is_there_bit_by_bit_overwrites_it(
-    tmp_path: Path,
-) -> None:
-    """As a run that resumed before the step and trained to it again."""
-    made = model(2.0)
-    for _ in range(2):
-        save(tmp_path / "step-2", made, extra=2, overwrite=True)
-    assert value_in(tmp_path) == 2.0
-    assert sorted(os.listdir(tmp_path)) == ["step-2"]
-    # A crash at any instant leaves the one or the other, which are equal.
-    for number in range(1, 60):
-        died = False
-        with at_call(number, _interrupt):
-            try:
-                save(tmp_path / "step-2", made, extra=2, overwrite=True)
-            except KeyboardInterrupt:
-                died = True
-        assert value_in(tmp_path) == 2.0
-        if not died:
-            break
-    save(tmp_path / "step-2", made, extra=2, overwrite=True)
-    assert [each.step for each in checkpoints(tmp_path)] == [2]
 
 
 @pytest.mark.req("K-03")

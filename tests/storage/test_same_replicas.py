@@ -108,15 +108,3 @@ def test_replicas_that_differ_are_refused_or_ignored_as_told(
         assert not error
         assert not texts
     assert path.exists()
-
-
-@pytest.mark.req("X-13")
-@pytest.mark.parametrize(("strategy", "size"), [("NO_SHARD", 2), ("HYBRID_SHARD", 4)])
-def test_equal_replicas_are_saved_without_a_word(
-    ranks: RankCount, tmp_path: Path, strategy: str, size: int
-) -> None:
-    """Other parts of a hybrid model have other values by design."""
-    run = saved, strategy, "error", "nothing", tmp_path / "saved"
-    for error, texts in ranks(size).run(*run):
-        assert not error
-        assert not texts

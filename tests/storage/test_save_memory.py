@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import gc
-import os
-import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -29,8 +24,7 @@ from composable_fsdp.inspection.plan_report import report_of
 from composable_fsdp.inspection.plan_text import parts_of, plain_text
 from composable_fsdp.planning.plan import size_text
 from composable_fsdp.storage import async_save as snapshot
-from composable_fsdp.storage import save as saving
-from composable_fsdp.storage import staging, writer
+from composable_fsdp.storage import staging
 from composable_fsdp.storage.native import NativeSource
 from composable_fsdp.tools.forecast import forecast
 from tests.storage.test_faults import full_disk
@@ -187,46 +181,6 @@ def test_after_an_error_of_the_writer_the_memory_is_used_again(
         assert found == ["CheckpointError", True, True]
 
 
-@contextmanager
-def held_back() -> Iterator[threading.Event]:
-    """Let no file be written before the event is set."""
-    go, write_file = threading.Event(), writer.write_file
-
-    def late(*args: Any, **options: Any) -> Any:
-        assert go.wait(30)
-        return write_file(*args, **options)
-
-    with mock.patch.object(saving, "write_file", late):
-        yield go
-
-
-@pytest.mark.req("K-06")
-def test_memory_that_is_freed_in_a_save_stays_until_the_file_is_written(
-    tmp_path: Path,
-) -> None:
-    """The checkpoint is right; afterwards nothing keeps the memory."""
-    model = nn.Linear(64, 64)
-    expected = model.weight.detach().clone()
-    with held_back() as go:
-        future = async_save(tmp_path / "run", model)
-        memory = weakref.ref(snapshot._memories[model])
-        nbytes = free_save_memory(model)
-        kept = memory() is not None
-        nn.init.zeros_(model.weight)
-        go.set()
-        future.result()
-    threads = [t for t in threading.enumerate() if t.name == "composable_fsdp save"]
-    for thread in threads:
-        thread.join()
-    load(tmp_path / "run", model)
-
-    assert nbytes >= 64 * 65 * 4
-    assert free_save_memory(model) == 0
-    assert kept
-    assert memory() is None
-    assert torch.equal(model.weight, expected)
-
-
 @pytest.mark.req("K-06")
 def test_memory_is_freed_with_the_module(tmp_path: Path) -> None:
     """The package keeps neither the module nor the copy of its values alive."""
@@ -243,69 +197,3 @@ def test_memory_is_freed_with_the_module(tmp_path: Path) -> None:
 
     assert alive() is None
     assert held() is None
-
-
-def test_memory_grows_and_never_holds_two_copies() -> None:
-    """A larger save gets a new buffer after the old one is gone; a smaller one none."""
-    memory = snapshot.SaveMemory()
-    first = memory.reserve(100, pinned=False).data_ptr()
-
-    assert memory.reserve(60, pinned=False).data_ptr() == first
-    with mock.patch.object(snapshot, "host_buffer") as allocate:
-        allocate.side_effect = lambda *_, **__: [memory.buffer]
-        found: Any = memory.reserve(200, pinned=False)
-    assert found == [None]
-
-
-@pytest.mark.parametrize("code", [0, 1])
-def test_pinned_memory_is_registered_until_it_is_unmapped(code: int) -> None:
-    """Exactly the bytes asked for; a refusal is told, and the memory is usable."""
-    calls: list[tuple[str, int]] = []
-
-    def register(at: int, nbytes: int, flags: int) -> int:
-        calls.append(("on", at))
-        return code
-
-    def unregister(at: int) -> int:
-        calls.append(("off", at))
-        return 0
-
-    cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
-    with mock.patch.object(staging, "_cudart", return_value=cudart):
-        if code:
-            with pytest.warns(UserWarning, match=r"refused to pin 5000 bytes .*ulimit"):
-                buffer = staging.host_buffer(5000, pinned=True)
-        else:
-            buffer = staging.host_buffer(5000, pinned=True)
-        buffer.fill_(3)
-        at = buffer.data_ptr()
-        assert calls == [("on", at)]
-        assert buffer.numel() == 5000
-        part = buffer[100:]
-        del buffer
-        assert calls == [("on", at)]
-        del part
-        gc.collect()
-    assert calls == ([("on", at)] if code else [("on", at), ("off", at)])
-
-
-@pytest.mark.parametrize(
-    ("limit", "free"), [("max", 8 << 20), ("6000000", 3_900_000), (None, 8 << 20)]
-)
-def test_free_memory_is_that_of_the_container(
-    tmp_path: Path, limit: str | None, free: int
-) -> None:
-    """A container's page cache is free memory; half of it is shared by the ranks."""
-    (tmp_path / "meminfo").write_text("MemTotal: 99999 kB\nMemAvailable: 8192 kB\n")
-    if limit is not None:
-        (tmp_path / "memory.max").write_text(limit)
-        (tmp_path / "memory.current").write_text("4000000")
-        stat = "anon 2100000\nactive_file 1500000\ninactive_file 400000\n"
-        (tmp_path / "memory.stat").write_text(stat)
-    with (
-        mock.patch.object(staging, "_CGROUP", tmp_path),
-        mock.patch.object(staging, "_MEMINFO", tmp_path / "meminfo"),
-        mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"),
-    ):
-        assert staging.fits_in_memory(free // 4)
-        assert not staging.fits_in_memory(free // 4 + 1)

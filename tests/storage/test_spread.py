@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,26 +10,22 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from composable_fsdp import (
-    CustomPolicy,
     ShardingStrategy,
     async_save,
     free_save_memory,
     fully_shard,
     load,
-    plan,
     save,
     verify,
 )
 from composable_fsdp.planning import save_parts
-from composable_fsdp.storage import region_part as spread
+from composable_fsdp.storage import part
 from composable_fsdp.storage.contents import contents_of
 from composable_fsdp.storage.native import NativeSource
-from tests.storage.training import Saved, everything, make, optimizer_of, same, step
+from tests.storage.training import everything, make, optimizer_of, same, step
 from tests.support.sharded import RankCount, message_of
 from tests.support.world import World
 
@@ -40,7 +35,7 @@ def small_parts(nbytes: int = 16) -> Iterator[None]:
     """Divide even small shards, and tensors in no unit."""
     with (
         mock.patch.object(save_parts, "SMALLEST_PART", nbytes),
-        mock.patch.object(spread, "SMALL", nbytes),
+        mock.patch.object(part, "SMALL", nbytes),
     ):
         yield
 
@@ -57,39 +52,6 @@ def options_of(mesh: tuple[int, int]) -> dict[str, Any]:
     if mesh[1] == 1:
         return {"strategy": ShardingStrategy.NO_SHARD}
     return {"device_mesh": hybrid(*mesh)}
-
-
-@given(
-    shard_numel=st.integers(0, 200),
-    parts=st.integers(1, 9),
-)
-def test_the_shares_of_replicas_cover_a_shard_once(
-    shard_numel: int, parts: int
-) -> None:
-    """End to end, in order, each of the same size with padding behind the last."""
-    shares = [spread.Share.of(shard_numel, i, parts) for i in range(parts)]
-
-    covered = [at for share in shares for at in range(share.start, share.stop)]
-    assert covered == list(range(shard_numel))
-    assert len({share.numel for share in shares}) == 1
-    for share in shares:
-        assert share.start == min(share.number * share.numel, shard_numel)
-        assert share.stop - share.start <= share.numel
-
-
-@given(
-    sizes=st.lists(st.integers(0, 1000), max_size=40),
-    writers=st.integers(1, 6),
-)
-def test_turns_differ_by_no_more_than_an_item(sizes: list[int], writers: int) -> None:
-    """Loads of any two writers differ by at most the largest item; empty ones stay."""
-    found = save_parts.by_turns([("key", writers, size) for size in sizes])
-
-    loads = [0] * writers
-    for writer, size in zip(found, sizes, strict=True):
-        loads[writer] += size
-        assert size or writer == 0
-    assert max(loads) - min(loads) <= max(sizes, default=0)
 
 
 def check_save(world: World, folder: Path, mesh: tuple[int, int]) -> list[Any]:
@@ -112,7 +74,7 @@ def check_load(
     return same(everything(model, optimizer), expected)
 
 
-MESHES = [(2, 2), (4, 1), (3, 1), (2, 1)]
+MESHES = [(2, 2), (3, 1)]
 
 
 @pytest.mark.few(1)
@@ -130,44 +92,19 @@ def test_replicas_divide_the_bytes_and_any_world_reads_them(
         assert verify(tmp_path / name)
         with NativeSource(tmp_path / name) as source:
             sizes = [file.payload_nbytes for file in source.manifest.files]
-            shards = {len(region.shards) for region in source.manifest.regions}
+            tensors = source.manifest.tensors
+            writers = {len({at.file for at in each.parts}) for each in tensors}
         # Random states are on every rank: 20 KiB.
         own = [size - 20_000 for size in sizes]
         assert max(own) < 1.25 * min(own)
-        # Some regions are cut, at least those of the blocks.
-        assert mesh[0] * mesh[1] in shards
+        # Large parameters are cut.
+        assert mesh[0] * mesh[1] in writers
         for world_size in (1, 2, 3):
             options: dict[str, Any] = {}
             again = ranks(world_size).run(
                 check_load, tmp_path / name, expected, options
             )
             assert again == [True] * world_size
-
-
-@pytest.mark.few(2)
-@pytest.mark.req("K-06", "U-03")
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_the_plan_tells_the_share_of_a_replica(
-    ranks: RankCount, tmp_path: Path, mesh: tuple[int, int]
-) -> None:
-    """The memory of an asynchronous save is divided as the writing is."""
-    found = ranks(mesh[0] * mesh[1]).run(check_save, tmp_path, mesh)
-
-    model = Saved()
-    blocks = list(model.gpt.blocks)
-    policy = CustomPolicy(lambda module: any(module is block for block in blocks))
-    strategy = "NO_SHARD" if mesh[1] == 1 else "HYBRID_SHARD"
-    with small_parts():
-        planned = plan(
-            model,
-            world_size=mesh[0] * mesh[1],
-            policy=policy,
-            strategy=ShardingStrategy[strategy],
-            shard_world_size=mesh[1],
-        )
-        told = planned.save_bytes(optimizer_states=2)
-    most = max(held for _, held in found)
-    assert told * 0.8 <= most <= told + 24 * 1024
 
 
 class Uneven(nn.Module):
@@ -218,7 +155,7 @@ def test_states_that_some_parameters_lack_are_saved_by_replicas(
     count = mesh[0] * mesh[1]
     assert ranks(count).run(check_uneven, tmp_path, mesh) == [[True, True]] * count
     with NativeSource(tmp_path / "part") as source:
-        places = [part.file for cut in source.manifest.cuts for part in cut.parts]
+        places = [at.file for each in source.manifest.tensors for at in each.parts]
     assert len(set(places)) > 1
 
 
@@ -246,11 +183,11 @@ def test_large_parameters_in_no_unit_are_divided(
     expected, text = found[0]
     assert "'scale'" in text
     with NativeSource(tmp_path / "run") as source:
-        singles = source.manifest.singles
+        tensors = source.manifest.tensors
         sizes = [file.payload_nbytes for file in source.manifest.files]
-    buffers = [s for s in singles if s.fqns == ("seen",)]
-    assert [single.tensor.at.file for single in buffers] == [0]
-    assert [single.fqns for single in singles] == expected_names()
+    buffers = [each for each in tensors if each.fqns == ("seen",)]
+    assert [each.parts[0].file for each in buffers] == [0]
+    assert [each.fqns for each in tensors] == expected_names()
     assert max(sizes) < 1.3 * min(sizes)
     assert ranks(2).run(check_load, tmp_path / "run", expected, {}) == [True] * 2
 
@@ -281,23 +218,3 @@ def test_a_replica_without_its_state_is_an_error_on_all(
     assert texts[0].startswith("CheckpointError: ")
     assert " on rank 0 and absent on rank 1, which hold copies of" in texts[0]
     assert not (tmp_path / "run").exists()
-
-
-def test_a_shard_is_cut_only_into_parts_of_a_size() -> None:
-    """Three shards of seven elements in four parts would overlap; one is padded."""
-    for shards, replicas in itertools.product((1, 3), (2, 4)):
-        model = nn.Linear(7 * shards, 1, bias=False)
-        strategy = ShardingStrategy.HYBRID_SHARD
-        if shards == 1:
-            strategy = ShardingStrategy.NO_SHARD
-        planned = plan(
-            model,
-            world_size=shards * replicas,
-            strategy=strategy,
-            shard_world_size=shards,
-        )
-        (layout,) = planned.units[0].regions
-        with small_parts(4):
-            parts = save_parts.parts_of(layout, replicas)
-        even = layout.shard_numel % replicas == 0
-        assert parts == (replicas if shards == 1 or even else 1)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from composable_fsdp import convert, export_safetensors, fully_shard, load, save
+from composable_fsdp import export_safetensors, fully_shard, load, save
 from composable_fsdp.storage.native import NativeSource
 from tests.storage.test_quantised_state import Half
 from tests.support.models import tiny_mlp
@@ -133,48 +133,6 @@ def test_tensors_inside_of_others_come_back_where_they_were(
 ) -> None:
     """Frozen, in a buffer, and in two levels; never by the address of the outer."""
     ranks(world_size).run(round_trip, tmp_path)
-
-
-def test_other_facts_are_a_difference(tmp_path: Path) -> None:
-    """The shapes of the tensors inside are the same; a load would change the values."""
-    save(tmp_path / "new", Quantised(1))
-    other = Quantised(2, bits=4)
-    before = {name: value.clone() for name, value in inner(other).items()}
-
-    text = message_of(lambda: load(tmp_path / "new", other))
-
-    assert "Of another shape: 'base' (expected Rows (6, 8) of" in text
-    assert "{'bits': 4" in text
-    assert "{'bits': 8" in text
-    for name, value in inner(other).items():
-        assert torch.equal(value, before[name])
-
-
-def test_conversions_keep_the_tensors_inside(tmp_path: Path) -> None:
-    """And their facts, in the native format; a part leaves others out of both."""
-    model = Quantised(1)
-    save(tmp_path / "new", model)
-    save(tmp_path / "part", model, include="table")
-    convert(tmp_path / "new", tmp_path / "again", "native")
-    convert(tmp_path / "new", tmp_path / "dcp", "dcp")
-    export_safetensors(tmp_path / "file.safetensors", tmp_path / "new")
-
-    for name in ("again", "dcp", "file.safetensors"):
-        found = Quantised(2)
-        load(tmp_path / name, found)
-        for key, value in inner(model).items():
-            assert torch.equal(inner(found)[key], value)
-    with NativeSource(tmp_path / "again") as source:
-        assert set(source.wrappers) == {"base", "base.scale", "table"}
-    with NativeSource(tmp_path / "part") as source:
-        assert set(source.wrappers) == {"table"}
-        assert set(source.model) == {"table.stored"}
-    renamed = nn.Module()
-    renamed.inner = Quantised(3)
-    load(tmp_path / "new", renamed, rename={"": "inner"})
-    moved: Any = renamed.inner
-    for key, value in inner(model).items():
-        assert torch.equal(inner(moved)[key], value)
 
 
 def refused(world: World, folder: Path) -> list[str]:

@@ -24,8 +24,11 @@ from typing import Any, ClassVar
 import torch
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.storage.bounds import read_document, require_document
-from composable_fsdp.storage.directory import inner_file
+from composable_fsdp.storage.directory import (
+    inner_file,
+    read_document,
+    require_document,
+)
 from composable_fsdp.storage.formats.torch_read import refusal
 from composable_fsdp.storage.manifest import LARGEST
 from composable_fsdp.storage.source import TensorInfo

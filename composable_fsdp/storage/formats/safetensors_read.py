@@ -18,8 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.storage.bounds import read_document
-from composable_fsdp.storage.directory import inner_file
+from composable_fsdp.storage.directory import inner_file, read_document
 from composable_fsdp.storage.manifest import CODES
 from composable_fsdp.storage.source import Source, TensorInfo
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.planning.boxes import interval_boxes
 from composable_fsdp.state_dict.local import PLAN
-from composable_fsdp.storage.bounds import bounded, require_document
+from composable_fsdp.storage.directory import bounded, require_document
 from composable_fsdp.storage.formats.nested import NestedSource
 from composable_fsdp.storage.formats.safetensors_read import file_start
 from composable_fsdp.storage.source import LazyTensor, TensorInfo

@@ -32,13 +32,12 @@ from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage.directory import MANIFEST, write_synced
-from composable_fsdp.storage.file_part import FilePart, SinglePart
 from composable_fsdp.storage.formats.dcp_metadata import METADATA
 from composable_fsdp.storage.formats.dcp_read import NOTES
 from composable_fsdp.storage.formats.nested import nested_tree
 from composable_fsdp.storage.formats.safetensors_write import write_elements
 from composable_fsdp.storage.manifest import Manifest, require_storable
-from composable_fsdp.storage.merge import merge
+from composable_fsdp.storage.merge import FilePart, TensorPart, merge
 from composable_fsdp.storage.native import manifest_bytes
 from composable_fsdp.storage.source import LazyTensor, Source, TensorInfo
 from composable_fsdp.storage.validate import parse
@@ -97,18 +96,23 @@ class _Maker:
         others: dict[str, list[str]] = {}
         for name, kept in source.aliases.items():
             others.setdefault(kept, []).append(name)
-        for name, info in source.model.items():
+        for i, (name, info) in enumerate(source.model.items()):
             # Under the first name, with the other names of a tied parameter.
-            single = SinglePart((name, *others.get(name, ())), f"tensor.{name}")
-            self._add(single.key, info, partial(source.read_model, name))
+            names = name, *others.get(name, ())
+            tensor = TensorPart(names, info.dtype, info.shape, 0, info.numel, i)
+            self._add(tensor.key(), info, partial(source.read_model, name))
+            values = dict(source.optim_values.get(name, {}))
             for key, state in source.optim.get(name, {}).items():
-                single.states[key] = f"{single.key}.{key}"
                 read = partial(source.read_optim, name, key)
-                self._add(single.states[key], state, read)
-            for key, value in source.optim_values.get(name, {}).items():
+                if state.shape == info.shape:
+                    tensor.states[key] = state.dtype
+                    self._add(tensor.key(key), state, read)
+                else:
+                    values[key] = read(0, state.numel).view(state.shape)
+            for key, value in values.items():
                 where = f"optimizer state {key!r} of {name!r}"
-                single.values[key] = self._encode(value, where)
-            part.singles.append(single)
+                tensor.values[key] = self._encode(value, where)
+            part.tensors.append(tensor)
         part.wrappers = dict(source.wrappers)
         for name, value in source.own_states.items():
             part.own_states[name] = self._encode(value, name)
@@ -119,8 +123,6 @@ class _Maker:
                 for g, group in enumerate(source.param_groups)
             ]
         part.extra = encode(source.extra, "extra", self._put)
-        for piece in self.pieces:
-            part.tensors[piece.key] = (piece.dtype, piece.shape)
         return part
 
     def _add(
@@ -142,7 +144,7 @@ class _Maker:
         """Add a loose tensor and return the index, for ``encode``."""
         require_storable(tensor.dtype, where)
         key = f"loose.{len(self._part.loose)}"
-        self._part.loose.append(key)
+        self._part.loose[key] = tensor.dtype, tuple(tensor.shape)
         self.pieces.append(of_tensor(key, tensor))
         return len(self._part.loose) - 1
 
