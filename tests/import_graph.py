@@ -26,6 +26,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"storage"}),
     frozenset({"entries"}),
     frozenset({"features"}),
+    frozenset({"doors"}),
     frozenset({"tools"}),
     frozenset({"inspection", "integrations"}),
 )

@@ -231,4 +231,4 @@ if __name__ == "__main__":
     from composable_fsdp import fully_shard
 
     met.update((each.__name__, run(each, folder, ranks=RANKS)) for each in SHARDING)
-    print(json.dumps(met))
+    sys.stdout.write(json.dumps(met))

@@ -26,7 +26,7 @@ from composable_fsdp import (
     optim_state_dict,
     optim_state_dict_to_load,
 )
-from composable_fsdp.entries.fsdp2_policies import cpu_offload_of
+from composable_fsdp.doors.fsdp2_policies import cpu_offload_of
 from composable_fsdp.state_dict.sharded import ShardedValue
 from tests.support.models import TinyGPT, tiny_mlp
 from tests.support.on_ranks import on_ranks

@@ -29,8 +29,8 @@ from composable_fsdp import (
     unshard_params,
     verify,
 )
-from composable_fsdp.entries.fsdp2_module import FSDPModule
-from composable_fsdp.entries.wrapper_attributes import FUNCTIONS
+from composable_fsdp.doors.fsdp2_module import FSDPModule
+from composable_fsdp.doors.wrapper_attributes import FUNCTIONS
 from composable_fsdp.naming import listed
 from tests.support.models import tiny_mlp
 from tests.support.sharded import message_of

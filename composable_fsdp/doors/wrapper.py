@@ -36,8 +36,8 @@ from composable_fsdp.config import (
     MixedPrecision,
     ShardingStrategy,
 )
+from composable_fsdp.doors.wrapper_attributes import Attributes, attribute_of
 from composable_fsdp.entries.fully_shard import fully_shard, unknown_text
-from composable_fsdp.entries.wrapper_attributes import Attributes, attribute_of
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.precision import make_precision
 from composable_fsdp.naming import WRAPPED_MODULE, strip_wrapper, strip_wrapper_in_text
