@@ -13,17 +13,33 @@ from composable_fsdp.features.audit.first_step import (
     begin_audit,
     note_step,
 )
-from composable_fsdp.features.foreign_strategies import guard_strategies
+from composable_fsdp.features.guard.debug_shards import hash_if_debugging
+from composable_fsdp.features.guard.foreign_strategies import guard_strategies
+from composable_fsdp.features.guard.initialized import require_initialized
+from composable_fsdp.features.guard.ranks_meet import compare_ranks, meet_to_sync
+from composable_fsdp.features.guard.under_ddp import install_ddp_hook
+from composable_fsdp.features.log_line import log_units
 from composable_fsdp.flat.user_hooks import HOOK_WATCHES
 from composable_fsdp.optim.state_dict_hooks import prepare_for_dcp
 from composable_fsdp.optim.step_hooks import FIRST_STEPS, install_step_hooks
 from composable_fsdp.state_dict.dcp_caller import call_before_optimizer
+from composable_fsdp.state_dict.hooks import install_state_dict_hooks
 from composable_fsdp.state_dict.sharded import ShardedValue
-from composable_fsdp.tree.after_sharding import FIRST_FORWARDS, call_after_sharding
+from composable_fsdp.tree import moments
+from composable_fsdp.tree.changed_settings import changed_settings
+from composable_fsdp.tree.late_registration import watch_registrations
 
-call_after_sharding(install_step_hooks)
-call_after_sharding(guard_strategies)
-FIRST_FORWARDS.append(begin_audit)
+moments.BEFORE_SYNC.append(meet_to_sync)
+moments.UNIT_BUILT.append(install_state_dict_hooks)
+# These are installed once for the process.
+moments.MODULES_SHARDED.extend(
+    (install_step_hooks, guard_strategies, watch_registrations, install_ddp_hook)
+)
+moments.RANKS_MEET.append(compare_ranks)
+moments.FIRST_FORWARD.extend(
+    (require_initialized, log_units, begin_audit, hash_if_debugging)
+)
+moments.CHANGED_FLAGS.append(changed_settings)
 FIRST_STEPS.append(note_step)
 HOOK_WATCHES.append(around_hook)
 call_before_optimizer(prepare_for_dcp)

@@ -26,8 +26,8 @@ from composable_fsdp.flat.handle import FlatParamHandle, FullForm
 from composable_fsdp.flat.precision import Precision
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning.options import UnitOptions
-from composable_fsdp.tree.after_sharding import Observer
 from composable_fsdp.tree.initial_weights import InitialWeights
+from composable_fsdp.tree.moments import Observer
 from composable_fsdp.tree.unit_settings import ForwardSearches, UnitSettings
 
 U = TypeVar("U")
