@@ -50,7 +50,8 @@ if TYPE_CHECKING:
     from composable_fsdp.access.unshard_params import unshard_params
     from composable_fsdp.comm.int8_exchange import int8_all_to_all_hook
     from composable_fsdp.comm.operations import OperationRecord, recent_operations
-    from composable_fsdp.comm.wires import Float8Wire, Int8Wire, WireFormat, WireLayout
+    from composable_fsdp.comm.wire_format import WireFormat, WireLayout
+    from composable_fsdp.comm.wires import Float8Wire, Int8Wire
     from composable_fsdp.compose.contract import contract
     from composable_fsdp.config import (
         Arena,
@@ -187,7 +188,8 @@ _HOMES = {
     "access.unshard_params": "unshard_params",
     "comm.int8_exchange": "int8_all_to_all_hook",
     "comm.operations": "OperationRecord recent_operations",
-    "comm.wires": "Float8Wire Int8Wire WireFormat WireLayout",
+    "comm.wire_format": "WireFormat WireLayout",
+    "comm.wires": "Float8Wire Int8Wire",
     "compose.contract": "contract",
     "config": (
         "Arena BackwardPrefetch Block CPUOffload FullOptimStateDictConfig "

@@ -26,16 +26,16 @@ from composable_fsdp.errors import CompositionError, PlanError
 from composable_fsdp.flat.dtensor_params import refuse_shared_ranks
 from composable_fsdp.flat.handle import LEAVES, find_leaf
 from composable_fsdp.naming import WRAPPED_MODULE, join_name, quoted
-from composable_fsdp.planning.assign import API, PlanRequest
+from composable_fsdp.planning.assign import PlanRequest
 from composable_fsdp.planning.options import UnitOptions
-from composable_fsdp.planning.plan import ShardingPlan
+from composable_fsdp.planning.places import API
 from composable_fsdp.planning.planner import (
     Target,
     as_list,
     check_tied,
     expand_ignored,
     ignored_parameters,
-    plan_modules,
+    plan_targets,
 )
 from composable_fsdp.planning.precision import ignored_classes, overridden_classes
 from composable_fsdp.runtime.build import build_units
@@ -106,10 +106,9 @@ def prepare(
 
 def apply(
     modules: Sequence[nn.Module], state: _FSDPState, application: Application
-) -> ShardingPlan:
+) -> None:
     """Shard ``modules``; several modules form one unit.
 
-    Returns: the plan of the units.
     Collective: with ``sync_module_states`` a broadcast per parameter and buffer over
         the shard (and replicate) group; for the first hybrid unit that shards within a
         node the creation of the node groups; else none.
@@ -121,7 +120,7 @@ def apply(
     for module in modules:
         _refuse_owned(module, application.request.api)
     ranks = application.ranks
-    plan, targets = plan_modules(modules, application.request)
+    targets, _ = plan_targets(modules, application.request)
     _refuse_started(modules[0], targets)
     # Here, because planning knows sizes of groups and no groups.
     refuse_shared_ranks(targets, ranks)
@@ -191,7 +190,6 @@ def apply(
     if application.request.policy is not None and options.mixed_precision:
         # targets[0] is the root unit, whose options are the caller's own choice.
         _keep_full_precision([t.modules[0] for t in targets[1:]], options)
-    return plan
 
 
 def _device_of(

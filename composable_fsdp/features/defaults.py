@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch.serialization import add_safe_globals
 
+from composable_fsdp.features.arena.slots import give_slots
 from composable_fsdp.features.audit.first_step import (
     around_hook,
     begin_audit,
@@ -35,6 +36,7 @@ moments.UNIT_BUILT.append(install_state_dict_hooks)
 moments.MODULES_SHARDED.extend(
     (install_step_hooks, guard_strategies, watch_registrations, install_ddp_hook)
 )
+moments.TREE_INITIALIZED.append(give_slots)
 moments.RANKS_MEET.append(compare_ranks)
 moments.FIRST_FORWARD.extend(
     (require_initialized, log_units, begin_audit, hash_if_debugging)

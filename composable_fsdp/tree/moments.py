@@ -4,7 +4,7 @@
 ``fully_shard`` to a step imports none of the layers that it calls::
 
     fully_shard          BEFORE_SYNC       UNIT_BUILT      MODULES_SHARDED
-    first forwards       RANKS_MEET        FIRST_FORWARD
+    first forwards       TREE_INITIALIZED  RANKS_MEET      FIRST_FORWARD
     a later forward      NEXT_FORWARD      CHANGED_FLAGS
 """
 
@@ -23,6 +23,8 @@ UNIT_BUILT: list[Callable[[Any, Iterable[nn.Module]], None]] = []
 """After each unit was built: its state, and all modules of the unit."""
 MODULES_SHARDED: list[Callable[[], None]] = []
 """After every application."""
+TREE_INITIALIZED: list[Callable[[Any], None]] = []
+"""At the end of the lazy initialization of a tree: the context."""
 RANKS_MEET: list[Callable[[Any, Any], None]] = []
 """In each forward until the ranks of a tree were compared: the context and the root."""
 FIRST_FORWARD: list[Callable[[Any], None]] = []

@@ -17,7 +17,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from composable_fsdp.planning.plan import size_text
+from composable_fsdp.naming import size_text
 from composable_fsdp.tree.state import _FSDPState
 
 

@@ -30,7 +30,7 @@ from composable_fsdp import (
     simulate,
 )
 from composable_fsdp.comm import device
-from composable_fsdp.planning.unit_plan import Traffic
+from composable_fsdp.planning.unit_costs import Traffic
 from composable_fsdp.tools.simulation import _microseconds
 from tests.support.memory import LiveBytes
 from tests.support.tiny import TinyBlock

@@ -24,8 +24,8 @@ from composable_fsdp.inspection import plan_models
 from composable_fsdp.inspection.plan_models import load_model
 from composable_fsdp.inspection.plan_report import KINDS
 from composable_fsdp.inspection.sizes import byte_size
+from composable_fsdp.naming import size_text
 from composable_fsdp.planning.model_units import guess_units
-from composable_fsdp.planning.plan import size_text
 from tests.architectures.zoo import ARCHITECTURES, needs_transformers
 from tests.support.scripts import Run
 

@@ -16,8 +16,9 @@ from composable_fsdp.entries.plan import plan
 from composable_fsdp.errors import PlanError
 from composable_fsdp.planning.assign import PlanRequest, lowest_common_ancestor
 from composable_fsdp.planning.options import UnitOptions
-from composable_fsdp.planning.planner import plan_modules
+from composable_fsdp.planning.plan import plan_modules
 from composable_fsdp.planning.policies import ModuleWrapPolicy
+from composable_fsdp.planning.unit_costs import traffic_of
 from tests.planning.trees import linears, names_of, snapshot, units
 from tests.support.models import TinyBlock, TinyGPT
 
@@ -182,7 +183,7 @@ def test_mixed_dtypes_and_frozen_weights_share_a_unit() -> None:
     ]
     assert unit.gradient_bytes == 64 * 2 // 2 + 8 * 4 // 2
     assert (
-        unit.traffic(is_root=True, in_backward=True).reduce_scatter_bytes
+        traffic_of(unit, is_root=True, in_backward=True).reduce_scatter_bytes
         == 64 * 2 + 8 * 4
     )
 

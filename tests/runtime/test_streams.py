@@ -43,7 +43,7 @@ from composable_fsdp import (
     unshard_params,
 )
 from composable_fsdp.phases import Residency
-from composable_fsdp.planning.memory import RETIRING_LIMIT, RETIRING_UNLIMITED
+from composable_fsdp.planning.options import RETIRING_LIMIT, RETIRING_UNLIMITED
 from composable_fsdp.runtime import recover
 from composable_fsdp.runtime.comm_hooks import (
     DefaultState,
