@@ -96,6 +96,16 @@ if TYPE_CHECKING:
         PlanError,
     )
     from composable_fsdp.features.audit.first_step import audit
+    from composable_fsdp.features.comm_hooks.hooks import (
+        DefaultState,
+        LowPrecisionState,
+        ReplicaState,
+        allreduce_hook,
+        bf16_compress_hook,
+        fp16_compress_hook,
+        reduce_scatter_hook,
+        replica_hook,
+    )
     from composable_fsdp.features.training.even_batches import even_batches
     from composable_fsdp.flat.region import FlatParameter
     from composable_fsdp.inspection.describe import describe
@@ -127,16 +137,6 @@ if TYPE_CHECKING:
         SizePolicy,
     )
     from composable_fsdp.planning.replan import replan
-    from composable_fsdp.runtime.comm_hooks import (
-        DefaultState,
-        LowPrecisionState,
-        ReplicaState,
-        allreduce_hook,
-        bf16_compress_hook,
-        fp16_compress_hook,
-        reduce_scatter_hook,
-        replica_hook,
-    )
     from composable_fsdp.state_dict.settings import (
         get_state_dict_type,
         set_state_dict_type,
@@ -213,6 +213,10 @@ _HOMES = {
         "NotRootError PhaseError PlanError"
     ),
     "features.audit.first_step": "audit",
+    "features.comm_hooks.hooks": (
+        "DefaultState LowPrecisionState ReplicaState allreduce_hook bf16_compress_hook "
+        "fp16_compress_hook reduce_scatter_hook replica_hook"
+    ),
     "features.training.even_batches": "even_batches",
     "flat.region": "FlatParameter",
     "inspection.describe": "describe",
@@ -232,10 +236,6 @@ _HOMES = {
     "planning.plan": "ShardingPlan",
     "planning.policies": "CustomPolicy ModuleWrapPolicy SizePolicy",
     "planning.replan": "replan",
-    "runtime.comm_hooks": (
-        "DefaultState LowPrecisionState ReplicaState allreduce_hook bf16_compress_hook "
-        "fp16_compress_hook reduce_scatter_hook replica_hook"
-    ),
     "state_dict.settings": "get_state_dict_type set_state_dict_type state_dict_type",
     "state_dict.sharded": "ShardedValue",
     "storage.async_save": "async_save free_save_memory",

@@ -178,11 +178,7 @@ def apply(
     if on_meta and init is None and not sync:
         for state in states:
             watch_shards(state.handle)
-    for each, target in zip(states, targets, strict=True):
-        for built in UNIT_BUILT:
-            built(each, target.members)
-    for sharded in MODULES_SHARDED:
-        sharded()
+    _tell_built(states, targets)
     # The optimizer check warns of gradients that no rank reduces, except for parameters
     # that the caller ignored by name.
     mark_ignored(_ignored(modules, application.request))
@@ -190,6 +186,15 @@ def apply(
     if application.request.policy is not None and options.mixed_precision:
         # targets[0] is the root unit, whose options are the caller's own choice.
         _keep_full_precision([t.modules[0] for t in targets[1:]], options)
+
+
+def _tell_built(states: Sequence[_FSDPState], targets: Sequence[Target]) -> None:
+    """Call what is called after units were built."""
+    for state, target in zip(states, targets, strict=True):
+        for built in UNIT_BUILT:
+            built(state, target.members)
+    for sharded in MODULES_SHARDED:
+        sharded()
 
 
 def _device_of(

@@ -176,7 +176,7 @@ def pickle_of_settings(folder: Path) -> str:
 
 
 def submodules(folder: Path) -> list[str]:
-    return [composable_fsdp.errors.__name__, composable_fsdp.optim.load.__name__]
+    return [composable_fsdp.errors.__name__, composable_fsdp.wrap.__name__]
 
 
 def star(folder: Path) -> bool:

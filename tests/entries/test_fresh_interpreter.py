@@ -67,7 +67,7 @@ def test_each_refusal_is_there(
         ("dcp_state", ["0.bias", "0.weight"]),
         ("file_of_shards", ["ShardedValue", [4], [1.0, 1.0]]),
         ("pickle_of_settings", repr(MixedPrecision(torch.bfloat16))),
-        ("submodules", ["composable_fsdp.errors", "composable_fsdp.optim.load"]),
+        ("submodules", ["composable_fsdp.errors", "composable_fsdp.wrap"]),
         ("star", True),
         ("listed", True),
     ],
