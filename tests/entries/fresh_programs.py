@@ -27,6 +27,8 @@ from torch.distributed.checkpoint import state_dict as dcp
 import composable_fsdp
 
 RANKS = 2
+PACKAGE: Any = composable_fsdp
+OPTIM: Any = torch.optim
 Program = Callable[[Path], Any]
 
 
@@ -50,7 +52,8 @@ def run(program: Program, folder: Path, *, ranks: int) -> Any:
 
 def _met(program: Program, folder: Path, rank: int, ranks: int) -> Any:
     """Return the result of ``program``, or its error, and its warnings."""
-    store = dist.FileStore(str(folder / f"{program.__name__} store"), ranks)
+    path = str(folder / f"{program.__name__} store")
+    store = torch._C._distributed_c10d.FileStore(path, ranks)
     dist.init_process_group(
         "gloo",
         store=store,
@@ -89,16 +92,16 @@ class Normed(torch.optim.Optimizer):
 
 def lbfgs(folder: Path) -> None:
     model = sharded()
-    torch.optim.LBFGS(model.parameters()).step(lambda: 0.0)
+    OPTIM.LBFGS(model.parameters()).step(lambda: 0.0)
 
 
 def adafactor(folder: Path) -> None:
-    torch.optim.Adafactor(sharded().parameters()).step()
+    OPTIM.Adafactor(sharded().parameters()).step()
 
 
 def muon(folder: Path) -> None:
     matrices = [p for p in sharded().parameters() if p.ndim == 2]
-    torch.optim.Muon(matrices).step()
+    OPTIM.Muon(matrices).step()
 
 
 def unknown_optimizer(folder: Path) -> None:
@@ -139,7 +142,7 @@ def dcp_state(folder: Path) -> list[str]:
     model = sharded()
     optim = torch.optim.AdamW(model.parameters())
     optim.step()
-    _, state = dcp.get_state_dict(model, optim)
+    state: Any = dcp.get_state_dict(model, optim)[1]
     return sorted(state["state"])
 
 
@@ -176,7 +179,7 @@ def pickle_of_settings(folder: Path) -> str:
 
 
 def submodules(folder: Path) -> list[str]:
-    return [composable_fsdp.errors.__name__, composable_fsdp.wrap.__name__]
+    return [PACKAGE.errors.__name__, PACKAGE.wrap.__name__]
 
 
 def star(folder: Path) -> bool:
@@ -190,11 +193,11 @@ def listed(folder: Path) -> bool:
 
 
 def name_of_fsdp2(folder: Path) -> None:
-    from composable_fsdp import MixedPrecisionPolicy  # noqa: F401
+    exec("from composable_fsdp import MixedPrecisionPolicy")
 
 
 def unknown_name(folder: Path) -> None:
-    composable_fsdp.fully_shards  # noqa: B018
+    PACKAGE.fully_shards  # noqa: B018
 
 
 BARE = [
