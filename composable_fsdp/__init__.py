@@ -1,163 +1,268 @@
-"""Fully sharded data parallel training as a composable API over flat buffers."""
+"""Fully sharded data parallel training as a composable API over flat buffers.
 
-from composable_fsdp.access.grad_scaler import ShardedGradScaler
-from composable_fsdp.access.grads import clip_grad_norm_, no_sync
-from composable_fsdp.access.init_weights import init_weights
-from composable_fsdp.access.manual import (
-    UnshardHandle,
-    full_shape,
-    is_sharded,
-    reshard,
-    unshard,
-)
-from composable_fsdp.access.methods import (
-    register_forward_method,
-    register_fsdp_forward_method,
-)
-from composable_fsdp.access.nonfinite import NonFinite, find_nonfinite
-from composable_fsdp.access.norms import grad_norm, param_norm
-from composable_fsdp.access.schedule import (
-    set_modules_to_backward_prefetch,
-    set_modules_to_forward_prefetch,
-    set_reshard_after_backward,
-    set_reshard_after_forward,
-)
-from composable_fsdp.access.settings import (
-    register_comm_hook,
-    set_gradient_divide_factor,
-    set_is_last_backward,
-    set_reduce_scatter_unused_params,
-    set_requires_all_reduce,
-    set_requires_gradient_sync,
-    set_separate_reduce_scatter_group,
-)
-from composable_fsdp.access.single import (
-    get_full_grad,
-    get_full_param,
-    set_full_grad,
-    set_full_param,
-)
-from composable_fsdp.access.unshard_params import unshard_params
-from composable_fsdp.comm.int8_exchange import int8_all_to_all_hook
-from composable_fsdp.comm.operations import OperationRecord, recent_operations
-from composable_fsdp.comm.wires import Float8Wire, Int8Wire, WireFormat, WireLayout
-from composable_fsdp.compose.contract import contract
-from composable_fsdp.config import (
-    Arena,
-    BackwardPrefetch,
-    Block,
-    CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    MixedPrecision,
-    OptimStateDictConfig,
-    OptimStateKeyType,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
-from composable_fsdp.entries.checkpoint import checkpoint
-from composable_fsdp.entries.checkpoint_wrapper import (
-    CheckpointImpl,
-    CheckpointWrapper,
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-    offload_wrapper,
-)
-from composable_fsdp.entries.elsewhere import missing_name as _  # noqa: F401  # sets __getattr__
-from composable_fsdp.entries.even_batches import even_batches
-from composable_fsdp.entries.fully_shard import fully_shard
-from composable_fsdp.entries.open_wrapped_params import open_wrapped_params
-from composable_fsdp.entries.plan import plan
-from composable_fsdp.entries.replicate import replicate
-from composable_fsdp.entries.wrapper import FullyShardedDataParallel
-from composable_fsdp.errors import (
-    CheckpointError,
-    CollectiveError,
-    CompositionError,
-    DesyncError,
-    FSDPError,
-    NotRootError,
-    PhaseError,
-    PlanError,
-)
-from composable_fsdp.features import defaults as _features  # noqa: F401  # installs them
-from composable_fsdp.features.audit.first_step import audit
-from composable_fsdp.flat.region import FlatParameter
-from composable_fsdp.inspection.describe import describe
-from composable_fsdp.inspection.description import Description
-from composable_fsdp.integrations.foreign_strategies import (
-    guard_strategies as _guard_strategies,  # noqa: F401  # called after sharding
-)
-from composable_fsdp.optim.flat_parameters import flat_parameter_groups, flat_parameters
-from composable_fsdp.optim.load import optim_state_dict_to_load
-from composable_fsdp.optim.owner_state import OwnerState
-from composable_fsdp.optim.owners import map_on_owners
-from composable_fsdp.optim.rekey import rekey_optim_state_dict
-from composable_fsdp.optim.replicas import load_replica_state_dict, replica_state_dict
-from composable_fsdp.optim.save import optim_state_dict
-from composable_fsdp.optim.single import get_full_optim_state, set_full_optim_state
-from composable_fsdp.planning.callables import (
-    always_wrap_policy,
-    lambda_auto_wrap_policy,
-    size_based_auto_wrap_policy,
-    transformer_auto_wrap_policy,
-)
-from composable_fsdp.planning.plan import ShardingPlan
-from composable_fsdp.planning.policies import (
-    CustomPolicy,
-    ModuleWrapPolicy,
-    SizePolicy,
-)
-from composable_fsdp.planning.replan import replan
-from composable_fsdp.runtime.comm_hooks import (
-    DefaultState,
-    LowPrecisionState,
-    ReplicaState,
-    allreduce_hook,
-    bf16_compress_hook,
-    fp16_compress_hook,
-    reduce_scatter_hook,
-    replica_hook,
-)
-from composable_fsdp.state_dict.settings import (
-    get_state_dict_type,
-    set_state_dict_type,
-    state_dict_type,
-)
-from composable_fsdp.state_dict.sharded import ShardedValue
-from composable_fsdp.storage.async_save import async_save, free_save_memory
-from composable_fsdp.storage.compare import LoadReport
-from composable_fsdp.storage.convert import convert
-from composable_fsdp.storage.export import export_safetensors
-from composable_fsdp.storage.listing import (
-    CheckpointInfo,
-    Verification,
-    checkpoints,
-    remove_stale,
-    stale_directories,
-    verify,
-)
-from composable_fsdp.storage.load import load
-from composable_fsdp.storage.opening import open_source
-from composable_fsdp.storage.save import save
-from composable_fsdp.storage.source import Source, TensorInfo
-from composable_fsdp.storage.storages import (
-    Storage,
-    StoredObject,
-    Upload,
-    register_storage,
-)
-from composable_fsdp.tools.activations import Activations, measure_activations
-from composable_fsdp.tools.forecast import Forecast, forecast
-from composable_fsdp.tools.simulate import simulate
-from composable_fsdp.tools.simulated_world import Machine
-from composable_fsdp.tools.simulation import Simulation
+A name is resolved when it is first used, so that a program loads what it uses. What
+every program gets, whatever it uses, stands in ``features.defaults``.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from composable_fsdp.features import defaults as _defaults  # noqa: F401  # registers
+
+if TYPE_CHECKING:
+    from composable_fsdp.access.grad_scaler import ShardedGradScaler
+    from composable_fsdp.access.grads import clip_grad_norm_, no_sync
+    from composable_fsdp.access.init_weights import init_weights
+    from composable_fsdp.access.manual import (
+        UnshardHandle,
+        full_shape,
+        is_sharded,
+        reshard,
+        unshard,
+    )
+    from composable_fsdp.access.methods import (
+        register_forward_method,
+        register_fsdp_forward_method,
+    )
+    from composable_fsdp.access.nonfinite import NonFinite, find_nonfinite
+    from composable_fsdp.access.norms import grad_norm, param_norm
+    from composable_fsdp.access.schedule import (
+        set_modules_to_backward_prefetch,
+        set_modules_to_forward_prefetch,
+        set_reshard_after_backward,
+        set_reshard_after_forward,
+    )
+    from composable_fsdp.access.settings import (
+        register_comm_hook,
+        set_gradient_divide_factor,
+        set_is_last_backward,
+        set_reduce_scatter_unused_params,
+        set_requires_all_reduce,
+        set_requires_gradient_sync,
+        set_separate_reduce_scatter_group,
+    )
+    from composable_fsdp.access.single import (
+        get_full_grad,
+        get_full_param,
+        set_full_grad,
+        set_full_param,
+    )
+    from composable_fsdp.access.unshard_params import unshard_params
+    from composable_fsdp.comm.int8_exchange import int8_all_to_all_hook
+    from composable_fsdp.comm.operations import OperationRecord, recent_operations
+    from composable_fsdp.comm.wire_format import WireFormat, WireLayout
+    from composable_fsdp.comm.wires import Float8Wire, Int8Wire
+    from composable_fsdp.compose.contract import contract
+    from composable_fsdp.config import (
+        Arena,
+        BackwardPrefetch,
+        Block,
+        CPUOffload,
+        FullOptimStateDictConfig,
+        FullStateDictConfig,
+        LocalOptimStateDictConfig,
+        LocalStateDictConfig,
+        MixedPrecision,
+        OptimStateDictConfig,
+        OptimStateKeyType,
+        ShardedOptimStateDictConfig,
+        ShardedStateDictConfig,
+        ShardingStrategy,
+        StateDictConfig,
+        StateDictSettings,
+        StateDictType,
+    )
+    from composable_fsdp.doors.checkpoint_wrapper import (
+        CheckpointImpl,
+        CheckpointWrapper,
+        apply_activation_checkpointing,
+        checkpoint_wrapper,
+        offload_wrapper,
+    )
+    from composable_fsdp.doors.open_wrapped_params import open_wrapped_params
+    from composable_fsdp.doors.wrapper import FullyShardedDataParallel
+    from composable_fsdp.entries.checkpoint import checkpoint
+    from composable_fsdp.entries.fully_shard import fully_shard
+    from composable_fsdp.entries.plan import plan
+    from composable_fsdp.entries.replicate import replicate
+    from composable_fsdp.errors import (
+        CheckpointError,
+        CollectiveError,
+        CompositionError,
+        DesyncError,
+        FSDPError,
+        NotRootError,
+        PhaseError,
+        PlanError,
+    )
+    from composable_fsdp.features.audit.first_step import audit
+    from composable_fsdp.features.comm_hooks.hooks import (
+        DefaultState,
+        LowPrecisionState,
+        ReplicaState,
+        allreduce_hook,
+        bf16_compress_hook,
+        fp16_compress_hook,
+        reduce_scatter_hook,
+        replica_hook,
+    )
+    from composable_fsdp.features.training.even_batches import even_batches
+    from composable_fsdp.flat.region import FlatParameter
+    from composable_fsdp.inspection.describe import describe
+    from composable_fsdp.inspection.description import Description
+    from composable_fsdp.optim.flat_parameters import (
+        flat_parameter_groups,
+        flat_parameters,
+    )
+    from composable_fsdp.optim.load import optim_state_dict_to_load
+    from composable_fsdp.optim.owner_state import OwnerState
+    from composable_fsdp.optim.owners import map_on_owners
+    from composable_fsdp.optim.rekey import rekey_optim_state_dict
+    from composable_fsdp.optim.replicas import (
+        load_replica_state_dict,
+        replica_state_dict,
+    )
+    from composable_fsdp.optim.save import optim_state_dict
+    from composable_fsdp.optim.single import get_full_optim_state, set_full_optim_state
+    from composable_fsdp.planning.callables import (
+        always_wrap_policy,
+        lambda_auto_wrap_policy,
+        size_based_auto_wrap_policy,
+        transformer_auto_wrap_policy,
+    )
+    from composable_fsdp.planning.plan import ShardingPlan
+    from composable_fsdp.planning.policies import (
+        CustomPolicy,
+        ModuleWrapPolicy,
+        SizePolicy,
+    )
+    from composable_fsdp.planning.replan import replan
+    from composable_fsdp.state_dict.settings import (
+        get_state_dict_type,
+        set_state_dict_type,
+        state_dict_type,
+    )
+    from composable_fsdp.state_dict.sharded import ShardedValue
+    from composable_fsdp.storage.async_save import async_save, free_save_memory
+    from composable_fsdp.storage.compare import LoadReport
+    from composable_fsdp.storage.convert import convert
+    from composable_fsdp.storage.export import export_safetensors
+    from composable_fsdp.storage.listing import (
+        CheckpointInfo,
+        Verification,
+        checkpoints,
+        remove_stale,
+        stale_directories,
+        verify,
+    )
+    from composable_fsdp.storage.load import load
+    from composable_fsdp.storage.opening import open_source
+    from composable_fsdp.storage.save import save
+    from composable_fsdp.storage.source import Source, TensorInfo
+    from composable_fsdp.storage.storages import (
+        Storage,
+        StoredObject,
+        Upload,
+        register_storage,
+    )
+    from composable_fsdp.tools.activations import Activations, measure_activations
+    from composable_fsdp.tools.forecast import Forecast, forecast
+    from composable_fsdp.tools.simulate import simulate
+    from composable_fsdp.tools.simulated_world import Machine
+    from composable_fsdp.tools.simulation import Simulation
+
+_HOMES = {
+    "access.grad_scaler": "ShardedGradScaler",
+    "access.grads": "clip_grad_norm_ no_sync",
+    "access.init_weights": "init_weights",
+    "access.manual": "UnshardHandle full_shape is_sharded reshard unshard",
+    "access.methods": "register_forward_method register_fsdp_forward_method",
+    "access.nonfinite": "NonFinite find_nonfinite",
+    "access.norms": "grad_norm param_norm",
+    "access.schedule": (
+        "set_modules_to_backward_prefetch set_modules_to_forward_prefetch "
+        "set_reshard_after_backward set_reshard_after_forward"
+    ),
+    "access.settings": (
+        "register_comm_hook set_gradient_divide_factor set_is_last_backward "
+        "set_reduce_scatter_unused_params set_requires_all_reduce "
+        "set_requires_gradient_sync set_separate_reduce_scatter_group"
+    ),
+    "access.single": "get_full_grad get_full_param set_full_grad set_full_param",
+    "access.unshard_params": "unshard_params",
+    "comm.int8_exchange": "int8_all_to_all_hook",
+    "comm.operations": "OperationRecord recent_operations",
+    "comm.wire_format": "WireFormat WireLayout",
+    "comm.wires": "Float8Wire Int8Wire",
+    "compose.contract": "contract",
+    "config": (
+        "Arena BackwardPrefetch Block CPUOffload FullOptimStateDictConfig "
+        "FullStateDictConfig LocalOptimStateDictConfig LocalStateDictConfig "
+        "MixedPrecision OptimStateDictConfig OptimStateKeyType "
+        "ShardedOptimStateDictConfig ShardedStateDictConfig ShardingStrategy "
+        "StateDictConfig StateDictSettings StateDictType"
+    ),
+    "doors.checkpoint_wrapper": (
+        "CheckpointImpl CheckpointWrapper apply_activation_checkpointing "
+        "checkpoint_wrapper offload_wrapper"
+    ),
+    "doors.open_wrapped_params": "open_wrapped_params",
+    "doors.wrapper": "FullyShardedDataParallel",
+    "entries.checkpoint": "checkpoint",
+    "entries.fully_shard": "fully_shard",
+    "entries.plan": "plan",
+    "entries.replicate": "replicate",
+    "errors": (
+        "CheckpointError CollectiveError CompositionError DesyncError FSDPError "
+        "NotRootError PhaseError PlanError"
+    ),
+    "features.audit.first_step": "audit",
+    "features.comm_hooks.hooks": (
+        "DefaultState LowPrecisionState ReplicaState allreduce_hook bf16_compress_hook "
+        "fp16_compress_hook reduce_scatter_hook replica_hook"
+    ),
+    "features.training.even_batches": "even_batches",
+    "flat.region": "FlatParameter",
+    "inspection.describe": "describe",
+    "inspection.description": "Description",
+    "optim.flat_parameters": "flat_parameter_groups flat_parameters",
+    "optim.load": "optim_state_dict_to_load",
+    "optim.owner_state": "OwnerState",
+    "optim.owners": "map_on_owners",
+    "optim.rekey": "rekey_optim_state_dict",
+    "optim.replicas": "load_replica_state_dict replica_state_dict",
+    "optim.save": "optim_state_dict",
+    "optim.single": "get_full_optim_state set_full_optim_state",
+    "planning.callables": (
+        "always_wrap_policy lambda_auto_wrap_policy size_based_auto_wrap_policy "
+        "transformer_auto_wrap_policy"
+    ),
+    "planning.plan": "ShardingPlan",
+    "planning.policies": "CustomPolicy ModuleWrapPolicy SizePolicy",
+    "planning.replan": "replan",
+    "state_dict.settings": "get_state_dict_type set_state_dict_type state_dict_type",
+    "state_dict.sharded": "ShardedValue",
+    "storage.async_save": "async_save free_save_memory",
+    "storage.compare": "LoadReport",
+    "storage.convert": "convert",
+    "storage.export": "export_safetensors",
+    "storage.listing": (
+        "CheckpointInfo Verification checkpoints remove_stale stale_directories verify"
+    ),
+    "storage.load": "load",
+    "storage.opening": "open_source",
+    "storage.save": "save",
+    "storage.source": "Source TensorInfo",
+    "storage.storages": "Storage StoredObject Upload register_storage",
+    "tools.activations": "Activations measure_activations",
+    "tools.forecast": "Forecast forecast",
+    "tools.simulate": "simulate",
+    "tools.simulated_world": "Machine",
+    "tools.simulation": "Simulation",
+}
+"""The modules of the package with the public names that they make."""
+
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 __all__ = [
     "Activations",
@@ -300,3 +405,21 @@ __all__ = [
     "unshard_params",
     "verify",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+# Hidden from type checkers, which would take every name for one of the package.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        """Return a public name or a submodule, and keep it for the next use."""
+        home = _HOME_OF.get(name)
+        if home is not None:
+            value = getattr(import_module(f"{__name__}.{home}"), name)
+        else:
+            value = import_module(f"{__name__}.doors.elsewhere").submodule(name)
+        globals()[name] = value
+        return value

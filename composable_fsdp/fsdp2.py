@@ -1,13 +1,13 @@
 """The names of torch's FSDP2, for scripts that change their import line."""
 
 from composable_fsdp.access.manual import UnshardHandle
-from composable_fsdp.entries.fsdp2 import (
+from composable_fsdp.doors.fsdp2 import (
     fully_shard,
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from composable_fsdp.entries.fsdp2_module import FSDPModule
-from composable_fsdp.entries.fsdp2_policies import (
+from composable_fsdp.doors.fsdp2_module import FSDPModule
+from composable_fsdp.doors.fsdp2_policies import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,

@@ -17,7 +17,7 @@ from composable_fsdp.config import (
     StateDictSettings,
     StateDictType,
 )
-from composable_fsdp.entries.wrapper import FullyShardedDataParallel
+from composable_fsdp.doors.wrapper import FullyShardedDataParallel
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.planning.policies import CustomPolicy, ModuleWrapPolicy

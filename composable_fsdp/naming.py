@@ -95,3 +95,19 @@ def listed(items: Iterable[object], separator: str = ", ") -> str:
     rest = len(texts) - LISTED
     more = f" and {rest} more" if rest > 0 else ""
     return separator.join(texts[:LISTED]) + more
+
+
+def size_text(nbytes: int) -> str:
+    """Return bytes as text, in the largest unit that gives a number of at least 1.
+
+    >>> size_text(512), size_text(1536), size_text(3 * 2**20)
+    ('512 B', '1.50 KiB', '3.00 MiB')
+    """
+    if nbytes < 1024:
+        return f"{nbytes} B"
+    value = float(nbytes)
+    for unit in ("KiB", "MiB", "GiB"):
+        value /= 1024
+        if value < 1024:
+            return f"{value:.2f} {unit}"
+    return f"{value / 1024:.2f} TiB"

@@ -16,7 +16,7 @@ from composable_fsdp.config import Block
 from composable_fsdp.entries.plan import plan
 from composable_fsdp.errors import PlanError
 from composable_fsdp.planning.plan import ShardingPlan
-from composable_fsdp.planning.unit_plan import Traffic
+from composable_fsdp.planning.unit_costs import Traffic, traffic_of
 from property_tests.test_policy_laws import snapshot
 from tests.support.models import build, module_at
 from tests.support.recipes import ModelRecipe, ModuleRecipe
@@ -213,7 +213,7 @@ def test_traffic_and_memory_add_up(recipe: ModelRecipe, world_size: int) -> None
     trainable = [any(r.trainable and r.numel for r in u.regions) for u in result.units]
     total = sum(
         (
-            unit.traffic(is_root=i == 0, in_backward=any(trainable[: i + 1]))
+            traffic_of(unit, is_root=i == 0, in_backward=any(trainable[: i + 1]))
             for i, unit in enumerate(result.units)
         ),
         Traffic(),

@@ -27,6 +27,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"storage"}),
     frozenset({"entries"}),
     frozenset({"features"}),
+    frozenset({"doors"}),
     frozenset({"tools"}),
     frozenset({"inspection", "integrations"}),
 )

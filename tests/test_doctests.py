@@ -24,7 +24,7 @@ from tests.support.world import World
 
 PACKAGE = Path(composable_fsdp.__file__).parent
 ROOT = PACKAGE.parent
-DOORS = ("entries.fsdp2", "entries.fully_shard", "entries.replicate")
+DOORS = ("doors.fsdp2", "entries.fully_shard", "entries.replicate")
 """Modules whose examples shard the model themselves."""
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 

@@ -21,33 +21,31 @@ from torch import nn
 from composable_fsdp.comm.compute_device import resolve_device
 from composable_fsdp.comm.groups import RankLayout, resolve_ranks
 from composable_fsdp.comm.registered_memory import refuse_without_nccl
-from composable_fsdp.entries.initial_values import meet_to_sync, prepare_values
-from composable_fsdp.entries.under_ddp import install_ddp_hook
+from composable_fsdp.entries.initial_values import prepare_values
 from composable_fsdp.errors import CompositionError, PlanError
 from composable_fsdp.flat.dtensor_params import refuse_shared_ranks
 from composable_fsdp.flat.handle import LEAVES, find_leaf
 from composable_fsdp.naming import WRAPPED_MODULE, join_name, quoted
-from composable_fsdp.planning.assign import API, PlanRequest
+from composable_fsdp.planning.assign import PlanRequest
 from composable_fsdp.planning.options import UnitOptions
-from composable_fsdp.planning.plan import ShardingPlan
+from composable_fsdp.planning.places import API
 from composable_fsdp.planning.planner import (
     Target,
     as_list,
     check_tied,
     expand_ignored,
     ignored_parameters,
-    plan_modules,
+    plan_targets,
 )
 from composable_fsdp.planning.precision import ignored_classes, overridden_classes
 from composable_fsdp.runtime.build import build_units
 from composable_fsdp.runtime.materialize import Init
 from composable_fsdp.runtime.meta_values import mark_meta_buffers, watch_shards
 from composable_fsdp.runtime.precision import keep_full_precision
-from composable_fsdp.state_dict.hooks import install_state_dict_hooks
-from composable_fsdp.tree.after_sharding import modules_were_sharded
-from composable_fsdp.tree.late_registration import mark_ignored, watch_registrations
+from composable_fsdp.tree.moments import BEFORE_SYNC, MODULES_SHARDED, UNIT_BUILT
 from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
 from composable_fsdp.tree.traversal import walk_states
+from composable_fsdp.tree.unit_settings import mark_ignored
 
 
 class Application(NamedTuple):
@@ -108,14 +106,13 @@ def prepare(
 
 def apply(
     modules: Sequence[nn.Module], state: _FSDPState, application: Application
-) -> ShardingPlan:
+) -> None:
     """Shard ``modules``; several modules form one unit.
 
-    Returns: the plan of the units.
     Collective: with ``sync_module_states`` a broadcast per parameter and buffer over
         the shard (and replicate) group; for the first hybrid unit that shards within a
         node the creation of the node groups; else none.
-    Raises: PlanError, CompositionError, DesyncError (``meet_to_sync``); the modules are
+    Raises: PlanError, CompositionError, DesyncError (``BEFORE_SYNC``); the modules are
         then unchanged. An exception of ``param_init_fn`` comes after the first change.
     """
     # Every check runs before the first change, so that a refusal leaves the modules as
@@ -123,7 +120,7 @@ def apply(
     for module in modules:
         _refuse_owned(module, application.request.api)
     ranks = application.ranks
-    plan, targets = plan_modules(modules, application.request)
+    targets, _ = plan_targets(modules, application.request)
     _refuse_started(modules[0], targets)
     # Here, because planning knows sizes of groups and no groups.
     refuse_shared_ranks(targets, ranks)
@@ -148,7 +145,8 @@ def apply(
     if on_meta and init is None and not sync:
         _refuse_mixed_meta(targets)
     if sync:
-        meet_to_sync(application.request.api, modules[0], ranks)
+        for meet in BEFORE_SYNC:
+            meet(application.request.api, modules[0], ranks)
     # build_units calls ``before`` just before sharding each unit, so at most a single
     # unit has full values beside the shards.
     before = prepare_values(
@@ -180,7 +178,7 @@ def apply(
     if on_meta and init is None and not sync:
         for state in states:
             watch_shards(state.handle)
-    _install_hooks(states, targets)
+    _tell_built(states, targets)
     # The optimizer check warns of gradients that no rank reduces, except for parameters
     # that the caller ignored by name.
     mark_ignored(_ignored(modules, application.request))
@@ -188,18 +186,15 @@ def apply(
     if application.request.policy is not None and options.mixed_precision:
         # targets[0] is the root unit, whose options are the caller's own choice.
         _keep_full_precision([t.modules[0] for t in targets[1:]], options)
-    return plan
 
 
-def _install_hooks(states: Sequence[_FSDPState], targets: Sequence[Target]) -> None:
-    """Install the hooks of state dicts, and those of the process."""
-    for each, target in zip(states, targets, strict=True):
-        install_state_dict_hooks(each, target.members)
-    # Process-wide hooks, installed once: optimizer steps on sharded parameters, late
-    # registration of modules and parameters, DDP around units.
-    modules_were_sharded()
-    watch_registrations()
-    install_ddp_hook()
+def _tell_built(states: Sequence[_FSDPState], targets: Sequence[Target]) -> None:
+    """Call what is called after units were built."""
+    for state, target in zip(states, targets, strict=True):
+        for built in UNIT_BUILT:
+            built(state, target.members)
+    for sharded in MODULES_SHARDED:
+        sharded()
 
 
 def _device_of(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_fsdp.comm.wires import WireFormat
+from composable_fsdp.comm.wire_format import WireFormat
 from composable_fsdp.compose.contract import make_contract
 from composable_fsdp.config import (
     Arena,

@@ -12,11 +12,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.groups import RankLayout
-from composable_fsdp.comm.meeting import Call
 from composable_fsdp.errors import DesyncError
 from composable_fsdp.naming import join_name, quoted, strip_wrapper
 from composable_fsdp.planning.dtensors import local_of
@@ -32,7 +31,6 @@ from composable_fsdp.runtime.materialize import (
     reset_parameters,
     with_memory,
 )
-from composable_fsdp.tree.same_models import meet_if_used
 
 
 def prepare_values(
@@ -92,24 +90,6 @@ def prepare_values(
             _broadcast([*parameters, *buffers], ranks, device)
 
     return before
-
-
-def meet_to_sync(api: str, module: nn.Module, ranks: RankLayout) -> None:
-    """Wait for all ranks before a broadcast, if they train another model already.
-
-    Collective: none, as ``meet_if_used``.
-    Raises: DesyncError, if another rank does something else.
-    """
-    details = ("sync_module_states=True",)
-    call = Call(api, type(module).__name__, details, _SYNC_EVERYWHERE)
-    groups = [g for g in (ranks.shard, ranks.replicate) if g is not None]
-    meet_if_used(groups, call)
-
-
-_SYNC_EVERYWHERE = (
-    "The values of the first rank are broadcast: shard the model on every rank, "
-    "outside of any 'if rank == 0'."
-)
 
 
 def _require_equal_forms(targets: Sequence[Target], ranks: RankLayout) -> None:

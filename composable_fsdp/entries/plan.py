@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 from torch import nn
 
 from composable_fsdp.comm.groups import group_sizes
-from composable_fsdp.comm.wires import WireFormat
+from composable_fsdp.comm.wire_format import WireFormat
 from composable_fsdp.compose.registry import get_state
 from composable_fsdp.config import (
     Arena,
@@ -27,16 +27,16 @@ from composable_fsdp.entries.fully_shard import FSDP2_NAMES, unknown_text
 from composable_fsdp.errors import PlanError
 from composable_fsdp.naming import WRAPPED_MODULE
 from composable_fsdp.planning import walk
-from composable_fsdp.planning.assign import API, PlanRequest
+from composable_fsdp.planning.assign import PlanRequest
 from composable_fsdp.planning.chosen import chosen_units
 from composable_fsdp.planning.options import GroupBy, UnitOptions
-from composable_fsdp.planning.plan import ShardingPlan
+from composable_fsdp.planning.places import API
+from composable_fsdp.planning.plan import ShardingPlan, plan_modules
 from composable_fsdp.planning.planner import (
     as_list,
     check_tied,
     expand_ignored,
     ignored_parameters,
-    plan_modules,
 )
 from composable_fsdp.planning.replan import replan
 from composable_fsdp.planning.unit_plan import UnitPlan

@@ -15,8 +15,8 @@ from composable_fsdp.config import HYBRID, ShardingStrategy
 from composable_fsdp.entries.apply import Application
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.naming import quoted
-from composable_fsdp.planning.assign import API
 from composable_fsdp.planning.options import in_force
+from composable_fsdp.planning.places import API
 from composable_fsdp.tree.state import _FSDPState
 
 

@@ -6,16 +6,53 @@ a program that imports ``fully_shard`` alone would else miss what it has not imp
 
 from __future__ import annotations
 
+from torch.serialization import add_safe_globals
+
+from composable_fsdp.features import engine
+from composable_fsdp.features.arena.slots import give_slots
 from composable_fsdp.features.audit.first_step import (
     around_hook,
     begin_audit,
     note_step,
 )
+from composable_fsdp.features.deepcopy import let_copy
+from composable_fsdp.features.guard.debug_shards import hash_if_debugging
+from composable_fsdp.features.guard.foreign_strategies import guard_strategies
+from composable_fsdp.features.guard.initialized import require_initialized
+from composable_fsdp.features.guard.ranks_meet import compare_ranks, meet_to_sync
+from composable_fsdp.features.guard.under_ddp import install_ddp_hook
+from composable_fsdp.features.log_line import log_units
+from composable_fsdp.features.shown_units import show_units
 from composable_fsdp.flat.user_hooks import HOOK_WATCHES
+from composable_fsdp.optim.state_dict_hooks import prepare_for_dcp
 from composable_fsdp.optim.step_hooks import FIRST_STEPS, install_step_hooks
-from composable_fsdp.tree.after_sharding import FIRST_FORWARDS, call_after_sharding
+from composable_fsdp.state_dict.dcp_caller import call_before_optimizer
+from composable_fsdp.state_dict.hooks import install_state_dict_hooks
+from composable_fsdp.state_dict.sharded import ShardedValue
+from composable_fsdp.tree import moments
+from composable_fsdp.tree.changed_settings import changed_settings
+from composable_fsdp.tree.late_registration import watch_registrations
 
-call_after_sharding(install_step_hooks)
-FIRST_FORWARDS.append(begin_audit)
+moments.BEFORE_SYNC.append(meet_to_sync)
+moments.UNIT_BUILT.extend((install_state_dict_hooks, let_copy, show_units))
+# These are installed once for the process.
+moments.MODULES_SHARDED.extend(
+    (
+        engine.install,
+        install_step_hooks,
+        guard_strategies,
+        watch_registrations,
+        install_ddp_hook,
+    )
+)
+moments.TREE_INITIALIZED.append(give_slots)
+moments.RANKS_MEET.append(compare_ranks)
+moments.FIRST_FORWARD.extend(
+    (require_initialized, log_units, begin_audit, hash_if_debugging)
+)
+moments.CHANGED_FLAGS.append(changed_settings)
 FIRST_STEPS.append(note_step)
 HOOK_WATCHES.append(around_hook)
+call_before_optimizer(prepare_for_dcp)
+# Construction only makes a tensor, so ``torch.load(weights_only=True)`` may do so.
+add_safe_globals([ShardedValue])

@@ -39,8 +39,8 @@ from composable_fsdp.flat.residency import (
     unreadable_versions,
 )
 from composable_fsdp.flat.step_counts import written
-from composable_fsdp.planning.assign import Place
 from composable_fsdp.planning.layout import RegionLayout
+from composable_fsdp.planning.places import Place
 from composable_fsdp.planning.planner import Target
 from composable_fsdp.planning.unit_plan import UnitPlan
 

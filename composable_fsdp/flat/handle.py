@@ -26,8 +26,8 @@ from composable_fsdp.flat.reduce_rule import ReduceRule
 from composable_fsdp.flat.region import FlatParameter, FullBuffer, TrainableRegion
 from composable_fsdp.naming import quoted
 from composable_fsdp.phases import Phase, Residency
-from composable_fsdp.planning.assign import ParamInfo, Place
 from composable_fsdp.planning.layout import RegionLayout
+from composable_fsdp.planning.places import ParamInfo, Place
 from composable_fsdp.planning.unit_plan import UnitPlan
 
 NO_TASK = -1

@@ -12,7 +12,6 @@ buffers and leaves, created at the first use. ``handle.form`` is the current for
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -23,6 +22,7 @@ from composable_fsdp.flat.build_region import (
     full_leaves_in_form,
     make_full,
 )
+from composable_fsdp.flat.casts import Precision
 from composable_fsdp.flat.handle import FlatParamHandle, FullForm
 from composable_fsdp.flat.residency import forget_readable
 from composable_fsdp.phases import Residency
@@ -30,33 +30,6 @@ from composable_fsdp.phases import Residency
 FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
 """Environment variable of FSDP1: "1" means that evaluation computes in the parameters'
 own dtype. Read when a unit is built."""
-
-
-@dataclass(slots=True)
-class Precision:
-    """The casts of a unit with ``mixed_precision``."""
-
-    input_dtype: torch.dtype | None
-    """Dtype of floating-point inputs; None leaves inputs unchanged."""
-    root_input_dtype: torch.dtype | None
-    """As ``input_dtype``, used instead if the unit is the root."""
-    output_dtype: torch.dtype | None
-    """Dtype of floating-point outputs; None leaves outputs unchanged."""
-    buffer_dtype: torch.dtype | None
-    """Dtype of floating-point buffers; None leaves buffers unchanged."""
-    full_in_eval: bool
-    """Whether evaluation computes in full precision. Inputs are then not cast, not even
-    by a root without parameters or with a single dtype."""
-    wide_in_eval: bool
-    """Whether evaluation in full precision uses other parameters or buffers than
-    training."""
-    buffer_dtypes: dict[tuple[int, str], torch.dtype] = field(default_factory=dict)
-    """Original dtypes of the buffers that were cast, by the number of the unit's module
-    and the FQN from this module."""
-
-    def wide(self, module: nn.Module) -> bool:
-        """Return whether this forward computes in the parameters' own dtype."""
-        return self.wide_in_eval and not module.training
 
 
 def make_precision(handle: FlatParamHandle, *, is_local_root: bool) -> Precision | None:

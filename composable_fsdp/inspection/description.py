@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from composable_fsdp.naming import printable
+from composable_fsdp.naming import printable, size_text
 from composable_fsdp.planning.fold import Fold, fold_units
 from composable_fsdp.planning.layout import ParameterSlot, RegionLayout
-from composable_fsdp.planning.plan import size_text
 from composable_fsdp.planning.unit_plan import UnitPlan
 
 _RANKS = 4

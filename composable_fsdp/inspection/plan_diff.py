@@ -6,7 +6,7 @@ from typing import Any
 
 from composable_fsdp.inspection.plan_report import KINDS, Report
 from composable_fsdp.inspection.plan_text import Table
-from composable_fsdp.planning.plan import size_text
+from composable_fsdp.naming import size_text
 
 
 def differences(first: Report, second: Report) -> Report:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from composable_fsdp.errors import PlanError
 from composable_fsdp.inspection.plan_report import KINDS
-from composable_fsdp.planning.plan import size_text
+from composable_fsdp.naming import size_text
 from composable_fsdp.tools.forecast import Forecast
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from composable_fsdp.planning.plan import ShardingPlan, owner_lines
-from composable_fsdp.planning.unit_plan import Traffic
+from composable_fsdp.planning.unit_costs import Traffic
 from composable_fsdp.tools.fit import Fit, at_world_size, fit
 from composable_fsdp.tools.forecast import Forecast, UnitRow
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from composable_fsdp.inspection.plan_report import KINDS, Report
-from composable_fsdp.planning.plan import size_text
+from composable_fsdp.naming import size_text
 
 OPTIONS = {
     "strategy=FULL_SHARD": "--strategy full-shard",

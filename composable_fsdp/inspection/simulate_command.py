@@ -29,9 +29,9 @@ from composable_fsdp.inspection.plan_models import (
 )
 from composable_fsdp.inspection.progress import waiting
 from composable_fsdp.inspection.sizes import bound
+from composable_fsdp.naming import size_text
 from composable_fsdp.planning.chosen import unit_names
 from composable_fsdp.planning.options import UnitOptions
-from composable_fsdp.planning.plan import size_text
 from composable_fsdp.tools.simulate import DEVICE_TYPES, OPTIMIZERS, simulate
 from composable_fsdp.tools.simulation import Simulation
 

@@ -37,7 +37,6 @@ from composable_fsdp.optim.step_checks import cut_leaf
 from composable_fsdp.optim.units import shard_groups
 from composable_fsdp.state_dict.dcp_caller import (
     DcpRequest,
-    call_before_optimizer,
     dcp_request,
 )
 from composable_fsdp.state_dict.effective_settings import rank_0_is_first
@@ -93,7 +92,7 @@ def install_optimizer_hooks(optim: object) -> None:
                     values[key] = part_for(named, key, value)
 
 
-def _prepare_for_dcp(optim: object) -> bool:
+def prepare_for_dcp(optim: object) -> bool:
     """Register both hooks, and return whether ``optim`` is in use on some rank.
 
     In use is an optimizer that has state, or of whose parameters one has a gradient.
@@ -117,9 +116,6 @@ def _prepare_for_dcp(optim: object) -> bool:
     for group in groups:
         is_used = any(each.value for each in exchange(None, is_used, group))
     return is_used
-
-
-call_before_optimizer(_prepare_for_dcp)
 
 
 def _named(parameter: Any, *, whole: bool = False) -> Named | None:

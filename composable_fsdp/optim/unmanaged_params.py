@@ -23,7 +23,8 @@ from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.naming import listed
 from composable_fsdp.optim.step_checks import leaf_name
-from composable_fsdp.tree.late_registration import IGNORED, PENDING, warn_of_added
+from composable_fsdp.tree.late_registration import PENDING, warn_of_added
+from composable_fsdp.tree.unit_settings import IGNORED
 
 
 def check_unmanaged_params(optim: torch.optim.Optimizer) -> None:

@@ -32,45 +32,9 @@ from composable_fsdp.planning.checks import (
 )
 from composable_fsdp.planning.chosen import Chosen
 from composable_fsdp.planning.options import UnitOptions, as_keywords, override
+from composable_fsdp.planning.places import API, REPLICATE
 from composable_fsdp.planning.policies import evaluate_policy
 from composable_fsdp.planning.precision import with_full_precision
-
-API = "fully_shard"
-"""The name of this package's states in the registry."""
-
-REPLICATE = "replicate"
-"""The name of ``replicate``'s states in the registry."""
-
-
-class Place(NamedTuple):
-    """A place of a parameter, as names only: equal units share ``Place`` objects.
-
-    Args:
-        fqn: the parameter's name at this place, from the unit's module.
-        name: the parameter's key in ``module._parameters``.
-        primary: the parameter's first name from the unit's module.
-        slot_index: index of the parameter in the unit. In a unit of several modules,
-            two parameters may have the same name.
-    """
-
-    fqn: str
-    name: str
-    primary: str
-    slot_index: int
-
-
-class ParamInfo(NamedTuple):
-    """A place of a parameter, with the module.
-
-    ``module._parameters[name]`` is the parameter. The other fields are those of
-    ``Place``.
-    """
-
-    fqn: str
-    module: nn.Module
-    name: str
-    primary: str
-    slot_index: int
 
 
 class PlanRequest(NamedTuple):

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import torch
 
-from composable_fsdp.comm.wires import Matrix, WireFormat, WireLayout
+from composable_fsdp.comm.wire_format import Matrix, WireFormat, WireLayout
 from composable_fsdp.planning.partition import pack, pack_whole, partition
 
 LAUNCH_BYTES = 64 * 1024

@@ -30,12 +30,6 @@ from typing import NamedTuple
 from composable_fsdp.config import Arena, BackwardPrefetch
 from composable_fsdp.planning.slots import Slot, assign_slots, reduce_slots
 
-RETIRING_LIMIT = 1
-"""With ``limit_all_gathers``: resharded units whose memory may wait for the GPU."""
-
-RETIRING_UNLIMITED = 4
-"""Without ``limit_all_gathers``: more overlap on small units, more memory."""
-
 
 class ReductionMemory(NamedTuple):
     """Bytes of the buffers of a unit's reduction, and who takes part.

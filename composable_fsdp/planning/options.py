@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import nn
 
-from composable_fsdp.comm.wires import WireFormat
+from composable_fsdp.comm.wire_format import WireFormat
 from composable_fsdp.config import (
     Arena,
     BackwardPrefetch,
@@ -29,6 +29,12 @@ GroupBy: TypeAlias = Callable[[str, nn.Parameter], Hashable]
 
 D = TypeVar("D")
 E = TypeVar("E", bound=Enum)
+
+RETIRING_LIMIT = 1
+"""With ``limit_all_gathers``: resharded units whose memory may wait for the GPU."""
+
+RETIRING_UNLIMITED = 4
+"""Without ``limit_all_gathers``: more overlap on small units, more memory."""
 
 
 class Dtypes(NamedTuple):

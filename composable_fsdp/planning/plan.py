@@ -9,15 +9,19 @@ from math import prod
 from operator import or_
 
 import torch
+from torch import nn
 
 from composable_fsdp.config import Block
-from composable_fsdp.naming import ROOT_NAME
+from composable_fsdp.naming import ROOT_NAME, size_text
+from composable_fsdp.planning.assign import PlanRequest
 from composable_fsdp.planning.fold import fold_units
 from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.memory import PeakMemory, StepMemory, memory_of_step
 from composable_fsdp.planning.owners import OwnerPlan, plan_owners
+from composable_fsdp.planning.planner import Target, plan_targets
 from composable_fsdp.planning.save_parts import save_bytes
-from composable_fsdp.planning.unit_plan import Traffic, UnitPlan
+from composable_fsdp.planning.unit_costs import Traffic, memory_of, traffic_of
+from composable_fsdp.planning.unit_plan import UnitPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +120,7 @@ class ShardingPlan:
     def unit_traffic(self) -> list[Traffic]:
         """Return the collectives and bytes of a training step per unit."""
         return [
-            unit.traffic(is_root=i == 0, in_backward=flows)
+            traffic_of(unit, is_root=i == 0, in_backward=flows)
             for i, (unit, flows) in enumerate(self._with_flow())
         ]
 
@@ -193,7 +197,8 @@ class ShardingPlan:
         on_cuda = device_type == "cuda"
         return memory_of_step(
             [
-                unit.memory(
+                memory_of(
+                    unit,
                     parent=parents[i],
                     in_backward=flows,
                     # Inputs need gradients if a trainable unit precedes in forward
@@ -370,22 +375,6 @@ def _mixed_text(unit: UnitPlan) -> str:
     )
 
 
-def size_text(nbytes: int) -> str:
-    """Return bytes as text, in the largest unit that gives a number of at least 1.
-
-    >>> size_text(512), size_text(1536), size_text(3 * 2**20)
-    ('512 B', '1.50 KiB', '3.00 MiB')
-    """
-    if nbytes < 1024:
-        return f"{nbytes} B"
-    value = float(nbytes)
-    for unit in ("KiB", "MiB", "GiB"):
-        value /= 1024
-        if value < 1024:
-            return f"{value:.2f} {unit}"
-    return f"{value / 1024:.2f} TiB"
-
-
 def _region_text(region: RegionLayout) -> str:
     """Return a region as text: dtype, frozen, group and number of parameters."""
     kind = str(region.dtype).removeprefix("torch.")
@@ -393,3 +382,15 @@ def _region_text(region: RegionLayout) -> str:
     group = "" if region.group is None else f" group {region.group!r}"
     count = len(region.parameters)
     return f"{count} parameter{'s' if count > 1 else ''} in {kind}{frozen}{group}"
+
+
+def plan_modules(
+    modules: Sequence[nn.Module], request: PlanRequest
+) -> tuple[ShardingPlan, tuple[Target, ...]]:
+    """Return the plan of an application of ``fully_shard``, and its targets.
+
+    Raises: as ``plan_targets``.
+    """
+    targets, notes = plan_targets(modules, request)
+    plan = ShardingPlan(tuple(t.plan for t in targets), request.world_size, notes)
+    return plan, targets

@@ -1,4 +1,4 @@
-"""Plans one application of ``fully_shard``: a module tree becomes a ``ShardingPlan``.
+"""Plans one application of ``fully_shard``: a module tree becomes ``Target``s.
 
 Planning runs every check before any tensor moves, so a refused model stays unchanged::
 
@@ -19,13 +19,7 @@ from composable_fsdp.comm.groups import group_sizes
 from composable_fsdp.errors import PlanError
 from composable_fsdp.naming import join_name
 from composable_fsdp.planning import walk
-from composable_fsdp.planning.assign import (
-    Occurrence,
-    Place,
-    PlanRequest,
-    Unit,
-    assign_units,
-)
+from composable_fsdp.planning.assign import Occurrence, PlanRequest, Unit, assign_units
 from composable_fsdp.planning.checks import group_of
 from composable_fsdp.planning.dtensors import local_of, whole_of
 from composable_fsdp.planning.layout import (
@@ -33,7 +27,7 @@ from composable_fsdp.planning.layout import (
     plan_regions,
 )
 from composable_fsdp.planning.options import UnitOptions
-from composable_fsdp.planning.plan import ShardingPlan
+from composable_fsdp.planning.places import Place
 from composable_fsdp.planning.unit_plan import UnitPlan, padding_notes
 
 
@@ -58,24 +52,21 @@ class Target(NamedTuple):
     """States of units from earlier ``fully_shard`` calls directly below this unit."""
 
 
-def plan_modules(
+def plan_targets(
     modules: Sequence[nn.Module], request: PlanRequest
-) -> tuple[ShardingPlan, tuple[Target, ...]]:
+) -> tuple[tuple[Target, ...], tuple[str, ...]]:
     """Plan one application of ``fully_shard`` to ``modules``.
 
     Several modules form a single unit. The function reads the tree and changes nothing.
 
-    Returns: the plan, and a ``Target`` per unit, both in ``.modules()`` order.
+    Returns: a ``Target`` per unit in ``.modules()`` order, and sentences for a reader.
     Raises: PlanError or CompositionError, naming the module, the parameter and the
     remedy.
     """
     units = assign_units(modules, request)
     notes: list[str] = []
     targets = tuple(_target(i, unit, request, notes) for i, unit in enumerate(units))
-    plan = ShardingPlan(
-        tuple(t.plan for t in targets), request.world_size, tuple(notes)
-    )
-    return plan, targets
+    return targets, tuple(notes)
 
 
 class _Build(NamedTuple):

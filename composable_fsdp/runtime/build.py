@@ -6,19 +6,20 @@ import weakref
 from collections.abc import Callable, Container, Sequence
 
 import torch
+import torch.distributed as dist
 
-from composable_fsdp.comm.groups import RankLayout
+from composable_fsdp.comm.groups import Groups, RankLayout
+from composable_fsdp.comm.nodes import PEERLESS
 from composable_fsdp.compose.registry import set_state
 from composable_fsdp.flat.build import build_handle
 from composable_fsdp.flat.dtensor_params import with_plain_parameters
 from composable_fsdp.flat.external_changes import record_replaced
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.precision import make_precision
+from composable_fsdp.flat.value_hash import hash_values, have_values
 from composable_fsdp.planning.planner import Target
-from composable_fsdp.runtime import engine
-from composable_fsdp.runtime.deepcopy import copy_state
 from composable_fsdp.runtime.hooks import install_hooks
-from composable_fsdp.tree.initial_weights import InitialWeights, hash_weights
+from composable_fsdp.tree.initial_weights import InitialWeights, in_slot_order
 from composable_fsdp.tree.state import OWNERS, _FSDPState
 from composable_fsdp.tree.unit_settings import ForwardSearches, UnitSettings
 
@@ -40,7 +41,6 @@ def build_units(
 
     Returns: the states, in the order of ``targets``.
     """
-    engine.install()
     states = [root_state, *(_FSDPState() for _ in targets[1:])]
     # Nested units first: each unit takes its modules, and outer units take only modules
     # without an owner.
@@ -53,7 +53,7 @@ def build_units(
         given = target.parameters
         target, forms = with_plain_parameters(target)
         # Hashed while this rank still has whole values.
-        initial = hash_weights(target, groups, synced=synced)
+        initial = _hash_weights(target, groups, synced=synced)
         handle = build_handle(target, groups=groups, device=device, forms=forms)
         if forms:
             # An optimizer that was made before holds the DTensors.
@@ -103,10 +103,28 @@ def _fill(
         options=options,
         ranks=ranks,
         initial=initial,
-        copier=copy_state,
         settings=UnitSettings(
             None if options.reshard_after_forward else False,
             prefetches_forward=options.forward_prefetch,
         ),
         searches=ForwardSearches(target.modules, awaits_buffers=awaits_buffers),
     )
+
+
+def _hash_weights(target: Target, groups: Groups, *, synced: bool) -> InitialWeights:
+    """Hash the whole values of a unit, before the unit is sharded.
+
+    Returns: the hashes; call ``mark`` after the unit was sharded.
+    """
+    # Outside of the unit's groups, other ranks may hold other parts of the model.
+    has_others = groups.has_peers or (
+        dist.get_world_size() > 1 and dist.get_backend() not in PEERLESS
+    )
+    is_checked = target.plan.options.check_weights != "off" and has_others
+    hashes = None
+    # Without other ranks nothing is hashed: tensors may be fake then.
+    if is_checked and groups.has_peers and not synced and groups.shard is not None:
+        values = in_slot_order(target.plan.regions, target.parameters)
+        if have_values(values):
+            hashes = hash_values(values)
+    return InitialWeights(is_checked=is_checked, hashes=hashes, synced=synced)

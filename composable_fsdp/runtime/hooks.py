@@ -11,7 +11,6 @@ from torch import nn
 
 from composable_fsdp.runtime.backward import FSDP_HOOK_KEY, install_grad_hooks
 from composable_fsdp.runtime.forward import post_forward, pre_forward
-from composable_fsdp.tree.shown_units import show_units
 from composable_fsdp.tree.state import _FSDPState
 
 _disable_dynamo: Any = vars(torch)["_disable_dynamo"]
@@ -40,7 +39,6 @@ def install_hooks(state: _FSDPState) -> None:
         module._forward_pre_hooks_with_kwargs[FSDP_HOOK_KEY] = True
         module._forward_hooks[FSDP_HOOK_KEY] = after
         module._forward_hooks_always_called[FSDP_HOOK_KEY] = True
-    show_units(state)
     install_grad_hooks(state)
 
 

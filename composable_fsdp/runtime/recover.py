@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from composable_fsdp.comm.debug import is_debugging
 from composable_fsdp.comm.ranges import end_all_ranges
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import residency
@@ -40,15 +39,12 @@ from composable_fsdp.flat.residency import (
 from composable_fsdp.flat.user_memory import leaves_view_shards, take_memory
 from composable_fsdp.phases import BACKWARD_PRE, IDLE, illegal_move
 from composable_fsdp.runtime.backward import GradientOrder
-from composable_fsdp.runtime.debug_shards import CHECKED, checked_record
 from composable_fsdp.runtime.external_changes import (
     adopt_external_changes,
     adopt_external_changes_unless_meta,
     follow_requires_grad,
 )
-from composable_fsdp.runtime.first_step import log_units
 from composable_fsdp.runtime.graph_task import current_task, reset_backward
-from composable_fsdp.runtime.initialized import require_initialized
 from composable_fsdp.runtime.leaf_streams import make_nodes_on_current_stream
 from composable_fsdp.runtime.offload import (
     finish_d2h_grad_copies,
@@ -73,14 +69,18 @@ from composable_fsdp.runtime.unshard import (
     shard_versions,
 )
 from composable_fsdp.runtime.unused_params import CommonOrder
-from composable_fsdp.tree.after_sharding import FIRST_FORWARDS
-from composable_fsdp.tree.changed_settings import CHANGED, changed_settings
 from composable_fsdp.tree.initial_weights import ALL_RANKS
-from composable_fsdp.tree.late_registration import PENDING, warn_of_added_in_forward
-from composable_fsdp.tree.order_logs import assign_order_logs
+from composable_fsdp.tree.moments import (
+    CHANGED,
+    CHANGED_FLAGS,
+    FIRST_FORWARD,
+    NEXT_FORWARD,
+    RANKS_MEET,
+    RECORDS,
+)
 from composable_fsdp.tree.root import ensure_root
-from composable_fsdp.tree.same_models import compare_models
 from composable_fsdp.tree.state import (
+    ForwardRecord,
     RuntimeContext,
     _FSDPState,
     _RootFSDPState,
@@ -100,10 +100,10 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
     Raises: PlanError, if a parameter was given data that does not fit the shard, or, in
         the first forward, if a buffer was on meta and has no values; PhaseError, if
         ``requires_grad`` has changed while gradients wait, or if shards were written to
-        while the unit was kept full; DesyncError, as ``compare_models``.
+        while the unit was kept full; DesyncError, as the functions of ``RANKS_MEET``.
     Collective: in the first forward, and in the first forward whose gradients are
-    reduced, as ``compare_models``; else none, except as ``finish_reduction`` if a
-    reduction is in flight.
+    reduced, as the functions of ``RANKS_MEET``; else none, except as
+    ``finish_reduction`` if a reduction is in flight.
     """
     # Outside backward a graph task that has not ended belongs to a backward that
     # raised.
@@ -140,14 +140,14 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
                     froze = True
     if froze or (CHANGED and context in CHANGED):
         # Once after all units, because the flags of every unit are read.
-        settings = changed_settings(root._root_states)
-        flags = chain(*map(changed_flags, context.handles), settings)
-        context.changed_flags = tuple(flags)
+        later = [flags(root._root_states) for flags in CHANGED_FLAGS]
+        own = map(changed_flags, context.handles)
+        context.changed_flags = tuple(chain(*own, *later))
         CHANGED.discard(context)
     if root.initial.compared != ALL_RANKS or not context.is_checked:
-        _check_ranks(context, root)
-    if PENDING:
-        warn_of_added_in_forward(context)
+        _begin_first(context, root)
+    for call in tuple(NEXT_FORWARD):
+        call(context)
     for unit in context.marked.lists:
         unit.remaining = frozenset()
     for unit in context.marked.precisions:
@@ -158,9 +158,7 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
     # buffers of other sizes, which aborts the process.
     mode = (state.fqn, training, torch.is_grad_enabled(), context.changed_flags)
     fills = any(map(_fills, context.handles))
-    context.tape = CommonOrder(mode) if fills else GradientOrder(mode)
-    if CHECKED and context in CHECKED:
-        context.tape = checked_record(mode, fills=fills)
+    context.tape = RECORDS.get(context, _record)(mode, fills)
     if context.streams.begin_iteration():
         make_nodes_on_current_stream(context)
     context.outermost = state
@@ -177,30 +175,22 @@ def _keep_or_discard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         discard_full(context, handle)
 
 
-def _check_ranks(context: RuntimeContext, root: _RootFSDPState) -> None:
-    """Compare the ranks of a tree in the first forwards; begin the order logs.
+def _begin_first(context: RuntimeContext, root: _RootFSDPState) -> None:
+    """Call what one of the first forwards of a tree calls.
 
-    Collective, Raises: as ``compare_models``, and as ``require_initialized``.
+    Collective, Raises: as the functions of ``RANKS_MEET`` and ``FIRST_FORWARD``.
     """
-    before = root.initial.compared
-    # If a forward gathers nothing, a rank may run the forward alone, also with
-    # gradients that are not reduced (``no_sync``). So replicas are compared in the
-    # first forward that leads to a reduction.
-    reduces = any(unit.settings.sync_gradients for unit in root._root_states)
-    compare_models(root, replicas=reduces and torch.is_grad_enabled())
-    after = root.initial.compared
-    if not context.is_checked or after != before:
-        # Not before the comparison: other models may have other logs, and the ranks
-        # would number all later logs otherwise.
-        assign_order_logs(context, replicas=after == ALL_RANKS)
+    for meet in RANKS_MEET:
+        meet(context, root)
     if not context.is_checked:
-        require_initialized(root._root_states)
-        log_units(root)
-        for begin in FIRST_FORWARDS:
+        for begin in FIRST_FORWARD:
             begin(context)
-        if is_debugging():
-            CHECKED.add(context)
         context.is_checked = True
+
+
+def _record(mode: Hashable, fills: bool) -> ForwardRecord:
+    """Return the record of a forward; ``fills``: of a tree that reduces all grads."""
+    return CommonOrder(mode) if fills else GradientOrder(mode)
 
 
 def end_iteration(context: RuntimeContext) -> None:

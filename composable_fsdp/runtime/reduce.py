@@ -24,11 +24,12 @@ from __future__ import annotations
 from itertools import compress
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.device import Streams
 from composable_fsdp.comm.sequence import Operation
+from composable_fsdp.errors import FSDPError
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.gradients import (
     allocate_reduce,
@@ -41,11 +42,12 @@ from composable_fsdp.flat.gradients import (
     zero_missing,
 )
 from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.reduce_rule import ReduceRule
+from composable_fsdp.flat.region import TrainableRegion
 from composable_fsdp.flat.user_hooks import (
     call_post_hooks,
     call_tensor_hooks,
 )
-from composable_fsdp.runtime.comm_hooks import call_comm_hook
 from composable_fsdp.runtime.offload import drop_d2h_grad_copies, start_d2h_grad_copies
 from composable_fsdp.runtime.replica_sums import (
     add_partial_sums,
@@ -378,7 +380,7 @@ def _issue(reduction: Reduction, *, async_op: bool) -> None:
     for regions in handle.layout.reduce_groups:
         if rule.hook is not None and final:
             for region in regions:
-                region.reduce.temporary = call_comm_hook(rule, region)
+                region.reduce.temporary = _call_comm_hook(rule, region)
                 drop_partial_sum(region)
             continue
         # All regions of a group have the same reduce dtype, hence the same division.
@@ -466,3 +468,32 @@ def unshard_in_backward(context: RuntimeContext, handle: FlatParamHandle) -> Non
     ):
         finish_reduction(context, ahead_of=handle)
     unshard(context, handle)
+
+
+def _call_comm_hook(rule: ReduceRule, region: TrainableRegion) -> Tensor:
+    """Have the hook reduce the region, with sums that wait for an all-reduce.
+
+    Returns: the result ``(shard_numel,)``.
+    Collective: the collectives of the hook.
+    Raises: FSDPError, if the result has not ``shard_numel`` elements.
+    """
+    assert rule.hook is not None
+    # Pass detached tensors: a hook may give them other memory through ``.data``.
+    gradient = region.reduce.buffer.detach()
+    if region.reduce.partial is not None:
+        gradient.add_(region.reduce.partial)
+    # A shard group of a single rank needs no scatter: the hook reduces in place.
+    if region.layout.world_size == 1:
+        rule.hook(rule.hook_state, gradient)
+        result = gradient
+    else:
+        assert region.reduce.temporary is not None
+        result = region.reduce.temporary.detach()
+        rule.hook(rule.hook_state, gradient, result)
+    if result.numel() != region.layout.shard_numel:
+        raise FSDPError(
+            f"A communication hook left {result.numel()} elements; expected the "
+            f"{region.layout.shard_numel} of this rank's shard. Write the reduced "
+            "gradient into the last argument and keep its size."
+        )
+    return result

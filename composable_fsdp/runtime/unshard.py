@@ -33,7 +33,7 @@ from composable_fsdp.flat.residency import (
     UNSHARDED,
     make_unreadable,
 )
-from composable_fsdp.planning.memory import RETIRING_LIMIT, RETIRING_UNLIMITED
+from composable_fsdp.planning.options import RETIRING_LIMIT, RETIRING_UNLIMITED
 from composable_fsdp.runtime.handed_params import take_back
 from composable_fsdp.runtime.slots import find_previous, is_vacant
 from composable_fsdp.runtime.wires import decode_full, drop_encoded, encode_shards

@@ -15,7 +15,7 @@ import torch
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.device import outside_transforms
 from composable_fsdp.comm.sequence import Operation
-from composable_fsdp.comm.wires import largest_magnitudes
+from composable_fsdp.comm.wire_format import largest_magnitudes
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.region import FlatParameter

@@ -494,7 +494,3 @@ _OPS: dict[Any, Callable[..., Any]] = {
     _aten.equal: _on_whole,
     _aten.allclose: _on_whole,
 }
-
-
-# Construction only makes a tensor, so ``torch.load(weights_only=True)`` may do so.
-torch.serialization.add_safe_globals([ShardedValue])

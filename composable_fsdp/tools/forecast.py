@@ -17,7 +17,8 @@ from typing import NamedTuple
 from composable_fsdp.planning.fold import Fold, fold_units
 from composable_fsdp.planning.memory import Event
 from composable_fsdp.planning.plan import ShardingPlan
-from composable_fsdp.planning.unit_plan import Traffic, UnitPlan
+from composable_fsdp.planning.unit_costs import Traffic
+from composable_fsdp.planning.unit_plan import UnitPlan
 from composable_fsdp.tools.activations import Activations, Held
 from composable_fsdp.tools.optimizers import (
     OPTIMIZERS,

@@ -12,15 +12,14 @@ which the order logs compare::
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 from composable_fsdp.flat.changed_flags import ChangedFlag
 from composable_fsdp.naming import quoted
 from composable_fsdp.tree.fingerprint import COMPARED_LATER, setting_values
-from composable_fsdp.tree.state import RuntimeContext, _FSDPState
+from composable_fsdp.tree.moments import CHANGED
+from composable_fsdp.tree.state import _FSDPState
 
-CHANGED: WeakSet[RuntimeContext] = WeakSet()
-"""Trees with a setting that was changed since the last forward began."""
 _before: WeakKeyDictionary[_FSDPState, tuple[object, ...]] = WeakKeyDictionary()
 """The settings of each unit before the first change."""
 

@@ -18,15 +18,11 @@ from itertools import chain
 from operator import attrgetter
 from typing import TypeVar
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from composable_fsdp.comm.groups import Groups
-from composable_fsdp.comm.nodes import PEERLESS
 from composable_fsdp.flat.handle import UnitLayout
 from composable_fsdp.flat.value_hash import hash_values, have_values
 from composable_fsdp.planning.layout import RegionLayout
-from composable_fsdp.planning.planner import Target
 
 T = TypeVar("T")
 
@@ -121,25 +117,6 @@ class InitialWeights:
         else:
             made._ids = ()
         return made
-
-
-def hash_weights(target: Target, groups: Groups, *, synced: bool) -> InitialWeights:
-    """Hash the whole values of a unit, before the unit is sharded.
-
-    Returns: the hashes; call ``mark`` after the unit was sharded.
-    """
-    # Outside of the unit's groups, other ranks may hold other parts of the model.
-    has_others = groups.has_peers or (
-        dist.get_world_size() > 1 and dist.get_backend() not in PEERLESS
-    )
-    is_checked = target.plan.options.check_weights != "off" and has_others
-    hashes = None
-    # Without other ranks nothing is hashed: tensors may be fake then.
-    if is_checked and groups.has_peers and not synced and groups.shard is not None:
-        values = in_slot_order(target.plan.regions, target.parameters)
-        if have_values(values):
-            hashes = hash_values(values)
-    return InitialWeights(is_checked=is_checked, hashes=hashes, synced=synced)
 
 
 def sharded_leaves(layout: UnitLayout) -> list[nn.Parameter]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -25,13 +25,10 @@ from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.naming import join_name, listed, quoted
 from composable_fsdp.planning import walk
+from composable_fsdp.tree.moments import NEXT_FORWARD
 from composable_fsdp.tree.root import outermost
 from composable_fsdp.tree.state import OWNERS, RuntimeContext, _FSDPState
-
-# An attribute and no weak set: ``torch.utils.swap_tensors`` refuses parameters that
-# have weak references.
-IGNORED = "_composable_fsdp_left_alone"
-"""Attribute that marks parameters as ignored."""
+from composable_fsdp.tree.unit_settings import IGNORED
 
 
 class _Place(NamedTuple):
@@ -47,12 +44,6 @@ name. Empty in the steady state, so a step pays only for the look at an empty di
 _watches = False
 
 
-def mark_ignored(ignored: Iterable[nn.Parameter]) -> None:
-    """Mark ignored parameters, so that no check warns of them."""
-    for parameter in ignored:
-        setattr(parameter, IGNORED, True)
-
-
 def watch_registrations() -> None:
     """Record registrations in units from now on; for the rest of the process."""
     global _watches
@@ -65,6 +56,8 @@ def watch_registrations() -> None:
 def _note(module: nn.Module, name: str, value: object) -> None:
     """Registration hook: record the registration if a unit holds ``module``."""
     if value is not None and OWNERS.get(module) is not None:
+        if not PENDING:
+            NEXT_FORWARD.append(_warn_in_forward)
         PENDING[id(module), name] = _Place(weakref.ref(module), name)
 
 
@@ -87,9 +80,11 @@ def warn_of_added(chosen: Callable[[_FSDPState, list[nn.Parameter]], bool]) -> N
             PENDING.pop(key, None)
             if found:
                 _warn(state, module, place.name, list(found))
+    if not PENDING and _warn_in_forward in NEXT_FORWARD:
+        NEXT_FORWARD.remove(_warn_in_forward)
 
 
-def warn_of_added_in_forward(context: RuntimeContext) -> None:
+def _warn_in_forward(context: RuntimeContext) -> None:
     """Call ``warn_of_added`` for the tree whose forward begins."""
     warn_of_added(lambda state, _: state.context is context)
 

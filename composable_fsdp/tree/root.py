@@ -17,7 +17,7 @@ from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.experts import count_expert_ranks
 from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.planning.walk import named
-from composable_fsdp.tree.arena import give_slots
+from composable_fsdp.tree.moments import TREE_INITIALIZED
 from composable_fsdp.tree.state import (
     MarkedUnits,
     RuntimeContext,
@@ -88,7 +88,8 @@ def _initialise(top: _FSDPState) -> None:
         any(handle.groups.experts_ref is not None for handle in context.handles),
     )
     set_streams(context, root.device)
-    give_slots(context, root._root_states)
+    for begin in TREE_INITIALIZED:
+        begin(context)
 
 
 def set_param_paths(module: nn.Module, states: Sequence[_FSDPState]) -> None:

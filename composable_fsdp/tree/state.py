@@ -21,13 +21,13 @@ from composable_fsdp.comm.groups import RankLayout
 from composable_fsdp.comm.sequence import OrderLog
 from composable_fsdp.compose.registry import OwnerMap
 from composable_fsdp.errors import NotRootError
+from composable_fsdp.flat.casts import Precision
 from composable_fsdp.flat.changed_flags import ChangedFlag, backward_mode
 from composable_fsdp.flat.handle import FlatParamHandle, FullForm
-from composable_fsdp.flat.precision import Precision
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning.options import UnitOptions
-from composable_fsdp.tree.after_sharding import Observer
 from composable_fsdp.tree.initial_weights import InitialWeights
+from composable_fsdp.tree.moments import Observer
 from composable_fsdp.tree.unit_settings import ForwardSearches, UnitSettings
 
 U = TypeVar("U")
@@ -344,6 +344,8 @@ class _FSDPState:
         self.remaining: frozenset[int] = frozenset()
         """Unit of several modules: ids of the modules that have not run in this
         forward."""
+        self.copier: Callable[[_FSDPState, dict[int, Any]], _FSDPState]
+        """Implementation of ``copy.deepcopy``, set at ``moments.UNIT_BUILT``."""
 
     def fill(
         self,
@@ -355,7 +357,6 @@ class _FSDPState:
         options: UnitOptions,
         ranks: RankLayout,
         initial: InitialWeights,
-        copier: Callable[[_FSDPState, dict[int, Any]], _FSDPState],
         settings: UnitSettings,
         searches: ForwardSearches,
     ) -> None:
@@ -372,9 +373,6 @@ class _FSDPState:
         self.initial = initial
         """The values that ``fully_shard`` was given, for a comparison with other
         ranks."""
-        # Passed and not imported, because the implementation is in a higher layer.
-        self.copier = copier
-        """Implementation of ``copy.deepcopy``."""
         self.settings = settings
         self.searches = searches
 

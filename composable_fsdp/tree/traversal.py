@@ -27,7 +27,7 @@ from composable_fsdp.compose.registry import (
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import TRANSPARENT
-from composable_fsdp.planning.assign import API, REPLICATE
+from composable_fsdp.planning.places import API, REPLICATE
 from composable_fsdp.planning.walk import named
 from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
 

@@ -9,6 +9,17 @@ from torch import Tensor, nn
 
 from composable_fsdp.config import FULL_BY_DEFAULT, StateDictSettings
 
+# An attribute and no weak set: ``torch.utils.swap_tensors`` refuses parameters that
+# have weak references.
+IGNORED = "_composable_fsdp_left_alone"
+"""Attribute that marks parameters as ignored."""
+
+
+def mark_ignored(ignored: Iterable[nn.Parameter]) -> None:
+    """Mark ignored parameters, so that no check warns of them."""
+    for parameter in ignored:
+        setattr(parameter, IGNORED, True)
+
 
 class UnitSettings:
     """The settings of a unit that the user can change between steps.

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from composable_fsdp import Float8Wire, Int8Wire, WireFormat
-from composable_fsdp.comm.wires import largest_magnitudes
+from composable_fsdp.comm.wire_format import largest_magnitudes
 from composable_fsdp.planning.layout import (
     ParameterSpec,
     RegionLayout,

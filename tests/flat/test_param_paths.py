@@ -19,9 +19,9 @@ from composable_fsdp import (
     unshard_params,
 )
 from composable_fsdp.errors import DesyncError
+from composable_fsdp.features.guard.order_logs import without_gradient
 from composable_fsdp.flat.param_paths import slot_paths
 from composable_fsdp.flat.param_ref import param_refs
-from composable_fsdp.tree.order_logs import without_gradient
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import backward

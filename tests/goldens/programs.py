@@ -47,7 +47,7 @@ from composable_fsdp import (
     unshard,
     unshard_params,
 )
-from composable_fsdp.runtime.comm_hooks import LowPrecisionState
+from composable_fsdp.features.comm_hooks.hooks import LowPrecisionState
 from tests.goldens.model import UNITS, Net, Trace, note, sines
 from tests.support.world import World
 

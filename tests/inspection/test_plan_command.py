@@ -19,7 +19,7 @@ from composable_fsdp import (
 )
 from composable_fsdp.inspection.plan_models import load_model
 from composable_fsdp.inspection.plan_report import KINDS
-from composable_fsdp.planning.plan import size_text
+from composable_fsdp.naming import size_text
 from tests.architectures.zoo import ARCHITECTURES, needs_transformers
 from tests.support.scripts import Run, run_script
 

@@ -26,7 +26,7 @@ from composable_fsdp import (
     replan,
 )
 from composable_fsdp.planning.plan import ShardingPlan
-from composable_fsdp.planning.unit_plan import Traffic
+from composable_fsdp.planning.unit_costs import Traffic
 from composable_fsdp.tools.fit import fit, smallest_world_size
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.planning.trees import Text, linears

@@ -15,7 +15,7 @@ from composable_fsdp.config import (
 from composable_fsdp.entries.plan import plan
 from composable_fsdp.planning.memory import PeakMemory
 from composable_fsdp.planning.plan import ShardingPlan
-from composable_fsdp.planning.unit_plan import Traffic
+from composable_fsdp.planning.unit_costs import Traffic
 from tests.planning.trees import linears, units
 
 MATRIX = 16 * 4

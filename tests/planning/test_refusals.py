@@ -20,7 +20,7 @@ from composable_fsdp.entries.plan import plan
 from composable_fsdp.errors import FSDPError, PlanError
 from composable_fsdp.planning.assign import PlanRequest
 from composable_fsdp.planning.options import UnitOptions
-from composable_fsdp.planning.planner import plan_modules
+from composable_fsdp.planning.plan import plan_modules
 from tests.planning.trees import linears, names_of, snapshot, units
 from tests.support.models import TinyGPT
 from tests.support.sharded import message_of

@@ -23,6 +23,7 @@ from composable_fsdp.comm.call_records import CallRecord
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.flat.region import TrainableRegion
 from composable_fsdp.naming import join_name
+from composable_fsdp.planning.unit_costs import traffic_of
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from tests.support.models import TinyGPT
 from tests.support.on_ranks import on_ranks
@@ -114,7 +115,7 @@ def check_bytes(world: World) -> dict[str, int]:
         with record() as calls:
             backward(loss)
         plans = [s.handle.layout.plan for s in _get_fsdp_states(model)]
-        traffic = [p.traffic(is_root=False, in_backward=True) for p in plans]
+        traffic = [traffic_of(p, is_root=False, in_backward=True) for p in plans]
         assert reduced(calls) == sum(t.reduce_scatter_bytes for t in traffic)
         frozen_regions = [
             region

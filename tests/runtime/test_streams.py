@@ -42,15 +42,15 @@ from composable_fsdp import (
     unshard,
     unshard_params,
 )
-from composable_fsdp.phases import Residency
-from composable_fsdp.planning.memory import RETIRING_LIMIT, RETIRING_UNLIMITED
-from composable_fsdp.runtime import recover
-from composable_fsdp.runtime.comm_hooks import (
+from composable_fsdp.features.comm_hooks.hooks import (
     DefaultState,
     LowPrecisionState,
     allreduce_hook,
     bf16_compress_hook,
 )
+from composable_fsdp.phases import Residency
+from composable_fsdp.planning.options import RETIRING_LIMIT, RETIRING_UNLIMITED
+from composable_fsdp.runtime import recover
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.support.memory import cuda_order
 from tests.support.models import TinyGPT

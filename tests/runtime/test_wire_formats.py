@@ -36,7 +36,7 @@ from composable_fsdp import (
     unshard_params,
 )
 from composable_fsdp.comm.collectives import record
-from composable_fsdp.comm.wires import WireLayout
+from composable_fsdp.comm.wire_format import WireLayout
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.planning.test_peak_memory import peak_of, text, unequal
 from tests.runtime.traffic import counts, planned

@@ -22,7 +22,7 @@ from composable_fsdp import (
 )
 from composable_fsdp.inspection.plan_report import report_of
 from composable_fsdp.inspection.plan_text import parts_of, plain_text
-from composable_fsdp.planning.plan import size_text
+from composable_fsdp.naming import size_text
 from composable_fsdp.storage import async_save as snapshot
 from composable_fsdp.storage import staging
 from composable_fsdp.storage.native import NativeSource

@@ -48,7 +48,7 @@ from composable_fsdp.naming import quoted
 from composable_fsdp.optim.full_param_checks import handles_of
 from composable_fsdp.optim.step_checks import cut_leaf, flat_name
 from composable_fsdp.optim.step_hooks import install_step_hooks
-from composable_fsdp.tree.after_sharding import Observer
+from composable_fsdp.tree.moments import Observer
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState
 
 _ACTIONS = ("warn", "error", "off")
@@ -99,7 +99,7 @@ def audit(module: nn.Module, action: str = "warn") -> None:
 
 @harmless
 def begin_audit(context: RuntimeContext) -> None:
-    """Begin the audit of a tree; for ``FIRST_FORWARDS``."""
+    """Begin the audit of a tree; for ``FIRST_FORWARD``."""
     # Another model may have turned the mode on; this is a forward.
     _take_off()
     root = context.root()

@@ -24,16 +24,16 @@ from composable_fsdp.access import methods
 from composable_fsdp.access.manual import share_streams
 from composable_fsdp.access.schedule import set_reshard_after_forward
 from composable_fsdp.config import ShardingStrategy, StateDictType
-from composable_fsdp.entries import fully_shard as own
-from composable_fsdp.entries.fsdp2_module import FSDPModule, change_class
-from composable_fsdp.entries.fsdp2_policies import (
+from composable_fsdp.doors.fsdp2_module import FSDPModule, change_class
+from composable_fsdp.doors.fsdp2_policies import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
     cpu_offload_of,
     mixed_precision_of,
 )
-from composable_fsdp.entries.fsdp2_torch import change_torch
+from composable_fsdp.doors.fsdp2_torch import change_torch
+from composable_fsdp.entries import fully_shard as own
 from composable_fsdp.errors import PlanError
 from composable_fsdp.flat.handle import LEAVES
 from composable_fsdp.naming import quoted

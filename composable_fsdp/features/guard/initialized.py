@@ -18,7 +18,7 @@ from composable_fsdp.flat.param_ref import in_model_order
 from composable_fsdp.flat.start_digest import WAY_OUT, digest_of_start
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.runtime.meta_values import require_filled, unfilled_parameters
-from composable_fsdp.tree.state import _FSDPState
+from composable_fsdp.tree.state import RuntimeContext, _FSDPState, root_of
 
 # A few are enough: an initialiser draws all parameters.
 _MOST = 64
@@ -36,13 +36,14 @@ class _Found(NamedTuple):
     the name of the parameter."""
 
 
-def require_initialized(states: Sequence[_FSDPState]) -> None:
+def require_initialized(context: RuntimeContext) -> None:
     """Raise if a parameter or buffer has no values, or ranks drew the same numbers.
 
     Collective: of a model that was sharded on meta, an all-gather of objects per shard
         group.
     Raises: PlanError, on all ranks of a shard group alike.
     """
+    states = root_of(context)._root_states
     by_group: dict[dist.ProcessGroup | None, list[_FSDPState]] = {}
     for state in states:
         by_group.setdefault(state.handle.groups.shard, []).append(state)

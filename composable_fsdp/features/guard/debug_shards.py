@@ -8,11 +8,10 @@ read twice in each step, so a tree is checked only if asked.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Hashable
 from typing import NamedTuple
 
-from composable_fsdp.comm.debug import DEBUG_VARIABLE
+from composable_fsdp.comm.debug import DEBUG_VARIABLE, is_debugging
 from composable_fsdp.comm.device import outside_transforms
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.handle import FlatParamHandle
@@ -23,10 +22,8 @@ from composable_fsdp.naming import listed, quoted
 from composable_fsdp.runtime.backward import GradientOrder
 from composable_fsdp.runtime.unshard import shard_versions
 from composable_fsdp.runtime.unused_params import CommonOrder
+from composable_fsdp.tree.moments import RECORDS
 from composable_fsdp.tree.state import ForwardRecord, RuntimeContext, _FSDPState
-
-CHECKED: weakref.WeakSet[RuntimeContext] = weakref.WeakSet()
-"""The trees whose shards are hashed."""
 
 
 class _Shards(NamedTuple):
@@ -71,7 +68,13 @@ class CheckedCommonOrder(_HashedShards, CommonOrder):
     """``CommonOrder`` with hashes of shards."""
 
 
-def checked_record(mode: Hashable, *, fills: bool) -> ForwardRecord:
+def hash_if_debugging(context: RuntimeContext) -> None:
+    """Have the shards of a tree hashed if the program is debugged."""
+    if is_debugging():
+        RECORDS[context] = _checked_record
+
+
+def _checked_record(mode: Hashable, fills: bool) -> ForwardRecord:
     """Return a new record of a forward whose shards are hashed."""
     # A record of its own class, and no test in the steps of programs without debugging.
     return CheckedCommonOrder(mode) if fills else CheckedOrder(mode)

@@ -14,14 +14,17 @@ the process.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from composable_fsdp.planning.plan import size_text
+from torch import nn
+
+from composable_fsdp.naming import size_text
 from composable_fsdp.tree.state import _FSDPState
 
 
-def show_units(state: _FSDPState) -> None:
+def show_units(state: _FSDPState, members: Iterable[nn.Module]) -> None:
     """Have ``print`` show the unit at each of its modules."""
     for index, module in enumerate(state.modules):
         # Not ``setattr``, which a class may override.

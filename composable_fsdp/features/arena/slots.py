@@ -10,15 +10,16 @@ from composable_fsdp.comm.registered_memory import RegisteredMemory
 from composable_fsdp.config import Arena
 from composable_fsdp.flat.arena import Slot, Slots
 from composable_fsdp.tree.plan_in_force import plan_of_units
-from composable_fsdp.tree.state import RuntimeContext, _FSDPState
+from composable_fsdp.tree.state import RuntimeContext, _FSDPState, root_of
 
 _Key = tuple[Arena, torch.device]
 
 
-def give_slots(context: RuntimeContext, states: Sequence[_FSDPState]) -> None:
+def give_slots(context: RuntimeContext) -> None:
     """Give each unit with an arena its slots; the first all-gather allocates them."""
     # In forward order, so that slots are made in the same order on all ranks.
     members: dict[_Key, list[_FSDPState]] = {}
+    states = root_of(context)._root_states
     for state in states:
         if state.options.arena is not None:
             key = state.options.arena, state.handle.layout.device

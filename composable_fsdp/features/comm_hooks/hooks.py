@@ -17,38 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable_fsdp.comm import collectives
-from composable_fsdp.errors import FSDPError
-from composable_fsdp.flat.reduce_rule import ReduceRule, split_factor
-from composable_fsdp.flat.region import TrainableRegion
-
-
-def call_comm_hook(rule: ReduceRule, region: TrainableRegion) -> Tensor:
-    """Have the hook reduce the region, with sums that wait for an all-reduce.
-
-    Returns: the result ``(shard_numel,)``.
-    Collective: the collectives of the hook.
-    Raises: FSDPError, if the result has not ``shard_numel`` elements.
-    """
-    assert rule.hook is not None
-    # Pass detached tensors: a hook may give them other memory through ``.data``.
-    gradient = region.reduce.buffer.detach()
-    if region.reduce.partial is not None:
-        gradient.add_(region.reduce.partial)
-    # A shard group of a single rank needs no scatter: the hook reduces in place.
-    if region.layout.world_size == 1:
-        rule.hook(rule.hook_state, gradient)
-        result = gradient
-    else:
-        assert region.reduce.temporary is not None
-        result = region.reduce.temporary.detach()
-        rule.hook(rule.hook_state, gradient, result)
-    if result.numel() != region.layout.shard_numel:
-        raise FSDPError(
-            f"A communication hook left {result.numel()} elements; expected the "
-            f"{region.layout.shard_numel} of this rank's shard. Write the reduced "
-            "gradient into the last argument and keep its size."
-        )
-    return result
+from composable_fsdp.flat.reduce_rule import split_factor
 
 
 class DefaultState:

@@ -6,15 +6,15 @@ import logging
 
 import torch.distributed as dist
 
-from composable_fsdp.planning.plan import size_text
+from composable_fsdp.naming import size_text
 from composable_fsdp.tree.plan_in_force import plan_of_units
-from composable_fsdp.tree.state import _RootFSDPState
+from composable_fsdp.tree.state import RuntimeContext, root_of
 
 LOGGER = logging.getLogger("composable_fsdp")
 """Level INFO on rank 0 and DEBUG on the other ranks, so that a job logs a line once."""
 
 
-def log_units(root: _RootFSDPState) -> None:
+def log_units(context: RuntimeContext) -> None:
     """Log the units of a tree, their bytes on this rank, and the peak of a step.
 
     The numbers are those of the plan, which the step obeys; activations and the state
@@ -25,6 +25,7 @@ def log_units(root: _RootFSDPState) -> None:
     # A plan of a thousand units takes milliseconds to add up.
     if not LOGGER.isEnabledFor(level):
         return
+    root = root_of(context)
     plan = plan_of_units((state.fqn, state) for state in root._root_states)
     peak = plan.peak(device_type=root.device.type)
     # The units of one tree may have several strategies; a dict keeps their order.

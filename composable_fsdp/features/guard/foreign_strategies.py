@@ -20,7 +20,6 @@ from torch import nn
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.param_ref import first_sharded
 from composable_fsdp.naming import quoted
-from composable_fsdp.tree.after_sharding import call_after_sharding
 
 REFUSED = (
     "DDPStrategy",
@@ -79,6 +78,3 @@ def _refuse_sharded(module: nn.Module, strategy: str) -> None:
             'pass strategy="composable_fsdp": it keeps the units that you made, and '
             "shards the rest."
         )
-
-
-call_after_sharding(guard_strategies)

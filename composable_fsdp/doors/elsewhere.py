@@ -1,10 +1,11 @@
-"""Where names of torch's FSDP2 are that the package itself does not have."""
+"""What the package answers for a name that is none of its public names."""
 
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from opcode import opmap
-from typing import NoReturn
+from types import ModuleType
 
 _DOOR = frozenset(
     {
@@ -27,23 +28,27 @@ _OWN = {
 """What stands for a name in a script that uses ``composable_fsdp.fully_shard``."""
 
 
-def missing_name(name: str) -> NoReturn:
-    """Raise the error for a name that ``composable_fsdp`` does not have.
+def submodule(name: str) -> ModuleType:
+    """Return a submodule of the package; for the package's ``__getattr__`` alone.
 
-    Raises: ImportError in ``from composable_fsdp import name``, else AttributeError.
+    Raises: ImportError in ``from composable_fsdp import name`` for a name of FSDP2,
+        else AttributeError.
     """
+    full = f"composable_fsdp.{name}"
+    # Without private names: ``__main__`` would run the command line.
+    if not name.startswith("_"):
+        try:
+            return import_module(full)
+        except ModuleNotFoundError as error:
+            if error.name != full:
+                raise
     text = f"module 'composable_fsdp' has no attribute {name!r}"
     if name in _DOOR:
         text += f". Import {name} from composable_fsdp.fsdp2, with its fully_shard"
         text += f"; here: {_OWN[name]}." if name in _OWN else "."
         # ``from ... import`` would replace an AttributeError by an error without the
         # way out, and ``hasattr`` lets an ImportError through.
-        caller = sys._getframe(1)
+        caller = sys._getframe(2)
         if caller.f_code.co_code[caller.f_lasti] == opmap["IMPORT_FROM"]:
             raise ImportError(text, name=name)
     raise AttributeError(text)
-
-
-# Set here and not in the package: a type checker that reads of a ``__getattr__`` there
-# would take every name for one of the package.
-vars(sys.modules["composable_fsdp"])["__getattr__"] = missing_name

@@ -27,7 +27,7 @@ from composable_fsdp.access.init_weights import apply_whole
 from composable_fsdp.access.settings import register_comm_hook
 from composable_fsdp.access.unshard_params import unshard_params
 from composable_fsdp.comm.groups import require_process_group
-from composable_fsdp.comm.wires import WireFormat
+from composable_fsdp.comm.wire_format import WireFormat
 from composable_fsdp.compose.registry import get_state
 from composable_fsdp.config import (
     Arena,
@@ -36,14 +36,14 @@ from composable_fsdp.config import (
     MixedPrecision,
     ShardingStrategy,
 )
+from composable_fsdp.doors.wrapper_attributes import Attributes, attribute_of
 from composable_fsdp.entries.fully_shard import fully_shard, unknown_text
-from composable_fsdp.entries.wrapper_attributes import Attributes, attribute_of
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.precision import make_precision
 from composable_fsdp.naming import WRAPPED_MODULE, strip_wrapper, strip_wrapper_in_text
 from composable_fsdp.optim import legacy, load, rekey, save
 from composable_fsdp.planning import walk
-from composable_fsdp.planning.assign import API
+from composable_fsdp.planning.places import API
 from composable_fsdp.planning.wrapping import post_order_apply
 from composable_fsdp.runtime.materialize import reset_parameters
 from composable_fsdp.state_dict import settings

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -29,6 +30,11 @@ from composable_fsdp.tree.state import OWNERS, _FSDPState
 from composable_fsdp.tree.traversal import walk_states
 
 Memo = dict[int, Any]
+
+
+def let_copy(state: _FSDPState, members: Iterable[nn.Module]) -> None:
+    """Have ``copy.deepcopy`` of the unit call ``copy_state``."""
+    state.copier = copy_state
 
 
 def copy_state(state: _FSDPState, memo: Memo) -> _FSDPState:
@@ -55,10 +61,10 @@ def copy_state(state: _FSDPState, memo: Memo) -> _FSDPState:
         options=state.options,
         ranks=state.ranks,
         initial=state.initial.copy(state.handle.layout, handle.layout),
-        copier=copy_state,
         settings=state.settings.copy(),
         searches=state.searches.copy(modules),
     )
+    made.copier = copy_state
     install_grad_hooks(made)
     for top in state.modules:
         for module in walk.modules(top):

@@ -1,0 +1,1 @@
+"""Functions that replace the collectives of gradients, through ``ReduceRule.hook``."""

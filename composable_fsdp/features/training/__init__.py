@@ -1,0 +1,1 @@
+"""Help for training loops; reached by public names alone."""

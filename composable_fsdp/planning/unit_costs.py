@@ -1,0 +1,183 @@
+"""What a unit costs in a step: its collectives, and the bytes of its buffers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from composable_fsdp.comm.int8_exchange import Int8Exchange, int8_exchange
+from composable_fsdp.naming import ROOT_NAME
+from composable_fsdp.planning.memory import ReductionMemory, UnitMemory
+from composable_fsdp.planning.options import RETIRING_LIMIT, RETIRING_UNLIMITED
+from composable_fsdp.planning.slots import slot_bytes
+from composable_fsdp.planning.unit_plan import UnitPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Collectives of a training step and their bytes, per rank.
+
+    Regions whose collectives are issued together count as a single call. Bytes are
+    those of the whole buffer that a collective fills or reduces (``padded_numel`` x
+    item size). On a ring, a rank sends and receives ``(world_size - 1) / world_size``
+    of these bytes; for an all-reduce, twice that.
+    """
+
+    all_gather_calls: int = 0
+    all_gather_bytes: int = 0
+    reduce_scatter_calls: int = 0
+    reduce_scatter_bytes: int = 0
+    all_reduce_calls: int = 0
+    all_reduce_bytes: int = 0
+    all_to_all_calls: int = 0
+    all_to_all_bytes: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(
+            self.all_gather_calls + other.all_gather_calls,
+            self.all_gather_bytes + other.all_gather_bytes,
+            self.reduce_scatter_calls + other.reduce_scatter_calls,
+            self.reduce_scatter_bytes + other.reduce_scatter_bytes,
+            self.all_reduce_calls + other.all_reduce_calls,
+            self.all_reduce_bytes + other.all_reduce_bytes,
+            self.all_to_all_calls + other.all_to_all_calls,
+            self.all_to_all_bytes + other.all_to_all_bytes,
+        )
+
+
+def traffic_of(unit: UnitPlan, *, is_root: bool, in_backward: bool) -> Traffic:
+    """Return the collectives of a forward and a backward in the steady state.
+
+    ``is_root`` tells whether the unit is the root, ``in_backward`` whether
+    gradients flow through the unit.
+    """
+    # The all-gather sends the compute dtype, to which shards are cast before, or
+    # the bytes of a wire format.
+    gathered = sum(
+        r.wire_nbytes or r.padded_numel * d.compute.itemsize
+        for r, d in unit.with_dtypes
+        if r.numel
+    )
+    # Formats with a scale per matrix ask all ranks for the largest magnitude.
+    scaled = [
+        len(r.parameters) for r in unit.regions if r.wire and r.wire.needs_maximum
+    ]
+    # Regions with equal reduce dtype share a reduce-scatter and an all-reduce.
+    dtypes = len({d.reduce for _, d in unit.reduced})
+    nbytes = unit.reduce_bytes
+    total = Traffic()
+    if unit.shard_world_size > 1 and gathered:
+        # A resharded unit is gathered a second time in backward. The root stays
+        # unsharded between forward and backward.
+        again = unit.options.reshard_after_forward and not is_root and in_backward
+        total += Traffic(1 + again, gathered * (1 + again))
+        if not unit.int8_gradients:
+            total += Traffic(reduce_scatter_calls=dtypes, reduce_scatter_bytes=nbytes)
+        # A float32 per matrix, before each all-gather.
+        times = 1 + again
+        total += Traffic(
+            all_reduce_calls=len(scaled) * times,
+            all_reduce_bytes=4 * sum(scaled) * times,
+        )
+    for each in _exchanges(unit):
+        total += Traffic(all_to_all_calls=1, all_to_all_bytes=each.sent)
+        # Ranks that hold whole gradients exchange the averages, too.
+        if unit.shard_world_size == 1:
+            total += Traffic(1, each.gathered)
+    if unit.replicas > 1 and not unit.int8_gradients:
+        # In a hybrid mesh the all-reduce follows the reduce-scatter, on this rank's
+        # part.
+        part = nbytes // unit.shard_world_size
+        total += Traffic(all_reduce_calls=dtypes, all_reduce_bytes=part)
+    return total
+
+
+def memory_of(
+    unit: UnitPlan, *, parent: int, in_backward: bool, fed: bool, on_host: bool
+) -> UnitMemory:
+    """Return the bytes of this unit's buffers, as the input of ``memory_of_step``.
+
+    Returns: the bytes by kind, and the facts that determine the lifetimes.
+    """
+    gradients = {
+        slot.index: slot.numel * d.compute.itemsize
+        for r, d in unit.reduced
+        for slot in r.parameters
+    }
+    total = sum(gradients.values())
+    # The parameter that comes first in the unit counts as the first used in
+    # forward.
+    last = min(gradients, default=0)
+    # A parameter with several names is tied.
+    tied = {s.index for r in unit.regions for s in r.parameters if s.fqns[1:]}
+    options = unit.options
+    limited = options.limit_all_gathers
+    return UnitMemory(
+        name=unit.fqn or ROOT_NAME,
+        parent=parent,
+        full=unit.full_bytes,
+        wire=unit.wire_bytes,
+        # Regions are encoded, or copied and cast, in turn. The device casts, so an
+        # offloaded shard is copied first.
+        scratch=max(
+            (
+                r.wire_scratch + on_host * r.shard_numel * r.dtype.itemsize
+                for r, d in unit.with_dtypes
+                if r.wire or d.compute != r.dtype or r.is_strided
+            ),
+            default=0,
+        ),
+        reduction=_reduction(unit, on_host=on_host),
+        gradients=total,
+        # Backward produces the gradient of the parameter that forward uses first as
+        # the last. The gradient of a tied parameter is summed from the last use in
+        # forward on, so the memory exists from the start of the unit's backward.
+        early=total - (0 if last in tied else gradients.get(last, 0)),
+        in_backward=in_backward,
+        fed=fed,
+        reshards=options.reshard_after_forward and parent >= 0,
+        prefetch=options.backward_prefetch,
+        gathers=unit.shard_world_size > 1 and unit.full_bytes > 0,
+        ahead=options.forward_prefetch,
+        retiring_limit=RETIRING_LIMIT if limited else RETIRING_UNLIMITED,
+        slots=(
+            slot_bytes(unit.full_regions),
+            slot_bytes([r.padded_numel * d.reduce.itemsize for r, d in unit.reduced]),
+        ),
+        arena=options.arena,
+    )
+
+
+def _reduction(unit: UnitPlan, *, on_host: bool) -> ReductionMemory:
+    """Return the bytes of the buffers of this unit's reduction."""
+    casts = [(r, d) for r, d in unit.reduced if d.reduce != d.gradient]
+    # Before a gradient is copied to the host, the device casts.
+    landing = [on_host * r.shard_numel * d.gradient.itemsize for r, d in casts]
+    # Regions are exchanged, or copied, in turn.
+    brief = [*landing, *(each.scratch for each in _exchanges(unit))]
+    return ReductionMemory(
+        buffers=unit.reduce_bytes,
+        # With equal dtypes and without offload, the reduction writes into the
+        # sharded gradient itself. Otherwise a temporary buffer receives the output,
+        # before the cast or the copy to the host.
+        output=sum(
+            r.shard_numel * d.reduce.itemsize
+            for r, d in unit.reduced
+            if d.reduce != d.gradient or unit.is_offloaded or unit.int8_gradients
+        ),
+        brief=max(brief, default=0),
+        # Offloaded gradients have host memory of their own permanently.
+        kept=0 if unit.is_offloaded else unit.gradient_bytes,
+        sends=unit.shard_world_size * unit.replicas > 1,
+        replicates=unit.shard_world_size > 1 and unit.replicas > 1,
+    )
+
+
+def _exchanges(unit: UnitPlan) -> list[Int8Exchange]:
+    """The exchanges of ``int8_all_to_all_hook``, one per region."""
+    # The hook's group is the shard group, or that of all ranks with whole weights.
+    ranks = unit.shard_world_size if unit.shard_world_size > 1 else unit.replicas
+    return [
+        int8_exchange(r.padded_numel, ranks, d.reduce.itemsize)
+        for r, d in unit.reduced
+        if unit.int8_gradients
+    ]
