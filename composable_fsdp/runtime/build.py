@@ -18,6 +18,7 @@ from composable_fsdp.planning.planner import Target
 from composable_fsdp.runtime import engine
 from composable_fsdp.runtime.deepcopy import copy_state
 from composable_fsdp.runtime.hooks import install_hooks
+from composable_fsdp.runtime.passage import FIRST
 from composable_fsdp.tree.initial_weights import InitialWeights, hash_weights
 from composable_fsdp.tree.state import OWNERS, _FSDPState
 from composable_fsdp.tree.unit_settings import ForwardSearches, UnitSettings
@@ -34,12 +35,7 @@ def build_units(
     synced: bool,
     api: str,
 ) -> list[_FSDPState]:
-    """Build every unit of a call of ``fully_shard``, nested units first.
-
-    All checks have been done before.
-
-    Returns: the states, in the order of ``targets``.
-    """
+    """Build every unit of a call of ``fully_shard``; the states, as ``targets``."""
     engine.install()
     states = [root_state, *(_FSDPState() for _ in targets[1:])]
     # Nested units first: each unit takes its modules, and outer units take only modules
@@ -109,4 +105,5 @@ def _fill(
             prefetches_forward=options.forward_prefetch,
         ),
         searches=ForwardSearches(target.modules, awaits_buffers=awaits_buffers),
+        passage=FIRST,
     )

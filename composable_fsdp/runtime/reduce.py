@@ -21,13 +21,14 @@ alive at a time, except for buffers that hold gradients of ``no_sync``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import compress
 
 import torch
 from torch import nn
 
 from composable_fsdp.comm import collectives
-from composable_fsdp.comm.device import Streams
+from composable_fsdp.comm.device import Streams, Waitable
 from composable_fsdp.comm.sequence import Operation
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.gradients import (
@@ -41,6 +42,7 @@ from composable_fsdp.flat.gradients import (
     zero_missing,
 )
 from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.region import TrainableRegion
 from composable_fsdp.flat.user_hooks import (
     call_post_hooks,
     call_tensor_hooks,
@@ -247,27 +249,33 @@ def finish_reduction(
             raise
         _apply_reduced_gradients(reduction)
     else:
-        # Autograd, optimizers and users access ``.grad`` on the compute stream, so only
-        # that stream writes ``.grad``. The side streams write buffers that no parameter
-        # shows.
-        current, *others = streams.users(handle.events)
-        for stream in others:
-            current.wait_stream(stream)
-        handle.events.reduce.wait()
-        if not handle.layout.offload and not handle.reduction.replicates:
-            _apply_reduced_gradients(reduction)
-        for stream in others:
-            stream.wait_stream(current)
-        if handle.reduction.replicates:
-            free_reduce(handle)
-            context.replicating = reduction
-            # A second reduction of the unit would write into the same outputs.
-            if ahead_of is None or ahead_of is handle:
-                _finish_all_reduce(context, reduction)
-            return
+        _wait_on_streams(streams, reduction)
+    if handle.reduction.replicates:
+        free_reduce(handle)
+        context.replicating = reduction
+        # A second reduction of the unit would write into the same outputs.
+        if ahead_of is None or ahead_of is handle:
+            _finish_all_reduce(context, reduction)
+        return
     for region in handle.layout.trainable:
         region.reduce.temporary = None
     free_reduce(handle)
+
+
+def _wait_on_streams(streams: Streams, reduction: Reduction) -> None:
+    """Have the current stream wait for the reduce-scatters, and set ``.grad``."""
+    # Autograd, optimizers and users access ``.grad`` on the compute stream, so only
+    # that stream writes ``.grad``. The side streams write buffers that no parameter
+    # shows.
+    handle = reduction.handle
+    current, *others = streams.users(handle.events)
+    for stream in others:
+        current.wait_stream(stream)
+    handle.events.reduce.wait()
+    if not handle.layout.offload and not handle.reduction.replicates:
+        _apply_reduced_gradients(reduction)
+    for stream in others:
+        stream.wait_stream(current)
 
 
 def _finish_all_reduce(context: RuntimeContext, reduction: Reduction) -> None:
@@ -375,12 +383,10 @@ def _issue(reduction: Reduction, *, async_op: bool) -> None:
     """
     handle, final = reduction.handle, reduction.final
     groups, rule, works = handle.groups, handle.rule, reduction.works
+    if rule.hook is not None and final:
+        _reduce_by_hook(handle)
+        return
     for regions in handle.layout.reduce_groups:
-        if rule.hook is not None and final:
-            for region in regions:
-                region.reduce.temporary = call_comm_hook(rule, region)
-                drop_partial_sum(region)
-            continue
         # All regions of a group have the same reduce dtype, hence the same division.
         before, _, average = regions[0].reduce.division
         buffers = [r.reduce.buffer for r in regions]
@@ -410,15 +416,40 @@ def _issue(reduction: Reduction, *, async_op: bool) -> None:
                 works.append(work)
             # On CPU the reduce-scatter is asynchronous, so ``replicate`` adds. On CUDA
             # the sums belong to this stream, which must be the last to read them.
-            if final and groups.replicas > 1 and not async_op:
-                for region in regions:
-                    add_partial_sums(region)
-            continue
-        torch._foreach_copy_(targets, buffers)
-        if final and groups.replicate_ref is not None:
-            work = all_reduce_over_replicas(handle, regions, async_op=async_op)
-            if work is not None:
-                works.append(work)
+            if final and not async_op:
+                _add_held_sums(handle, regions)
+        else:
+            torch._foreach_copy_(targets, buffers)
+            if final:
+                works += _sum_over_replicas(handle, regions, async_op=async_op)
+
+
+def _reduce_by_hook(handle: FlatParamHandle) -> None:
+    """Have the communication hook of the user reduce every region."""
+    for regions in handle.layout.reduce_groups:
+        for region in regions:
+            region.reduce.temporary = call_comm_hook(handle.rule, region)
+            drop_partial_sum(region)
+
+
+def _add_held_sums(handle: FlatParamHandle, regions: Sequence[TrainableRegion]) -> None:
+    """Add the sums that wait for the all-reduce over the replicate group."""
+    if handle.groups.replicas > 1:
+        for region in regions:
+            add_partial_sums(region)
+
+
+def _sum_over_replicas(
+    handle: FlatParamHandle, regions: Sequence[TrainableRegion], *, async_op: bool
+) -> list[Waitable]:
+    """Issue the all-reduce of gradients that need no reduce-scatter.
+
+    Returns: what there is to wait for.
+    """
+    if handle.groups.replicate_ref is None:
+        return []
+    work = all_reduce_over_replicas(handle, regions, async_op=async_op)
+    return [] if work is None else [work]
 
 
 def _apply_reduced_gradients(reduction: Reduction) -> None:

@@ -311,6 +311,7 @@ class _FSDPState:
         "initial",
         "modules",
         "options",
+        "passage",
         "precision",
         "ranks",
         "remaining",
@@ -358,6 +359,7 @@ class _FSDPState:
         copier: Callable[[_FSDPState, dict[int, Any]], _FSDPState],
         settings: UnitSettings,
         searches: ForwardSearches,
+        passage: Any,
     ) -> None:
         """Make this state the state of a unit."""
         self.fqn, self.modules = fqn, modules
@@ -376,7 +378,8 @@ class _FSDPState:
         self.copier = copier
         """Implementation of ``copy.deepcopy``."""
         self.settings = settings
-        self.searches = searches
+        self.searches, self.passage = searches, passage
+        """``passage``: how values enter and leave forwards (``runtime.passage``)."""
 
     @property
     def device(self) -> torch.device:
