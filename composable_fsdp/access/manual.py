@@ -20,7 +20,7 @@ from composable_fsdp.runtime.external_changes import (
     adopt_external_changes_unless_meta,
     follow_requires_grad,
 )
-from composable_fsdp.runtime.graph_task import current_task
+from composable_fsdp.runtime.graph_task import current_task, inside_block
 from composable_fsdp.runtime.handed_params import hand_out
 from composable_fsdp.runtime.recover import is_live, recover
 from composable_fsdp.runtime.threads import require_no_other_backward
@@ -229,11 +229,7 @@ def _context(state: _FSDPState, what: str) -> RuntimeContext:
     """
     context = ensure_root(state)
     if context.summoned is not None:
-        raise PhaseError(
-            f"{what} was called on {state.name} inside unshard_params of "
-            f"{context.summoned.name}, where the parameters are yours to change. Call "
-            "it after the block."
-        )
+        raise inside_block(context, f"{what} of {state.name}")
     # A backward that raised leaves its graph tasks open; a forward that was interrupted
     # leaves ``outermost`` set. Neither calls a hook that could clean up.
     if context.tasks and current_task() == NO_TASK:

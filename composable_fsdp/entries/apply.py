@@ -122,27 +122,15 @@ def apply(
     ranks = application.ranks
     targets, _ = plan_targets(modules, application.request)
     _refuse_started(modules[0], targets)
-    # Here, because planning knows sizes of groups and no groups.
-    refuse_shared_ranks(targets, ranks)
     parameters = [p for t in targets for region in t.parameters for p in region]
-    # Other ranks would wait for this rank where they exchange names and norms.
-    if ranks.experts is not None and not parameters:
-        raise PlanError(
-            f"fully_shard with an expert_mesh got a {type(modules[0]).__name__} "
-            "without parameters on this rank; expected an expert on each rank, because "
-            "norms and state dicts are exchanged where experts are. Use fewer "
-            "ranks, or stacked experts as DTensors, of which a rank may have none."
-        )
     device = _device_of(targets, parameters, application)
-    for target in targets:
-        arena = target.plan.options.arena
-        if arena is not None and arena.comm_memory:
-            refuse_without_nccl(device, ranks)
+    _refuse_ranks(modules[0], targets, parameters, ranks, device)
     init, sync = application.param_init_fn, application.sync_module_states
     # Without an initializer the shards of a model on meta stay on meta until to_empty
     # or a state dict gives them values; a unit with both kinds is refused.
     on_meta = any(map(attrgetter("is_meta"), parameters))
-    if on_meta and init is None and not sync:
+    stays_on_meta = on_meta and init is None and not sync
+    if stays_on_meta:
         _refuse_mixed_meta(targets)
     if sync:
         for meet in BEFORE_SYNC:
@@ -159,10 +147,8 @@ def apply(
     )
     # Read before build_units, which runs param_init_fn: the first forward checks that
     # buffers which were on meta have been filled.
-    awaiting = [
-        i for i, t in enumerate(targets) if on_meta and _have_meta_buffers(t.members)
-    ]
-    if on_meta and init is None and not sync:
+    awaiting = _with_meta_buffers(targets) if on_meta else []
+    if stays_on_meta:
         for target in targets:
             mark_meta_buffers(target.members)
     states = build_units(
@@ -175,7 +161,7 @@ def apply(
         synced=sync,
         api=application.request.api,
     )
-    if on_meta and init is None and not sync:
+    if stays_on_meta:
         for state in states:
             watch_shards(state.handle)
     _tell_built(states, targets)
@@ -185,7 +171,7 @@ def apply(
     options = application.request.options
     if application.request.policy is not None and options.mixed_precision:
         # targets[0] is the root unit, whose options are the caller's own choice.
-        _keep_full_precision([t.modules[0] for t in targets[1:]], options)
+        _keep_full_precision(targets[1:], options)
 
 
 def _tell_built(states: Sequence[_FSDPState], targets: Sequence[Target]) -> None:
@@ -224,13 +210,17 @@ def _device_of(
     return device
 
 
-def _have_meta_buffers(modules: Iterable[nn.Module]) -> bool:
-    """Return whether any of ``modules`` directly holds a buffer on meta."""
-    return any(
-        buffer is not None and buffer.is_meta
-        for module in modules
-        for buffer in module._buffers.values()
-    )
+def _with_meta_buffers(targets: Sequence[Target]) -> list[int]:
+    """Return the indices of the targets whose modules hold a buffer on meta."""
+    return [
+        index
+        for index, target in enumerate(targets)
+        if any(
+            buffer is not None and buffer.is_meta
+            for module in target.members
+            for buffer in module._buffers.values()
+        )
+    ]
 
 
 def _ignored(modules: Sequence[nn.Module], request: PlanRequest) -> list[nn.Parameter]:
@@ -243,11 +233,11 @@ def _ignored(modules: Sequence[nn.Module], request: PlanRequest) -> list[nn.Para
     return [p for p in (*by_module, *by_itself) if p is not None]
 
 
-def _keep_full_precision(units: Sequence[nn.Module], options: UnitOptions) -> None:
+def _keep_full_precision(units: Sequence[Target], options: UnitOptions) -> None:
     """Let units of the ignored classes compute in their own dtype, and warn."""
     # As in FSDP1, where the ignored classes are BatchNorm by default.
     classes = ignored_classes(options.mixed_precision)
-    kept = [module for module in units if isinstance(module, classes)]
+    kept = [u.modules[0] for u in units if isinstance(u.modules[0], classes)]
     for module in kept:
         keep_full_precision(module)
     found = overridden_classes(kept, options.mixed_precision)
@@ -311,6 +301,32 @@ def _refuse_started(module: nn.Module, targets: Sequence[Target]) -> None:
                     "its own root. Apply fully_shard to the whole model before its "
                     "first forward."
                 )
+
+
+def _refuse_ranks(
+    module: nn.Module,
+    targets: Sequence[Target],
+    parameters: Sequence[nn.Parameter],
+    ranks: RankLayout,
+    device: torch.device,
+) -> None:
+    """Refuse targets that do not fit the groups; planning knows only their sizes.
+
+    Raises: PlanError.
+    """
+    refuse_shared_ranks(targets, ranks)
+    # Other ranks would wait for this rank where they exchange names and norms.
+    if ranks.experts is not None and not parameters:
+        raise PlanError(
+            f"fully_shard with an expert_mesh got a {type(module).__name__} "
+            "without parameters on this rank; expected an expert on each rank, because "
+            "norms and state dicts are exchanged where experts are. Use fewer "
+            "ranks, or stacked experts as DTensors, of which a rank may have none."
+        )
+    for target in targets:
+        arena = target.plan.options.arena
+        if arena is not None and arena.comm_memory:
+            refuse_without_nccl(device, ranks)
 
 
 def _refuse_mixed_meta(targets: Sequence[Target]) -> None:

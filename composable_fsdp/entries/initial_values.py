@@ -98,8 +98,22 @@ def _require_equal_forms(targets: Sequence[Target], ranks: RankLayout) -> None:
     Collective: an all-gather of objects over the shard and the replicate group.
     Raises: DesyncError, on all ranks.
     """
+    mine, error = _own_forms(targets), ""
+    # An error of a shard group reaches the other replicas by the second gather.
+    for group in (ranks.shard, ranks.replicate):
+        if group is not None and group.size() > 1:
+            told = collectives.all_gather_object((mine, error), group)
+            error = next((text for _, text in told if text), "")
+            members = dist.get_process_group_ranks(group)
+            error = error or _form_difference(members, [forms for forms, _ in told])
+    if error:
+        raise DesyncError(error)
+
+
+def _own_forms(targets: Sequence[Target]) -> dict[str, str]:
+    """Return dtype and shape of this rank's parameters and buffers, by name."""
     names = {id(m): name for top in targets[0].modules for name, m in named(top)}
-    mine: dict[str, str] = {}
+    forms: dict[str, str] = {}
     for target in targets:
         own = {id(p) for region in target.parameters for p in region}
         for module in target.members:
@@ -108,30 +122,23 @@ def _require_equal_forms(targets: Sequence[Target], ranks: RankLayout) -> None:
                 if tensor is not None:
                     part = local_of(tensor)
                     name = strip_wrapper(join_name(names[id(module)], key))
-                    mine[name] = f"{part.dtype} of shape {tuple(part.shape)}"
-    error = ""
-    # An error of a shard group reaches the other replicas by the second gather.
-    for group in (ranks.shard, ranks.replicate):
-        if group is None or group.size() == 1:
-            continue
-        told = collectives.all_gather_object((mine, error), group)
-        error = next((text for _, text in told if text), "")
-        for rank, (theirs, _) in zip(
-            dist.get_process_group_ranks(group), told, strict=True
-        ):
-            first = told[0][0]
-            for name in (*first, *theirs):
-                if not error and first.get(name) != theirs.get(name):
-                    error = (
-                        f"sync_module_states=True: {quoted(name)} is "
-                        f"{first.get(name, 'absent')} on rank "
-                        f"{dist.get_global_rank(group, 0)} and "
-                        f"{theirs.get(name, 'absent')} on rank {rank}. Make the model "
-                        "with equal names, shapes and dtypes on every rank; values "
-                        "may differ."
-                    )
-    if error:
-        raise DesyncError(error)
+                    forms[name] = f"{part.dtype} of shape {tuple(part.shape)}"
+    return forms
+
+
+def _form_difference(ranks: Sequence[int], told: Sequence[dict[str, str]]) -> str:
+    """Return the error of the first difference from the first rank; "" without one."""
+    first = told[0]
+    for rank, theirs in zip(ranks, told, strict=True):
+        for name in (*first, *theirs):
+            if first.get(name) != theirs.get(name):
+                return (
+                    f"sync_module_states=True: {quoted(name)} is "
+                    f"{first.get(name, 'absent')} on rank {ranks[0]} and "
+                    f"{theirs.get(name, 'absent')} on rank {rank}. Make the model with "
+                    "equal names, shapes and dtypes on every rank; values may differ."
+                )
+    return ""
 
 
 def _is_first(ranks: RankLayout) -> bool:

@@ -218,20 +218,8 @@ def own_gradients(region: FlatParameter) -> None:
     Afterwards the leaves with a gradient, or the flat parameter, show the flat
     gradient.
     """
-    flat = region.flat
-    if flat is not None:
-        earlier = flat.grad
-        if earlier is not region.gradient.shard:
-            # A user may hold a view, whose values must not change.
-            if 1 in region.gradient.shown:
-                make_grad_shard(region)
-            assert region.gradient.shard is not None
-            if earlier is None:
-                region.gradient.shard.zero_()
-            else:
-                region.gradient.shard.copy_(earlier)
-        if region.gradient.gaps:
-            torch._foreach_zero_(region.gradient.gaps)
+    if region.flat is not None:
+        _own_flat_gradient(region, region.flat)
         return
     gradients = [leaf.grad for leaf in region.leaves]
     if any(
@@ -258,6 +246,22 @@ def own_gradients(region: FlatParameter) -> None:
     note_shown(region, bytes([each is not None for each in gradients]))
     if stale:
         torch._foreach_zero_(stale)
+
+
+def _own_flat_gradient(region: FlatParameter, flat: nn.Parameter) -> None:
+    """Apply ``own_gradients`` to a region whose flat parameter shows the gradient."""
+    earlier = flat.grad
+    if earlier is not region.gradient.shard:
+        # A user may hold a view, whose values must not change.
+        if 1 in region.gradient.shown:
+            make_grad_shard(region)
+        assert region.gradient.shard is not None
+        if earlier is None:
+            region.gradient.shard.zero_()
+        else:
+            region.gradient.shard.copy_(earlier)
+    if region.gradient.gaps:
+        torch._foreach_zero_(region.gradient.gaps)
 
 
 def show_on_leaves(

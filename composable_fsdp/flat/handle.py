@@ -228,15 +228,12 @@ class ShardWrites:
 class RunningForwards:
     """The forwards of a unit that are running."""
 
-    __slots__ = ("calls", "foreign", "lent", "over_full")
+    __slots__ = ("calls", "foreign", "over_full")
 
     def __init__(self) -> None:
-        # ``Any``: the classes are in higher layers.
+        # ``Any``: the class is in a higher layer.
         self.calls: list[Any] = []
-        """Running forwards of the unit, outermost first: a ``UnitForward``, or ``None``
-        if the forward runs without gradients."""
-        self.lent: list[Any] = []
-        """``ContainerCopies`` of the running forwards that received copies."""
+        """The ``UnitForward`` of each running forward of the unit, outermost first."""
         self.foreign: dict[int, Any] = {}
         """By index of the place: tensors from ``torch.func.functional_call`` that the
         modules show instead of full leaves while the unit is full."""

@@ -107,6 +107,12 @@ def use_full(handle: FlatParamHandle) -> None:
             save_functional_params(handle, over_full=False)
             break
         table[key] = full
+    # Parts may be called, until ``use_sharded``.
+    for hooks in handle.guards.tables:
+        # A user may have cleared the hooks of the module.
+        if REFUSE in hooks:
+            del hooks[REFUSE]
+    handle.guards.open = True
     handle.residency = UNSHARDED
 
 
@@ -150,8 +156,11 @@ def end_functional_call(handle: FlatParamHandle) -> bool:
     """Register tensors of ``torch.func.functional_call`` for it to remove.
 
     Returns: whether full leaves come in their place, so that the unit stays full. Else
-        the modules show the sharded leaves at all other places.
+        the modules show the sharded leaves at all other places. Inside an outer call
+        of the unit nothing happens.
     """
+    if handle.running.calls:
+        return False
     if handle.running.over_full:
         restore_functional_params(handle)
         return True

@@ -19,6 +19,7 @@ from composable_fsdp.flat.precision import make_precision
 from composable_fsdp.flat.value_hash import hash_values, have_values
 from composable_fsdp.planning.planner import Target
 from composable_fsdp.runtime.hooks import install_hooks
+from composable_fsdp.runtime.passage import FIRST
 from composable_fsdp.tree.initial_weights import InitialWeights, in_slot_order
 from composable_fsdp.tree.state import OWNERS, _FSDPState
 from composable_fsdp.tree.unit_settings import ForwardSearches, UnitSettings
@@ -35,12 +36,7 @@ def build_units(
     synced: bool,
     api: str,
 ) -> list[_FSDPState]:
-    """Build every unit of a call of ``fully_shard``, nested units first.
-
-    All checks have been done before.
-
-    Returns: the states, in the order of ``targets``.
-    """
+    """Build every unit of a call of ``fully_shard``; the states, as ``targets``."""
     states = [root_state, *(_FSDPState() for _ in targets[1:])]
     # Nested units first: each unit takes its modules, and outer units take only modules
     # without an owner.
@@ -108,6 +104,7 @@ def _fill(
             prefetches_forward=options.forward_prefetch,
         ),
         searches=ForwardSearches(target.modules, awaits_buffers=awaits_buffers),
+        passage=FIRST,
     )
 
 

@@ -26,8 +26,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from composable_fsdp.flat.handle import FlatParamHandle
-
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -52,8 +50,6 @@ class CastInput(NamedTuple):
 class ContainerCopies(NamedTuple):
     """The copies that a forward of a unit uses."""
 
-    depth: int
-    """Number of running forwards of the unit, including this forward."""
     copies: list[ContainerCopy]
     casts: list[CastInput]
     aliases: dict[int, Tensor]
@@ -104,16 +100,10 @@ def set_item(container: Any, key: Any, item: Any) -> None:
         object.__setattr__(container, key, item)
 
 
-def record_copies(
-    handle: FlatParamHandle,
-    copies: Copies,
-    old: Arguments,
-    new: Arguments | None,
-) -> Arguments:
-    """Record that a forward of the unit uses ``copies``, and return ``new``.
-
-    Returns: ``new``.
-    """
+def sort_copies(
+    copies: Copies, old: Arguments, new: Arguments | None
+) -> ContainerCopies:
+    """Return the copies of a forward that gets ``new`` arguments, not ``old``."""
     assert new is not None
     pairs = [
         *zip(old[0], new[0], strict=True),
@@ -124,24 +114,19 @@ def record_copies(
         for tensor, alias in pairs
         if tensor is not alias and isinstance(tensor, Tensor)
     }
-    # ``depth`` tells which call of a recursive forward gives back the copies.
-    containers = [each for each in copies if isinstance(each, ContainerCopy)]
-    casts = [each for each in copies if isinstance(each, CastInput)]
-    handle.running.lent.append(
-        ContainerCopies(len(handle.running.calls), containers, casts, aliases)
+    return ContainerCopies(
+        [each for each in copies if isinstance(each, ContainerCopy)],
+        [each for each in copies if isinstance(each, CastInput)],
+        aliases,
     )
-    return new
 
 
-def write_casts_back(handle: FlatParamHandle) -> None:
-    """Copy in-place writes of the innermost forward to cast inputs into the originals.
+def write_casts_back(copies: ContainerCopies) -> None:
+    """Copy in-place writes of a forward to cast inputs into the originals.
 
     Raises: RuntimeError, as torch for an in-place write to the original.
     """
-    lent, calls = handle.running.lent, handle.running.calls
-    if not lent or lent[-1].depth < len(calls):
-        return
-    for original, made, version in lent[-1].casts:
+    for original, made, version in copies.casts:
         # Plain torch refuses in-place writes to a leaf that requires grad, so there is
         # no plain model whose caller sees such a write.
         if made._version != version and not (
@@ -150,21 +135,21 @@ def write_casts_back(handle: FlatParamHandle) -> None:
             original.copy_(made)
 
 
-def apply_changes(lent: ContainerCopies, output: Any) -> Any:
+def apply_changes(changed: ContainerCopies, output: Any) -> Any:
     """Apply changes of the copies to the caller's containers.
 
     Items that the forward did not change stay the caller's. Returns ``output`` with the
     caller's containers in place of copies.
     """
-    originals = {id(each.copy): each.original for each in lent.copies}
+    originals = {id(each.copy): each.original for each in changed.copies}
     # Map each replaced object to the object of the caller.
-    own: dict[int, Any] = {**lent.aliases, **originals}
-    for each in lent.copies:
+    own: dict[int, Any] = {**changed.aliases, **originals}
+    for each in changed.copies:
         for key, item in each.before.items():
             if item is not each.given[key]:
                 own[id(item)] = each.given[key]
     # A copy of a copy (cast, then aliased) was appended after the first copy.
-    for each in reversed(lent.copies):
+    for each in reversed(changed.copies):
         _apply_change(each, own)
     return _restored(output, originals)
 
@@ -220,11 +205,14 @@ def _restored(value: Any, originals: dict[int, Any]) -> Any:
                 value[key] = new
         return value
     if isinstance(value, tuple):
-        items = [_restored(item, originals) for item in value]
-        if all(map(is_, items, value)):
-            return value
-        # A named tuple is rebuilt by ``_make``, which takes the items as a single
-        # argument.
-        make: Any = getattr(value, "_make", tuple)
-        return make(items)
+        return with_items(value, [_restored(item, originals) for item in value])
     return value
+
+
+def with_items(value: Any, items: list[Any]) -> Any:
+    """Return the tuple with other items; the tuple itself if none is another object."""
+    if all(map(is_, items, value)):
+        return value
+    # A named tuple is rebuilt by ``_make``, which takes the items as a single argument.
+    make: Any = getattr(value, "_make", tuple)
+    return make(items)

@@ -1,4 +1,4 @@
-"""Search for tensors that leave the forward of a unit other than by the output.
+"""Tensors that leave the forward of a unit: other than by the output, or as weights.
 
 Backward may enter the unit through any of these tensors, and must then find the unit
 unsharded:
@@ -12,6 +12,9 @@ unsharded:
 
 If a tensor leaves in another way (a closure, a global list), backward raises an error
 when the graph reads parameters of the sharded unit (``flat.residency``).
+
+The memory of full parameters is freed after the forward, so outputs and attributes that
+share it become copies.
 
 ``torch._C._autograd._get_sequence_nr`` and ``Node._sequence_nr`` are private, checked
 on torch 2.13 and 2.11. Sequence numbers ascend in the order in which nodes are made.
@@ -30,9 +33,12 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from composable_fsdp.compose.registry import REGISTRY_KEY
+from composable_fsdp.errors import PhaseError
+from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.planning import walk
-from composable_fsdp.runtime.nested_tensors import tensors_in
+from composable_fsdp.runtime.nested_tensors import map_tensors, tensors_in
 from composable_fsdp.tree.state import _FSDPState
+from composable_fsdp.tree.unit_settings import count_down
 
 sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """Return the sequence number of the next node of this thread."""
@@ -44,6 +50,8 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {REGISTRY_KEY}
 """Attributes that are not searched. The registry refers to the states, and these to the
 whole tree, so a search in each unit would visit the whole tree."""
 _HOLDERS = frozenset({Tensor, list, tuple, dict})
+Place = tuple[dict[str, Any], str]
+"""An attribute: the ``__dict__`` or the buffers of a module, and the key."""
 
 
 def grad_fns_of(tensors: Iterable[Tensor], since: int) -> list[Any]:
@@ -111,7 +119,7 @@ def tensors_on_attributes(
     """
     # A search of all attributes is too slow for each step. The first forwards search,
     # and later forwards read only the attributes that were found.
-    if state.searches.scans_below(module):
+    if count_down(state.searches.scans, module):
         known = {(id(table), key) for table, key in state.searches.kept_at}
         state.searches.kept_at += tuple(
             (table, key)
@@ -171,3 +179,66 @@ def attributes(state: _FSDPState) -> Iterator[tuple[dict[str, Any], str, Tensor]
                         yield table, key, tensor
                         if tensor.grad_fn is not None:
                             break
+
+
+def is_weight(handle: FlatParamHandle, tensor: Tensor) -> bool:
+    """Return whether ``tensor`` shares memory with the full parameters."""
+    try:
+        memory = tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return False  # sparse or batched tensors have no storage
+    return any(memory == f.untyped_storage()._cdata for f in handle.form.fulls)
+
+
+def _is_view(handle: FlatParamHandle, tensor: Tensor) -> bool:
+    """Return whether ``tensor`` views the full parameters and is none of them."""
+    # A parameter itself has memory again in each forward, with the values of the time.
+    # ``nn.LSTM`` keeps a list of its parameters, and would compute with old copies.
+    return is_weight(handle, tensor) and all(
+        tensor is not leaf for leaf in handle.form.placed
+    )
+
+
+def copy_weights(state: _FSDPState, output: Any) -> Any:
+    """Return ``output`` with copies in place of the unit's full parameters.
+
+    Gradients flow through a copy to the parameter (``clone`` is differentiable).
+
+    Raises: PhaseError, if an object holds a parameter and cannot be rebuilt.
+    """
+    handle = state.handle
+    output = map_tensors(output, lambda t: t.clone() if is_weight(handle, t) else t)
+    if any(is_weight(handle, tensor) for tensor in tensors_in(output)):
+        raise PhaseError(
+            f"The forward of fully sharded module {state.name} returned its own weight "
+            f"inside a {type(output).__name__}, and its memory is freed now. Return "
+            "weight.clone(), or a tuple, a dict or a dataclass."
+        )
+    return output
+
+
+def find_kept_weights(state: _FSDPState) -> tuple[Place, ...]:
+    """Return the attributes of the unit's modules that ever viewed weights."""
+    found = {(id(table), key): (table, key) for table, key in state.searches.weights_at}
+    for table, key, tensor in attributes(state):
+        if _is_view(state.handle, tensor):
+            found[id(table), key] = table, key
+    return tuple(found.values())
+
+
+def copy_kept_weights(state: _FSDPState) -> None:
+    """Replace views of weights on the noted attributes by copies."""
+    for table, key in state.searches.weights_at:
+        value = table.get(key)
+        if any(_is_view(state.handle, tensor) for tensor in tensors_in(value)):
+            # What cannot be rebuilt stays: no error, as nobody may read it.
+            copied = map_tensors(
+                value, lambda t: t.clone() if _is_view(state.handle, t) else t
+            )
+            # The user may hold the container as well.
+            if type(value) is list:
+                value[:] = copied
+            elif type(value) is dict:
+                value.update(copied)
+            else:
+                table[key] = copied

@@ -12,7 +12,8 @@ engine's ``queue_callback`` are private; used only here, checked on torch 2.13 a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
 
@@ -40,7 +41,7 @@ from composable_fsdp.flat.handle import (
 from composable_fsdp.flat.param_paths import place_path
 from composable_fsdp.flat.residency import SHARDED, find_unreadable, find_written
 from composable_fsdp.naming import quoted
-from composable_fsdp.phases import BACKWARD_PRE, Phase, illegal_move
+from composable_fsdp.phases import BACKWARD_PRE, Phase
 from composable_fsdp.runtime.offload import finish_d2h_grad_copies
 from composable_fsdp.runtime.reduce import (
     drop_reduction,
@@ -49,7 +50,6 @@ from composable_fsdp.runtime.reduce import (
     finish_reduction,
     reduce_gradients,
 )
-from composable_fsdp.runtime.requested_grads import requesting_other_tensors
 from composable_fsdp.runtime.threads import (
     BACKWARDS,
     require_no_other_backward,
@@ -68,6 +68,10 @@ backward."""
 will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 """Return whether the graph task that is running will execute the node."""
 _engine = torch.autograd.Variable._execution_engine
+_other_requests = 0
+"""Number of running backwards that were asked for gradients of other tensors only. A
+counter of the process: hooks read it, which run in a thread of the engine on CUDA, and
+several threads may run backwards at once."""
 
 
 def run_backward(
@@ -79,8 +83,6 @@ def run_backward(
 ) -> Any:
     """Run the engine by ``run``; gradients of sharded parameters come from their unit.
 
-    Returns: the result of ``run``; for requested sharded parameters their reduced
-        gradients.
     Raises: PhaseError, naming a parameter that the graph reads while the unit is
         sharded, or whose gradient cannot be requested separately.
     Collective: as the backward; the reductions of the units of requested parameters.
@@ -121,6 +123,22 @@ def run_backward(
             del BACKWARDS[thread]
 
 
+def parameters_not_requested() -> bool:
+    """Return whether a backward runs whose ``inputs`` are no sharded parameters."""
+    return _other_requests > 0
+
+
+@contextmanager
+def requesting_other_tensors() -> Iterator[None]:
+    """Count such a backward as running inside the block."""
+    global _other_requests
+    _other_requests += 1
+    try:
+        yield
+    finally:
+        _other_requests -= 1
+
+
 def _holds_ours(inputs: Sequence[Any]) -> bool:
     """Return whether ``inputs`` include a sharded parameter or a flat parameter."""
     ids = set(map(id, inputs))
@@ -131,8 +149,12 @@ def register_task_end(context: RuntimeContext, state: _FSDPState, task: int) -> 
     """Add the unit to graph task ``task``; the end of the task will finish the unit.
 
     The first unit of a graph task also queues ``TaskEnd`` in the engine.
+
+    Raises: PhaseError, inside ``unshard_params``.
     """
     if task not in context.tasks:
+        if context.summoned is not None:
+            raise inside_block(context, f"Backward of {state.name}")
         if context.dead:
             reset_failed_graph_tasks(context)
         # On CUDA the engine's thread runs this, and stands for any caller.
@@ -149,14 +171,23 @@ def register_task_end(context: RuntimeContext, state: _FSDPState, task: int) -> 
     context.tasks[task].append(state)
 
 
+def inside_block(context: RuntimeContext, call: str) -> PhaseError:
+    """Return the error of a ``call`` inside the running block of ``unshard_params``."""
+    assert context.summoned is not None
+    return PhaseError(
+        f"{call} was called inside unshard_params of {context.summoned.name}, where "
+        "the parameters are yours to change. Call it after the block: forward and "
+        "backward gather by themselves, and register_forward_method(module, name) has "
+        "another method do so."
+    )
+
+
 def begin_unit_backward(context: RuntimeContext, state: _FSDPState, task: int) -> None:
     """Add the unit to the graph task, and count the gradients that the task brings."""
     register_task_end(context, state, task)
     handle = state.handle
     if profiler._is_profiler_enabled:
         begin_range("backward", context, handle.full_fqn)
-    if BACKWARD_PRE not in handle.phase.followers:
-        raise illegal_move(handle.name, handle.phase, BACKWARD_PRE)
     handle.phase = BACKWARD_PRE
     try:
         # ``_will_engine_execute_node`` raises for the AccumulateGrad node of a
@@ -250,11 +281,7 @@ class TaskEnd:
 
 
 def _show_sharded(context: RuntimeContext, task: int) -> None:
-    """Put the sharded parameters of dead graph task ``task`` back into the modules.
-
-    The full buffers keep their memory until ``reset_failed_graph_tasks`` or
-    ``recover``.
-    """
+    """Put the sharded parameters of dead graph task ``task`` back into the modules."""
     # ``model.zero_grad()`` after a backward that raised must reach the sharded
     # parameters. On CUDA a thread of the engine may run this code a moment after
     # ``backward`` raised, while the main thread continues. Units that a forward or
@@ -304,23 +331,35 @@ def reset_backward(handle: FlatParamHandle) -> None:
 def finish_task(context: RuntimeContext, task: int) -> None:
     """Finish a graph task: reduce and reshard the units that no hook has finished.
 
-    The end of the outermost graph task also reduces gradients that an earlier backward
-    left, and reshards units that no backward has reached. If this backward is the last
-    (``is_last_backward``), the caller's stream then waits for the last reduction, and
-    the host for offloaded gradients. A backward with ``create_graph`` keeps the units
-    full until the next backward ends.
-
     Raises: DesyncError, if another rank reduces more units.
     Collective: the reductions of units with gradients that no pre-backward announced,
         and of gradients that ``no_sync`` or a delayed all-reduce left; all-gathers and
         reductions of ``unused_params.CommonOrder``.
     """
-    # Gradients are enabled inside a backward only with ``create_graph``.
-    keep = torch.is_grad_enabled()
     if context.filling and len(context.tasks) == 1:
         for tape in tuple(context.filling):
             tape.finish(context)
         context.filling.clear()
+    # Gradients are enabled inside a backward only with ``create_graph``.
+    keep = torch.is_grad_enabled()
+    _finish_reached_units(context, task, keep=keep)
+    # A nested graph task (a reentrant checkpoint) ends here; the end of the outermost
+    # graph task does the rest.
+    if not context.tasks:
+        _finish_other_units(context, keep=keep)
+        if root_of(context).settings.is_last_backward:
+            finish_reduction(context)
+            if context.marked.offload:
+                finish_d2h_grad_copies(context)
+            if FLAT_PARAMS:
+                move_gradients_in(context.handles)
+        free_oldest(context, keep=0)
+        for log in context.backward_logs:
+            log.end()
+
+
+def _finish_reached_units(context: RuntimeContext, task: int, *, keep: bool) -> None:
+    """Reduce and reshard the units of a graph task; ``keep``: leave them full."""
     for state in context.tasks.pop(task, ()):
         handle = state.handle
         # A unit whose inputs need no gradient ends with the graph task.
@@ -343,12 +382,11 @@ def finish_task(context: RuntimeContext, task: int) -> None:
         # Usually the last ``input_done`` has resharded the unit.
         if keep or handle.kept or not reshards or handle.residency is not SHARDED:
             end_use(context, handle, reshards, kept=keep)
-    # A nested graph task (a reentrant checkpoint) ends here; the end of the outermost
-    # graph task does the rest.
-    if context.tasks:
-        return
-    root = root_of(context)
-    for state in root._all_fsdp_states:
+
+
+def _finish_other_units(context: RuntimeContext, *, keep: bool) -> None:
+    """Reduce gradients that earlier backwards left, and reshard unreached units."""
+    for state in root_of(context)._all_fsdp_states:
         handle = state.handle
         waits = handle.reduction.held is not None and handle.rule.all_reduce
         if (handle.reduction.due or waits) and state.settings.sync_gradients:
@@ -363,12 +401,3 @@ def finish_task(context: RuntimeContext, task: int) -> None:
         ):
             end_use(context, handle, reshards, kept=False)
     context.prefetched.clear()
-    if root.settings.is_last_backward:
-        finish_reduction(context)
-        if context.marked.offload:
-            finish_d2h_grad_copies(context)
-        if FLAT_PARAMS:
-            move_gradients_in(context.handles)
-    free_oldest(context, keep=0)
-    for log in context.backward_logs:
-        log.end()

@@ -31,6 +31,7 @@ from composable_fsdp.runtime.container_copies import (
     Copies,
     items_of,
     set_item,
+    with_items,
 )
 
 _PLAIN = (int, float, bool, str, bytes, type(None))
@@ -106,19 +107,11 @@ def map_tensors(
         return change(value)
     if isinstance(value, _PLAIN):
         return value
-    if copies:
-        # A container that occurs several times is copied only once.
-        for each in copies:
-            if each.original is value:
-                return each.copy
+    # A container that occurs several times is copied only once.
+    if copies and (known := _copy_of(value, copies)) is not None:
+        return known
     if isinstance(value, tuple) and (type(value) is tuple or hasattr(value, "_make")):
-        items = [map_tensors(item, change, copies) for item in value]
-        if all(map(is_, items, value)):
-            return value
-        # A named tuple is rebuilt by ``_make``, which takes the items as a single
-        # argument.
-        make: Any = getattr(value, "_make", tuple)
-        return make(items)
+        return with_items(value, [map_tensors(i, change, copies) for i in value])
     given = items_of(value)
     if given is None:
         return _map_node(value, change, copies)
@@ -136,6 +129,11 @@ def map_tensors(
     if copies is not None:
         copies.append(ContainerCopy(value, made, given, before))
     return made
+
+
+def _copy_of(value: Any, copies: Copies) -> Any:
+    """Return the copy of a container that was copied before; None if there is none."""
+    return next((each.copy for each in copies if each.original is value), None)
 
 
 def _is_plain(value: object) -> bool:

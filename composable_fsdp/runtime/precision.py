@@ -16,13 +16,11 @@ from composable_fsdp.flat.handle import NO_TASK
 from composable_fsdp.naming import TRANSPARENT, join_name, listed
 from composable_fsdp.planning.walk import named
 from composable_fsdp.runtime.backward import select_full_form
-from composable_fsdp.runtime.container_copies import CastInput, Copies
+from composable_fsdp.runtime.container_copies import Arguments, CastInput, Copies
 from composable_fsdp.runtime.nested_tensors import map_tensors, tensors_in
 from composable_fsdp.tree.state import OWNERS, RuntimeContext, _FSDPState
 
 _disable_dynamo: Any = vars(torch)["_disable_dynamo"]
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def cast_floating(value: Any, dtype: torch.dtype, copies: Copies | None = None) -> Any:
@@ -48,28 +46,39 @@ def cast_floating(value: Any, dtype: torch.dtype, copies: Copies | None = None) 
     return map_tensors(value, cast, copies)
 
 
-def apply_precision(
-    context: RuntimeContext,
-    state: _FSDPState,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    copies: Copies,
-) -> Arguments | None:
-    """Select the full form of this forward, and cast its floating point inputs.
-
-    Returns: the new arguments, or None if the unit casts no inputs in this forward.
-    """
+def select_forward_form(
+    context: RuntimeContext, state: _FSDPState, module: nn.Module
+) -> None:
+    """Select the full form of this forward, before the unit is unsharded."""
     precision, handle = state.precision, state.handle
     assert precision is not None
     # A forward that is recomputed inside backward uses the form of that backward.
     wide = not handle.form.full_precision
     if handle.backward.task == NO_TASK and precision.wide(module) is wide:
         select_full_form(context, state, wide=wide)
-    root = state._is_root
-    dtype = precision.root_input_dtype if root else precision.input_dtype
-    # ``wide``: the unit computes in the parameters' own dtype in this forward.
-    if dtype is None or handle.form.full_precision:
+
+
+def casts_values(state: _FSDPState) -> bool:
+    """Return whether forwards of the unit may cast inputs or outputs."""
+    made = state.precision
+    return made is not None and (_input_dtype(state) or made.output_dtype) is not None
+
+
+def _input_dtype(state: _FSDPState) -> torch.dtype | None:
+    """Return the dtype to which the unit casts inputs."""
+    made = state.precision
+    assert made is not None
+    return made.root_input_dtype if state._is_root else made.input_dtype
+
+
+def cast_inputs(
+    state: _FSDPState, args: tuple[Any, ...], kwargs: dict[str, Any], copies: Copies
+) -> Arguments | None:
+    """Return the arguments with floating point tensors cast; None without casts."""
+    precision, dtype = state.precision, _input_dtype(state)
+    assert precision is not None
+    # In full precision the unit computes in the parameters' own dtype.
+    if dtype is None or state.handle.form.full_precision:
         return None
     # In eval mode the unit may be configured to compute in full precision.
     if precision.full_in_eval and not state.module.training:

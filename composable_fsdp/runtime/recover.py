@@ -37,14 +37,17 @@ from composable_fsdp.flat.residency import (
     shards_are_unchanged,
 )
 from composable_fsdp.flat.user_memory import leaves_view_shards, take_memory
-from composable_fsdp.phases import BACKWARD_PRE, IDLE, illegal_move
 from composable_fsdp.runtime.backward import GradientOrder
 from composable_fsdp.runtime.external_changes import (
     adopt_external_changes,
     adopt_external_changes_unless_meta,
     follow_requires_grad,
 )
-from composable_fsdp.runtime.graph_task import current_task, reset_backward
+from composable_fsdp.runtime.graph_task import (
+    current_task,
+    inside_block,
+    reset_backward,
+)
 from composable_fsdp.runtime.leaf_streams import make_nodes_on_current_stream
 from composable_fsdp.runtime.offload import (
     finish_d2h_grad_copies,
@@ -57,6 +60,7 @@ from composable_fsdp.runtime.reduce import (
     finish_reduction,
 )
 from composable_fsdp.runtime.threads import (
+    is_below,
     require_no_other_backward,
     require_not_elsewhere,
 )
@@ -64,7 +68,6 @@ from composable_fsdp.runtime.unshard import (
     discard_full,
     end_use,
     free_oldest,
-    hold_for_backward,
     reshard,
     shard_versions,
 )
@@ -93,10 +96,6 @@ _fills = attrgetter("rule.fill")
 def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
     """Begin a forward at ``state``, the outermost unit of this call.
 
-    Units that an earlier forward left full are resharded, because the optimizer may
-    have changed the shards. Parameters whose ``requires_grad`` has changed move to
-    other regions.
-
     Raises: PlanError, if a parameter was given data that does not fit the shard, or, in
         the first forward, if a buffer was on meta and has no values; PhaseError, if
         ``requires_grad`` has changed while gradients wait, or if shards were written to
@@ -105,6 +104,8 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
     reduced, as the functions of ``RANKS_MEET``; else none, except as
     ``finish_reduction`` if a reduction is in flight.
     """
+    if context.summoned is not None:
+        raise inside_block(context, f"Forward of fully sharded module {state.name}")
     # Outside backward a graph task that has not ended belongs to a backward that
     # raised.
     if context.tasks:
@@ -120,6 +121,28 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
     for log in context.forward_logs:
         log.drop()
     context.prefetched.clear()
+    _discard_old_full_params(context)
+    root = root_of(context)
+    _follow_changes(context, root)
+    if root.initial.compared != ALL_RANKS or not context.is_checked:
+        _begin_first(context, root)
+    for call in tuple(NEXT_FORWARD):
+        call(context)
+    for unit in context.marked.lists:
+        unit.remaining = frozenset()
+    for unit in context.marked.precisions:
+        cast_buffers(unit)
+    context.tape = _new_record(context, state)
+    if context.streams.begin_iteration():
+        make_nodes_on_current_stream(context)
+    context.outermost = state
+
+
+def _discard_old_full_params(context: RuntimeContext) -> None:
+    """Reshard the units that an earlier forward or a user left full.
+
+    Raises: PhaseError, as ``require_current_full_params``.
+    """
     for handle in context.handles:
         # Free ``gradient.shard`` if ``zero_grad`` has cleared ``.grad``.
         free_cleared(handle)
@@ -128,7 +151,13 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
                 _keep_or_discard(context, handle)
         elif handle.residency is not SHARDED or handle.kept_full:
             _keep_or_discard(context, handle)
-    root = root_of(context)
+
+
+def _follow_changes(context: RuntimeContext, root: _RootFSDPState) -> None:
+    """Adopt parameters that a user has changed, frozen or unfrozen between steps.
+
+    Raises: as ``adopt_external_changes`` and ``follow_requires_grad``.
+    """
     froze = False
     for unit in root._root_states:
         handle = unit.handle
@@ -144,24 +173,17 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
         own = map(changed_flags, context.handles)
         context.changed_flags = tuple(chain(*own, *later))
         CHANGED.discard(context)
-    if root.initial.compared != ALL_RANKS or not context.is_checked:
-        _begin_first(context, root)
-    for call in tuple(NEXT_FORWARD):
-        call(context)
-    for unit in context.marked.lists:
-        unit.remaining = frozenset()
-    for unit in context.marked.precisions:
-        cast_buffers(unit)
+
+
+def _new_record(context: RuntimeContext, state: _FSDPState) -> ForwardRecord:
+    """Return the record of the forward that begins at ``state``."""
     training = state.module.training
     # The order log keeps a separate order of uses for each mode.
     # With the frozen parameters: a rank that froze others than the rest would reduce
     # buffers of other sizes, which aborts the process.
     mode = (state.fqn, training, torch.is_grad_enabled(), context.changed_flags)
     fills = any(map(_fills, context.handles))
-    context.tape = RECORDS.get(context, _record)(mode, fills)
-    if context.streams.begin_iteration():
-        make_nodes_on_current_stream(context)
-    context.outermost = state
+    return RECORDS.get(context, _record)(mode, fills)
 
 
 def _keep_or_discard(context: RuntimeContext, handle: FlatParamHandle) -> None:
@@ -198,24 +220,6 @@ def end_iteration(context: RuntimeContext) -> None:
     context.outermost = context.frame = None
     for observer in context.observers:
         observer.iteration_ends()
-
-
-def reshard_late_modules(context: RuntimeContext, state: _FSDPState) -> None:
-    """Reshard a multi-module unit after a forward that did not run each module once.
-
-    Some modules did not run, or ran again after the reshard.
-    """
-    state.remaining = frozenset()
-    handle = state.handle
-    awaited = handle in context.tape.open_calls
-    phase = BACKWARD_PRE if awaited else IDLE
-    if phase not in handle.phase.followers:
-        raise illegal_move(handle.name, handle.phase, phase)
-    handle.phase = phase
-    if awaited and not state.settings.reshard_after_forward:
-        hold_for_backward(handle)
-    else:
-        reshard(context, handle)
 
 
 def require_current_full_params(handle: FlatParamHandle) -> bool:
@@ -266,14 +270,10 @@ def is_live(context: RuntimeContext) -> bool:
     # A KeyboardInterrupt runs no post-forward hook, so ``outermost`` may be stale; only
     # the call stack tells. Without a frame (not begun by a module call) the answer is
     # unknown.
-    if context.frame is None:
+    if context.frame is None or is_below(context.frame, sys._getframe(1)):
         return True
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame is not context.frame:
-        frame = frame.f_back
-    if frame is None:
-        require_not_elsewhere(context)
-    return frame is not None
+    require_not_elsewhere(context)
+    return False
 
 
 def mode_of(context: RuntimeContext, handle: FlatParamHandle) -> Hashable:
@@ -315,10 +315,8 @@ def recover(context: RuntimeContext, *, drop_gradients: bool) -> None:
             failed = error
     for handle in context.handles:
         for call in handle.running.calls:
-            if call is not None:
-                call.forget_inputs()
+            call.forget_inputs()
         handle.running.calls.clear()
-        handle.running.lent.clear()
         reset_backward(handle)
         if drop_gradients:
             drop_unreduced_grads(handle)

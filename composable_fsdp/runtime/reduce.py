@@ -21,15 +21,15 @@ alive at a time, except for buffers that hold gradients of ``no_sync``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import compress
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from composable_fsdp.comm import collectives
-from composable_fsdp.comm.device import Streams
+from composable_fsdp.comm.device import Streams, Waitable
 from composable_fsdp.comm.sequence import Operation
-from composable_fsdp.errors import FSDPError
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.gradients import (
     allocate_reduce,
@@ -42,17 +42,16 @@ from composable_fsdp.flat.gradients import (
     zero_missing,
 )
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.reduce_rule import ReduceRule
 from composable_fsdp.flat.region import TrainableRegion
 from composable_fsdp.flat.user_hooks import (
     call_post_hooks,
     call_tensor_hooks,
 )
+from composable_fsdp.runtime.hooked_reduce import reduce_by_hook
 from composable_fsdp.runtime.offload import drop_d2h_grad_copies, start_d2h_grad_copies
 from composable_fsdp.runtime.replica_sums import (
     add_partial_sums,
     all_reduce_over_replicas,
-    drop_partial_sum,
     drop_partial_sums,
     hold_partial_sums,
     replicate,
@@ -249,27 +248,33 @@ def finish_reduction(
             raise
         _apply_reduced_gradients(reduction)
     else:
-        # Autograd, optimizers and users access ``.grad`` on the compute stream, so only
-        # that stream writes ``.grad``. The side streams write buffers that no parameter
-        # shows.
-        current, *others = streams.users(handle.events)
-        for stream in others:
-            current.wait_stream(stream)
-        handle.events.reduce.wait()
-        if not handle.layout.offload and not handle.reduction.replicates:
-            _apply_reduced_gradients(reduction)
-        for stream in others:
-            stream.wait_stream(current)
-        if handle.reduction.replicates:
-            free_reduce(handle)
-            context.replicating = reduction
-            # A second reduction of the unit would write into the same outputs.
-            if ahead_of is None or ahead_of is handle:
-                _finish_all_reduce(context, reduction)
-            return
+        _wait_on_streams(streams, reduction)
+    if handle.reduction.replicates:
+        free_reduce(handle)
+        context.replicating = reduction
+        # A second reduction of the unit would write into the same outputs.
+        if ahead_of is None or ahead_of is handle:
+            _finish_all_reduce(context, reduction)
+        return
     for region in handle.layout.trainable:
         region.reduce.temporary = None
     free_reduce(handle)
+
+
+def _wait_on_streams(streams: Streams, reduction: Reduction) -> None:
+    """Have the current stream wait for the reduce-scatters, and set ``.grad``."""
+    # Autograd, optimizers and users access ``.grad`` on the compute stream, so only
+    # that stream writes ``.grad``. The side streams write buffers that no parameter
+    # shows.
+    handle = reduction.handle
+    current, *others = streams.users(handle.events)
+    for stream in others:
+        current.wait_stream(stream)
+    handle.events.reduce.wait()
+    if not handle.layout.offload and not handle.reduction.replicates:
+        _apply_reduced_gradients(reduction)
+    for stream in others:
+        stream.wait_stream(current)
 
 
 def _finish_all_reduce(context: RuntimeContext, reduction: Reduction) -> None:
@@ -377,12 +382,10 @@ def _issue(reduction: Reduction, *, async_op: bool) -> None:
     """
     handle, final = reduction.handle, reduction.final
     groups, rule, works = handle.groups, handle.rule, reduction.works
+    if rule.hook is not None and final:
+        reduce_by_hook(handle)
+        return
     for regions in handle.layout.reduce_groups:
-        if rule.hook is not None and final:
-            for region in regions:
-                region.reduce.temporary = _call_comm_hook(rule, region)
-                drop_partial_sum(region)
-            continue
         # All regions of a group have the same reduce dtype, hence the same division.
         before, _, average = regions[0].reduce.division
         buffers = [r.reduce.buffer for r in regions]
@@ -412,15 +415,32 @@ def _issue(reduction: Reduction, *, async_op: bool) -> None:
                 works.append(work)
             # On CPU the reduce-scatter is asynchronous, so ``replicate`` adds. On CUDA
             # the sums belong to this stream, which must be the last to read them.
-            if final and groups.replicas > 1 and not async_op:
-                for region in regions:
-                    add_partial_sums(region)
-            continue
-        torch._foreach_copy_(targets, buffers)
-        if final and groups.replicate_ref is not None:
-            work = all_reduce_over_replicas(handle, regions, async_op=async_op)
-            if work is not None:
-                works.append(work)
+            if final and not async_op:
+                _add_held_sums(handle, regions)
+        else:
+            torch._foreach_copy_(targets, buffers)
+            if final:
+                works += _sum_over_replicas(handle, regions, async_op=async_op)
+
+
+def _add_held_sums(handle: FlatParamHandle, regions: Sequence[TrainableRegion]) -> None:
+    """Add the sums that wait for the all-reduce over the replicate group."""
+    if handle.groups.replicas > 1:
+        for region in regions:
+            add_partial_sums(region)
+
+
+def _sum_over_replicas(
+    handle: FlatParamHandle, regions: Sequence[TrainableRegion], *, async_op: bool
+) -> list[Waitable]:
+    """Issue the all-reduce of gradients that need no reduce-scatter.
+
+    Returns: what there is to wait for.
+    """
+    if handle.groups.replicate_ref is None:
+        return []
+    work = all_reduce_over_replicas(handle, regions, async_op=async_op)
+    return [] if work is None else [work]
 
 
 def _apply_reduced_gradients(reduction: Reduction) -> None:
@@ -468,32 +488,3 @@ def unshard_in_backward(context: RuntimeContext, handle: FlatParamHandle) -> Non
     ):
         finish_reduction(context, ahead_of=handle)
     unshard(context, handle)
-
-
-def _call_comm_hook(rule: ReduceRule, region: TrainableRegion) -> Tensor:
-    """Have the hook reduce the region, with sums that wait for an all-reduce.
-
-    Returns: the result ``(shard_numel,)``.
-    Collective: the collectives of the hook.
-    Raises: FSDPError, if the result has not ``shard_numel`` elements.
-    """
-    assert rule.hook is not None
-    # Pass detached tensors: a hook may give them other memory through ``.data``.
-    gradient = region.reduce.buffer.detach()
-    if region.reduce.partial is not None:
-        gradient.add_(region.reduce.partial)
-    # A shard group of a single rank needs no scatter: the hook reduces in place.
-    if region.layout.world_size == 1:
-        rule.hook(rule.hook_state, gradient)
-        result = gradient
-    else:
-        assert region.reduce.temporary is not None
-        result = region.reduce.temporary.detach()
-        rule.hook(rule.hook_state, gradient, result)
-    if result.numel() != region.layout.shard_numel:
-        raise FSDPError(
-            f"A communication hook left {result.numel()} elements; expected the "
-            f"{region.layout.shard_numel} of this rank's shard. Write the reduced "
-            "gradient into the last argument and keep its size."
-        )
-    return result

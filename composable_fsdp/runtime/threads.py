@@ -60,16 +60,16 @@ def _thread_in_forward(context: RuntimeContext) -> int | None:
     """Return the other thread in which a forward of the tree runs, if there is one."""
     frame = context.frame
     # Usually the frame is a few frames up in this thread.
-    if frame is None or _is_below(frame, sys._getframe(1)):
+    if frame is None or is_below(frame, sys._getframe(1)):
         return None
     # Only here, where the tree is in use already: this call visits every thread.
     for thread, top in sys._current_frames().items():
-        if thread != get_ident() and _is_below(frame, top):
+        if thread != get_ident() and is_below(frame, top):
             return thread
     return None
 
 
-def _is_below(frame: FrameType, top: FrameType | None) -> bool:
+def is_below(frame: FrameType, top: FrameType | None) -> bool:
     """Return whether ``frame`` is on the stack that ends with ``top``."""
     while top is not None and top is not frame:
         top = top.f_back

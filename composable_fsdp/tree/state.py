@@ -311,6 +311,7 @@ class _FSDPState:
         "initial",
         "modules",
         "options",
+        "passage",
         "precision",
         "ranks",
         "remaining",
@@ -359,6 +360,7 @@ class _FSDPState:
         initial: InitialWeights,
         settings: UnitSettings,
         searches: ForwardSearches,
+        passage: Any,
     ) -> None:
         """Make this state the state of a unit."""
         self.fqn, self.modules = fqn, modules
@@ -374,7 +376,8 @@ class _FSDPState:
         """The values that ``fully_shard`` was given, for a comparison with other
         ranks."""
         self.settings = settings
-        self.searches = searches
+        self.searches, self.passage = searches, passage
+        """``passage``: how values enter and leave forwards (``runtime.passage``)."""
 
     @property
     def device(self) -> torch.device:

@@ -131,27 +131,10 @@ class ForwardSearches:
         """Whether shards of the model were on meta on any rank; known from the first
         gather."""
 
-    def begin_forward(self, before: Any) -> None:
-        """Keep the values of before, which the end of the forward compares."""
-        self.before, self.acts = before, True
-
     def end_forward(self) -> None:
         """Forget the values of before; later forwards act on what was found."""
         self.before = None
         self.acts = self.writes_data or bool(self.weights_at)
-
-    def looks_at(self, module: nn.Module, *, is_foreign: bool) -> bool:
-        """Return whether a forward of ``module`` checks for writes, and count it.
-
-        ``is_foreign``: the forward runs under ``functional_call``.
-        """
-        # ``functional_call`` puts its tensors in the places of weights, and a write to
-        # those says nothing of a forward with the weights.
-        return is_foreign or _count_down(self.looks, module)
-
-    def scans_below(self, module: nn.Module) -> bool:
-        """Return whether a forward of ``module`` searches attributes, and count it."""
-        return _count_down(self.scans, module)
 
     def copy(self, modules: Iterable[nn.Module]) -> ForwardSearches:
         """Return the searches of a copied unit, which has ``modules``."""
@@ -162,7 +145,7 @@ class ForwardSearches:
         )
 
 
-def _count_down(left: dict[int, int], module: nn.Module) -> bool:
+def count_down(left: dict[int, int], module: nn.Module) -> bool:
     """Count a forward of ``module``; return whether the forward searches."""
     number = left.pop(id(module), 0)
     if number > 1:

@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import composable_fsdp as cf
-from composable_fsdp.entries.fsdp2_module import FSDPModule
-from composable_fsdp.entries.wrapper_attributes import FUNCTIONS
+from composable_fsdp.doors.fsdp2_module import FSDPModule
+from composable_fsdp.doors.wrapper_attributes import FUNCTIONS
 from composable_fsdp.naming import listed
 from tests.support.models import tiny_mlp
 from tests.support.reference import backward

@@ -20,7 +20,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 _TORCH = f"{Path(torch.__file__).parent}/"
 _PACKAGE = f"{Path(__file__).parents[2]}/"
-_DOOR = f"{_PACKAGE}entries/fsdp2_torch.py"
+_DOOR = f"{_PACKAGE}doors/fsdp2_torch.py"
 """Wraps functions of torch, for all programs once FSDP2's names are used."""
 _OWNERS = f"{_PACKAGE}optim/owners.py"
 _OWN_CALLS = tuple(
