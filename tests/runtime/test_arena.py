@@ -136,7 +136,7 @@ def test_the_planned_peak_is_that_of_a_step(
     assert found == pytest.approx(measured, rel=0.01)
 
 
-# ---- claims on programs under an arena: numbers as without, never ----
+# ---- programs under an arena ----
 
 SHARED = Arena(poison=True, reduce=True)
 

@@ -166,7 +166,7 @@ def test_corners_of_other_models_have_the_same_numbers(
     ranks(2).run(turn, PATHS[0], strategy, corner, FROZEN[frozen], mode)
 
 
-# ---- gradients with respect to parameters, and backwards through  ----
+# ---- gradients with respect to chosen parameters ----
 
 RankCount = Callable[[int], RankPool]
 BLOCKS = ("0", "1", "2")

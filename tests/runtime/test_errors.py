@@ -73,16 +73,9 @@ def child_of_a_unit(door: Door) -> tuple[nn.Module, Callable[[], object]]:
     return model, lambda: door(model.blocks[0])
 
 
-def a_list(door: Door) -> tuple[nn.Module, Callable[[], object]]:
+def container(module: nn.Module) -> Case:
     """Nothing calls a container, so nothing would ever unshard it."""
-    model = nn.ModuleList([tiny_mlp()])
-    return model, lambda: door(model)
-
-
-def a_dict(door: Door) -> tuple[nn.Module, Callable[[], object]]:
-    """The same."""
-    model = nn.ModuleDict({"a": tiny_mlp()})
-    return model, lambda: door(model)
+    return lambda door: (module, lambda: door(module))
 
 
 def tied_across_units(door: Door) -> tuple[nn.Module, Callable[[], object]]:
@@ -165,8 +158,11 @@ OPPOSITE = ("dimension 0 to replicate", "'dp_shard' and 'dp_replicate'")
 REFUSED: dict[Case, tuple[type[Exception], tuple[str, ...]]] = {
     twice: (CompositionError, ("Sequential", "once", "Leave")),
     child_of_a_unit: (CompositionError, ("TinyBlock", "TinyGPT", "children first")),
-    a_list: (ValueError, ("ModuleList", "elements")),
-    a_dict: (ValueError, ("ModuleDict", "elements")),
+    container(nn.ModuleList([nn.ReLU()])): (ValueError, ("ModuleList", "elements")),
+    container(nn.ModuleDict({"a": nn.ReLU()})): (
+        ValueError,
+        ("ModuleDict", "elements"),
+    ),
     tied_across_units: (ValueError, (*TIED, "tied_params='promote'")),
     tied_to_a_unit: (
         ValueError,

@@ -1,4 +1,4 @@
-"""Claims on parameters that are frozen or unfrozen after the model was sharded."""
+"""Parameters that are frozen or unfrozen after sharding, or used by some ranks only."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_changes_whose_gradients_would_be_lost_are_refused(world: World) -> None
     backward(loss_of(model, x))
 
 
-# ---- claims on ranks that train different parts of the model ----
+# ---- ranks that train different parts of the model ----
 
 WIDTH = 4
 

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -154,7 +154,7 @@ def test_the_tree_is_walked_in_the_first_step_only(world: World, path: str) -> N
     """Lazy initialization walks once; later steps, and prefetching, use caches."""
     units = gpt_units(TinyGPT())
     model = apply_units(TinyGPT(), units, path=path, forward_prefetch=True)
-    real, walks = traversal.walk_states, []
+    real, walks = traversal.walk_states, list[MagicMock]()
     with ExitStack() as stack:
         for place in (traversal, root_module):
             spy = patch.object(place, "walk_states", side_effect=real)
@@ -166,7 +166,7 @@ def test_the_tree_is_walked_in_the_first_step_only(world: World, path: str) -> N
     assert seen == [1, 1, 1]
 
 
-# ---- after a backward that raised: the skip-this-batch idiom, bes ----
+# ---- after a backward that raised ----
 
 
 class OutOfMemory(RuntimeError):
@@ -224,7 +224,7 @@ def test_a_hook_that_raises_at_the_end_of_backward_leaves_no_gradients(
         torch.testing.assert_close(found, gradient)
 
 
-# ---- after a collective that failed, this rank is as it was betwe ----
+# ---- after a collective that failed ----
 
 
 class Lost(RuntimeError):
@@ -311,7 +311,7 @@ def require_between_steps(model: nn.Module) -> None:
             assert region.full.buffer.untyped_storage().nbytes() == 0
 
 
-# ---- what a forward leaves of a unit that is a list of modules, w ----
+# ---- units that are lists of modules ----
 
 X = torch.ones(1, 2)
 IN_PARTS = ["", "a", "b", "aba"]

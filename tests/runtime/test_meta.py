@@ -265,7 +265,7 @@ def test_what_would_stay_on_meta_is_refused(
         call()
 
 
-# ---- what was on meta and got memory alone: buffers without value ----
+# ---- what was on meta and got memory alone ----
 
 both_doors = pytest.mark.parametrize("door", ["composable", "fsdp2"])
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -43,9 +42,8 @@ from tests.support.reference import (
 )
 from tests.support.sharded import own_gradient
 from tests.support.tiny import tiny_mlp
-from tests.support.world import RankPool, World
+from tests.support.world import World
 
-RankCount = Callable[[int], RankPool]
 BF16 = torch.bfloat16
 COMPUTE = MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32)
 
@@ -299,43 +297,28 @@ def test_low_precision_compute_accumulates_in_the_reduce_dtype(world: World) -> 
     assert gradients or world.rank > 0
 
 
-def check_eval(world: World, path: str, strategy: ShardingStrategy) -> None:
-    model = TinyGPT()
-    plain = copy.deepcopy(model)
-    sharded = apply_units(
-        model, gpt_units(model), path=path, strategy=strategy, mixed_precision=COMPUTE
-    )
-    x = gpt_input(0, world.rank)
-
-    first = loss_of(sharded, x)
-    sharded.eval()
-    full = sharded(x)
-    sharded.train()
-    backward(first)
-    second = loss_of(sharded, x)
+@pytest.mark.req("B-20")
+@both_paths
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+@on_ranks(2)
+def test_evaluation_in_full_precision_on_request(
+    world: World, path: str, strategy: ShardingStrategy
+) -> None:
+    """Equal to the plain model's, between a low-precision forward and its backward."""
+    plain, model, x = TinyGPT(), TinyGPT(), gpt_input(0, world.rank)
+    options: dict[str, Any] = {"strategy": strategy, "mixed_precision": COMPUTE}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
+        sharded = apply_units(model, gpt_units(model), path=path, **options)
+        first = loss_of(sharded, x)
+        full = sharded.eval()(x)
+        backward(first)
+        second = loss_of(sharded.train(), x)
 
     assert full.dtype is torch.float32
     assert torch.equal(full, plain.eval()(x))
     assert torch.equal(first, second)
     assert all((p.grad is None) == (not p.numel()) for p in sharded.parameters())
-
-
-@pytest.mark.req("B-20")
-@both_paths
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
-def test_evaluation_in_full_precision_on_request(
-    ranks: RankCount,
-    path: str,
-    strategy: ShardingStrategy,
-) -> None:
-    """Equal to the plain model's, between a low-precision forward and its backward."""
-    ranks(2).run(_with_variable, check_eval, path, strategy)
-
-
-def _with_variable(world: World, check: Callable[..., None], *args: Any) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
-        check(world, *args)
 
 
 class NotingNorm(nn.BatchNorm1d):

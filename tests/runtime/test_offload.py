@@ -93,9 +93,6 @@ def test_offloaded_mixed_precision_accumulates_as_without_offload(
         assert torch.equal(plain, offloaded)
 
 
-# ---- outside the step -------------------------------------------------------
-
-
 # ---- copies that take their time --------------------------------------------
 
 
@@ -140,8 +137,12 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-def watch_a_backward(world: World, strategy: ShardingStrategy) -> None:
-    """What the host sees of gradients during backward, twice, the second adding."""
+@pytest.mark.req("S1-37")
+@all_strategies
+def test_the_host_sees_no_gradient_before_its_copy_is_whole(
+    one_rank: World, strategy: ShardingStrategy
+) -> None:
+    """In backward the leaves show none; after it, all of it, also the sum of two."""
     model, plain = units_of(strategy)
     x = wide_input(6)(0, 0)
     expected = gradients_of(plain, [x])
@@ -172,15 +173,6 @@ def watch_a_backward(world: World, strategy: ShardingStrategy) -> None:
 def whole(model: nn.Module, name: str, full: dict[str, Tensor]) -> Tensor:
     """This rank's part of ``full[name]``: all of it, on one rank."""
     return full[name].view_as(model.get_parameter(name))
-
-
-@pytest.mark.req("S1-37")
-@all_strategies
-def test_the_host_sees_no_gradient_before_its_copy_is_whole(
-    one_rank: World, strategy: ShardingStrategy
-) -> None:
-    """In backward the leaves show none; after it, all of it, also the sum of two."""
-    watch_a_backward(one_rank, strategy)
 
 
 @pytest.mark.req("S1-37")

@@ -243,7 +243,7 @@ def test_a_rank_whose_batch_is_empty_takes_part(world: World) -> None:
     assert_same_training(model, plain, [], [], tolerance=1e-6)
 
 
-# ---- weights of convolutions keep their memory format: channels_l ----
+# ---- memory formats ----
 
 
 def convolutions(*, strided: bool = True) -> nn.Sequential:
@@ -251,7 +251,7 @@ def convolutions(*, strided: bool = True) -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1),
-        nn.BatchNorm2d(8),
+        nn.GroupNorm(2, 8),
         nn.ReLU(),
         nn.Conv2d(8, 6, 3, padding=1),
         nn.Unflatten(1, (2, 3)),
@@ -291,10 +291,10 @@ def test_convolutions_keep_their_memory_format(
     freezing, writes in full, and copies."""
     option = CPUOffload(offload_params=offload)
     options: dict[str, Any] = {"strategy": strategy, "cpu_offload": option}
-    expected, seen = convolutions(), []
+    expected, seen = convolutions(), list[tuple[int, ...]]()
     model = apply_units(convolutions(), ["0", "3"], arena=arena, **options)
-    model.get_submodule("0").register_forward_hook(
-        lambda module, *_: seen.append(module.weight.stride())
+    model.get_submodule("0").register_forward_pre_hook(
+        lambda module, _: seen.append(module.weight.stride())
     )
     make = lambda step, rank: features(step, 0, 3, 4, 4)  # noqa: E731
     model.get_submodule("0").requires_grad_(False)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.link_group import link_world
-from benchmarks.schedule import Schedule, Span, on_streams, seconds
+from benchmarks.schedule import Schedule, on_streams, seconds
 from composable_fsdp import (
     BackwardPrefetch,
     fully_shard,
@@ -187,11 +187,6 @@ def test_backward_computes_while_its_collectives_are_in_flight(
     assert flights(schedule, "backward") == IN_BACKWARD[mode]
 
 
-def played(schedule: Schedule, slower: int = 1) -> list[Span]:
-    """On a machine where a forward takes 1, and each unit's collective ``slower``."""
-    return schedule.times(operations_per_second=1, bytes_per_second=GATHER / slower)
-
-
 UNITS = 6
 COMPUTED = 3 * UNITS
 """Forward is 1, backward is 2."""
@@ -210,7 +205,9 @@ def test_a_step_takes_as_long_as_what_nothing_hides(
     """Compute, and the collectives that nothing is computed in. On CUDA the host runs
     ahead, so forward needs no prefetch."""
     options: dict[str, Any] = {"backward_prefetch": mode, "forward_prefetch": ahead}
-    spans = played(step_of(UNITS, cuda=cuda, between=0, **options))
+    schedule = step_of(UNITS, cuda=cuda, between=0, **options)
+    # A forward takes 1, and so does each collective of a unit.
+    spans = schedule.times(operations_per_second=1, bytes_per_second=GATHER)
 
     forward = 1 if ahead or cuda else UNITS
     assert seconds(spans) == COMPUTED + forward + EXPOSED[mode]
@@ -321,6 +318,7 @@ class Fork(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.one, self.two, self.three = (nn.Linear(4, 4) for _ in range(3))
         self.short = False
 

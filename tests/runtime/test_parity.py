@@ -113,7 +113,7 @@ def test_losses_equal_those_of_torchs_own(
     assert len(set(mine)) == 4
 
 
-# ---- training equals torch's ddp, whatever the units, the strateg ----
+# ---- torch's DDP, with ranks that come late ----
 
 WIDTH = 6
 # Rows that two ranks share evenly, and rows that they do not.

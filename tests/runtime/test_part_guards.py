@@ -312,7 +312,11 @@ def check_programs(world: World, recipes: list[ModelRecipe]) -> None:
         no = partial(refused, world, reason=GRADIENT if whole else ROWS)
         parts = parts_of(model)
         if whole:
-            parts = [p for p in parts if any(x.requires_grad for x in own(p))]
+            parts = [
+                p
+                for p in parts
+                if any(x.requires_grad for x in p.parameters(recurse=False))
+            ]
         for part in parts:
             no(partial(part, make_input(0, 0)), type(part).__name__)
         expected = train_reference(plain, world.world_size, make_input, sgd)
@@ -322,11 +326,6 @@ def check_programs(world: World, recipes: list[ModelRecipe]) -> None:
 
         mine = [each[world.rank] for each in expected]
         assert_same_training(model, plain, losses, mine)
-
-
-def own(module: nn.Module) -> Iterator[nn.Parameter]:
-    """The module's parameters without those of modules below."""
-    return module.parameters(recurse=False)
 
 
 @pytest.mark.req("P-12")

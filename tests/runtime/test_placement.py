@@ -148,12 +148,6 @@ def test_moving_an_offloaded_model_to_a_gpu_is_an_error(one_rank: World) -> None
     )
 
 
-# ---- inputs -----------------------------------------------------------------
-
-
-# ---- parameters changed before the first forward ----------------------------
-
-
 @pytest.mark.req("B-05")
 @pytest.mark.parametrize("kind", [kind for kind in WRAPS if kind != "object"])
 def test_inputs_are_moved_at_any_depth(kind: str) -> None:
@@ -203,9 +197,6 @@ def test_a_parameter_that_was_replaced_is_the_one_that_trains(world: World) -> N
     assert model.get_parameter("0.weight") is new
     assert find_leaf(new) is not None
     assert find_leaf(shard) is None
-
-
-# ---- refusals ---------------------------------------------------------------
 
 
 def waits(model: Any) -> None:

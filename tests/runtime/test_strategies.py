@@ -1,4 +1,5 @@
-"""Every strategy over every form of ranks trains as the plain model does."""
+"""Every strategy over every form of ranks trains as the plain model does, and sends
+what the plan says."""
 
 from __future__ import annotations
 
@@ -336,7 +337,7 @@ def test_ranks_that_do_not_say_who_shares_are_refused(
     assert fully_shard.state(model) is None
 
 
-# ---- communication per step is what the plan says, byte for byte, ----
+# ---- collectives of a step ----
 
 
 @pytest.mark.req("B-19", "S1-33")
@@ -369,6 +370,7 @@ def test_a_frozen_unit_on_the_way_of_the_gradient_costs_what_the_plan_says(
     world: World,
 ) -> None:
     """Its weights are needed again for its input's gradient; it reduces nothing."""
+    torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
     model[1].requires_grad_(False)
     policy = CustomPolicy(lambda module: isinstance(module, nn.Linear))

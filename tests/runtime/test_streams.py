@@ -528,7 +528,7 @@ def test_a_cast_while_gradients_are_reduced_is_refused() -> None:
             model(TOKENS)
 
 
-# ---- the all-reduce over replicas has a stream and a communicator ----
+# ---- the all-reduce over replicas ----
 
 HYBRID = ShardingStrategy.HYBRID_SHARD
 
