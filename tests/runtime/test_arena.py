@@ -91,6 +91,7 @@ def both(path: str, arena: Arena, **options: Any) -> list[nn.Module]:
     ]
 
 
+@pytest.mark.few(4)
 @pytest.mark.req("M-07")
 @by_arena
 @by_options
@@ -121,7 +122,7 @@ def test_addresses_stay_and_numbers_are_those_without_an_arena(
         assert torch.equal(ours[1], others[1]), ours[0]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.req("M-07", "U-03")
 @by_arena
 @pytest.mark.parametrize("order", ["cpu", "cuda"])
@@ -231,7 +232,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(4)
 @pytest.mark.req("M-07")
 @by_arena
 @pytest.mark.parametrize("mode", MODES)

@@ -69,7 +69,7 @@ def fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.req("B-23")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("fresh")

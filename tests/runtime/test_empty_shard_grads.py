@@ -151,7 +151,7 @@ def assert_idioms(model: nn.Module) -> None:
 
 @pytest.mark.req("P-03")
 @pytest.mark.parametrize("program", PROGRAMS)
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_grad_is_none_exactly_where_nothing_is_held(
     world: World, program: Callable[[World, str], nn.Module]
 ) -> None:

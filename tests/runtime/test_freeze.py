@@ -240,8 +240,7 @@ def shard(
     return model, plain
 
 
-@pytest.mark.few(8)
-@pytest.mark.pairs
+@pytest.mark.few(4)
 @pytest.mark.req("B-17")
 @pytest.mark.parametrize("second", [None, *CHOICES])
 @pytest.mark.parametrize("prefetch", [None, *BackwardPrefetch])

@@ -141,6 +141,7 @@ def test_a_rank_that_leaves_the_recorded_order_is_told_what_and_where(
 
 
 @pytest.mark.req("X-12", "D-06")
+@pytest.mark.few(2)
 @by_leave
 def test_ranks_that_disagree_in_the_first_step_are_told_both_names(
     desync: Callable[..., str], how: str, mine: str, others: str, path: str
@@ -309,7 +310,7 @@ def test_the_first_step_of_many_units_asks_the_store_ten_times(
     before have left to clean up; looks at a rank that is late are not counted."""
     # Removes the keys that the models of other tests have left.
     ranks(2).run(first_step, 1)
-    for parts in ranks(2).run(first_step, 100):
+    for parts in ranks(2).run(first_step, 30):
         requests = [name for part in parts for name in part]
         asked = [name for name in requests if name not in ("get", "check")]
         assert 0 < len(asked) <= 10, " ".join(requests)

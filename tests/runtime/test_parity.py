@@ -163,6 +163,7 @@ def steps(model: nn.Module, rank: int, *, set_to_none: bool) -> list[Tensor]:
     return losses
 
 
+@pytest.mark.few(3)
 @pytest.mark.req("B-10")
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("units", UNITS)

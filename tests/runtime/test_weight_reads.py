@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -226,13 +227,10 @@ class Penalised(nn.Module):
 GIVEN = [(show, "tuple") for show in SHOWN] + [("parameter", "dict"), ("view", "list")]
 
 
-@pytest.mark.parametrize("path", PATHS)
 @on_ranks(2)
-def test_a_weight_that_a_unit_returns_is_one_to_compute_with(
-    world: World, path: str
-) -> None:
+def test_a_weight_that_a_unit_returns_is_one_to_compute_with(world: World) -> None:
     """Its memory outlives the unit's, and gradients flow through it; also in dicts."""
-    for show, container in GIVEN:
+    for (show, container), path in zip(GIVEN, cycle(PATHS)):
         torch.manual_seed(0)
         plain = Penalised(show, container)
         model = apply_units(copy.deepcopy(plain), ["inner"], path=path)

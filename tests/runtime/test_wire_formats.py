@@ -181,7 +181,7 @@ def test_the_plan_counts_the_bytes_that_are_sent(
     assert ("all_reduce" in sent) == wire.needs_maximum
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.req("M-04", "U-03")
 @by_format
 @pytest.mark.parametrize("order", ["cpu", "cuda"])
@@ -225,7 +225,7 @@ def test_a_write_in_forward_is_refused(world: World) -> None:
     assert "or give the unit no wire" in text
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 def test_gradients_are_exchanged_as_int8(world: World, strategy: str) -> None:
     """Near the averages, equal on all ranks, with an eighth of the bytes and scales."""
