@@ -200,14 +200,6 @@ def raised(model: TinyGPT, rank: int) -> None:
     model.zero_grad()
 
 
-def twice(model: TinyGPT, rank: int) -> None:
-    """Two graphs are alive, and one of them is kept."""
-    first, second = (loss_of(model, gpt_input(step, rank)) for step in range(2))
-    first.backward(retain_graph=True)  # type: ignore[no-untyped-call]
-    backward(second)
-    backward(first)
-
-
 def copied(model: TinyGPT, rank: int) -> None:
     """A copy has slots of its own."""
     twin = copy.deepcopy(model)
@@ -222,7 +214,6 @@ PROGRAMS: Sequence[Callable[[TinyGPT, int], None]] = (
     frozen_and_unfrozen,
     shown,
     raised,
-    twice,
     copied,
 )
 MODES: dict[str, dict[str, Any]] = {
@@ -360,3 +351,48 @@ def test_a_stale_view_reads_nan_in_a_poisoned_slot(world: World, poison: bool) -
     weight, codes = kept
     assert bool(weight.isnan().all()) == poison
     assert (codes.tolist() == [-1] * 6) == poison
+
+
+class Calling(nn.Module):
+    """A layer that calls another, which is not below it."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(8))
+        self.others = (other,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.others[0](x @ self.weight) @ self.weight
+        return out
+
+
+def calling(arena: Arena | None) -> nn.Sequential:
+    """Layers 0 to 3, of which 2 calls 0."""
+    zero, one, three = (nn.Linear(8, 8, bias=False) for _ in range(3))
+    for linear in (zero, one, three):
+        nn.init.eye_(linear.weight)
+    model = nn.Sequential(zero, one, Calling(zero), three)
+    for layer in model:
+        fully_shard(layer, arena=arena)
+    return fully_shard(model, arena=arena)
+
+
+@pytest.mark.req("M-07")
+@on_ranks(2)
+def test_units_of_one_slot_that_are_used_together(world: World) -> None:
+    """Layer 2 calls layer 0 in its own forward: 0 moves out if it was not used before,
+    and is refused by name if it had its turn, so that graphs may have saved views."""
+    results = []
+    for arena in (None, SHARED):
+        model = calling(arena)
+        for _ in range(3):
+            backward(model[1:](torch.ones(2, 8) + world.rank).sum())
+        results.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert all(map(torch.equal, *results))
+
+    refused = message_of(lambda: calling(SHARED)(torch.ones(2, 8)))
+    assert refused.startswith(
+        "PhaseError: Fully sharded module '0' is needed while '2' is in use"
+    )
+    assert "arena=Arena(shared=False)" in refused
+    backward(calling(Arena(shared=False))(torch.ones(2, 8)).sum())

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo
-import torch._inductor as inductor
 import torch._inductor.config
 from torch import nn
 from torch._dynamo.utils import counters
 
-from composable_fsdp import checkpoint, fully_shard, replicate
+from composable_fsdp import checkpoint, replicate
 from tests.runtime.parity import trains_as
-from tests.support.models import TinyGPT, tiny_mlp
+from tests.support.models import TinyGPT
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     PATHS,
@@ -25,7 +23,6 @@ from tests.support.reference import (
     gpt_units,
     sgd,
     train,
-    wide_input,
 )
 from tests.support.world import World, fake_world
 
@@ -117,23 +114,4 @@ def test_compiled_models_train_as_the_plain_one(world: World, how: Compile) -> N
     apply_units(model, ["blocks.0", "blocks.2"])
 
     trains_as(world, model, plain, gpt_input)
-    torch._dynamo.reset()
-
-
-@pytest.mark.req("B-23")
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-# Everyday, test_compiled_models_train_as_the_plain_one compiles to graphs.
-@pytest.mark.full_matrix
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
-@on_ranks(2)
-def test_a_model_compiled_by_inductor_trains_as_the_plain_one(world: World) -> None:
-    """Fused kernels round differently: within a hundred-thousandth."""
-    torch._dynamo.reset()
-    model = fully_shard(tiny_mlp())
-    # Precompiled headers take minutes, to save seconds of the next kernels.
-    with inductor.config.patch("cpp_cache_precompile_headers", False):
-        model.compile(backend="inductor")
-        trains_as(world, model, tiny_mlp(), wide_input(8), tolerance=1e-5)
     torch._dynamo.reset()

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from composable_fsdp import (
+    FullyShardedDataParallel,
     PhaseError,
     ShardingStrategy,
     fully_shard,
@@ -124,3 +125,27 @@ def test_a_unit_of_several_modules_is_copied_once(world: World) -> None:
     made = copy.deepcopy(copy.deepcopy(model))
 
     trains_as(world, made, plain, wide_input(8))
+
+
+class Copies(nn.Linear):
+    """A module whose class says how it is copied."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Copies:
+        made = Copies(4, 4)
+        memo[id(self)] = made
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
+
+
+def test_the_wrapper_of_a_module_that_copies_itself_is_copied_as_a_wrapper(
+    one_rank: World,
+) -> None:
+    """The class's own ``__deepcopy__`` makes the inner copy, not the outer one."""
+    model, x = FullyShardedDataParallel(Copies(4, 4)), torch.ones(1, 4)
+    made = copy.deepcopy(model)
+
+    assert isinstance(made, FullyShardedDataParallel)
+    backward(made(x).sum())
+    assert torch.equal(made(x), model(x))
+    assert all(p.grad is not None for p in made.parameters())
+    assert all(p.grad is None for p in model.parameters())

@@ -106,33 +106,6 @@ def test_freezing_and_unfreezing_trains_as_the_plain_model(
 
 
 @on_ranks(2)
-def test_gradients_survive_the_move_and_accumulate_on(world: World) -> None:
-    """Of frozen parameters they stay as they are."""
-    model = gpt("composable")
-    backward(loss_of(model, gpt_input(0, world.rank)))
-    before = {
-        n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
-    }
-
-    set_frozen(model, lambda name: "bias" in name)
-    with torch.no_grad():
-        model(gpt_input(1, world.rank))
-    after = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    torch.testing.assert_close(after, before, rtol=0, atol=0)
-    backward(loss_of(model, gpt_input(1, world.rank)))
-
-    other = gpt("composable")
-    for at in range(2):
-        backward(loss_of(other, gpt_input(at, world.rank)))
-    for (name, one), two in zip(
-        model.named_parameters(), other.parameters(), strict=True
-    ):
-        assert (one.grad is None) == (two.grad is None) == (not one.numel())
-        expected = before.get(name) if "bias" in name else two.grad
-        torch.testing.assert_close(one.grad, expected)
-
-
-@on_ranks(2)
 def test_changes_whose_gradients_would_be_lost_are_refused(world: World) -> None:
     """And training goes on."""
     x = gpt_input(0, world.rank)

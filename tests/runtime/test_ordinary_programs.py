@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, rnn
-from torch.optim import swa_utils
 from torch.utils.checkpoint import checkpoint_sequential
 
 from composable_fsdp import (
@@ -193,34 +192,6 @@ def test_a_program_trains_and_evaluates_as_the_plain_one(
     x = features(9, 0, *case.shape)
     with torch.no_grad():
         torch.testing.assert_close(model.eval()(x), reference.eval()(x))
-
-
-def normed() -> nn.Module:
-    layers = [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH))
-
-
-@on_ranks(2)
-def test_averaged_models_are_those_of_the_plain_model(world: World) -> None:
-    """An AveragedModel with an average over lists, and its batch norms made anew."""
-    torch.manual_seed(0)
-    plain = normed()
-    models = [plain, apply_units(copy.deepcopy(plain), ["0", "3"])]
-    average = swa_utils.get_ema_multi_avg_fn(0.5)  # type: ignore[no-untyped-call]  # of torch
-    averaged = [swa_utils.AveragedModel(m, multi_avg_fn=average) for m in models]
-    found = []
-    for model, slow in zip(models, averaged, strict=True):
-        optimizer = sgd(model.parameters())
-        for step in range(STEPS):
-            backward(loss_of(model, features(step, 0)))
-            optimizer.step()
-            optimizer.zero_grad()
-            slow.update_parameters(model)
-        swa_utils.update_bn([features(step, 0) for step in range(2)], slow)
-        slow.eval()
-        found.append([slow(features(9, 0)), *slow.module.state_dict().values()])
-
-    torch.testing.assert_close(*found)
 
 
 @on_ranks(2)

@@ -362,22 +362,3 @@ def test_a_unit_is_gathered_once_per_pass_and_reduced_once(
             "all_gather": 2,
             "reduce_scatter": 3,
         }
-
-
-@pytest.mark.req("B-19")
-@on_ranks(2)
-def test_a_frozen_unit_on_the_way_of_the_gradient_costs_what_the_plan_says(
-    world: World,
-) -> None:
-    """Its weights are needed again for its input's gradient; it reduces nothing."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
-    model[1].requires_grad_(False)
-    policy = CustomPolicy(lambda module: isinstance(module, nn.Linear))
-    expected = planned(plan(model, world_size=2, policy=policy))
-    apply_units(model, ["0", "1", "2"])
-
-    with record_steps() as calls:
-        backward(loss_of(model, torch.ones(2, 8)))
-
-    assert counts(calls) == expected

@@ -600,14 +600,3 @@ def test_the_next_reduce_scatter_does_not_wait_for_the_all_reduce(
     for before, following in zip(summed, scattered[2:], strict=False):
         assert following.seen[before.stream] >= before.time
     assert end[summed[-1].stream] >= summed[-1].time
-
-
-def test_a_unit_that_is_reduced_twice_in_a_row_waits_for_itself() -> None:
-    """Both reductions write the same outputs."""
-    with watched() as order:
-        model = units(order, TinyGPT(), strategy=HYBRID, device_mesh=mesh_for(HYBRID))
-        set_is_last_backward(model, False)
-        for _ in range(2):
-            backward(loss_of(model))
-        set_is_last_backward(model, True)
-        backward(loss_of(model))

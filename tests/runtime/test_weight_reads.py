@@ -339,3 +339,34 @@ def test_a_parameter_kept_from_unshard_shows_the_shard(
 
     with unshard_params(model):
         assert torch.equal(model[0].weight, plain[0].weight)
+
+
+class Keeper(nn.Module):
+    """A layer that keeps views of its weight on attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.cache: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = self.layer.weight.detach()
+        self.cache["row"] = self.layer.weight.data[0]
+        out: Tensor = self.layer(x)
+        return out
+
+
+@on_ranks(1, 2)
+def test_a_view_of_a_weight_on_an_attribute_is_copied(world: World) -> None:
+    """In the first forwards and later, as the output of a forward is."""
+    torch.manual_seed(0)
+    keeper = Keeper()
+    whole, cache = keeper.layer.weight.detach().clone(), keeper.cache
+    model = apply_units(nn.Sequential(keeper, nn.Linear(8, 3)), ["0"])
+    for index in range(6):
+        with torch.set_grad_enabled(index % 2 == 0):
+            out = model(torch.ones(1, 8))
+        assert torch.equal(keeper.last, whole)
+        assert torch.equal(cache["row"], whole[0])
+        if out.requires_grad:
+            backward(out.sum())
