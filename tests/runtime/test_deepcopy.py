@@ -127,21 +127,28 @@ def test_a_unit_of_several_modules_is_copied_once(world: World) -> None:
     trains_as(world, made, plain, wide_input(8))
 
 
-class Copies(nn.Linear):
+class Copies(nn.Module):
     """A module whose class says how it is copied."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
     def __deepcopy__(self, memo: dict[int, object]) -> Copies:
-        made = Copies(4, 4)
+        made = Copies()
         memo[id(self)] = made
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return made
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(self.linear(x))
 
 
 def test_the_wrapper_of_a_module_that_copies_itself_is_copied_as_a_wrapper(
     one_rank: World,
 ) -> None:
     """The class's own ``__deepcopy__`` makes the inner copy, not the outer one."""
-    model, x = FullyShardedDataParallel(Copies(4, 4)), torch.ones(1, 4)
+    model, x = FullyShardedDataParallel(Copies()), torch.ones(1, 4)
     made = copy.deepcopy(model)
 
     assert isinstance(made, FullyShardedDataParallel)
