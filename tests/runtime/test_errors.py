@@ -225,9 +225,6 @@ def test_without_a_process_group_the_way_to_one_is_named(door: Door) -> None:
         assert part in str(caught.value)
 
 
-# ---- running ----
-
-
 class Summons(nn.Module):
     """Asks for full parameters of ``target`` in the middle of its forward."""
 
