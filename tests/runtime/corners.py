@@ -6,14 +6,13 @@ returns the tensors a user would look at. It knows nothing of sharding.
 
 from __future__ import annotations
 
-from collections import OrderedDict, UserDict, namedtuple
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import Normal
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.reference import backward
@@ -22,7 +21,6 @@ Corner = Callable[[Any, Tensor], list[Tensor]]
 
 WIDTH = 6
 UNITS = ("a", "b", "c")
-Pair = namedtuple("Pair", "left right")
 
 
 @dataclass
@@ -41,14 +39,6 @@ class ModelOutput(OrderedDict[str, Tensor]):
         return self[name]
 
 
-class Batch(UserDict[str, Tensor]):
-    """A mapping that is no dict, as transformers has."""
-
-
-class Words(list[Any]):
-    """A list by inheritance."""
-
-
 class Record:
     """An object like any other, which holds itself as well."""
 
@@ -57,44 +47,25 @@ class Record:
         self.me = self
 
 
-class Slotted:
-    """An object without a dict."""
-
-    __slots__ = ("y",)
-
-    def __init__(self, y: Tensor) -> None:
-        self.y = y
-
-
 WRAPS: dict[str, Callable[[Tensor], Any]] = {
     "tensor": lambda y: y,
     "tuple": lambda y: (None, y),
     "list": lambda y: [y, 3],
     "dict": lambda y: {"y": y, "n": "text"},
-    "namedtuple": lambda y: Pair(1, y),
     "dataclass": lambda y: Result(y, {"more": [y * 2]}),
     "nested": lambda y: {"a": [(y, {"b": y + 1})]},
     "output": lambda y: ModelOutput(logits=y),
-    "mapping": lambda y: Batch(y=y),
-    "inherited list": lambda y: Words([y]),
     "object": lambda y: Record(y),
-    "object with slots": lambda y: [Slotted(y)],
-    "distribution": lambda y: Normal(y, 1.0),
 }
 OPEN: dict[str, Callable[[Any], Tensor]] = {
     "tensor": lambda o: o,
     "tuple": lambda o: o[1],
     "list": lambda o: o[0],
     "dict": lambda o: o["y"],
-    "namedtuple": lambda o: o.right,
     "dataclass": lambda o: o.rest["more"][0],
     "nested": lambda o: o["a"][0][1]["b"],
     "output": lambda o: o.logits,
-    "mapping": lambda o: o["y"],
-    "inherited list": lambda o: o[0],
     "object": lambda o: o.inner["y"],
-    "object with slots": lambda o: o[0].y,
-    "distribution": lambda o: o.mean,
 }
 
 
@@ -108,7 +79,6 @@ class Step(nn.Module):
         self.in_place = False
 
     def forward(self, x: Tensor, depth: int = 0) -> Any:
-        """Map ``(batch, WIDTH)`` to the same, ``depth`` more times through itself."""
         if depth:
             x = self(x, depth - 1)
         if self.in_place:
@@ -130,7 +100,6 @@ class Chain(nn.Module):
         self.enter = False
 
     def forward(self, x: Tensor) -> Any:
-        """Map ``(batch, WIDTH)`` to the same, in the container that is asked for."""
         if self.enter:
             self.enter = False
             x = OPEN[self.kind](self(x))
@@ -144,14 +113,6 @@ def several_forwards(model: Chain, x: Tensor) -> list[Tensor]:
     """Three forwards, then three backwards in the same order."""
     losses = [model(x + i).square().mean() for i in range(3)]
     for loss in losses:
-        backward(loss)
-    return losses
-
-
-def several_forwards_reversed(model: Chain, x: Tensor) -> list[Tensor]:
-    """Three forwards, then three backwards, last first."""
-    losses = [model(x + i).square().mean() for i in range(3)]
-    for loss in reversed(losses):
         backward(loss)
     return losses
 
@@ -226,15 +187,6 @@ def retained_graph(model: Chain, x: Tensor) -> list[Tensor]:
     torch.autograd.backward(loss, retain_graph=True)
     backward(loss)
     return [loss]
-
-
-def two_losses_of_a_forward(model: Chain, x: Tensor) -> list[Tensor]:
-    """One forward, two losses, a backward each."""
-    y = model(x)
-    first, second = y[:, 0].sum(), y[:, 1:].square().mean()
-    torch.autograd.backward(first, retain_graph=True)
-    backward(second)
-    return [first, second]
 
 
 def gradient_penalty(model: Chain, x: Tensor) -> list[Tensor]:
@@ -325,7 +277,6 @@ CORNERS: dict[str, Corner] = {
     corner.__name__: corner
     for corner in (
         several_forwards,
-        several_forwards_reversed,
         sum_of_forwards,
         forward_on_own_output,
         root_re_entered,
@@ -335,7 +286,6 @@ CORNERS: dict[str, Corner] = {
         input_gradient,
         input_gradient_only,
         retained_graph,
-        two_losses_of_a_forward,
         gradient_penalty,
         forward_inside_no_grad,
         dropped_output,

@@ -101,7 +101,6 @@ class EncoderDecoder(nn.Module):
             self.gain = nn.Parameter(torch.ones(width))
 
         def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
-            """Map ``(batch, width)`` to the same."""
             x = x * self.gain
             for layer in self.layers:
                 x = torch.tanh(layer(x if memory is None else x + memory))
@@ -125,7 +124,6 @@ class EncoderDecoder(nn.Module):
         self.head = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Encode, decode with the memory, project."""
         x = self.embed(x)
         y: Tensor = self.head(self.decoder(x, self.encoder(x)))
         return y

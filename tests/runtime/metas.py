@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +54,6 @@ class Scale(nn.Module):
         self.scale.fill_(2.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scale ``(batch, 6)``."""
         return x * self.scale
 
 
@@ -103,25 +100,3 @@ def filled(model: nn.Module) -> nn.Module:
 def call_counts(model: nn.Module) -> dict[str, int]:
     """How often each module was reset."""
     return {n: vars(m)["calls"] for n, m in model.named_modules() if "calls" in vars(m)}
-
-
-@contextmanager
-def counting(*classes: type[nn.Module]) -> Iterator[Counter[int]]:
-    """Count calls of ``reset_parameters`` by module."""
-    counts: Counter[int] = Counter()
-    originals = {c: vars(c)["reset_parameters"] for c in classes}
-
-    def counted(original: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
-        def reset(module: nn.Module) -> None:
-            counts[id(module)] += 1
-            original(module)
-
-        return reset
-
-    try:
-        for each, original in originals.items():
-            setattr(each, "reset_parameters", counted(original))  # noqa: B010
-        yield counts
-    finally:
-        for each, original in originals.items():
-            setattr(each, "reset_parameters", original)  # noqa: B010

@@ -15,11 +15,15 @@ from composable_fsdp import ShardingStrategy
 from tests.support.models import build, legal_units
 from tests.support.recipes import ModelRecipe
 from tests.support.reference import (
+    AnyInput,
     Input,
+    Loss,
+    Optimize,
     adamw,
     apply_units,
     assert_same_training,
     clip_any,
+    loss_of,
     sgd,
     tolerance_at,
     train,
@@ -44,6 +48,25 @@ def tolerance_of(world: World) -> float:
     return tolerance_at(world.world_size) if world.device.type == "cpu" else 1e-4
 
 
+def trains_as(
+    world: World,
+    model: nn.Module,
+    plain: nn.Module,
+    make: AnyInput,
+    optimize: Optimize = sgd,
+    *,
+    tolerance: float | None = None,
+    loss_of: Loss = loss_of,
+) -> None:
+    """Three steps of both have one result, by default as exact as sums are."""
+    expected = train_reference(plain, world.world_size, make, optimize, loss_of=loss_of)
+    losses = train(model, world.rank, make, optimize, loss_of=loss_of)
+    mine = [step[world.rank] for step in expected]
+    if tolerance is None:
+        tolerance = tolerance_at(world.world_size)
+    assert_same_training(model, plain, losses, mine, tolerance=tolerance)
+
+
 def check_parity(
     world: World, recipes: list[ModelRecipe], strategy: ShardingStrategy
 ) -> None:
@@ -56,16 +79,8 @@ def check_parity(
             model = apply_units(model, units, strategy=strategy)
             make = inputs_on(world, recipe)
 
-            expected = train_reference(plain, world.world_size, make, optimize)
-            losses = train(model, world.rank, make, optimize)
-
-            assert_same_training(
-                model,
-                plain,
-                losses,
-                [step[world.rank] for step in expected],
-                tolerance=tolerance_of(world),
-            )
+            tolerance = tolerance_of(world)
+            trains_as(world, model, plain, make, optimize, tolerance=tolerance)
             assert world.all_equal(model.state_dict())
 
 

@@ -1,8 +1,10 @@
-"""Gradients where a rank holds nothing of a parameter: there is none, as with FSDP1."""
+"""Gradients of leaves: none where a rank holds nothing, memory, and hooks."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,25 +13,31 @@ from torch import Tensor, nn
 
 from composable_fsdp import (
     CPUOffload,
-    clip_grad_norm_,
+    ShardingStrategy,
     fully_shard,
     get_full_grad,
     no_sync,
-    set_full_grad,
-    set_reduce_scatter_unused_params,
-    unshard_params,
 )
+from composable_fsdp.flat import memory
 from composable_fsdp.optim.names import is_absent
+from composable_fsdp.tree.traversal import _get_fsdp_handles
+from tests.support.models import TinyGPT
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     PATHS,
+    STRATEGIES,
     apply_units,
-    averaged_gradients,
+    assert_same_training,
     backward,
+    gpt_input,
+    gpt_units,
     gradients_of,
     loss_of,
+    train_reference,
     wide_input,
 )
+from tests.support.sharded import both_paths, gpt, own_gradient, own_parts
+from tests.support.tiny import tiny_mlp
 from tests.support.world import World
 
 INPUT = wide_input(4)
@@ -116,24 +124,6 @@ def own_tensors(world: World, path: str) -> nn.Module:
     return model
 
 
-def penalised(world: World, path: str) -> nn.Module:
-    """The loss uses the sharded parameters beside their units."""
-    model = narrow(path)
-    once(world, model)
-    penalty = torch.stack([p.sum() for p in model.parameters()]).sum()
-    backward(penalty + loss_of(model, INPUT(1, world.rank)))
-    wanted = {name: value + 1 for name, value in expected(world, 0, 1).items()}
-    for (name, leaf), whole in zip(
-        model.named_parameters(), wanted.values(), strict=True
-    ):
-        found = get_full_grad(model, name)
-        assert found is not None
-        torch.testing.assert_close(found, whole, msg=name)
-        if is_absent(leaf):
-            leaf.grad = None  # autograd's own
-    return model
-
-
 def offloaded(world: World, path: str) -> nn.Module:
     model = narrow(path, cpu_offload=CPUOffload(True))
     for at in (0, 1):
@@ -142,50 +132,11 @@ def offloaded(world: World, path: str) -> nn.Module:
     return model
 
 
-def shown_and_set(world: World, path: str) -> nn.Module:
-    """Blocks that show whole gradients, and gradients by name, take them back alike."""
-    model = narrow(path)
-    once(world, model)
-    wanted = expected(world, 0)
-    with unshard_params(model, with_grads=True):
-        for parameter, whole in zip(model.parameters(), wanted.values(), strict=True):
-            assert parameter.grad is not None
-            torch.testing.assert_close(parameter.grad, whole)
-            parameter.grad.mul_(2)
-    for name in wanted:
-        wanted[name] = wanted[name] * 2
-    set_full_grad(model, "scale", torch.tensor(5.0))
-    wanted["scale"] = torch.tensor(5.0)
-    assert_gradients(model, wanted)
-    set_full_grad(model, "scale", None)
-    assert get_full_grad(model, "scale") is None
-    set_full_grad(model, "scale", torch.tensor(5.0))
-    assert_gradients(model, wanted)
-    return model
-
-
-def frozen_and_back(world: World, path: str) -> nn.Module:
-    """Regions made anew keep them so."""
-    model = narrow(path)
-    once(world, model)
-    model.get_parameter("shift").requires_grad_(False)
-    with torch.no_grad():
-        model(INPUT(0, world.rank))
-    assert_gradients(model, expected(world, 0))
-    model.get_parameter("shift").requires_grad_(True)
-    once(world, model, 1)
-    assert_gradients(model, expected(world, 0, 1))
-    return model
-
-
 PROGRAMS = (
     reduced_once,
     accumulated,
     own_tensors,
-    penalised,
     offloaded,
-    shown_and_set,
-    frozen_and_back,
 )
 
 
@@ -200,7 +151,7 @@ def assert_idioms(model: nn.Module) -> None:
 
 @pytest.mark.req("P-03")
 @pytest.mark.parametrize("program", PROGRAMS)
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_grad_is_none_exactly_where_nothing_is_held(
     world: World, program: Callable[[World, str], nn.Module]
 ) -> None:
@@ -212,18 +163,6 @@ def test_grad_is_none_exactly_where_nothing_is_held(
         model.zero_grad()
         once(world, model)
         assert_gradients(model, expected(world, 0))
-
-
-@on_ranks(3)
-def test_gradients_of_zeros_are_none_there_too(world: World) -> None:
-    """Whatever part of the model each rank used."""
-    model = fully_shard(Narrow())
-    set_reduce_scatter_unused_params(model, True)
-    backward(model(INPUT(0, world.rank))[:, 0].sum() * (world.rank == 0))
-
-    assert [p.grad is None for p in model.parameters()] == [
-        is_absent(p) for p in model.parameters()
-    ]
 
 
 def watch(parameter: Any, name: str, seen: list[tuple[str, torch.Size]]) -> None:
@@ -255,22 +194,240 @@ def test_hooks_are_shown_an_empty_gradient_while_they_run(
         assert_gradients(model, expected(world, 0, 1))
 
 
-@on_ranks(2, 3)
-def test_clipping_counts_what_other_ranks_hold_and_warns_of_nothing(
-    world: World,
+# ---- gradients that were cleared, and gradients that somebody has ----
+
+X = torch.linspace(0.5, 1.0, 8) * torch.tensor([[1.0], [-1.0]])
+"""Two rows, one the negative of the other: no unit is dead for both."""
+
+
+def sharded() -> nn.Module:
+    """An MLP of one unit."""
+    return fully_shard(tiny_mlp())
+
+
+def has_memory(model: nn.Module) -> bool:
+    """Whether the flat gradient of the unit has."""
+    (region,) = _get_fsdp_handles(model)[0].layout.trainable
+    return region.gradient.shard is not None and memory.is_allocated(
+        region.gradient.shard
+    )
+
+
+def storage_values(gradient: Tensor) -> Callable[[], Tensor]:
+    storage = gradient.untyped_storage()
+    return lambda: torch.empty(0).set_(storage)[: gradient.numel()]
+
+
+def as_gradient(gradient: Tensor) -> Callable[[], Tensor | None]:
+    other = nn.Parameter(torch.zeros_like(gradient))
+    other.grad = gradient
+    return lambda: other.grad
+
+
+HOLD: dict[str, Callable[[Tensor], Callable[[], Any]]] = {
+    "itself": lambda gradient: lambda: gradient,
+    "a part": lambda gradient: (lambda part: lambda: part)(gradient[:1]),
+    "storage": storage_values,
+    "as a gradient": as_gradient,
+    "numpy": lambda gradient: partial(torch.from_numpy, gradient.numpy()),
+}
+
+
+@pytest.mark.parametrize(
+    ("how", "again", "offload"),
+    [
+        *((how, True, False) for how in HOLD if how != "numpy"),
+        *((how, False, False) for how in ("itself", "storage", "numpy")),
+        ("itself", True, True),
+    ],
+)
+def test_a_gradient_that_somebody_has_keeps_its_values(
+    how: str, again: bool, offload: bool, one_rank: World
 ) -> None:
-    """A warning on a rank without gradients of its own would be an error here."""
-    for path in PATHS:
-        model, plain = narrow(path), Narrow()
-        once(world, model)
-        averaged_gradients(plain, [INPUT(0, r) for r in range(world.world_size)])
-        theirs = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-        torch.testing.assert_close(clip_grad_norm_(model, 0.1), theirs)
-        torch.testing.assert_close(
-            clip_grad_norm_(model, 1.0), torch.tensor(0.1), rtol=1e-4, atol=1e-5
-        )
-        # Of one rank alone; and another has elements without a gradient.
-        model.zero_grad()
-        set_full_grad(model, "scale", torch.tensor(3.0))
-        norm = clip_grad_norm_(model, 10.0)
-        torch.testing.assert_close(norm, torch.tensor(3.0))
+    """As after autograd: the next backward makes other gradients, with a new forward
+    and of the same one."""
+    model = fully_shard(tiny_mlp(), cpu_offload=CPUOffload(offload_params=offload))
+    weight = next(model.parameters())
+    loss = model(X).sum()
+    torch.autograd.backward(loss, retain_graph=True)
+    assert weight.grad is not None
+    before = weight.grad.clone()
+    held = HOLD[how](weight.grad)
+    model.zero_grad()
+    backward(3 * (model(X).sum() if again else loss))
+
+    torch.testing.assert_close(weight.grad, 3 * before)
+    kept = held().flatten()
+    assert kept[:8].all()
+    torch.testing.assert_close(kept, before.flatten()[: kept.numel()])
+
+
+@pytest.mark.parametrize(
+    "show",
+    [Tensor.numpy, Tensor.share_memory_],
+    ids=["numpy", "another process"],
+)
+def test_a_gradient_that_was_given_away_does_not_break_the_next_step(
+    show: Callable[[Tensor], object], one_rank: World
+) -> None:
+    """Such memory cannot be resized, also when nobody has it any more."""
+    model = sharded()
+    weight = next(model.parameters())
+    backward(model(X).sum())
+    assert weight.grad is not None
+    before = weight.grad.clone()
+    show(weight.grad)
+
+    model.zero_grad()
+    backward(model(X).sum() * 3)
+    torch.testing.assert_close(weight.grad, 3 * before)
+    model.zero_grad()
+    model(X)
+
+    assert not has_memory(model)
+
+
+class _ReturnsTheWeight(torch.autograd.Function):
+    """Its gradient is the memory of the weight it saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        (weight,) = ctx.saved_tensors
+        return gradient, weight.detach()
+
+
+class _Penalty(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(1.0, 2.0, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _ReturnsTheWeight.apply(x, self.weight)  # type: ignore[no-untyped-call]  # untyped in torch
+        return out
+
+
+@on_ranks(2)
+def test_a_gradient_may_be_the_memory_of_the_weights(world: World) -> None:
+    """It waits until they were freed."""
+    penalty = _Penalty()
+    model = nn.Sequential(nn.Linear(8, 8), penalty)
+    fully_shard(penalty)
+    fully_shard(model)
+    with no_sync(model):
+        backward(model(X).sum())
+    backward(model(X).sum())
+    torch.testing.assert_close(penalty.weight.grad, 2 * penalty.weight.detach())
+
+
+# ---- hooks on the original parameters ----
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.05, eps=1e-3),
+}
+
+
+def torch_hook(parameter: Any, hook: Callable[[Tensor], object]) -> Any:
+    """``parameter.register_hook(hook)``, which has no types."""
+    return parameter.register_hook(hook)
+
+
+def step_in_backward(model: nn.Module, name: str) -> None:
+    """Have each parameter step as soon as it has its gradient."""
+
+    def attach(parameter: nn.Parameter) -> None:
+        optimizer = OPTIMIZERS[name]([parameter])
+
+        def step(leaf: Tensor) -> None:
+            optimizer.step()
+            leaf.grad = None
+
+        parameter.register_post_accumulate_grad_hook(step)  # type: ignore[no-untyped-call]
+
+    for parameter in model.parameters():
+        attach(parameter)
+
+
+@pytest.mark.req("B-16")
+@both_paths
+@on_ranks(1, 2)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+@pytest.mark.parametrize(("optimizer", "early"), [("sgd", True), ("adamw", False)])
+def test_optimizers_that_step_in_backward_train_as_after_it(
+    world: World, path: str, strategy: ShardingStrategy, optimizer: str, early: bool
+) -> None:
+    """Bit by bit, with hooks registered before and after the model was sharded."""
+    model = TinyGPT()
+    plain = copy.deepcopy(model)
+    if early:
+        step_in_backward(model, optimizer)
+    sharded = apply_units(model, gpt_units(model), path=path, strategy=strategy)
+    if not early:
+        step_in_backward(sharded, optimizer)
+
+    expected = train_reference(
+        plain,
+        world.world_size,
+        gpt_input,
+        lambda ps: OPTIMIZERS[optimizer](list(ps)),
+    )
+    losses = []
+    for at in range(3):
+        loss = loss_of(sharded, gpt_input(at, world.rank))
+        backward(loss)
+        losses.append(loss.item())
+
+    mine = [step[world.rank] for step in expected]
+    assert_same_training(sharded, plain, losses, mine)
+    assert all(p.grad is None for p in sharded.parameters())
+
+
+def count_calls(model: nn.Module) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        counts[name] = 0
+
+        def count(_: Tensor, name: str = name) -> None:
+            counts[name] += 1
+
+        parameter.register_post_accumulate_grad_hook(count)  # type: ignore[no-untyped-call]
+    return counts
+
+
+@pytest.mark.req("B-16")
+@on_ranks(1, 3)
+def test_a_hook_is_called_once_for_each_reduction(world: World) -> None:
+    """Not under ``no_sync``, and also where a rank holds no element."""
+    model = gpt("composable")
+    counts = count_calls(model)
+
+    with no_sync(model):
+        backward(loss_of(model, gpt_input(0, world.rank)))
+    quiet = set(counts.values())
+    backward(loss_of(model, gpt_input(1, world.rank)))
+    once = set(counts.values())
+    backward(loss_of(model, gpt_input(2, world.rank)))
+
+    assert (quiet, once, set(counts.values())) == ({0}, {1}, {2})
+
+
+@on_ranks(1, 2)
+def test_what_tensor_hooks_return_is_the_gradient(world: World) -> None:
+    """One after the other, before it is added to what is there."""
+    model, plain = gpt("composable"), TinyGPT()
+    for parameter in model.parameters():
+        torch_hook(parameter, lambda gradient: gradient * 3)
+        torch_hook(parameter, lambda gradient: gradient + 1)
+
+    for _ in range(2):
+        backward(loss_of(model, gpt_input(0, world.rank)))
+
+    inputs = [gpt_input(0, rank) for rank in range(world.world_size)]
+    full = {n: 2 * (3 * g + 1) for n, g in gradients_of(plain, inputs).items()}
+    for name, (leaf, part) in own_parts(model, full).items():
+        torch.testing.assert_close(own_gradient(leaf), part, msg=name)

@@ -1,29 +1,25 @@
-"""Claims on parameters that are frozen or unfrozen after the model was sharded."""
+"""Parameters that are frozen or unfrozen after sharding, or used by some ranks only."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from composable_fsdp import (
+    BackwardPrefetch,
     CPUOffload,
-    MixedPrecision,
     ShardingStrategy,
     fully_shard,
     no_sync,
-    optim_state_dict,
-    optim_state_dict_to_load,
-    set_is_last_backward,
+    set_reduce_scatter_unused_params,
 )
-from composable_fsdp.comm.call_records import CallRecord
 from composable_fsdp.comm.collectives import record
-from composable_fsdp.flat.region import TrainableRegion
-from composable_fsdp.naming import join_name
-from composable_fsdp.planning.unit_costs import traffic_of
+from composable_fsdp.errors import PhaseError
+from composable_fsdp.phases import Residency
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from tests.support.models import TinyGPT
 from tests.support.on_ranks import on_ranks
@@ -40,10 +36,10 @@ from tests.support.reference import (
     tolerance_at,
 )
 from tests.support.sharded import (
-    RankCount,
     both_paths,
     gpt,
-    message_of,
+    own_gradient,
+    own_parts,
 )
 from tests.support.world import World
 
@@ -64,326 +60,223 @@ def set_frozen(model: nn.Module, frozen: Frozen) -> None:
         parameter.requires_grad_(not frozen(name))
 
 
-@pytest.mark.req("U-01", "S2-11")
-@on_ranks(1, 2, 3)
+@pytest.mark.req("U-01", "S2-11", "D-09")
+@pytest.mark.parametrize("offload", [False, True])
 @both_paths
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+@on_ranks(1, 2, 3)
 def test_freezing_and_unfreezing_trains_as_the_plain_model(
-    world: World, path: str, strategy: ShardingStrategy
+    world: World, path: str, strategy: ShardingStrategy, offload: bool
 ) -> None:
-    """With AdamW's state kept, bit by bit at one and two ranks."""
+    """With AdamW's state kept, bit by bit at one and two ranks; a backward reduces the
+    bytes that the plan tells of what is trained. Evaluations come between."""
     model = TinyGPT()
     set_frozen(model, SCHEDULE[0])
     plain = copy.deepcopy(model)
-    sharded = apply_units(model, gpt_units(model), path=path, strategy=strategy)
+    option = CPUOffload(offload_params=offload)
+    sharded = apply_units(
+        model, gpt_units(model), path=path, strategy=strategy, cpu_offload=option
+    )
     ours, theirs = adamw(sharded.parameters()), adamw(plain.parameters())
     objects = list(map(id, sharded.parameters()))
     tolerance = tolerance_at(world.world_size)
-
     for at, frozen in enumerate(SCHEDULE):
         set_frozen(sharded, frozen)
         set_frozen(plain, frozen)
         inputs = [gpt_input(at, rank) for rank in range(world.world_size)]
         expected = averaged_gradients(plain, inputs)
+        if at % 2:
+            with torch.inference_mode():
+                sharded(inputs[0])
         loss = loss_of(sharded, inputs[world.rank])
-        backward(loss)
-        theirs.step()
-        ours.step()
-        ours.zero_grad()
+        with record() as calls:
+            backward(loss)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
 
+        plans = [s.handle.layout.plan for s in _get_fsdp_states(sharded)]
+        traffic = [p.traffic(is_root=False, in_backward=True) for p in plans]
+        reduced = sum(c.nbytes for c in calls if c.op == "reduce_scatter")
+        assert reduced == sum(t.reduce_scatter_bytes for t in traffic)
         assert abs(loss.item() - expected[world.rank]) <= tolerance
         found = differences(sharded.state_dict(), plain.state_dict())
         assert all(value <= tolerance for value in found.values()), (at, found)
     assert list(map(id, sharded.parameters())) == objects
 
 
-def reduced(calls: list[CallRecord]) -> int:
-    return sum(c.nbytes for c in calls if c.op == "reduce_scatter")
-
-
-def check_bytes(world: World) -> dict[str, int]:
+@on_ranks(2)
+def test_changes_whose_gradients_would_be_lost_are_refused(world: World) -> None:
+    """And training goes on."""
+    x = gpt_input(0, world.rank)
     model = gpt("composable")
-    found = {}
-    for label, frozen in (
-        ("all train", lambda name: False),
-        ("biases", lambda name: "bias" not in name),
-        ("one matrix", lambda name: name != "blocks.0.up.weight"),
-        ("all again", lambda name: False),
-    ):
-        set_frozen(model, frozen)
-        loss = loss_of(model, gpt_input(0, world.rank))
-        with record() as calls:
-            backward(loss)
-        plans = [s.handle.layout.plan for s in _get_fsdp_states(model)]
-        traffic = [traffic_of(p, is_root=False, in_backward=True) for p in plans]
-        assert reduced(calls) == sum(t.reduce_scatter_bytes for t in traffic)
-        frozen_regions = [
-            region
-            for s in _get_fsdp_states(model)
-            for region in s.handle.layout.regions
-            if not region.layout.trainable
-        ]
-        assert not any(isinstance(r, TrainableRegion) for r in frozen_regions)
-        found[label] = reduced(calls)
-    return found
+    with no_sync(model):
+        backward(loss_of(model, x))
+    set_frozen(model, SCHEDULE[0])
+    with pytest.raises(PhaseError, match=r"unit \(root\) was changed while its grad"):
+        loss_of(model, x)
+
+    model = gpt("composable")
+    old = loss_of(model, x)
+    model.double()
+    loss_of(model, x)
+    with pytest.raises(PhaseError, match=r"unit \(root\) through a forward that ran"):
+        backward(old)
+    model.zero_grad()
+    backward(loss_of(model, x))
 
 
-@pytest.mark.req("U-01", "D-09")
-def test_what_is_reduced_follows_what_is_trained(ranks: RankCount) -> None:
-    """The plan tells the bytes, frozen regions have no buffer, and back is back."""
-    found = ranks(2).run(check_bytes)[0]
+# ---- ranks that train different parts of the model ----
 
-    assert found["all again"] == found["all train"]
-    assert found["biases"] < found["all train"] / 4
-    # Rows of the matrix are on both ranks, or on one: twice its size at most.
-    assert found["one matrix"] <= 2 * 32 * 8 * 4
+WIDTH = 4
 
 
-class Lora(nn.Module):
-    """A frozen bfloat16 layer with a float32 adapter beside it."""
+class Pair(nn.Module):
+    """Two layers, one after the other."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.base = nn.Linear(12, 12, bias=False, dtype=torch.bfloat16)
-        self.base.requires_grad_(False)
-        self.down, self.up = nn.Linear(12, 2, bias=False), nn.Linear(2, 12, bias=False)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.base(x.bfloat16()).float() + self.up(self.down(x))
+        y: Tensor = self.second(self.first(x).tanh())
         return y
 
 
-@pytest.mark.req("U-01")
-@on_ranks(2)
-def test_adapters_reduce_their_bytes_and_the_base_its_own_once_it_trains(
-    world: World,
-) -> None:
-    """No padding of one with the other, and the plain model's bits."""
-    torch.manual_seed(3)
-    model = nn.Sequential(Lora(), nn.Tanh(), Lora())
-    plain = copy.deepcopy(model)
-    for unit in (model[0], model[2], model):
-        fully_shard(unit)
-    ours, theirs = adamw(model.parameters()), adamw(plain.parameters())
-    sent = []
+class Experts(nn.Module):
+    """A stem, and experts on it that all run; which ones count, the caller says.
 
-    for at in range(4):
-        if at == 2:
-            for each in (model, plain):
-                each.requires_grad_(True)
-        batches = [
-            torch.randn(2, 12, generator=torch.Generator().manual_seed(at * 9 + rank))
-            for rank in range(world.world_size)
-        ]
-        averaged_gradients(plain, batches)
-        loss = loss_of(model, batches[world.rank])
-        with record() as calls:
-            backward(loss)
-        for optimizer in (ours, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
-        sent.append(reduced(calls))
-
-    adapters = 2 * (24 + 24) * 4
-    base = 2 * 144 * 2
-    assert sent == [adapters, adapters, adapters + base, adapters + base]
-    assert differences(model.state_dict(), plain.state_dict()) == {}
-
-
-@on_ranks(2)
-def test_gradients_survive_the_move_and_accumulate_on(world: World) -> None:
-    """Of frozen parameters they stay as they are."""
-    model = gpt("composable")
-    backward(loss_of(model, gpt_input(0, world.rank)))
-    before = {
-        n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
-    }
-
-    set_frozen(model, lambda name: "bias" in name)
-    with torch.no_grad():
-        model(gpt_input(1, world.rank))
-    after = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    torch.testing.assert_close(after, before, rtol=0, atol=0)
-    backward(loss_of(model, gpt_input(1, world.rank)))
-
-    other = gpt("composable")
-    for at in range(2):
-        backward(loss_of(other, gpt_input(at, world.rank)))
-    for (name, one), two in zip(
-        model.named_parameters(), other.parameters(), strict=True
-    ):
-        assert (one.grad is None) == (two.grad is None) == (not one.numel())
-        expected = before.get(name) if "bias" in name else two.grad
-        torch.testing.assert_close(one.grad, expected)
-
-
-def check_modes(world: World, mixed: MixedPrecision | None) -> None:
-    model = gpt("composable", mixed_precision=mixed)
-    set_frozen(model, SCHEDULE[0])
-    model.eval()
-    with torch.inference_mode():
-        model(gpt_input(0, world.rank))
-    model.train()
-    backward(loss_of(model, gpt_input(0, world.rank)))
-
-    for name, parameter in model.named_parameters():
-        is_absent = not parameter.numel()
-        assert (parameter.grad is None) == ("bias" in name or is_absent), name
-
-
-@pytest.mark.parametrize("mixed", [False, True])
-def test_the_move_may_come_in_inference_mode(ranks: RankCount, mixed: bool) -> None:
-    """Evaluation after a change, then training."""
-    precision = MixedPrecision(param_dtype=torch.bfloat16) if mixed else None
-    ranks(2).run(check_modes, precision)
-
-
-@on_ranks(2)
-def test_offloaded_parameters_move_and_have_their_hooks_called(world: World) -> None:
-    """Bit by bit the plain model, and each hook once."""
-    model = TinyGPT()
-    plain = copy.deepcopy(model)
-    apply_units(model, gpt_units(model), cpu_offload=CPUOffload(True))
-    seen: list[str] = []
-    for name, parameter in model.named_parameters():
-
-        def see(leaf: Tensor, name: str = name) -> None:
-            assert leaf.grad is not None
-            seen.append(name)
-
-        parameter.register_post_accumulate_grad_hook(see)  # type: ignore[no-untyped-call]
-    ours, theirs = adamw(model.parameters()), adamw(plain.parameters())
-
-    for at, frozen in enumerate(SCHEDULE):
-        set_frozen(model, frozen)
-        set_frozen(plain, frozen)
-        inputs = [gpt_input(at, rank) for rank in range(world.world_size)]
-        averaged_gradients(plain, inputs)
-        seen.clear()
-        backward(loss_of(model, inputs[world.rank]))
-        for optimizer in (ours, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
-
-        trained = [n for n, p in plain.named_parameters() if p.requires_grad]
-        assert sorted(seen) == sorted(trained)
-        assert differences(model.state_dict(), plain.state_dict()) == {}
-
-
-@on_ranks(2)
-def test_gradients_on_their_way_to_the_host_survive_the_move(world: World) -> None:
-    """The backward was not the last one, so nobody has waited for the copies."""
-    model = TinyGPT()
-    plain = copy.deepcopy(model)
-    apply_units(model, gpt_units(model), cpu_offload=CPUOffload(True))
-    inputs = [gpt_input(0, rank) for rank in range(world.world_size)]
-    averaged_gradients(plain, inputs)
-    set_is_last_backward(model, False)
-    backward(loss_of(model, inputs[world.rank]))
-
-    set_frozen(model, SCHEDULE[0])
-    with torch.no_grad():
-        model(inputs[world.rank])
-    for each in (model, plain):
-        torch.optim.SGD(each.parameters(), 1.0).step()
-
-    assert differences(model.state_dict(), plain.state_dict()) == {}
-
-
-@on_ranks(2)
-def test_states_are_saved_and_loaded_across_the_move(world: World) -> None:
-    """Model and optimizer, from one arrangement into another."""
-    model, again = gpt("composable"), gpt("composable", seed=1)
-    ours = adamw(model.parameters())
-    for frozen in (SCHEDULE[1], SCHEDULE[2]):
-        set_frozen(model, frozen)
-        backward(loss_of(model, gpt_input(0, world.rank)))
-        ours.step()
-        ours.zero_grad()
-
-    other = adamw(again.parameters())
-    set_frozen(again, SCHEDULE[4])
-    loss_of(again, gpt_input(0, world.rank))
-    again.load_state_dict(model.state_dict())
-    saved = optim_state_dict(model, ours)
-    optim_state_dict_to_load(again, other, saved, load_directly=True)
-
-    assert differences(again.state_dict(), model.state_dict()) == {}
-    for name, values in optim_state_dict(again, other)["state"].items():
-        for key, value in values.items():
-            assert torch.equal(value, saved["state"][name][key]), join_name(name, key)
-
-
-def check_refusals(world: World) -> list[str]:
-    model = gpt("composable")
-    with no_sync(model):
-        backward(loss_of(model, gpt_input(0, world.rank)))
-    set_frozen(model, SCHEDULE[0])
-    waiting = message_of(lambda: loss_of(model, gpt_input(0, world.rank)))
-
-    model = gpt("composable")
-    old = loss_of(model, gpt_input(0, world.rank))
-    model.double()
-    loss_of(model, gpt_input(0, world.rank))
-    stale = message_of(lambda: backward(old))
-
-    model.zero_grad()
-    old = loss_of(model, gpt_input(0, world.rank))
-    set_frozen(model, SCHEDULE[0])
-    new = loss_of(model, gpt_input(0, world.rank))
-    with no_sync(model):
-        backward(new)
-        local = message_of(lambda: backward(old))
-    model.zero_grad()
-    backward(loss_of(model, gpt_input(0, world.rank)))
-    return [waiting, stale, local]
-
-
-def test_changes_whose_gradients_would_be_lost_are_refused(ranks: RankCount) -> None:
-    """And training goes on."""
-    waiting, *stale = ranks(2).run(check_refusals)[0]
-
-    assert waiting == (
-        "PhaseError: requires_grad of parameters of unit (root) was changed while its "
-        "gradients wait to be reduced (no_sync, set_requires_gradient_sync or "
-        "set_requires_all_reduce). Freeze and unfreeze after the backward that reduces."
-    )
-    for text in stale:
-        assert text == (
-            "PhaseError: Backward reached unit (root) through a forward that ran "
-            "before the unit's parameters were cast, moved or replaced (or frozen or "
-            "unfrozen, and now gradients of no_sync wait). Run backward before the "
-            "next forward, or change parameters between steps."
-        )
-
-
-class Shift(nn.Module):
-    """Hands its result to nobody but a list."""
+    Expert 1 runs twice, expert 2 holds units of its own.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.shift, self.other = nn.Parameter(torch.ones(3)), nn.Linear(3, 3)
+        torch.manual_seed(11)
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.ModuleList([nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 3), Pair()])
+        self.gain = nn.Parameter(torch.ones(3))
 
-    def forward(self, x: Tensor, found: Callable[[Tensor], None]) -> Tensor:
-        found(x + self.shift)
-        return x
+    def forward(self, x: Tensor, chosen: Sequence[int]) -> Tensor:
+        x = self.stem(x).tanh()
+        outputs = [expert(x) for expert in self.experts]
+        outputs.append(self.experts[1](x * 2))
+        total = x.sum()
+        for i in chosen:
+            total = total + (outputs[i] * self.gain).square().sum()
+        return total
 
 
-@on_ranks(1, 2)
-def test_a_gradient_that_leaves_unseen_for_an_earlier_layout_is_refused(
-    world: World,
-) -> None:
-    """The gradient would go to a buffer that nobody reduces."""
-    model, found = Shift(), list[Tensor]()
-    fully_shard(model)
-    for frozen in (False, True):
-        model.other.requires_grad_(not frozen)
-        model(torch.ones(3), found.append)
+CHOICES: dict[str, list[list[int]]] = {
+    "some": [[0], [2], [0, 1]],
+    "none on one": [[], [0, 1, 2, 3], [3]],
+    "once of twice": [[1], [3], [2]],
+    "none": [[], [], []],
+    "all": [[0, 1, 2, 3]] * 3,
+}
+UNITS = ("stem", "experts.0", "experts.1", "experts.2.first", "experts.2")
 
-    text = message_of(lambda: backward(found[0].sum()))
 
-    assert text.startswith(
-        "PhaseError: Backward reached a parameter of shape (3,) through a forward that "
-        "ran before"
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randn(
+        2, WIDTH, generator=torch.Generator().manual_seed(step * 9 + rank)
     )
-    assert model.shift.grad is None
+
+
+def averages(
+    plain: nn.Module, choices: list[list[int]], ranks: int, steps: Sequence[int]
+) -> dict[str, Tensor]:
+    """The mean over ranks of the sum over steps, zeros where nothing arrived."""
+    plain.zero_grad()
+    for rank in range(ranks):
+        for step in steps:
+            backward(plain(batch(step, rank), choices[rank]))
+    return {
+        name: torch.zeros_like(p) if p.grad is None else p.grad / ranks
+        for name, p in plain.named_parameters()
+    }
+
+
+def assert_filled(model: nn.Module, expected: dict[str, Tensor]) -> None:
+    for name, (leaf, part) in own_parts(model, expected).items():
+        torch.testing.assert_close(own_gradient(leaf), part, msg=name)
+
+
+def shard(
+    strategy: ShardingStrategy, prefetch: BackwardPrefetch | None
+) -> tuple[Experts, Experts]:
+    model = Experts()
+    plain = copy.deepcopy(model)
+    for unit in (*UNITS, ""):
+        module = model.get_submodule(unit)
+        fully_shard(module, strategy=strategy, backward_prefetch=prefetch)
+    set_reduce_scatter_unused_params(model, True)
+    return model, plain
+
+
+@pytest.mark.few(4)
+@pytest.mark.req("B-17")
+@pytest.mark.parametrize("second", [None, *CHOICES])
+@pytest.mark.parametrize("prefetch", [None, *BackwardPrefetch])
+@pytest.mark.parametrize("first", CHOICES)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+@on_ranks(3)
+def test_units_without_a_gradient_take_part_with_zeros(
+    world: World,
+    first: str,
+    second: str | None,
+    strategy: ShardingStrategy,
+    prefetch: BackwardPrefetch | None,
+) -> None:
+    """Ranks send the same in the same order, and all get the average; of two forwards
+    of one backward the younger ends on every rank before the older one begins."""
+    model, plain = shard(strategy, prefetch)
+    for _ in range(2):
+        model.zero_grad()
+        wanted = averages(plain, CHOICES[first], 3, [0])
+        loss = model(batch(0, world.rank), CHOICES[first][world.rank])
+        if second is not None:
+            more = averages(plain, CHOICES[second], 3, [1])
+            wanted = {name: value + more[name] for name, value in wanted.items()}
+            loss = loss + model(batch(1, world.rank), CHOICES[second][world.rank])
+        with record() as calls:
+            backward(loss)
+
+        assert_filled(model, wanted)
+        assert world.all_equal([(c.op, c.numel) for c in calls])
+    for state in _get_fsdp_states(model):
+        assert state.handle.residency is Residency.SHARDED
+        assert not state.handle.reduction.due
+
+
+@pytest.mark.req("B-17")
+@on_ranks(1, 2)
+def test_units_that_no_rank_uses_cost_nothing_and_leave_nothing(world: World) -> None:
+    """They are sharded at the end of backward, and ``.grad`` stays None."""
+    model = Experts()
+    plain = copy.deepcopy(model)
+    for unit in (*UNITS, ""):
+        fully_shard(model.get_submodule(unit))
+
+    for step in range(2):
+        backward(model(batch(step, world.rank), [0]))
+
+    expected = averages(plain, [[0]] * world.world_size, world.world_size, [0, 1])
+    for name, (leaf, part) in own_parts(model, expected).items():
+        unused = name.startswith(("experts.1", "experts.2"))
+        assert (leaf.grad is None) == (unused or not leaf.numel()), name
+        if leaf.grad is not None:
+            torch.testing.assert_close(leaf.grad, part, msg=name)
+    states = _get_fsdp_states(model)
+    assert not any(s.handle.residency is not Residency.SHARDED for s in states)
+
+
+def test_a_gradient_of_some_parameters_is_refused(one_rank: World) -> None:
+    """The others would get zeros that nobody asked for."""
+    model = fully_shard(Pair())
+    set_reduce_scatter_unused_params(model, True)
+    loss = model(torch.ones(2, WIDTH)).sum()
+
+    with pytest.raises(
+        PhaseError, match=r"'first.weight' by inputs=.*turn the setting off"
+    ):
+        loss.backward(inputs=[model.first.weight])

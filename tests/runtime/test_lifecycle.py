@@ -3,41 +3,44 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from typing import Any
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp import ShardingStrategy, fully_shard
+from composable_fsdp import (
+    ShardingStrategy,
+    fully_shard,
+    get_full_grad,
+)
+from composable_fsdp.comm import collectives
+from composable_fsdp.comm.collectives import record
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.phases import Phase, Residency
 from composable_fsdp.runtime.forward import post_forward, pre_forward
-from composable_fsdp.runtime.graph_task import finish_task
 from composable_fsdp.tree import root as root_module
 from composable_fsdp.tree import traversal
 from composable_fsdp.tree.traversal import _get_fsdp_handles, _get_fsdp_states
+from tests.runtime.parity import trains_as
 from tests.support.models import TinyGPT, module_at, tiny_mlp
 from tests.support.on_ranks import on_ranks
-from tests.support.recording import record_steps
 from tests.support.reference import (
     PATHS,
     STRATEGIES,
     apply_units,
-    assert_same_training,
     backward,
+    differences,
     gpt_input,
     gpt_units,
+    gradients_of,
     loss_of,
-    sgd,
-    train,
-    train_reference,
+    wide_input,
 )
-from tests.support.world import RankPool, World
-
-RankCount = Callable[[int], RankPool]
-FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = STRATEGIES
+from tests.support.world import World, fake_world
 
 
 def full_bytes(handle: FlatParamHandle) -> int:
@@ -63,61 +66,38 @@ def resting(model: nn.Module) -> bool:
     )
 
 
-def sharded_gpt(path: str, strategy: ShardingStrategy = FULL_SHARD) -> nn.Module:
-    """A small GPT with a unit per block."""
-    model = TinyGPT()
-    return apply_units(model, gpt_units(model), path=path, strategy=strategy)
-
-
-def memory_of_a_step(
-    world: World, path: str, strategy: ShardingStrategy
-) -> tuple[list[bool], bool]:
-    """Which units are full between forward and backward; whether all rest after."""
-    model = sharded_gpt(path, strategy)
-    loss = loss_of(model, gpt_input(0, world.rank))
-    kept = [full_bytes(h) > 0 for h in _get_fsdp_handles(model)]
-    backward(loss)
-    return kept, resting(model)
-
-
-@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     ("strategy", "kept"),
-    [(FULL_SHARD, [True, False, False]), (SHARD_GRAD_OP, [True, True, True])],
+    [(STRATEGIES[0], [True, False, False]), (STRATEGIES[1], [True, True, True])],
 )
+@on_ranks(2)
 def test_a_step_gives_its_memory_back(
-    ranks: RankCount, path: str, strategy: ShardingStrategy, kept: list[bool]
+    world: World, strategy: ShardingStrategy, kept: list[bool]
 ) -> None:
     """After a step no full or reduce buffer has a byte; between, the root's has."""
-    for between, rests in ranks(2).run(memory_of_a_step, path, strategy):
-        assert between == kept
-        assert rests
+    model = apply_units(TinyGPT(), gpt_units(TinyGPT()), strategy=strategy)
+    loss = loss_of(model, gpt_input(0, world.rank))
+    assert [full_bytes(h) > 0 for h in _get_fsdp_handles(model)] == kept
+    backward(loss)
+    assert resting(model)
 
 
 class Trip(nn.Module):
-    """The identity; raises in forward or backward when told to."""
+    """A hook of a module that raises in forward or backward when told to."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.where = ""
+    where = ""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return ``x``, or raise."""
+    def forward(self, module: nn.Module, args: object, output: Tensor) -> Tensor:
         if self.where == "forward":
-            raise RuntimeError("tripped in forward")
-        if self.where == "backward" and x.requires_grad:
-            x = x.view_as(x)
-            x.register_hook(self.trip)  # type: ignore[no-untyped-call]  # torch
-        return x
-
-    def hook(self, module: nn.Module, args: object, output: Tensor) -> Tensor:
-        """Run on the output of another module."""
-        y: Tensor = self(output)
-        return y
+            raise RuntimeError("tripped")
+        if self.where == "backward":
+            output = output.view_as(output)
+            output.register_hook(self.trip)  # type: ignore[no-untyped-call]  # torch
+        return output
 
     def trip(self, gradient: Tensor) -> None:
-        """A hook that raises."""
-        raise RuntimeError("tripped in backward")
+        """Raise."""
+        raise RuntimeError("tripped")
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -126,175 +106,31 @@ class Trip(nn.Module):
 def test_a_step_that_raises_on_all_ranks_leaves_a_usable_model(
     world: World, path: str, where: str
 ) -> None:
-    """After the error is caught, the next steps have the right numbers.
-
-    A step, one that raises on every rank, two more; numbers as without it.
-    """
-    plain = TinyGPT()
-    trip = Trip()
-    model = TinyGPT()
-    module_at(model, "blocks.1.norm_2").register_forward_hook(trip.hook)
-    sharded = apply_units(model, gpt_units(model), path=path)
-    optimizer = sgd(sharded.parameters())
-    expected = train_reference(plain, world.world_size, gpt_input, sgd)
-    losses = []
-    for step in range(3):
-        loss = loss_of(sharded, gpt_input(step, world.rank))
-        losses.append(loss.item())
-        backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        if step == 0:
-            trip.where = where
-            with pytest.raises(RuntimeError, match=f"tripped in {where}"):
-                backward(loss_of(sharded, gpt_input(9, world.rank)))
-            trip.where = ""
-            optimizer.zero_grad()
-            assert where == "backward" or resting(sharded)
-
-    assert losses == [step[world.rank] for step in expected]
-    assert resting(sharded)
-
-
-def state_dict_after_a_broken_backward(world: World, path: str) -> bool:
-    """Break a backward; then save, without a forward in between."""
-    model = TinyGPT()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    trip = Trip()
-    module_at(model, "blocks.0.norm_1").register_forward_hook(trip.hook)
-    sharded = apply_units(model, gpt_units(model), path=path)
-    trip.where = "backward"
-    with pytest.raises(RuntimeError, match="tripped"):
-        backward(loss_of(sharded, gpt_input(0, world.rank)))
-    after = sharded.state_dict()
-    return all(torch.equal(after[n], v) for n, v in before.items()) and resting(sharded)
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_a_state_dict_can_be_taken_after_a_broken_backward(
-    ranks: RankCount, path: str
-) -> None:
-    """The values are those before the step, and every unit is sharded again."""
-    assert ranks(2).run(state_dict_after_a_broken_backward, path) == [True, True]
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
-@on_ranks(2)
-def test_evaluation_before_training_leaves_no_trace(
-    world: World, path: str, mode: str
-) -> None:
-    """Outputs are the plain model's, memory is freed, training goes on.
-
-    A forward without gradients before, between and after training steps.
-    """
-    model = TinyGPT()
+    """A state dict can be taken at once, and the next steps have the right numbers."""
+    model, trip = TinyGPT(), Trip()
     plain = copy.deepcopy(model)
+    module_at(model, "blocks.1.norm_2").register_forward_hook(trip)
     sharded = apply_units(model, gpt_units(model), path=path)
-    without = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}[mode]
-    optimizer, reference = sgd(sharded.parameters()), sgd(plain.parameters())
-
-    for step in range(2):
-        with without():
-            y = sharded(gpt_input(step, world.rank))
-            assert torch.equal(y, plain(gpt_input(step, world.rank)))
+    for _ in range(2):
+        trip.where = where
+        with pytest.raises(RuntimeError, match="tripped"):
+            backward(loss_of(sharded, gpt_input(9, world.rank)))
+        trip.where = ""
+        assert differences(sharded.state_dict(), dict(plain.state_dict())) == {}
         assert resting(sharded)
-        for m, o in ((sharded, optimizer), (plain, reference)):
-            backward(loss_of(m, gpt_input(step, 0)))
-            o.step()
-            o.zero_grad()
-    assert_same_training(sharded, plain, [], [])
+        sharded.zero_grad()
+        trains_as(world, sharded, plain, gpt_input)
+        assert resting(sharded)
 
 
-def test_a_unit_made_under_inference_mode_trains(one_rank: World) -> None:
-    """The mode in which ``fully_shard`` is called leaves no trace in training."""
-    model = nn.Linear(2, 2)
-    with torch.inference_mode():
-        fully_shard(model)
-
-    backward(model(torch.ones(1, 2)).sum())
-
-    assert model.weight.grad is not None
-    assert torch.equal(model.weight.grad, torch.ones(2, 2))
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(
-    "strategy", [FULL_SHARD, SHARD_GRAD_OP], ids=lambda strategy: strategy.name
-)
+@pytest.mark.req("S1-38")
 @on_ranks(2)
-def test_a_forward_without_backward_is_forgotten_by_the_next(
-    world: World, path: str, strategy: ShardingStrategy
-) -> None:
-    """Weights left full by it are not used again after the shards have changed.
-
-    A forward whose loss is dropped, then other values, then training.
-    """
-    model = TinyGPT()
-    plain = copy.deepcopy(model)
-    sharded = apply_units(model, gpt_units(model), path=path, strategy=strategy)
-    # Between forward and backward, parameters() gives the full ones of units kept full.
-    parameters = list(sharded.parameters())
-    loss_of(sharded, gpt_input(5, world.rank))
-    with torch.no_grad():
-        for p in [*parameters, *plain.parameters()]:
-            p.mul_(0.5)
-
-    expected = train_reference(plain, world.world_size, gpt_input, sgd)
-    losses = train(sharded, world.rank, gpt_input, lambda _: sgd(parameters))
-
-    assert_same_training(
-        sharded, plain, losses, [step[world.rank] for step in expected]
-    )
-
-
-Event = tuple[str, str]
-
-
-def events(world: World, path: str) -> list[Event]:
-    """Phases and collectives of two steps, from hooks on every unit's module."""
-    model = TinyGPT()
-    log: list[Event] = []
-    units = {"root": model, **{u: module_at(model, u) for u in gpt_units(model)}}
-    sharded = apply_units(model, gpt_units(model), path=path)
-    with record_steps() as calls:
-
-        def watch(name: str, moment: str) -> Callable[..., None]:
-            def note(module: nn.Module, *_: Any) -> None:
-                state = fully_shard.state(module)
-                assert state is not None
-                handle = state.handle
-                log.append((f"{name} {moment}", f"{handle.phase.name} {len(calls)}"))
-
-            return note
-
-        for name, module in units.items():
-            module.register_forward_pre_hook(watch(name, "before"))
-            module.register_forward_hook(watch(name, "after"))
-        for step in range(2):
-            backward(loss_of(sharded, gpt_input(step, world.rank)))
-            log.append(("step", f"{len(calls)}"))
-    return log + [("call", str(call)) for call in calls]
-
-
-@pytest.mark.req("S1-36")
-def test_both_paths_have_one_event_log(ranks: RankCount) -> None:
-    """Hooks, phases and collectives: one order on both paths and all ranks."""
-    composable, wrapper = (ranks(2).run(events, path) for path in PATHS)
-
-    assert composable == wrapper
-    assert composable[0] == composable[1]
-    assert len([event for event in composable[0] if event[0] == "call"]) == 16
-
-
-def call_hooks_by_hand(world: World) -> None:
-    """Forward and backward of a function that is no module's forward."""
-    model = fully_shard(tiny_mlp(4))
-    plain = tiny_mlp(4)
+def test_forward_and_backward_are_functions_on_a_state(world: World) -> None:
+    """Pre- and post-forward called with a state, around no forward at all."""
+    model, plain = fully_shard(tiny_mlp(4)), tiny_mlp(4)
     state = fully_shard.state(model)
     assert state is not None
     x = torch.ones(2, 4) * (world.rank + 1)
-
     changed = pre_forward(state, model, (x.requires_grad_(),), {})
     assert changed is not None
     (alias,), _ = changed
@@ -304,55 +140,222 @@ def call_hooks_by_hand(world: World) -> None:
     backward(y.sum())
 
     assert resting(model)
-    z = module_at(plain, "0")(x.detach())
+    assert torch.equal(y, module_at(plain, "0")(x.detach()))
     weight = plain.get_parameter("0.weight")
-    assert torch.equal(y, z)
-    assert x.grad is not None
-    assert torch.allclose(x.grad, weight.sum(0).expand(2, 4))
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    assert len(grads) == sum(p.numel() > 0 for p in module_at(model, "0").parameters())
+    torch.testing.assert_close(x.grad, weight.sum(0).expand(2, 4))
+    for p in module_at(model, "0").parameters():
+        assert (p.grad is None) == (not p.numel())
 
 
-@pytest.mark.req("S1-38")
-def test_forward_and_backward_are_functions_on_a_state(ranks: RankCount) -> None:
-    """Pre- and post-forward called with a state, without the module's own forward."""
-    ranks(2).run(call_hooks_by_hand)
-
-    for function in (pre_forward, post_forward, finish_task):
-        assert not hasattr(function, "__self__")
-
-
-def count_walks(world: World, path: str) -> list[int]:
-    """Walks of the module tree during each of three steps."""
-    model = sharded_gpt(path)
-    walks = 0
-    real = traversal.walk_states
-
-    def spy(module: nn.Module) -> Any:
-        nonlocal walks
-        walks += 1
-        return real(module)
-
-    places: list[Any] = [traversal, root_module]
-    for place in places:
-        place.walk_states = spy
-    per_step = []
-    try:
-        for step in range(3):
-            walks = 0
-            backward(loss_of(model, gpt_input(step, world.rank)))
-            per_step.append(walks)
-    finally:
-        for place in places:
-            place.walk_states = real
-    context = _get_fsdp_states(model)[0].context
-    assert context is not None
-    assert list(context.handles) == _get_fsdp_handles(model)
-    return per_step
-
-
-@pytest.mark.req("S1-03")
+@pytest.mark.req("S1-03", "S1-06")
 @pytest.mark.parametrize("path", PATHS)
-def test_the_tree_is_walked_in_the_first_step_only(ranks: RankCount, path: str) -> None:
-    """Lazy initialization walks once; later steps use the root's caches."""
-    assert ranks(2).run(count_walks, path) == [[1, 0, 0]] * 2
+@on_ranks(2)
+def test_the_tree_is_walked_in_the_first_step_only(world: World, path: str) -> None:
+    """Lazy initialization walks once; later steps, and prefetching, use caches."""
+    units = gpt_units(TinyGPT())
+    model = apply_units(TinyGPT(), units, path=path, forward_prefetch=True)
+    real, walks = traversal.walk_states, list[MagicMock]()
+    with ExitStack() as stack:
+        for place in (traversal, root_module):
+            spy = patch.object(place, "walk_states", side_effect=real)
+            walks.append(stack.enter_context(spy))
+        seen = []
+        for step in range(3):
+            backward(loss_of(model, gpt_input(step, world.rank)))
+            seen.append(sum(spy.call_count for spy in walks))
+    assert seen == [1, 1, 1]
+
+
+# ---- after a backward that raised ----
+
+
+class OutOfMemory(RuntimeError):
+    """What the batch that is skipped meets."""
+
+
+def raise_in_hook(gradients: object) -> None:
+    """A hook of the graph that raises."""
+    raise OutOfMemory
+
+
+class Halves(nn.Module):
+    """A layer, and another that is not used: only the end of backward reduces both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.used(x))
+
+
+@pytest.mark.parametrize("at", ["0", "2"])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+@on_ranks(1, 2)
+def test_a_hook_that_raises_at_the_end_of_backward_leaves_no_gradients(
+    world: World, strategy: ShardingStrategy, at: str
+) -> None:
+    """The next backward gets those of its own batch alone, also of an old forward."""
+    torch.manual_seed(0)
+    plain, make = nn.Sequential(Halves(), Halves(), Halves()), wide_input(4)
+    model = apply_units(copy.deepcopy(plain), ["0", "1", "2"], strategy=strategy)
+    kept = loss_of(model, make(1, world.rank))
+    hooked: Any = model.get_submodule(at)  # the method is untyped in torch
+    hooks = [
+        p.register_post_accumulate_grad_hook(raise_in_hook) for p in hooked.parameters()
+    ]
+    with pytest.raises(OutOfMemory):
+        backward(loss_of(model, make(0, world.rank)))
+    for hook in hooks:
+        hook.remove()
+    model.zero_grad()
+
+    backward(kept)
+    backward(loss_of(model, make(2, world.rank)))
+
+    expected: dict[str, Tensor] = {}
+    for step in (1, 2):
+        inputs = [make(step, rank) for rank in range(world.world_size)]
+        for name, gradient in gradients_of(plain, inputs).items():
+            expected[name] = gradient + expected.get(name, 0)
+    for name, gradient in expected.items():
+        found = get_full_grad(model, name)
+        assert found is not None
+        torch.testing.assert_close(found, gradient)
+
+
+# ---- after a collective that failed ----
+
+
+class Lost(RuntimeError):
+    """Raised as a backend raises that has lost a peer."""
+
+
+class LostWork:
+    """A collective that fails when it is waited for, as often as it is."""
+
+    def wait(self) -> None:
+        raise Lost("Connection closed by peer")
+
+
+def shard(**options: Any) -> nn.Sequential:
+    """Four units below a root, on rank 0 of two ranks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+    for layer in model:
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
+    """``failing[name] = k``: the collective ``name`` fails from its k-th call on."""
+    left: dict[str, int] = {}
+    for name in ("all_gather_flat", "reduce_scatter_flat"):
+        real = getattr(collectives, name)
+
+        def call(*args: Any, name: str = name, real: Any = real, **kwargs: Any) -> Any:
+            if name in left:
+                left[name] -= 1
+                if left[name] < 0:
+                    return LostWork()
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(collectives, name, call)
+    with fake_world(2):
+        yield left
+
+
+def step(model: nn.Module, x: Tensor) -> None:
+    """One forward and backward."""
+    model(x).sum().backward()
+
+
+@pytest.mark.req("X-06")
+@pytest.mark.few(8)
+@pytest.mark.parametrize("calls", range(3))
+@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize("what", ["all_gather_flat", "reduce_scatter_flat"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_a_unit_whose_collective_failed_is_sharded_and_its_memory_free(
+    failing: dict[str, int], what: str, strategy: str, calls: int, *, prefetch: bool
+) -> None:
+    """The step after it runs, once the collectives do; a state dict before it, too."""
+    model = shard(strategy=ShardingStrategy[strategy], forward_prefetch=prefetch)
+    x = torch.ones(2, 4)
+    step(model, x)
+    model.zero_grad()
+
+    failing[what] = calls
+    with pytest.raises(Lost):
+        step(model, x)
+    failing.clear()
+    # What was in flight when the step failed is told once more, and then is gone.
+    with suppress(Lost):
+        model.state_dict()
+    model.state_dict()
+
+    require_between_steps(model)
+    model.zero_grad()
+    step(model, x)
+    assert all(p.grad is not None for p in model.parameters() if p.numel())
+
+
+def require_between_steps(model: nn.Module) -> None:
+    """Every unit is sharded and idle, and has no memory for full values."""
+    for handle in _get_fsdp_handles(model):
+        assert handle.residency is Residency.SHARDED
+        assert handle.phase is Phase.IDLE
+        assert not handle.reduction.has_memory
+        for region in handle.layout.regions:
+            assert region.full.buffer.untyped_storage().nbytes() == 0
+
+
+# ---- units that are lists of modules ----
+
+X = torch.ones(1, 2)
+IN_PARTS = ["", "a", "b", "aba"]
+"""Which of the modules run, in order: not each of them once."""
+
+
+class Chosen(nn.Module):
+    """Runs its modules ``a`` and ``b`` as often as told, then a layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a: nn.Module
+        self.a, self.b, self.last = (nn.Linear(2, 2) for _ in range(3))
+
+    def forward(self, x: Tensor, order: str) -> Tensor:
+        for name in order:
+            x = self._modules[name](x)  # type: ignore[misc]  # neither is None
+        y: Tensor = self.last(x)
+        return y
+
+
+def listed(strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD) -> Chosen:
+    """Make one unit of ``a`` and ``b``, and the root."""
+    model = Chosen()
+    fully_shard([model.a, model.b], strategy=strategy)
+    return fully_shard(model, strategy=strategy)
+
+
+@pytest.mark.req("B-02")
+@pytest.mark.parametrize("order", [*IN_PARTS, "ab"])
+@on_ranks(2)
+def test_a_list_that_is_kept_for_backward_shows_its_shards_until_then(
+    world: World, order: str
+) -> None:
+    """Backward finds it full, and whoever asks for parameters the originals."""
+    model = listed(ShardingStrategy.SHARD_GRAD_OP)
+    parameters = list(model.parameters())
+    with record() as calls:
+        loss = model(X, order).sum()
+        shown = model.parameters()
+        assert all(p is before for p, before in zip(shown, parameters, strict=True))
+        backward(loss)
+
+    residencies = {state.handle.residency for state in _get_fsdp_states(model)}
+    assert residencies == {Residency.SHARDED}
+    gathers = sum(call.op == "all_gather" for call in calls)
+    assert gathers == (2 if order else 1)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import logging
+import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,16 +20,13 @@ from composable_fsdp import (
     ModuleWrapPolicy,
     PlanError,
     ShardingStrategy,
+    fsdp2,
     fully_shard,
+    init_weights,
     unshard_params,
 )
-from composable_fsdp.comm.collectives import record
-from composable_fsdp.runtime.materialize import reset_parameters
 from tests.runtime.metas import (
-    Known,
     call_counts,
-    counting,
-    fill,
     fill_from_meta,
     filled,
     gpt,
@@ -34,29 +34,24 @@ from tests.runtime.metas import (
     on_meta,
     tied_gpt,
 )
-from tests.support.models import TinyBlock, tiny_mlp
+from tests.runtime.parity import trains_as
+from tests.support.models import tiny_mlp
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     PATHS,
     STRATEGIES,
     adamw,
     apply_units,
-    assert_same_training,
     backward,
     differences,
-    loss_of,
-    tolerance_at,
     train,
-    train_reference,
     wide_input,
 )
-from tests.support.world import RankPool, World, fake_world
+from tests.support.world import World, fake_world
 
-RankCount = Callable[[int], RankPool]
 Make = Callable[[], nn.Module]
 UNITS = ("blocks.0", "blocks.1")
 both_paths = pytest.mark.parametrize("path", PATHS)
-world_sizes = pytest.mark.parametrize("world_size", [1, 2, 3])
 
 
 def tokens(step: int, rank: int) -> Tensor:
@@ -65,68 +60,39 @@ def tokens(step: int, rank: int) -> Tensor:
     return torch.randint(0, 13, (2, 5), generator=generator)
 
 
-def trains_as(world: World, model: nn.Module, plain: nn.Module) -> None:
-    """Three steps of both are equal."""
-    expected = train_reference(plain, world.world_size, tokens, adamw)
-    losses = train(model, world.rank, tokens, adamw)
-    mine = [step[world.rank] for step in expected]
-    tolerance = tolerance_at(world.world_size)
-    assert_same_training(model, plain, losses, mine, tolerance=tolerance)
-
-
 # ---- values before sharding -------------------------------------------------
 
 
-def init_and_train(
-    world: World, path: str, strategy: ShardingStrategy, make: Make, offload: bool
+@pytest.mark.req("B-08")
+@both_paths
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("make", [gpt, tied_gpt])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+@on_ranks(1, 2, 3)
+def test_param_init_fn_gives_a_meta_model_its_values(
+    world: World, strategy: ShardingStrategy, make: Make, offload: bool, path: str
 ) -> None:
-    """``param_init_fn`` on both paths against the plain model with its numbers."""
-    option = CPUOffload(offload_params=True) if offload else None
+    """At once, at even and uneven sizes; the model then trains as the plain one."""
     model = apply_units(
         on_meta(make),
         UNITS,
         path=path,
         strategy=strategy,
         param_init_fn=fill_from_meta,
-        cpu_offload=option,
+        cpu_offload=CPUOffload(offload_params=offload),
     )
     plain = filled(make())
 
     assert not any(p.is_meta for p in model.parameters())
     assert differences(model.state_dict(), plain.state_dict()) == {}
-    trains_as(world, model, plain)
-
-
-@pytest.mark.req("B-08")
-@both_paths
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
-@world_sizes
-def test_param_init_fn_gives_a_meta_model_its_values(
-    ranks: RankCount, world_size: int, strategy: ShardingStrategy, path: str
-) -> None:
-    """At once, at even and uneven sizes; the model then trains as the plain one."""
-    ranks(world_size).run(init_and_train, path, strategy, gpt, False)
-
-
-@pytest.mark.req("B-08")
-@both_paths
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_tied_weights_stay_tied_and_offload_works_from_meta(
-    ranks: RankCount, world_size: int, path: str
-) -> None:
-    """One object at both places, with the values of the first."""
-    strategy = ShardingStrategy.FULL_SHARD
-    ranks(world_size).run(init_and_train, path, strategy, tied_gpt, True)
+    trains_as(world, model, plain, tokens, adamw)
 
 
 @pytest.mark.req("B-08")
 @pytest.mark.filterwarnings("ignore")
 @on_ranks(1, 2)
 def test_the_wrapper_resets_parameters_and_buffers_as_fsdp1_does(world: World) -> None:
-    """Same values, same buffers, each module once.
-
-    The wrapper and torch's, each on a meta model with known values.
-    """
+    """Same values, same buffers, each module once."""
     ours = FullyShardedDataParallel(on_meta(known_model))
     theirs = TorchFSDP1(
         on_meta(known_model), use_orig_params=True, device_id=torch.device("cpu")
@@ -145,77 +111,6 @@ def test_the_wrapper_resets_parameters_and_buffers_as_fsdp1_does(world: World) -
     assert counts == call_counts(theirs.module)
     pair = [ours.module.get_parameter(f"3.{i}.weight") for i in (0, 1)]
     assert pair[0] is pair[1]
-
-
-@pytest.mark.req("B-08")
-@pytest.mark.parametrize("by", ["hand", "policy", "promotion"])
-def test_reset_parameters_runs_exactly_once_per_module(
-    one_rank: World, by: str
-) -> None:
-    """On each module that holds a meta tensor itself, however the units are made."""
-    model = on_meta(tied_gpt)
-    holders = [
-        m
-        for m in model.modules()
-        if any(
-            t.is_meta
-            for t in (*m._parameters.values(), *m._buffers.values())
-            if t is not None
-        )
-    ]
-    with counting(nn.Linear, nn.LayerNorm, nn.Embedding) as counts:
-        if by == "hand":
-            apply_units(model, UNITS, param_init_fn=reset_parameters)
-        elif by == "policy":
-            policy = ModuleWrapPolicy({TinyBlock})
-            FullyShardedDataParallel(model, auto_wrap_policy=policy)
-        else:
-            fully_shard(
-                model,
-                policy=ModuleWrapPolicy({TinyBlock, nn.Embedding, nn.Linear}),
-                param_init_fn=reset_parameters,
-                tied_params="promote",
-            )
-
-    assert counts == {id(m): 1 for m in holders}
-    assert not any(p.is_meta for p in model.parameters())
-
-
-def test_a_tied_weight_has_the_values_of_its_first_module(one_rank: World) -> None:
-    """Wherever the units are cut; the second initialiser works on a stand-in."""
-    for promote in (False, True):
-        model = on_meta(known_model)
-        policy = ModuleWrapPolicy({Known}) if promote else None
-        fully_shard(
-            model, policy=policy, param_init_fn=reset_parameters, tied_params="promote"
-        )
-        expected = Known(6, 6)
-        vars(expected).pop("calls")
-        expected.reset_parameters()
-
-        weight = model.get_parameter("3.0.weight")
-        assert torch.equal(weight.view(6, 6), expected.weight)
-        assert model.get_parameter("3.1.weight") is weight
-        assert call_counts(model) == {
-            "0.0": 1, "0.2": 1, "2": 1, "3.0": 1, "3.1": 1
-        }  # fmt: skip
-
-
-def test_the_original_objects_keep_identity_and_attributes(one_rank: World) -> None:
-    """An optimizer made on meta trains the model; a parameter keeps its attributes."""
-    model = on_meta(tiny_mlp)
-    before = dict(model.named_parameters())
-    model.get_parameter("0.weight").tag = "kept"  # type: ignore[attr-defined]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    fully_shard(model, param_init_fn=fill_from_meta)
-    weights = model.state_dict()
-    backward(loss_of(model, torch.ones(2, 8)))
-    optimizer.step()
-
-    assert all(p is before[name] for name, p in model.named_parameters())
-    assert vars(model.get_parameter("0.weight"))["tag"] == "kept"
-    assert differences(model.state_dict(), weights)
 
 
 @pytest.mark.req("B-08")
@@ -242,78 +137,6 @@ def test_memory_holds_one_unit_above_the_shards() -> None:
     assert all(unit <= above < unit + 8 * 64 for above in seen), seen
 
 
-def test_ignored_parameters_stay_on_meta(one_rank: World) -> None:
-    """They are the user's, and ``reset_parameters`` finds them as they were."""
-    model = on_meta(tiny_mlp)
-    ignored = model.get_parameter("2.bias")
-
-    fully_shard(model, param_init_fn=reset_parameters, ignored_states=[ignored])
-
-    assert ignored.is_meta
-    assert not model.get_parameter("2.weight").is_meta
-
-
-# ---- refusals ---------------------------------------------------------------
-
-
-class Bare(nn.Module):
-    """Holds a parameter and cannot initialise it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.empty(3))
-
-
-def test_a_module_without_reset_parameters_is_refused_before_any_change(
-    one_rank: World,
-) -> None:
-    """The wrapper names class, module and tensor; nothing has been given memory."""
-    model = on_meta(lambda: nn.Sequential(nn.Linear(3, 3), Bare()))
-
-    with pytest.raises(
-        PlanError, match=r"Bare '1' holds 'gain' on meta.*param_init_fn"
-    ):
-        FullyShardedDataParallel(model)
-
-    assert all(p.is_meta for p in model.parameters())
-    assert fully_shard.state(model) is None
-
-
-def test_an_initialiser_that_leaves_meta_is_told_what_it_left(one_rank: World) -> None:
-    """Or one that changes shape or dtype."""
-    for init in (lambda m: None, lambda m: m.to_empty(device="cpu").double()):
-        with pytest.raises(PlanError, match=r"Linear .* left 'weight' as .*to_empty"):
-            fully_shard(on_meta(lambda: nn.Linear(3, 3)), param_init_fn=init)
-
-
-def test_an_initialiser_must_be_a_function(one_rank: World) -> None:
-    """A bad argument is refused whatever the model."""
-    with pytest.raises(TypeError, match="param_init_fn expects a function"):
-        fully_shard(tiny_mlp(), param_init_fn=3)  # type: ignore[arg-type]  # on purpose
-
-
-@pytest.mark.req("B-08")
-def test_a_forward_with_one_parameter_left_on_meta_names_it(one_rank: World) -> None:
-    """The others have values; the message says which has none."""
-    model = fully_shard(on_meta(tiny_mlp))
-    for name in ("0.weight", "0.bias", "2.weight"):
-        owner = model.get_submodule(name[0])
-        value = torch.zeros(model.get_parameter(name).shape)
-        setattr(owner, name[2:], nn.Parameter(value))
-
-    with pytest.raises(PlanError, match=r"Parameters '2.bias' are still on the meta"):
-        model(torch.ones(1, 8))
-
-
-def test_a_buffer_left_on_meta_is_named(one_rank: World) -> None:
-    """A state dict has no non-persistent buffers: loading leaves them on meta."""
-    model = fully_shard(on_meta(known_model))
-    model.load_state_dict(filled(known_model()).state_dict(), assign=True)
-
-    with pytest.raises(PlanError, match=r"buffers '2.scale' are still on meta"):
-        model(torch.ones(2, 6))
-
-
 # ---- values in the shards, after --------------------------------------------
 
 
@@ -324,10 +147,7 @@ def test_a_buffer_left_on_meta_is_named(one_rank: World) -> None:
 def test_a_model_sharded_on_meta_gets_its_values_later(
     world: World, make: Make, how: str
 ) -> None:
-    """By a state dict after ``to_empty`` or without it, or by rank 0 alone.
-
-    Shard on meta; give the shards values; train as the plain model.
-    """
+    """By a state dict after ``to_empty`` or without it, or by rank 0 alone."""
     model = apply_units(on_meta(make), UNITS)
     plain = make()
     values = plain.state_dict()
@@ -348,17 +168,14 @@ def test_a_model_sharded_on_meta_gets_its_values_later(
                 buffer.copy_(values[name])
 
     assert differences(model.state_dict(), values) == {}
-    trains_as(world, model, plain)
+    trains_as(world, model, plain, tokens, adamw)
 
 
 @pytest.mark.req("B-08")
 @pytest.mark.filterwarnings("ignore")
 @on_ranks(2)
 def test_shards_are_initialised_as_those_of_fsdp2(world: World) -> None:
-    """The same script trains to the same losses.
-
-    Shard on meta, ``to_empty``, initialise the shards, train: ours and torch's.
-    """
+    """The same script trains to the same losses."""
     found = []
     for shard in (fully_shard, torch_fsdp2):
         model = on_meta(lambda: tiny_mlp(6, hidden=7))
@@ -374,59 +191,6 @@ def test_shards_are_initialised_as_those_of_fsdp2(world: World) -> None:
     assert found[0][1] == found[1][1]
 
 
-def test_reset_parameters_of_the_user_runs_on_shards(one_rank: World) -> None:
-    """After ``to_empty`` modules show this rank's rows, which torch's layers fill."""
-    model = fully_shard(on_meta(tiny_mlp)).to_empty(device="cpu")
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            module.reset_parameters()
-
-    model(torch.ones(1, 8)).sum().backward()
-
-    assert all(p.grad is not None for p in model.parameters())
-
-
-def test_tied_weights_are_tied_again_after_to_empty(one_rank: World) -> None:
-    """``to_empty`` gives each place a parameter of its own; the first one stays."""
-    model = fully_shard(on_meta(known_model)).to_empty(device="cpu")
-    for module in model.modules():
-        fill(module)
-    first = model.get_parameter("3.0.weight")
-
-    model.state_dict()
-    assert model.get_parameter("3.1.weight") is first
-    model(torch.ones(2, 6)).sum().backward()
-
-    assert model.get_parameter("3.0.weight") is first
-    assert model.get_parameter("3.1.weight") is first
-    assert first.grad is not None
-
-
-def test_a_state_dict_of_a_meta_model_is_on_meta_and_sends_nothing(
-    one_rank: World,
-) -> None:
-    """Names and full shapes, as of the plain model."""
-    model = fully_shard(on_meta(gpt))
-    with record() as calls:
-        found = model.state_dict()
-
-    assert calls == []
-    expected = on_meta(gpt).state_dict()
-    assert {n: (v.shape, v.device) for n, v in found.items()} == {
-        n: (v.shape, v.device) for n, v in expected.items()
-    }
-
-
-def test_copying_into_meta_is_refused_with_the_way_out(one_rank: World) -> None:
-    """Torch only warns, and the values would be lost."""
-    model = fully_shard(on_meta(tiny_mlp))
-
-    with pytest.raises(
-        RuntimeError, match=r"'0.weight'.* on meta.*to_empty.*assign=True"
-    ):
-        model.load_state_dict(tiny_mlp().state_dict())
-
-
 # ---- values from rank 0 -----------------------------------------------------
 
 
@@ -438,10 +202,7 @@ def test_copying_into_meta_is_refused_with_the_way_out(one_rank: World) -> None:
 def test_rank_0_loads_and_the_others_receive(
     world: World, path: str, with_init: bool, make: Make
 ) -> None:
-    """Ranks on meta need no initialiser: ``sync_module_states`` brings the values.
-
-    Only rank 0 has the values; the others are on meta.
-    """
+    """Ranks on meta need no initialiser: ``sync_module_states`` brings the values."""
     plain = make()
     units = UNITS if make is tied_gpt else ("0", "3")
     model = copy.deepcopy(plain) if world.rank == 0 else on_meta(make)
@@ -459,18 +220,226 @@ def test_rank_0_loads_and_the_others_receive(
     assert not call_counts(model)
 
 
-@pytest.mark.req("B-08")
-@both_paths
-@on_ranks(2)
-def test_values_of_rank_0_are_sent_after_the_initialisation(
-    world: World, path: str
-) -> None:
-    """Seeds may differ: NO_SHARD replicas and buffers would too.
+class Bare(nn.Module):
+    """Holds a parameter and cannot initialise it."""
 
-    All ranks on meta, with different seeds.
-    """
-    torch.manual_seed(world.rank)
-    model = apply_units(on_meta(gpt), UNITS, path=path, sync_module_states=True)
-    assert world.all_equal(model.state_dict())
-    scales = model.get_parameter("blocks.0.norm_1.weight")
-    assert torch.equal(scales, torch.ones_like(scales))
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.empty(3))
+
+
+def no_initialiser() -> None:
+    FullyShardedDataParallel(on_meta(lambda: nn.Sequential(nn.Linear(3, 3), Bare())))
+
+
+def leaves_meta() -> None:
+    fully_shard(on_meta(lambda: nn.Linear(3, 3)), param_init_fn=lambda m: None)
+
+
+def leaves_a_buffer() -> None:
+    """A state dict has no non-persistent buffers: loading leaves them on meta."""
+    model = fully_shard(on_meta(known_model))
+    model.load_state_dict(filled(known_model()).state_dict(), assign=True)
+    model(torch.ones(2, 6))
+
+
+def copies_into_meta() -> None:
+    """Torch only warns, and the values would be lost."""
+    fully_shard(on_meta(tiny_mlp)).load_state_dict(tiny_mlp().state_dict())
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (no_initialiser, r"Bare '1' holds 'gain' on meta.*param_init_fn"),
+        (leaves_meta, r"Linear .* left 'weight' as .*to_empty"),
+        (leaves_a_buffer, r"buffers '2.scale' are still on meta"),
+        (copies_into_meta, r"'0.weight'.* on meta.*to_empty.*assign=True"),
+    ],
+)
+def test_what_would_stay_on_meta_is_refused(
+    one_rank: World, call: Callable[[], None], match: str
+) -> None:
+    """Class, module and tensor are named, and the way out."""
+    with pytest.raises((PlanError, RuntimeError), match=match):
+        call()
+
+
+# ---- what was on meta and got memory alone ----
+
+both_doors = pytest.mark.parametrize("door", ["composable", "fsdp2"])
+
+
+class Rotary(nn.Module):
+    """Frequencies that no checkpoint has, as Llama's; ``table`` is in checkpoints."""
+
+    inv_freq: Tensor
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("inv_freq", torch.arange(4.0) + 1, persistent=False)
+        self.register_buffer("table", torch.arange(3) + 1)
+        self.register_buffer("flag", torch.zeros((), dtype=torch.bool))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x) * self.inv_freq + self.table.sum()
+        return y
+
+
+def rotary() -> Any:
+    """A model on meta, with one unit below the root, whose parameters got values."""
+    model = on_meta(lambda: nn.Sequential(Rotary(), nn.Linear(4, 4)))
+    apply_units(model, ["0"]).to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    return model
+
+
+@pytest.mark.req("P-19")
+@on_ranks(2)
+def test_buffers_that_nobody_filled_are_named_by_the_first_forward(
+    world: World,
+) -> None:
+    """Filled in place, by ``.data``, or assigned, they are buffers like others."""
+    ways: list[Callable[[Any], object]] = [
+        lambda each: (each.inv_freq.fill_(1.0), each.table.fill_(2)),
+        lambda each: (each.inv_freq.data.fill_(1.0), each.table.data.fill_(2)),
+        lambda each: (
+            each.register_buffer("inv_freq", torch.ones(4), persistent=False),
+            each.register_buffer("table", torch.ones(3, dtype=torch.int64)),
+        ),
+    ]
+    for way in ways:
+        model = rotary()
+        for _ in range(2):
+            with pytest.raises(
+                PlanError, match=r"Buffers '0.inv_freq', '0.table' were on meta and no"
+            ):
+                model(torch.ones(2, 4))
+        way(model[0])
+        assert type(model[0].inv_freq) is Tensor
+        model(torch.ones(2, 4)).sum().backward()
+
+
+def reset(model: nn.Module) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of parameters without elements
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                module.reset_parameters()
+
+
+def deep() -> nn.Sequential:
+    return nn.Sequential(*(tiny_mlp(12, hidden=20, seed=i) for i in range(3)))
+
+
+def on_shards(
+    seed: int,
+    init: Callable[[nn.Module], object] = reset,
+    door: str = "composable",
+) -> nn.Module:
+    """Sharded on meta, and initialised in place under ``seed``."""
+    if door == "fsdp2":
+        model = on_meta(deep)
+        fsdp2.fully_shard(model.get_submodule("0"))
+        fsdp2.fully_shard(model)
+    else:
+        model = apply_units(on_meta(deep), ["0", "1"])
+    model.to_empty(device="cpu")
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        init(model)
+    return model
+
+
+def told(model: nn.Module) -> list[str]:
+    """The error or the log lines of two forwards."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]  # of this handler alone
+    logger = logging.getLogger("composable_fsdp")
+    logger.addHandler(handler)
+    try:
+        for _ in range(2):
+            backward(model(torch.ones(2, 12)).sum())
+    except PlanError as error:
+        return [str(error)]
+    finally:
+        logger.removeHandler(handler)
+    return lines
+
+
+@pytest.mark.req("P-19")
+@both_doors
+@on_ranks(2, 3)
+def test_torchtitans_order_is_refused_on_every_rank(world: World, door: str) -> None:
+    """Meta, shard, ``to_empty``, initialise under one seed: the rows would repeat."""
+    for init in (
+        reset,
+        lambda model: [p.data.normal_() for p in model.parameters()],
+        lambda model: [nn.init.trunc_normal_(p, std=0.02) for p in model.parameters()],
+    ):
+        (text,) = told(on_shards(0, init, door))
+        for part in ("weight' begins on rank 1 as", "init_weights(model)"):
+            assert part in text
+
+
+@pytest.mark.req("P-19")
+@on_ranks(2)
+def test_values_that_are_right_are_not_refused(world: World) -> None:
+    """Other seeds, a load, constants, whole initialisation, a copy that repeats."""
+    assert told(on_shards(world.rank)) == []
+    loaded = on_shards(0)
+    loaded.load_state_dict(deep().state_dict())
+    assert told(loaded) == []
+    assert told(apply_units(deep(), ["0"])) == []
+    same = on_shards(0)
+    for index, parameter in enumerate(same.parameters()):
+        nn.init.constant_(parameter, index)
+    assert told(same) == []
+    whole = on_shards(0)
+    torch.manual_seed(0)
+    with unshard_params(whole):
+        reset(whole)
+    plain = deep()
+    torch.manual_seed(0)
+    reset(plain)
+    assert differences(whole.state_dict(), plain.state_dict()) == {}
+    assert told(whole) == []
+    # The same rows on both ranks, by will: a line in the log and no error.
+    for repeated in (on_shards(0), apply_units(on_meta(deep), ["0"])):
+        repeated.to_empty(device="cpu")
+        for parameter in repeated.parameters():
+            rows = torch.randn(
+                parameter.shape, generator=torch.Generator().manual_seed(1)
+            )
+            parameter.data.copy_(rows)
+        assert all("Shards were written to" in line for line in told(repeated))
+
+
+@pytest.mark.req("P-19")
+@both_doors
+@on_ranks(1, 2, 3)
+def test_parameters_that_a_checkpoint_lacks_are_refused(
+    world: World, door: str
+) -> None:
+    """On every rank, also on one without rows; a new head gets its own values."""
+    model = on_shards(0, lambda model: None, door)
+    values = {k: v for k, v in deep().state_dict().items() if k[0] != "2"}
+    model.load_state_dict(values, strict=False)
+
+    with pytest.raises(
+        PlanError, match=r"Parameters .*'2.0.weight'.* were on meta and nothing"
+    ):
+        model(torch.ones(2, 12))
+
+    torch.manual_seed(3)
+    init_weights(model.get_submodule("2"))
+    plain = deep()
+    torch.manual_seed(3)
+    reset(plain[2])
+    plain.load_state_dict(values, strict=False)
+    x = torch.ones(2, 12)
+    assert torch.equal(model(x), plain(x))

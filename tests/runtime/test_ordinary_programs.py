@@ -4,26 +4,38 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, prune, rnn
-from torch.optim import swa_utils
+from torch.nn.utils import parametrizations, rnn
 from torch.utils.checkpoint import checkpoint_sequential
 
-from composable_fsdp import unshard_params
+from composable_fsdp import (
+    Arena,
+    Block,
+    CPUOffload,
+    Int8Wire,
+    ShardingStrategy,
+    fully_shard,
+    get_full_param,
+    load,
+    plan,
+    save,
+    unshard_params,
+)
+from tests.runtime.parity import trains_as
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     PATHS,
+    STRATEGIES,
     adamw,
     apply_units,
     assert_same_training,
     averaged_gradients,
     backward,
-    differences,
     loss_of,
     sgd,
     train,
@@ -90,31 +102,6 @@ class Chunks(nn.Module):
         return y
 
 
-class Features(nn.Module):
-    """Hooks of the user collect what units and their parts give, for the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = block(), block()
-        self.found: dict[str, Tensor] = {}
-        for name in ("first", "last.1"):
-            self.get_submodule(name).register_forward_hook(Collects(self.found, name))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.last(self.first(x))
-        return torch.cat([y, *self.found.values()], 1)
-
-
-class Collects:
-    """A hook that ``copy.deepcopy`` copies with the model."""
-
-    def __init__(self, found: dict[str, Tensor], name: str) -> None:
-        self.found, self.name = found, name
-
-    def __call__(self, module: nn.Module, args: Any, y: Tensor) -> None:
-        self.found[self.name] = y
-
-
 class Routes(nn.Module):
     """An expert per batch, chosen by a number that all ranks have; others rest."""
 
@@ -130,36 +117,12 @@ class Routes(nn.Module):
         return y
 
 
-class Autocasts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = block(), nn.LayerNorm(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            y: Tensor = self.last(self.first(x))
-        return y
-
-
 def chain(first: nn.Module) -> nn.Module:
     return nn.Sequential(first, nn.ReLU(), nn.Linear(WIDTH, WIDTH))
 
 
 def square() -> nn.Linear:
     return nn.Linear(WIDTH, WIDTH)
-
-
-def pruned() -> nn.Module:
-    linear = square()
-    prune.l1_unstructured(linear, "weight", 0.3)  # type: ignore[no-untyped-call]  # of torch
-    return linear
-
-
-def images() -> nn.Module:
-    layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True)]
-    model: Any = nn.Sequential(*layers, nn.Conv2d(4, 2, 3))
-    made: nn.Module = model.to(memory_format=torch.channels_last)
-    return made
 
 
 class Case(NamedTuple):
@@ -175,11 +138,7 @@ CASES = {
     "packed sequences": Case(Packed, ("first", "last"), (4, WIDTH)),
     "attention weights": Case(Attends, ("first",), (4, WIDTH)),
     "recomputed chunks": Case(Chunks, ("chain.0", "chain.1", "chain.3")),
-    "collected features": Case(Features, ("first", "last")),
     "routed experts": Case(Routes, ("experts.0", "experts.1", "experts.2")),
-    "autocast": Case(Autocasts, ("first", "last"), optimize=sgd),
-    "channels last": Case(images, ("0", "3"), (3, 8, 8)),
-    "pruning": Case(lambda: chain(pruned())),
     "weight norm": Case(lambda: chain(parametrizations.weight_norm(square()))),
     "orthogonal weights": Case(lambda: chain(parametrizations.orthogonal(square()))),
     "spectral norm by hooks": Case(lambda: chain(nn.utils.spectral_norm(square()))),
@@ -235,34 +194,6 @@ def test_a_program_trains_and_evaluates_as_the_plain_one(
         torch.testing.assert_close(model.eval()(x), reference.eval()(x))
 
 
-def normed() -> nn.Module:
-    layers = [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH))
-
-
-@on_ranks(2)
-def test_averaged_models_are_those_of_the_plain_model(world: World) -> None:
-    """An AveragedModel with an average over lists, and its batch norms made anew."""
-    torch.manual_seed(0)
-    plain = normed()
-    models = [plain, apply_units(copy.deepcopy(plain), ["0", "3"])]
-    average = swa_utils.get_ema_multi_avg_fn(0.5)  # type: ignore[no-untyped-call]  # of torch
-    averaged = [swa_utils.AveragedModel(m, multi_avg_fn=average) for m in models]
-    found = []
-    for model, slow in zip(models, averaged, strict=True):
-        optimizer = sgd(model.parameters())
-        for step in range(STEPS):
-            backward(loss_of(model, features(step, 0)))
-            optimizer.step()
-            optimizer.zero_grad()
-            slow.update_parameters(model)
-        swa_utils.update_bn([features(step, 0) for step in range(2)], slow)
-        slow.eval()
-        found.append([slow(features(9, 0)), *slow.module.state_dict().values()])
-
-    torch.testing.assert_close(*found)
-
-
 @on_ranks(2)
 def test_a_rank_whose_batch_is_empty_takes_part(world: World) -> None:
     """Its gradients are zeros, which count in the mean."""
@@ -283,41 +214,89 @@ def test_a_rank_whose_batch_is_empty_takes_part(world: World) -> None:
     assert_same_training(model, plain, [], [], tolerance=1e-6)
 
 
-@on_ranks(2)
-def test_parameters_are_one_vector_inside_unshard_params(world: World) -> None:
-    """What ``vector_to_parameters`` writes is trained on."""
+# ---- memory formats ----
+
+
+def convolutions(*, strided: bool = True) -> Any:
+    """Two convolutions and one in three dimensions, in channels_last."""
     torch.manual_seed(0)
-    plain = block()
-    model = apply_units(copy.deepcopy(plain), ["0"])
-    for each in (plain, model):
-        with unshard_params(model) if each is model else nullcontext():
-            vector = nn.utils.parameters_to_vector(each.parameters()).detach()
-            nn.utils.vector_to_parameters(vector * 2, each.parameters())
-        backward(loss_of(each, features(0, 0)))
-        sgd(each.parameters()).step()
+    model: Any = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8, track_running_stats=False),
+        nn.ReLU(),
+        nn.Conv2d(8, 6, 3, padding=1),
+        nn.Unflatten(1, (2, 3)),
+        nn.Conv3d(2, 5, 3, padding=1),
+    )
+    if strided:
+        model[:4].to(memory_format=torch.channels_last)
+        model[5].to(memory_format=torch.channels_last_3d)
+    return model
 
-    assert_same_training(model, plain, [], [], tolerance=1e-6)
+
+def assert_equal(model: nn.Module, expected: nn.Module) -> None:
+    """The full state has the plain model's values, shapes and strides."""
+    wanted, found = expected.state_dict(), model.state_dict()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, check_stride=True)
 
 
-@on_ranks(2)
-def test_models_and_optimizers_go_back_by_plain_state_dicts(world: World) -> None:
-    """In one process: the same steps again give the same numbers, bit by bit."""
-    torch.manual_seed(0)
-    model = apply_units(block(), ["0"])
-    optimizer = adamw(model.parameters())
-    states: list[Any] = []
-    for begin in (0, 2, 2):
-        if len(states) == 3:
-            model.load_state_dict(states[0])
-            optimizer.load_state_dict(states[1])
-        for step in range(begin, begin + 2):
-            backward(loss_of(model, features(step, world.rank)))
-            optimizer.step()
-            optimizer.zero_grad()
-        whole = {name: value.clone() for name, value in model.state_dict().items()}
-        states += [whole, copy.deepcopy(optimizer.state_dict())][
-            : 2 if not begin else 1
-        ]
+@pytest.mark.req("M-07")
+@pytest.mark.few(3)
+@pytest.mark.parametrize(
+    "arena",
+    [None, Arena(poison=True, reduce=True), Arena(shared=False)],
+    ids=["none", "shared", "own"],
+)
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES[::2], ids=lambda each: each.name)
+@on_ranks(1, 2)
+def test_convolutions_keep_their_memory_format(
+    world: World,
+    strategy: ShardingStrategy,
+    offload: bool,
+    arena: Arena | None,
+    tmp_path: Path,
+) -> None:
+    """In forward and in state dicts; through checkpoints to other formats and back,
+    freezing, writes in full, and copies."""
+    option = CPUOffload(offload_params=offload)
+    options: dict[str, Any] = {"strategy": strategy, "cpu_offload": option}
+    expected, seen = convolutions(), list[tuple[int, ...]]()
+    model = apply_units(convolutions(), ["0", "3"], arena=arena, **options)
+    model.get_submodule("0").register_forward_pre_hook(
+        lambda module, _: seen.append(module.weight.stride())
+    )
+    make = lambda step, rank: features(step, 0, 3, 4, 4)  # noqa: E731
+    model.get_submodule("0").requires_grad_(False)
+    expected[0].requires_grad_(False)
+    trains_as(world, model, expected, make, adamw)
+    for each in (model, expected):
+        each.requires_grad_(True)
+    trains_as(world, model, expected, make, adamw)
+    assert set(seen) == {expected[0].weight.stride()} == {(27, 1, 9, 3)}
+    assert_equal(model, expected)
+    assert get_full_param(model, "5.weight").stride() == expected[5].weight.stride()
 
-    assert differences(states[3], states[2]) == {}
-    assert differences(states[2], states[0]) != {}
+    save(tmp_path / "saved", model)
+    other = fully_shard(convolutions(strided=False))
+    load(tmp_path / "saved", other)
+    for name, value in other.state_dict().items():
+        torch.testing.assert_close(value, expected.state_dict()[name])
+    again = fully_shard(convolutions(), **options)
+    load(tmp_path / "saved", again)
+    with unshard_params(again), torch.no_grad():
+        for parameter in (*again.parameters(), *expected.parameters()):
+            parameter.mul_(0.5)
+    assert_equal(again, expected)
+    again.load_state_dict(expected.state_dict())
+    assert_equal(copy.deepcopy(again), expected)
+
+
+def test_what_cannot_keep_the_format_is_contiguous() -> None:
+    """A block or a wire format that cuts or scales parts of rows."""
+    for options in ({"block": Block.ELEMENT}, {"wire": Int8Wire()}):
+        (unit,) = plan(convolutions(), world_size=2, **options).units
+        assert not any(region.is_strided for region in unit.regions)
+    (unit,) = plan(convolutions(), world_size=2).units
+    assert any(region.is_strided for region in unit.regions)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,10 +17,36 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.link_group import link_world
-from benchmarks.schedule import Schedule, Span, hidden, on_streams, seconds
-from composable_fsdp import BackwardPrefetch
+from benchmarks.schedule import Schedule, on_streams, seconds
+from composable_fsdp import (
+    BackwardPrefetch,
+    fully_shard,
+    set_modules_to_backward_prefetch,
+    set_modules_to_forward_prefetch,
+)
+from composable_fsdp.errors import CompositionError
+from composable_fsdp.phases import Residency
 from composable_fsdp.tree.traversal import _get_fsdp_handles
-from tests.support.reference import PATHS, apply_units
+from tests.runtime.events import (
+    EncoderDecoder,
+    Event,
+    block,
+    gpt_steps,
+    most_live,
+    steps_of,
+    units_of,
+    unused,
+)
+from tests.runtime.parity import trains_as
+from tests.support.models import tiny_mlp
+from tests.support.on_ranks import on_ranks
+from tests.support.reference import (
+    PATHS,
+    adamw,
+    apply_units,
+    wide_input,
+)
+from tests.support.world import World
 
 PRE, POST = BackwardPrefetch
 WIDTH = 8
@@ -34,7 +62,6 @@ class Noted(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, note: Note, name: str) -> Tensor:
-        """Map ``(batch, WIDTH)`` to the same."""
         note(f"forward {name}", 1)
         ctx.save_for_backward(x, weight)
         ctx.note, ctx.name = note, name
@@ -42,7 +69,6 @@ class Noted(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Twice the work of forward."""
         ctx.note(f"backward {ctx.name}", 2)
         x, weight = ctx.saved_tensors
         return grads[0] @ weight.t(), x.t() @ grads[0], None, None
@@ -57,7 +83,6 @@ class Unit(nn.Module):
         self.name, self.note = name, note
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``(batch, WIDTH)`` to the same."""
         y: Tensor = Noted.apply(x, self.weight, self.note, self.name)  # type: ignore[no-untyped-call]  # torch
         return y
 
@@ -71,7 +96,6 @@ class Chain(nn.Module):
         self.note = note
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``(batch, WIDTH)`` to the same."""
         for unit in self.units:
             between = torch.eye(WIDTH)
             x = Noted.apply(x, between, self.note, f"before {unit.name}")  # type: ignore[no-untyped-call]  # torch
@@ -163,28 +187,6 @@ def test_backward_computes_while_its_collectives_are_in_flight(
     assert flights(schedule, "backward") == IN_BACKWARD[mode]
 
 
-@pytest.mark.req("S2-03")
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("ahead", [True, False])
-def test_forward_computes_while_the_next_all_gather_is_in_flight(
-    ahead: bool, path: str
-) -> None:
-    """With ``forward_prefetch`` the next unit's is, without it none."""
-    schedule = step_of(3, path=path, forward_prefetch=ahead)
-
-    found = flights(schedule, "forward")
-    assert found.pop("before 0") == set()
-    following = {"0": {"gather 1"}, "1": {"gather 2"}, "2": set()}
-    during = {f"before {i + 1}": following[str(i)] for i in range(2)}
-    expected = {**following, **during}
-    assert found == (expected if ahead else {name: set() for name in expected})
-
-
-def played(schedule: Schedule, slower: int = 1) -> list[Span]:
-    """On a machine where a forward takes 1, and each unit's collective ``slower``."""
-    return schedule.times(operations_per_second=1, bytes_per_second=GATHER / slower)
-
-
 UNITS = 6
 COMPUTED = 3 * UNITS
 """Forward is 1, backward is 2."""
@@ -203,21 +205,163 @@ def test_a_step_takes_as_long_as_what_nothing_hides(
     """Compute, and the collectives that nothing is computed in. On CUDA the host runs
     ahead, so forward needs no prefetch."""
     options: dict[str, Any] = {"backward_prefetch": mode, "forward_prefetch": ahead}
-    spans = played(step_of(UNITS, cuda=cuda, between=0, **options))
+    schedule = step_of(UNITS, cuda=cuda, between=0, **options)
+    # A forward takes 1, and so does each collective of a unit.
+    spans = schedule.times(operations_per_second=1, bytes_per_second=GATHER)
 
     forward = 1 if ahead or cuda else UNITS
     assert seconds(spans) == COMPUTED + forward + EXPOSED[mode]
 
 
-@pytest.mark.req("S2-03")
-@pytest.mark.parametrize("cuda", [False, True], ids=["cpu", "cuda"])
-def test_a_slow_link_is_never_idle(cuda: bool) -> None:
-    """Where collectives take five times a forward, a step takes as long as they do, and
-    the last unit's forward: what comes after it is gathered for nobody yet."""
-    step = step_of(UNITS, cuda=cuda, between=0, forward_prefetch=True)
-    spans = played(step, slower=5)
+# ---- which units are gathered ahead of their use ----
 
-    sent = sum(span.end - span.begin for span in spans if span.kind == "send")
-    assert sent == 3 * UNITS * 5
-    assert seconds(spans) == sent + 1
-    assert hidden(spans) == pytest.approx((COMPUTED - 1) / sent)
+BLOCKS = [f"blocks.{i}" for i in range(4)]
+ORDER = ["", *BLOCKS]
+
+
+def moment(events: list[Event], what: str, unit: str) -> int:
+    """Where the event stands."""
+    return events.index((what, unit))
+
+
+@pytest.mark.req("S2-01", "S2-04", "S1-06", "S2-02")
+@pytest.mark.parametrize(
+    ("path", "mode", "ahead", "live"),
+    [
+        ("composable", PRE, False, (2, 3)),
+        ("wrapper", POST, False, (2, 2)),
+        ("composable", None, False, (2, 2)),
+        ("wrapper", PRE, True, (3, 3)),
+    ],
+)
+@on_ranks(2)
+def test_units_are_gathered_when_the_modes_say(
+    world: World,
+    path: str,
+    mode: BackwardPrefetch | None,
+    ahead: bool,
+    live: tuple[int, int],
+) -> None:
+    """In backward, PRE: before the unit after it is freed. POST: after that, and before
+    it is asked for. None: when it is asked for. In forward one ahead, from the second
+    step on, which has a record. Few units have memory at once."""
+    steps = gpt_steps(world.rank, path, backward_prefetch=mode, forward_prefetch=ahead)
+    for step, (forward, whole) in enumerate(steps):
+        assert units_of(forward, "gather") == ORDER
+        for this, after in pairwise(ORDER):
+            early = moment(forward, "gather", after) < moment(forward, "use", this)
+            assert early == (ahead and step > 0)
+        assert units_of(whole, "gather") == BLOCKS[::-1]
+        for this, later in pairwise(BLOCKS):
+            gather = moment(whole, "gather", this)
+            before_free = gather < moment(whole, "free", later)
+            before_asked = gather < moment(whole, "grad", this)
+            assert (before_free, before_asked) == (mode is PRE, mode is not None)
+    # The root comes full out of forward.
+    assert (most_live(forward), most_live([("gather", ""), *whole])) == live
+
+
+@pytest.mark.req("S2-01", "S2-02")
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("mode", [PRE, POST, None])
+@on_ranks(2)
+def test_no_all_gather_is_wasted_where_units_hold_units(
+    world: World, mode: BackwardPrefetch | None, ahead: bool
+) -> None:
+    """Each unit is gathered once each way and used, also with a memory that several
+    units read; the numbers are those of the plain model."""
+    options: dict[str, Any] = {"backward_prefetch": mode, "forward_prefetch": ahead}
+    make, everyone = wide_input(6), sorted(EncoderDecoder.UNITS)
+    model = apply_units(EncoderDecoder(), EncoderDecoder.UNITS, **options)
+    trains_as(world, model, EncoderDecoder(), make, adamw)
+    for forward, whole in steps_of(model, [make(at, world.rank) for at in range(3)]):
+        assert unused(forward) == unused(whole) == []
+        assert sorted(units_of(forward, "gather")) == ["", *everyone]
+        assert sorted(units_of(whole, "gather")) == everyone
+
+
+def list_ahead(model: nn.Module) -> None:
+    """Blocks 0 and 3 gather two blocks ahead each, forward and backward."""
+    first, second, third, last = (block(model, i) for i in range(4))
+    set_modules_to_forward_prefetch(first, [second, third])
+    set_modules_to_backward_prefetch(last, [third, second])
+
+
+def take_back(model: nn.Module) -> None:
+    list_ahead(model)
+    set_modules_to_forward_prefetch(block(model, 0), [])
+    set_modules_to_backward_prefetch(block(model, 3), [])
+
+
+@pytest.mark.req("B-15", "D-03")
+@pytest.mark.parametrize("path", PATHS)
+@on_ranks(2)
+def test_listed_units_are_gathered_at_once_nearest_first(
+    world: World, path: str
+) -> None:
+    """All of the list, in its order, before the unit itself is used or freed; not so
+    without the list, or with one that was taken back."""
+    run = partial(gpt_steps, world.rank, path, backward_prefetch=None)
+    steps, without = run(arrange=list_ahead), run()
+    for forward, whole in steps:
+        assert units_of(forward, "gather") == ORDER
+        assert units_of(whole, "gather") == BLOCKS[::-1]
+        assert unused(forward) == unused(whole) == []
+        for ahead in BLOCKS[1:3]:
+            assert moment(forward, "gather", ahead) < moment(forward, "use", BLOCKS[0])
+            assert moment(whole, "gather", ahead) < moment(whole, "free", BLOCKS[3])
+    assert run(arrange=take_back) == without != steps
+
+
+class Fork(nn.Module):
+    """Three layers, which eval mode runs the other way round, or just one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two, self.three = (nn.Linear(4, 4) for _ in range(3))
+        self.short = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        layers = [self.one, self.two, self.three][:: 1 if self.training else -1]
+        for layer in layers[:1] if self.short else layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.req("S1-06")
+@on_ranks(2)
+def test_each_mode_has_its_order_and_what_is_not_used_is_freed(world: World) -> None:
+    """Eval is prefetched in eval's order; a forward that ends early frees what it
+    gathered ahead."""
+    model = Fork()
+    sharded = apply_units(model, ["one", "two", "three"], forward_prefetch=True)
+    there = ["one", "two", "three"]
+    for at, training in enumerate((True, False, True, False)):
+        sharded.train(training)
+        ((forward, _),) = steps_of(sharded, [torch.ones(2, 4)])
+        order = there if training else there[::-1]
+        assert units_of(forward, "gather") == order
+        ahead = moment(forward, "gather", order[1]) < moment(forward, "use", order[0])
+        assert ahead == (at > 1)
+        assert unused(forward) == []
+
+    model.short = True
+    ((forward, _),) = steps_of(sharded, [torch.ones(2, 4)])
+    assert unused(forward) == ["two"]
+    inner = _get_fsdp_handles(sharded)[1:]
+    assert {handle.residency for handle in inner} == {Residency.SHARDED}
+
+
+def test_lists_take_units_of_one_tree_only(one_rank: World) -> None:
+    """Another module is refused at once, a unit of another tree by the forward."""
+    model, other = fully_shard(tiny_mlp()), fully_shard(tiny_mlp())
+    match = "called on a Linear that is no fully sharded"
+
+    with pytest.raises(CompositionError, match=match):
+        set_modules_to_forward_prefetch(model, [model[0]])
+    with pytest.raises(CompositionError, match=match):
+        set_modules_to_backward_prefetch(model[2], [model])
+    set_modules_to_forward_prefetch(model, [other])
+    with pytest.raises(CompositionError, match="List units of one tree"):
+        model(torch.ones(2, 8))

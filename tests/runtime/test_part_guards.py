@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from composable_fsdp import (
-    CPUOffload,
-    ModuleWrapPolicy,
     PhaseError,
     ShardingStrategy,
     fully_shard,
@@ -32,6 +30,7 @@ from composable_fsdp.flat.part_guards import REFUSE
 from composable_fsdp.phases import Residency
 from composable_fsdp.tree.traversal import _get_fsdp_handles, _get_fsdp_states
 from property_tests.live import batches, examples
+from tests.runtime.parity import trains_as
 from tests.support.models import TinyGPT, build, legal_units
 from tests.support.on_ranks import on_ranks
 from tests.support.recipes import ModelRecipe
@@ -49,8 +48,6 @@ from tests.support.reference import (
 )
 from tests.support.strategies import FEATURES, model_recipes
 from tests.support.world import RankPool, World
-
-RankCount = Callable[[int], RankPool]
 
 
 def generator() -> torch.Generator:
@@ -106,10 +103,7 @@ def plain_of(model: nn.Module) -> Causal:
 @pytest.mark.parametrize("path", PATHS)
 @on_ranks(2)
 def test_parts_called_apart_are_refused_on_every_rank(world: World, path: str) -> None:
-    """A head, an embedding, the model below the head, a method and a unit's layer.
-
-    Each idiom is refused; then the model trains as the plain one does.
-    """
+    """A head, an embedding, the model below the head, a method and a unit's layer."""
     tokens, hidden = gpt_input(0, world.rank), torch.randn(2, 5, 17)
     units = [f"model.{name}" for name in gpt_units(TinyGPT())]
     model = apply_units(Causal(), units, path=path)
@@ -124,10 +118,7 @@ def test_parts_called_apart_are_refused_on_every_rank(world: World, path: str) -
         with torch.no_grad():
             refused(world, lambda: core.eval().lm_head(hidden), "'lm_head'")
         reference = copy.deepcopy(plain_of(model))
-        losses = train(model, world.rank, gpt_input, sgd)
-        expected = train_reference(reference, world.world_size, gpt_input, sgd)
-        mine = [each[world.rank] for each in expected]
-        assert_same_training(model, reference, losses, mine)
+        trains_as(world, model, reference, gpt_input)
 
 
 class Later(nn.Module):
@@ -209,19 +200,6 @@ def test_parts_that_see_whole_values_may_be_called(world: World) -> None:
         model[0](x)
 
 
-def test_nothing_is_refused_where_one_rank_has_it_all(one_rank: World) -> None:
-    """Parameters are whole, and the gradient of the rank is the mean."""
-    for options in (
-        {"strategy": ShardingStrategy.NO_SHARD},
-        {"cpu_offload": CPUOffload(offload_params=True)},
-    ):
-        model: Any = fully_shard(nn.Sequential(nn.Linear(4, 4)), **options)
-
-        model[0](torch.ones(1, 4))
-
-        assert REFUSE not in model[0]._forward_pre_hooks
-
-
 def uncut(how: str) -> Any:
     """``Causal`` whose weights are whole on both ranks; blocks are units."""
     model, strategy = Causal(), ShardingStrategy.NO_SHARD
@@ -255,10 +233,7 @@ def test_parts_of_units_that_are_not_cut_would_train_on_one_rank(
         reference = plain_of(model)
         with torch.no_grad():
             assert torch.equal(model.encode(tokens), reference.encode(tokens))
-        expected = train_reference(reference, world.world_size, gpt_input, sgd)
-        losses = train(model, world.rank, gpt_input, sgd)
-        mine = [each[world.rank] for each in expected]
-        assert_same_training(model, reference, losses, mine)
+        trains_as(world, model, reference, gpt_input)
     model.lm_head.requires_grad_(False)
     model.lm_head(hidden)
     register_forward_method(model, "encode")
@@ -282,8 +257,6 @@ class Mix(nn.Module):
         values = [torch.tensor([0.4, 0.5]), torch.tensor([0.6, 0.7])]
         made: dict[str, Callable[[], nn.Module]] = {
             "list": lambda: nn.ParameterList(values),
-            "dict": lambda: nn.ParameterDict({"a": values[0], "b": values[1]}),
-            "module": lambda: Holder(2),
             "nested": lambda: nn.ModuleList([nn.ModuleList([Holder(2)])]),
         }
         self.kind, self.inner = kind, made[kind]()
@@ -294,7 +267,7 @@ class Mix(nn.Module):
         return x
 
 
-KINDS = {"list": "0", "dict": "a", "module": "scale", "nested": "0.0.scale"}
+KINDS = {"list": "0", "nested": "0.0.scale"}
 
 
 @pytest.mark.few(1)
@@ -316,152 +289,9 @@ def test_the_module_that_reads_a_container_is_the_part(world: World, path: str) 
                 named = "Mix '0.0' was called", f" of '0.0.inner.{key}'"
                 refused(world, partial(part, x), *named, reason=reason)
                 functional_call(part, given, (x,))
-                expected = train_reference(plain, 2, wide_input(2), sgd)
-                losses = train(model, world.rank, wide_input(2), sgd)
-                mine = [each[world.rank] for each in expected]
-                assert_same_training(model, plain, losses, mine)
+                trains_as(world, model, plain, wide_input(2))
             # The unit's own module gathers, whatever it reads.
             assert REFUSE not in getattr(core[1], "module", core[1])._forward_pre_hooks
-
-
-@pytest.mark.req("P-12")
-@pytest.mark.parametrize("path", PATHS)
-@on_ranks(2)
-def test_the_encoder_layers_fast_path_stays(world: World, path: str) -> None:
-    """Parts have no hook while their unit is full.
-
-    The encoder layer's fast path asks that no module in it has hooks.
-    """
-    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    for parameter in layer.parameters():
-        nn.init.normal_(parameter, std=0.2, generator=generator())
-    plain: Any = nn.Sequential(layer).eval()
-    model = apply_units(copy.deepcopy(plain), [], path=path).eval()
-    x = torch.randn(2, 3, 8, generator=generator())
-    taken: list[bool] = []
-    real = torch._transformer_encoder_layer_fwd
-
-    def counted(*args: Any) -> Tensor:
-        taken.append(True)
-        fast: Tensor = real(*args)
-        return fast
-
-    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "_transformer_encoder_layer_fwd", counted)
-        assert torch.equal(model(x), plain(x))
-
-    assert taken == [True, True]
-    core: Any = getattr(model, "module", model)
-    calls: list[Callable[[], object]] = [
-        lambda: core[0].linear1(x),
-        lambda: core[0].self_attn(x, x, x),
-        lambda: core[0](x),
-    ]
-    for call in calls:
-        with pytest.raises(PhaseError, match="was called while"):
-            call()
-
-
-class Adapted(nn.Module):
-    """As PEFT does: ``generate`` is the base model's, which calls itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base_model = Causal()
-
-    def generate(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.base_model(tokens)
-        return logits.argmax(-1)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.base_model(tokens)
-        return logits
-
-
-@pytest.mark.req("P-12")
-@on_ranks(2)
-def test_the_way_out_that_the_error_names_works(world: World) -> None:
-    """``register_forward_method`` on the unit makes the method right."""
-    tokens = gpt_input(0, 0)
-    expected = Adapted().generate(tokens)
-    model = fully_shard(Adapted())
-    refused(world, lambda: model.generate(tokens), "'base_model.model.tokens'")
-
-    register_forward_method(model, "generate")
-
-    assert torch.equal(model.generate(tokens), expected)
-
-
-@on_ranks(2)
-def test_copies_refuse_calls_of_their_parts(world: World) -> None:
-    """A copy of a sharded unit, of a copy, and of a unit that is full by hand."""
-    model: Any = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-    x = torch.ones(1, 4)
-    twin = copy.deepcopy(model)
-    model(x)
-    for each in (model, twin, copy.deepcopy(twin)):
-        with pytest.raises(PhaseError, match="Linear '1' was called"):
-            each[1](x)
-    assert torch.equal(twin(x), model(x))
-    # The part that reads the list is copied later than the list.
-    pair = nn.Sequential(nn.Sequential(Mix("list")), Mix("list"))
-    fully_shard(pair[0])
-    reader: Any = fully_shard(pair)
-    with pytest.raises(PhaseError, match="Mix '1' was called"):
-        copy.deepcopy(reader)[1](torch.ones(1, 2))
-    unshard(model)
-    opened = copy.deepcopy(model)
-    with pytest.raises(PhaseError, match="Linear '1' was called"):
-        opened[1](x)
-    model[1](x)
-
-
-class Break(RuntimeError):
-    """What a hook raises."""
-
-
-@on_ranks(2)
-def test_units_laid_out_anew_refuse_calls_of_their_parts_alone(world: World) -> None:
-    """After a freeze, on a model and on a copy, and after a forward that raised."""
-    x = torch.ones(1, 4)
-    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
-    fully_shard(model[0])
-    fully_shard(model)
-
-    def fail(*_: object) -> None:
-        raise Break
-
-    for each in (model, copy.deepcopy(model)):
-        each(x).sum().backward()
-        for p in each.parameters():
-            p.grad = None
-        each[0].weight.requires_grad_(False)
-        each[1][0].bias.requires_grad_(False)
-        hook = each[0].register_forward_pre_hook(fail)
-        with pytest.raises(Break):
-            each(x)
-        hook.remove()
-        y = each(x)
-        assert torch.equal(y, copy.deepcopy(each)(x))
-        y.sum().backward()
-        with pytest.raises(PhaseError, match=r"Linear '1\.0' was called"):
-            each[1][0](x)
-        assert not any(REFUSE in m._forward_pre_hooks for m in (each, each[0]))
-
-
-@on_ranks(2)
-def test_a_unit_that_reads_a_weight_of_an_outer_one_is_a_part_of_that(
-    world: World,
-) -> None:
-    """It gathers its bias and not the weight that it shares."""
-    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[1].weight = model[0].weight
-    policy = ModuleWrapPolicy({nn.Linear})
-    fully_shard(model, policy=policy, tied_params="promote")
-    x = torch.ones(1, 4)
-    model(x).sum().backward()
-    with pytest.raises(PhaseError, match=r"Linear '1' was called .* of '1\.weight'"):
-        model[1](x)
 
 
 def parts_of(model: nn.Module) -> list[nn.Module]:
@@ -482,7 +312,11 @@ def check_programs(world: World, recipes: list[ModelRecipe]) -> None:
         no = partial(refused, world, reason=GRADIENT if whole else ROWS)
         parts = parts_of(model)
         if whole:
-            parts = [p for p in parts if any(x.requires_grad for x in own(p))]
+            parts = [
+                p
+                for p in parts
+                if any(x.requires_grad for x in p.parameters(recurse=False))
+            ]
         for part in parts:
             no(partial(part, make_input(0, 0)), type(part).__name__)
         expected = train_reference(plain, world.world_size, make_input, sgd)
@@ -494,16 +328,11 @@ def check_programs(world: World, recipes: list[ModelRecipe]) -> None:
         assert_same_training(model, plain, losses, mine)
 
 
-def own(module: nn.Module) -> Iterator[nn.Parameter]:
-    """The module's parameters without those of modules below."""
-    return module.parameters(recurse=False)
-
-
 @pytest.mark.req("P-12")
 @examples(10)
 @given(recipes=batches(model_recipes(2, 2, FEATURES - {"replicate"})))
 def test_every_part_of_every_model_is_refused(
-    ranks: RankCount, recipes: list[ModelRecipe]
+    ranks: Callable[[int], RankPool], recipes: list[ModelRecipe]
 ) -> None:
     """Alike on all ranks, with nothing sent and nothing changed for training."""
     ranks(2).run(check_programs, recipes)

@@ -1,9 +1,11 @@
-"""Every strategy over every form of ranks trains as the plain model does."""
+"""Every strategy over every form of ranks trains as the plain model does, and sends
+what the plan says."""
 
 from __future__ import annotations
 
 import copy
 import os
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -12,7 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import (
@@ -27,6 +29,7 @@ from composable_fsdp import (
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.runtime.traffic import Counts, counts, planned
 from tests.support.models import TinyGPT, module_at
+from tests.support.on_ranks import on_ranks
 from tests.support.recording import record_steps
 from tests.support.reference import (
     PATHS,
@@ -38,6 +41,7 @@ from tests.support.reference import (
     gpt_input,
     gpt_units,
     loss_of,
+    sgd,
     tolerance_at,
     train,
     train_reference,
@@ -46,9 +50,7 @@ from tests.support.reference import (
 from tests.support.tiny import tiny_mlp
 from tests.support.world import RankPool, World, fake_world
 
-RankCount = Callable[[int], RankPool]
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
-MESHES = [(1, 1), (1, 2), (2, 1), (1, 4), (4, 1), (2, 2)]
 STEPS = 3
 
 
@@ -116,48 +118,38 @@ def sent_in(
     return {op: (STEPS * n, STEPS * nbytes) for op, (n, nbytes) in one.items()}
 
 
-@pytest.mark.req("D-07", "B-04")
+FORMS = [
+    *(("mesh", shape) for shape in [(1, 1), (1, 2), (2, 1), (1, 4), (4, 1), (2, 2)]),
+    ("pair", (2, 1)),
+    ("pair", (2, 2)),
+    ("group", (1, 2)),
+    ("line", (1, 4)),
+]
+
+
+@pytest.mark.req("D-07", "B-04", "B-19")
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("strategy", [*STRATEGIES, *HYBRID], ids=lambda s: s.name)
-@pytest.mark.parametrize("shape", MESHES, ids=str)
-def test_every_strategy_on_every_two_dimensional_mesh_equals_the_reference(
-    ranks: RankCount, shape: tuple[int, int], strategy: ShardingStrategy, path: str
+@pytest.mark.parametrize("strategy", ShardingStrategy, ids=lambda s: s.name)
+@pytest.mark.parametrize(("form", "shape"), FORMS, ids=str)
+def test_every_strategy_on_every_form_of_ranks_equals_the_reference(
+    ranks: Callable[[int], RankPool],
+    form: str,
+    shape: tuple[int, int],
+    strategy: ShardingStrategy,
+    path: str,
 ) -> None:
-    """Also where a dim has one rank; replicas agree and the plan's bytes are sent."""
+    """Meshes, FSDP1's pairs of (shard, replicate) and one group, also where a dim has
+    one rank; replicas agree and the plan's bytes are sent, none by a rank alone."""
+    if form in ("group", "line") and strategy in HYBRID:
+        strategy = ShardingStrategy.NO_SHARD
     pool = ranks(shape[0] * shape[1])
 
-    sent = pool.run(train_on, "mesh", shape, strategy, path)
+    sent = pool.run(train_on, form, shape, strategy, path)
 
-    assert sent == [sent_in(strategy, pool.world_size, shape[1])] * pool.world_size
-
-
-@pytest.mark.req("D-07", "B-04")
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
-@pytest.mark.parametrize("form", ["group", "line"])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_a_group_and_a_mesh_of_one_dimension_equal_the_reference(
-    ranks: RankCount, world_size: int, form: str, strategy: ShardingStrategy
-) -> None:
-    """All ranks share the parameters; without sharding, all are replicas."""
-    pool = ranks(world_size)
-
-    sent = pool.run(train_on, form, (1, world_size), strategy, "composable")
-
-    assert sent == [sent_in(strategy, world_size, None)] * world_size
-
-
-@pytest.mark.req("D-07", "B-04")
-@pytest.mark.parametrize("strategy", HYBRID, ids=lambda s: s.name)
-@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 2), (2, 2)], ids=str)
-def test_a_pair_of_groups_is_shard_then_replicate(
-    ranks: RankCount, shape: tuple[int, int], strategy: ShardingStrategy
-) -> None:
-    """FSDP1's tuple means the same ranks as the mesh."""
-    pool = ranks(shape[0] * shape[1])
-
-    sent = pool.run(train_on, "pair", shape, strategy, "wrapper")
-
-    assert sent == [sent_in(strategy, pool.world_size, shape[1])] * pool.world_size
+    share = shape[1] if strategy in HYBRID or shape[0] > 1 else None
+    expected = sent_in(strategy, pool.world_size, share)
+    assert sent == [expected] * pool.world_size
+    assert bool(expected) == (pool.world_size > 1)
 
 
 # ---- bytes of mixed precision ------------------------------------------------
@@ -189,14 +181,13 @@ def send_low(
     "low",
     [
         MixedPrecision(torch.bfloat16, torch.float32),
-        MixedPrecision(torch.bfloat16),
-        MixedPrecision(reduce_dtype=torch.bfloat16),
         MixedPrecision(torch.bfloat16, keep_low_precision_grads=True),
+        MixedPrecision(reduce_dtype=torch.bfloat16),
     ],
-    ids=["both", "param", "reduce", "kept"],
+    ids=["both", "kept", "reduce"],
 )
 def test_mixed_precision_sends_the_bytes_of_its_dtypes(
-    ranks: RankCount,
+    ranks: Callable[[int], RankPool],
     shape: tuple[int, int],
     strategy: ShardingStrategy,
     low: MixedPrecision,
@@ -216,29 +207,6 @@ def test_mixed_precision_sends_the_bytes_of_its_dtypes(
 
     for steps in pool.run(send_low, shape, strategy, low):
         assert steps == [planned(expected)] * 2
-
-
-class Raise(nn.Module):
-    """Give float32, whatever comes."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Cast."""
-        return x.float()
-
-
-def test_dtypes_that_are_reduced_as_one_are_one_call() -> None:
-    """A bfloat16 and a float32 layer, both reduced in float32, share a call."""
-    first = nn.Linear(4, 4, dtype=torch.bfloat16)
-    model = nn.Sequential(first, Raise(), nn.Linear(4, 4))
-    low = MixedPrecision(reduce_dtype=torch.float32)
-    expected = planned(plan(model, world_size=2, mixed_precision=low))
-
-    with fake_world(2), record_steps() as calls:
-        fully_shard(model, mixed_precision=low)
-        backward(model(torch.ones(1, 4, dtype=torch.bfloat16)).sum())
-
-    assert counts(calls) == expected
-    assert expected["reduce_scatter"][0] == 1
 
 
 # ---- within a node -----------------------------------------------------------
@@ -262,7 +230,7 @@ def train_by_node(
 )
 @pytest.mark.parametrize("strategy", HYBRID, ids=lambda s: s.name)
 def test_hybrid_without_ranks_shards_within_a_node(
-    ranks: RankCount,
+    ranks: Callable[[int], RankPool],
     node: int,
     world_size: int,
     groups: int,
@@ -272,34 +240,6 @@ def test_hybrid_without_ranks_shards_within_a_node(
     answers = ranks(world_size).run(train_by_node, node, strategy)
 
     assert answers == [(sent_in(strategy, world_size, node), groups)] * world_size
-
-
-def shard_by_node_twice(world: World, destroy: bool) -> tuple[int, int, list[int]]:
-    """Shard two models by node; groups made for each, and the first model's ranks."""
-    made = []
-    with patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2"}):
-        for _ in range(2):
-            with patch.object(dist, "new_group", wraps=dist.new_group) as new:
-                model = fully_shard(TinyGPT(), strategy=HYBRID[0])
-            made.append(new.call_count)
-            (handle,) = _get_fsdp_handles(model)
-            groups = handle.groups.shard, handle.groups.replicate
-            if destroy and len(made) == 1:
-                for group in groups:
-                    dist.destroy_process_group(group)
-    assert groups[0] is not None
-    return made[0], made[1], dist.get_process_group_ranks(groups[0])
-
-
-@pytest.mark.parametrize("destroy", [False, True])
-def test_groups_of_nodes_are_made_once_until_they_are_destroyed(
-    ranks: RankCount, destroy: bool
-) -> None:
-    """A second model finds them; after ``destroy_process_group`` they are made anew."""
-    answers = ranks(4).run(shard_by_node_twice, destroy)
-
-    again = 4 if destroy else 0
-    assert answers == [(4, again, [0, 1])] * 2 + [(4, again, [2, 3])] * 2
 
 
 # ---- several strategies in one tree ------------------------------------------
@@ -350,7 +290,7 @@ def train_mixed(world: World, path: str, form: str) -> dict[str, tuple[int, int]
     [("default", (4, 1)), ("mesh", (2, 2)), ("bare mesh", (2, 2)), ("pair", (2, 2))],
 )
 def test_units_of_one_tree_may_differ_in_strategy(
-    ranks: RankCount, form: str, whole: tuple[int, int], path: str
+    ranks: Callable[[int], RankPool], form: str, whole: tuple[int, int], path: str
 ) -> None:
     """Each unit has groups of its own, and the norm counts every gradient once."""
     sizes = {"": whole, "blocks.0": (1, 4), "blocks.1": whole}
@@ -359,62 +299,66 @@ def test_units_of_one_tree_may_differ_in_strategy(
     assert ranks(4).run(train_mixed, path, form) == [sizes] * 4
 
 
-# ---- what is refused ---------------------------------------------------------
+# ---- what is refused ----
+
+NODES = "LOCAL_WORLD_SIZE"
+REFUSED = [
+    ("default", None, f"{NODES}, which is not set.*torchrun.*2-D device_mesh"),
+    ("default", "two", "which is two"),
+    ("default", "3", f"{NODES}=3 does not divide the world size 8.*2-D device_mesh"),
+    ("group", None, "2-D device_mesh.*tuple.*or neither"),
+    ("line", None, "2-D device_mesh.*tuple.*or neither"),
+    ("part", None, "hold 4 ranks together.*1-D mesh"),
+]
 
 
-@pytest.mark.parametrize(
-    ("size", "match"),
-    [
-        (None, "LOCAL_WORLD_SIZE, which is not set.*torchrun.*2-D device_mesh"),
-        ("two", "which is two"),
-        ("0", "which is 0"),
-        ("3", "LOCAL_WORLD_SIZE=3 does not divide the world size 8.*2-D device_mesh"),
-    ],
-)
-def test_nodes_of_unknown_or_unequal_size_are_refused(
-    monkeypatch: pytest.MonkeyPatch, size: str | None, match: str
+@pytest.mark.req("B-04")
+@pytest.mark.parametrize(("form", "size", "match"), REFUSED)
+def test_ranks_that_do_not_say_who_shares_are_refused(
+    monkeypatch: pytest.MonkeyPatch, form: str, size: str | None, match: str
 ) -> None:
-    """The message names the variable and the way out; no parameter has changed."""
+    """The way out is named, and no parameter has changed."""
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if size is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", size)
     model = tiny_mlp()
     shapes = [p.shape for p in model.parameters()]
-
-    with fake_world(8), pytest.raises(PlanError, match=match):
-        fully_shard(model, strategy=ShardingStrategy.HYBRID_SHARD)
-
+    with fake_world(8):
+        strategy = ShardingStrategy.HYBRID_SHARD
+        if form == "part":
+            mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+            given: dict[str, Any] = {"device_mesh": mesh["b", "c"]}
+            strategy = ShardingStrategy.NO_SHARD
+        else:
+            given = ranks_of(form, (1, 8))
+        with pytest.raises(PlanError, match=match):
+            fully_shard(model, strategy=strategy, **given)
     assert [p.shape for p in model.parameters()] == shapes
     assert fully_shard.state(model) is None
 
 
-@pytest.mark.req("B-04")
-@pytest.mark.parametrize("form", ["group", "line"])
-def test_hybrid_on_one_group_is_refused(form: str) -> None:
-    """It does not say where to cut, and both ways out are named."""
-    with fake_world(4):
-        options = ranks_of(form, (1, 4))
-
-        with pytest.raises(PlanError, match=r"2-D device_mesh.*tuple.*or neither"):
-            fully_shard(tiny_mlp(), strategy=HYBRID[0], **options)
+# ---- collectives of a step ----
 
 
-def test_no_shard_on_two_groups_of_a_part_of_the_world_is_refused() -> None:
-    """No group holds all four of the eight ranks, so none can average."""
-    with fake_world(8):
-        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+@pytest.mark.req("B-19", "S1-33")
+@pytest.mark.parametrize("path", PATHS)
+@on_ranks(2)
+def test_a_unit_is_gathered_once_per_pass_and_reduced_once(
+    world: World, path: str
+) -> None:
+    """Root and two blocks: three gathers, two more, three reductions, nothing."""
+    model = apply_units(TinyGPT(), gpt_units(TinyGPT()), path=path)
+    optimizer = sgd(model.parameters())
+    for step in range(3):
+        with record_steps() as forward:
+            loss = loss_of(model, gpt_input(step, world.rank))
+        with record_steps() as rest:
+            backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
 
-        with pytest.raises(PlanError, match=r"hold 4 ranks together.*1-D mesh"):
-            fully_shard(
-                tiny_mlp(),
-                strategy=ShardingStrategy.NO_SHARD,
-                device_mesh=mesh["b", "c"],
-            )
-
-
-def test_a_hybrid_plan_needs_the_number_of_ranks_that_share() -> None:
-    """A plan reads no environment; a number that does not divide is refused."""
-    with pytest.raises(PlanError, match="expects shard_world_size"):
-        plan(tiny_mlp(), world_size=4, strategy=ShardingStrategy.HYBRID_SHARD)
-    with pytest.raises(PlanError, match="divides world_size=4, got 3"):
-        plan(tiny_mlp(), world_size=4, shard_world_size=3)
+        assert Counter(call.op for call in forward) == {"all_gather": 3}
+        assert Counter(call.op for call in rest) == {
+            "all_gather": 2,
+            "reduce_scatter": 3,
+        }

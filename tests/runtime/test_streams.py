@@ -7,11 +7,10 @@ run there and not where forward does.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,12 +19,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_fsdp import (
+    Arena,
     BackwardPrefetch,
     CPUOffload,
     MixedPrecision,
     PhaseError,
     PlanError,
-    ShardedGradScaler,
     ShardingStrategy,
     checkpoint,
     clip_grad_norm_,
@@ -42,25 +41,24 @@ from composable_fsdp import (
     unshard,
     unshard_params,
 )
+from composable_fsdp.comm import collectives
 from composable_fsdp.features.comm_hooks.hooks import (
     DefaultState,
     LowPrecisionState,
     allreduce_hook,
     bf16_compress_hook,
 )
-from composable_fsdp.phases import Residency
-from composable_fsdp.planning.options import RETIRING_LIMIT, RETIRING_UNLIMITED
 from composable_fsdp.runtime import recover
 from composable_fsdp.tree.traversal import _get_fsdp_handles
-from tests.support.memory import cuda_order
 from tests.support.models import TinyGPT
 from tests.support.reference import backward
-from tests.support.streams import FakeStream, StreamOrder, stream_order
+from tests.support.streams import Clock, FakeStream, StreamOrder, stream_order
 from tests.support.world import fake_world
 
 LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 LOWER = MixedPrecision(param_dtype=torch.bfloat16)
 ON_HOST = CPUOffload(offload_params=True)
+SLOTS = Arena(poison=True, reduce=True)
 TOKENS = torch.arange(12).view(2, 6)
 
 
@@ -124,7 +122,7 @@ def mesh_for(strategy: ShardingStrategy) -> DeviceMesh | None:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("offload", [None, ON_HOST], ids=["device", "host"])
 @pytest.mark.parametrize("precision", [None, LOW, LOWER], ids=["own", "low", "lower"])
 @pytest.mark.parametrize("strategy", ShardingStrategy, ids=lambda s: s.name)
@@ -149,11 +147,14 @@ def test_every_strategy_is_ordered(
         train(model)
 
 
+@pytest.mark.few(3)
+@pytest.mark.req("M-07")
+@pytest.mark.parametrize("arena", [None, SLOTS], ids=["own", "slots"])
 @pytest.mark.parametrize("limited", [True, False])
 @pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("mode", [*BackwardPrefetch, None])
 def test_every_prefetch_mode_is_ordered(
-    mode: BackwardPrefetch | None, ahead: bool, limited: bool
+    mode: BackwardPrefetch | None, ahead: bool, limited: bool, arena: Arena | None
 ) -> None:
     """Through training, evaluation and training again."""
     with watched() as order:
@@ -162,6 +163,7 @@ def test_every_prefetch_mode_is_ordered(
             backward_prefetch=mode,
             forward_prefetch=ahead,
             limit_all_gathers=limited,
+            arena=arena,
         )
         train(model)
         with torch.no_grad():
@@ -169,17 +171,13 @@ def test_every_prefetch_mode_is_ordered(
         train(model.train())
 
 
-@pytest.mark.few
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ShardingStrategy, ids=lambda s: s.name)
 def test_a_captured_step_waits_for_nothing_from_before(
     strategy: ShardingStrategy,
 ) -> None:
     """Neither a stream nor the host, for the warm-up or for the step of another model;
-    and later steps wait for nothing from inside.
-
-    CUDA refuses a wait for an event that was recorded on the other side. The warm-up is
-    on a stream of its own, as torch asks for.
-    """
+    and later steps wait for nothing from inside."""
     with watched() as order:
         host = gpt(order, cpu_offload=ON_HOST)
         train(host)
@@ -198,30 +196,6 @@ def test_a_captured_step_waits_for_nothing_from_before(
         # Eager again, as for a batch of another shape.
         train(model)
         train(host)
-
-
-def test_between_steps_no_unit_keeps_its_full_parameters() -> None:
-    """After an evaluation, after a reshard by hand, and after a step."""
-    with watched() as order:
-        model = gpt(order)
-        train(model)
-        assert residencies(model) == {Residency.SHARDED}
-        with torch.no_grad():
-            loss_of(model)
-        assert residencies(model) == {Residency.SHARDED}
-        unshard(model)
-        reshard(model)
-        assert residencies(model) == {Residency.SHARDED}
-        # A forward that a backward follows keeps memory for the next all-gather.
-        loss = loss_of(model)
-        assert Residency.FREE_PENDING in residencies(model)
-        backward(loss)
-        assert residencies(model) == {Residency.SHARDED}
-
-
-def residencies(model: Any) -> set[Residency]:
-    """Where the full parameters of the units are."""
-    return {handle.residency for handle in _get_fsdp_handles(model)}
 
 
 def listed(order: StreamOrder) -> None:
@@ -291,25 +265,6 @@ def freezing(order: StreamOrder) -> None:
     train(model)
 
 
-def given_gradients(order: StreamOrder) -> None:
-    """``.grad`` was set by the user; the tensor is dropped while it is added."""
-    model = gpt(order)
-    for _ in range(2):
-        backward(loss_of(model))
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad.clone()
-    train(model)
-
-
-def penalty_first(order: StreamOrder) -> None:
-    """Autograd adds to ``.grad`` of the shards after their unit was reduced."""
-    model = gpt(order)
-    for _ in range(2):
-        penalty = sum(p.square().sum() for p in model.parameters())
-        backward(penalty + loss_of(model))
-
-
 def penalty_last(order: StreamOrder) -> None:
     """Autograd adds to ``.grad`` of the shards before their unit is reduced."""
     model = gpt(order)
@@ -358,13 +313,12 @@ def comm_hooks(order: StreamOrder) -> None:
     """Hooks that reduce; one rank's result is the reduce buffer itself."""
     world = dist.group.WORLD
     assert world is not None
-    for offload in (None, ON_HOST):
-        model = gpt(order, cpu_offload=offload)
-        register_comm_hook(model, LowPrecisionState(world), bf16_compress_hook)
-        train(model)
-        model = gpt(order, cpu_offload=offload, strategy=ShardingStrategy.NO_SHARD)
-        register_comm_hook(model, DefaultState(world), allreduce_hook)
-        train(model)
+    model = gpt(order, cpu_offload=ON_HOST)
+    register_comm_hook(model, LowPrecisionState(world), bf16_compress_hook)
+    train(model)
+    model = gpt(order, strategy=ShardingStrategy.NO_SHARD)
+    register_comm_hook(model, DefaultState(world), allreduce_hook)
+    train(model)
 
 
 def checkpointed(order: StreamOrder) -> None:
@@ -389,10 +343,7 @@ def again(order: StreamOrder) -> None:
 
 
 def stepped_between(order: StreamOrder) -> None:
-    """An optimizer steps after a forward that may still be reading what it writes.
-
-    The backward of that forward is refused, and the next step is ordered as any other.
-    """
+    """An optimizer steps after a forward that may still be reading what it writes."""
     for offload in (None, ON_HOST):
         model = gpt(order, cpu_offload=offload)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
@@ -407,15 +358,6 @@ def stepped_between(order: StreamOrder) -> None:
         train(model)
 
 
-def copied(order: StreamOrder) -> None:
-    """A copy trains beside the original."""
-    model = gpt(order)
-    backward(loss_of(model))
-    twin = copy.deepcopy(model)
-    train(model)
-    train(twin)
-
-
 class Either(nn.Module):
     """Uses one of two layers, then a third."""
 
@@ -424,7 +366,6 @@ class Either(nn.Module):
         self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
 
     def forward(self, x: Tensor, which: int) -> Tensor:
-        """Map ``(batch, 6)`` to the same."""
         out: Tensor = (self.a(x), self.b(x))[which] + self.c(x)
         return out
 
@@ -440,17 +381,6 @@ def unused(order: StreamOrder) -> None:
             backward(model(torch.randn(2, 6), which).sum())
 
 
-def scaled(order: StreamOrder) -> None:
-    """A scaler reads and writes the gradients."""
-    model = gpt(order, mixed_precision=LOW)
-    optimizer, scaler = sgd(model), ShardedGradScaler("cpu")
-    for _ in range(2):
-        backward(scaler.scale(loss_of(model)))
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-
-
 def two_precisions(order: StreamOrder) -> None:
     """Evaluation in full precision, its backward mixed with one in low."""
     with pytest.MonkeyPatch.context() as patch:
@@ -463,65 +393,36 @@ def two_precisions(order: StreamOrder) -> None:
     train(model.train())
 
 
-class Raise(torch.autograd.Function):
-    """The identity, whose backward raises."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Return a copy."""
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        """Raise."""
-        raise RuntimeError("boom")
-
-
-break_backward: Callable[[Tensor], Tensor] = Raise.apply
-
-
 def broken(order: StreamOrder) -> None:
     """Backward raises before a unit was reduced, or half way; also with no_sync."""
-    for offload in (None, ON_HOST):
+
+    def fail(module: nn.Module, args: tuple[Any, ...]) -> None:
+        args[0].register_hook(lambda _: 1 // 0)
+
+    for offload, place in ((None, "blocks.1"), (ON_HOST, "blocks.1"), (None, "norm")):
         model = gpt(order, cpu_offload=offload)
-        for place in (model.norm, model.blocks[1], model.blocks[1]):
-            handle = place.register_forward_pre_hook(
-                lambda _, args: (break_backward(args[0]),)
-            )
-            with pytest.raises(RuntimeError, match="boom"):
-                backward(loss_of(model))
-            handle.remove()
-            train(model)
-            with no_sync(model):
-                backward(loss_of(model))
-
-
-def broken_comm_hook(order: StreamOrder) -> None:
-    """A hook raises after it has read the buffer that is then freed."""
-
-    def raising(state: object, gradient: Tensor, output: Tensor) -> None:
-        gradient.mul_(2)
-        output.copy_(gradient[: output.numel()])
-        raise RuntimeError("boom")
-
-    model = gpt(order)
-    register_comm_hook(model, None, raising)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="boom"):
+        handle = model.get_submodule(place).register_forward_pre_hook(fail)
+        with pytest.raises(ZeroDivisionError):
             backward(loss_of(model))
-    train(gpt(order))
+        handle.remove()
+        train(model, steps=1)
+        with no_sync(model):
+            backward(loss_of(model))
 
 
-def evaluated_on_the_host(order: StreamOrder) -> None:
-    """The host writes shards after a forward that no backward waits for."""
-    model = gpt(order, cpu_offload=ON_HOST)
-    optimizer, values = sgd(model), model.state_dict()
-    backward(loss_of(model))
-    with torch.no_grad():
-        loss_of(model)
-    optimizer.step()
-    loss_of(model)
-    model.load_state_dict(values)
+def shown(order: StreamOrder) -> None:
+    """Written between optimizer and forward, by blocks and by a state dict."""
+    for offload, precision in ((None, LOW), (ON_HOST, None)):
+        model = gpt(order, cpu_offload=offload, mixed_precision=precision)
+        for rank0_only in (False, True):
+            train(model, steps=1)
+            backward(loss_of(model))
+            with unshard_params(model, with_grads=True, rank0_only=rank0_only):
+                for parameter in model.parameters():
+                    parameter.data.mul_(0.5)
+            sgd(model).step()
+        model.load_state_dict(model.state_dict())
+        train(model)
 
 
 CASES = [
@@ -531,8 +432,6 @@ CASES = [
     not_the_last,
     late_replicas,
     freezing,
-    given_gradients,
-    penalty_first,
     penalty_last,
     steps_in_backward,
     tensor_hooks,
@@ -540,26 +439,38 @@ CASES = [
     checkpointed,
     again,
     stepped_between,
-    copied,
     unused,
-    scaled,
     two_precisions,
     broken,
-    broken_comm_hook,
-    evaluated_on_the_host,
+    shown,
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-@pytest.mark.parametrize("again", [True, False], ids=["moved", "build"])
-def test_streams_are_ordered(
-    case: Callable[[StreamOrder], None], again: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the case's docstring says, on four ranks: with nodes of leaves on the stream
-    of the forward, and, as if a graph held them, on that of the build."""
-    if not again:
-        monkeypatch.setattr(recover, "make_nodes_on_current_stream", lambda context: 0)
+by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+
+
+@by_case
+def test_streams_are_ordered(case: Callable[[StreamOrder], None]) -> None:
+    """What the case's docstring says, on four ranks."""
     with watched() as order:
+        case(order)
+
+
+@pytest.mark.few(6)
+@pytest.mark.req("M-07")
+@by_case
+@pytest.mark.parametrize("way", ["build", "shared slots", "own slots", "one rank"])
+def test_streams_are_ordered_elsewhere(
+    case: Callable[[StreamOrder], None], way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes of leaves on the stream of the build, as if a graph held them; in slots of
+    an arena, where gathers and poison come behind the last reader; without peers."""
+    if way == "build":
+        monkeypatch.setattr(recover, "make_nodes_on_current_stream", lambda context: 0)
+    elif "slots" in way:
+        arena = SLOTS if way == "shared slots" else Arena(shared=False, poison=True)
+        monkeypatch.setitem(globals(), "units", partial(units, arena=arena))
+    with watched(1 if way == "one rank" else 4) as order:
         case(order)
 
 
@@ -587,26 +498,6 @@ def test_nodes_of_leaves_are_on_the_stream_of_the_forward() -> None:
         assert streams_of(model) == {(third,)}
 
 
-def test_nodes_that_a_graph_holds_stay_on_their_stream() -> None:
-    """The backward of a forward on another stream is ordered, before and after."""
-    with watched() as order:
-        model = gpt(order)
-        first = loss_of(model)
-        third = FakeStream(order, "third")
-        third.wait_stream(order.compute)
-        with order.on(third):
-            second = loss_of(model)
-            assert streams_of(model) == {(order.compute,)}
-            backward(second)
-        order.compute.wait_stream(third)
-        backward(first)
-        del first, second
-        third.wait_stream(order.compute)
-        with order.on(third):
-            train(model)
-        assert streams_of(model) == {(third,)}
-
-
 @pytest.mark.req("M-07")
 def test_gradients_belong_to_the_stream_of_the_forward(
     monkeypatch: pytest.MonkeyPatch,
@@ -624,73 +515,6 @@ def test_gradients_belong_to_the_stream_of_the_forward(
                 assert owner is order.compute
 
 
-ALONE = [penalty_first, steps_in_backward, checkpointed, unused, two_precisions]
-
-
-@pytest.mark.parametrize("case", ALONE, ids=lambda case: case.__name__)
-def test_streams_of_one_rank_are_ordered(
-    case: Callable[[StreamOrder], None],
-) -> None:
-    """Full parameters are the shards, and gradients are copied and not sent."""
-    with watched(1) as order:
-        case(order)
-
-
-SHOWN = [
-    {},
-    {"with_grads": True},
-    {"rank0_only": True},
-    {"rank0_only": True, "offload_to_cpu": True, "with_grads": True},
-]
-
-
-@pytest.mark.few(4)
-@pytest.mark.parametrize("shown", SHOWN, ids=lambda shown: "-".join(shown) or "plain")
-@pytest.mark.parametrize("precision", [None, LOW], ids=["own", "low"])
-@pytest.mark.parametrize("offload", [None, ON_HOST], ids=["device", "host"])
-def test_full_parameters_outside_the_step_are_ordered(
-    offload: CPUOffload | None, precision: MixedPrecision | None, shown: dict[str, bool]
-) -> None:
-    """Written between optimizer and forward, by the block and by a state dict."""
-    with watched() as order:
-        model = gpt(order, cpu_offload=offload, mixed_precision=precision)
-        optimizer = sgd(model)
-        backward(loss_of(model))
-        optimizer.step()
-        with unshard_params(model, **shown):
-            for parameter in model.parameters():
-                parameter.data.mul_(0.5)
-        train(model)
-        model.load_state_dict(model.state_dict())
-        train(model)
-
-
-@pytest.mark.parametrize("limited", [True, False])
-def test_a_backward_that_gathers_nothing_frees_as_it_goes(limited: bool) -> None:
-    """SHARD_GRAD_OP holds all units between forward and backward, and not after."""
-    alive: list[int] = []
-    with fake_world(4):
-        model = TinyGPT(layers=8)
-        strategy = ShardingStrategy.SHARD_GRAD_OP
-        for module in (*model.blocks, model):
-            fully_shard(module, strategy=strategy, limit_all_gathers=limited)
-        handles = _get_fsdp_handles(model)
-        with cuda_order(handles):
-            x = model(TOKENS)
-            for handle in handles[1:]:
-                handle.form.accumulators[0].register_prehook(
-                    lambda _: alive.append(
-                        sum(h.residency is not Residency.SHARDED for h in handles)
-                    )
-                )
-            backward(x.sum())
-
-    # The root, the unit whose gradient arrives, and those that wait to be freed: in
-    # backward one less than in forward, as the next unit may be gathered ahead.
-    waiting = (RETIRING_LIMIT if limited else RETIRING_UNLIMITED) - 1
-    assert (alive[0], alive[-1]) == (9, 2 + waiting)
-
-
 def test_a_cast_while_gradients_are_reduced_is_refused() -> None:
     """With set_is_last_backward(False) they are on their way after backward."""
     with fake_world(4):
@@ -700,3 +524,79 @@ def test_a_cast_while_gradients_are_reduced_is_refused() -> None:
         model.float()
         with pytest.raises(PlanError, match="were cast while its gradients are being"):
             model(TOKENS)
+
+
+# ---- the all-reduce over replicas ----
+
+HYBRID = ShardingStrategy.HYBRID_SHARD
+
+
+class Sent(NamedTuple):
+    """A reduction as it was issued."""
+
+    unit: str
+    stream: FakeStream
+    time: int
+    seen: Clock
+    """What the stream waits for first."""
+    compute: Clock
+    """What compute has waited for by then."""
+
+
+def sent(
+    order: StreamOrder, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, list[Sent]]:
+    """The reductions of a backward in the steady state, by kind, in order."""
+    found: dict[str, list[Sent]] = {}
+
+    def note(op: str, plain: Any) -> Any:
+        def noting(*args: Any, operation: Any = None, **kwargs: Any) -> Any:
+            stream, seen = order.current, dict(order.current.clock)
+            result = plain(*args, operation=operation, **kwargs)
+            clock = dict(order.compute.clock)
+            made = Sent(operation.unit, stream, stream.clock[stream], seen, clock)
+            found.setdefault(op, []).append(made)
+            return result
+
+        return noting
+
+    backward(loss_of(model))
+    for name in ("reduce_scatter_flat", "all_reduce"):
+        monkeypatch.setattr(collectives, name, note(name, getattr(collectives, name)))
+    backward(loss_of(model))
+    return found
+
+
+@contextmanager
+def hybrid(**options: Any) -> Iterator[tuple[StreamOrder, Any]]:
+    """Three blocks on a rank of two shards and two replicas."""
+    with watched() as order:
+        yield (
+            order,
+            gpt(order, strategy=HYBRID, device_mesh=mesh_for(HYBRID), **options),
+        )
+
+
+@pytest.mark.req("M-07")
+@pytest.mark.parametrize("low", [None, LOWER], ids=["own", "low"])
+def test_the_next_reduce_scatter_does_not_wait_for_the_all_reduce(
+    low: MixedPrecision | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither does compute, until the reduction after next; each all-reduce is behind
+    its own reduce-scatter."""
+    with hybrid(mixed_precision=low) as (order, model):
+        found = sent(order, model, monkeypatch)
+        end = dict(order.compute.clock)
+    scattered, summed = found["reduce_scatter_flat"], found["all_reduce"]
+
+    assert [each.unit for each in scattered] == [each.unit for each in summed]
+    assert len(scattered) == 4
+    assert len({scattered[0].stream, summed[0].stream, order.compute}) == 3
+    for own, result in zip(scattered, summed, strict=True):
+        assert result.seen[own.stream] >= own.time
+    for before, following in zip(summed, scattered[1:], strict=False):
+        assert following.seen.get(before.stream, 0) < before.time
+        assert following.compute.get(before.stream, 0) < before.time
+    for before, following in zip(summed, scattered[2:], strict=False):
+        assert following.seen[before.stream] >= before.time
+    assert end[summed[-1].stream] >= summed[-1].time
