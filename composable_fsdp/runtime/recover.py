@@ -183,7 +183,8 @@ def _new_record(context: RuntimeContext, state: _FSDPState) -> ForwardRecord:
     # buffers of other sizes, which aborts the process.
     mode = (state.fqn, training, torch.is_grad_enabled(), context.changed_flags)
     fills = any(map(_fills, context.handles))
-    return RECORDS.get(context, _record)(mode, fills)
+    record: ForwardRecord = RECORDS.get(context, _record)(mode, fills)
+    return record
 
 
 def _keep_or_discard(context: RuntimeContext, handle: FlatParamHandle) -> None:
