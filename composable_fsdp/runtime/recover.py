@@ -60,7 +60,6 @@ from composable_fsdp.runtime.reduce import (
     finish_reduction,
 )
 from composable_fsdp.runtime.threads import (
-    is_below,
     require_no_other_backward,
     require_not_elsewhere,
 )
@@ -87,6 +86,7 @@ from composable_fsdp.tree.state import (
     RuntimeContext,
     _FSDPState,
     _RootFSDPState,
+    is_below,
     root_of,
 )
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 import sys
 import threading
 from threading import get_ident
-from types import FrameType
 
 from composable_fsdp.errors import PhaseError
-from composable_fsdp.tree.state import RuntimeContext, root_of
+from composable_fsdp.tree.state import RuntimeContext, is_below, root_of
 
 BACKWARDS: dict[int, int] = {}
 """By thread: number of calls of autograd's engine that are running there."""
@@ -67,13 +66,6 @@ def _thread_in_forward(context: RuntimeContext) -> int | None:
         if thread != get_ident() and is_below(frame, top):
             return thread
     return None
-
-
-def is_below(frame: FrameType, top: FrameType | None) -> bool:
-    """Return whether ``frame`` is on the stack that ends with ``top``."""
-    while top is not None and top is not frame:
-        top = top.f_back
-    return top is not None
 
 
 def _refuse(context: RuntimeContext, what: str, thread: int) -> None:

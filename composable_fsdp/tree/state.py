@@ -483,3 +483,10 @@ def root_of(context: RuntimeContext) -> _RootFSDPState:
     # can run.
     assert root is not None
     return root
+
+
+def is_below(frame: FrameType, top: FrameType | None) -> bool:
+    """Return whether ``frame`` is on the stack that ends with ``top``."""
+    while top is not None and top is not frame:
+        top = top.f_back
+    return top is not None

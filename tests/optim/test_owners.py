@@ -297,7 +297,8 @@ def test_wrong_arguments_are_refused(world: World) -> None:
     assert text.startswith("CompositionError: map_on_owners() needs original param")
     fewer = slice(world.rank, None)
     ask = partial(map_on_owners, parameters[fewer], values[fewer], lambda w, _: w)
-    assert message_of(ask).startswith("DesyncError: Ranks make different calls")
+    text = message_of(ask)
+    assert text.startswith("DesyncError: Ranks make different calls"), text
 
 
 @on_ranks(2)

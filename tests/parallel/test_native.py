@@ -202,11 +202,11 @@ def test_copies_that_differ_are_refused(world: World, tmp_path: Path) -> None:
     save(tmp_path / "loose", loose, other)
     other.state[matrix]["step"] += world.rank // 2
     text = message_of(lambda: save(tmp_path / "new", loose, other))
-    assert "The part of DTensor matrix (state 'step') is in no unit and has" in text
+    assert "DTensor \"matrix (state 'step')\" is in no unit and has" in text
     with torch.no_grad():
         matrix.to_local().add_(world.rank == 3)
     text = message_of(lambda: save(tmp_path / "new", loose))
-    assert "part of DTensor matrix at (0, 5) is in no unit and has other values" in text
+    assert "DTensor 'matrix at (0, 5)' is in no unit and has other values" in text
     assert "on rank 3 than on rank 1" in text
     assert not (tmp_path / "new" / "manifest.json").exists()
 

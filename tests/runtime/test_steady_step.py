@@ -27,8 +27,10 @@ FILES = {
     "runtime/backward.py",
     "runtime/forward.py",
     "runtime/graph_task.py",
+    "runtime/passage.py",
     "runtime/recover.py",
     "runtime/reduce.py",
+    "runtime/unit_forward.py",
     "runtime/unshard.py",
     "tree/state.py",
 }
