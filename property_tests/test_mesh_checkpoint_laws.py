@@ -149,6 +149,10 @@ def laws(draw: st.DrawFn) -> Law:
         Placement(2, (0, 1), 2, Block.ROW),
     )
 )
+@example(
+    # A tensor in no unit of fewer rows than ranks.
+    law=Law(((1,),), Placement(1, (0,), 0, Block.ROW), Placement(1, (0,), 0, Block.ROW))
+)
 def test_a_checkpoint_goes_from_any_placement_to_any_and_back(
     ranks: RankCount, tmp_path: Path, law: Law
 ) -> None:

@@ -47,6 +47,7 @@ from composable_fsdp.runtime.recover import (
     is_live,
     mode_of,
     recover,
+    require_outside_block,
 )
 from composable_fsdp.runtime.threads import runs_elsewhere
 from composable_fsdp.runtime.unit_forward import UnitForward, hook_outputs
@@ -92,6 +93,8 @@ def pre_forward(
                 log.position += 1
             else:
                 log.depart(handle, mode_of(context, handle))
+    else:
+        require_outside_block(context, state)
     if state.precision is not None:
         select_forward_form(context, state, module)
     if handle.residency in NOT_GATHERED:
@@ -166,7 +169,7 @@ def post_forward(
     call = calls[-1]
     try:
         output, tensors = call.passage.leave(state, call, output)
-    except RuntimeError:
+    except BaseException:
         _after_raise(state)
         raise
     calls.pop()

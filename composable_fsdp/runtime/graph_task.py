@@ -41,7 +41,7 @@ from composable_fsdp.flat.handle import (
 from composable_fsdp.flat.param_paths import place_path
 from composable_fsdp.flat.residency import SHARDED, find_unreadable, find_written
 from composable_fsdp.naming import quoted
-from composable_fsdp.phases import BACKWARD_PRE, Phase
+from composable_fsdp.phases import BACKWARD_PRE, SUMMON, Phase
 from composable_fsdp.runtime.offload import finish_d2h_grad_copies
 from composable_fsdp.runtime.reduce import (
     drop_reduction,
@@ -152,9 +152,9 @@ def register_task_end(context: RuntimeContext, state: _FSDPState, task: int) -> 
 
     Raises: PhaseError, inside ``unshard_params``.
     """
+    if state.handle.phase is SUMMON:
+        raise inside_block(context, f"Backward of {state.name}")
     if task not in context.tasks:
-        if context.summoned is not None:
-            raise inside_block(context, f"Backward of {state.name}")
         if context.dead:
             reset_failed_graph_tasks(context)
         # On CUDA the engine's thread runs this, and stands for any caller.

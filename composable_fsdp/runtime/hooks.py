@@ -55,10 +55,10 @@ def call_method(
     Returns: the output of ``method``, cast if the options ask so.
     Collective: as in a forward of the unit.
     """
-    changed = _pre_forward(state, module, args, kwargs)
-    if changed is not None:
-        args, kwargs = changed
     try:
+        changed = _pre_forward(state, module, args, kwargs)
+        if changed is not None:
+            args, kwargs = changed
         output = method(*args, **kwargs)
     except BaseException:
         # Inside ``except``, so that ``post_forward`` finds the exception in

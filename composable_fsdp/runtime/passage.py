@@ -193,6 +193,7 @@ class FullPassage(Passage):
             tensors = [*tensors, *made_since(tensors_in(call.held), call.since)]
         if call.copies is not None:
             output = apply_changes(call.copies, output)
+            call.copies = None
         if self is FIRST and not (searches.looks or searches.scans):
             state.passage = choose_passage(state, taped=True)
         return output, tensors

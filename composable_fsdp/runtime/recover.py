@@ -104,8 +104,7 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
     reduced, as the functions of ``RANKS_MEET``; else none, except as
     ``finish_reduction`` if a reduction is in flight.
     """
-    if context.summoned is not None:
-        raise inside_block(context, f"Forward of fully sharded module {state.name}")
+    require_outside_block(context, state)
     # Outside backward a graph task that has not ended belongs to a backward that
     # raised.
     if context.tasks:
@@ -136,6 +135,12 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
     if context.streams.begin_iteration():
         make_nodes_on_current_stream(context)
     context.outermost = state
+
+
+def require_outside_block(context: RuntimeContext, state: _FSDPState) -> None:
+    """Raise PhaseError inside ``unshard_params``."""
+    if context.summoned is not None:
+        raise inside_block(context, f"Forward of fully sharded module {state.name}")
 
 
 def _discard_old_full_params(context: RuntimeContext) -> None:

@@ -85,6 +85,7 @@ class UnitForward:
     def forget_inputs(self) -> None:
         """Drop the references to the inputs of a forward that has ended or raised."""
         self.aliases, self.inputs, self.held = (), (), None
+        self.copies = None
 
     def alias(self, tensor: Tensor) -> Tensor:
         """Return an alias of an input that requires grad, with the hook ``input_done``.

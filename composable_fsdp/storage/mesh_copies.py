@@ -147,6 +147,9 @@ def stores_loose(tensor: Tensor, first_rank: int) -> bool:
     # The other rows of the mesh hold copies of the whole tensor.
     if at is None or first_rank not in mesh.mesh.flatten().tolist():
         return False
+    # With more ranks than rows, some hold nothing to store.
+    if given.numel() and not local_of(tensor).numel():
+        return False
     # An empty tensor has no rectangles to tell apart.
     return all(
         (placement.is_shard() and given.numel()) or not index

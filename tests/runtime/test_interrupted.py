@@ -7,12 +7,23 @@ forward that was running stays until the next call finds it.
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 from torch import Tensor, autograd, nn
 from torch.utils.checkpoint import checkpoint
 
+from composable_fsdp import (
+    MixedPrecision,
+    PhaseError,
+    fully_shard,
+    register_forward_method,
+    unshard_params,
+)
+from composable_fsdp.runtime import forward
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     STRATEGIES,
@@ -122,3 +133,113 @@ def test_training_goes_on_after_an_interrupt_in_any_layer(
             theirs.step()
             ours.zero_grad()
         assert_same_training(model, reference, [], [])
+
+
+class Refusing(tuple[Any, ...]):
+    """A container that cannot be rebuilt while ``refuses``."""
+
+    refuses = False
+
+    @classmethod
+    def _make(cls, items: Any) -> Refusing:
+        if cls.refuses:
+            raise ValueError("refused")
+        return cls(items)
+
+
+class Rebuilt(nn.Module):
+    """Calls a block with a list, and keeps weak references to what is in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block = Layer(), Listed()
+        self.seen: list[weakref.ref[Tensor]] = []
+
+    def forward(self, given: tuple[Tensor]) -> Tensor:
+        inner = self.first(given[0])
+        self.seen.append(weakref.ref(inner))
+        out: Tensor = self.block([inner])
+        return out
+
+    def generate(self, given: tuple[Tensor]) -> Tensor:
+        """The same by another name."""
+        return self.forward(given)
+
+
+class Listed(Layer):
+    """A layer of the tensor in a list."""
+
+    def forward(self, given: list[Tensor]) -> Tensor:  # type: ignore[override]
+        return super().forward(given[0])
+
+
+LOW = MixedPrecision(param_dtype=torch.bfloat16, cast_forward_inputs=True)
+
+
+def gradients(model: nn.Module) -> list[float]:
+    """Sums of the gradients, which this frees."""
+    found = [0.0 if p.grad is None else float(p.grad.sum()) for p in model.parameters()]
+    model.zero_grad()
+    return found
+
+
+@on_ranks(1)
+def test_a_method_that_cannot_enter_leaves_nothing_behind(world: World) -> None:
+    """Ctrl-C in the wait for the weights, and an input that cannot be cast."""
+    model = Rebuilt()
+    for unit in (model.block, model):
+        fully_shard(unit, mixed_precision=LOW)
+    register_forward_method(model, "generate")
+    batch = Refusing([torch.ones(2, 4)])
+    expected: list[float] = []
+    for _ in range(3):
+        backward(model.generate(batch).sum())
+        expected = gradients(model)
+    assert all(expected)
+    stop = mock.patch.object(forward, "wait_unsharded", side_effect=KeyboardInterrupt)
+    with stop, pytest.raises(KeyboardInterrupt):
+        model.generate(batch)
+    refuse = mock.patch.object(Refusing, "refuses", True)
+    with refuse, pytest.raises(ValueError, match="refused"):
+        model.generate(batch)
+
+    backward(model.generate(batch).sum())
+
+    assert gradients(model) == expected
+    assert model.state_dict()
+
+
+@pytest.mark.parametrize("low", [None, LOW])
+@on_ranks(1)
+def test_no_input_outlives_the_graph(world: World, low: MixedPrecision | None) -> None:
+    """Neither in a container that the unit copies, nor before a cast."""
+    model = Rebuilt()
+    for unit in (model.block, model):
+        fully_shard(unit, mixed_precision=low)
+    for _ in range(6):
+        backward(model((torch.ones(2, 4),)).sum())
+    assert not any(each() is not None for each in model.seen)
+
+
+@on_ranks(1)
+def test_a_recomputation_inside_unshard_params_is_refused(world: World) -> None:
+    """By the words of a forward there, and the next gradients are right."""
+    model = nn.Sequential(Layer(), Layer())
+    fully_shard(model[1])
+    fully_shard(model)
+
+    def loss() -> Tensor:
+        found = checkpoint(lambda x: model(x).square().sum(), x, use_reentrant=False)
+        assert isinstance(found, Tensor)
+        return found
+
+    x = torch.ones(2, 4)
+    backward(loss())
+    expected = gradients(model)
+    for unit in (model, model[1]):
+        late = loss()
+        told = pytest.raises(PhaseError, match="was called inside unshard_params")
+        with unshard_params(unit, recurse=False), told:
+            backward(late)
+        backward(loss())
+        assert gradients(model) == expected

@@ -83,7 +83,7 @@ def test_a_steady_step_enters_few_files() -> None:
     )
     assert run.returncode == 0, run.stderr
     assert set(run.stdout.split()) == FILES
-    assert len(FILES) <= 12
+    assert len(FILES) <= 14
 
 
 # ---- what a user sees of units ----
