@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.import_graph import PACKAGE, Module, inner_edges, reached_from
 
 BUDGETS: dict[str, int] = {
-    "lines": 68527,
+    "lines": 68532,
     "lines of files": 1280,
     "lines of access": 3423,
     "lines of comm": 5922,
@@ -29,15 +29,15 @@ BUDGETS: dict[str, int] = {
     "lines of integrations": 3693,
     "lines of optim": 5572,
     "lines of planning": 5427,
-    "lines of runtime": 5560,
+    "lines of runtime": 5565,
     "lines of state_dict": 2810,
     "lines of storage": 12883,
     "lines of tools": 3381,
     "lines of tree": 2561,
     "files reached from entries.fully_shard": 105,
-    "lines reached from entries.fully_shard": 21250,
+    "lines reached from entries.fully_shard": 21255,
     "files reached from runtime.forward": 95,
-    "lines reached from runtime.forward": 19375,
+    "lines reached from runtime.forward": 19380,
     "files reached from tree.traversal": 40,
     "lines reached from tree.traversal": 7836,
     "longest chain of imports": 43,

@@ -257,9 +257,9 @@ def _after_raise(state: _FSDPState) -> None:
                 keep_writes(state, call)
                 copy_writes(state)
         calls.pop()
-        call.forget_inputs()
         if call.copies is not None:
             apply_changes(call.copies, None)
+        call.forget_inputs()
     state.searches.end_forward()
     if context.outermost is state and not calls:
         recover(context, drop_gradients=False)

@@ -233,7 +233,8 @@ def _alias_all(
     # Backward may enter the unit through a tensor that the forward stores in a
     # container of the caller.
     if _have_containers(args, kwargs):
-        call.held, call.since = (new_args, new_kwargs), sequence_number()
+        call.since = sequence_number()
+        call.hold((new_args, new_kwargs))
     return (new_args, new_kwargs) if call.aliases else None
 
 

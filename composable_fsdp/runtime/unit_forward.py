@@ -84,8 +84,12 @@ class UnitForward:
 
     def forget_inputs(self) -> None:
         """Drop the references to the inputs of a forward that has ended or raised."""
-        self.aliases, self.inputs, self.held = (), (), None
-        self.copies = None
+        self.aliases, self.inputs = (), ()
+        self.held = self.copies = None
+
+    def hold(self, given: object) -> None:
+        """Keep arguments with containers until the end of the forward."""
+        self.held = given
 
     def alias(self, tensor: Tensor) -> Tensor:
         """Return an alias of an input that requires grad, with the hook ``input_done``.

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint import state_dict as dcp
 import composable_fsdp
 
 RANKS = 2
+KEPT: list[nn.Module] = []
 PACKAGE: Any = composable_fsdp
 OPTIM: Any = torch.optim
 Program = Callable[[Path], Any]
@@ -72,9 +73,10 @@ def _met(program: Program, folder: Path, rank: int, ranks: int) -> Any:
 
 
 def sharded() -> nn.Module:
-    """Return a sharded model with gradients."""
+    """Return a sharded model with gradients, which lives as long as the process."""
     model = fully_shard(nn.Sequential(nn.Linear(8, 8)))
     torch.autograd.backward(model(torch.ones(2, 8)).sum())
+    KEPT.append(model)
     return model
 
 
