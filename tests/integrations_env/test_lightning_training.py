@@ -293,6 +293,6 @@ def test_a_fit_with_other_settings_is_refused_and_an_equal_fit_is_not(
         before = weights(module)
         fitted(world, module, ComposableFSDPStrategy(), max_epochs=1)
         with pytest.raises(CompositionError, match="with other settings"):
-            fitted(world, module, ComposableFSDPStrategy(policy=None))
+            fitted(world, module, ComposableFSDPStrategy(forward_prefetch=True))
 
     assert not torch.equal(before["net.head.bias"], weights(module)["net.head.bias"])

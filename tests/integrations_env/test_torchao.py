@@ -198,12 +198,14 @@ def bases(model: nn.Sequential) -> list[Any]:
 
 
 def inner_of(model: nn.Sequential) -> list[Tensor]:
-    """The tensors inside of the quantized weights."""
-    return [
-        getattr(base, name)
-        for base in bases(model)
-        for name in base.__tensor_flatten__()[0]
-    ]
+    """The tensors inside of the quantized weights; of sharded ones this rank's rows."""
+    found: list[Tensor] = []
+    for base in bases(model):
+        if isinstance(base, nn.Module):
+            found += base.parameters()
+        else:
+            found += [getattr(base, name) for name in base.__tensor_flatten__()[0]]
+    return found
 
 
 def adapters(model: nn.Module) -> dict[str, Tensor]:
