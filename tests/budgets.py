@@ -15,14 +15,14 @@ from pathlib import Path
 from tests.import_graph import PACKAGE, Module, inner_edges, reached_from
 
 BUDGETS: dict[str, int] = {
-    "lines": 68532,
+    "lines": 68535,
     "lines of files": 1280,
     "lines of access": 3423,
     "lines of comm": 5922,
     "lines of compose": 641,
     "lines of doors": 1965,
     "lines of entries": 1706,
-    "lines of features": 2572,
+    "lines of features": 2575,
     "lines of flat": 5494,
     "lines of hugging_face": 21,
     "lines of inspection": 3616,

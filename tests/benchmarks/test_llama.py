@@ -27,4 +27,5 @@ def test_the_command_prints_a_row_for_each_way(
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     found = {row[0]: row for row in rows if row and row[0] in ("plain", *llama.NAMES)}
     assert set(found) == {"plain", *llama.NAMES}
-    assert all(float(row[1]) > 0 for row in found.values())
+    # What is extrapolated from two tiny depths may be anything.
+    assert all(float(found[name][1]) > 0 for name in llama.NAMES)

@@ -84,6 +84,26 @@ def test_a_fresh_model_saves_what_the_plain_one_saves(
     assert tied["tokens.weight"].data_ptr() == tied["head.weight"].data_ptr()
 
 
+@pytest.mark.req("S3-05")
+@both_paths
+@on_ranks(2)
+def test_its_own_state_dict_is_loaded_before_any_forward(
+    world: World, path: str
+) -> None:
+    """Lazy initialization has not run; the values come back after a change."""
+    plain = TinyGPT()
+    expected = {name: value.clone() for name, value in plain.state_dict().items()}
+    model = apply_units(plain, ["blocks.0"], path=path)
+    state = model.state_dict()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    model.load_state_dict(state)
+    found = model.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
 @pytest.mark.req("S1-31", "S1-34", "D-01")
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
 @on_ranks(3)

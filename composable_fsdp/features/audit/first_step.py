@@ -203,7 +203,10 @@ class _Mode(TorchFunctionMode):
         try:
             result = func(*args, **kwargs)
         except RuntimeError as error:
-            text = "" if call is None else _of_other_sizes(call)
+            # An error of memory is of a class of its own, which programs may catch.
+            if call is None or type(error) is not RuntimeError:
+                raise
+            text = _of_other_sizes(call) if "size" in str(error) else ""
             if text:
                 raise RuntimeError(f"{error}. {text}") from error
             raise
