@@ -283,7 +283,9 @@ def test_a_plan_with_whole_matrices_tells_what_owners_send() -> None:
 @on_ranks(2)
 def test_wrong_arguments_are_refused(world: World) -> None:
     """Expected, got, parameter and way out, on every rank and before any exchange."""
-    parameters = list(sharded("composable").parameters())
+    # A dropped model would leave plain parameters, once it is collected.
+    model = sharded("composable")
+    parameters = list(model.parameters())
     values = [p.detach() for p in parameters]
     apply = partial(map_on_owners, parameters)
 
@@ -295,6 +297,10 @@ def test_wrong_arguments_are_refused(world: World) -> None:
     (joined,) = flat_parameters(fully_shard(nn.Linear(4, 4)))
     text = message_of(lambda: map_on_owners([joined], [joined], lambda w, _: w))
     assert text.startswith("CompositionError: map_on_owners() needs original param")
+    fewer = slice(world.rank, None)
+    ask = partial(map_on_owners, parameters[fewer], values[fewer], lambda w, _: w)
+    text = message_of(ask)
+    assert text.startswith("DesyncError: Ranks make different calls"), text
 
 
 @on_ranks(2)
