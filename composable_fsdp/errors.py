@@ -22,6 +22,17 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+__all__ = [
+    "CheckpointError",
+    "CollectiveError",
+    "CompositionError",
+    "DesyncError",
+    "FSDPError",
+    "NotRootError",
+    "PhaseError",
+    "PlanError",
+]
+
 
 class FSDPError(Exception):
     """The base class of all errors that this package raises on purpose.

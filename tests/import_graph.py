@@ -16,7 +16,7 @@ from pathlib import Path
 PACKAGE = "composable_fsdp"
 
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "config", "naming", "phases"}),
+    frozenset({"errors", "config", "lazy", "naming", "phases"}),
     frozenset({"compose", "comm"}),
     frozenset({"planning"}),
     frozenset({"flat"}),

@@ -5,11 +5,28 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import composable_fsdp
+
+_OTHERS = [
+    f"composable_fsdp.{home}"
+    for home in (
+        "access",
+        "api",
+        "doors.checkpoint_wrapper",
+        "errors",
+        "features",
+        "optim",
+        "state_dict",
+        "storage",
+        "tools",
+    )
+]
+"""The modules with further public names, by topic."""
 
 
 @pytest.fixture
@@ -30,6 +47,24 @@ def test_public_names_can_be_imported(names: Sequence[str]) -> None:
     missing = [name for name in names if not hasattr(composable_fsdp, name)]
 
     assert missing == []
+
+
+@pytest.mark.parametrize("home", _OTHERS)
+def test_names_of_a_subpackage_are_no_modules(home: str) -> None:
+    """A submodule of a name's spelling would take its place once it is imported."""
+    module = import_module(home)
+    things = {name: getattr(module, name) for name in module.__all__}
+
+    assert [name for name, thing in things.items() if inspect.ismodule(thing)] == []
+
+
+def test_a_name_of_another_module_is_answered_by_its_import() -> None:
+    """A name that has moved says from where to import it."""
+    with pytest.raises(
+        ImportError, match=r"Import Source from composable_fsdp\.storage\."
+    ):
+        exec("from composable_fsdp import Source", {})
+    assert not hasattr(composable_fsdp, "Source")
 
 
 @pytest.mark.req("S1-41")
@@ -54,11 +89,15 @@ def test_the_reference_has_every_public_name_once(names: Sequence[str]) -> None:
     """Each name is on one page of the API reference, and in its table of contents."""
     folder = Path(__file__).parents[1] / "docs" / "reference"
     pages = [path.read_text() for path in sorted(folder.glob("*.md"))]
-    documented = re.findall(r"^\.\. auto\w+:: (\w+)$", "\n".join(pages), re.MULTILINE)
+    text = "\n".join(pages)
+    documented = re.findall(r"^\.\. auto\w+:: ([\w.]+)$", text, re.MULTILINE)
+    last = [name.rpartition(".")[2] for name in documented]
     listed = re.findall(r"`(\w+)`", (folder / "index.md").read_text())
 
-    assert sorted(documented) == sorted(names)
-    assert set(names) - set(listed) == set()
+    others = {name for home in _OTHERS for name in import_module(home).__all__}
+    assert {*names, *others} - set(last) == set()
+    assert sorted(last) == sorted(set(last))
+    assert set(last) - set(listed) == set()
 
 
 @pytest.mark.req("N-08")

@@ -26,6 +26,14 @@ from composable_fsdp.planning.policies import evaluate_policy
 from composable_fsdp.planning.wrapping import post_order_apply
 from composable_fsdp.state_dict.wrapper_keys import install_wrapper_hooks
 
+__all__ = [
+    "CheckpointImpl",
+    "CheckpointWrapper",
+    "apply_activation_checkpointing",
+    "checkpoint_wrapper",
+    "offload_wrapper",
+]
+
 
 class CheckpointImpl(Enum):
     """The implementation of recomputation; see ``torch.utils.checkpoint``."""

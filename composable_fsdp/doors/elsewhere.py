@@ -7,17 +7,21 @@ from importlib import import_module
 from opcode import opmap
 from types import ModuleType
 
-_DOOR = frozenset(
-    {
-        "CPUOffloadPolicy",
-        "DataParallelMeshDims",
-        "FSDPModule",
-        "MixedPrecisionPolicy",
-        "OffloadPolicy",
-        "share_comm_ctx",
-    }
+_MODULES = (
+    "access",
+    "api",
+    "doors.checkpoint_wrapper",
+    "errors",
+    "features",
+    "fsdp2",
+    "fully_sharded_data_parallel",
+    "optim",
+    "state_dict",
+    "storage",
+    "tools",
+    "wrap",
 )
-"""The names of ``composable_fsdp.fsdp2`` that ``composable_fsdp`` lacks."""
+"""The modules with the public names that ``composable_fsdp`` lacks."""
 
 _OWN = {
     "CPUOffloadPolicy": "CPUOffload(offload_params=True), passed as cpu_offload",
@@ -31,8 +35,8 @@ _OWN = {
 def submodule(name: str) -> ModuleType:
     """Return a submodule of the package; for the package's ``__getattr__`` alone.
 
-    Raises: ImportError in ``from composable_fsdp import name`` for a name of FSDP2,
-        else AttributeError.
+    Raises: ImportError in ``from composable_fsdp import name`` for a name of another
+        module, else AttributeError.
     """
     full = f"composable_fsdp.{name}"
     # Without private names: ``__main__`` would run the command line.
@@ -43,12 +47,19 @@ def submodule(name: str) -> ModuleType:
             if error.name != full:
                 raise
     text = f"module 'composable_fsdp' has no attribute {name!r}"
-    if name in _DOOR:
-        text += f". Import {name} from composable_fsdp.fsdp2, with its fully_shard"
-        text += f"; here: {_OWN[name]}." if name in _OWN else "."
+    home = next((home for home in _MODULES if name in _names(home)), None)
+    if home is not None:
+        text += f". Import {name} from composable_fsdp.{home}"
+        text += f", with its fully_shard; here: {_OWN[name]}." if name in _OWN else "."
         # ``from ... import`` would replace an AttributeError by an error without the
         # way out, and ``hasattr`` lets an ImportError through.
         caller = sys._getframe(2)
         if caller.f_code.co_code[caller.f_lasti] == opmap["IMPORT_FROM"]:
             raise ImportError(text, name=name)
     raise AttributeError(text)
+
+
+def _names(home: str) -> list[str]:
+    """Return the public names of a module of the package."""
+    names: list[str] = import_module(f"composable_fsdp.{home}").__all__
+    return names
