@@ -118,11 +118,10 @@ def attribute_of(wrapper: nn.Module, module: nn.Module, name: str) -> object:
     except AttributeError as error:
         if error.name not in (None, name) or hasattr(type(module), name):
             raise  # a property of the module failed on another attribute
-        way_out = (
-            f" Call the function: composable_fsdp.{name}(model, ...)."
-            if name in FUNCTIONS
-            else ""
-        )
+        way_out = ""
+        if name in FUNCTIONS:
+            home = "composable_fsdp" + (".access" if name.startswith("set_") else "")
+            way_out = f" Call the function: {home}.{name}(model, ...)."
         raise AttributeError(
             f"{type(wrapper).__name__} has no attribute {name!r}, and neither has the "
             f"{type(module).__name__} that it wraps.{way_out}",
