@@ -8,14 +8,14 @@ the code.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from benchmarks.device_steps import WARM_UP, Size, Timer, Trainee
+from composable_fsdp.features.captured_step import capture
 
 
 class Captured(NamedTuple):
@@ -29,23 +29,16 @@ class Captured(NamedTuple):
     """Of two models that trained eagerly."""
 
 
-class Steps(Protocol):
-    """Trains."""
-
-    def step(self) -> None:
-        """Take a step."""
-
-
 def captured_step(size: Size, device: torch.device, rounds: int) -> Captured:
     """Train three equal models, one of them by a graph; the same number of steps."""
     eager, again, graphed = (_trainee(size, device) for _ in range(3))
-    replay = graph_of(graphed, device)
-    for each in (eager, again):
+    replay = capture(graphed.step)
+    steps: list[Callable[[], object]] = [eager.step, again.step, replay]
+    for step in steps:
         for _ in range(WARM_UP + 1):
-            each.step()
-    # A capture runs nothing: the replay is the step after the warm-up.
-    replay()
-    steps = (eager.step, again.step, replay)
+            step()
+    if device.type == "cuda":
+        assert replay.captures == 1, replay.reason
     times = [_median(step, device, rounds) for step in steps]
     most = [_apart(eager, other) for other in (graphed, again)]
     return Captured(times[0], times[-1], *most)
@@ -68,37 +61,6 @@ def _trainee(size: Size, device: torch.device) -> Trainee:
 
 def _weights(trainee: Trainee) -> list[Tensor]:
     return [p.detach() for p in trainee.model.parameters()]
-
-
-def graph_of(trainee: Steps, device: torch.device) -> Callable[[], object]:
-    """Warm up on a side stream, as torch asks for, and capture a step."""
-    with _side_stream(device):
-        for _ in range(WARM_UP):
-            trainee.step()
-    if device.type != "cuda":
-        return trainee.step
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        trainee.step()
-
-    def replay() -> Steps:
-        graph.replay()
-        # Refers to the trainee, whose tensors the graph reads and writes.
-        return trainee
-
-    return replay
-
-
-@contextmanager
-def _side_stream(device: torch.device) -> Iterator[None]:
-    if device.type != "cuda":
-        yield
-        return
-    side: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        yield
-    torch.cuda.current_stream(device).wait_stream(side)
 
 
 def _median(step: Callable[[], object], device: torch.device, rounds: int) -> float:

@@ -36,12 +36,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.captured import graph_of
 from benchmarks.device_steps import BF16, Timer, world
 from benchmarks.models import LlamaBlock
 from benchmarks.tables import say, say_versions, table
 from benchmarks.trace import idle_part, record
 from composable_fsdp import Arena, fully_shard
+from composable_fsdp.features.captured_step import WARM_UP, capture
 
 PEAK_FLOPS = 989e12
 """Dense bf16 operations per second of an H100 (SXM)."""
@@ -346,8 +346,8 @@ def _measure_way(
     trainee.read(results.shape, length)
     step: Callable[[], object] = trainee.step
     if name == "captured":
-        step = graph_of(trainee, trainee.device)
-    for _ in range(2):
+        step = capture(trainee.step)
+    for _ in range(2 if name != "captured" else WARM_UP + 2):
         step()
     results.found[key] = measure(trainee, rounds, step)
     cells = zip(HEADER[1:], results.row(*key)[1:], strict=True)
