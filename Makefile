@@ -22,6 +22,9 @@ PYTEST := $(PY) -m pytest $(SHARED)
 # their own: the package and all other tests must work without them.
 INTEGRATIONS := .venv-integrations
 
+# Without caches, each of the processes compiles the package and all tests anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo examples examples-integrations test test-integrations lint check \
 	test-gpu gpu-report bench bench-full docs long clean

@@ -42,14 +42,20 @@ T = TypeVar("T")
 
 BACKEND_VARIABLE = "COMPOSABLE_FSDP_TEST_BACKEND"
 START_TIMEOUT = 60.0
-# The slow imports of a training step, paid once in the fork server.
+# Slow imports, paid once in the fork server and not by each of ten ranks.
 _PRELOAD = [
     "torch",
     "torch._dynamo",
     "torch.distributed",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
     "pytest",
     "hypothesis",
+    "composable_fsdp.api",
     "tests.support.rank",
+    "tests.support.reference",
+    "tests.support.sharded",
     # Where they are installed: see tests/integrations_env.
     "lightning.pytorch",
 ]
