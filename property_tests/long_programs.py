@@ -27,7 +27,6 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.errors import HypothesisWarning
 
 from property_tests.program_recipes import Options, Part, Program
-from property_tests.program_shrink import shrink
 from property_tests.program_strategies import programs
 from property_tests.programs import FAILED, run_programs
 from tests.support.world import RankFailure, rank_pool, shutdown_pools
@@ -103,8 +102,8 @@ def draw(count: int, number: int, visit: Callable[[int, Program], None]) -> None
 class Report:
     """Programs run so far, and how they ended."""
 
-    def __init__(self, number: int, *, shrinks: int) -> None:
-        self.seed, self.shrinks = number, shrinks
+    def __init__(self, number: int) -> None:
+        self.seed = number
         self.ends: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
         self.began = time.monotonic()
@@ -117,14 +116,6 @@ class Report:
         self.failures[kind] += bool(failure)
         if not failure or self.failures[kind] > 1:
             return
-        if self.shrinks:
-            program, failure = shrink(
-                program,
-                failure,
-                lambda smaller: run_one(smaller, world_size)[1],
-                lambda found: bool(found) and kind_of(found) == kind,
-                self.shrinks,
-            )
         _say(f"FAILURE seed {self.seed} index {index} world {world_size}: {kind}")
         _say(f"  {program!r}")
         _say(*(f"  {line[:500]}" for line in failure.splitlines()[:12]))
@@ -156,17 +147,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--worlds", default="2,1,3,4", help="ranks, in turn; default: 2,1,3,4"
     )
-    parser.add_argument(
-        "--shrink",
-        type=int,
-        default=150,
-        help="programs tried to make a failing one smaller; default: 150",
-    )
     parser.add_argument("--repeat", help="run this one program instead")
     asked = parser.parse_args(arguments)
     worlds = [int(count) for count in asked.worlds.split(",")]
     number = random.randrange(10**6) if asked.seed is None else asked.seed
-    report = Report(number, shrinks=0 if asked.repeat else asked.shrink)
+    report = Report(number)
     try:
         if asked.repeat:
             names = {"Program": Program, "Part": Part, "Options": Options}

@@ -21,8 +21,6 @@ for name in sys.argv[1].split():
 import pytest
 sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", *sys.argv[2:]]))
 """
-MARKED = ["tests/runtime/test_compile.py", "tests/storage/test_elastic_resume.py"]
-LAWS = "property_tests/test_gpu_laws.py"
 
 
 def collect(*arguments: str, missing: str = "") -> list[str]:
@@ -40,18 +38,6 @@ def collect(*arguments: str, missing: str = "") -> list[str]:
 
     assert done.returncode == 0, done.stdout + done.stderr
     return [line for line in done.stdout.splitlines() if "::" in line]
-
-
-@pytest.mark.full_matrix("the next test collects the whole repository without plugins")
-@pytest.mark.slow
-def test_tests_are_collected_without_plugins() -> None:
-    """With Hypothesis: files that ask pytest-timeout for more time, and GPU laws."""
-    found = collect("--full-matrix", *MARKED, "tests/gpu", LAWS)
-
-    for file in (*MARKED, "tests/gpu/test_nccl.py", LAWS):
-        assert any(line.startswith(file) for line in found), file
-    for law in ("handle_order", "training_equals"):
-        assert any(line.startswith(LAWS) and law in line for line in found), law
 
 
 @pytest.mark.slow

@@ -53,13 +53,3 @@ def test_no_row_is_listed_twice(listed: list[str]) -> None:
     """Each id stands once, and the list is not empty."""
     assert listed
     assert sorted(listed) == sorted(set(listed))
-
-
-def test_markers_and_rows_are_read_from_text() -> None:
-    """The two readers find ids, also where a marker's argument is no literal."""
-    source = 'import pytest\n@pytest.mark.req("S1-07", other)\ndef test_x(): ...\n'
-
-    assert marked(source) == ["S1-07", "other"]
-    assert rows("| id | what |\n| --- | --- |\n| S1-07 | text |\n| D-2 | no |\n") == [
-        "S1-07"
-    ]
