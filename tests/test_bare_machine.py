@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.pool import BACKEND_VARIABLE, backend
+
 ROOT = Path(__file__).parents[1]
 
 COLLECT = """
@@ -47,3 +49,14 @@ def test_without_hypothesis_the_gpu_tests_alone_are_collected() -> None:
 
     assert found
     assert {line.rpartition("/")[0] for line in found} == {"tests/gpu"}
+
+
+@pytest.mark.req("S2-07")
+def test_the_backend_of_ranks_comes_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """gloo, unless a variable says NCCL."""
+    monkeypatch.delenv(BACKEND_VARIABLE, raising=False)
+    assert backend() == "gloo"
+    monkeypatch.setenv(BACKEND_VARIABLE, "nccl")
+    assert backend() == "nccl"
