@@ -41,10 +41,7 @@ class Nested(nn.Module):
 def test_the_three_styles_of_placing_a_model(
     world: World, when: str, offload: bool
 ) -> None:
-    """Before sharding and never always work; after does, unless offloaded.
-
-    Build, place, run; inputs and buffers start on the host.
-    """
+    """Before sharding and never always work; after does, unless offloaded."""
     model: nn.Module = Nested()
     option = CPUOffload(offload_params=offload)
     if when == "before":

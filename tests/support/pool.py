@@ -74,11 +74,6 @@ class RankPool:
         self._folder: Path | None = None
         self._calls: int | None = None
 
-    @property
-    def pids(self) -> list[int]:
-        """Process ids in rank order; empty while the pool is not started."""
-        return [rank.process.pid or 0 for rank in self._ranks]
-
     def run(
         self,
         function: Callable[..., T],
