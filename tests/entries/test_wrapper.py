@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable
 
 import pytest
-import torch
 from torch import nn
 
 from composable_fsdp import (
@@ -14,7 +13,7 @@ from composable_fsdp import (
     ModuleWrapPolicy,
 )
 from composable_fsdp.tree.traversal import _get_fsdp_states
-from tests.support.models import TinyBlock, TinyGPT, tiny_mlp
+from tests.support.models import TinyGPT, tiny_mlp
 from tests.support.reference import (
     PATHS,
     adamw,
@@ -27,31 +26,6 @@ from tests.support.reference import (
 from tests.support.world import RankPool, World
 
 RankCount = Callable[[int], RankPool]
-
-
-def wrapped(model: nn.Module | None = None) -> FullyShardedDataParallel:
-    """A GPT, wrapped with a unit per block."""
-    return FullyShardedDataParallel(
-        model or TinyGPT(), auto_wrap_policy=ModuleWrapPolicy({TinyBlock})
-    )
-
-
-def test_names_are_those_of_the_plain_model(one_rank: World) -> None:
-    """Parameters, buffers and the state dict show no trace of the wrapper."""
-    plain = TinyGPT()
-    plain.blocks[0].register_buffer("seen", torch.zeros(1))
-    model = wrapped(copy.deepcopy(plain))
-
-    assert [n for n, _ in model.named_parameters()] == [
-        n for n, _ in plain.named_parameters()
-    ]
-    assert [n for n, _ in model.named_buffers()] == [
-        n for n, _ in plain.named_buffers()
-    ]
-    assert list(model.state_dict()) == list(plain.state_dict())
-    assert "_fsdp_wrapped_module.blocks.0._fsdp_wrapped_module.qkv" in dict(
-        model.named_modules()
-    )
 
 
 @pytest.mark.req("D-01")
