@@ -80,6 +80,14 @@ LAYOUTS: list[tuple[bool, str, dict[str, Any]]] = [
 ]
 
 EXAMPLES: dict[str, list[Program]] = {
+    # Below two others, it was shown twice and freed once.
+    "a unit in two places is shown": [
+        case(Part(), Part(children=(Part(again=0),)), do=f"summon 2 True; {STEPS}")
+    ],
+    # The record of reductions was read by the regions of after the change.
+    "freezing after a recorded step": [
+        case(Part(), do=f"train 0; freeze 0; {STEPS}", strategy=WHOLE)
+    ],
     "a step between forward and backward where a rank holds frozen elements alone": [
         case(
             *(Part(frozen=2), Part(core="custom")),

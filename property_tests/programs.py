@@ -63,10 +63,6 @@ LOSSES = ("plain", "retain", "all", "half", "no_sync", "scaled")
 """Backwards that reach every unit that one of the others reached."""
 
 
-FAILED = "rank "
-"""Begin of the name of a file that holds why a rank's program failed."""
-
-
 class Verdict(NamedTuple):
     """How each action ended, what is wrong, and the collectives of this rank."""
 
@@ -86,9 +82,6 @@ def run_programs(
         os.makedirs(own, exist_ok=True)
         verdicts.append(run_program(world, program, own))
         if verdicts[-1].failure:
-            # The other ranks may wait for this one, and then nobody sees the verdict.
-            with open(os.path.join(folder, f"{FAILED}{world.rank}"), "w") as file:
-                file.write(verdicts[-1].failure)
             break
     return verdicts
 

@@ -195,7 +195,7 @@ SWAP = [("keep", i) for i in range(10)] + [("new", i) for i in range(10)]
 RESTORE = [("restore", i) for i in range(10)]
 
 
-@pytest.mark.req("B-07")
+@pytest.mark.req("B-07", "R-02")
 @pytest.mark.parametrize("world_size", [1, 2])
 @examples(8)
 @example(case(*SWAP, ("step", 0), *RESTORE, ("step", 0), ("drop", 0), ("step", 0)))
@@ -211,7 +211,7 @@ def test_after_any_change_of_memory_model_and_kept_tensors_are_those_of_the_plai
     ranks(world_size).run(check_programs, programs)
 
 
-@pytest.mark.req("B-07")
+@pytest.mark.req("B-07", "R-02")
 @on_ranks(2)
 def test_large_weights_are_swapped_and_flattened(world: World) -> None:
     """The law holds for parameters of many pages."""

@@ -99,7 +99,7 @@ def made(name: str) -> Case:
     return "tree", "torch", [("set", 0, 1, ("make", name))]
 
 
-@pytest.mark.req("X-18", "X-19", "X-20", "X-21")
+@pytest.mark.req("X-18", "X-19", "X-20", "X-21", "R-13")
 @cases(250)
 @given(
     case=st.one_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -82,6 +83,7 @@ def reset(module: nn.Module) -> None:
             break
 
 
+@pytest.mark.req("R-03")
 @given(drawn=batches(recipes), world_size=st.integers(1, 3))
 @examples(6)
 def test_initialised_after_sharding_a_model_is_the_plain_one(

@@ -13,6 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -139,6 +140,7 @@ def laws(draw: st.DrawFn) -> Law:
     return Law(shapes, draw(both), draw(both))
 
 
+@pytest.mark.req("L-01")
 @examples(12)
 @given(law=laws())
 @example(

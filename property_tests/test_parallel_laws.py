@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -124,6 +125,7 @@ def check_experts(
         close(state[name]["exp_avg"], moments["exp_avg"])
 
 
+@pytest.mark.req("L-01")
 @examples(8)
 @given(
     recipe=EXPERTS,
@@ -168,6 +170,7 @@ def check_tensors(
         close(state[name]["exp_avg"], models.whole(moments["exp_avg"]))
 
 
+@pytest.mark.req("L-01")
 @examples(8)
 @given(recipe=TENSORS, dp=st.sampled_from([1, 2, 4]), options=OPTIONS)
 def test_a_tensor_parallel_model_trains_as_without_sharding(

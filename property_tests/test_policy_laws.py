@@ -222,15 +222,3 @@ def test_targets_are_applied_once_each_and_after_all_targets_below(
         assert parent._modules[name] is made.get(child, child)
     if len(places) == len({id(child) for _, _, child in places}):
         assert list(seen) == order[::-1]
-
-
-@given(recipe=model_recipes())
-def test_walks_agree_with_torchs_own(recipe: ModelRecipe) -> None:
-    """Order, names and sizes of subtrees are those of ``nn.Module``'s methods."""
-    model = build(recipe)
-    numels = walk.subtree_numels(model)
-
-    assert list(walk.modules(model)) == list(model.modules())
-    for name, module in model.named_modules():
-        assert walk.name_of(model, module) == name
-        assert numels[module] == sum(p.numel() for p in module.parameters())

@@ -36,7 +36,7 @@ def require_plain(pool: RankPool, found: list[Program]) -> list[str]:
     return lasts
 
 
-@pytest.mark.req("P-01", "P-04", "P-05", "P-08", "P-10")
+@pytest.mark.req("P-01", "P-04", "P-05", "P-08", "P-10", "D-13", "S1-10", "S1-31")
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @examples(30)
 @given(found=st.lists(programs(), min_size=1, max_size=4))

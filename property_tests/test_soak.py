@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from composable_fsdp.comm.meeting import Call
-from composable_fsdp.comm.operations import round_order
 from property_tests.soak import STEPS, Counts, Soak, action_of, counts, grown, soak
 from tests.support.world import RankPool, World
 
@@ -46,28 +44,3 @@ def test_forwards_that_all_raise_leave_no_key(ranks: RankCount, tmp_path: Path) 
     """As of a script that leaves each forward at a layer by an exception."""
     for before, after in ranks(2).run(raise_often, str(tmp_path), 8):
         assert after["keys of the store"] == before["keys of the store"]
-
-
-@pytest.mark.usefixtures("few_objects")
-def test_what_fills_a_bounded_table_is_no_growth(one_rank: World) -> None:
-    """A leak beside the table is."""
-    calls = round_order(one_rank.group).calls
-    counts(one_rank)  # objects that other tests left may be freed by several passes
-    before = counts(one_rank)
-    for number in range(20):
-        call = Call("save", f"model {number}", (number,))
-        calls.following[call, 1, None] = call
-    filled = counts(one_rank)
-    leak = [[each] for each in range(10_000)]
-    leaked = counts(one_rank)
-
-    assert filled.get("objects of Call") == before.get("objects of Call")
-    assert filled["objects"] - before["objects"] < 10
-    assert leaked["objects"] - filled["objects"] >= 0.9 * len(leak)
-
-
-def test_growth_is_seen_and_noise_is_not() -> None:
-    """What filled a ring once, and what goes up and down, is no growth."""
-    filled = [{"ring": min(10 * n, 50), "noise": n % 2, "leak": n} for n in range(30)]
-
-    assert list(grown(filled)) == ["leak"]

@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, Phase, given, settings
 from torch import nn
 
 from composable_fsdp import fully_shard
-from composable_fsdp.compose.registry import set_state
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import OWNERS, _get_module_fsdp_state, root_of
 from composable_fsdp.tree.traversal import (
@@ -65,25 +64,6 @@ def test_states_come_in_the_order_of_modules(recipe: ModelRecipe) -> None:
     assert _get_fsdp_handles(model) == list(root._all_handles) == handles
     assert root is states[0]
     assert not any(hasattr(state, "_all_handles") for state in states[1:])
-
-
-@pytest.mark.req("S1-16", "S1-19")
-@given(recipe=model_recipes(features=FEATURES - {"tied", "shared"}))
-def test_no_state_below_a_mark_is_found(recipe: ModelRecipe) -> None:
-    """Marked after sharding, so that states do stand below the marks."""
-    model, chosen = shard(recipe)
-    marked = recipe.replicated_paths()
-    for path in marked:
-        set_state(module_at(model, path), "replicate", object())
-
-    _, owners = _get_fsdp_states_with_modules(model)
-
-    assert [id(owner) for owner in owners] == [
-        id(module)
-        for name, module in model.named_modules()
-        if id(module) in chosen
-        and not any(name == path or name.startswith(f"{path}.") for path in marked)
-    ]
 
 
 @pytest.mark.req("S1-26", "S1-30")

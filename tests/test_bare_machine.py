@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.pool import BACKEND_VARIABLE, backend
+
 ROOT = Path(__file__).parents[1]
 
 COLLECT = """
@@ -21,8 +23,6 @@ for name in sys.argv[1].split():
 import pytest
 sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", *sys.argv[2:]]))
 """
-MARKED = ["tests/runtime/test_compile.py", "tests/storage/test_elastic_resume.py"]
-LAWS = "property_tests/test_gpu_laws.py"
 
 
 def collect(*arguments: str, missing: str = "") -> list[str]:
@@ -42,18 +42,6 @@ def collect(*arguments: str, missing: str = "") -> list[str]:
     return [line for line in done.stdout.splitlines() if "::" in line]
 
 
-@pytest.mark.full_matrix("the next test collects the whole repository without plugins")
-@pytest.mark.slow
-def test_tests_are_collected_without_plugins() -> None:
-    """With Hypothesis: files that ask pytest-timeout for more time, and GPU laws."""
-    found = collect("--full-matrix", *MARKED, "tests/gpu", LAWS)
-
-    for file in (*MARKED, "tests/gpu/test_nccl.py", LAWS):
-        assert any(line.startswith(file) for line in found), file
-    for law in ("handle_order", "training_equals"):
-        assert any(line.startswith(LAWS) and law in line for line in found), law
-
-
 @pytest.mark.slow
 def test_without_hypothesis_the_gpu_tests_alone_are_collected() -> None:
     """The whole repository is asked for, as ``make test-gpu`` does it."""
@@ -61,3 +49,14 @@ def test_without_hypothesis_the_gpu_tests_alone_are_collected() -> None:
 
     assert found
     assert {line.rpartition("/")[0] for line in found} == {"tests/gpu"}
+
+
+@pytest.mark.req("S2-07")
+def test_the_backend_of_ranks_comes_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """gloo, unless a variable says NCCL."""
+    monkeypatch.delenv(BACKEND_VARIABLE, raising=False)
+    assert backend() == "gloo"
+    monkeypatch.setenv(BACKEND_VARIABLE, "nccl")
+    assert backend() == "nccl"

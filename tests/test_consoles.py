@@ -144,21 +144,6 @@ def test_commands_print_what_the_page_shows(
     assert ran == total or not slow
 
 
-def test_output_that_differs_is_told_with_its_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A figure that is not marked by ``...`` has to agree."""
-    monkeypatch.chdir(tmp_path)
-    page = tmp_path / "page.md"
-    good = "```console\n$ python -m composable_fsdp verify none\nerror: ...\n```\n"
-    page.write_text(f"# Page\n\n{good}")
-    assert check(page, tmp_path, slow=False) == 1
-
-    page.write_text(f"# Page\n\n{good.replace('error: ...', 'good')}")
-    with pytest.raises(AssertionError, match=r"page\.md, line 3: python -m"):
-        check(page, tmp_path, slow=False)
-
-
 def test_every_command_with_output_is_checked() -> None:
     """A block with commands after ``$`` is a console block, and few do not run."""
     left_out = []

@@ -151,12 +151,3 @@ def test_examples_of_the_pages_do_what_they_say(
         test = parser.get_doctest(text, {}, page.name, str(page), 0)
         told = failures(test, namespace(page.stem))
         assert not told, told
-
-
-def test_a_wrong_example_is_told() -> None:
-    """The runner sees another output, an error, and lines that a reflow joined."""
-    parser = doctest.DocTestParser()
-    wrong = (">>> 1 + 1\n3\n", ">>> nobody\n", ">>> f(1) 2 >>> f(2)\n3\n")
-
-    for text in wrong:
-        assert failures(parser.get_doctest(text, {}, "wrong", None, 0), {})

@@ -51,16 +51,3 @@ def test_every_example_says_how_to_run_it() -> None:
     assert programs == NAMES
     assert [name for name in programs if f"## `{name}`" not in page] == []
     assert all(each.quick and each.arguments for each in run_all.examples())
-
-
-def test_a_stuck_run_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The run and what it started end; its output and the reason are kept."""
-    monkeypatch.setattr(run_all, "LIMIT", 1.0)
-
-    status, output = run_all.launch(
-        ["bash", "-c", "echo begun; sleep 300 & wait"], str(tmp_path)
-    )
-
-    assert status == 1
-    assert output.startswith("begun\n")
-    assert "did not end by itself" in output

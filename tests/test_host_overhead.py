@@ -74,10 +74,10 @@ def test_a_unit_adds_no_more_to_a_step_than_it_did() -> None:
 
 @pytest.mark.req("U-15")
 def test_each_further_unit_adds_the_same() -> None:
-    """What one more unit adds is the same number at 16, 32 and 64 units."""
-    at_16, at_32, at_64 = (of_a_step(units) for units in (16, 32, 64))
+    """What one more unit adds is the same number at 16, 24 and 32 units."""
+    few, more, most = (of_a_step(units) for units in (16, 24, 32))
 
-    assert at_32.over(at_16).per(32 - 16) == at_64.over(at_32).per(64 - 32)
+    assert more.over(few).per(8) == most.over(more).per(8)
 
 
 @pytest.mark.req("U-15")

@@ -111,21 +111,6 @@ def test_the_code_of_a_page_runs(
                 block.run(names)
 
 
-def test_a_block_that_fails_is_told_with_its_line(tmp_path: Path) -> None:
-    """The runner sees an error, and the notes that a page gives."""
-    page = tmp_path / "page.md"
-    page.write_text(
-        "# Page\n\n<!-- test\nx = 1\n-->\n```python\nassert x == 2\n```\n\n"
-        "<!-- not run: needs a GPU -->\n```python\nnobody\n```\n"
-    )
-    first, second = blocks(page)
-
-    with pytest.raises(AssertionError) as error:
-        first.run({})
-    assert error.traceback[-1].lineno == 6
-    assert second.note == "not run: needs a GPU"
-
-
 def test_few_blocks_do_not_run() -> None:
     """Only blocks that need what a test machine does not have."""
     left_out = [b.note for page in pages() for b in blocks(ROOT / page)]

@@ -180,7 +180,7 @@ def test_at_most_one_unit_is_full(world: World) -> None:
     assert set(seen) == {1}
 
 
-@pytest.mark.req("B-08")
+@pytest.mark.req("B-08", "R-03")
 @on_ranks(2)
 def test_weights_of_a_million_elements(world: World) -> None:
     """Above every threshold on sizes, with rows that no rank count divides."""

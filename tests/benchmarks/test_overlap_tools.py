@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import cuda
 from benchmarks.device_steps import chain_peaks, world
 from benchmarks.link_group import link_world
 from benchmarks.overlap import simulate
@@ -16,7 +14,6 @@ from benchmarks.prefetch_ways import Roberta
 from benchmarks.schedule import Event, Schedule, hidden, seconds
 from composable_fsdp.comm import collectives
 from tests.support import seam
-from tests.support.scripts import run_script
 
 CPU = torch.device("cpu")
 
@@ -99,52 +96,3 @@ def test_peaks_are_constant_and_planned(kind: str) -> None:
 
     assert found.varies == 0
     assert found.most == pytest.approx(planned.total, rel=0.01)
-
-
-@pytest.mark.full_matrix("the parts of the benchmark have everyday tests above")
-@pytest.mark.slow
-@pytest.mark.req("M-07")
-# FSDP1 on one rank.
-@pytest.mark.filterwarnings("ignore:FSDP is switching to use")
-def test_the_gpu_benchmark_writes_its_report_on_a_cpu(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tests, every table, and that a CPU's trace shows no device."""
-    # The tests themselves are skipped without a GPU: collecting one file shows it.
-    monkeypatch.setattr(cuda, "TESTS", (*cuda.TESTS, "tests/gpu/test_states.py"))
-    sizes = ["--world", "one", "--rounds", "1", "--steps", "1"]
-
-    assert cuda.main(["--device", "cpu", "--report", str(tmp_path), *sizes]) == 0
-
-    (report,) = tmp_path.glob("20*-cpu.md")
-    text, printed = report.read_text(), capsys.readouterr().out
-    for what in (
-        "Tests: -m pytest -m gpu",
-        "no CUDA device",
-        "forward+backward",
-        "fsdp1",
-        "planned",
-        "activations and AdamW",
-        "no overlap",
-        "largest difference of a weight",
-    ):
-        assert what in text
-        assert what in printed
-    (row,) = [line for line in text.splitlines() if line.startswith("  ours  ")][-1:]
-    assert float(row.split()[-1]) == 0.0
-
-
-@pytest.mark.full_matrix("the parts of the benchmark have everyday tests above")
-@pytest.mark.slow
-def test_the_overlap_benchmark_prints_its_tables(tmp_path: Path) -> None:
-    """At a small size. It forks, and a CUDA build of torch refuses autograd in forks of
-    a process that ran a backward, as this one has."""
-    options = ["--rounds", "1", "--units", "2", "--batch", "2", "--layers", "1"]
-
-    status, output = run_script(
-        "benchmarks.overlap", *options, ranks=1, folder=tmp_path
-    )
-
-    assert status == 0, output
-    for what in ("waiting for the link", "on one row", "is hidden", "PRE over none"):
-        assert what in output

@@ -27,7 +27,7 @@ class Ranks:
                 self.names[rank].step()
 
 
-@pytest.mark.req("U-07")
+@pytest.mark.req("U-07", "R-14")
 @pytest.mark.parametrize(
     "before", [[], [1], [2, 1], [0, 1, 2], [1, 2, 0], [1, 2, 0, 1], [1, 0, 1, 2]]
 )

@@ -152,10 +152,7 @@ def order_of(model: nn.Module) -> list[str]:
 def test_a_recomputed_model_trains_as_the_plain_one(
     world: World, path: str, kind: str, place: str, order: str
 ) -> None:
-    """Either flavour, around, on, in a unit and nested, tied head, both nestings.
-
-    Three steps, bit by bit as the plain model; the order is the same as without.
-    """
+    """Either flavour, around, on, in a unit and nested, tied head, both nestings."""
     model = build(path, kind, place, order)
     usual = usual_order(path, world.rank)
     plain, expected = trained_reference(Tower, world.world_size, gpt_input, sgd)
@@ -304,10 +301,7 @@ def fqns(model: nn.Module) -> list[str]:
 def test_wrappers_leave_no_trace_in_state_dicts(
     world: World, path: str, order: str
 ) -> None:
-    """Keys are the plain model's, of the whole and of a wrapped part.
-
-    State dicts of parts and whole under plain names, loaded back into place.
-    """
+    """Keys are the plain model's, of the whole and of a wrapped part."""
     plain = Tower()
     model = build(path, "wrapper", "nested", order)
     train(model, world.rank, gpt_input, sgd, steps=1)

@@ -65,6 +65,7 @@ def program(world: World, path: str, folder: Path, inside: Any) -> list[Any]:
     return found
 
 
+@pytest.mark.req("R-06")
 @pytest.mark.parametrize("path", PATHS)
 @on_ranks(2)
 def test_a_default_device_changes_no_value(

@@ -102,10 +102,7 @@ def test_the_same_object_comes_back_with_its_class_and_names(one_rank: World) ->
 @pytest.mark.req("B-24", "D-15")
 @on_ranks(2)
 def test_an_optimizer_made_before_sharding_trains(world: World) -> None:
-    """Parameters stay the same plain objects, with the attributes set on them.
-
-    Make the optimizer and an alias, shard, train; compare with the reference.
-    """
+    """Parameters stay the same plain objects, with the attributes set on them."""
     model = TinyGPT()
     plain = copy.deepcopy(model)
     optimizer = adamw(model.parameters())
@@ -131,10 +128,7 @@ def test_an_optimizer_made_before_sharding_trains(world: World) -> None:
 @pytest.mark.req("B-02")
 @on_ranks(2)
 def test_modules_of_a_list_may_use_the_same_names(world: World) -> None:
-    """The last norm and the head are one unit although both have a ``weight``.
-
-    Train a GPT whose last norm and head, both with a ``weight``, are one unit.
-    """
+    """The last norm and the head are one unit although both have a ``weight``."""
     model = TinyGPT()
     plain = copy.deepcopy(model)
     fully_shard([model.norm, model.head])
@@ -149,10 +143,7 @@ def test_modules_of_a_list_may_use_the_same_names(world: World) -> None:
 @pytest.mark.req("B-06")
 @on_ranks(1, 2)
 def test_a_child_may_run_before_its_parent(world: World) -> None:
-    """The root is the outermost unit all the same.
-
-    Run a block alone before its parent; then train from the root, then the block.
-    """
+    """The root is the outermost unit all the same."""
     model = TinyGPT()
     plain = copy.deepcopy(model)
     apply_units(model, gpt_units(model))
@@ -191,10 +182,7 @@ class Loop(nn.Module):
 def test_a_unit_used_several_times_in_one_forward_trains(
     world: World, path: str
 ) -> None:
-    """A shared module is one unit, however often and by whatever name it runs.
-
-    Train a model that uses one unit three times in a forward.
-    """
+    """A shared module is one unit, however often and by whatever name it runs."""
     model = Loop()
     plain = copy.deepcopy(model)
     sharded = apply_units(model, ["layer", "last"], path=path)

@@ -31,6 +31,7 @@ def unlike(rank: int, what: str) -> nn.Sequential:
     return model
 
 
+@pytest.mark.req("R-05")
 @pytest.mark.parametrize("path", PATHS)
 @on_ranks(2)
 def test_a_broadcast_of_unlike_tensors_is_refused_before_it_begins(

@@ -119,10 +119,7 @@ COMPOSED = [alone, by_policy, inside, above, beside, ddp_inside, ddp_around]
 def test_replicated_and_sharded_parts_train_as_the_plain_model(
     world: World, compose: Compose, path: str
 ) -> None:
-    """In every composition, with torch's DDP as well.
-
-    Three steps, bit by bit as the plain model.
-    """
+    """In every composition, with torch's DDP as well."""
     model = TinyGPT()
     composed = compose(model, path)
     plain, expected = trained_reference(TinyGPT, world.world_size, gpt_input, adamw)
@@ -138,10 +135,7 @@ def test_replicated_and_sharded_parts_train_as_the_plain_model(
 @pytest.mark.filterwarnings("ignore")
 @on_ranks(2)
 def test_losses_equal_those_of_torchs_replicate_and_ddp(world: World) -> None:
-    """The same four losses.
-
-    Ours, torch's replicate and torch's DDP on one model.
-    """
+    """The same four losses."""
     model = TinyGPT()
     peers = [
         torchs(copy.deepcopy(model)),

@@ -14,7 +14,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -427,72 +426,3 @@ def test_the_peak_of_experts_is_the_planned_one() -> None:
 def mean(output: Tensor) -> Tensor:
     """A loss."""
     return output.square().mean()
-
-
-# Names of torch 2.13, and those before.
-_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_functional: Any = {
-    name: getattr(funcol, f"{name}_single", None) or getattr(funcol, f"{name}_tensor")
-    for name in ("all_gather", "reduce_scatter")
-}
-
-
-class Counts(nn.Module):
-    """A layer that tells the other ranks small integers, in every way."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-        self.seen: dict[str, list[int]] = {}
-
-    def forward(self, x: Tensor) -> Tensor:
-        own, group = torch.tensor([1, 2]), dist.group.WORLD
-        assert group is not None
-        parts = [torch.empty_like(own) for _ in range(2)]
-        dist.all_gather(parts, own)
-        total, exchanged = own.clone(), torch.empty_like(own)
-        dist.all_reduce(total)
-        dist.all_to_all_single(exchanged, own)
-        most = own.clone()
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        mine = [torch.empty_like(own) for _ in range(2)]
-        dist.all_to_all(mine, [own, own + 1])
-        made = {
-            "all_gather": torch.stack(parts),
-            "all_gather_single": torch.empty(4, dtype=own.dtype),
-            "all_reduce": total,
-            "maximum": most,
-            "all_to_all": torch.stack(mine),
-            "all_to_all_single": exchanged,
-            "functional gather": _functional["all_gather"](own, 0, group),
-            "functional sum": funcol.all_reduce(own, "sum", group),
-            "functional maximum": funcol.all_reduce(own, "max", group),
-            "functional exchange": funcol.all_to_all_single(own, None, None, group),
-            "functional part": _functional["reduce_scatter"](own, "sum", 0, group),
-            "functional broadcast": funcol.broadcast(own, 0, group),
-        }
-        _gather(made["all_gather_single"], own)
-        self.seen = {name: each.flatten().tolist() for name, each in made.items()}
-        out: Tensor = self.layer(x)
-        return out
-
-
-def seen_on_ranks(world: World) -> dict[str, list[int]]:
-    """What real ranks see that hold the same integers."""
-    model = Counts()
-    model(torch.zeros(2, 8))
-    return model.seen
-
-
-def test_integers_are_those_of_ranks_that_agree() -> None:
-    """Numbers of tokens, for example, which decide shapes on the ranks of experts."""
-    made: list[Counts] = []
-
-    def make() -> Counts:
-        made.append(Counts())
-        return fully_shard(made[-1])
-
-    real = ranks(2).run(seen_on_ranks)[0]
-    simulate(make, world_size=2, batch=torch.zeros(2, 8))
-
-    assert made[0].seen == real

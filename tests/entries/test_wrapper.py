@@ -6,17 +6,14 @@ import copy
 from collections.abc import Callable
 
 import pytest
-import torch
 from torch import nn
 
 from composable_fsdp import (
     FullyShardedDataParallel,
     ModuleWrapPolicy,
-    ShardingStrategy,
-    fully_shard,
 )
 from composable_fsdp.tree.traversal import _get_fsdp_states
-from tests.support.models import TinyBlock, TinyGPT, tiny_mlp
+from tests.support.models import TinyGPT, tiny_mlp
 from tests.support.reference import (
     PATHS,
     adamw,
@@ -29,31 +26,6 @@ from tests.support.reference import (
 from tests.support.world import RankPool, World
 
 RankCount = Callable[[int], RankPool]
-
-
-def wrapped(model: nn.Module | None = None) -> FullyShardedDataParallel:
-    """A GPT, wrapped with a unit per block."""
-    return FullyShardedDataParallel(
-        model or TinyGPT(), auto_wrap_policy=ModuleWrapPolicy({TinyBlock})
-    )
-
-
-def test_names_are_those_of_the_plain_model(one_rank: World) -> None:
-    """Parameters, buffers and the state dict show no trace of the wrapper."""
-    plain = TinyGPT()
-    plain.blocks[0].register_buffer("seen", torch.zeros(1))
-    model = wrapped(copy.deepcopy(plain))
-
-    assert [n for n, _ in model.named_parameters()] == [
-        n for n, _ in plain.named_parameters()
-    ]
-    assert [n for n, _ in model.named_buffers()] == [
-        n for n, _ in plain.named_buffers()
-    ]
-    assert list(model.state_dict()) == list(plain.state_dict())
-    assert "_fsdp_wrapped_module.blocks.0._fsdp_wrapped_module.qkv" in dict(
-        model.named_modules()
-    )
 
 
 @pytest.mark.req("D-01")
@@ -90,28 +62,6 @@ def test_use_orig_params_false_warns_once_and_is_taken_as_true(
         model = FullyShardedDataParallel(plain, use_orig_params=False)
 
     assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
-
-
-@pytest.mark.req("S0-09")
-def test_one_policy_gives_one_set_of_options_on_both_paths(one_rank: World) -> None:
-    """Same units, same order, same options per unit; each unit has its own state."""
-
-    def choose(root: nn.Module, ignored: object, options: dict[str, object]) -> object:
-        return {
-            m: {**options, "strategy": ShardingStrategy.SHARD_GRAD_OP}
-            for m in root.modules()
-            if isinstance(m, nn.LayerNorm)
-        }
-
-    ours = _get_fsdp_states(fully_shard(TinyGPT(), policy=choose))
-    theirs = _get_fsdp_states(
-        FullyShardedDataParallel(TinyGPT(), auto_wrap_policy=choose)
-    )
-
-    assert [s.fqn for s in ours] == [s.fqn for s in theirs]
-    assert [s.options for s in ours] == [s.options for s in theirs]
-    assert {s.options.strategy for s in ours[1:]} == {ShardingStrategy.SHARD_GRAD_OP}
-    assert len(set(map(id, ours))) == len(ours) == 6
 
 
 def train_mixed(world: World, inner: str, outer: str) -> list[str]:

@@ -511,7 +511,7 @@ def run_program(world: World, name: str) -> float:
     return time.monotonic() - began
 
 
-@pytest.mark.req("X-12", "X-17")
+@pytest.mark.req("X-12", "X-17", "R-12")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_right_program_ends_quietly(ranks: RankCount, name: str) -> None:
     """On both ranks."""
@@ -537,7 +537,7 @@ def late_in_calls(world: World, folder: Path, who: int) -> dict[str, float]:
     return took
 
 
-@pytest.mark.req("X-12")
+@pytest.mark.req("X-12", "R-12")
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_rank_that_is_late_in_a_call_is_waited_for(
     ranks: RankCount, tmp_path: Path, who: int

@@ -513,6 +513,7 @@ def said(program: Program, model: nn.Module) -> list[Any]:
     return list(found)
 
 
+@pytest.mark.req("R-10")
 @pytest.mark.parametrize("path", PATHS)
 @on_ranks(1, 2)
 def test_a_shard_taken_for_the_parameter_is_told_at_its_line(
@@ -537,6 +538,7 @@ def test_a_shard_taken_for_the_parameter_is_told_at_its_line(
         assert line in linecache.getline(__file__, first.lineno), (name, first.lineno)
 
 
+@pytest.mark.req("R-10", "R-12")
 @pytest.mark.parametrize("path", PATHS)
 @on_ranks(1, 2)
 def test_right_programs_hear_nothing(world: World, path: str) -> None:
@@ -655,6 +657,7 @@ def test_a_program_that_imports_fully_shard_alone_is_audited() -> None:
     assert "LBFGS takes inner products over all parameters" in run.stdout
 
 
+@pytest.mark.req("R-11")
 @pytest.mark.parametrize("path", PATHS)
 @on_ranks(2, 3)
 def test_groups_and_rates_from_local_shapes_are_refused_on_all_ranks(
@@ -688,6 +691,7 @@ def test_groups_and_rates_from_local_shapes_are_refused_on_all_ranks(
     assert all(map(torch.equal, before, model.parameters()))
 
 
+@pytest.mark.req("R-09")
 @on_ranks(2)
 def test_a_step_under_no_sync_is_told_by_unit(world: World) -> None:
     """It trains nothing; the gradients wait for a reduction."""
@@ -704,6 +708,7 @@ def test_a_step_under_no_sync_is_told_by_unit(world: World) -> None:
     assert "outside no_sync" in str(only.message)
 
 
+@pytest.mark.req("R-10")
 @pytest.mark.parametrize("path", PATHS)
 @on_ranks(1, 2, 3)
 def test_norms_are_those_of_the_plain_model(world: World, path: str) -> None:

@@ -7,17 +7,13 @@ from pathlib import Path
 
 import pytest
 from torch import nn
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from composable_fsdp import (
     CPUOffload,
-    StateDictType,
     async_save,
     load,
     optim_state_dict,
-    optim_state_dict_to_load,
     save,
-    state_dict_type,
     verify,
 )
 from tests.gpu.counts import NEEDS_NCCL
@@ -89,31 +85,3 @@ def test_a_checkpoint_of_shards_on_gpus_resumes(
 
     assert verify(tmp_path / "step-1")
     assert verify(tmp_path / "step-2")
-
-
-def check_dcp(world: World, folder: Path) -> None:
-    first, second = Trainee(world, "composable"), Trainee(world, "wrapper")
-    first.step(0)
-    second.step(3)
-    states = []
-    for trainee in (first, second):
-        with state_dict_type(trainee.model, StateDictType.SHARDED_STATE_DICT):
-            optim = optim_state_dict(trainee.model, trainee.optimizer)
-            states.append({"model": trainee.model.state_dict(), "optim": optim})
-
-    state_dict_saver.save(states[0], checkpoint_id=folder)
-    state_dict_loader.load(states[1], checkpoint_id=folder)
-
-    with state_dict_type(second.model, StateDictType.SHARDED_STATE_DICT):
-        second.model.load_state_dict(states[1]["model"])
-        optim_state_dict_to_load(
-            second.model, second.optimizer, states[1]["optim"], load_directly=True
-        )
-    assert _same(second.everything(), first.everything())
-
-
-def test_torchs_checkpoint_of_shards_on_gpus_loads_on_the_other_path(
-    pool: RankPool, tmp_path: Path
-) -> None:
-    """Sharded values on GPUs are saved and loaded as they lie."""
-    pool.run(check_dcp, tmp_path / "dcp", timeout=120)

@@ -1,7 +1,6 @@
 """The headline and parity on GPUs over NCCL, on as many ranks as there are GPUs.
 
 Run by ``make test-gpu``, also where only torch, safetensors and pytest are installed.
-Rank counts that the machine cannot run are printed, not passed over in silence.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import torch
 
 from composable_fsdp import ShardingStrategy
 from composable_fsdp.comm.collectives import record
-from tests.gpu.counts import GPUS, NEEDS_NCCL, RANK_COUNTS
+from tests.gpu.counts import NEEDS_NCCL
 from tests.runtime.orders import SUB1_SUB2, check_on_ranks
 from tests.support.models import TinyGPT
 from tests.support.recipes import ModelRecipe, ModuleRecipe
@@ -49,16 +48,6 @@ RECIPES = [
         sharded=("module", "module.leaf", "many.0", "many.1", "none.leaf"),
     ),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def say_what_is_not_tried(request: pytest.FixtureRequest) -> None:
-    """Print the rank counts that need more GPUs, past pytest's capture."""
-    left = [count for count in RANK_COUNTS if count > GPUS]
-    text = f"NCCL on {GPUS} GPUs; rank counts not tried: {left or 'none'}"
-    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is not None:
-        reporter.write_line(f"\n{text}")
 
 
 def test_handle_order_is_that_of_modules(every_pool: RankPool) -> None:

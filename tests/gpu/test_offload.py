@@ -80,10 +80,7 @@ def late_copies(model: nn.Module) -> Callable[[Tensor, Tensor], None]:
 def test_the_optimizer_never_reads_half_a_gradient(
     world: World, strategy: ShardingStrategy
 ) -> None:
-    """With the reduce stream late by milliseconds per copy, training is the same.
-
-    Steps that read the gradients on the host the moment backward returns.
-    """
+    """With the reduce stream late by milliseconds per copy, training is the same."""
     model, plain = offloaded_gpt(world, strategy=strategy)
     make = inputs_on(world)
     expected = train_reference(plain, world.world_size, make, adamw, steps=4)
@@ -138,10 +135,7 @@ def test_the_cpu_waits_once_in_a_step(pool: RankPool) -> None:
 
 @on_ranks()
 def test_shards_may_be_written_right_after_a_forward(world: World) -> None:
-    """The copies to the GPU are through by then: the output is that of the weights.
-
-    Shards overwritten on the host right behind a forward that still gathers.
-    """
+    """The copies to the GPU are through by then: the output is that of the weights."""
     model, plain = offloaded_gpt(world)
     x = inputs_on(world)(0, world.rank)
     with torch.no_grad():

@@ -41,10 +41,7 @@ class Nested(nn.Module):
 def test_the_three_styles_of_placing_a_model(
     world: World, when: str, offload: bool
 ) -> None:
-    """Before sharding and never always work; after does, unless offloaded.
-
-    Build, place, run; inputs and buffers start on the host.
-    """
+    """Before sharding and never always work; after does, unless offloaded."""
     model: nn.Module = Nested()
     option = CPUOffload(offload_params=offload)
     if when == "before":
@@ -91,35 +88,3 @@ def test_a_model_on_gloo_that_is_moved_later_computes_on_the_gpu() -> None:
             assert ours.grad is not None
             assert theirs.grad is not None
             torch.testing.assert_close(ours.grad.view_as(theirs), theirs.grad)
-
-
-@torch.no_grad()
-def _init(module: nn.Module) -> None:
-    module.to_empty(device="cpu", recurse=False)
-    for tensor in (*module._parameters.values(), *module._buffers.values()):
-        if tensor is not None:
-            tensor.fill_(1)
-
-
-@pytest.mark.parametrize("offload", [False, True])
-@on_ranks()
-def test_a_meta_model_ends_up_where_it_belongs(world: World, offload: bool) -> None:
-    """Wherever its initialiser put the values.
-
-    A meta model under NCCL with nothing said about devices.
-    """
-    with torch.device("meta"):
-        model = Nested()
-    model = fully_shard(
-        model,
-        cpu_offload=CPUOffload(offload_params=offload),
-        param_init_fn=_init,
-    )
-    x = torch.ones(4, 8)
-
-    y = model({"xs": [x, x]}, more=x)
-    backward(y.sum())
-
-    home = torch.device("cpu") if offload else world.device
-    assert all(p.device == home for p in model.parameters())
-    assert all(b.device == world.device for b in model.buffers())

@@ -51,7 +51,7 @@ in no unit, whole on every rank
   mask  buffer float32 (3,)"""
 
 
-@pytest.mark.req("N-11")
+@pytest.mark.req("N-11", "U-09")
 def test_the_text_names_the_rows_of_each_rank() -> None:
     """Padding, frozen parameters, lists of modules and buffers included."""
     with fake_world(4):
@@ -150,7 +150,7 @@ def test_the_command_prints_text_and_json(
     assert main(["inspect", str(tmp_path / "none")]) == 1
 
 
-@pytest.mark.req("K-10")
+@pytest.mark.req("K-10", "R-13")
 @pytest.mark.parametrize("command", ["inspect", "diff", "verify"])
 def test_names_of_a_file_are_printed_escaped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str

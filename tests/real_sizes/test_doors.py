@@ -76,6 +76,7 @@ def check(world: World, door: str, folder: Path) -> None:
     run_all(operations, make_pair(world, folder, shard, **how))
 
 
+@pytest.mark.req("R-01")
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("door", DOORS)
 def test_every_operation_is_that_of_the_plain_model(

@@ -127,6 +127,7 @@ SMALLER: tuple[tuple[Any, str, int], ...] = (
 """Thresholds above 4 MiB, and those between tensors: the sizes are on both sides."""
 
 
+@pytest.mark.req("R-01")
 @pytest.mark.parametrize("smaller", [False, True])
 @on_ranks(2)
 def test_files_hold_tensors_of_every_size(

@@ -371,7 +371,7 @@ def told(model: nn.Module) -> list[str]:
     return lines
 
 
-@pytest.mark.req("P-19")
+@pytest.mark.req("P-19", "R-03")
 @both_doors
 @on_ranks(2, 3)
 def test_torchtitans_order_is_refused_on_every_rank(world: World, door: str) -> None:

@@ -303,6 +303,7 @@ def test_a_reparametrization_of_shards_is_not_removed(world: World) -> None:
         nn.utils.remove_weight_norm(layer)
 
 
+@pytest.mark.req("R-08")
 @pytest.mark.few(3)
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @pytest.mark.parametrize("end", ["reshard", "forward", "no_grad"])

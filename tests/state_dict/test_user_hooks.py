@@ -221,7 +221,7 @@ def check_round_trip(
     target(torch.ones(2, 4)).sum().backward()
 
 
-@pytest.mark.req("S1-31", "S1-32")
+@pytest.mark.req("S1-31", "S1-32", "R-04")
 @pytest.mark.parametrize("kind", [FULL, SHARDED], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("door", ["functional", "wrapper", "door"])
 @on_ranks(2)

@@ -8,11 +8,10 @@ keeps as many combinations as bring every pair of values together once::
     offload     - + - + ..           6 of them hold every pair
     world_size  2 3 3 2 ..
 
-The door (``path``) is no partner in a pair: both doors run the same code, which the
-laws of ``property_tests/test_combinations.py`` hold, so each of its values runs at
-least once. Tests on ranks take seconds, so there every argument is as the door, and
-each of its values runs at least once; the marker ``pairs`` asks for the pairs there,
-too.
+The door (``path``) is no partner in a pair: both doors run the same code, which golden
+steps and random programs hold, so each of its values runs at least once. Tests on ranks
+take seconds, so there every argument is as the door, and each of its values runs at
+least once; the marker ``pairs`` asks for the pairs there, too.
 
 Of these combinations, the marker ``few`` keeps the first, the middle and the last, or
 as many as it is told. The marker ``full_matrix`` keeps no combination of a test, or

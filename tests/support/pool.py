@@ -42,14 +42,20 @@ T = TypeVar("T")
 
 BACKEND_VARIABLE = "COMPOSABLE_FSDP_TEST_BACKEND"
 START_TIMEOUT = 60.0
-# The slow imports of a training step, paid once in the fork server.
+# Slow imports, paid once in the fork server and not by each of ten ranks.
 _PRELOAD = [
     "torch",
     "torch._dynamo",
     "torch.distributed",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
     "pytest",
     "hypothesis",
+    "composable_fsdp.api",
     "tests.support.rank",
+    "tests.support.reference",
+    "tests.support.sharded",
     # Where they are installed: see tests/integrations_env.
     "lightning.pytorch",
 ]
@@ -67,11 +73,6 @@ class RankPool:
         self._ranks: list[Rank] = []
         self._folder: Path | None = None
         self._calls: int | None = None
-
-    @property
-    def pids(self) -> list[int]:
-        """Process ids in rank order; empty while the pool is not started."""
-        return [rank.process.pid or 0 for rank in self._ranks]
 
     def run(
         self,

@@ -71,13 +71,6 @@ def register_profiles() -> None:
     settings.load_profile(os.environ.get(PROFILE_VARIABLE, "everyday"))
 
 
-def examples_of(number: int) -> int:
-    """``number`` where 50 examples were asked for, else in proportion; at least 1."""
-    profile = settings.default
-    assert profile is not None
-    return max(1, number * profile.max_examples // 50)
-
-
 def world_sizes(max_size: int = 8) -> st.SearchStrategy[int]:
     """Draw a number of ranks; shrinks to 1."""
     return st.integers(1, max_size)
