@@ -244,7 +244,7 @@ BROKEN: list[tuple[Rule, str, str, str]] = [
     (LAYERS, "entries/wrapper", "from composable_fsdp import fully_shard", ": a door"),
     (
         LAYERS,
-        "inspection/report",
+        "tools/report",
         "import composable_fsdp.integrations.models",
         "only doors import 'integrations'",
     ),

@@ -51,7 +51,7 @@ from composable_fsdp.tools.simulated_world import (
     replaced,
     simulated_world,
 )
-from composable_fsdp.tools.simulation import Simulation, simulation_of
+from composable_fsdp.tools.simulation import Simulation, operations_of
 from composable_fsdp.tools.timetable import Timetable
 from composable_fsdp.tree.traversal import walk_states
 
@@ -176,14 +176,16 @@ def simulate(
             log.restart()
             # Gradients are named before they are cleared.
             _run(step, table, partial(_mark, step, log, streams=streams))
-            return simulation_of(
-                table,
-                log.timeline(),
-                plan=plan(module),
-                device_type=device_type,
-                optimizer="none" if made is None else type(made).__name__,
-                machine=machine,
-                world_size=world_size,
+            # Times are known only now: a collective may wait for the link.
+            begins = table.times()
+            return Simulation(
+                plan(module),
+                device_type,
+                "none" if made is None else type(made).__name__,
+                machine,
+                tuple(log.timeline(begins)),
+                tuple(operations_of(table, begins)),
+                world_size,
             )
 
 
@@ -288,7 +290,7 @@ def _build(
         module, batch = _made(model, mesh if is_cut else None)
         names = unit_names(module, units)
     # A function that shards has chosen everything itself.
-    if _is_sharded(module):
+    if is_sharded(module):
         if options or names or (mesh is not None and not is_cut):
             raise PlanError(
                 "simulate got units or options of fully_shard for a function that "
@@ -324,7 +326,7 @@ def _made(
 
 def _check_plain(model: nn.Module) -> None:
     """Raise PlanError for a module with units or DTensors, which are of a world."""
-    if _is_sharded(model):
+    if is_sharded(model):
         raise PlanError(
             "simulate got a module that is sharded over the ranks of a process "
             "group. Pass a function that builds and shards the module."
@@ -339,7 +341,7 @@ def _check_plain(model: nn.Module) -> None:
         )
 
 
-def _is_sharded(module: nn.Module) -> bool:
+def is_sharded(module: nn.Module) -> bool:
     """Return whether a module in the tree of ``module`` is a unit."""
     return any(True for _ in walk_states(module))
 

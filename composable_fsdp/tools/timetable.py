@@ -35,20 +35,9 @@ or a mark; ``BLOCK``: the host does."""
 
 
 class Label(NamedTuple):
-    """A computation or a collective, for a reader.
+    """A computation or a collective, for a reader; see ``SimulatedOperation``."""
 
-    Args:
-        what: "forward", "backward", ... or the kind of a collective.
-        unit: name of the unit; "" for the root, None if no single unit is concerned.
-        phase: the phase in which a collective is sent; empty for computations.
-        nbytes: bytes of the whole buffers of a collective; 0 for computations.
-        group: name of the process group of a collective; that of the mesh dim, if the
-            group is of one.
-        ranks: number of ranks of that process group.
-        by_model: whether the model itself sends the collective.
-    """
-
-    what: str
+    name: str
     unit: str | None
     phase: str = ""
     nbytes: int = 0

@@ -14,23 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-ABOUT = "print versions, backends, GPUs and settings, for a report of a bug"
-
-EXAMPLES = """\
-examples:
-  python -m composable_fsdp env
-  python -m composable_fsdp env --json > env.json
-  torchrun --nproc-per-node 2 -m composable_fsdp env
-
-exit status: 0
-"""
+from composable_fsdp.tools.command import Command, Report
 
 PACKAGE = "composable-fsdp"
 
 _PACKAGES = (
     "safetensors",
     "numpy",
-    "rich",
     "transformers",
     "accelerate",
     "peft",
@@ -53,11 +43,7 @@ _NAMES = (
 """Environment variables of ``torch.distributed``, which are printed, too."""
 
 
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``env`` to its parser: none."""
-
-
-def run(given: argparse.Namespace) -> dict[str, Any]:
+def _run(given: argparse.Namespace) -> Report:
     """Return the facts about this installation and this machine."""
     return {
         "versions": _versions(),
@@ -77,7 +63,7 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def show(found: dict[str, Any]) -> None:
+def _show(found: Report) -> None:
     """Print the facts as text."""
     for section, entries in found.items():
         print(section)
@@ -88,11 +74,6 @@ def show(found: dict[str, Any]) -> None:
         width = max([len(key) for key, _ in lines], default=0)
         for key, value in lines or [("none", "")]:
             print(f"  {key:{width}}  {value}".rstrip())
-
-
-def status(found: dict[str, Any]) -> int:
-    """Return the exit status, which is always 0."""
-    return 0
 
 
 def version() -> str:
@@ -169,3 +150,19 @@ def _text(value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {each}" for key, each in value.items())
     return str(value)
+
+
+COMMAND = Command(
+    "print versions, GPUs and settings, for a report of a bug",
+    """\
+examples:
+  python -m composable_fsdp env
+  python -m composable_fsdp env --json > env.json
+  torchrun --nproc-per-node 2 -m composable_fsdp env
+
+exit status: 0
+""",
+    lambda command: None,
+    _run,
+    _show,
+)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from composable_fsdp import convert
-from composable_fsdp.inspection.command_line import main
+from composable_fsdp.tools.command_line import main
 from tests.storage.samples import sample, saved
 from tests.support.scripts import Run
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from composable_fsdp.inspection.command_line import main
+from composable_fsdp.tools.command_line import main
 from tests.support.scripts import Run
 
 SCRIPT = """
