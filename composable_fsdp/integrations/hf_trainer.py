@@ -155,27 +155,27 @@ class ShardedTrainer(Trainer):
             writes=self.args.should_save,
         )
 
-    def _load_weights(self, folder: str) -> None:
-        """Load the weights in ``folder``, each rank its part."""
-        # Strict, while the plain Trainer takes missing weights with a warning.
-        load_pretrained(self.model, folder, cast=True)
+    def _loads_shards(self, model: Any) -> bool:
+        """Return whether each rank loads its part of the weights of ``model``."""
+        return bool(units_in(model)) and not has_adapters(model)
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
         """Load the weights of a checkpoint. Collective: as ``load``."""
         given = self.model if model is None else model
-        if has_adapters(given) or not units_in(given):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        # Strict, while the plain Trainer takes missing weights with a warning.
+        if self._loads_shards(given):
+            load_pretrained(given, resume_from_checkpoint, cast=True)
         else:
-            self._load_weights(resume_from_checkpoint)
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
         """Load the weights of the best checkpoint. Collective: as ``load``."""
-        if has_adapters(self.model) or not units_in(self.model):
-            super()._load_best_model()
+        if self._loads_shards(self.model):
+            load_pretrained(self.model, self.state.best_model_checkpoint, cast=True)
         else:
-            self._load_weights(self.state.best_model_checkpoint)
+            super()._load_best_model()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Save the optimizer's state sharded. Collective: as ``save``."""
@@ -197,9 +197,15 @@ class ShardedTrainer(Trainer):
         if checkpoint is None:
             return
         folder = os.path.join(checkpoint, SHARDED_STATE)
-        # A checkpoint of ``save_only_model`` has weights alone.
         if not os.path.isdir(folder):
-            _refuse_plain_state(checkpoint)
+            if os.path.isfile(os.path.join(checkpoint, _OPTIMIZER)):
+                raise ValueError(
+                    f"{checkpoint} has the optimizer state of an unsharded Trainer "
+                    f"({_OPTIMIZER}); expected the folder {SHARDED_STATE}. Remove "
+                    f"{_OPTIMIZER} to train on with the weights and a new optimizer "
+                    "state."
+                )
+            # A checkpoint of ``save_only_model`` has weights alone.
             return
         # The trainer restores the random states itself.
         load(folder, self.model, [_inner(self.optimizer)], rng=False)
@@ -265,13 +271,3 @@ def _inner(optimizer: Any) -> torch.optim.Optimizer:
     # accelerate's wrapper steps only when gradients are complete.
     inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
     return inner
-
-
-def _refuse_plain_state(checkpoint: str) -> None:
-    """Raise ValueError if ``checkpoint`` has the optimizer state of a plain trainer."""
-    if os.path.isfile(os.path.join(checkpoint, _OPTIMIZER)):
-        raise ValueError(
-            f"{checkpoint} has the optimizer state of an unsharded Trainer "
-            f"({_OPTIMIZER}); expected the folder {SHARDED_STATE}. Remove "
-            f"{_OPTIMIZER} to train on with the weights and a new optimizer state."
-        )

@@ -14,7 +14,6 @@ and the optimizer, and must not be a forward: each child is a root of its own.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -27,7 +26,7 @@ from torchmetrics import Metric
 
 from composable_fsdp.compose.registry import get_state
 from composable_fsdp.config import MixedPrecision
-from composable_fsdp.entries.fully_shard import FSDP2_NAMES, fully_shard, unknown_text
+from composable_fsdp.entries.fully_shard import fully_shard
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.flat.part_guards import has_forward
@@ -39,38 +38,6 @@ AUTO = "auto"
 
 _sharded_here: WeakSet[nn.Module] = WeakSet()
 """Roots that a strategy made; the other roots are the user's."""
-
-_STRATEGY_NAMES = {
-    **FSDP2_NAMES,
-    "activation_checkpointing_policy": "checkpoint(block) in configure_model",
-    "activation_checkpointing": "checkpoint(block) in configure_model",
-}
-
-
-def require_known(options: Mapping[str, Any], own: tuple[str, ...], api: str) -> None:
-    """Refuse options that neither ``fully_shard`` nor the strategy takes.
-
-    Args:
-        options: the keyword arguments.
-        own: the names that the strategy takes itself.
-        api: the name of the strategy, for the message.
-
-    Raises: TypeError, with the nearest name.
-    """
-    names = inspect.signature(fully_shard).parameters
-    taken = [*own, *(name for name in names if name not in ("module", "if_sharded"))]
-    # fully_shard would name its own arguments alone, and not those of the strategy.
-    unknown = sorted(name for name in options if name not in taken)
-    if unknown:
-        raise TypeError(
-            unknown_text(
-                unknown,
-                taken,
-                api,
-                _STRATEGY_NAMES,
-                "these are names of torch's FSDP and of Lightning's FSDPStrategy: {}",
-            )
-        )
 
 
 def shard(
