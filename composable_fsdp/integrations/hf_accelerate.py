@@ -15,12 +15,10 @@ Checked with accelerate 1.15.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,10 +31,9 @@ from torch import Tensor, nn
 from composable_fsdp.access.grads import clip_grad_norm_, no_sync
 from composable_fsdp.config import FullStateDictConfig, MixedPrecision, StateDictType
 from composable_fsdp.errors import CompositionError
-from composable_fsdp.integrations.given_optimizers import shard_state
+from composable_fsdp.integrations.given_optimizers import next_state, shard_state
 from composable_fsdp.integrations.hf_config import HFSharding, from_hf_config
 from composable_fsdp.state_dict.settings import state_dict_type
-from composable_fsdp.storage.commit import Folder
 from composable_fsdp.storage.contents import units_in
 from composable_fsdp.storage.load import load
 from composable_fsdp.storage.save import save
@@ -229,7 +226,7 @@ class ShardedAccelerator(Accelerator):
         # After accelerate has made the folder.
         for at, model in self._sharded_models():
             state = os.path.join(folder, _folder_of(at))
-            save_sharded(state, model, self._optimizers_of(model))
+            save(next_state(state), model, self._optimizers_of(model), keep=1)
         return folder
 
     def load_state(
@@ -322,26 +319,6 @@ def as_sharding(given: HFSharding | Mapping[str, Any] | None) -> HFSharding:
     if isinstance(given, HFSharding):
         return given
     return from_hf_config(given or {})
-
-
-def save_sharded(
-    folder: str, model: nn.Module, optimizers: list[torch.optim.Optimizer] | None
-) -> None:
-    """Save into ``folder``; an earlier state there is removed after the commit.
-
-    Collective: as ``save``. Raises: as ``save``.
-    """
-    # ``save`` overwrites nothing, and both frameworks save into existing folders. All
-    # ranks list the folder before any rank commits, because a commit waits for all.
-    # Committed ones alone: another rank may be in the save already.
-    entries = Path(folder).iterdir() if os.path.isdir(folder) else ()
-    found = [
-        re.fullmatch(r"state-(\d+)", each.name)
-        for each in entries
-        if Folder(str(each)).is_committed
-    ]
-    number = max((int(each[1]) for each in found if each), default=0) + 1
-    save(os.path.join(folder, f"state-{number}"), model, optimizers, keep=1)
 
 
 def _folder_of(at: int) -> str:

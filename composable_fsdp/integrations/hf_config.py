@@ -195,7 +195,7 @@ def _policy(given: Mapping[str, Any]) -> object:
     # Files list classes in one text, with commas.
     if isinstance(classes, str):
         classes = [name.strip() for name in classes.split(",") if name.strip()]
-    policies = {
+    policies: dict[str, Callable[[], object]] = {
         "TRANSFORMER_BASED_WRAP": lambda: NoSplitPolicy(classes),
         "SIZE_BASED_WRAP": lambda: SizePolicy(size),
         "NO_WRAP": lambda: None,

@@ -26,17 +26,18 @@ from transformers import Trainer, TrainingArguments
 
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.flat.param_ref import param_ref
+from composable_fsdp.integrations.given_optimizers import next_state
 from composable_fsdp.integrations.hf_accelerate import (
     SHARDED_STATE,
     ShardedAccelerator,
     as_sharding,
-    save_sharded,
 )
 from composable_fsdp.integrations.hf_adapters import adapter_values, has_adapters
 from composable_fsdp.integrations.hf_config import HFSharding
 from composable_fsdp.integrations.hf_weights import load_pretrained, write_weights
 from composable_fsdp.storage.contents import units_in
 from composable_fsdp.storage.load import load
+from composable_fsdp.storage.save import save
 
 _SCHEDULER = "scheduler.pt"
 _OPTIMIZER = "optimizer.pt"
@@ -184,7 +185,7 @@ class ShardedTrainer(Trainer):
             return
         # The file of the plain Trainer would hold rank 0's shards.
         folder = os.path.join(output_dir, SHARDED_STATE)
-        save_sharded(folder, self.model, [_inner(self.optimizer)])
+        save(next_state(folder), self.model, [_inner(self.optimizer)], keep=1)
         if self.args.should_save:
             path = os.path.join(output_dir, _SCHEDULER)
             torch.save(self.lr_scheduler.state_dict(), path)

@@ -248,21 +248,23 @@ def _distance(a: Tensor, b: Tensor, tolerance: float) -> tuple[int, float]:
 
 def _same(first: Any, second: Any) -> bool:
     """Return whether two nested values are equal; NaN equals NaN."""
-    tensors = [isinstance(each, Tensor) for each in (first, second)]
-    if any(tensors):
-        return all(tensors) and _same_array(first, second)
-    # Arrays of numpy compare to arrays, which have no truth.
-    if hasattr(first, "tobytes") and hasattr(second, "tobytes"):
-        return _same_array(first, second)
-    if isinstance(first, Mapping) and isinstance(second, Mapping):
+    # Formats keep tuples or make them lists.
+    for kind in (Tensor, Mapping, deque, (list, tuple)):
+        if isinstance(first, kind) != isinstance(second, kind):
+            return False
+    if isinstance(first, Mapping):
         return first.keys() == second.keys() and all(
             _same(value, second[key]) for key, value in first.items()
         )
-    if isinstance(first, deque) and isinstance(second, deque):
+    if isinstance(first, deque):
         return _same([first.maxlen, *first], [second.maxlen, *second])
-    # Formats keep tuples or make them lists.
-    if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
+    if isinstance(first, (list, tuple)):
         return len(first) == len(second) and all(map(_same, first, second))
+    # Tensors, and arrays of numpy, compare to arrays, which have no truth.
+    if isinstance(first, Tensor) or (
+        hasattr(first, "tobytes") and hasattr(second, "tobytes")
+    ):
+        return _same_array(first, second)
     # Only NaN differs from itself.
     return bool(first == second) or (first != first and second != second)
 

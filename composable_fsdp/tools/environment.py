@@ -100,10 +100,8 @@ def _versions() -> dict[str, str]:
         "torch": torch.__version__,
     }
     # A build of torch is for one of the two, or for CPU.
-    for name in ("cuda", "hip"):
-        built = getattr(torch.version, name, None)
-        if built:
-            found[name] = built
+    built = {name: getattr(torch.version, name, None) for name in ("cuda", "hip")}
+    found |= {name: text for name, text in built.items() if text}
     # The versions come from the metadata: importing transformers takes seconds.
     for name in _PACKAGES:
         try:
@@ -117,14 +115,11 @@ def _backends() -> dict[str, str]:
     """Return which backends of ``torch.distributed`` this torch has."""
     if not dist.is_available():
         return {"torch.distributed": "not in this build of torch"}
-    found = {
-        "gloo": dist.is_gloo_available(),
-        "nccl": dist.is_nccl_available(),
-        "mpi": dist.is_mpi_available(),
-    }
+    names = ("gloo", "nccl", "mpi")
+    there = {name: getattr(dist, f"is_{name}_available")() for name in names}
+    words = {name: "yes" if there[name] else "no" for name in names}
     # With NCCL the version matters more than the presence.
-    words = {name: "yes" if there else "no" for name, there in found.items()}
-    if found["nccl"]:
+    if there["nccl"]:
         number: Any = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # untyped in torch
         words["nccl"] = ".".join(map(str, number))
     return words
@@ -135,11 +130,11 @@ def _gpus() -> list[dict[str, Any]]:
     # No GPU is initialized by its properties, so other programs lose no memory.
     return [
         {
-            "name": properties.name,
-            "memory": properties.total_memory,
-            "capability": f"{properties.major}.{properties.minor}",
+            "name": found.name,
+            "memory": found.total_memory,
+            "capability": f"{found.major}.{found.minor}",
         }
-        for properties in map(
+        for found in map(
             torch.cuda.get_device_properties, range(torch.cuda.device_count())
         )
     ]

@@ -131,24 +131,20 @@ def _stand_in(value: Tensor, dtype: torch.dtype, values: FakeValues) -> Tensor:
     return like_dtensor(made, value).requires_grad_(value.requires_grad)
 
 
-class Inputs:
-    """Makes fake tensors of the inputs, as the root casts them."""
+def fake_inputs(given: Any, plan: ShardingPlan, values: FakeValues) -> Any:
+    """Return fake tensors in the place of the inputs, as the root casts them."""
+    mixed = plan.units[0].options.mixed_precision
+    casts = mixed is not None and mixed.cast_root_forward_inputs
+    # FSDP1's default casts the inputs of the root alone.
+    low = mixed.param_dtype if mixed is not None and casts else None
 
-    def __init__(self, plan: ShardingPlan, values: FakeValues) -> None:
-        self._values = values
-        mixed = plan.units[0].options.mixed_precision
-        casts = mixed is not None and mixed.cast_root_forward_inputs
-        # FSDP1's default casts the inputs of the root alone.
-        self._dtype = mixed.param_dtype if mixed is not None and casts else None
-
-    def __call__(self, value: Tensor) -> Tensor:
-        """Return a fake tensor for ``value``."""
-        dtype = value.dtype
-        if self._dtype is not None and dtype.is_floating_point:
-            dtype = self._dtype
+    def fake(value: Tensor) -> Tensor:
+        dtype = low if low is not None and value.is_floating_point() else value.dtype
         made = torch.empty(value.shape, dtype=dtype, device="cpu")
-        self._values.know(made, value)
+        values.know(made, value)
         return made
+
+    return pytree.tree_map_only(Tensor, fake, given)
 
 
 class Step(nn.Module):

@@ -178,7 +178,7 @@ def _show(found: Report) -> None:
 
 
 COMMAND = Command(
-    "run a training step of one rank, without memory or GPUs",
+    "show memory, collectives and times of a training step, without GPUs",
     _EPILOG,
     _add_arguments,
     _run,

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -26,15 +25,6 @@ from composable_fsdp.naming import ROOT_NAME
 from composable_fsdp.tools.simulated_world import Machine, replaced_here
 from composable_fsdp.tools.storages import Block, StorageMode
 from composable_fsdp.tools.timetable import COMPUTE, Label, Timetable
-
-
-@cache
-def _flop_registry() -> dict[Any, Any]:
-    """Return torch's functions that count the operations of an operator."""
-    # Imported at the first use: the module loads others that training does not need.
-    from torch.utils.flop_counter import flop_registry
-
-    return flop_registry
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +130,11 @@ class MemoryLog(StorageMode):  # type: ignore[no-untyped-call]  # torch has no t
             return 0.0
         machine = self._machine
         moved = sum(t.nbytes for t in tensors) / machine.memory_bytes_per_second
+        # Imported here: the module loads others that training does not need.
+        from torch.utils.flop_counter import flop_registry
+
         # torch counts matrix products, convolutions and attention.
-        count = _flop_registry().get(func._overloadpacket)
+        count = flop_registry.get(func._overloadpacket)
         if count is None:
             return moved
         operations = count(*args, **kwargs, out_val=result)

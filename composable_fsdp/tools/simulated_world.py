@@ -78,7 +78,7 @@ def _noted(kind: str, sides: Callable[..., _Sides], *, rounds: int = 1) -> Any:
     def method(self: SimulatedGroup, *args: Any, **kwargs: Any) -> dist.Work:
         outputs, inputs = sides(*args)
         if self.is_of_model():
-            times = self.size() if _sums(args[1:]) else 1
+            times = self.size() if "reduce" in kind and _sums(args[1:]) else 1
             # A list of tensors has one of each rank, and no sizes.
             sizes = args[2:4] if isinstance(args[0], Tensor) else ()
             # This rank is rank 0, and gets of each rank what that has for rank 0.
@@ -221,19 +221,23 @@ def share(
     is_real = output.dtype.is_floating_point or output.dtype.is_complex
     if is_real or output.numel() > LARGEST or (output is own and times == 1):
         return
-    is_part = kind == "all_to_all" and len(sizes) == 2
-    if is_part:
+    if kind == "all_to_all" and len(sizes) == 2:
         own = own[: (sizes[1] or [own.shape[0] // ranks])[0]]
         # Ranks that agree send equal numbers of rows; others have no values.
-        if any(rows != own.shape[0] for rows in sizes[0] or ()):
-            return
-    if is_part or (kind == "all_gather" and output.shape != own.shape):
-        value = own.repeat(ranks, *[1] * (own.ndim - 1))
+        agree = all(rows == own.shape[0] for rows in sizes[0] or ())
+        value = _of_all(own, ranks if agree else 0)
+    elif kind == "all_gather" and output.shape != own.shape:
+        value = _of_all(own, ranks)
     else:
         # A reduction leaves each rank a part; a sum over ranks multiplies.
         value = (own[: output.shape[0]] if own.ndim else own) * times
     if output.shape == value.shape:
         output.copy_(value)
+
+
+def _of_all(own: Tensor, ranks: int) -> Tensor:
+    """Return the rows of all ranks."""
+    return own.repeat(ranks, *[1] * (own.ndim - 1))
 
 
 _notes: list[tuple[Timetable, Machine]] = []

@@ -112,15 +112,11 @@ def _roots(
     ``kept`` are identities of parameters that stay as they are.
     """
     if has_one_root:
-        # The user made the module itself a unit: every parameter is held already.
-        made_by_hand = is_unit(module) and module not in _sharded_here
-        if not made_by_hand and (module in _sharded_here or _left(module, kept)):
+        if _is_to_shard(module, kept):
             yield module
         return
     for name, child in _callable_parts(module):
-        made_by_hand = is_unit(child) and child not in _sharded_here
-        # Children that were sharded before are checked again for equal settings.
-        if not made_by_hand and (child in _sharded_here or _left(child, kept)):
+        if _is_to_shard(child, kept):
             _refuse_shared(module, name, child)
             yield child
     # Parameters of the module itself, and of containers, have no forward that could
@@ -154,8 +150,12 @@ def has_units(module: nn.Module) -> bool:
     return any(map(is_unit, module.modules()))
 
 
-def _left(module: nn.Module, kept: set[int]) -> bool:
-    """Return whether ``module`` has a parameter that no unit holds."""
+def _is_to_shard(module: nn.Module, kept: set[int]) -> bool:
+    """Return whether ``module`` is a root of a strategy, or has parameters for one."""
+    # Roots that were sharded before are checked again for equal settings. A module that
+    # the user made a unit by hand holds every parameter already.
+    if is_unit(module):
+        return module in _sharded_here
     return any(id(p) not in kept and find_leaf(p) is None for p in module.parameters())
 
 
