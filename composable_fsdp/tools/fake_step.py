@@ -117,18 +117,11 @@ def stand_ins(
             # itself, and the plan counts that gradient.
             key = (id(each), name)
             if key not in known:
-                known[key] = _stand_in(value, dtype, values)
+                # Sizes of a rank's part of a DTensor; the whole is on no rank.
+                made = like_dtensor(values.like(local_of(value), dtype), value)
+                known[key] = made.requires_grad_(value.requires_grad)
             found[fqn] = known[key]
     return found
-
-
-def _stand_in(value: Tensor, dtype: torch.dtype, values: FakeValues) -> Tensor:
-    """Return a fake tensor on the CPU for a parameter or a buffer."""
-    local = local_of(value)
-    # Sizes of a rank's part of a DTensor; the whole has no memory on any rank.
-    made = torch.empty(local.shape, dtype=dtype, device="cpu")
-    values.know(made, local)
-    return like_dtensor(made, value).requires_grad_(value.requires_grad)
 
 
 def fake_inputs(given: Any, plan: ShardingPlan, values: FakeValues) -> Any:
@@ -139,10 +132,7 @@ def fake_inputs(given: Any, plan: ShardingPlan, values: FakeValues) -> Any:
     low = mixed.param_dtype if mixed is not None and casts else None
 
     def fake(value: Tensor) -> Tensor:
-        dtype = low if low is not None and value.is_floating_point() else value.dtype
-        made = torch.empty(value.shape, dtype=dtype, device="cpu")
-        values.know(made, value)
-        return made
+        return values.like(value, low if value.is_floating_point() else None)
 
     return pytree.tree_map_only(Tensor, fake, given)
 

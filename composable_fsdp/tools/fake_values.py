@@ -71,6 +71,16 @@ class FakeValues(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch h
         # Real tensors, by the fake ones; views of fake tensors are views here, too.
         self._values: Any = WeakTensorKeyDictionary()
 
+    def like(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a fake tensor on the CPU, with the shape and values of ``tensor``."""
+        # The strides decide which copies later operations make.
+        made = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device="cpu"
+        )
+        # Integers may decide shapes, as the places of tokens do.
+        self.know(made, tensor)
+        return made
+
     def know(self, tensor: Tensor, value: Tensor) -> None:
         """Let the fake ``tensor`` have the value of ``value``; on meta: zeros."""
         if _has_values(tensor):

@@ -357,16 +357,10 @@ def _copy(model: nn.Module, values: FakeValues) -> nn.Module:
 
 
 def _fake_like(tensor: Tensor, values: FakeValues) -> Tensor:
-    """Return a fake tensor on the CPU with the shape and the dtype of ``tensor``."""
-    # The strides decide which copies later operations make.
-    made = torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
-    )
-    # A parameter stays trainable or frozen.
+    """Return a fake tensor for ``tensor``; a parameter stays trainable or frozen."""
+    made = values.like(tensor)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(made, requires_grad=tensor.requires_grad)
-    # Integers may decide shapes, as the places of tokens do.
-    values.know(made, tensor)
     return made
 
 
