@@ -59,8 +59,6 @@ def number():
 
 def reads_values():
     return nn.Linear(2, int(torch.ones(1).item()))
-
-ready = Net()
 """
 
 

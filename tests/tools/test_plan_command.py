@@ -236,6 +236,17 @@ def test_paths_that_are_not_there_say_where_to_go(run: Run, tmp_path: Path) -> N
     assert "no_such_module" in found["error"]
 
 
+@pytest.mark.req("N-01")
+def test_a_loss_outside_of_the_model_is_counted(run: Run, script: str) -> None:
+    """A loss of 40 times the logits outweighs this model."""
+    plain = report_of(run, f"{script}:with_inputs", "--optimizer", "none")
+    found = report_of(run, f"{script}:with_loss", "--optimizer", "none")
+
+    logits = 2 * 16 * 500 * 4
+    # exp saves the copies, and its backward makes as many gradients.
+    assert found["peak"]["bytes"] - plain["peak"]["bytes"] > 60 * logits
+
+
 def test_the_module_runs_in_the_directory_of_a_script(script: str) -> None:
     """``python -m composable_fsdp`` finds the script beside it."""
     status, out = run_script(
