@@ -108,8 +108,6 @@ if TYPE_CHECKING:
     )
     from composable_fsdp.features.training.even_batches import even_batches
     from composable_fsdp.flat.region import FlatParameter
-    from composable_fsdp.inspection.describe import describe
-    from composable_fsdp.inspection.description import Description
     from composable_fsdp.optim.flat_parameters import (
         flat_parameter_groups,
         flat_parameters,
@@ -166,6 +164,7 @@ if TYPE_CHECKING:
         register_storage,
     )
     from composable_fsdp.tools.activations import Activations, measure_activations
+    from composable_fsdp.tools.describe import Description, describe
     from composable_fsdp.tools.forecast import Forecast, forecast
     from composable_fsdp.tools.simulate import simulate
     from composable_fsdp.tools.simulated_world import Machine
@@ -223,8 +222,6 @@ _HOMES = {
     ),
     "features.training.even_batches": "even_batches",
     "flat.region": "FlatParameter",
-    "inspection.describe": "describe",
-    "inspection.description": "Description",
     "optim.flat_parameters": "flat_parameter_groups flat_parameters",
     "optim.load": "optim_state_dict_to_load",
     "optim.owner_state": "OwnerState",
@@ -255,6 +252,7 @@ _HOMES = {
     "storage.source": "Source TensorInfo",
     "storage.storages": "Storage StoredObject Upload register_storage",
     "tools.activations": "Activations measure_activations",
+    "tools.describe": "Description describe",
     "tools.forecast": "Forecast forecast",
     "tools.simulate": "simulate",
     "tools.simulated_world": "Machine",

@@ -3,7 +3,6 @@
 from composable_fsdp.integrations.lightning.checkpoints import consolidate
 from composable_fsdp.integrations.lightning.fabric import ComposableFSDPFabricStrategy
 from composable_fsdp.integrations.lightning.precision import ShardedPrecision
-from composable_fsdp.integrations.lightning.seam import install as _  # noqa: F401  # load_from_checkpoint
 from composable_fsdp.integrations.lightning.trainer import ComposableFSDPStrategy
 
 __all__ = [

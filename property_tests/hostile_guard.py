@@ -22,9 +22,9 @@ import torch
 from torch import nn
 
 from composable_fsdp import CheckpointError, load, verify
-from composable_fsdp.inspection.command_line import main
 from composable_fsdp.storage.convert import check_readable, convert
 from composable_fsdp.storage.opening import open_source
+from composable_fsdp.tools.command_line import main
 from tests.storage.samples import everything
 
 SECONDS = 5.0

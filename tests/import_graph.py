@@ -28,8 +28,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"entries"}),
     frozenset({"features"}),
     frozenset({"doors"}),
-    frozenset({"tools"}),
-    frozenset({"inspection", "integrations"}),
+    frozenset({"tools", "integrations"}),
 )
 """Parts of the package, lowest first; a part imports from its own layer or lower."""
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from composable_fsdp.inspection.command_line import main
+from composable_fsdp.tools.command_line import main
 from tests.support.page_names import page_names
 from tests.support.scripts import run_script
 from tests.support.world import single_rank_group

@@ -18,12 +18,10 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from composable_fsdp.access import manual, schedule, settings
 from composable_fsdp.access.init_weights import apply_whole
-from composable_fsdp.access.manual import UnshardHandle
-from composable_fsdp.comm.custom import CustomAllGather, CustomReduceScatter
 from composable_fsdp.errors import CompositionError
 
 
@@ -57,13 +55,9 @@ class FSDPModule(nn.Module):
 
     # Full parameters by hand.
 
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """All-gather and show the full parameters; see ``composable_fsdp.unshard``."""
-        return manual.unshard(self, async_op)
-
-    def reshard(self) -> None:
-        """Show the sharded parameters and free the full ones; not recursive."""
-        manual.reshard(self)
+    # Functions of this package with the arguments of FSDP2's methods are methods.
+    unshard = manual.unshard
+    reshard = manual.reshard
 
     def apply(self, fn: Callable[[nn.Module], object]) -> FSDPModule:
         """Call ``fn`` on every module below, with full parameters.
@@ -75,27 +69,10 @@ class FSDPModule(nn.Module):
 
     # Recovery, and which backwards reduce.
 
-    def reset_iter_state(self) -> None:
-        """Reset the tree after a forward or backward that raised; root only."""
-        manual.reset_iter_state(self)
-
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Set whether the next backward waits for its last reduction."""
-        settings.set_is_last_backward(self, is_last_backward)
-
-    def set_requires_gradient_sync(
-        self, requires_gradient_sync: bool, *, recurse: bool = True
-    ) -> None:
-        """Set whether backward reduces gradients; False accumulates them."""
-        settings.set_requires_gradient_sync(
-            self, requires_gradient_sync, recurse=recurse
-        )
-
-    def set_requires_all_reduce(
-        self, requires_all_reduce: bool, *, recurse: bool = True
-    ) -> None:
-        """Set whether a reduction of a hybrid unit includes the all-reduce."""
-        settings.set_requires_all_reduce(self, requires_all_reduce, recurse=recurse)
+    reset_iter_state = manual.reset_iter_state
+    set_is_last_backward = settings.set_is_last_backward
+    set_requires_gradient_sync = settings.set_requires_gradient_sync
+    set_requires_all_reduce = settings.set_requires_all_reduce
 
     # When parameters are gathered and freed. ``recurse`` is positional in one method
     # and a keyword in the others, as in FSDP2.
@@ -106,41 +83,18 @@ class FSDPModule(nn.Module):
         """Set whether full parameters are freed between forward and backward."""
         schedule.set_reshard_after_forward(self, reshard_after_forward, recurse=recurse)
 
-    def set_reshard_after_backward(
-        self, reshard_after_backward: bool, *, recurse: bool = True
-    ) -> None:
-        """Set whether full parameters are freed after backward."""
-        schedule.set_reshard_after_backward(
-            self, reshard_after_backward, recurse=recurse
-        )
-
-    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """All-gather the units ``modules`` when the forward of this module begins."""
-        schedule.set_modules_to_forward_prefetch(self, modules)
-
-    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """All-gather the units ``modules`` when the backward of this module begins."""
-        schedule.set_modules_to_backward_prefetch(self, modules)
+    set_reshard_after_backward = schedule.set_reshard_after_backward
+    set_modules_to_forward_prefetch = schedule.set_modules_to_forward_prefetch
+    set_modules_to_backward_prefetch = schedule.set_modules_to_backward_prefetch
 
     # How gradients are reduced.
 
-    def set_all_reduce_hook(
-        self,
-        hook: Callable[[Tensor], None],
-        *,
-        stream: torch.cuda.Stream | None = None,
-    ) -> None:
-        """Call ``hook`` with the reduced gradients, once per region and reduction.
-
-        Args:
-            hook: A function that changes the tensor in place. The tensor is this rank's
-                part of the sums over the ranks, before the division.
-            stream: The stream on which ``hook`` runs. Default None: the stream that
-                writes ``.grad``.
-
-        Collective: none; in backward the collectives of ``hook``.
-        """
-        settings.set_all_reduce_hook(self, hook, stream=stream)
+    set_all_reduce_hook = settings.set_all_reduce_hook
+    set_gradient_divide_factor = settings.set_gradient_divide_factor
+    set_reduce_scatter_unused_params = settings.set_reduce_scatter_unused_params
+    set_separate_reduce_scatter_group = settings.set_separate_reduce_scatter_group
+    set_custom_all_gather = settings.set_custom_all_gather
+    set_custom_reduce_scatter = settings.set_custom_reduce_scatter
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Make the next all-gathers wait for ``event``, as the current stream does.
@@ -162,21 +116,9 @@ class FSDPModule(nn.Module):
         )
         self.set_gradient_divide_factor(factor)
 
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide sums of gradients by ``factor`` instead of the number of ranks."""
-        settings.set_gradient_divide_factor(self, factor)
-
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Set whether collectives only sum, also where NCCL could average."""
         settings.set_force_sum_reduction(self, enable)
-
-    def set_reduce_scatter_unused_params(
-        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
-    ) -> None:
-        """Set whether parameters without a gradient are reduced with zeros."""
-        settings.set_reduce_scatter_unused_params(
-            self, reduce_scatter_unused_params, recurse=recurse
-        )
 
     # Settings of memory, streams and communicators. An argument that asks for the state
     # that there is anyway is accepted, so that a script may set all of them.
@@ -206,15 +148,6 @@ class FSDPModule(nn.Module):
                 "Leave the call out",
             )
 
-    def set_separate_reduce_scatter_group(
-        self, enable: bool = True, *, recurse: bool = True
-    ) -> None:
-        """Reduce gradients over process groups of their own.
-
-        Collective: creates the groups at the first call, on all ranks of each.
-        """
-        settings.set_separate_reduce_scatter_group(self, enable, recurse=recurse)
-
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Accept True; warn for False, because backward gathers the unit all the same.
 
@@ -231,22 +164,6 @@ class FSDPModule(nn.Module):
                 "set_reshard_after_forward(False, recurse=False) on this module.",
                 stacklevel=2,
             )
-
-    def set_custom_all_gather(self, comm: CustomAllGather) -> None:
-        """All-gather by ``comm``, in buffers that ``comm`` allocates.
-
-        Collective: none; in a step a call of ``comm`` per region, with a copy before
-        and a copy after.
-        """
-        settings.set_custom_all_gather(self, comm)
-
-    def set_custom_reduce_scatter(self, comm: CustomReduceScatter) -> None:
-        """Reduce-scatter by ``comm``, in buffers that ``comm`` allocates.
-
-        Collective: none; in backward a call of ``comm`` per region, with a copy before
-        and a copy after.
-        """
-        settings.set_custom_reduce_scatter(self, comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Refuse buffers in memory of the process group; accept False."""

@@ -87,16 +87,8 @@ class FullyShardedDataParallel(Attributes, nn.Module):
             original objects. False gives a warning.
         ignored_states: Parameters or modules that are not sharded. Default None.
         device_mesh: The ranks as a mesh, as for ``fully_shard``. Default None.
-        expert_mesh: As in ``fully_shard``; FSDP1 does not have this argument. Default
-            None.
-        tied_params: As in ``fully_shard``; FSDP1 does not have this argument. Default
-            "error".
-        check_weights: As in ``fully_shard``; FSDP1 does not have this argument. Default
-            "warn".
-        wire: As in ``fully_shard``; FSDP1 does not have this argument. Default None.
-        arena: As in ``fully_shard``; FSDP1 does not have this argument. Default None.
-        if_sharded: As in ``fully_shard``; FSDP1 does not have this argument. Default
-            "error".
+        expert_mesh, tied_params, check_weights, wire, arena, if_sharded: As in
+            ``fully_shard``, with its defaults; FSDP1 does not have these arguments.
 
     Collective: as ``fully_shard``.
     Raises: as ``fully_shard``; the module is then unchanged.
@@ -266,17 +258,9 @@ class FullyShardedDataParallel(Attributes, nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load a state dict keyed by plain names; error texts show plain names, too.
+        """Load a state dict keyed by plain names; see ``nn.Module.load_state_dict``.
 
-        Args:
-            state_dict: The state dict, keyed by the plain model's names.
-            strict: Refuse missing and unexpected keys. Default True.
-            assign: Assign the given tensors instead of copying into the parameters.
-                Default False.
-
-        Returns: torch's named tuple of missing and unexpected keys.
-        Raises: RuntimeError, as ``nn.Module.load_state_dict``; the errors of the unit's
-            load hook.
+        Error texts show plain names, too. Raises: the errors of the unit's load hook.
         """
         copied = OrderedDict(state_dict)
         # torch looks a module's version up by the module's path, which contains the
@@ -339,20 +323,10 @@ class FullyShardedDataParallel(Attributes, nn.Module):
     ) -> AbstractContextManager[None]:
         """Show full parameters while a block runs: FSDP1's name of ``unshard_params``.
 
-        If no unit holds parameters of ``module``, the block does nothing.
+        The arguments are those of ``unshard_params``. If no unit holds parameters of
+        ``module``, the block does nothing.
 
-        Args:
-            module: A module that is, holds, or is part of a fully sharded module.
-            recurse: Show the units below ``module``, too. Default True.
-            writeback: Keep writes to the full parameters. Default True.
-            rank0_only: Show full parameters only on rank 0 of each shard group. Default
-                False.
-            offload_to_cpu: Show copies in host memory. Default False.
-            with_grads: Show full gradients as ``.grad``, too. Default False.
-
-        Returns: the context manager.
-        Collective: on entry and exit, as ``unshard_params``.
-        Raises: as ``unshard_params``, on entry and exit.
+        Collective, Raises: on entry and exit, as ``unshard_params``.
         """
         # FSDP1 accepts a module without units here; unshard_params refuses such a
         # module.
@@ -380,16 +354,8 @@ class FullyShardedDataParallel(Attributes, nn.Module):
     ) -> Tensor:
         """Clip the global norm of all gradients; see the function ``clip_grad_norm_``.
 
-        Args:
-            max_norm: The largest norm allowed after clipping.
-            norm_type: The order of the norm; ``inf`` is allowed. Default 2.0.
-            error_if_nonfinite: Raise if the norm is NaN or inf. Default False.
-            foreach: False processes gradients one by one. Default None: multi-tensor
-                operators.
-
         Returns: the norm before clipping, 0-d, equal on all ranks.
         Collective: an all-reduce of one or two numbers per shard group.
-        Raises: ValueError, RuntimeError, as the function ``clip_grad_norm_``.
         """
         return clip_grad_norm_(self, max_norm, norm_type, error_if_nonfinite, foreach)
 

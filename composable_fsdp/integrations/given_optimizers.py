@@ -1,11 +1,15 @@
-"""Optimizers that a user made over the plain model and sets up together with it."""
+"""What the integrations share: given optimizers, and states that replace another."""
 
 from __future__ import annotations
+
+import os
+import re
 
 import torch
 from torch import Tensor
 
 from composable_fsdp.flat.param_ref import find_param
+from composable_fsdp.storage.commit import folders_in
 
 
 def shard_state(optimizer: torch.optim.Optimizer) -> None:
@@ -27,3 +31,17 @@ def shard_state(optimizer: torch.optim.Optimizer) -> None:
                 and not value.is_meta
             ):
                 values[key] = ref.part_of(value).clone()
+
+
+def next_state(folder: str | os.PathLike[str]) -> str:
+    """Return the path of the next state in ``folder``, as ``state-3``.
+
+    ``save`` overwrites nothing, and the frameworks save into existing folders; with
+    ``keep=1`` an earlier state is removed after the commit of the next one.
+    """
+    # Committed ones alone: another rank may be in the save already.
+    found = folders_in(os.fspath(folder)) if os.path.isdir(folder) else ()
+    names = [os.path.basename(each.path) for each in found if each.is_committed]
+    states = [re.fullmatch(r"state-(\d+)", name) for name in names]
+    number = max((int(each[1]) for each in states if each), default=0) + 1
+    return os.path.join(folder, f"state-{number}")

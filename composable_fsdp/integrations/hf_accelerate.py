@@ -15,12 +15,10 @@ Checked with accelerate 1.15.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,10 +31,9 @@ from torch import Tensor, nn
 from composable_fsdp.access.grads import clip_grad_norm_, no_sync
 from composable_fsdp.config import FullStateDictConfig, MixedPrecision, StateDictType
 from composable_fsdp.errors import CompositionError
-from composable_fsdp.integrations.given_optimizers import shard_state
+from composable_fsdp.integrations.given_optimizers import next_state, shard_state
 from composable_fsdp.integrations.hf_config import HFSharding, from_hf_config
 from composable_fsdp.state_dict.settings import state_dict_type
-from composable_fsdp.storage.commit import Folder
 from composable_fsdp.storage.contents import units_in
 from composable_fsdp.storage.load import load
 from composable_fsdp.storage.save import save
@@ -130,29 +127,20 @@ class ShardedAccelerator(Accelerator):
     ) -> nn.Module:
         """Shard ``model``, unless only an evaluation is asked for; see ``Accelerator``.
 
-        Args:
-            model: the model, sharded or plain.
-            device_placement: whether accelerate moves a model that stays plain.
-                Default None: as the accelerator.
-            evaluation_mode: whether a plain model stays plain. Default False.
-
         Returns: the model, the same object unless it is compiled.
         Collective: as ``fully_shard``; all ranks must call.
         Raises: as ``shard``.
         """
         if not evaluation_mode:
             self.shard(model)
-        # A teacher, or a model of which only the forward is needed.
-        if _get_unit_state(model) is None:
-            plain: nn.Module = super().prepare_model(
-                model, device_placement, evaluation_mode
-            )
-            return plain
-        # The mode for evaluation wraps nothing around the model.
-        prepared: nn.Module = super().prepare_model(
-            model, device_placement=False, evaluation_mode=True
+        # The mode for evaluation wraps nothing around a sharded model. Plain is a
+        # teacher, or a model of which only the forward is needed.
+        if _get_unit_state(model) is not None:
+            device_placement, evaluation_mode = False, True
+        found: nn.Module = super().prepare_model(
+            model, device_placement, evaluation_mode
         )
-        return prepared
+        return found
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare models, optimizers and loaders; see ``Accelerator.prepare``.
@@ -184,14 +172,8 @@ class ShardedAccelerator(Accelerator):
     ) -> Tensor:
         """Clip by the norm over all ranks; see ``composable_fsdp.clip_grad_norm_``.
 
-        Args:
-            parameters: sharded and plain parameters.
-            max_norm: the largest norm allowed.
-            norm_type: the order of the norm. Default 2.
-
         Returns: the norm before clipping, equal on all ranks.
         Collective: an all-reduce of a number per shard group; all ranks must call.
-        Raises: as ``composable_fsdp.clip_grad_norm_``.
         """
         # Plain parameters, which are equal on all ranks, count once.
         return clip_grad_norm_(parameters, max_norm, norm_type)
@@ -225,20 +207,26 @@ class ShardedAccelerator(Accelerator):
         Collective: as ``save``; all ranks must call.
         Raises: as ``save``.
         """
+
+        def drop(models: list[nn.Module], weights: list[Any], folder: str) -> None:
+            # In place: accelerate continues with the same list.
+            weights[:] = [
+                value
+                for model, value in zip(models, weights, strict=True)
+                if not units_in(model)
+            ]
+
         # ``Accelerator.save_state`` asks for the state dict of each model.
         self._saving = True
-        # accelerate pickles the state of every optimizer on the first rank alone.
-        kept, self._optimizers = self._optimizers, self._plain_optimizers()
-        hook = self.register_save_state_pre_hook(_drop_sharded)
         try:
-            folder = super().save_state(output_dir, *args, **kwargs)
+            with self._plain_parts(self.register_save_state_pre_hook(drop)):
+                folder = super().save_state(output_dir, *args, **kwargs)
         finally:
-            self._saving, self._optimizers = False, kept
-            hook.remove()
+            self._saving = False
         # After accelerate has made the folder.
         for at, model in self._sharded_models():
             state = os.path.join(folder, _folder_of(at))
-            save_sharded(state, model, self._optimizers_of(model))
+            save(next_state(state), model, self._optimizers_of(model), keep=1)
         return folder
 
     def load_state(
@@ -254,22 +242,33 @@ class ShardedAccelerator(Accelerator):
         found: list[str] = []
 
         def take(models: list[nn.Module], folder: str) -> None:
-            """Leave the sharded models to ``load``, and note the folder."""
             models[:] = [model for model in models if not units_in(model)]
             # accelerate may have chosen the folder by number.
             found.append(folder)
 
-        kept, self._optimizers = self._optimizers, self._plain_optimizers()
-        hook = self.register_load_state_pre_hook(take)
-        try:
+        with self._plain_parts(self.register_load_state_pre_hook(take)):
             super().load_state(input_dir, *args, **kwargs)
-        finally:
-            self._optimizers = kept
-            hook.remove()
         for at, model in self._sharded_models():
             state = os.path.join(found[0], _folder_of(at))
             # accelerate has restored the random states.
             load(state, model, self._optimizers_of(model), rng=False)
+
+    @contextmanager
+    def _plain_parts(self, hook: Any) -> Iterator[None]:
+        """Hide the optimizers of sharded models in this block; remove ``hook`` then."""
+        # accelerate pickles the state of every optimizer on the first rank alone.
+        sharded = {
+            id(each)
+            for _, model in self._sharded_models()
+            for each in self._optimizers_of(model) or ()
+        }
+        kept = self._optimizers
+        self._optimizers = [o for o in kept if id(o.optimizer) not in sharded]
+        try:
+            yield
+        finally:
+            self._optimizers = kept
+            hook.remove()
 
     def _sharded_models(self) -> list[tuple[int, nn.Module]]:
         """Return the sharded models with their positions among all models."""
@@ -277,25 +276,16 @@ class ShardedAccelerator(Accelerator):
 
     def _optimizers_of(self, model: nn.Module) -> list[torch.optim.Optimizer] | None:
         """Return the optimizers that hold a parameter of ``model``."""
+        # By identity, which ``fully_shard`` keeps.
         own = {id(p) for p in model.parameters()}
         found = [
             # The wrapper's own class has no state of its own.
             each.optimizer
-            # By identity, which ``fully_shard`` keeps.
             for each in self._optimizers
             if any(id(p) in own for group in each.param_groups for p in group["params"])
         ]
         # ``save`` takes no empty list.
         return found or None
-
-    def _plain_optimizers(self) -> list[Any]:
-        """Return the optimizers without a parameter of a sharded model."""
-        held = {
-            id(each)
-            for _, model in self._sharded_models()
-            for each in self._optimizers_of(model) or ()
-        }
-        return [each for each in self._optimizers if id(each.optimizer) not in held]
 
 
 def _refuse_sharded(own: Any) -> Any:
@@ -331,53 +321,10 @@ def as_sharding(given: HFSharding | Mapping[str, Any] | None) -> HFSharding:
     return from_hf_config(given or {})
 
 
-def save_sharded(
-    folder: str, model: nn.Module, optimizers: list[torch.optim.Optimizer] | None
-) -> None:
-    """Save into ``folder``; an earlier state there is removed after the commit.
-
-    Args:
-        folder: the folder of states, of which the newest is complete.
-        model: a sharded model.
-        optimizers: the optimizers over its parameters, or None.
-
-    Collective: as ``save``. Raises: as ``save``.
-    """
-    # ``save`` overwrites nothing, and both frameworks save into existing folders. All
-    # ranks list the folder before any rank commits, because a commit waits for all.
-    # Committed ones alone: another rank may be in the save already.
-    found = [
-        re.fullmatch(r"state-(\d+)", each.name)
-        for each in _entries(folder)
-        if Folder(str(each)).is_committed
-    ]
-    number = max((int(each[1]) for each in found if each), default=0) + 1
-    save(os.path.join(folder, f"state-{number}"), model, optimizers, keep=1)
-
-
-def _entries(folder: str) -> list[Path]:
-    """Return the entries of a folder, which need not exist."""
-    path = Path(folder)
-    return list(path.iterdir()) if path.is_dir() else []
-
-
 def _folder_of(at: int) -> str:
     """Return the folder's name for the model at position ``at``."""
     # As accelerate names its own files.
     return SHARDED_STATE if at == 0 else f"{SHARDED_STATE}_{at}"
-
-
-def _drop_sharded(models: list[nn.Module], weights: list[Any], folder: str) -> None:
-    """Keep accelerate from writing a file for each model that is sharded.
-
-    ``folder`` is an argument of the hook.
-    """
-    # In place: accelerate continues with the same list.
-    weights[:] = [
-        value
-        for model, value in zip(models, weights, strict=True)
-        if not units_in(model)
-    ]
 
 
 def _require_known_engine(accelerator: Accelerator) -> None:

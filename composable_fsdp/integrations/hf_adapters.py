@@ -57,22 +57,21 @@ def adapter_values(model: nn.Module) -> dict[str, Tensor]:
     for held in contents.regions:
         # Equal on all ranks: names and ``requires_grad`` are compared at the first
         # gather.
-        if not any(
+        wanted = any(
             each.tensor.requires_grad or any(map(is_adapter, each.names))
             for each in held.params
-        ):
+        )
+        if not wanted or not held.handle.groups.in_first_replica:
             continue
         # Under CPU offload the shard is in host memory, and the backend may not be.
         shard = on_device(held.handle, held.region.shard)
-        if held.handle.groups.in_first_replica:
-            fulls = gather_flat_values(held.handle, [shard], first_only=True)
-            for full in fulls:
-                for each in held.params:
-                    slot = each.ref.slot
-                    value = full[slot.offset : slot.offset + slot.numel]
-                    # Cloned, so that the full buffer is freed.
-                    whole = value.view(slot.shape).cpu().clone()
-                    made.update(dict.fromkeys(each.names, whole))
+        for full in gather_flat_values(held.handle, [shard], first_only=True):
+            for each in held.params:
+                slot = each.ref.slot
+                value = full[slot.offset : slot.offset + slot.numel]
+                # Cloned, so that the full buffer is freed.
+                whole = value.view(slot.shape).cpu().clone()
+                made.update(dict.fromkeys(each.names, whole))
     # Parameters that no unit holds, such as those of ignored modules.
     for other in contents.tensors:
         if other.tensor.requires_grad or any(map(is_adapter, other.names)):
@@ -109,30 +108,24 @@ def merge_adapters(model: nn.Module) -> None:
         merge_adapters(model)
         save_pretrained(model, "merged", merged=True)
     """
-    layers = dict(_adapter_layers(model))
     by_unit: dict[int, list[Any]] = {}
-    for layer in layers.values():
-        # The unit that holds the first parameter of the layer holds all of them.
+    for _, layer in _adapter_layers(model):
+        # The unit that holds the first parameter of the layer holds all of them; 0
+        # stands for layers whose parameters are whole on every rank.
         found = find_leaf(next(iter(layer.parameters())))
-        by_unit.setdefault(0 if found is None else id(found[0]), []).append(layer)
-    # Layers whose parameters are whole on every rank.
-    for layer in by_unit.pop(0, ()):
-        _merge(layer)
+        # PEFT warns of a second merge.
+        if not layer.merged:
+            by_unit.setdefault(0 if found is None else id(found[0]), []).append(layer)
+    with torch.no_grad():
+        for layer in by_unit.pop(0, ()):
+            layer.merge()
     for state in units_in(model):
-        own = by_unit.pop(id(state.handle), None)
         # All ranks have the same layers in the same units.
-        if own:
-            with unshard_params(state.module, recurse=False, writeback=True):
-                for layer in own:
-                    _merge(layer)
-
-
-@torch.no_grad()
-def _merge(layer: Any) -> None:
-    """Merge one layer, unless that was done before."""
-    # PEFT warns of a second merge.
-    if not layer.merged:
-        layer.merge()
+        if id(state.handle) in by_unit:
+            unit = unshard_params(state.module, recurse=False, writeback=True)
+            with unit, torch.no_grad():
+                for layer in by_unit[id(state.handle)]:
+                    layer.merge()
 
 
 def _adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:

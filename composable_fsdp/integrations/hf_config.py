@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -46,7 +46,6 @@ _DTYPES = {
     "fp32": torch.float32,
     "float32": torch.float32,
 }
-_DTYPE_FIELDS = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype")
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,6 @@ def from_hf_config(config: Mapping[str, Any]) -> HFSharding:
     >>> sharding.options["strategy"]
     <ShardingStrategy.SHARD_GRAD_OP: 2>
     """
-    found = HFSharding(options={})
     given: dict[str, Any] = {}
     for key, value in config.items():
         # The files of ``accelerate config`` have the prefix; the plugin has none.
@@ -154,39 +152,33 @@ def from_hf_config(config: Mapping[str, Any]) -> HFSharding:
         name = _SAME.get(name, name)
         # Two spellings of a name would otherwise hide each other, by their order.
         if name in given and given[name] != value:
-            raise ValueError(
-                f"from_hf_config got {name!r} twice, as {given[name]!r} and {value!r}. "
-                "Leave one of the two out."
-            )
+            raise _contradiction(name, repr(given[name]), repr(value))
         given[name] = value
     unknown = [name for name in given if name not in _READERS]
     if unknown:
         raise ValueError(_unknown_text(unknown))
+    found: dict[str, Any] = {}
     for name, value in given.items():
         # None stands for the default in a plugin's fields and in YAML.
-        if value is not None:
-            found = _with(found, name, _READERS[name](name, value))
+        read = {} if value is None else _READERS[name](name, value)
+        for key, each in read.items():
+            # ``sharding_strategy`` and ``reshard_after_forward`` choose the strategy.
+            if found.setdefault(key, each) != each:
+                raise _contradiction(key, found[key], f"{each} ({name!r})")
     # Three names choose the units together, so no reader of one name can.
     policy = _policy(given)
     if policy is not None:
-        found = _with(found, "policy", {"policy": policy})
-    return found
-
-
-def _with(found: HFSharding, name: str, values: Mapping[str, Any]) -> HFSharding:
-    """Return ``found`` with ``values`` from the setting ``name``."""
+        found["policy"] = policy
     # A field of HFSharding is no argument of ``fully_shard``.
-    own = {k: v for k, v in values.items() if k in HFSharding.__dataclass_fields__}
-    options = {k: v for k, v in values.items() if k not in own}
-    # ``sharding_strategy`` and ``reshard_after_forward`` both choose the strategy.
-    for key, value in options.items():
-        if found.options.get(key, value) != value:
-            raise ValueError(
-                f"from_hf_config got settings for {key} that contradict each other: "
-                f"{name!r} says {value}, and another setting {found.options[key]}. "
-                "Leave one of the two out."
-            )
-    return replace(found, options={**found.options, **options}, **own)
+    own = {k: found.pop(k) for k in HFSharding.__dataclass_fields__ if k in found}
+    return HFSharding(options=found, **own)
+
+
+def _contradiction(name: str, first: object, second: object) -> ValueError:
+    return ValueError(
+        f"from_hf_config got settings of {name} twice that contradict each other: "
+        f"{first} and {second}. Leave one of the two out."
+    )
 
 
 def _policy(given: Mapping[str, Any]) -> object:
@@ -200,17 +192,18 @@ def _policy(given: Mapping[str, Any]) -> object:
     # The Trainer's default ignores a size without a word; here a size has its effect.
     if kind is None:
         kind = "SIZE_BASED_WRAP" if size and not classes else "TRANSFORMER_BASED_WRAP"
-    kinds = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
-    if str(kind).upper() not in kinds:
-        raise _refused("auto_wrap_policy", kind, f"a function or one of {kinds}")
-    if str(kind).upper() == "NO_WRAP":
-        return None
-    if str(kind).upper() == "SIZE_BASED_WRAP":
-        return SizePolicy(size)
     # Files list classes in one text, with commas.
     if isinstance(classes, str):
         classes = [name.strip() for name in classes.split(",") if name.strip()]
-    return NoSplitPolicy(classes)
+    policies: dict[str, Callable[[], object]] = {
+        "TRANSFORMER_BASED_WRAP": lambda: NoSplitPolicy(classes),
+        "SIZE_BASED_WRAP": lambda: SizePolicy(size),
+        "NO_WRAP": lambda: None,
+    }
+    if str(kind).upper() not in policies:
+        expected = f"a function or one of {tuple(policies)}"
+        raise _refused("auto_wrap_policy", kind, expected)
+    return policies[str(kind).upper()]()
 
 
 def _refused(name: str, value: object, expected: str) -> ValueError:
@@ -285,12 +278,11 @@ def _precision(name: str, value: object) -> dict[str, Any]:
         dtype = _dtype(name, value)
         return {"mixed_precision": MixedPrecision(dtype, dtype, dtype)}
     if isinstance(value, Mapping):
-        known = {*MixedPrecision.__dataclass_fields__}
-        for key in value:
-            if key not in known:
-                raise _refused(name, value, f"a dict with the keys {sorted(known)}")
+        known = sorted(MixedPrecision.__dataclass_fields__)
+        if not value.keys() <= {*known}:
+            raise _refused(name, value, f"a dict with the keys {known}")
         dtypes = {
-            key: _dtype(name, each) if key in _DTYPE_FIELDS else each
+            key: _dtype(name, each) if key.endswith("dtype") else each
             for key, each in value.items()
         }
         return {"mixed_precision": MixedPrecision(**dtypes)}
@@ -318,20 +310,14 @@ def _ignored(name: str, value: object) -> dict[str, Any]:
 
 
 def _loading(name: str, value: object) -> dict[str, Any]:
-    """Only the first rank has read the weights, so they are sent to the others."""
+    # Only the first rank has read the weights, so they are sent to the others.
     return {"sync_module_states": True} if _flag(name, value) else {}
 
 
 def _version(name: str, value: object) -> dict[str, Any]:
-    """Return nothing: both versions mean the same sharding here."""
-    # A later version may mean another sharding.
+    # Both versions mean the same sharding here; a later one may mean another.
     if str(value) not in ("1", "2"):
         raise _refused(name, value, "1 or 2")
-    return {}
-
-
-def _nothing(name: str, value: object) -> dict[str, Any]:
-    """Return nothing: ``_policy`` reads the value."""
     return {}
 
 
@@ -361,13 +347,13 @@ _SAME = {
 _READERS: dict[str, Callable[[str, Any], dict[str, Any]]] = {
     "activation_checkpointing": _as("activation_checkpointing"),
     "activation_checkpointing_offload": _unless_set,
-    "auto_wrap_policy": _nothing,
+    "auto_wrap_policy": lambda name, value: {},  # see ``_policy``
     "backward_prefetch": _prefetch,
     "cpu_ram_efficient_loading": _loading,
     "forward_prefetch": _as("forward_prefetch"),
     "ignored_modules": _ignored,
     "limit_all_gathers": _as("limit_all_gathers"),
-    "min_num_params": _nothing,
+    "min_num_params": lambda name, value: {},  # see ``_policy``
     "mixed_precision_policy": _precision,
     "offload_params": _offload,
     "param_init_fn": lambda name, value: {"param_init_fn": value},
@@ -377,7 +363,7 @@ _READERS: dict[str, Callable[[str, Any], dict[str, Any]]] = {
         "state_dict_type": _member(StateDictType, name, value)
     },
     "sync_module_states": _as("sync_module_states"),
-    "transformer_layer_cls_to_wrap": _nothing,
+    "transformer_layer_cls_to_wrap": lambda name, value: {},  # see ``_policy``
     "use_orig_params": _as("use_orig_params"),
     "version": _version,
     "xla": _unless_set,

@@ -27,10 +27,7 @@ from composable_fsdp.storage.source import Source, TensorInfo
 
 
 def to_file(model: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of files for tensors of ``model``, in the order of files.
-
-    Returns: the tensors by the names in files.
-    """
+    """Return the tensors of files for tensors of ``model``, by name, in their order."""
     if not hasattr(model, "_weight_conversions") and not _is_pretrained(model):
         return dict(values)
     from transformers.core_model_loading import revert_weight_conversion

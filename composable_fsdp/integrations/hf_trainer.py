@@ -26,17 +26,18 @@ from transformers import Trainer, TrainingArguments
 
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.flat.param_ref import param_ref
+from composable_fsdp.integrations.given_optimizers import next_state
 from composable_fsdp.integrations.hf_accelerate import (
     SHARDED_STATE,
     ShardedAccelerator,
     as_sharding,
-    save_sharded,
 )
 from composable_fsdp.integrations.hf_adapters import adapter_values, has_adapters
 from composable_fsdp.integrations.hf_config import HFSharding
 from composable_fsdp.integrations.hf_weights import load_pretrained, write_weights
 from composable_fsdp.storage.contents import units_in
 from composable_fsdp.storage.load import load
+from composable_fsdp.storage.save import save
 
 _SCHEDULER = "scheduler.pt"
 _OPTIMIZER = "optimizer.pt"
@@ -155,27 +156,27 @@ class ShardedTrainer(Trainer):
             writes=self.args.should_save,
         )
 
-    def _load_weights(self, folder: str) -> None:
-        """Load the weights in ``folder``, each rank its part."""
-        # Strict, while the plain Trainer takes missing weights with a warning.
-        load_pretrained(self.model, folder, cast=True)
+    def _loads_shards(self, model: Any) -> bool:
+        """Return whether each rank loads its part of the weights of ``model``."""
+        return bool(units_in(model)) and not has_adapters(model)
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
         """Load the weights of a checkpoint. Collective: as ``load``."""
         given = self.model if model is None else model
-        if has_adapters(given) or not units_in(given):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        # Strict, while the plain Trainer takes missing weights with a warning.
+        if self._loads_shards(given):
+            load_pretrained(given, resume_from_checkpoint, cast=True)
         else:
-            self._load_weights(resume_from_checkpoint)
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
         """Load the weights of the best checkpoint. Collective: as ``load``."""
-        if has_adapters(self.model) or not units_in(self.model):
-            super()._load_best_model()
+        if self._loads_shards(self.model):
+            load_pretrained(self.model, self.state.best_model_checkpoint, cast=True)
         else:
-            self._load_weights(self.state.best_model_checkpoint)
+            super()._load_best_model()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Save the optimizer's state sharded. Collective: as ``save``."""
@@ -184,7 +185,7 @@ class ShardedTrainer(Trainer):
             return
         # The file of the plain Trainer would hold rank 0's shards.
         folder = os.path.join(output_dir, SHARDED_STATE)
-        save_sharded(folder, self.model, [_inner(self.optimizer)])
+        save(next_state(folder), self.model, [_inner(self.optimizer)], keep=1)
         if self.args.should_save:
             path = os.path.join(output_dir, _SCHEDULER)
             torch.save(self.lr_scheduler.state_dict(), path)
@@ -197,9 +198,15 @@ class ShardedTrainer(Trainer):
         if checkpoint is None:
             return
         folder = os.path.join(checkpoint, SHARDED_STATE)
-        # A checkpoint of ``save_only_model`` has weights alone.
         if not os.path.isdir(folder):
-            _refuse_plain_state(checkpoint)
+            if os.path.isfile(os.path.join(checkpoint, _OPTIMIZER)):
+                raise ValueError(
+                    f"{checkpoint} has the optimizer state of an unsharded Trainer "
+                    f"({_OPTIMIZER}); expected the folder {SHARDED_STATE}. Remove "
+                    f"{_OPTIMIZER} to train on with the weights and a new optimizer "
+                    "state."
+                )
+            # A checkpoint of ``save_only_model`` has weights alone.
             return
         # The trainer restores the random states itself.
         load(folder, self.model, [_inner(self.optimizer)], rng=False)
@@ -265,13 +272,3 @@ def _inner(optimizer: Any) -> torch.optim.Optimizer:
     # accelerate's wrapper steps only when gradients are complete.
     inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
     return inner
-
-
-def _refuse_plain_state(checkpoint: str) -> None:
-    """Raise ValueError if ``checkpoint`` has the optimizer state of a plain trainer."""
-    if os.path.isfile(os.path.join(checkpoint, _OPTIMIZER)):
-        raise ValueError(
-            f"{checkpoint} has the optimizer state of an unsharded Trainer "
-            f"({_OPTIMIZER}); expected the folder {SHARDED_STATE}. Remove "
-            f"{_OPTIMIZER} to train on with the weights and a new optimizer state."
-        )

@@ -15,7 +15,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -117,9 +117,19 @@ def write_weights(
     if not weights:
         return
     size = _bytes_of(_MAX_SHARD) if max_bytes is None else max_bytes
-    names = _FileNames(model)
-    count = names.count_parameters()
-    wrote = export_module(folder / _TEMPORARY, model, size, rewrite=names.rewrite)
+    names, base = _file_names(model), _base_of(model)
+    # Without buffers, as transformers counts.
+    count = sum(
+        torch.Size(held.shape).numel()
+        for held in contents_of(model, "save_pretrained").each()
+        if held.names[0] in names and isinstance(held.tensor, nn.Parameter)
+    )
+
+    def rewrite(values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        kept = {name: values[own] for own, name in names.items() if own in values}
+        return to_file(base, kept)
+
+    wrote = export_module(folder / _TEMPORARY, model, size, rewrite=rewrite)
     team.agree(_error_of(partial(_replace, folder, count)) if wrote else None)
 
 
@@ -160,44 +170,22 @@ def _replace(folder: Path, count: int) -> None:
     made.rmdir()
 
 
-class _FileNames:
-    """The tensors of the files for the tensors of a model.
-
-    Args:
-        model: a model of transformers, or a ``PeftModel`` whose base is written.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._contents = contents_of(model, "save_pretrained")
-        self._base = _base_of(model)
-        base: Any = self._base
-        ties = dict(getattr(base, "all_tied_weights_keys", None) or {})
-        # Buffers that transformers computes again.
-        left_out = set(getattr(base, "_keys_to_ignore_on_save", None) or ())
-        inner = base_names(model)
-        self._names: dict[str, str] = {}
-        # In the order of the plain model's state dict, which decides on the files.
-        for name in sorted(self._held(), key=_order(model).__getitem__):
-            # transformers drops the same name of a tied parameter in every save.
-            file_name = inner(name)
-            if file_name is not None and file_name not in left_out:
-                self._names[name] = ties.get(file_name, file_name)
-
-    def _held(self) -> Iterator[str]:
-        return (held.names[0] for held in self._contents.each())
-
-    def count_parameters(self) -> int:
-        """Return the number of elements of the model's parameters, without buffers."""
-        return sum(
-            torch.Size(held.shape).numel()
-            for held in self._contents.each()
-            if held.names[0] in self._names and isinstance(held.tensor, nn.Parameter)
-        )
-
-    def rewrite(self, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the tensors of the files for some of the model's tensors."""
-        kept = {name: values[own] for own, name in self._names.items() if own in values}
-        return to_file(self._base, kept)
+def _file_names(model: nn.Module) -> dict[str, str]:
+    """Return the names in files by those of ``model``, in the order of the files."""
+    base: Any = _base_of(model)
+    ties = dict(getattr(base, "all_tied_weights_keys", None) or {})
+    # Buffers that transformers computes again.
+    left_out = set(getattr(base, "_keys_to_ignore_on_save", None) or ())
+    held = [each.names[0] for each in contents_of(model, "save_pretrained").each()]
+    # In the order of the plain model's state dict, which decides on the files.
+    order, inner = _order(model), base_names(model)
+    names = {name: inner(name) for name in sorted(held, key=order.__getitem__)}
+    return {
+        # transformers drops the same name of a tied parameter in every save.
+        name: ties.get(file_name, file_name)
+        for name, file_name in names.items()
+        if file_name is not None and file_name not in left_out
+    }
 
 
 def _order(model: nn.Module) -> dict[str, int]:
@@ -279,29 +267,21 @@ def _give_memory(model: nn.Module) -> None:
 
 def _fill_buffers(model: nn.Module) -> None:
     """Let transformers compute the buffers that are in no file."""
-    unfilled = unfilled_buffers(model)
-    holders = {name.rpartition(".")[0] for name in unfilled}
-    for name in sorted(holders):
-        init = _initializer(model, name)
+    holders = {name.rpartition(".")[0] for name in unfilled_buffers(model)}
+    for holder in sorted(holders):
+        # The innermost model of transformers: a model may hold models with
+        # configurations of their own, such as two towers.
+        parts = holder.split(".") if holder else []
+        around = (
+            model.get_submodule(".".join(parts[:count]))
+            for count in range(len(parts), -1, -1)
+        )
+        inits = (getattr(each, "_init_weights", None) for each in around)
+        init = next(filter(callable, inits), None)
         # Random numbers for parameters of the same module, which the files replace.
         with torch.random.fork_rng(devices=[]):
             if init is not None:
-                init(model.get_submodule(name))
-
-
-def _initializer(model: nn.Module, name: str) -> Callable[[nn.Module], object] | None:
-    """Return ``_init_weights`` of the innermost model of transformers around a module.
-
-    A model may hold models with configurations of their own, such as two towers.
-    """
-    # From the module outwards.
-    parts = name.split(".") if name else []
-    for count in range(len(parts), -1, -1):
-        around = model.get_submodule(".".join(parts[:count]))
-        if callable(getattr(type(around), "_init_weights", None)):
-            init: Callable[[nn.Module], object] = getattr(around, "_init_weights")  # noqa: B009
-            return init
-    return None
+                init(model.get_submodule(holder))
 
 
 def _base_of(model: nn.Module) -> nn.Module:
@@ -320,14 +300,11 @@ def _bytes_of(size: int | str) -> int:
     """
     if isinstance(size, int) and size > 0:
         return size
-    found = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]B)\s*", str(size).upper())
-    try:
-        number = float(found[1]) if found else 0.0
-    except ValueError:
-        number = 0.0
-    if found is None or number <= 0:
+    found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMGT]B)\s*", str(size).upper())
+    number = float(found[1]) * _SIZES[found[2]] if found else 0
+    if number < 1:
         raise ValueError(
             f"max_shard_size expects a number of bytes or text such as '5GB' "
             f"({', '.join(_SIZES)}), got {size!r}."
         )
-    return int(number * _SIZES[found[2]])
+    return int(number)

@@ -28,10 +28,10 @@ from composable_fsdp.planning.memory import COMPUTE, Event
 from composable_fsdp.planning.plan import ShardingPlan
 from composable_fsdp.tools.fake_step import (
     FAKE_LOG,
-    Inputs,
     Step,
     StepLog,
     Window,
+    fake_inputs,
     muted,
     stand_ins,
 )
@@ -198,7 +198,7 @@ def measure_activations(
             # The module keeps its own parameters; the step sees the stand-ins.
             tensors = stand_ins(module, plan, values)
             log.hold(tensors)
-            given = pytree.tree_map_only(Tensor, Inputs(plan, values), given)
+            given = fake_inputs(given, plan, values)
             with log.watch(module), saved_tensors_hooks(log.pack, lambda x: x):
                 args, kwargs = (
                     ((), given) if isinstance(given, dict) else (tuple(given), {})
@@ -219,8 +219,12 @@ def measure_activations(
     words = batch or _shapes(inputs)
     again = partial(measure_activations, module, inputs=inputs, loss=loss, batch=words)
     order = tuple(log.outer)  # the log enters units as their forwards begin
+    units = {
+        fqn: UnitActivations(before, after, kept, log.outer.get(fqn, fqn))
+        for fqn, (before, after, kept) in log.saved.items()
+    }
     found = Activations(
-        _by_unit(log), words, measure=lambda other: again(plan=other), order=order
+        units, words, measure=lambda other: again(plan=other), order=order
     )
     # Models need not run their modules in the order of ``.modules()``: CLIP registers
     # the text model first and runs the vision model first.
@@ -233,14 +237,6 @@ def _sends_of(module: nn.Module) -> AbstractContextManager[None]:
     parameters = (p for each in walk.modules(module) for p in each._parameters.values())
     has_dtensors = any(map(is_dtensor, parameters))
     return model_sends(makes_dtensors=False) if has_dtensors else nullcontext()
-
-
-def _by_unit(log: StepLog) -> dict[str, UnitActivations]:
-    """Return the bytes that the forwards have saved, by unit."""
-    return {
-        fqn: UnitActivations(before, after, inputs, log.outer.get(fqn, fqn))
-        for fqn, (before, after, inputs) in log.saved.items()
-    }
 
 
 def _beside(

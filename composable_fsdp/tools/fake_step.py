@@ -117,38 +117,24 @@ def stand_ins(
             # itself, and the plan counts that gradient.
             key = (id(each), name)
             if key not in known:
-                known[key] = _stand_in(value, dtype, values)
+                # Sizes of a rank's part of a DTensor; the whole is on no rank.
+                made = like_dtensor(values.like(local_of(value), dtype), value)
+                known[key] = made.requires_grad_(value.requires_grad)
             found[fqn] = known[key]
     return found
 
 
-def _stand_in(value: Tensor, dtype: torch.dtype, values: FakeValues) -> Tensor:
-    """Return a fake tensor on the CPU for a parameter or a buffer."""
-    local = local_of(value)
-    # Sizes of a rank's part of a DTensor; the whole has no memory on any rank.
-    made = torch.empty(local.shape, dtype=dtype, device="cpu")
-    values.know(made, local)
-    return like_dtensor(made, value).requires_grad_(value.requires_grad)
+def fake_inputs(given: Any, plan: ShardingPlan, values: FakeValues) -> Any:
+    """Return fake tensors in the place of the inputs, as the root casts them."""
+    mixed = plan.units[0].options.mixed_precision
+    casts = mixed is not None and mixed.cast_root_forward_inputs
+    # FSDP1's default casts the inputs of the root alone.
+    low = mixed.param_dtype if mixed is not None and casts else None
 
+    def fake(value: Tensor) -> Tensor:
+        return values.like(value, low if value.is_floating_point() else None)
 
-class Inputs:
-    """Makes fake tensors of the inputs, as the root casts them."""
-
-    def __init__(self, plan: ShardingPlan, values: FakeValues) -> None:
-        self._values = values
-        mixed = plan.units[0].options.mixed_precision
-        casts = mixed is not None and mixed.cast_root_forward_inputs
-        # FSDP1's default casts the inputs of the root alone.
-        self._dtype = mixed.param_dtype if mixed is not None and casts else None
-
-    def __call__(self, value: Tensor) -> Tensor:
-        """Return a fake tensor for ``value``."""
-        dtype = value.dtype
-        if self._dtype is not None and dtype.is_floating_point:
-            dtype = self._dtype
-        made = torch.empty(value.shape, dtype=dtype, device="cpu")
-        self._values.know(made, value)
-        return made
+    return pytree.tree_map_only(Tensor, fake, given)
 
 
 class Step(nn.Module):

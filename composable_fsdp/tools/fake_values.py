@@ -71,6 +71,16 @@ class FakeValues(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch h
         # Real tensors, by the fake ones; views of fake tensors are views here, too.
         self._values: Any = WeakTensorKeyDictionary()
 
+    def like(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a fake tensor on the CPU, with the shape and values of ``tensor``."""
+        # The strides decide which copies later operations make.
+        made = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device="cpu"
+        )
+        # Integers may decide shapes, as the places of tokens do.
+        self.know(made, tensor)
+        return made
+
     def know(self, tensor: Tensor, value: Tensor) -> None:
         """Let the fake ``tensor`` have the value of ``value``; on meta: zeros."""
         if _has_values(tensor):
@@ -130,24 +140,24 @@ class FakeValues(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch h
         self, func: Any, args: Any, result: Any, known: Any, kwargs: Any
     ) -> None:
         """Give values to the tensors of ``result`` that need some."""
-        made = [each for each in pytree.tree_leaves(result) if _has_values(each)]
-        given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        # Real numbers matter only where integers follow from them, as in histograms.
-        if not made and not (given and known is not None):
-            return
         name: str = func.name()
-        outputs = pytree.tree_leaves(result)
-        # Memory that nobody has written yet has no values, and large tensors get none.
-        unwritten = name.startswith(("aten::empty", "aten::new_empty"))
-        if any(isinstance(t, Tensor) and t.numel() > LARGEST for t in outputs):
+        outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, FakeTensor)]
+        given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        # Large tensors get no values.
+        if any(tensor.numel() > LARGEST for tensor in outputs):
             return
-        if known is not None and not unwritten:
+        # Memory that nobody has written yet has no values. Real numbers matter only
+        # where integers follow from them, as in histograms.
+        unwritten = name.startswith(("aten::empty", "aten::new_empty"))
+        matters = given or any(map(_has_values, outputs))
+        if known is not None and not unwritten and matters:
             values = pytree.tree_leaves(_computed(func, *known))
-            for fake, value in zip(outputs, values, strict=True):
+            leaves = pytree.tree_leaves(result)
+            for fake, value in zip(leaves, values, strict=True):
                 if isinstance(fake, FakeTensor):
                     self._values[fake] = value
             return
-        for fake in made:
+        for fake in filter(_has_values, outputs):
             self._values.pop(fake, None)
             # A tensor that was written in place is none of the choices below.
             if given and not any(fake is each for each in given):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import combinations
 from typing import Any
 
@@ -17,6 +18,7 @@ from composable_fsdp.config import (
     ShardingStrategy,
 )
 from composable_fsdp.planning.replan import replan
+from composable_fsdp.tools.activations import Activations
 from composable_fsdp.tools.forecast import Forecast
 
 MOST_RANKS = 1 << 17
@@ -65,7 +67,7 @@ class Fit:
 def fit(found: Forecast, capacity: int) -> Fit:
     """Return whether ``found`` fits into ``capacity`` bytes, and what else would.
 
-    Returns: the answer. Changes are listed only if the forecast does not fit.
+    Changes are listed only if the forecast does not fit.
     """
     changes = _what_helps(found, capacity) if found.total > capacity else []
     return Fit(
@@ -74,26 +76,24 @@ def fit(found: Forecast, capacity: int) -> Fit:
 
 
 def _what_helps(found: Forecast, capacity: int) -> list[Change]:
-    """Return the changes that need less memory, and the first sets that fit."""
-    useful: list[tuple[str, _Apply]] = []
+    """Return the changes that need less memory, and the smallest sets that fit."""
+    useful = _changes(found)
     changes: list[Change] = []
-    for text, change in _changes(found):
-        total = change(found).total
-        if total < found.total:
-            useful.append((text, change))
-            changes.append(Change(text, total, total <= capacity))
-    # If no change alone is enough, take the smallest sets that are.
-    for size in range(2, len(useful) + 1):
+    for size in range(1, len(useful) + 1):
+        # If no smaller set is enough, take the sets that are.
         if any(change.fits for change in changes):
             break
         for chosen in combinations(useful, size):
             changed = found
-            for _, change in chosen:
-                changed = change(changed)
-            # Sets that do not fit are many, and tell nothing that a reader could use.
-            if changed.total <= capacity:
+            for _, apply in chosen:
+                changed = apply(changed)
+            total = changed.total
+            # A single change is told if it helps; it is in no set if it does not.
+            if size == 1 and total >= found.total:
+                useful = [each for each in useful if each is not chosen[0]]
+            elif size == 1 or total <= capacity:
                 text = " and ".join(text for text, _ in chosen)
-                changes.append(Change(text, changed.total, True))
+                changes.append(Change(text, total, total <= capacity))
     return changes
 
 
@@ -133,31 +133,55 @@ def smallest_world_size(found: Forecast, capacity: int) -> int | None:
 _Apply = Callable[[Forecast], Forecast]
 
 
-def _changes(found: Forecast) -> Iterator[tuple[str, _Apply]]:
-    """Yield the changes that may need less memory, with a function per change."""
+def _changes(found: Forecast) -> list[tuple[str, _Apply]]:
+    """Return the changes that may need less memory, with a function per change."""
+    plan, units = found.plan, found.plan.units
+    options = [unit.options for unit in units]
+    full, hybrid = ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD
+    strategy = hybrid if any(o.strategy in HYBRID for o in options) else full
+    offload = CPUOffload(offload_params=True)
+    activations = found.activations
     # In the order of what a user loses: first memory for time, at last the host.
-    units = [unit.options for unit in found.plan.units]
-    full = ShardingStrategy.FULL_SHARD
-    if any(o.strategy not in (full, ShardingStrategy.HYBRID_SHARD) for o in units):
-        hybrid = any(o.strategy in HYBRID for o in units)
-        strategy = ShardingStrategy.HYBRID_SHARD if hybrid else full
-        yield f"strategy={strategy.name}", _option(strategy=strategy)
-    # NO_SHARD has replicas without groups, and FULL_SHARD above is the change for it.
-    if any(u.shard_world_size > 1 and u.replicas > 1 for u in found.plan.units):
-        yield "one shard group of all ranks, without replicas", _one_group
-    if any(options.mixed_precision is None for options in units):
-        text = "mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)"
-        yield text, _low_precision(found)
-    if any(options.backward_prefetch is not None for options in units):
-        yield "backward_prefetch=None", _option(backward_prefetch=None)
-    # Padding of less than 1 % is not worth sharded parameters of one dimension.
-    if found.plan.padded_numel > 1.01 * found.plan.numel:
-        yield "block=Block.ELEMENT", _option(block=Block.ELEMENT)
-    if found.activations is not None and not found.activations.checkpointed:
-        yield "activation checkpointing of each unit", _checkpoint
-    if not all(unit.is_offloaded for unit in found.plan.units):
-        text = "cpu_offload=CPUOffload(offload_params=True)"
-        yield text, _option(cpu_offload=CPUOffload(offload_params=True))
+    rows: list[tuple[bool, str, _Apply]] = [
+        (
+            any(o.strategy not in (full, hybrid) for o in options),
+            f"strategy={strategy.name}",
+            _option(strategy=strategy),
+        ),
+        (
+            # NO_SHARD has replicas without groups, and FULL_SHARD is its change.
+            any(u.shard_world_size > 1 and u.replicas > 1 for u in units),
+            "one shard group of all ranks, without replicas",
+            _option(shard_world_size=plan.world_size, strategy=full),
+        ),
+        (
+            any(o.mixed_precision is None for o in options),
+            "mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)",
+            _low_precision(found),
+        ),
+        (
+            any(o.backward_prefetch is not None for o in options),
+            "backward_prefetch=None",
+            _option(backward_prefetch=None),
+        ),
+        (
+            # Less padding is not worth sharded parameters of one dimension.
+            plan.padded_numel > 1.01 * plan.numel,
+            "block=Block.ELEMENT",
+            _option(block=Block.ELEMENT),
+        ),
+        (
+            activations is not None and not activations.checkpointed,
+            "activation checkpointing of each unit",
+            _checkpoint,
+        ),
+        (
+            not all(unit.is_offloaded for unit in units),
+            "cpu_offload=CPUOffload(offload_params=True)",
+            _option(cpu_offload=offload),
+        ),
+    ]
+    return [(text, apply) for holds, text, apply in rows if holds]
 
 
 def _option(**changes: Any) -> _Apply:
@@ -168,30 +192,22 @@ def _option(**changes: Any) -> _Apply:
 def _low_precision(found: Forecast) -> _Apply:
     """Return a function that makes every unit compute in bfloat16."""
     low = MixedPrecision(param_dtype=torch.bfloat16)
-    saved = found.activations
+
     # Measured once: a forward takes seconds, and many sets of changes are tried.
-    if saved is not None:
-        saved = saved.measured_for(replan(found.plan, mixed_precision=low))
+    @cache
+    def measured() -> Activations | None:
+        saved = found.activations
+        plan = replan(found.plan, mixed_precision=low)
+        return None if saved is None else saved.measured_for(plan)
 
     def apply(changed: Forecast) -> Forecast:
         plan = replan(changed.plan, mixed_precision=low)
-        activations = changed.activations
+        saved, activations = measured(), changed.activations
         if saved is not None and activations is not None:
             activations = replace(saved, checkpointed=activations.checkpointed)
         return replace(changed, plan=plan, activations=activations)
 
     return apply
-
-
-def _one_group(found: Forecast) -> Forecast:
-    """Return the forecast with all ranks in a single shard group."""
-    plan = found.plan
-    whole = replan(
-        plan,
-        shard_world_size=plan.world_size,
-        strategy=ShardingStrategy.FULL_SHARD,
-    )
-    return replace(found, plan=whole)
 
 
 def _checkpoint(found: Forecast) -> Forecast:

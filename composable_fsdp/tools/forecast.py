@@ -145,23 +145,23 @@ class Forecast:
     @cached_property
     def moments(self) -> tuple[StepMoment, ...]:
         """The memory at each operation of a step, ending with the optimizer's step."""
+        units = self._on_device
         # These are the same at every moment of a step.
-        parameters, gradients, optimizer, temporaries = self._kept
+        kept = {
+            "parameters": sum(unit.parameter_bytes for unit in units),
+            "optimizer": sum(self.optimizer.state_bytes(unit) for unit in units),
+        }
         # Offloaded gradients have memory of their own from step to step. The walk
         # through the step counts the gradients of all other units.
-        own = gradients - sum(
-            unit.gradient_bytes for unit in self._on_device if not unit.is_offloaded
-        )
+        own = sum(unit.gradient_bytes for unit in units if unit.is_offloaded)
         step = self.plan.step_memory(device_type=self.device_type)
-        events, (full, reduce) = step.events, step.kept
         found = [
             StepMoment(
                 event,
                 event.moment.when,
                 DeviceMemory(
-                    parameters=parameters,
+                    **kept,
                     gradients=event.moment.gradients + own,
-                    optimizer=optimizer,
                     full=event.moment.full - event.moment.ahead,
                     ahead=event.moment.ahead,
                     reduce=event.moment.reduce,
@@ -170,17 +170,16 @@ class Forecast:
                     temporaries=held.beside,
                 ),
             )
-            for event, held in zip(events, self._held(events), strict=True)
+            for event, held in zip(step.events, self._held(step.events), strict=True)
         ]
         # The optimizer steps after backward, when no full parameters are left, but the
         # slots of an arena.
         end = DeviceMemory(
-            parameters=parameters,
-            gradients=gradients,
-            optimizer=optimizer,
-            full=full,
-            reduce=reduce,
-            temporaries=temporaries,
+            **kept,
+            gradients=sum(unit.gradient_bytes for unit in units),
+            full=step.kept[0],
+            reduce=step.kept[1],
+            temporaries=sum(self.optimizer.temporary_bytes(unit) for unit in units),
         )
         return (*found, StepMoment(None, "optimizer step", end))
 
@@ -189,17 +188,6 @@ class Forecast:
         """The units whose shards are on the compute device."""
         on_cpu = self.device_type == "cpu"
         return [unit for unit in self.plan.units if on_cpu or not unit.is_offloaded]
-
-    @property
-    def _kept(self) -> tuple[int, int, int, int]:
-        """Bytes on the device of parameters, gradients, states and temporaries."""
-        units = self._on_device
-        return (
-            sum(unit.parameter_bytes for unit in units),
-            sum(unit.gradient_bytes for unit in units),
-            sum(self.optimizer.state_bytes(unit) for unit in units),
-            sum(self.optimizer.temporary_bytes(unit) for unit in units),
-        )
 
     def _held(self, events: Sequence[Event]) -> list[Held]:
         """Return the bytes of activations, and beside them, at each event."""

@@ -25,13 +25,7 @@ from torch.distributed import distributed_c10d
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from composable_fsdp.tools.simulated_world import (
-    SimulatedGroup,
-    echo,
-    echo_rows,
-    has_values,
-    replaced,
-)
+from composable_fsdp.tools.simulated_world import SimulatedGroup, replaced, share
 
 _FUNCTIONAL = "_c10d_functional"
 """The namespace of the operators."""
@@ -80,8 +74,10 @@ class ModelSends(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch h
         """Note a collective, and give integers that came of it their values."""
         made = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
         given = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
+        sums = any(isinstance(each, str) and each.lower() == "sum" for each in args[1:])
+        times = group.size() if sums else 1
         for output, own in zip(made, given, strict=False):
-            _echo(kind, group, output, own, args)
+            share(kind, group.size(), output, own, times=times, sizes=args[1:3])
         # The larger side of the collective has the whole buffers.
         whole = made if kind == "all_gather" else given
         work = group.note(kind, whole, rounds=2 if kind == "all_reduce" else 1)
@@ -100,41 +96,13 @@ class ModelSends(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch h
 def _group_of(args: Sequence[Any]) -> SimulatedGroup | None:
     """Return the process group among the arguments of an operator, if any."""
     # The name of the group is the last of the texts: a reduction has a text, too.
-    for each in reversed(args):
-        if isinstance(each, SimulatedGroup):
-            return each
-        if isinstance(each, str):
-            # torch does not export it, and has no other way from names to groups.
-            resolve: Any = vars(distributed_c10d)["_resolve_process_group"]
-            found = resolve(each)
-            return found if isinstance(found, SimulatedGroup) else None
-    return None
-
-
-def _echo(
-    kind: str, group: SimulatedGroup, output: Tensor, own: Tensor, args: Sequence[Any]
-) -> None:
-    """Give integers the values that they have if all ranks have those of this rank."""
-    ranks = group.size()
-    if kind == "all_gather":
-        echo_rows(output, own, [output.shape[0] // ranks] * ranks)
-    elif kind == "all_to_all":
-        sizes = args[1] or [output.shape[0] // ranks] * ranks
-        echo_rows(output, own[: (args[2] or sizes)[0]], sizes)
-    # Products of real numbers would be operations of the step.
-    elif not has_values(output):
-        return
-    elif kind == "reduce_scatter":
-        echo(output, own[: output.shape[0]] * _times(args[1], ranks))
-    elif kind == "all_reduce":
-        echo(output, own * _times(args[1], ranks))
-    else:
-        echo(output, own)
-
-
-def _times(reduction: str, ranks: int) -> int:
-    """Return by which factor a reduction over equal numbers changes them."""
-    return ranks if reduction.lower() == "sum" else 1
+    found = next(
+        (a for a in reversed(args) if isinstance(a, (str, SimulatedGroup))), None
+    )
+    if isinstance(found, str):
+        # torch does not export it, and has no other way from names to groups.
+        found = vars(distributed_c10d)["_resolve_process_group"](found)
+    return found if isinstance(found, SimulatedGroup) else None
 
 
 @contextmanager

@@ -30,21 +30,23 @@ class OptimizerMemory:
 
     def state_bytes(self, unit: UnitPlan) -> int:
         """Return the bytes of the states of this rank's shards, padding included."""
-        # Frozen parameters have no state.
         return sum(
-            self.states * region.shard_numel * region.dtype.itemsize
-            + round(self.bytes_per_element * region.shard_numel)
-            for region in unit.regions
-            if region.trainable
+            self.states * size + round(self.bytes_per_element * numel)
+            for numel, size in _trainable(unit)
         )
 
     def temporary_bytes(self, unit: UnitPlan) -> int:
         """Return the bytes that the step allocates beside the states."""
-        return sum(
-            self.temporaries * region.shard_numel * region.dtype.itemsize
-            for region in unit.regions
-            if region.trainable
-        )
+        return sum(self.temporaries * size for _, size in _trainable(unit))
+
+
+def _trainable(unit: UnitPlan) -> list[tuple[int, int]]:
+    """Return elements and bytes of the shards of a rank that have optimizer state."""
+    return [
+        (region.shard_numel, region.shard_numel * region.dtype.itemsize)
+        for region in unit.regions
+        if region.trainable
+    ]
 
 
 OPTIMIZERS = {

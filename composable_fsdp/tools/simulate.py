@@ -37,7 +37,7 @@ from composable_fsdp.entries.tensor_parallel import (
     without_arguments,
 )
 from composable_fsdp.errors import FSDPError, PlanError
-from composable_fsdp.flat.region import TrainableRegion
+from composable_fsdp.flat.region import FlatParameter, TrainableRegion
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.chosen import unit_names
@@ -51,7 +51,7 @@ from composable_fsdp.tools.simulated_world import (
     replaced,
     simulated_world,
 )
-from composable_fsdp.tools.simulation import Simulation, simulation_of
+from composable_fsdp.tools.simulation import Simulation, operations_of
 from composable_fsdp.tools.timetable import Timetable
 from composable_fsdp.tree.traversal import walk_states
 
@@ -176,14 +176,16 @@ def simulate(
             log.restart()
             # Gradients are named before they are cleared.
             _run(step, table, partial(_mark, step, log, streams=streams))
-            return simulation_of(
-                table,
-                log.timeline(),
-                plan=plan(module),
-                device_type=device_type,
-                optimizer="none" if made is None else type(made).__name__,
-                machine=machine,
-                world_size=world_size,
+            # Times are known only now: a collective may wait for the link.
+            begins = table.times()
+            return Simulation(
+                plan(module),
+                device_type,
+                "none" if made is None else type(made).__name__,
+                machine,
+                tuple(log.timeline(begins)),
+                tuple(operations_of(table, begins)),
+                world_size,
             )
 
 
@@ -201,11 +203,8 @@ def _check(
             "simulate expects a module, or a function that returns one, got a "
             f"{type(model).__name__}."
         )
-    if (
-        isinstance(world_size, bool)
-        or not isinstance(world_size, int)
-        or world_size < 1
-    ):
+    # True is an int in Python.
+    if type(world_size) is not int or world_size < 1:
         raise PlanError(
             f"world_size expects a positive number of ranks, got {world_size!r}."
         )
@@ -285,10 +284,17 @@ def _build(
         names = unit_names(model, units)
         module, batch = _copy(model, values), None
     else:
-        module, batch = _made(model, mesh if is_cut else None)
+        found = without_arguments(model, mesh if is_cut else None, name_of(model))()
+        # A pair has the arguments of the forward, as for ``plan`` on the command line.
+        module, batch = found if isinstance(found, tuple) else (found, None)
+        if not isinstance(module, nn.Module):
+            raise PlanError(
+                "simulate expects a function that returns a module, or a module and "
+                f"the arguments of its forward; got a {type(module).__name__}."
+            )
         names = unit_names(module, units)
     # A function that shards has chosen everything itself.
-    if _is_sharded(module):
+    if is_sharded(module):
         if options or names or (mesh is not None and not is_cut):
             raise PlanError(
                 "simulate got units or options of fully_shard for a function that "
@@ -299,32 +305,24 @@ def _build(
         options = {**options, "device_mesh": data_mesh(mesh)}
         if is_cut:
             check_cut(module, mesh, name_of(model))
+    _shard(module, names, options)
+    return module, batch
+
+
+def _shard(
+    module: nn.Module, names: Sequence[Sequence[str]], options: dict[str, Any]
+) -> None:
+    """Shard a module with units of these names."""
     # Units below come before those above, as in a training script.
     for group in sorted(names, key=lambda group: -group[0].count(".")):
         parts = [module.get_submodule(name) for name in group]
         fully_shard(parts[0] if len(parts) == 1 else parts, **options)
     fully_shard(module, **options)
-    return module, batch
-
-
-def _made(
-    function: Callable[..., Any], mesh: DeviceMesh | None
-) -> tuple[nn.Module, Any]:
-    """Return the module that ``function`` makes, and the arguments of its forward."""
-    found = without_arguments(function, mesh, name_of(function))()
-    # A pair has the arguments of the forward, as for ``plan`` on the command line.
-    module, batch = found if isinstance(found, tuple) else (found, None)
-    if not isinstance(module, nn.Module):
-        raise PlanError(
-            "simulate expects a function that returns a module, or a module and "
-            f"the arguments of its forward; got a {type(module).__name__}."
-        )
-    return module, batch
 
 
 def _check_plain(model: nn.Module) -> None:
     """Raise PlanError for a module with units or DTensors, which are of a world."""
-    if _is_sharded(model):
+    if is_sharded(model):
         raise PlanError(
             "simulate got a module that is sharded over the ranks of a process "
             "group. Pass a function that builds and shards the module."
@@ -339,7 +337,7 @@ def _check_plain(model: nn.Module) -> None:
         )
 
 
-def _is_sharded(module: nn.Module) -> bool:
+def is_sharded(module: nn.Module) -> bool:
     """Return whether a module in the tree of ``module`` is a unit."""
     return any(True for _ in walk_states(module))
 
@@ -359,16 +357,10 @@ def _copy(model: nn.Module, values: FakeValues) -> nn.Module:
 
 
 def _fake_like(tensor: Tensor, values: FakeValues) -> Tensor:
-    """Return a fake tensor on the CPU with the shape and the dtype of ``tensor``."""
-    # The strides decide which copies later operations make.
-    made = torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
-    )
-    # A parameter stays trainable or frozen.
+    """Return a fake tensor for ``tensor``; a parameter stays trainable or frozen."""
+    made = values.like(tensor)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(made, requires_grad=tensor.requires_grad)
-    # Integers may decide shapes, as the places of tokens do.
-    values.know(made, tensor)
     return made
 
 
@@ -428,33 +420,37 @@ def _run(
 def _mark(step: _Step, log: MemoryLog, *, streams: bool) -> None:
     """Say of which kind the storages are that exist now."""
     # Later marks replace earlier ones, so the general ones come first.
-    offloaded: set[int] = set()
     inputs = pytree.tree_leaves((step.inputs, step.kwargs))
     log.mark((t for t in inputs if isinstance(t, Tensor)), "activations")
     log.mark(step.model.buffers(), "buffers")
     log.mark(step.model.parameters(), "parameters")
     log.mark((p.grad for p in step.model.parameters()), "gradients")
+    offloaded: set[int] = set()
     for _, _, state in walk_states(step.model):
         for region in state.handle.layout.regions:
             # On CPU the host's memory is the device's.
             on_host = streams and region.offload
-            if on_host:
-                offloaded.update(map(id, region.leaves))
-            log.mark([region.shard], "host" if on_host else "parameters")
-            log.mark([region.gradient.shard], "host" if on_host else "gradients")
-            if on_host:
-                log.mark((leaf.grad for leaf in region.leaves), "host")
-                log.mark(region.leaves, "host")
-            # Without a buffer of its own, the full region is the shard.
-            if region.full.is_cut:
-                log.mark([region.full.buffer], "full")
-            if region.full.wire is not None:
-                log.mark([region.full.wire.buffer], "full")
-            # Regions of frozen parameters have no reduce buffer.
-            if isinstance(region, TrainableRegion):
-                log.mark([region.reduce.buffer], "reduce")
+            offloaded.update(map(id, region.leaves if on_host else ()))
+            _mark_region(region, log, on_host=on_host)
     if step.optimizer is not None:
         # States of offloaded parameters are beside them, in host memory.
         for parameter, found in step.optimizer.state.items():
             tensors = [t for t in pytree.tree_leaves(found) if isinstance(t, Tensor)]
             log.mark(tensors, "host" if id(parameter) in offloaded else "optimizer")
+
+
+def _mark_region(region: FlatParameter, log: MemoryLog, *, on_host: bool) -> None:
+    """Say of which kind the storages of a region are."""
+    log.mark([region.shard], "host" if on_host else "parameters")
+    log.mark([region.gradient.shard], "host" if on_host else "gradients")
+    if on_host:
+        log.mark((leaf.grad for leaf in region.leaves), "host")
+        log.mark(region.leaves, "host")
+    # Without a buffer of its own, the full region is the shard.
+    if region.full.is_cut:
+        log.mark([region.full.buffer], "full")
+    if region.full.wire is not None:
+        log.mark([region.full.wire.buffer], "full")
+    # Regions of frozen parameters have no reduce buffer.
+    if isinstance(region, TrainableRegion):
+        log.mark([region.reduce.buffer], "reduce")

@@ -13,26 +13,18 @@ Memory that a kernel allocates and frees itself is not seen.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from composable_fsdp.comm.ranges import running_unit
+from composable_fsdp.naming import ROOT_NAME
 from composable_fsdp.tools.simulated_world import Machine, replaced_here
 from composable_fsdp.tools.storages import Block, StorageMode
-from composable_fsdp.tools.timetable import Label, Timetable
-
-
-@cache
-def _flop_registry() -> dict[Any, Any]:
-    """Return torch's functions that count the operations of an operator."""
-    # Imported at the first use: the module loads others that training does not need.
-    from torch.utils.flop_counter import flop_registry
-
-    return flop_registry
+from composable_fsdp.tools.timetable import COMPUTE, Label, Timetable
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +83,17 @@ class Change(NamedTuple):
     label: Label
 
 
-class Moment(NamedTuple):
-    """The memory behind a change: index of the event, offset in it, label, bytes."""
+class SimulatedMoment(NamedTuple):
+    """The memory at a moment of a step.
 
-    event: int
-    offset: float
-    label: Label
+    Args:
+        seconds: time since the start of the step.
+        when: the part of the step, as "backward of blocks.3".
+        memory: live bytes by kind.
+    """
+
+    seconds: float
+    when: str
     memory: LiveMemory
 
 
@@ -133,8 +130,11 @@ class MemoryLog(StorageMode):  # type: ignore[no-untyped-call]  # torch has no t
             return 0.0
         machine = self._machine
         moved = sum(t.nbytes for t in tensors) / machine.memory_bytes_per_second
+        # Imported here: the module loads others that training does not need.
+        from torch.utils.flop_counter import flop_registry
+
         # torch counts matrix products, convolutions and attention.
-        count = _flop_registry().get(func._overloadpacket)
+        count = flop_registry.get(func._overloadpacket)
         if count is None:
             return moved
         operations = count(*args, **kwargs, out_val=result)
@@ -163,24 +163,34 @@ class MemoryLog(StorageMode):  # type: ignore[no-untyped-call]  # torch has no t
             before[block.kind] = before.get(block.kind, 0) + block.nbytes
         self._before = LiveMemory(**before)
 
-    def timeline(self) -> list[Moment]:
-        """Return the memory at the start and behind the changes since ``restart``.
+    def timeline(self, begins: Sequence[float]) -> Iterator[SimulatedMoment]:
+        """Yield the memory at the start and behind the changes since ``restart``.
 
-        Of several changes at the same time only those are there that end a row of
-        allocations or of frees, so no maximum is left out.
+        ``begins`` are the times of the events. Of several changes at the same time only
+        those are there that end a row of allocations or of frees, so no maximum is left
+        out.
         """
         # Kinds are read here, after the last call of ``mark``.
         now = self._before.by_kind()
         # The start is before all events.
-        found = [Moment(-1, 0.0, Label("start", None), self._before)]
-        for index, change in enumerate(self._changes):
-            now[change.block.kind] += change.more
+        yield SimulatedMoment(0.0, "start", self._before)
+        latest = 0.0
+        for index, (block, more, event, offset, label) in enumerate(self._changes):
+            now[block.kind] += more
             later = self._changes[index + 1 : index + 2]
-            same = [(c.event, c.offset, c.label, c.more > 0) for c in later]
-            if same == [(*change[2:], change.more > 0)]:
+            if [(*each[2:], each.more > 0) for each in later] == [
+                (event, offset, label, more > 0)
+            ]:
                 continue
-            found.append(Moment(*change[2:], replace(self._before, **now)))
-        return found
+            at = begins[event] if event >= 0 else 0.0
+            # Memory of a collective is there when the collective begins.
+            computes = event >= 0 and self._table.events[event].kind == COMPUTE
+            # The host runs ahead of streams: its order is kept where times go back.
+            latest = max(latest, at + (offset if computes else 0.0))
+            # The stage alone names moments between units.
+            of = "" if label.unit is None else f" of {label.unit or ROOT_NAME}"
+            memory = replace(self._before, **now)
+            yield SimulatedMoment(latest, label.name + of, memory)
 
     def __enter__(self) -> MemoryLog:
         plain = torch.UntypedStorage.resize_

@@ -64,6 +64,61 @@ class Machine:
     latency: float = 2e-5
 
 
+_Sides = tuple[list[Tensor], list[Tensor]]
+"""The tensors that a collective writes, and those that this rank sends."""
+
+
+def _noted(kind: str, sides: Callable[..., _Sides], *, rounds: int = 1) -> Any:
+    """Return a method of a process group that notes a collective of ``kind``.
+
+    ``sides`` finds the tensors among the arguments; behind them are options, and the
+    sizes of parts. ``rounds``: how often the bytes go around the ring.
+    """
+
+    def method(self: SimulatedGroup, *args: Any, **kwargs: Any) -> dist.Work:
+        outputs, inputs = sides(*args)
+        if self.is_of_model():
+            times = self.size() if "reduce" in kind and _sums(args[1:]) else 1
+            # A list of tensors has one of each rank, and no sizes.
+            sizes = args[2:4] if isinstance(args[0], Tensor) else ()
+            # This rank is rank 0, and gets of each rank what that has for rank 0.
+            mine = inputs[:1] * len(outputs) if kind == "all_to_all" else inputs
+            for output, own in zip(outputs, mine, strict=False):
+                share(kind, self.size(), output, own, times=times, sizes=sizes)
+        gathers = kind.endswith("gather") and outputs
+        return self.note(kind, outputs if gathers else inputs or outputs, rounds)
+
+    return method
+
+
+def _sums(args: Sequence[Any]) -> bool:
+    """Return whether the options in ``args``, if any, ask for a sum."""
+    reductions = [each.reduceOp for each in args if hasattr(each, "reduceOp")]
+    return all(each == dist.ReduceOp.SUM for each in reductions)
+
+
+def _pair(output: Tensor, own: Tensor, *_: Any) -> _Sides:
+    return [output], [own]
+
+
+def _lists(outputs: list[Tensor], inputs: list[Tensor], *_: Any) -> _Sides:
+    return outputs, inputs
+
+
+def _in_place(tensors: list[Tensor], *_: Any) -> _Sides:
+    return tensors, tensors
+
+
+def _gathered(outputs: list[list[Tensor]], inputs: list[Tensor], *_: Any) -> _Sides:
+    # Each part of a list is what one rank sends.
+    parts = [part for each in outputs for part in each]
+    return parts, [own for own in inputs for _ in range(len(parts) // len(inputs))]
+
+
+def _scattered(outputs: list[Tensor], inputs: list[list[Tensor]], *_: Any) -> _Sides:
+    return outputs, [part for each in inputs for part in each]
+
+
 class SimulatedGroup(dist.ProcessGroup):
     """Collectives that move no data, and are noted with the bytes of a ring."""
 
@@ -77,20 +132,17 @@ class SimulatedGroup(dist.ProcessGroup):
         kind = dist.ProcessGroup.BackendType.CUSTOM
         self._register_backend(torch.device("cpu"), kind, backend)
         self._set_default_backend(kind)
-        self._table, self._machine, self._ranks = table, machine, size
+        self._table, self._machine = table, machine
 
     def getBackendName(self) -> str:
         """Return the name under which C++ asks for the backend."""
         return SIMULATED
 
     def note(self, op: str, whole: Sequence[Tensor], rounds: int = 1) -> dist.Work:
-        """Note a collective, and return its work.
-
-        Collective: none; nothing is sent.
-        """
+        """Note a collective, and return its work; nothing is sent."""
         # Fake tensors have sizes, which is all that a time needs.
         nbytes = sum(tensor.nbytes for tensor in whole)
-        moved = rounds * nbytes * (self._ranks - 1) / self._ranks
+        moved = rounds * nbytes * (self.size() - 1) / self.size()
         # A collective of no bytes still takes a round trip.
         machine = self._machine
         seconds = machine.latency + moved / machine.link_bytes_per_second
@@ -98,178 +150,94 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def _label(self, op: str, nbytes: int) -> Label:
         """Return the label of the collective that is being sent."""
-        if self._is_of_model():
-            stage = self._table.stage
-            unit = running_unit(stage)
-            return Label(op, unit, stage, nbytes, self._name(), self._ranks, True)
+        # The group of all ranks serves each mesh dim that has all ranks. torch calls
+        # the groups of a mesh "mesh_tp" and so on.
+        is_world = self is dist.group.WORLD
+        name = "world" if is_world else str(self.group_desc).removeprefix("mesh_")
+        stage, ranks = self._table.stage, self.size()
+        if self.is_of_model():
+            return Label(op, running_unit(stage), stage, nbytes, name, ranks, True)
         last = operation_log(self).operations[-1]
         # Without a unit, the phase is the outermost call, which is ``simulate``.
         in_step = isinstance(last.phase, Phase)
-        phase = PHASES[Phase(last.phase)] if in_step else self._table.stage
-        return Label(last.op, last.unit, phase, nbytes, self._name(), self._ranks)
+        phase = PHASES[Phase(last.phase)] if in_step else stage
+        return Label(last.op, last.unit, phase, nbytes, name, ranks)
 
-    def _name(self) -> str:
-        """Return the name of the group for a reader."""
-        # The group of all ranks serves each mesh dim that has all ranks.
-        if self is dist.group.WORLD:
-            return "world"
-        # torch calls the groups of a mesh "mesh_tp" and so on.
-        return str(self.group_desc).removeprefix("mesh_")
-
-    def _is_of_model(self) -> bool:
+    def is_of_model(self) -> bool:
         """Return whether the program itself sends the collective, not the runtime."""
         # A collective of this package is in the log, and has no work yet. Collectives
         # of the program are in no log.
         sent = operation_log(self).operations
         return not sent or bool(sent[-1].work or sent[-1].waited or sent[-1].done)
 
-    # Callers pass options, and shards beside the whole buffers, in further arguments.
-    def all_gather_single(
-        self, output: Tensor, input: Tensor, *args: Any, **kwargs: Any
-    ) -> dist.Work:
-        """Note the gather of an ``output`` ``(ranks * n,)``."""
-        if self._is_of_model():
-            echo_rows(output, input, [output.shape[0] // self._ranks] * self._ranks)
-        return self.note("all_gather", [output])
-
-    def all_gather_single_coalesced(
-        self, output_lists: list[Tensor], *args: Any, **kwargs: Any
-    ) -> dist.Work:
-        """Note several gathers as a single collective."""
-        return self.note("all_gather", output_lists)
-
-    def allgather(  # type: ignore[override]  # a single form of torch's two is enough
-        self, outputs: list[list[Tensor]], inputs: list[Tensor], *args: Any
-    ) -> dist.Work:
-        """Note a gather into lists."""
-        for parts, own in zip(outputs, inputs, strict=True):
-            for part in parts if self._is_of_model() else ():
-                echo(part, own)
-        return self.note("all_gather", [t for each in outputs for t in each])
-
-    def reduce_scatter_single(
-        self, output: Tensor, input: Tensor, *args: Any
-    ) -> dist.Work:
-        """Note the reduction of an ``input`` ``(ranks * n,)``."""
-        if self._is_of_model() and has_values(output):
-            times = self._ranks if _sums(args) else 1
-            echo(output, input[: output.shape[0]] * times)
-        return self.note("reduce_scatter", [input])
-
-    def reduce_scatter_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], *args: Any
-    ) -> dist.Work:
-        """Note several reductions as a single collective."""
-        return self.note("reduce_scatter", inputs)
-
-    def allreduce(self, tensors: list[Tensor], *args: Any) -> dist.Work:  # type: ignore[override]  # ditto
-        """Note an all-reduce, which is a reduction and a gather."""
-        for each in tensors if self._is_of_model() and _sums(args) else ():
-            if has_values(each):
-                each.mul_(self._ranks)
-        return self.note("all_reduce", tensors, rounds=2)
-
-    def broadcast(self, tensors: list[Tensor], *args: Any) -> dist.Work:  # type: ignore[override]  # ditto
-        """Note a broadcast."""
-        return self.note("broadcast", tensors)
-
-    def all_to_all_single(
-        self,
-        output: Tensor,
-        input: Tensor,
-        output_sizes: list[int],
-        input_sizes: list[int],
-        *args: Any,
-    ) -> dist.Work:
-        """Note an exchange of rows; integers in ``output`` are as if all ranks agree.
-
-        Each rank is taken to send what this rank sends: the numbers of tokens that
-        experts get, for example, are those of this rank.
-
-        Returns: the work.
-        Collective: none; nothing is sent.
-        """
-        own = input_sizes[0] if input_sizes else input.shape[0] // self._ranks
-        sizes = output_sizes or [output.shape[0] // self._ranks] * self._ranks
-        if self._is_of_model():
-            echo_rows(output, input[:own], sizes)
-        return self.note("all_to_all", [input])
-
-    def alltoall(
-        self, outputs: list[Tensor], inputs: list[Tensor], *args: Any
-    ) -> dist.Work:
-        """Note an exchange of tensors."""
-        # Rank 0 gets of each rank what that rank has for it.
-        for output in outputs if self._is_of_model() else ():
-            echo(output, inputs[0])
-        return self.note("all_to_all", inputs)
-
-    def reduce(self, tensors: list[Tensor], *args: Any) -> dist.Work:  # type: ignore[override]  # ditto
-        """Note a reduction to a rank."""
-        return self.note("reduce", tensors)
-
-    def gather(  # type: ignore[override]  # ditto
-        self, outputs: list[list[Tensor]], inputs: list[Tensor], *args: Any
-    ) -> dist.Work:
-        """Note a gather to a rank."""
-        return self.note("gather", [t for each in outputs for t in each] or inputs)
-
-    def scatter(  # type: ignore[override]  # ditto
-        self, outputs: list[Tensor], inputs: list[list[Tensor]], *args: Any
-    ) -> dist.Work:
-        """Note that a rank gives the others their parts."""
-        return self.note("scatter", [t for each in inputs for t in each] or outputs)
-
-    def send(self, tensors: list[Tensor], *args: Any) -> dist.Work:
-        """Note a message to a rank."""
-        return self.note("send", tensors)
-
-    def recv(self, tensors: list[Tensor], *args: Any) -> dist.Work:
-        """Note a message of a rank."""
-        return self.note("recv", tensors)
-
-    def barrier(self, *args: Any, **kwargs: Any) -> dist.Work:
-        """Note a barrier."""
-        # Only the latency counts.
-        return self.note("barrier", [])
-
+    all_gather_single = _noted("all_gather", _pair)
+    all_gather_single_coalesced = _noted("all_gather", _lists)
+    allgather = _noted("all_gather", _gathered)
+    reduce_scatter_single = _noted("reduce_scatter", _pair)
+    reduce_scatter_single_coalesced = _noted("reduce_scatter", _lists)
+    # A coalesced all-reduce has the arguments of a single one.
+    allreduce = allreduce_coalesced = _noted("all_reduce", _in_place, rounds=2)
+    all_to_all_single = _noted("all_to_all", _pair)
+    alltoall = _noted("all_to_all", _lists)
+    broadcast = _noted("broadcast", _in_place)
+    reduce = _noted("reduce", _in_place)
+    gather = _noted("gather", _gathered)
+    scatter = _noted("scatter", _scattered)
+    send = _noted("send", _in_place)
+    recv = _noted("recv", _in_place)
+    barrier = _noted("barrier", lambda *_: ([], []))
     # Names of torch before 2.13.
-    alltoall_base = all_to_all_single  # type: ignore[assignment]  # ditto
+    alltoall_base = all_to_all_single
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
-    # A coalesced all-reduce has the arguments of a single one.
-    allreduce_coalesced = allreduce  # type: ignore[assignment]
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
 
-def echo(output: Tensor, value: Tensor) -> None:
-    """Give integers in ``output`` the values of ``value``, which all ranks have.
+def share(
+    kind: str,
+    ranks: int,
+    output: Tensor,
+    own: Tensor,
+    *,
+    times: int = 1,
+    sizes: Sequence[Any] = (),
+) -> None:
+    """Give integers in ``output`` their values, if all ranks send what this one sends.
 
-    Real numbers of a simulated step have no values, and a copy of them would be a
-    computation that no rank does; neither have large tensors, and so tensors of rows.
+    The numbers of tokens that experts get, for example, are those of this rank. Real
+    numbers of a simulated step have no values, and a copy of them would be a
+    computation that no rank does; neither have large tensors.
+
+    Args:
+        kind: the collective.
+        ranks: the size of the group.
+        output: what the collective writes; may be ``own``.
+        own: what this rank sends.
+        times: by which factor a reduction over equal numbers changes them. Default 1.
+        sizes: of an all-to-all, rows from each rank and rows for each rank; empty for
+            equal ones.
     """
-    if has_values(output) and output.shape == value.shape:
+    is_real = output.dtype.is_floating_point or output.dtype.is_complex
+    if is_real or output.numel() > LARGEST or (output is own and times == 1):
+        return
+    if kind == "all_to_all" and len(sizes) == 2:
+        own = own[: (sizes[1] or [own.shape[0] // ranks])[0]]
+        # Ranks that agree send equal numbers of rows; others have no values.
+        agree = all(rows == own.shape[0] for rows in sizes[0] or ())
+        value = _of_all(own, ranks if agree else 0)
+    elif kind == "all_gather" and output.shape != own.shape:
+        value = _of_all(own, ranks)
+    else:
+        # A reduction leaves each rank a part; a sum over ranks multiplies.
+        value = (own[: output.shape[0]] if own.ndim else own) * times
+    if output.shape == value.shape:
         output.copy_(value)
 
 
-def has_values(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` is small and of integers, as numbers of tokens are."""
-    is_real = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-    return not is_real and tensor.numel() <= LARGEST
-
-
-def _sums(args: Sequence[Any]) -> bool:
-    """Return whether the options in ``args``, if any, ask for a sum."""
-    reduction = getattr(args[0], "reduceOp", None) if args else None
-    return reduction is None or reduction == dist.ReduceOp.SUM
-
-
-def echo_rows(output: Tensor, own: Tensor, sizes: Sequence[int]) -> None:
-    """Give integers in ``output`` the values that ranks send, if all send the same."""
-    # Ranks that agree send equal numbers of rows; others have no values.
-    if has_values(output) and all(size == own.shape[0] for size in sizes):
-        echo(output, own.repeat(len(sizes), *[1] * (own.ndim - 1)))
+def _of_all(own: Tensor, ranks: int) -> Tensor:
+    """Return the rows of all ranks."""
+    return own.repeat(ranks, *[1] * (own.ndim - 1))
 
 
 _notes: list[tuple[Timetable, Machine]] = []

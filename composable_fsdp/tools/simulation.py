@@ -8,30 +8,24 @@ from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from composable_fsdp.naming import ROOT_NAME, size_text
 from composable_fsdp.planning.plan import ShardingPlan
-from composable_fsdp.tools.simulated_memory import LiveMemory, Moment
+from composable_fsdp.tools.command import counted
+from composable_fsdp.tools.simulated_memory import SimulatedMoment
 from composable_fsdp.tools.simulated_world import Machine
-from composable_fsdp.tools.timetable import COMPUTE, SEND, Timetable
+from composable_fsdp.tools.timetable import COMPUTE, SEND, Label, Timetable
+
+COMMUNICATION = "communication"
+"""The kind of an operation that is a collective."""
+
+LINK_ROW = 1
+"""The row of collectives in a trace; 0 is that of the program's computations."""
 
 
-class SimulatedMoment(NamedTuple):
-    """The memory at a moment of a step.
-
-    Args:
-        seconds: time since the start of the step.
-        when: the part of the step, as "backward of blocks.3".
-        memory: live bytes by kind.
-    """
-
-    seconds: float
-    when: str
-    memory: LiveMemory
-
-
-class SimulatedOperation(NamedTuple):
+@dataclass(frozen=True)
+class SimulatedOperation:
     """A computation or a collective of a step.
 
     Args:
@@ -40,33 +34,34 @@ class SimulatedOperation(NamedTuple):
             as "all_gather".
         unit: name of the unit; "" for the root, None if no single unit is concerned.
         phase: of a collective, the phase of the unit in which it is sent.
-        stream: 0 for the stream of the program.
-        begin: seconds since the start of the step.
-        end: seconds since the start of the step.
         nbytes: of a collective, bytes of the whole buffers.
         group: of a collective, the name of the process group: that of the mesh
             dimension, such as "tp"; "world" for the group of all ranks.
         ranks: of a collective, the number of ranks of that process group.
         by_model: whether the model itself sends the collective, as the layers of
             tensor parallelism and experts do.
+        stream: 0 for the stream of the program.
+        begin: seconds since the start of the step.
+        end: seconds since the start of the step.
     """
 
     kind: str
     name: str
     unit: str | None
     phase: str
+    nbytes: int
+    group: str
+    ranks: int
+    by_model: bool
     stream: int
     begin: float
     end: float
-    nbytes: int
-    group: str = ""
-    ranks: int = 0
-    by_model: bool = False
 
     @property
     def title(self) -> str:
         """The name with the unit, as "all_gather blocks.0"."""
-        return self.name if self.unit is None else f"{self.name} {_name(self.unit)}"
+        unit = "" if self.unit is None else f" {self.unit or ROOT_NAME}"
+        return self.name + unit
 
     @property
     def link(self) -> str:
@@ -83,11 +78,6 @@ def _traffic(collectives: Iterable[SimulatedOperation]) -> str:
         f"{len(sizes)} x {name} of {size_text(sum(sizes))} in all"
         for name, sizes in sent.items()
     )
-
-
-def _name(unit: str) -> str:
-    """Return the name of a unit for a reader."""
-    return unit or ROOT_NAME
 
 
 @dataclass(frozen=True)
@@ -130,7 +120,7 @@ class Simulation:
 
     @property
     def exposed(self) -> float:
-        """Seconds of the step in which the stream of the program computes nothing."""
+        """Seconds in which the stream of the program computes nothing."""
         busy = [o for o in self.operations if o.kind == COMPUTE and o.stream == 0]
         # A stream computes one thing at a time, so lengths add up.
         return self.seconds - sum(each.end - each.begin for each in busy)
@@ -146,25 +136,58 @@ class Simulation:
             for kind, size in kinds.items()
             if size
         ]
-        return "\n".join(
-            [
-                f"step of {len(self.plan.units)} unit"
-                f"{'' if len(self.plan.units) == 1 else 's'} on {self.world_size} "
-                f"rank{'' if self.world_size == 1 else 's'}, in "
-                f"the order of {self.device_type}, optimizer {self.optimizer}",
-                f"peak per rank: {size_text(peak.memory.total)} in {peak.when}",
-                *rows,
-                f"collectives: {_traffic(o for o in own if not o.by_model) or 'none'}",
-                *[
-                    f"collectives of the model itself over {group} ({ranks} rank"
-                    f"{'' if ranks == 1 else 's'}): "
-                    + _traffic(o for o in own if (o.link, o.ranks) == (group, ranks))
-                    for group, ranks in links
-                ],
-                f"time on the assumed machine: {1e3 * self.seconds:.3g} ms, of which "
-                f"{1e3 * self.exposed:.3g} ms wait for collectives",
-            ]
+        lines = [
+            f"step of {counted(len(self.plan.units), 'unit')} on "
+            f"{counted(self.world_size, 'rank')}, in the order of {self.device_type}, "
+            f"optimizer {self.optimizer}",
+            f"peak per rank: {size_text(peak.memory.total)} in {peak.when}",
+            *rows,
+            f"collectives: {_traffic(o for o in own if not o.by_model) or 'none'}",
+        ]
+        lines += [
+            f"collectives of the model itself over {group} ({counted(ranks, 'rank')}): "
+            + _traffic(o for o in own if (o.link, o.ranks) == (group, ranks))
+            for group, ranks in links
+        ]
+        lines.append(
+            f"time on the assumed machine: {1e3 * self.seconds:.3g} ms, of which "
+            f"{1e3 * self.exposed:.3g} ms wait for collectives"
         )
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the simulation as numbers, for JSON."""
+        return {
+            "world_size": self.world_size,
+            "data_ranks": self.plan.world_size,
+            "device_type": self.device_type,
+            "optimizer": self.optimizer,
+            "peak": {
+                "when": self.peak.when,
+                "bytes": self.peak.memory.total,
+                "by_kind": self.peak.memory.by_kind(),
+            },
+            "seconds": self.seconds,
+            "exposed_seconds": self.exposed,
+            "collectives": [
+                {
+                    "op": each.name,
+                    "unit": each.unit,
+                    "phase": each.phase,
+                    "bytes": each.nbytes,
+                    "group": each.group,
+                    "ranks": each.ranks,
+                    "by_model": each.by_model,
+                    "begin": each.begin,
+                    "end": each.end,
+                }
+                for each in self.collectives
+            ],
+            "timeline": [
+                {"seconds": each.seconds, "when": each.when, **each.memory.by_kind()}
+                for each in self.timeline
+            ],
+        }
 
     def trace(self) -> dict[str, Any]:
         """Return the step in Chrome's trace format, as a dict for ``json``."""
@@ -209,10 +232,12 @@ class Simulation:
                 # By the ends, so that the next event begins where this one ends.
                 "dur": _microseconds(each.end, since=each.begin),
                 "args": {
-                    "unit": None if each.unit is None else _name(each.unit),
+                    "unit": each.unit if each.unit is None else each.unit or ROOT_NAME,
                     "phase": each.phase or each.name,
                     **({"bytes": each.nbytes} if each.nbytes else {}),
-                    **_about_group(each),
+                    **(
+                        {"group": each.group, "ranks": each.ranks} if each.group else {}
+                    ),
                 },
             }
         # Rows of side streams exist only if something is computed there.
@@ -227,18 +252,6 @@ class Simulation:
                 "ts": _microseconds(moment.seconds),
                 "args": moment.memory.by_kind(),
             }
-
-
-def _about_group(each: SimulatedOperation) -> dict[str, Any]:
-    """Return the process group of a collective, for an event of a trace."""
-    return {"group": each.group, "ranks": each.ranks} if each.group else {}
-
-
-COMMUNICATION = "communication"
-"""The kind of an operation that is a collective."""
-
-LINK_ROW = 1
-"""The row of collectives in a trace; 0 is that of the program's computations."""
 
 
 def _microseconds(seconds: float, *, since: float = 0.0) -> float:
@@ -259,61 +272,18 @@ def _about(what: str, row: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "pid": 0, "tid": row, "name": what, "args": {"name": name}}
 
 
-def simulation_of(
-    table: Timetable,
-    moments: list[Moment],
-    *,
-    plan: ShardingPlan,
-    device_type: str,
-    optimizer: str,
-    machine: Machine,
-    world_size: int,
-) -> Simulation:
-    """Return the simulation whose events ``table`` has noted.
-
-    Returns: the simulation.
-    """
-    # Times are known only now: a collective may wait for the link.
-    begins = table.times()
+def operations_of(
+    table: Timetable, begins: Iterable[float]
+) -> Iterator[SimulatedOperation]:
+    """Yield the operations of a table whose events begin at ``begins``."""
     kinds = {COMPUTE: COMPUTE, SEND: COMMUNICATION}
-    # Waits and marks have no label, and are in the times of the others.
-    operations = [
-        SimulatedOperation(
-            kinds[event.kind],
-            event.label.what,
-            event.label.unit,
-            event.label.phase,
-            event.stream,
-            begin,
-            begin + event.seconds,
-            event.label.nbytes,
-            event.label.group,
-            event.label.ranks,
-            event.label.by_model,
-        )
-        for event, begin in zip(table.events, begins, strict=True)
-        if event.label is not None
-    ]
-    timeline: list[SimulatedMoment] = []
-    latest = 0.0
-    for moment in moments:
-        # The host runs ahead of streams: its order is kept where times go back.
-        at = begins[moment.event] if moment.event >= 0 else 0.0
-        # Memory of a collective is there when the collective begins.
-        computes = moment.event >= 0 and table.events[moment.event].kind == COMPUTE
-        latest = max(latest, at + (moment.offset if computes else 0.0))
-        # The stage alone names moments between units.
-        label = moment.label
-        what = (
-            label.what if label.unit is None else f"{label.what} of {_name(label.unit)}"
-        )
-        timeline.append(SimulatedMoment(latest, what, moment.memory))
-    return Simulation(
-        plan,
-        device_type,
-        optimizer,
-        machine,
-        tuple(timeline),
-        tuple(operations),
-        world_size,
-    )
+    for event, begin in zip(table.events, begins, strict=True):
+        # Waits and marks have no label, and are in the times of the others.
+        if isinstance(event.label, Label):
+            yield SimulatedOperation(
+                kinds[event.kind],
+                *event.label,
+                event.stream,
+                begin,
+                begin + event.seconds,
+            )

@@ -13,14 +13,13 @@ communicator does. Collectives that the model itself sends have links of their o
 from __future__ import annotations
 
 from collections import defaultdict
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 COMPUTE, SEND, WAIT, MARK, JOIN, BLOCK = (
     "compute",
@@ -35,20 +34,9 @@ or a mark; ``BLOCK``: the host does."""
 
 
 class Label(NamedTuple):
-    """A computation or a collective, for a reader.
+    """A computation or a collective, for a reader; see ``SimulatedOperation``."""
 
-    Args:
-        what: "forward", "backward", ... or the kind of a collective.
-        unit: name of the unit; "" for the root, None if no single unit is concerned.
-        phase: the phase in which a collective is sent; empty for computations.
-        nbytes: bytes of the whole buffers of a collective; 0 for computations.
-        group: name of the process group of a collective; that of the mesh dim, if the
-            group is of one.
-        ranks: number of ranks of that process group.
-        by_model: whether the model itself sends the collective.
-    """
-
-    what: str
+    name: str
     unit: str | None
     phase: str = ""
     nbytes: int = 0
@@ -63,20 +51,16 @@ class Label(NamedTuple):
         return self.group if self.by_model else ""
 
 
+@dataclass(slots=True)
 class Event:
     """A thing that the host did, on a stream."""
 
-    __slots__ = ("key", "kind", "label", "seconds", "stream")
-
-    def __init__(
-        self, kind: str, stream: int, label: Label | None, seconds: float, key: int
-    ) -> None:
-        self.kind = kind
-        self.stream = stream
-        self.label = label
-        self.seconds = seconds
-        self.key = key
-        """The collective or the mark that the event is about."""
+    kind: str
+    stream: int
+    label: Label | None
+    seconds: float
+    key: int
+    """The collective or the mark that the event is about."""
 
 
 class Timetable:
@@ -129,19 +113,15 @@ class Timetable:
         self._streams += 1
         return SimulatedStream(self, self._streams - 1)
 
-    def use(self, stream: SimulatedStream) -> AbstractContextManager[None]:
+    @contextmanager
+    def use(self, stream: SimulatedStream) -> Iterator[None]:
         """Make ``stream`` current in a block, as ``torch.cuda.stream`` does."""
-
-        @contextmanager
-        def block() -> Iterator[None]:
-            # Blocks are nested, as those of torch are.
-            outer, self.current = self.current, stream
-            try:
-                yield
-            finally:
-                self.current = outer
-
-        return block()
+        # Blocks are nested, as those of torch are.
+        outer, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = outer
 
     def times(self) -> list[float]:
         """Return the seconds from the start at which each event begins."""

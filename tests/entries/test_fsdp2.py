@@ -81,7 +81,8 @@ def test_methods_take_the_arguments_of_torch(cls: str, name: str) -> None:
     assert isinstance(ours, property) == isinstance(theirs, property)
     assert (ours.fget if isinstance(ours, property) else ours).__doc__
     if not isinstance(ours, property):
-        assert arguments(ours) == arguments(theirs)
+        # Of functions that are methods, the first argument has another name.
+        assert arguments(ours)[1:] == arguments(theirs)[1:]
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n.endswith(("Policy", "Dims"))])

@@ -160,20 +160,6 @@ def test_fsdp_settings_of_the_arguments_are_followed(
 
 
 @on_ranks(2)
-def test_model_init_makes_sharded_models(world: World, tmp_path: Path) -> None:
-    """As a search over hyperparameters does."""
-    with as_torchrun(world):
-        sharded = ShardedTrainer(
-            args=arguments(tmp_path),
-            train_dataset=Tokens(64),
-            model_init=lambda: tiny_llama(),
-        )
-        sharded.train()
-
-    assert len(units_in(sharded.model)) == 3
-
-
-@on_ranks(2)
 def test_the_state_of_a_plain_trainer_is_refused_with_the_way_out(
     world: World, tmp_path: Path
 ) -> None:

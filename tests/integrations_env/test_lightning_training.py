@@ -107,21 +107,6 @@ def test_layers_on_meta_start_with_the_weights_of_the_first_rank(world: World) -
     assert torch.equal(same, found["net.layers.0.weight"])
 
 
-@on_ranks(2)
-def test_ranks_with_other_seeds_start_from_the_weights_of_rank_0(world: World) -> None:
-    """As under DDP, a script without seed_everything trains one model."""
-    with as_torchrun(world):
-        module = Lit()
-        assert module.net is not None
-        if world.rank == 1:
-            torch.nn.init.zeros_(module.net.head.weight)
-        fitted(world, module, "composable_fsdp")
-
-    reference = Lit()
-    plain(reference)
-    require_equal(weights(module), weights(reference))
-
-
 @pytest.mark.req("S3-03")
 @on_ranks(1, 2)
 def test_evaluation_in_any_order_around_fit_equals_one_device(world: World) -> None:

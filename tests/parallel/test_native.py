@@ -26,10 +26,10 @@ from composable_fsdp import (
     save,
     verify,
 )
-from composable_fsdp.inspection.checkpoint_diff import compare
 from composable_fsdp.storage import native
 from composable_fsdp.storage.native import NativeSource
 from composable_fsdp.storage.staging import host_buffer
+from composable_fsdp.tools.checkpoint_diff import compare
 from tests.parallel.models import (
     Model,
     Recipe,

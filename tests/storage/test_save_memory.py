@@ -20,13 +20,12 @@ from composable_fsdp import (
     open_source,
     plan,
 )
-from composable_fsdp.inspection.plan_report import report_of
-from composable_fsdp.inspection.plan_text import parts_of, plain_text
 from composable_fsdp.naming import size_text
 from composable_fsdp.storage import async_save as snapshot
 from composable_fsdp.storage import staging
 from composable_fsdp.storage.native import NativeSource
 from composable_fsdp.tools.forecast import forecast
+from composable_fsdp.tools.plan_report import report_of, text_of
 from tests.storage.test_faults import full_disk
 from tests.storage.training import Saved, everything, make, optimizer_of, same, step
 from tests.support.sharded import RankCount, message_of
@@ -110,7 +109,7 @@ def test_the_memory_is_one_copy_and_the_plan_tells_it(
     expected = forecast(planned, optimizer="adamw")
     assert expected.save_bytes == told
     report = report_of(expected, source="", units_from="")
-    lines = plain_text(parts_of(report)).splitlines()
+    lines = text_of(report).splitlines()
     assert f"async_save holds {size_text(told)} of host memory per rank." in lines
 
 

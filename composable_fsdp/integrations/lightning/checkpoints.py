@@ -35,12 +35,13 @@ from composable_fsdp.config import (
     StateDictType,
 )
 from composable_fsdp.errors import CheckpointError
+from composable_fsdp.integrations.given_optimizers import next_state
 from composable_fsdp.integrations.lightning.sharding import has_units
 from composable_fsdp.optim.load import optim_state_dict_to_load
 from composable_fsdp.optim.rekey import rekey_optim_state_dict
 from composable_fsdp.optim.save import optim_state_dict
 from composable_fsdp.state_dict.settings import state_dict_type
-from composable_fsdp.storage.commit import Folder, folders_in, newest_in
+from composable_fsdp.storage.commit import Folder, newest_in
 from composable_fsdp.storage.load import load
 from composable_fsdp.storage.opening import open_source
 from composable_fsdp.storage.save import save
@@ -53,7 +54,6 @@ NAMES = "composable_fsdp_optimizers"
 """The key in the rest of the parameter names of each optimizer, group by group."""
 RANDOM = "composable_fsdp_random_states"
 """The key in a full checkpoint of Fabric of the random states, rank by rank."""
-_STATE = re.compile(r"state-(\d+)\Z")
 
 
 @contextmanager
@@ -117,12 +117,7 @@ def load_full_optimizer_state(
 ) -> None:
     """Give ``optimizer`` this rank's part of a state of the plain optimizer.
 
-    Args:
-        module: the model.
-        optimizer: an optimizer over parameters of ``module``.
-        state: the state, keyed by numbers or names, whole on every rank.
-
-    Raises: as ``optim_state_dict_to_load``.
+    The state is keyed by numbers or names, and whole on every rank.
     """
     if not has_units(module):
         optimizer.load_state_dict(state)
@@ -163,31 +158,38 @@ def write_sharded(
     optimizers: Sequence[Optimizer] | None,
     rest: dict[str, Any],
 ) -> None:
-    """Write a sharded checkpoint at ``path``; an older checkpoint there is replaced.
+    """Write a sharded checkpoint at rank 0's ``path``; an older one there is replaced.
 
-    Args:
-        path: the directory; rank 0's is used.
-        module: the model.
-        optimizers: all optimizers over parameters of ``module``; None leaves them out.
-        rest: everything else; rank 0's is saved.
+    ``rest`` is everything but model and optimizers; rank 0's is saved.
 
     Collective: an exchange of errors; then as ``save``.
     Raises: CheckpointError, on all ranks; a checkpoint at ``path`` is unchanged.
     """
     extra: dict[str, Any] | None = None
-    name = "state-1"
+    state = ""
     with alike_on_all_ranks():
+        # ``save`` takes the path of rank 0, so only rank 0 looks at the directory.
         if not dist.is_initialized() or dist.get_rank() == 0:
-            # ``save`` takes the path of rank 0, so only rank 0 looks at the directory.
-            name = _next_name(os.path.abspath(path))
-            rest = {**rest, NAMES: _names_of(module, optimizers or ())}
+            path = os.path.abspath(path)
+            if os.path.isfile(path):
+                raise CheckpointError(
+                    f"{path} is a file (a full checkpoint?), and a sharded checkpoint "
+                    "is a directory. Remove the file, or save under another name "
+                    "(another dirpath or filename of ModelCheckpoint)."
+                )
+            state = next_state(path)
+            names = {id(each): name for name, each in module.named_parameters()}
+            of_groups = [
+                [[names.get(id(p), "") for p in g["params"]] for g in each.param_groups]
+                for each in optimizers or ()
+            ]
             # Keys that are numbers, tuples and objects of callbacks have no JSON form.
             out = io.BytesIO()
-            torch.save(rest, out)
+            torch.save({**rest, NAMES: of_groups}, out)
             written = torch.frombuffer(bytearray(out.getvalue()), dtype=torch.uint8)
             extra = {REST: written}
     # ``keep=1`` removes the older state only after the new one is complete.
-    save(os.path.join(path, name), module, _optimizers(optimizers), extra, keep=1)
+    save(state or path, module, list(optimizers or ()) or None, extra, keep=1)
 
 
 def read_sharded(
@@ -200,22 +202,15 @@ def read_sharded(
 ) -> dict[str, Any]:
     """Load model and optimizers from a sharded checkpoint; return the rest.
 
-    Args:
-        path: the directory.
-        module: the model, sharded or plain.
-        optimizers: the optimizers; None leaves optimizer and random states alone.
-        strict: whether a difference raises.
-        weights_only: see ``torch.load``; for the rest.
+    Without ``optimizers``, optimizer and random states are left alone. The rest is
+    empty for a checkpoint that ``composable_fsdp.save`` wrote.
 
-    Returns: the ``rest`` that ``write_sharded`` got; empty for a checkpoint that
-        ``composable_fsdp.save`` wrote.
-    Collective: as ``load``.
-    Raises: CheckpointError, on all ranks.
+    Collective: as ``load``. Raises: CheckpointError, on all ranks.
     """
     extra = load(
         path,
         module,
-        _optimizers(optimizers),
+        list(optimizers or ()) or None,
         strict=strict,
         # Another ``precision=`` than at the save is no error, as in a full checkpoint.
         cast=True,
@@ -237,13 +232,6 @@ def read_whole(
     """Return a sharded checkpoint as the dictionary of a full one, on the CPU.
 
     Every process reads the whole model, so call this function in one process.
-
-    Args:
-        path: the directory.
-        weights_only: see ``torch.load``. Default None: torch's default.
-
-    Returns: ``{"state_dict": ..., "optimizer_states": [...], ...}``.
-    Raises: CheckpointError.
     """
     with open_source(path) as source:
         rest = _rest_of(source.extra, path, weights_only)
@@ -277,7 +265,6 @@ def consolidate(
         weights_only: see ``torch.load``; False also takes hyperparameters that are
             objects. Default None: torch's default, True.
 
-    Collective: none; call in one process.
     Raises: CheckpointError, for a file that exists or a damaged checkpoint.
     """
     # Reading takes minutes: refuse before.
@@ -291,35 +278,6 @@ def consolidate(
     made = f"{os.fspath(file)}.tmp"
     torch.save(whole, made)
     os.replace(made, file)
-
-
-def _next_name(path: str) -> str:
-    """Return the name of the next state in the directory ``path``.
-
-    Raises: CheckpointError, if a file is there.
-    """
-    if os.path.isfile(path):
-        raise CheckpointError(
-            f"{path} is a file (a full checkpoint?), and a sharded checkpoint is a "
-            "directory. Remove the file, or save under another name (another dirpath "
-            "or filename of ModelCheckpoint)."
-        )
-    # Committed ones alone: another rank may be in the next save already.
-    found = folders_in(os.fspath(path)) if os.path.isdir(path) else ()
-    names = [os.path.basename(each.path) for each in found if each.is_committed]
-    numbers = [int(match[1]) for match in map(_STATE.match, names) if match]
-    return f"state-{max(numbers, default=0) + 1}"
-
-
-def _names_of(
-    module: nn.Module, optimizers: Sequence[Optimizer]
-) -> list[list[list[str]]]:
-    """Return the parameter names of each optimizer's groups."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    return [
-        [[names.get(id(p), "") for p in group["params"]] for group in each.param_groups]
-        for each in optimizers
-    ]
 
 
 def _plain_state(source: Source, groups: Sequence[Sequence[str]]) -> dict[str, Any]:
@@ -391,8 +349,3 @@ def _unpickle(
             "strategy, or to load_from_checkpoint; or name the class by "
             "torch.serialization.add_safe_globals."
         ) from error
-
-
-def _optimizers(optimizers: Sequence[Optimizer] | None) -> list[Optimizer] | None:
-    """Return the optimizers as ``save`` and ``load`` take them."""
-    return list(optimizers) if optimizers else None

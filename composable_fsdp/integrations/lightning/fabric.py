@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from datetime import timedelta
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies import (
     STRATEGY_REGISTRY,
     DDPStrategy,
@@ -29,14 +27,16 @@ from torch.optim import Optimizer
 from composable_fsdp.access.grads import clip_grad_norm_, no_sync
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.integrations.given_optimizers import shard_state
-from composable_fsdp.integrations.lightning import checkpoints, precision, settings
-from composable_fsdp.integrations.lightning.devices import move_to_device
+from composable_fsdp.integrations.lightning import checkpoints, precision
 from composable_fsdp.integrations.lightning.sharding import has_units, shard
+from composable_fsdp.integrations.lightning.strategy import (
+    FULL,
+    ShardingStrategyMixin,
+    move_to_device,
+)
 
-_FULL, _SHARDED = settings.STATE_DICT_TYPES
 
-
-class ComposableFSDPFabricStrategy(ParallelStrategy):
+class ComposableFSDPFabricStrategy(ShardingStrategyMixin, ParallelStrategy):
     """Shards modules with ``fully_shard`` in ``Fabric.setup``.
 
     Importing ``composable_fsdp.lightning`` also registers the names "composable_fsdp",
@@ -45,55 +45,14 @@ class ComposableFSDPFabricStrategy(ParallelStrategy):
     objects, and state that an optimizer has is cut to this rank's rows.
 
     Args:
-        state_dict_type: "full" (default): ``fabric.save`` writes a file, gathered on
-            rank 0. "sharded": a directory; each rank writes its part.
-        process_group_backend: the backend. Default: NCCL for GPUs, else gloo.
-        timeout: the timeout of the process group. Default 30 minutes.
-        forward_methods: names of methods of a module, beside ``forward`` and the steps
-            of a LightningModule, that compute with parameters. ``mark_forward_method``
-            of the module that ``Fabric.setup`` returns adds one.
-        start_method: how the ranks start, if torchrun or a cluster did not start them:
-            "popen" (default), or "spawn", "fork", "forkserver".
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision:
-            see ``lightning.fabric.strategies.DDPStrategy``.
-        **sharding: arguments of ``fully_shard``, with the defaults of
-            ``ComposableFSDPStrategy``.
+        options: see ``ShardingStrategyMixin``. ``mark_forward_method`` of the module
+            that ``Fabric.setup`` returns adds to ``forward_methods``.
 
     Raises: TypeError, for an unknown argument; ValueError, for a ``state_dict_type``.
     """
 
-    def __init__(
-        self,
-        *,
-        state_dict_type: str = _FULL,
-        forward_methods: tuple[str, ...] = (),
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
-        start_method: str = "popen",
-        accelerator: Any = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: Any = None,
-        checkpoint_io: Any = None,
-        precision: Any = None,
-        **sharding: Any,
-    ) -> None:
-        name = type(self).__name__
-        settings.require_state_dict_type(state_dict_type, name)
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision=precision,
-        )
-        own = tuple(ComposableFSDPFabricStrategy.__init__.__kwdefaults__ or ())
-        self._options = settings.sharding_options(sharding, own, name)
-        self._state_dict_type = state_dict_type
-        self.forward_methods = tuple(forward_methods)
-        # Names that the methods of DDPStrategy and Fabric read.
-        self._process_group_backend = process_group_backend
-        self._timeout, self._start_method = timeout, start_method
-        self._num_nodes = 1
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self._backward_sync_control = _NoSync()
 
     # Processes start and meet as those of DDPStrategy do.
@@ -133,12 +92,9 @@ class ComposableFSDPFabricStrategy(ParallelStrategy):
 
         Collective: as ``fully_shard``. Raises: as ``fully_shard``.
         """
-        options = settings.on_these_ranks(
-            self._options, self.root_device, self.num_nodes, self.num_processes
-        )
         # Fabric casts the inputs and the outputs of the module itself.
         kind = getattr(self.precision, "precision", "")
-        shard(module, options, precision.mixed_precision(kind))
+        shard(module, self._options_here(), precision.mixed_precision(kind))
         move_to_device(module, self.root_device)
         return module
 
@@ -164,17 +120,9 @@ class ComposableFSDPFabricStrategy(ParallelStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clip by the norm over all ranks, and return the norm.
+        """Clip by the norm over all ranks, and return the norm before clipping.
 
-        Args:
-            module: the module.
-            optimizer: the optimizer, whose gradients are clipped.
-            max_norm: the largest norm.
-            norm_type: the order of the norm. Default 2.
-            error_if_nonfinite: raise if the norm is NaN or inf. Default True.
-
-        Returns: the norm before clipping. Collective: as ``clip_grad_norm_``.
-        Raises: as ``clip_grad_norm_``.
+        Collective: as ``clip_grad_norm_``. Raises: as ``clip_grad_norm_``.
         """
         # Gradients are still multiplied by the scale of 16-mixed.
         self.precision.unscale_gradients(optimizer)
@@ -192,26 +140,20 @@ class ComposableFSDPFabricStrategy(ParallelStrategy):
         storage_options: Any = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Write ``state`` in the form that ``state_dict_type`` says.
-
-        Args:
-            path: the file or directory; rank 0's is used.
-            state: modules, optimizers and other values by name.
-            storage_options: for the CheckpointIO of full checkpoints. Default None.
-            filter: per name of ``state``, whether to keep an entry; full checkpoints.
-                Default None.
+        """Write ``state`` at rank 0's path, in the form that ``state_dict_type`` says.
 
         Collective: as the state dicts, and an exchange of errors.
         Raises: CheckpointError, on all ranks.
         """
         path = self.broadcast(path)
-        if self._state_dict_type == _FULL:
+        modules, optimizers, rest = _parts(state)
+        if self._state_dict_type == FULL:
             # Every rank takes part in the gathers, and rank 0 alone holds the results.
             full: dict[str, Any] = {}
             for name, value in state.items():
                 _apply_filter(name, filter or {}, _full(state, value), full)
             # As ``composable_fsdp.save``: weights alone need no random states.
-            if any(isinstance(value, Optimizer) for value in state.values()):
+            if optimizers:
                 full[checkpoints.RANDOM] = checkpoints.random_states()
             with checkpoints.alike_on_all_ranks():
                 if self.is_global_zero:
@@ -220,7 +162,7 @@ class ComposableFSDPFabricStrategy(ParallelStrategy):
                     )
             return
         with checkpoints.alike_on_all_ranks():
-            module = _only_module(state)
+            module = _only_module(modules, state)
             if filter or storage_options is not None:
                 raise CheckpointError(
                     "A sharded checkpoint holds all of a model, and no CheckpointIO "
@@ -228,10 +170,8 @@ class ComposableFSDPFabricStrategy(ParallelStrategy):
                     "state_dict_type='full'."
                 )
         # Tensors go into the files of the ranks, everything else into ``extra``.
-        parts = (nn.Module, Optimizer)
-        rest = {k: _plain(v) for k, v in state.items() if not isinstance(v, parts)}
-        optimizers = [v for v in state.values() if isinstance(v, Optimizer)]
-        checkpoints.write_sharded(path, module, optimizers, rest)
+        plain = {name: _plain(value) for name, value in rest.items()}
+        checkpoints.write_sharded(path, module, optimizers, plain)
 
     def load_checkpoint(
         self,
@@ -240,15 +180,10 @@ class ComposableFSDPFabricStrategy(ParallelStrategy):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Load a full or a sharded checkpoint into ``state``; return the remainder.
+        """Load the full or sharded checkpoint at rank 0's path into ``state``.
 
-        Args:
-            path: the file or directory; rank 0's is used.
-            state: modules, optimizers and other values by name, or a module or an
-                optimizer, for a file that holds just its state dict. Default None:
-                the whole checkpoint is returned.
-            strict: whether a missing name raises. Default True.
-            weights_only: see ``torch.load``. Default None: torch's default.
+        ``state`` may be a module, for a file that holds just its state dict. Without
+        ``state`` the whole checkpoint is returned.
 
         Returns: the values that ``state`` has no name for.
         Collective: an exchange of errors; for sharded checkpoints as ``load``.
@@ -279,7 +214,7 @@ class ComposableFSDPFabricStrategy(ParallelStrategy):
             _validate_keys_for_strict_loading(state.keys(), found.keys(), strict)
             _load_full(state, found, strict)
             random = found.pop(checkpoints.RANDOM, ())
-            if any(isinstance(value, Optimizer) for value in state.values()):
+            if _parts(state)[1]:
                 checkpoints.restore_random(random, path)
             return found
 
@@ -291,8 +226,8 @@ class ComposableFSDPFabricStrategy(ParallelStrategy):
             if not state:
                 return checkpoints.read_whole(path, weights_only)
             given = {"model": state} if isinstance(state, nn.Module) else state
-            module = _only_module(given)
-        optimizers = [v for v in given.values() if isinstance(v, Optimizer)]
+            modules, optimizers, others = _parts(given)
+            module = _only_module(modules, given)
         rest = checkpoints.read_sharded(
             path, module, optimizers or None, strict=strict, weights_only=weights_only
         )
@@ -300,21 +235,9 @@ class ComposableFSDPFabricStrategy(ParallelStrategy):
         rest.pop(checkpoints.NAMES, None)
         # Values of the caller change only after model and optimizers are loaded.
         with checkpoints.alike_on_all_ranks():
-            others = {
-                k: v
-                for k, v in given.items()
-                if not isinstance(v, (nn.Module, Optimizer))
-            }
             _validate_keys_for_strict_loading(others.keys(), rest.keys(), strict)
-            _load_values(given, rest, list(others))
+            _load_values(given, rest, others)
         return rest
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register the names of this strategy."""
-        for name, defaults in settings.NAMES.items():
-            made = partial(cls, **defaults)
-            strategy_registry.register(name, made, cls.__name__, override=True)
 
 
 class _NoSync(_BackwardSyncControl):
@@ -327,9 +250,20 @@ class _NoSync(_BackwardSyncControl):
         return no_sync(module) if enabled and has_units(module) else nullcontext()
 
 
-def _only_module(state: dict[str, Any]) -> nn.Module:
+def _parts(
+    state: dict[str, Any],
+) -> tuple[list[nn.Module], list[Optimizer], dict[str, Any]]:
+    """Return the modules, the optimizers and the other values of ``state``."""
+    values = state.values()
+    return (
+        [value for value in values if isinstance(value, nn.Module)],
+        [value for value in values if isinstance(value, Optimizer)],
+        {k: v for k, v in state.items() if not isinstance(v, (nn.Module, Optimizer))},
+    )
+
+
+def _only_module(modules: list[nn.Module], state: dict[str, Any]) -> nn.Module:
     """Return the module of ``state``. Raises: CheckpointError, unless there is one."""
-    modules = [value for value in state.values() if isinstance(value, nn.Module)]
     if len(modules) != 1:
         raise CheckpointError(
             f"A sharded checkpoint holds one model, and the state has {len(modules)}: "
@@ -360,10 +294,9 @@ def _module_of(state: dict[str, Any], optimizer: Optimizer) -> Any:
     """
     # Several models in a state are told apart by their parameters.
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for value in state.values():
-        is_module = isinstance(value, nn.Module)
-        if is_module and held <= {id(p) for p in value.parameters()}:
-            return value
+    for module in _parts(state)[0]:
+        if held <= {id(p) for p in module.parameters()}:
+            return module
     raise CheckpointError(
         "The state has an optimizer and no module with its parameters; names and "
         "shapes of sharded parameters come from the module. Add the module: "
@@ -373,10 +306,11 @@ def _module_of(state: dict[str, Any], optimizer: Optimizer) -> Any:
 
 def _load_full(state: dict[str, Any], found: dict[str, Any], strict: bool) -> None:
     """Load modules, then optimizers, then other values; remove them from ``found``."""
-    # Modules come first: names and shapes of optimizer states depend on nothing else,
-    # and a wrong model should be told by its own error.
     others = []
-    for name, value in state.items():
+    # Modules come first: a wrong model should be told by its own error.
+    for name, value in sorted(
+        state.items(), key=lambda item: not isinstance(item[1], nn.Module)
+    ):
         if name not in found:
             continue
         if isinstance(value, nn.Module):
@@ -390,7 +324,7 @@ def _load_full(state: dict[str, Any], found: dict[str, Any], strict: bool) -> No
 
 
 def _load_values(
-    state: dict[str, Any], found: dict[str, Any], names: list[str]
+    state: dict[str, Any], found: dict[str, Any], names: Iterable[str]
 ) -> None:
     """Give objects of ``state`` their saved state, and other values in its place."""
     for name in names:

@@ -14,7 +14,6 @@ and the optimizer, and must not be a forward: each child is a root of its own.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -27,7 +26,7 @@ from torchmetrics import Metric
 
 from composable_fsdp.compose.registry import get_state
 from composable_fsdp.config import MixedPrecision
-from composable_fsdp.entries.fully_shard import FSDP2_NAMES, fully_shard, unknown_text
+from composable_fsdp.entries.fully_shard import fully_shard
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.flat.part_guards import has_forward
@@ -39,38 +38,6 @@ AUTO = "auto"
 
 _sharded_here: WeakSet[nn.Module] = WeakSet()
 """Roots that a strategy made; the other roots are the user's."""
-
-_STRATEGY_NAMES = {
-    **FSDP2_NAMES,
-    "activation_checkpointing_policy": "checkpoint(block) in configure_model",
-    "activation_checkpointing": "checkpoint(block) in configure_model",
-}
-
-
-def require_known(options: Mapping[str, Any], own: tuple[str, ...], api: str) -> None:
-    """Refuse options that neither ``fully_shard`` nor the strategy takes.
-
-    Args:
-        options: the keyword arguments.
-        own: the names that the strategy takes itself.
-        api: the name of the strategy, for the message.
-
-    Raises: TypeError, with the nearest name.
-    """
-    names = inspect.signature(fully_shard).parameters
-    taken = [*own, *(name for name in names if name not in ("module", "if_sharded"))]
-    # fully_shard would name its own arguments alone, and not those of the strategy.
-    unknown = sorted(name for name in options if name not in taken)
-    if unknown:
-        raise TypeError(
-            unknown_text(
-                unknown,
-                taken,
-                api,
-                _STRATEGY_NAMES,
-                "these are names of torch's FSDP and of Lightning's FSDPStrategy: {}",
-            )
-        )
 
 
 def shard(
@@ -145,15 +112,11 @@ def _roots(
     ``kept`` are identities of parameters that stay as they are.
     """
     if has_one_root:
-        # The user made the module itself a unit: every parameter is held already.
-        made_by_hand = is_unit(module) and module not in _sharded_here
-        if not made_by_hand and (module in _sharded_here or _left(module, kept)):
+        if _is_to_shard(module, kept):
             yield module
         return
     for name, child in _callable_parts(module):
-        made_by_hand = is_unit(child) and child not in _sharded_here
-        # Children that were sharded before are checked again for equal settings.
-        if not made_by_hand and (child in _sharded_here or _left(child, kept)):
+        if _is_to_shard(child, kept):
             _refuse_shared(module, name, child)
             yield child
     # Parameters of the module itself, and of containers, have no forward that could
@@ -187,8 +150,12 @@ def has_units(module: nn.Module) -> bool:
     return any(map(is_unit, module.modules()))
 
 
-def _left(module: nn.Module, kept: set[int]) -> bool:
-    """Return whether ``module`` has a parameter that no unit holds."""
+def _is_to_shard(module: nn.Module, kept: set[int]) -> bool:
+    """Return whether ``module`` is a root of a strategy, or has parameters for one."""
+    # Roots that were sharded before are checked again for equal settings. A module that
+    # the user made a unit by hand holds every parameter already.
+    if is_unit(module):
+        return module in _sharded_here
     return any(id(p) not in kept and find_leaf(p) is None for p in module.parameters())
 
 

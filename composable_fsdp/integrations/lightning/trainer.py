@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
-from functools import partial
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available
+from lightning.pytorch.core import saving
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import (
@@ -30,27 +28,32 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils import _pytree
 
 from composable_fsdp.access.grads import no_sync
 from composable_fsdp.access.methods import register_forward_method
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.integrations.lightning import checkpoints, precision, settings
-from composable_fsdp.integrations.lightning.devices import move_to_device
+from composable_fsdp.integrations.lightning import checkpoints, precision
 from composable_fsdp.integrations.lightning.sharding import (
     for_steps,
     has_units,
     shard,
 )
+from composable_fsdp.integrations.lightning.strategy import (
+    FULL,
+    SHARDED,
+    ShardingStrategyMixin,
+    move_to_device,
+)
 from composable_fsdp.runtime.hooks import call_method
 from composable_fsdp.storage.directory import MANIFEST
 from composable_fsdp.tree.traversal import _get_unit_state
 
-_FULL, _SHARDED = settings.STATE_DICT_TYPES
 _LOADED = "composable_fsdp_loaded"
 """A key in a checkpoint whose model and optimizers are loaded already."""
 
 
-class ComposableFSDPStrategy(ParallelStrategy):
+class ComposableFSDPStrategy(ShardingStrategyMixin, ParallelStrategy):
     """Shards the LightningModule with ``fully_shard``; for ``Trainer(strategy=...)``.
 
     Importing ``composable_fsdp.lightning`` also registers the names "composable_fsdp",
@@ -62,61 +65,18 @@ class ComposableFSDPStrategy(ParallelStrategy):
     ``configure_model`` made stay as they are; the strategy shards the rest.
 
     Args:
-        state_dict_type: "full" (default): a checkpoint is a file as of any strategy,
-            gathered on rank 0. "sharded": a directory; each rank writes its part.
-        forward_methods: names of methods of the module, beside ``forward`` and the
-            steps, that compute with parameters and are called from outside of a step.
         weights_only: see ``torch.load``; for ``ckpt_path``, because Lightning does not
             hand its own ``weights_only`` to strategies that shard. Default None:
             torch's default, True.
-        process_group_backend: the backend. Default: NCCL for GPUs, else gloo.
-        timeout: the timeout of the process group. Default 30 minutes.
-        start_method: how the ranks start, if torchrun or a cluster did not start them:
-            "popen" (default), or "spawn", "fork", "forkserver".
-        accelerator, parallel_devices, cluster_environment, checkpoint_io,
-            precision_plugin: see ``lightning.pytorch.strategies.DDPStrategy``.
-        **sharding: arguments of ``fully_shard``, with other defaults: ``policy="auto"``
-            makes repeated layers units, ``sync_module_states=True`` gives all ranks the
-            weights of rank 0, and ``tied_params="promote"``. ``cpu_offload`` may be a
-            bool, ``device_mesh`` a shape ``(replicas, shards)``.
+        options: see ``ShardingStrategyMixin``: ``state_dict_type``,
+            ``forward_methods``, ``timeout``, the arguments of ``fully_shard``, ...
 
     Raises: TypeError, for an unknown argument; ValueError, for a ``state_dict_type``.
     """
 
-    def __init__(
-        self,
-        *,
-        state_dict_type: str = _FULL,
-        forward_methods: tuple[str, ...] = (),
-        weights_only: bool | None = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
-        start_method: str = "popen",
-        accelerator: Any = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: Any = None,
-        checkpoint_io: Any = None,
-        precision_plugin: Any = None,
-        **sharding: Any,
-    ) -> None:
-        name = type(self).__name__
-        settings.require_state_dict_type(state_dict_type, name)
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-        )
-        own = tuple(ComposableFSDPStrategy.__init__.__kwdefaults__ or ())
-        self._options = settings.sharding_options(sharding, own, name)
-        self._state_dict_type = state_dict_type
-        self._forward_methods = tuple(forward_methods)
+    def __init__(self, *, weights_only: bool | None = None, **options: Any) -> None:
+        super().__init__(**options)
         self._weights_only = weights_only
-        # Names that the methods of DDPStrategy read.
-        self._process_group_backend = process_group_backend
-        self._timeout, self._start_method = timeout, start_method
-        self._num_nodes = 1
 
     # Processes start and meet as those of DDPStrategy do. A subclass of DDPStrategy
     # would be taken for DDP where Lightning asks isinstance.
@@ -172,11 +132,9 @@ class ComposableFSDPStrategy(ParallelStrategy):
         mixed = precision.mixed_precision(self.precision_plugin.precision)
         steps = module.automatic_optimization
         # The process group exists from here on, so a mesh can be made.
-        options = settings.on_these_ranks(
-            self._options, self.root_device, self.num_nodes, self.num_processes
-        )
+        options = self._options_here()
         shard(module, options, for_steps(mixed) if steps else mixed, has_one_root=steps)
-        for name in self._forward_methods:
+        for name in self.forward_methods:
             register_forward_method(module, name)
         self.model = module
         self.model_to_device()
@@ -196,25 +154,25 @@ class ComposableFSDPStrategy(ParallelStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step as a forward of the root. Collective: as a forward."""
-        return self._step("training_step", "train_step_context", args, kwargs)
+        return self._step("training_step", "train", args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step as a forward of the root. Collective: as a forward."""
-        return self._step("validation_step", "val_step_context", args, kwargs)
+        return self._step("validation_step", "val", args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step as a forward of the root. Collective: as a forward."""
-        return self._step("test_step", "test_step_context", args, kwargs)
+        return self._step("test_step", "test", args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step as a forward of the root. Collective: as a forward."""
-        return self._step("predict_step", "predict_step_context", args, kwargs)
+        return self._step("predict_step", "predict", args, kwargs)
 
     def _step(self, name: str, context: str, args: Any, kwargs: Any) -> Any:
         """Run the method ``name`` of the module, with full root parameters."""
         module = self.lightning_module
         method = getattr(module, name)
-        with getattr(self.precision_plugin, context)():
+        with getattr(self.precision_plugin, f"{context}_step_context")():
             state = _get_unit_state(module)
             # Units may be children alone, made by hand. With manual optimization a step
             # runs backward, which no forward may contain.
@@ -232,14 +190,9 @@ class ComposableFSDPStrategy(ParallelStrategy):
     def reduce(
         self, tensor: Any, group: Any = None, reduce_op: Any = "mean"
     ) -> Tensor | Any:
-        """Return the mean, or another reduction, of a tensor over the ranks.
+        """Return a tensor reduced over the ranks; another value is returned as is.
 
-        Args:
-            tensor: a tensor; another value is returned as is.
-            group: the ranks. Default None: all.
-            reduce_op: the reduction. Default "mean".
-
-        Returns: the reduced tensor. Collective: an all-reduce.
+        Collective: an all-reduce.
         """
         if isinstance(tensor, Tensor):
             return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
@@ -251,10 +204,10 @@ class ComposableFSDPStrategy(ParallelStrategy):
 
         A whole model need not fit into the memory of a GPU.
         """
-        place: AbstractContextManager[Any] = nullcontext()
-        if empty_init:
-            place = torch.device("meta")
-        with place, self.precision_plugin.tensor_init_context():
+        with (
+            torch.device("meta") if empty_init else nullcontext(),
+            self.precision_plugin.tensor_init_context(),
+        ):
             yield
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -263,7 +216,7 @@ class ComposableFSDPStrategy(ParallelStrategy):
         Collective: as ``state_dict``, for full checkpoints.
         """
         # ``save_checkpoint`` lets each rank write its own part instead.
-        if self._state_dict_type == _SHARDED:
+        if self._state_dict_type == SHARDED:
             return {}
         return checkpoints.full_model_state(self.lightning_module)
 
@@ -272,7 +225,7 @@ class ComposableFSDPStrategy(ParallelStrategy):
 
         Collective: as ``optim_state_dict``, for full checkpoints.
         """
-        if self._state_dict_type == _SHARDED:
+        if self._state_dict_type == SHARDED:
             return {}
         # The wrapper has no parameters of its own.
         if isinstance(optimizer, LightningOptimizer):
@@ -282,21 +235,21 @@ class ComposableFSDPStrategy(ParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Write a checkpoint of the form that ``state_dict_type`` says.
-
-        Args:
-            checkpoint: Lightning's dictionary.
-            filepath: the file or directory; rank 0's is used.
-            storage_options: for the CheckpointIO of full checkpoints. Default None.
+        """Write a checkpoint at rank 0's path, in the form of ``state_dict_type``.
 
         Collective: an exchange of errors; for sharded checkpoints as ``save``.
         Raises: CheckpointError, on all ranks.
         """
         # Names with metrics or times in them may differ between ranks.
         path = self.broadcast(filepath)
-        if self._state_dict_type == _FULL:
+        if self._state_dict_type == FULL:
             with checkpoints.alike_on_all_ranks():
-                self._require_no_directory(path)
+                if os.path.isdir(path):
+                    raise CheckpointError(
+                        f"{path} is a directory (a sharded checkpoint?), and a full "
+                        "checkpoint is a file. Remove the directory, or save under "
+                        "another name."
+                    )
                 super().save_checkpoint(checkpoint, path, storage_options)
             return
         with checkpoints.alike_on_all_ranks():
@@ -310,14 +263,10 @@ class ComposableFSDPStrategy(ParallelStrategy):
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a full or a sharded checkpoint, whatever ``state_dict_type`` says.
+        """Read the full or sharded checkpoint at rank 0's path; return its dictionary.
 
-        Args:
-            checkpoint_path: the file or directory; rank 0's is used.
-            weights_only: see ``torch.load``. Default None: the strategy's.
+        For a sharded checkpoint, model and optimizers are loaded already.
 
-        Returns: Lightning's dictionary. For a sharded checkpoint, model and optimizers
-            are loaded already.
         Collective: an exchange of errors; for sharded checkpoints as ``load``.
         Raises: CheckpointError or FileNotFoundError, on all ranks.
         """
@@ -330,12 +279,11 @@ class ComposableFSDPStrategy(ParallelStrategy):
         with checkpoints.alike_on_all_ranks():
             if os.path.isdir(path):
                 raise _foreign_directory(path)
-            if os.path.isfile(path):
-                found: dict[str, Any] = checkpoints.read_full(path, weights_only)
-                return found
             # Missing, or remote: Lightning's own reader knows URLs.
-            loaded: dict[str, Any] = super().load_checkpoint(path, weights_only)
-            return loaded
+            is_file = os.path.isfile(path)
+            read = checkpoints.read_full if is_file else super().load_checkpoint
+            found: dict[str, Any] = read(path, weights_only)
+            return found
 
     def load_model_state_dict(
         self, checkpoint: Mapping[str, Any], strict: bool = True
@@ -373,14 +321,6 @@ class ComposableFSDPStrategy(ParallelStrategy):
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register the names of this strategy."""
-        for name, defaults in settings.NAMES.items():
-            # ``register`` has an argument ``strategy`` of its own, so ours are bound.
-            made = partial(cls, **defaults)
-            strategy_registry.register(name, made, cls.__name__, override=True)
-
     def _load_sharded(self, path: str, weights_only: bool | None) -> dict[str, Any]:
         """Load model and, to fit, optimizers; return the rest of the dictionary."""
         module = self.lightning_module
@@ -409,14 +349,6 @@ class ComposableFSDPStrategy(ParallelStrategy):
         if resumes:
             rest["optimizer_states"] = []
         return {"state_dict": {}, **rest, _LOADED: True}
-
-    def _require_no_directory(self, path: Any) -> None:
-        """Refuse to write a file where a directory is."""
-        if os.path.isdir(path):
-            raise CheckpointError(
-                f"{path} is a directory (a sharded checkpoint?), and a full checkpoint "
-                "is a file. Remove the directory, or save under another name."
-            )
 
     def _require_plain(self, checkpoint: dict[str, Any], storage_options: Any) -> None:
         """Refuse arguments without a meaning for a sharded checkpoint."""
@@ -451,4 +383,33 @@ def _foreign_directory(path: Any) -> CheckpointError:
     return CheckpointError(f"{path} is a directory without {MANIFEST}. {hint}")
 
 
+class _Reader:
+    """Lets ``load_from_checkpoint`` read a sharded checkpoint, without a process group.
+
+    Lightning opens the path as a file, through ``pl_load`` of its module ``saving``
+    (checked on Lightning 2.6.6). This object takes the place of that function, which it
+    calls for all other paths.
+    """
+
+    def __init__(self, own: Any) -> None:
+        self._own = own
+
+    def __call__(
+        self, path: Any, map_location: Any = None, weights_only: bool | None = None
+    ) -> Any:
+        # Users also pass open files.
+        is_path = isinstance(path, (str, os.PathLike))
+        if not is_path or not checkpoints.is_sharded_checkpoint(path):
+            return self._own(path, map_location=map_location, weights_only=weights_only)
+        whole = checkpoints.read_whole(path, weights_only)
+        # A function or a table, as Lightning's default, chooses for devices that
+        # storages were on; here all are on the CPU.
+        if not isinstance(map_location, (str, int, torch.device)):
+            return whole
+        return _pytree.tree_map_only(Tensor, lambda each: each.to(map_location), whole)
+
+
+# The module may be reloaded, as in notebooks.
+if type(saving.pl_load).__name__ != _Reader.__name__:
+    saving.pl_load = _Reader(saving.pl_load)
 ComposableFSDPStrategy.register_strategies(StrategyRegistry)

@@ -19,17 +19,6 @@ from typing import Any
 import torch
 
 from composable_fsdp.errors import CheckpointError, FSDPError
-from composable_fsdp.inspection import (
-    checkpoint_diff,
-    environment,
-    inspect_command,
-    plan_command,
-    simulate_command,
-)
-from composable_fsdp.inspection.model_arguments import DTYPES, dtype_name, error_text
-from composable_fsdp.inspection.plan_models import UsageError
-from composable_fsdp.inspection.progress import progress
-from composable_fsdp.inspection.sizes import byte_size, counted
 from composable_fsdp.naming import printable
 from composable_fsdp.storage.convert import (
     MAX_SHARD_BYTES,
@@ -49,12 +38,27 @@ from composable_fsdp.storage.opening import (
     open_source,
 )
 from composable_fsdp.storage.source import Source
+from composable_fsdp.tools import (
+    checkpoint_diff,
+    environment,
+    plan_command,
+    simulate_command,
+)
+from composable_fsdp.tools.checkpoint_diff import add_weights_only, nbytes_of
+from composable_fsdp.tools.command import (
+    USAGE,
+    Command,
+    Report,
+    byte_size,
+    counted,
+    progress,
+)
+from composable_fsdp.tools.describe import describe
+from composable_fsdp.tools.model_arguments import DTYPES, dtype_name, error_text
+from composable_fsdp.tools.plan_models import UsageError
 
-# Exit statuses: 0 success, 1 a bad checkpoint or nothing written, 2 wrong usage
-# (argparse), 130 interrupted (128 + SIGINT, the shells' convention).
-BAD = 1
-USAGE = 2
 INTERRUPTED = 130
+"""Exit status after Ctrl-C: 128 + SIGINT, the shells' convention."""
 
 _FORMATS_HELP = """\
 formats, told apart by what lies at the path:
@@ -66,47 +70,18 @@ formats, told apart by what lies at the path:
 exit status: 0 good, 1 bad checkpoint or nothing written, 2 wrong usage
 """
 
-_EXAMPLES = {
-    "": """\
+_EXAMPLES = """\
 examples:
-  python -m composable_fsdp plan --hf config.json --world-size 64 --gpu-memory 80GiB
+  python -m composable_fsdp plan --hf config.json --world-size 64 --batch 1x4096 \\
+      --param-dtype bfloat16 --checkpointing --gpu-memory 80GiB
   python -m composable_fsdp simulate train:build_model --batch 4x2048 --trace s.json
   python -m composable_fsdp inspect runs/step_100
   python -m composable_fsdp verify runs/step_100
   python -m composable_fsdp diff runs/step_100 runs/step_200
   python -m composable_fsdp convert runs/step_100 step_100.pt --to torch
   python -m composable_fsdp export runs/step_100 my-model --dtype bfloat16
-""",
-    "verify": """\
-examples:
-  python -m composable_fsdp verify runs/step_100
-  python -m composable_fsdp verify model.pt --weights-only
-  python -m composable_fsdp verify runs/step_100 --json
-""",
-    "convert": """\
-examples:
-  python -m composable_fsdp convert old.pt step_100 --to dcp
-  python -m composable_fsdp convert step_100 step_100.pt --to torch
-  python -m composable_fsdp convert old.pt weights --to dcp --weights-only
-""",
-    "export": """\
-examples:
-  python -m composable_fsdp export runs/step_100 my-model
-  python -m composable_fsdp export runs/step_100 my-model.safetensors
-  python -m composable_fsdp export runs/step_100 my-model --dtype bfloat16
-  python -m composable_fsdp export runs/step_100 my-model --max-shard-size 500MB
-""",
-}
 
-_MODULES: dict[str, Any] = {
-    "plan": plan_command,
-    "simulate": simulate_command,
-    "inspect": inspect_command,
-    "diff": checkpoint_diff,
-    "env": environment,
-}
-"""Commands with a module of their own, which has ``ABOUT``, ``EXAMPLES``,
-``add_arguments``, ``run``, ``show`` and ``status``."""
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -119,12 +94,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     # argparse ends the program by itself after ``--help`` and for wrong usage.
     given = _parser().parse_args(arguments)
+    command: Command = given.command
     try:
-        found = given.run(given)
+        found = command.run(given)
     except UsageError as error:
         return _failed(error, given, USAGE)
     except (FSDPError, OSError) as error:
-        return _failed(error, given, given.bad)
+        return _failed(error, given, command.bad)
     except KeyboardInterrupt:
         print("interrupted; nothing was left behind", file=sys.stderr)
         return INTERRUPTED
@@ -132,12 +108,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps({"ok": True, **found}))
     else:
         try:
-            given.show(found)
+            command.show(found)
         # ``| head`` has read enough. Python would fail once more when it flushes.
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    status: int = given.status(found)
-    return status
+    return command.status(found)
 
 
 def _failed(error: Exception, given: argparse.Namespace, status: int) -> int:
@@ -155,12 +130,15 @@ def _failed(error: Exception, given: argparse.Namespace, status: int) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
+    # ``sys.argv`` is that of the test runner in a test, and of ``__main__`` with -m.
+    name = Path(sys.argv[0]).name
+    raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        prog=_program(),
-        description="Plan the sharding of a model; check, compare, convert and export "
+        prog=name if name == "composable-fsdp" else "python -m composable_fsdp",
+        description="Plan the sharding of a model; check, compare, convert and export\n"
         "checkpoints. COMMAND --help shows how.",
-        epilog=f"{_EXAMPLES['']}\n{_FORMATS_HELP}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_EXAMPLES + _FORMATS_HELP,
+        formatter_class=raw,
     )
     parser.add_argument(
         "--version",
@@ -169,91 +147,81 @@ def _parser() -> argparse.ArgumentParser:
         help="print the version",
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    _add_checkpoint_commands(commands)
-    for name, module in _MODULES.items():
-        # A further command is a module in the table, and no line here.
-        command = _command(commands, name, module.run, module.ABOUT)
-        module.add_arguments(command)
-        command.set_defaults(show=module.show, status=module.status)
-        # The status 1 of ``diff`` says that two checkpoints differ.
-        if module is checkpoint_diff:
-            command.set_defaults(bad=USAGE)
+    for name, command in COMMANDS.items():
+        about = command.about
+        each = commands.add_parser(
+            name,
+            help=about,
+            description=about[0].upper() + about[1:] + ".",
+            epilog=command.epilog,
+            formatter_class=raw,
+        )
+        each.add_argument(
+            "--json",
+            action="store_true",
+            help='print one JSON object instead of text; false under "ok" says that '
+            "the command failed",
+        )
+        command.add_arguments(each)
+        each.set_defaults(command=command)
     return parser
 
 
-def _add_checkpoint_commands(commands: Any) -> None:
-    """Add the commands of this module."""
-    verify = _command(commands, "verify", _verify, "read all of a checkpoint, check it")
-    verify.add_argument("path", metavar="PATH", help="the checkpoint; a path or URL")
+def _path_argument(command: argparse.ArgumentParser) -> None:
+    """Add the path of a checkpoint."""
+    command.add_argument("path", metavar="PATH", help="the checkpoint; a path or URL")
 
-    change = _command(commands, "convert", _convert, "write it in another format")
-    change.add_argument("source", metavar="SRC", help="the checkpoint; a path or URL")
-    change.add_argument(
-        "destination", type=Path, metavar="DST", help="what to make; must not exist"
-    )
-    change.add_argument("--to", choices=FORMATS, required=True, help="format of DST")
 
-    export = _command(
-        commands, "export", _export, "write the weights as safetensors, for inference"
+def _verify_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``verify``."""
+    _path_argument(command)
+    add_weights_only(command)
+
+
+def _write_arguments(command: argparse.ArgumentParser, destination: str) -> None:
+    """Add the arguments of a command that writes a checkpoint."""
+    command.add_argument("source", metavar="SRC", help="the checkpoint; a path or URL")
+    command.add_argument("destination", type=Path, metavar="DST", help=destination)
+    command.add_argument(
+        "--max-shard-size",
+        type=byte_size,
+        metavar="SIZE",
+        default=MAX_SHARD_BYTES,
+        help="largest safetensors file, as 5GB or 500MB (default: 5GB)",
     )
-    export.add_argument("source", metavar="SRC", help="the checkpoint; a path or URL")
-    export.add_argument(
-        "destination",
-        type=Path,
-        metavar="DST",
-        help="directory to make, or one file if it ends in .safetensors",
+
+
+def _convert_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``convert``."""
+    _write_arguments(command, "what to make; must not exist")
+    command.add_argument("--to", choices=FORMATS, required=True, help="format of DST")
+    add_weights_only(command)
+
+
+def _export_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``export``."""
+    _write_arguments(
+        command, "directory to make, or one file if it ends in .safetensors"
     )
-    export.add_argument(
+    command.add_argument(
         "--dtype",
         type=dtype_name,
         choices=DTYPES,
         help="dtype of the floating-point weights (default: as in SRC)",
     )
-    for command in (verify, change):
-        command.add_argument(
-            "--weights-only",
-            action="store_true",
-            help="leave optimizer and extra state alone, unread",
-        )
-    for command in (change, export):
-        command.add_argument(
-            "--max-shard-size",
-            type=byte_size,
-            metavar="SIZE",
-            default=MAX_SHARD_BYTES,
-            help="largest safetensors file, as 5GB or 500MB (default: 5GB)",
-        )
 
 
-def _program() -> str:
-    """Return the name of the program as the user called it."""
-    # ``sys.argv`` is that of the test runner in a test, and of ``__main__`` with -m.
-    name = Path(sys.argv[0]).name
-    return name if name == "composable-fsdp" else "python -m composable_fsdp"
+def _inspect(given: argparse.Namespace) -> Report:
+    """Describe the checkpoint; only the manifest, or the tables of the files, are read.
+
+    Raises: CheckpointError, if the checkpoint cannot be read.
+    """
+    described = describe(given.path)
+    # JSON has no use for the text, which is made only if it is printed.
+    return described.as_dict() | ({} if given.json else {"text": str(described)})
 
 
-def _command(commands: Any, name: str, run: Any, about: str) -> argparse.ArgumentParser:
-    """Add a command with help, examples and ``--json``; return the command's parser."""
-    command: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=about,
-        description=about[0].upper() + about[1:] + ".",
-        epilog=_MODULES[name].EXAMPLES
-        if name in _MODULES
-        else f"{_EXAMPLES[name]}\n{_FORMATS_HELP}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    command.add_argument(
-        "--json",
-        action="store_true",
-        help='print one JSON object instead of text; false under "ok" says that the '
-        "command failed",
-    )
-    command.set_defaults(run=run, show=_show, status=lambda found: 0, bad=BAD)
-    return command
-
-
-def _verify(given: argparse.Namespace) -> dict[str, Any]:
+def _verify(given: argparse.Namespace) -> Report:
     """Read the whole checkpoint, and return the report."""
     path, kind = find_checkpoint(given.path)
     begin = time.monotonic()
@@ -262,7 +230,7 @@ def _verify(given: argparse.Namespace) -> dict[str, Any]:
     read = _verify_native(path, given) if kind == NATIVE else 0
     with open_source(path) if kind == NATIVE else open_whole(path) as source:
         if kind != NATIVE:
-            total = _nbytes(source, weights_only=given.weights_only)
+            total = nbytes_of(source, weights_only=given.weights_only)
             with progress("reading", total, wanted=not given.json) as advance:
                 read = check_readable(
                     source, weights_only=given.weights_only, progress=advance
@@ -301,12 +269,12 @@ def _verify_native(path: str, given: argparse.Namespace) -> int:
     return found.nbytes
 
 
-def _convert(given: argparse.Namespace) -> dict[str, Any]:
+def _convert(given: argparse.Namespace) -> Report:
     """Write the checkpoint in the format ``--to``, and return the report."""
     return _write(given, given.to, weights_only=given.weights_only)
 
 
-def _export(given: argparse.Namespace) -> dict[str, Any]:
+def _export(given: argparse.Namespace) -> Report:
     """Write the weights as safetensors, and return the report."""
     # ``get``: no ``--dtype`` keeps all dtypes.
     dtype = DTYPES.get(given.dtype)
@@ -319,13 +287,13 @@ def _write(
     *,
     weights_only: bool,
     dtype: torch.dtype | None = None,
-) -> dict[str, Any]:
+) -> Report:
     """Convert the checkpoint, and return the report."""
     with open_whole(given.source) as whole:
         source = whole if dtype is None else CastWeights(whole, dtype)
         # A safetensors file holds weights only.
         weights = weights_only or to == SAFETENSORS
-        total = _nbytes(source, weights_only=weights)
+        total = nbytes_of(source, weights_only=weights)
         # DCP stores a tied parameter once per name.
         if to == DCP:
             total += sum(source.model[kept].nbytes for kept in source.aliases.values())
@@ -346,44 +314,29 @@ def _write(
         }
 
 
-def _nbytes(source: Source, *, weights_only: bool) -> int:
-    """Return the bytes of all tensors; of the model only, with ``weights_only``."""
-    total = sum(info.nbytes for info in source.model.values())
-    if not weights_only:
-        total += sum(
-            i.nbytes for states in source.optim.values() for i in states.values()
-        )
-    return total
-
-
 def _summary(source: Source, *, weights_only: bool) -> dict[str, Any]:
     """Return the content of the checkpoint in numbers."""
+    weights = nbytes_of(source, weights_only=True)
     found: dict[str, Any] = {
         "model": {
             "tensors": len(source.model),
-            "bytes": _nbytes(source, weights_only=True),
+            "bytes": weights,
             "tied": len(source.aliases),
         }
     }
-    if not weights_only and source.param_groups is not None:
-        states = [info for each in source.optim.values() for info in each.values()]
+    if weights_only:
+        return found
+    if source.param_groups is not None:
         found["optimizer"] = {
             "groups": len(source.param_groups),
-            "tensors": len(states),
-            "bytes": sum(info.nbytes for info in states),
+            "tensors": sum(map(len, source.optim.values())),
+            "bytes": nbytes_of(source, weights_only=False) - weights,
         }
-    if not weights_only:
-        found["extra"] = source.extra is not None
-    return found
+    return {**found, "extra": source.extra is not None}
 
 
-def _show(found: dict[str, Any]) -> None:
+def _show(found: Report) -> None:
     """Print a report as text."""
-    print(_text(found))
-
-
-def _text(found: dict[str, Any]) -> str:
-    """Return a report as text."""
     model, optim = found["model"], found.get("optimizer")
     is_check = "bytes_read" in found
     end = "good" if is_check else "written"
@@ -402,7 +355,7 @@ def _text(found: dict[str, Any]) -> str:
         lines.append(f"  read       {_bytes(found['bytes_read'])}, every byte")
     if found.get("left_out"):
         lines.append(f"  left out   {', '.join(found['left_out'])}")
-    return "\n".join(map(printable, lines))
+    print("\n".join(map(printable, lines)))
 
 
 def _bytes(number: int) -> str:
@@ -413,3 +366,70 @@ def _bytes(number: int) -> str:
             break
         size, unit = size / 1000, larger
     return f"{size:.1f} {unit}" if unit != "B" else f"{number} B"
+
+
+COMMANDS = {
+    "plan": plan_command.COMMAND,
+    "simulate": simulate_command.COMMAND,
+    "inspect": Command(
+        "show what is in a checkpoint, and which rank wrote it",
+        """\
+examples:
+  python -m composable_fsdp inspect runs/step_100
+  python -m composable_fsdp inspect runs/step_100 --json
+
+In a program, composable_fsdp.describe(model) shows the same of a sharded model.
+
+"""
+        + _FORMATS_HELP,
+        _path_argument,
+        _inspect,
+        lambda found: print(found["text"]),
+    ),
+    "verify": Command(
+        "read all of a checkpoint, check it",
+        """\
+examples:
+  python -m composable_fsdp verify runs/step_100
+  python -m composable_fsdp verify model.pt --weights-only
+  python -m composable_fsdp verify runs/step_100 --json
+
+"""
+        + _FORMATS_HELP,
+        _verify_arguments,
+        _verify,
+        _show,
+    ),
+    "diff": checkpoint_diff.COMMAND,
+    "convert": Command(
+        "write a checkpoint in another format",
+        """\
+examples:
+  python -m composable_fsdp convert old.pt step_100 --to dcp
+  python -m composable_fsdp convert step_100 step_100.pt --to torch
+  python -m composable_fsdp convert old.pt weights --to dcp --weights-only
+
+"""
+        + _FORMATS_HELP,
+        _convert_arguments,
+        _convert,
+        _show,
+    ),
+    "export": Command(
+        "write the weights as safetensors, for inference",
+        """\
+examples:
+  python -m composable_fsdp export runs/step_100 my-model
+  python -m composable_fsdp export runs/step_100 my-model.safetensors
+  python -m composable_fsdp export runs/step_100 my-model --dtype bfloat16
+  python -m composable_fsdp export runs/step_100 my-model --max-shard-size 500MB
+
+"""
+        + _FORMATS_HELP,
+        _export_arguments,
+        _export,
+        _show,
+    ),
+    "env": environment.COMMAND,
+}
+"""Commands by name, in the order of the help."""

@@ -14,23 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-ABOUT = "print versions, backends, GPUs and settings, for a report of a bug"
-
-EXAMPLES = """\
-examples:
-  python -m composable_fsdp env
-  python -m composable_fsdp env --json > env.json
-  torchrun --nproc-per-node 2 -m composable_fsdp env
-
-exit status: 0
-"""
+from composable_fsdp.tools.command import Command, Report
 
 PACKAGE = "composable-fsdp"
 
 _PACKAGES = (
     "safetensors",
     "numpy",
-    "rich",
     "transformers",
     "accelerate",
     "peft",
@@ -53,11 +43,7 @@ _NAMES = (
 """Environment variables of ``torch.distributed``, which are printed, too."""
 
 
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``env`` to its parser: none."""
-
-
-def run(given: argparse.Namespace) -> dict[str, Any]:
+def _run(given: argparse.Namespace) -> Report:
     """Return the facts about this installation and this machine."""
     return {
         "versions": _versions(),
@@ -77,7 +63,7 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def show(found: dict[str, Any]) -> None:
+def _show(found: Report) -> None:
     """Print the facts as text."""
     for section, entries in found.items():
         print(section)
@@ -88,11 +74,6 @@ def show(found: dict[str, Any]) -> None:
         width = max([len(key) for key, _ in lines], default=0)
         for key, value in lines or [("none", "")]:
             print(f"  {key:{width}}  {value}".rstrip())
-
-
-def status(found: dict[str, Any]) -> int:
-    """Return the exit status, which is always 0."""
-    return 0
 
 
 def version() -> str:
@@ -119,10 +100,8 @@ def _versions() -> dict[str, str]:
         "torch": torch.__version__,
     }
     # A build of torch is for one of the two, or for CPU.
-    for name in ("cuda", "hip"):
-        built = getattr(torch.version, name, None)
-        if built:
-            found[name] = built
+    built = {name: getattr(torch.version, name, None) for name in ("cuda", "hip")}
+    found |= {name: text for name, text in built.items() if text}
     # The versions come from the metadata: importing transformers takes seconds.
     for name in _PACKAGES:
         try:
@@ -136,14 +115,11 @@ def _backends() -> dict[str, str]:
     """Return which backends of ``torch.distributed`` this torch has."""
     if not dist.is_available():
         return {"torch.distributed": "not in this build of torch"}
-    found = {
-        "gloo": dist.is_gloo_available(),
-        "nccl": dist.is_nccl_available(),
-        "mpi": dist.is_mpi_available(),
-    }
+    names = ("gloo", "nccl", "mpi")
+    there = {name: getattr(dist, f"is_{name}_available")() for name in names}
+    words = {name: "yes" if there[name] else "no" for name in names}
     # With NCCL the version matters more than the presence.
-    words = {name: "yes" if there else "no" for name, there in found.items()}
-    if found["nccl"]:
+    if there["nccl"]:
         number: Any = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # untyped in torch
         words["nccl"] = ".".join(map(str, number))
     return words
@@ -154,11 +130,11 @@ def _gpus() -> list[dict[str, Any]]:
     # No GPU is initialized by its properties, so other programs lose no memory.
     return [
         {
-            "name": properties.name,
-            "memory": properties.total_memory,
-            "capability": f"{properties.major}.{properties.minor}",
+            "name": found.name,
+            "memory": found.total_memory,
+            "capability": f"{found.major}.{found.minor}",
         }
-        for properties in map(
+        for found in map(
             torch.cuda.get_device_properties, range(torch.cuda.device_count())
         )
     ]
@@ -169,3 +145,19 @@ def _text(value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {each}" for key, each in value.items())
     return str(value)
+
+
+COMMAND = Command(
+    "print versions, GPUs and settings, for a report of a bug",
+    """\
+examples:
+  python -m composable_fsdp env
+  python -m composable_fsdp env --json > env.json
+  torchrun --nproc-per-node 2 -m composable_fsdp env
+
+exit status: 0
+""",
+    lambda command: None,
+    _run,
+    _show,
+)

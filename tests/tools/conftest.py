@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from composable_fsdp.inspection.command_line import main
+from composable_fsdp.tools.command_line import main
 from tests.support.scripts import Run
 
 SCRIPT = """
@@ -59,8 +59,6 @@ def number():
 
 def reads_values():
     return nn.Linear(2, int(torch.ones(1).item()))
-
-ready = Net()
 """
 
 

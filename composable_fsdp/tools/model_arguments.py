@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp.comm.wires import Float8Wire, Int8Wire
 from composable_fsdp.config import (
@@ -20,12 +21,17 @@ from composable_fsdp.config import (
     RowBlock,
     ShardingStrategy,
 )
+from composable_fsdp.entries.tensor_parallel import check_sizes, job_mesh
 from composable_fsdp.errors import FSDPError
-from composable_fsdp.inspection.plan_models import Model, UsageError, is_sharded
-from composable_fsdp.inspection.sizes import byte_size, count
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.model_units import guess_units
 from composable_fsdp.planning.policies import SizePolicy
+from composable_fsdp.tools.command import byte_size, count, words
+from composable_fsdp.tools.plan_models import Model, UsageError
+from composable_fsdp.tools.simulate import is_sharded
+from composable_fsdp.tools.simulated_meshes import simulated_meshes
+from composable_fsdp.tools.simulated_world import Machine, simulated_world
+from composable_fsdp.tools.timetable import Timetable
 
 DTYPES = {
     "float32": torch.float32,
@@ -55,6 +61,19 @@ _STRATEGIES = {
     for strategy in ShardingStrategy
 }
 _BLOCKS = {block.name.lower(): block for block in Block}
+
+MODEL_HELP = """\
+MODEL is one of:
+  train:build_model     a function without arguments (or a class, or a module) of a
+                        module; it is called with torch.device("meta"), so no weight
+                        takes memory. It may return (model, inputs of its forward),
+                        or (model, inputs, function from the output to the loss).
+                        With --tensor-parallel-size its argument is the mesh of the
+                        job, ("dp", "tp") or ("replicate", "shard", "tp"), and it
+                        calls parallelize_module(model, mesh["tp"], {...})
+  train.py:build_model  the same, in a file
+  config.json           a configuration of transformers, or its directory
+"""
 
 
 def dtype_name(text: str) -> str:
@@ -95,16 +114,12 @@ def add_model_arguments(
         "--batch",
         type=_shape_of,
         metavar="BxT",
-        help=f"batch per rank, as 4x2048 (default: {no_batch})",
+        help="shape of the input of a rank, as 4x2048 for 4 texts of 2048 tokens "
+        f"(default: {no_batch})",
     )
-    _add_units(command.add_argument_group("units (default: found in the model)"))
-    _add_options(command.add_argument_group("options of fully_shard"))
-
-
-def _add_units(group: Any) -> None:
-    """Add the arguments that choose units."""
     # Each of the three selects all units.
-    choice = group.add_mutually_exclusive_group()
+    units = command.add_argument_group("units (default: found in the model)")
+    choice = units.add_mutually_exclusive_group()
     choice.add_argument(
         "--units",
         type=words,
@@ -120,71 +135,65 @@ def _add_units(group: Any) -> None:
         metavar="N",
         help="the smallest modules with at least N parameters",
     )
-    group.add_argument(
+    units.add_argument(
         "--tied-params",
         choices=("error", "promote"),
         default="error",
         help="parameters tied across units: refuse, or give to the unit above",
     )
+    options = command.add_argument_group("options of fully_shard")
+    for name, about, more in _option_arguments():
+        options.add_argument(f"--{name}", help=about, **more)
 
 
-def _add_options(group: Any) -> None:
-    """Add the arguments that are options of ``fully_shard``."""
-    group.add_argument(
-        "--strategy",
-        type=_strategy,
-        choices=_STRATEGIES,
-        default="full-shard",
-        help="what is sharded, and when (default: full-shard)",
+def _option_arguments() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield names, helps and further settings of the options of ``fully_shard``."""
+    strategy = {"type": _strategy, "choices": _STRATEGIES, "default": "full-shard"}
+    dtype = {"type": dtype_name, "choices": DTYPES}
+    flag = {"action": "store_true"}
+    yield "strategy", "what is sharded, and when (default: full-shard)", strategy
+    about = "ranks that share the parameters; other ranks hold copies (default: all)"
+    yield "shard-world-size", about, {"type": count, "metavar": "N"}
+    about = (
+        "dtype of the parameters and the optimizer (default: as the model is built, "
+        "which is float32 for a config.json)"
     )
-    group.add_argument(
-        "--shard-world-size",
-        type=count,
-        metavar="N",
-        help="ranks that share the parameters; other ranks hold copies (default: all)",
-    )
-    group.add_argument(
-        "--dtype",
-        type=dtype_name,
-        choices=DTYPES,
-        help="dtype of the parameters and the optimizer (default: as the model is "
-        "built, which is float32 for a config.json)",
-    )
-    for name, about in (
-        ("--param-dtype", "all-gathers and compute (default: the parameters' dtype)"),
-        ("--reduce-dtype", "reductions of gradients (default: --param-dtype)"),
-    ):
-        group.add_argument(
-            name, type=dtype_name, choices=DTYPES, help=f"dtype of {about}"
-        )
-    group.add_argument(
-        "--cpu-offload",
-        action="store_true",
-        help="keep parameters, gradients and optimizer state in host memory",
-    )
-    group.add_argument(
-        "--backward-prefetch",
-        choices=_PREFETCH,
-        default="pre",
-        help="when backward gathers the next unit (default: pre, the most overlap)",
-    )
-    group.add_argument(
-        "--forward-prefetch",
-        action="store_true",
-        help="gather the next unit early in forward, too",
-    )
-    group.add_argument(
-        "--block",
-        type=_block,
-        default=Block.ROW,
-        metavar="|".join([*_BLOCKS, "rows:N"]),
-        help="the piece that shards may not cut (default: row)",
-    )
-    group.add_argument(
-        "--wire",
-        choices=_WIRES,
-        help="format of all-gathers with about one byte per element (default: none)",
-    )
+    yield "dtype", about, dtype
+    about = "dtype of all-gathers and compute (default: the parameters' dtype)"
+    yield "param-dtype", about, dtype
+    about = "dtype of reductions of gradients (default: --param-dtype)"
+    yield "reduce-dtype", about, dtype
+    about = "keep parameters, gradients and optimizer state in host memory"
+    yield "cpu-offload", about, flag
+    about = "when backward gathers the next unit (default: pre, the most overlap)"
+    yield "backward-prefetch", about, {"choices": _PREFETCH, "default": "pre"}
+    yield "forward-prefetch", "gather the next unit early in forward, too", flag
+    about = "the piece that shards may not cut (default: row)"
+    blocks = "|".join([*_BLOCKS, "rows:N"])
+    yield "block", about, {"type": _block, "default": Block.ROW, "metavar": blocks}
+    about = "format of all-gathers with about one byte per element (default: none)"
+    yield "wire", about, {"choices": _WIRES}
+
+
+@contextmanager
+def job(given: argparse.Namespace) -> Iterator[DeviceMesh | None]:
+    """Be a rank of the job that the arguments describe, in this block.
+
+    A function that cuts its model needs the process groups of the job, which here are
+    those of a simulated world, and send nothing. Yields the mesh of the job; None
+    without ``--tensor-parallel-size``.
+
+    Raises: PlanError, if the sizes do not multiply to ``--world-size``.
+    """
+    if given.tensor_parallel_size is None:
+        yield None
+        return
+    sizes = (given.world_size, given.shard_world_size, given.tensor_parallel_size)
+    check_sizes(*sizes)
+    # No step runs, so nobody reads the times.
+    world = simulated_world(given.world_size, Timetable(), Machine(), streams=False)
+    with world, simulated_meshes():
+        yield job_mesh(*sizes)
 
 
 @contextmanager
@@ -317,8 +326,3 @@ def _shape_of(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no shape; expected numbers with x between them, as 4x2048"
         ) from None
-
-
-def words(text: str) -> list[str]:
-    """Return texts that are separated by commas, without spaces around them."""
-    return [each for each in map(str.strip, text.split(",")) if each]

@@ -17,7 +17,7 @@ from composable_fsdp import (
     load,
     save,
 )
-from composable_fsdp.inspection.command_line import main
+from composable_fsdp.tools.command_line import main
 from tests.support.models import TinyGPT
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import PATHS

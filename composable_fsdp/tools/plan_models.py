@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import importlib
 import importlib.util
@@ -18,7 +17,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -31,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from composable_fsdp.entries.tensor_parallel import check_cut, without_arguments
 from composable_fsdp.errors import FSDPError, PlanError
 from composable_fsdp.planning import walk
-from composable_fsdp.tree.traversal import walk_states
+from composable_fsdp.tools.simulate import is_sharded
 
 CONFIG = "config.json"
 """The name of a configuration in a directory of a Hugging Face model."""
@@ -68,15 +67,29 @@ def load_model(target: str, mesh: DeviceMesh | None = None) -> Model:
     Raises: UsageError, with the way out.
     """
     if target.endswith(".json") or Path(target).is_dir():
-        if mesh is not None:
-            raise UsageError(
-                f"{target} does not say how its model is cut, which "
-                "--tensor-parallel-size needs. Write a function of the mesh that makes "
-                'the model and calls parallelize_module(model, mesh["tp"], {...}), '
-                "and pass MODULE:FUNCTION."
-            )
+        _require_function(mesh, f"{target} is a configuration, which")
         return load_config(target)
-    return _from_object(object_of(target), target, mesh)
+    found = object_of(target)
+    # A class of modules is callable and no module.
+    if isinstance(found, nn.Module):
+        _require_function(mesh, f"{target} is a module, which")
+        return Model(found, target)
+    if not callable(found):
+        raise UsageError(
+            f"{target} expects to be a module, or a function or class without "
+            f"arguments that makes one; got {found!r:.80}."
+        )
+    return _from_function(found, target, mesh)
+
+
+def _require_function(mesh: DeviceMesh | None, what: str) -> None:
+    """Refuse a mesh for a model that no function makes. Raises: UsageError."""
+    if mesh is not None:
+        raise UsageError(
+            f"{what} does not say how its model is cut over --tensor-parallel-size "
+            "ranks. Write a function of the mesh that makes the model and calls "
+            'parallelize_module(model, mesh["tp"], {...}), and pass MODULE:FUNCTION.'
+        )
 
 
 def object_of(target: str) -> Any:
@@ -85,8 +98,8 @@ def object_of(target: str) -> Any:
     Raises: UsageError, with the way out.
     """
     # The last colon: a path of Windows has another.
-    path, colon, name = target.rpartition(":")
-    if not colon or not path or not name:
+    path, _, name = target.rpartition(":")
+    if not path or not name:
         raise UsageError(
             f"{target!r} names no model. Write MODULE:FUNCTION, such as "
             "train:build_model or train.py:build_model, or the path of a config.json."
@@ -108,60 +121,49 @@ def _import(path: str) -> ModuleType:
     # As ``python -m`` does, so that scripts in the current directory are found.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+    is_file = path.endswith(".py")
+    if is_file and not Path(path).is_file():
+        raise UsageError(f"There is no file {path!r}.")
     try:
-        if not path.endswith(".py"):
-            return importlib.import_module(path)
-        if not Path(path).is_file():
-            raise UsageError(f"There is no file {path!r}.")
-        # The script may import its neighbours.
-        sys.path.insert(0, str(Path(path).resolve().parent))
-        spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        # Dataclasses and pickles look their module up.
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-        return module
-    except ModuleNotFoundError as error:
-        # The module itself is missing, or a module that it imports.
-        first = path.partition(".")[0]
-        if error.name not in (path, first):
-            raise UsageError(f"Importing {path} fails: {error}.") from error
-        raise UsageError(
-            f"There is no module {path!r} here or among the installed packages. Run "
-            f"the command in the directory of {first}.py, or pass the path of the file."
-        ) from error
-    except UsageError:
-        raise
+        return _import_file(path) if is_file else importlib.import_module(path)
     # The module is the user's code and may raise anything, also SystemExit.
     except (Exception, SystemExit) as error:
+        # The module itself is missing, or a module that it imports.
+        first = path.partition(".")[0]
+        if isinstance(error, ModuleNotFoundError) and error.name in (path, first):
+            raise UsageError(
+                f"There is no module {path!r} here or among the installed packages. "
+                f"Run the command in the directory of {first}.py, or pass the path of "
+                "the file."
+            ) from error
         raise UsageError(
             f"Importing {path} fails: {type(error).__name__}: {error}. A script that "
             'trains when it is imported needs: if __name__ == "__main__".'
         ) from error
 
 
-def _from_object(found: Any, source: str, mesh: DeviceMesh | None) -> Model:
-    """Return the model that ``found`` is or makes."""
-    # A class of modules is callable and no module.
-    if isinstance(found, nn.Module):
-        if mesh is not None:
-            raise UsageError(
-                f"{source} is a module, and --tensor-parallel-size needs a function of "
-                "the mesh that makes the model and calls parallelize_module(model, "
-                'mesh["tp"], {...}).'
-            )
-        return Model(found, source)
-    if not callable(found):
-        raise UsageError(
-            f"{source} expects to be a module, or a function or class without "
-            f"arguments that makes one; got {found!r:.80}."
-        )
+def _import_file(path: str) -> ModuleType:
+    """Import a file."""
+    # The script may import its neighbours.
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses and pickles look their module up.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _from_function(
+    function: Callable[..., Any], source: str, mesh: DeviceMesh | None
+) -> Model:
+    """Return the model that ``function`` makes."""
     # The call would fail with the same, but from inside of the user's code.
     try:
         option = "--tensor-parallel-size"
-        make = without_arguments(found, mesh, source, option=option)
+        make = without_arguments(function, mesh, source, option=option)
     except PlanError as error:
         # The same text; ``args`` is without the rank, which is none of the user's.
         raise UsageError(*error.args) from error
@@ -191,11 +193,6 @@ def _from_object(found: Any, source: str, mesh: DeviceMesh | None) -> Model:
     return Model(made, source, inputs, loss)
 
 
-def is_sharded(module: nn.Module) -> bool:
-    """Return whether a module in the tree of ``module`` is a unit."""
-    return any(True for _ in walk_states(module))
-
-
 def load_config(path: str) -> Model:
     """Return the model of a configuration of transformers, with random weights on meta.
 
@@ -210,7 +207,14 @@ def load_config(path: str) -> Model:
             f"with `hf download MODEL {CONFIG}`, or from the model's page."
         )
     # Checked before transformers is imported, which takes seconds.
-    given = _read_json(file)
+    try:
+        given = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{file} holds no JSON: {error}.") from error
+    if not isinstance(given, dict) or "model_type" not in given:
+        raise UsageError(
+            f"{file} is no configuration of transformers: it has no model_type."
+        )
     try:
         transformers = importlib.import_module("transformers")
     except ImportError as error:
@@ -222,52 +226,24 @@ def load_config(path: str) -> Model:
     transformers.logging.set_verbosity_error()
     try:
         config = transformers.AutoConfig.from_pretrained(str(file))
-        name = (given.get("architectures") or [""])[0]
         # The class that the configuration names has the head; AutoModel has none.
+        name = next(iter(given.get("architectures") or []), "")
         kind = getattr(transformers, name, None) if name else None
-        with torch.device("meta"), _quiet():
-            module = (
-                transformers.AutoModel.from_config(config)
-                if kind is None
-                else kind(config)
-            )
+        make = transformers.AutoModel.from_config if kind is None else kind
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            module = make(config)
     # transformers raises many kinds of errors for a configuration.
     except Exception as error:
         raise UsageError(
             f"transformers {transformers.__version__} makes no model of {path}: "
             f"{' '.join(str(error).split())}"
         ) from error
-    model = Model(module, path, config=config)
-    if kind is None:
-        model.notes.append(
-            "the configuration names no class of transformers under architectures, so "
-            f"the model is a {type(module).__name__} without a head"
-        )
-    return model
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Turn warnings of the construction off; they are about weights."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    """Return the object in ``file``.
-
-    Raises: UsageError, if there is none, or if the object is no configuration.
-    """
-    try:
-        given = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{file} holds no JSON: {error}.") from error
-    if not isinstance(given, dict) or "model_type" not in given:
-        raise UsageError(
-            f"{file} is no configuration of transformers: it has no model_type."
-        )
-    return given
+    notes = [
+        "the configuration names no class of transformers under architectures, so the "
+        f"model is a {type(module).__name__} without a head"
+    ]
+    return Model(module, path, config=config, notes=notes if kind is None else [])
 
 
 def inputs_for(model: Model, shape: Sequence[int]) -> Any:
@@ -281,17 +257,19 @@ def inputs_for(model: Model, shape: Sequence[int]) -> Any:
 
     Raises: UsageError, if the model takes something else.
     """
-    if model.config is None:
+    config = model.config
+    if config is None:
         first = next((m for m in walk.modules(model.module) if m._parameters), None)
         dtype = torch.long if isinstance(first, nn.Embedding) else torch.float32
         return [torch.zeros(*shape, dtype=dtype, device="cpu")]
     kind = type(model.module)
     main = getattr(model.module, "main_input_name", "input_ids")
     takes = inspect.signature(kind.forward).parameters
-    made = _tensors(model.config, shape)
+    made = _tensors(config, shape)
     # A model of two towers takes both inputs; one of images alone has no text config.
     towers = {"vision_config": "pixel_values", "text_config": "input_ids"}
-    needed = [main, *(name for each, name in towers.items() if each in _parts(model))]
+    parts = [each for each, own in vars(config).items() if hasattr(own, "to_dict")]
+    needed = [main, *(name for each, name in towers.items() if each in parts)]
     # Better refused by name than a forward that fails without its input.
     missing = [name for name in needed if name not in made]
     if missing:
@@ -301,25 +279,18 @@ def inputs_for(model: Model, shape: Sequence[int]) -> Any:
             "MODULE:FUNCTION."
         )
     extra = {
-        **_labels(kind.__name__, made),
+        **_labels(kind.__name__, made["input_ids"]),
         # A cache of keys and values is for generation.
         "use_cache": False,
         # Two towers are compared by a loss, if the model is asked for one.
         "return_loss": True,
     }
     # An encoder and a decoder read two texts, which are equally long here.
-    if getattr(model.config, "is_encoder_decoder", False):
+    if getattr(config, "is_encoder_decoder", False):
         extra["decoder_input_ids"] = made["input_ids"]
     return {
         **{name: made[name] for name in needed},
         **{name: value for name, value in extra.items() if name in takes},
-    }
-
-
-def _parts(model: Model) -> set[str]:
-    """Return the names of the configurations inside that of ``model``."""
-    return {
-        name for name, each in vars(model.config).items() if hasattr(each, "to_dict")
     }
 
 
@@ -329,33 +300,26 @@ def _tensors(config: Any, shape: Sequence[int]) -> dict[str, torch.Tensor]:
     size = getattr(vision, "image_size", 224)
     # Some configurations have (height, width).
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    image = (shape[0], getattr(vision, "num_channels", 3), height, width)
     found = {
         "input_ids": torch.zeros(*shape, dtype=torch.long, device="cpu"),
         "input_values": torch.zeros(*shape, device="cpu"),
-        "pixel_values": torch.zeros(
-            shape[0], getattr(vision, "num_channels", 3), height, width, device="cpu"
-        ),
+        "pixel_values": torch.zeros(*image, device="cpu"),
     }
     # The encoder of Whisper halves the length of a spectrogram.
     if hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions"):
-        length = 2 * config.max_source_positions
-        found["input_features"] = torch.zeros(
-            shape[0], config.num_mel_bins, length, device="cpu"
-        )
+        sound = (shape[0], config.num_mel_bins, 2 * config.max_source_positions)
+        found["input_features"] = torch.zeros(*sound, device="cpu")
     return found
 
 
-def _labels(kind: str, made: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _labels(kind: str, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return labels for the head of the class ``kind``, by the names of arguments."""
-    ids = made["input_ids"]
     per_example = ids.reshape(ids.shape[0], -1)[:, 0]
     # The end of the name tells the head; classes without a head have no loss.
     if kind.endswith("QuestionAnswering"):
         return {"start_positions": per_example, "end_positions": per_example}
     if kind.endswith(("SequenceClassification", "ImageClassification")):
         return {"labels": per_example}
-    if kind.endswith(
-        ("LM", "LMHeadModel", "ConditionalGeneration", "TokenClassification")
-    ):
-        return {"labels": ids}
-    return {}
+    per_token = ("LM", "LMHeadModel", "ConditionalGeneration", "TokenClassification")
+    return {"labels": ids} if kind.endswith(per_token) else {}

@@ -12,25 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composable_fsdp.inspection.progress import Advance, progress
-from composable_fsdp.inspection.sizes import bound, counted
 from composable_fsdp.naming import printable
 from composable_fsdp.storage.convert import open_whole
 from composable_fsdp.storage.source import Source, TensorInfo
-
-ABOUT = "compare two checkpoints: names, shapes, dtypes and values"
-
-EXAMPLES = """\
-examples:
-  python -m composable_fsdp diff runs/step_100 runs/step_200
-  python -m composable_fsdp diff runs/step_100 step_100.pt --weights-only
-  python -m composable_fsdp diff before after --tolerance 1e-6 --json
-
-exit status: 0 equal, 1 different, 2 wrong usage, or a checkpoint cannot be read
-"""
-
-DIFFERENT = 1
-"""Exit status if the checkpoints differ; ``--json`` has ``"equal": false``, too."""
+from composable_fsdp.tools.command import (
+    BAD,
+    USAGE,
+    Advance,
+    Command,
+    Report,
+    bound,
+    counted,
+    progress,
+)
 
 _SHOWN = 5
 """Most names in a line of the text; ``--json`` has all."""
@@ -38,15 +32,20 @@ _SHOWN = 5
 _Read = Callable[[int, int], Tensor]
 
 
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``diff`` to its parser."""
-    command.add_argument("first", metavar="A", help="a checkpoint; a path or URL")
-    command.add_argument("second", metavar="B", help="the other checkpoint")
+def add_weights_only(command: argparse.ArgumentParser) -> None:
+    """Add ``--weights-only``."""
     command.add_argument(
         "--weights-only",
         action="store_true",
         help="leave optimizer and extra state alone, unread",
     )
+
+
+def _add_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``diff``."""
+    command.add_argument("first", metavar="A", help="a checkpoint; a path or URL")
+    command.add_argument("second", metavar="B", help="the other checkpoint")
+    add_weights_only(command)
     command.add_argument(
         "--tolerance",
         type=bound,
@@ -56,15 +55,18 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
 
 
-def run(given: argparse.Namespace) -> dict[str, Any]:
-    """Compare the two checkpoints, and return the differences.
+def nbytes_of(source: Source, *, weights_only: bool) -> int:
+    """Return the bytes of all tensors; of the model only, with ``weights_only``."""
+    total = sum(info.nbytes for info in source.model.values())
+    if not weights_only:
+        total += sum(i.nbytes for s in source.optim.values() for i in s.values())
+    return total
 
-    Raises: CheckpointError, if a checkpoint cannot be read.
-    """
+
+def _run(given: argparse.Namespace) -> Report:
+    """Compare the two checkpoints, and return the differences."""
     with open_whole(given.first) as first, open_whole(given.second) as second:
-        total = sum(info.nbytes for info in first.model.values())
-        if not given.weights_only:
-            total += sum(i.nbytes for s in first.optim.values() for i in s.values())
+        total = nbytes_of(first, weights_only=given.weights_only)
         with progress("comparing", total, wanted=not given.json) as advance:
             found = compare(
                 first,
@@ -94,32 +96,23 @@ def compare(
         ``others`` names further parts that differ.
     Raises: CheckpointError, for damaged or missing data.
     """
-    found: dict[str, Any] = {"model": _none()}
-    if not weights_only:
-        found["optimizer"] = _none()
+    found = {part: _none() for part in ("model", "optimizer")[: 2 - weights_only]}
     others: list[str] = []
     # First the tensors that all ranks share, and then those of each rank.
-    ranks = range(max(first.local_ranks, second.local_ranks))
-    for rank in (None, *ranks):
+    for rank in (None, *range(max(first.local_ranks, second.local_ranks))):
         for source in (first, second):
             source.on_rank(rank)
         for part, entries in found.items():
-            more = _differences(
-                _tensors(first, optim=part == "optimizer", rank=rank),
-                _tensors(second, optim=part == "optimizer", rank=rank),
-                tolerance,
-                advance,
-            )
-            for key in ("tensors", "only_first", "only_second"):
-                entries[key] += more[key]
-            entries["different"].update(more["different"])
+            sides = [
+                _tensors(source, optim=part == "optimizer", rank=rank)
+                for source in (first, second)
+            ]
+            _compare_tensors(sides[0], sides[1], tolerance, advance, entries)
         # Not even touched with ``weights_only``: the other parts may be unreadable.
         if not weights_only:
             others += [w for w in _others(first, second, rank) if w not in others]
-    # Without an optimizer, the model stands for both.
-    parts = [found["model"], found.get("optimizer", found["model"])]
     keys = ("only_first", "only_second", "different")
-    equal = not others and not any(part[key] for part in parts for key in keys)
+    equal = not others and not any(part[key] for part in found.values() for key in keys)
     return {"equal": equal, **found, "others": others}
 
 
@@ -130,27 +123,19 @@ def _none() -> dict[str, Any]:
 
 def _others(first: Source, second: Source, rank: int | None) -> list[str]:
     """Return words for the parts beside tensors that differ, as ``rank`` has them."""
-    parts: list[tuple[str, Callable[[Source], Any]]] = [
-        ("optimizer's values that are not tensors", _optim_values),
-        ("parameter groups", lambda source: source.param_groups),
-        ("modules' own states", lambda source: dict(source.own_states)),
-    ]
+    parts: dict[str, Callable[[Source], Any]] = {
+        "optimizer's values that are not tensors": lambda source: {
+            name: dict(values) for name, values in source.optim_values.items()
+        },
+        "parameter groups": lambda source: source.param_groups,
+        "modules' own states": lambda source: dict(source.own_states),
+    }
     if rank is None:
-        parts += [
-            ("extra state", lambda source: source.extra),
-            ("values of single ranks (per_rank)", _per_rank),
+        parts["extra state"] = lambda source: source.extra
+        parts["values of single ranks (per_rank)"] = lambda source: [
+            source.rank_values(each) for each in range(source.saved_ranks)
         ]
-    return [words for words, read in parts if not _same(read(first), read(second))]
-
-
-def _per_rank(source: Source) -> list[Any]:
-    """Return the own values of each rank."""
-    return [source.rank_values(rank) for rank in range(source.saved_ranks)]
-
-
-def _optim_values(source: Source) -> dict[str, Any]:
-    """Return the optimizer's values that are not tensors, by name and state."""
-    return {name: dict(values) for name, values in source.optim_values.items()}
+    return [w for w, read in parts.items() if not _same(read(first), read(second))]
 
 
 def _tensors(
@@ -160,43 +145,36 @@ def _tensors(
 
     With a rank, only tensors of that rank alone, with the rank in their names.
     """
-    found = _all_tensors(source, optim=optim)
-    if rank is None:
-        return found
-    own = source.local_tensors
-    return {
-        f"{name} (rank {rank})": value
-        for name, value in found.items()
-        if name.partition(", ")[0] in own
-    }
-
-
-def _all_tensors(
-    source: Source, *, optim: bool
-) -> dict[str, tuple[TensorInfo, _Read, object]]:
-    """Return all tensors that ``source`` shows; see ``_tensors``."""
     if optim:
-        return {
+        found: dict[str, tuple[TensorInfo, _Read, object]] = {
             f"{name}, {key}": (info, partial(source.read_optim, name, key), (name, key))
             for name, states in source.optim.items()
             for key, info in states.items()
         }
-    # The other names of a tie lead to the tensor under the kept name.
-    kept = {**{name: name for name in source.model}, **source.aliases}
+    else:
+        # The other names of a tie lead to the tensor under the kept name.
+        kept = {**{name: name for name in source.model}, **source.aliases}
+        found = {
+            name: (source.model[own], partial(source.read_model, own), own)
+            for name, own in kept.items()
+        }
+    if rank is None:
+        return found
     return {
-        name: (source.model[own], partial(source.read_model, own), own)
-        for name, own in kept.items()
+        f"{name} (rank {rank})": value
+        for name, value in found.items()
+        if name.partition(", ")[0] in source.local_tensors
     }
 
 
-def _differences(
+def _compare_tensors(
     first: Mapping[str, tuple[TensorInfo, _Read, object]],
     second: Mapping[str, tuple[TensorInfo, _Read, object]],
     tolerance: float,
     advance: Advance,
-) -> dict[str, Any]:
-    """Return how two sets of tensors differ; see ``compare``."""
-    different: dict[str, dict[str, Any]] = {}
+    entries: dict[str, Any],
+) -> None:
+    """Add how two sets of tensors differ to ``entries``; see ``compare``."""
     # The names of a tie lead to the same pair of tensors, which is read once.
     known: dict[tuple[object, object], dict[str, Any]] = {}
     # In the order of the first checkpoint, which is usually that of the model.
@@ -208,13 +186,10 @@ def _differences(
                 info, read, other, read_other, tolerance, advance
             )
         if known[own, theirs]:
-            different[name] = known[own, theirs]
-    return {
-        "tensors": len(both),
-        "only_first": [name for name in first if name not in second],
-        "only_second": [name for name in second if name not in first],
-        "different": different,
-    }
+            entries["different"][name] = known[own, theirs]
+    entries["tensors"] += len(both)
+    entries["only_first"] += [name for name in first if name not in second]
+    entries["only_second"] += [name for name in second if name not in first]
 
 
 def _difference(
@@ -273,29 +248,34 @@ def _distance(a: Tensor, b: Tensor, tolerance: float) -> tuple[int, float]:
 
 def _same(first: Any, second: Any) -> bool:
     """Return whether two nested values are equal; NaN equals NaN."""
-    if isinstance(first, Tensor) or isinstance(second, Tensor):
-        return (
-            isinstance(first, Tensor)
-            and isinstance(second, Tensor)
-            and first.shape == second.shape
-            and first.dtype == second.dtype
-            and _distance(first.reshape(-1), second.reshape(-1), 0.0)[0] == 0
-        )
-    if isinstance(first, Mapping) and isinstance(second, Mapping):
+    # Formats keep tuples or make them lists.
+    for kind in (Tensor, Mapping, deque, (list, tuple)):
+        if isinstance(first, kind) != isinstance(second, kind):
+            return False
+    if isinstance(first, Mapping):
         return first.keys() == second.keys() and all(
             _same(value, second[key]) for key, value in first.items()
         )
-    if isinstance(first, deque) and isinstance(second, deque):
+    if isinstance(first, deque):
         return _same([first.maxlen, *first], [second.maxlen, *second])
-    # Arrays of numpy compare to arrays, which have no truth.
-    if hasattr(first, "tobytes") and hasattr(second, "tobytes"):
-        same = first.dtype == second.dtype and first.shape == second.shape
-        return bool(same and first.tobytes() == second.tobytes())
-    # Formats keep tuples or make them lists.
-    if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
+    if isinstance(first, (list, tuple)):
         return len(first) == len(second) and all(map(_same, first, second))
+    # Tensors, and arrays of numpy, compare to arrays, which have no truth.
+    if isinstance(first, Tensor) or (
+        hasattr(first, "tobytes") and hasattr(second, "tobytes")
+    ):
+        return _same_array(first, second)
     # Only NaN differs from itself.
     return bool(first == second) or (first != first and second != second)
+
+
+def _same_array(first: Any, second: Any) -> bool:
+    """Return whether two tensors, or two arrays of numpy, are equal."""
+    if first.dtype != second.dtype or first.shape != second.shape:
+        return False
+    if isinstance(first, Tensor):
+        return _distance(first.reshape(-1), second.reshape(-1), 0.0)[0] == 0
+    return bool(first.tobytes() == second.tobytes())
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -303,7 +283,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def show(found: dict[str, Any]) -> None:
+def _show(found: Report) -> None:
     """Print the differences as text."""
     first, second = map(printable, found["paths"])
     print(f"{first} and {second} {'are equal' if found['equal'] else 'differ'}")
@@ -311,17 +291,17 @@ def show(found: dict[str, Any]) -> None:
         if part not in found:
             continue
         entries = found[part]
-        count = len(entries["different"])
+        different = list(entries["different"].items())
         tensors = counted(entries["tensors"], "tensor")
-        print(f"  {part:10} {tensors} in both, {count} differ")
+        print(f"  {part:10} {tensors} in both, {len(different)} differ")
         for path, key in ((first, "only_first"), (second, "only_second")):
             if entries[key]:
                 print(f"    only in {path}: {_listed(entries[key])}")
         # After a step of training every tensor differs.
-        for name in list(entries["different"])[:_SHOWN]:
-            print(f"    {printable(name)}: {_words(entries['different'][name])}")
-        if count > _SHOWN:
-            print(f"    and {count - _SHOWN} more; --json lists all")
+        for name, each in different[:_SHOWN]:
+            print(f"    {printable(name)}: {_words(each)}")
+        if len(different) > _SHOWN:
+            print(f"    and {len(different) - _SHOWN} more; --json lists all")
     if found["others"]:
         print(f"  also differ: {', '.join(map(printable, found['others']))}")
 
@@ -348,6 +328,20 @@ def _words(difference: dict[str, Any]) -> str:
     return "; ".join(words)
 
 
-def status(found: dict[str, Any]) -> int:
-    """Return the exit status of the comparison."""
-    return 0 if found["equal"] else DIFFERENT
+COMMAND = Command(
+    "compare two checkpoints: names, shapes, dtypes and values",
+    """\
+examples:
+  python -m composable_fsdp diff runs/step_100 runs/step_200
+  python -m composable_fsdp diff runs/step_100 step_100.pt --weights-only
+  python -m composable_fsdp diff before after --tolerance 1e-6 --json
+
+exit status: 0 equal, 1 different, 2 wrong usage, or a checkpoint cannot be read
+""",
+    _add_arguments,
+    _run,
+    _show,
+    lambda found: 0 if found["equal"] else BAD,
+    # The status 1 says that two checkpoints differ.
+    bad=USAGE,
+)

@@ -4,62 +4,56 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
+import sys
 from pathlib import Path
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp.entries.plan import plan
-from composable_fsdp.inspection.job import data_ranks, job
-from composable_fsdp.inspection.model_arguments import (
+from composable_fsdp.planning.plan import ShardingPlan
+from composable_fsdp.tools.activations import Activations, measure_activations
+from composable_fsdp.tools.command import BAD, Command, Report, count, progress, words
+from composable_fsdp.tools.forecast import forecast
+from composable_fsdp.tools.model_arguments import (
+    MODEL_HELP,
     add_model_arguments,
     as_usage_errors,
     cast_model,
     chosen_of,
+    job,
     options_of,
-    words,
 )
-from composable_fsdp.inspection.plan_diff import differences, parts_of_difference
-from composable_fsdp.inspection.plan_models import (
+from composable_fsdp.tools.optimizers import OPTIMIZERS
+from composable_fsdp.tools.plan_models import (
     Model,
     UsageError,
     inputs_for,
-    is_sharded,
     load_config,
     load_model,
 )
-from composable_fsdp.inspection.plan_pictures import draw_memory
-from composable_fsdp.inspection.plan_report import KEY, Report, report_of
-from composable_fsdp.inspection.plan_text import parts_of, print_parts
-from composable_fsdp.inspection.progress import waiting
-from composable_fsdp.inspection.sizes import count
-from composable_fsdp.planning.plan import ShardingPlan
-from composable_fsdp.tools.activations import Activations, measure_activations
-from composable_fsdp.tools.forecast import forecast
-from composable_fsdp.tools.optimizers import OPTIMIZERS
+from composable_fsdp.tools.plan_pictures import draw_memory
+from composable_fsdp.tools.plan_report import (
+    KEY,
+    differences,
+    report_of,
+    text_of,
+    text_of_differences,
+)
+from composable_fsdp.tools.simulate import is_sharded
 
-DOES_NOT_FIT = 1
-"""Exit status if ``--gpu-memory`` is given and the plan needs more."""
-
-ABOUT = "tell whether a model fits on your GPUs"
-
-EXAMPLES = """\
+_EPILOG = f"""\
 examples:
   python -m composable_fsdp plan train:build_model --world-size 64 --gpu-memory 80GiB
-  python -m composable_fsdp plan --hf config.json --world-size 64 --gpu-memory 80GiB
+  python -m composable_fsdp plan --hf config.json --world-size 64 --batch 1x4096 \\
+      --param-dtype bfloat16 --checkpointing --gpu-memory 80GiB
   python -m composable_fsdp plan --hf config.json --world-sizes 8,16,64 --batch 1x4096
   python -m composable_fsdp plan train:build_model --units 'blocks.*' --plot plan.png
   python -m composable_fsdp plan train:small train:large --diff
 
-MODEL is one of:
-  train:build_model     a function without arguments (or a class, or a module) of a
-                        module; it is called with torch.device("meta"), so no weight
-                        takes memory. It may return (model, inputs of its forward),
-                        or (model, inputs, function from the output to the loss).
-                        With --tensor-parallel-size its argument is the mesh of the
-                        job, ("dp", "tp") or ("replicate", "shard", "tp"), and it
-                        calls parallelize_module(model, mesh["tp"], {...})
-  train.py:build_model  the same, in a file
-  config.json           a configuration of transformers, or its directory
+Without --batch the activations are not counted, and "fits" does not include them.
+
+{MODEL_HELP}\
   plan.json             what --json printed, for --diff
 
 exit status: 0 fits, or --gpu-memory is not given; 1 does not fit; 2 no plan could be
@@ -67,7 +61,7 @@ made, such as a wrong path or option
 """
 
 
-def add_arguments(command: argparse.ArgumentParser) -> None:
+def _add_arguments(command: argparse.ArgumentParser) -> None:
     """Add the arguments of ``plan`` to its parser."""
     command.usage = "python -m composable_fsdp plan MODEL [MODEL --diff] [options]"
     command.add_argument("models", nargs="*", metavar="MODEL", help="see below")
@@ -76,7 +70,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--world-sizes",
-        type=_counts,
+        type=lambda text: tuple(count(each) for each in words(text)),
         default=(),
         metavar="N,N",
         help="print a row for each of these world sizes, too",
@@ -105,7 +99,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
 
 
-def run(given: argparse.Namespace) -> Report:
+def _run(given: argparse.Namespace) -> Report:
     """Make the plan, and return its report.
 
     Raises: UsageError, if no plan can be made.
@@ -123,29 +117,11 @@ def run(given: argparse.Namespace) -> Report:
     # A picture is of one plan.
     if given.diff and given.plot:
         raise UsageError("--plot draws one plan; leave --diff or --plot out.")
-    with as_usage_errors(), waiting("planning", wanted=not given.json):
+    with as_usage_errors(), progress("planning", wanted=not given.json):
         if given.diff:
             a, b = (_report(target, given) for target in targets)
             return {"differences": differences(a, b), "a": a, "b": b}
         return _report(targets[0], given)
-
-
-def show(found: Report) -> None:
-    """Print a report of ``run`` on standard output."""
-    # A report of a difference holds the two reports, too.
-    if "differences" in found:
-        names = (found["a"]["model"]["source"], found["b"]["model"]["source"])
-        print_parts(parts_of_difference(found["differences"], names))
-        return
-    print_parts(parts_of(found))
-    if "plot" in found:
-        print(f"\nwrote {found['plot']}")
-
-
-def status(found: Report) -> int:
-    """Return the exit status of a report of ``run``."""
-    # Without ``--gpu-memory`` there is nothing to fit into, and a difference fits.
-    return DOES_NOT_FIT if not found.get("fit", {}).get("fits", True) else 0
 
 
 def _report(target: str, given: argparse.Namespace) -> Report:
@@ -161,46 +137,6 @@ def _report(target: str, given: argparse.Namespace) -> Report:
         return _report_of(target, given, mesh)
 
 
-def _report_of(
-    target: str, given: argparse.Namespace, mesh: DeviceMesh | None
-) -> Report:
-    """Return the report of a model that is built now."""
-    # The configuration that --hf names is refused with a mesh like any other.
-    is_config = target == given.hf and mesh is None
-    model = load_config(target) if is_config else load_model(target, mesh)
-    cast_model(model, given)
-    planned, units_from = _plan(model, given)
-    found = forecast(
-        planned,
-        optimizer=given.optimizer,
-        activations=_activations(model, planned, given),
-    )
-    report = report_of(
-        found,
-        source=model.source,
-        units_from=units_from,
-        capacity=given.gpu_memory,
-        world_sizes=given.world_sizes,
-        tensor_parallel_size=given.tensor_parallel_size,
-        notes=[*model.notes, *_notes(given)],
-    )
-    if given.plot:
-        draw_memory(given.plot, found, given.gpu_memory)
-        # The report says where the picture is, also in JSON.
-        report["plot"] = str(given.plot)
-    return report
-
-
-def _notes(given: argparse.Namespace) -> list[str]:
-    """Return a sentence on collectives that the plan does not count, if there are."""
-    # A plan has the collectives of sharding; the model's own depend on its forward.
-    cut = given.tensor_parallel_size or 1
-    return [
-        f"collectives over the {cut} tensor-parallel ranks are not counted; "
-        "`python -m composable_fsdp simulate` counts them"
-    ] * (cut > 1)
-
-
 def _saved(target: str) -> Report | None:
     """Return the report that ``--json`` printed to the file ``target``, or None."""
     path = Path(target)
@@ -214,26 +150,54 @@ def _saved(target: str) -> Report | None:
     return found if isinstance(found, dict) and KEY in found else None
 
 
-def _plan(model: Model, given: argparse.Namespace) -> tuple[ShardingPlan, str]:
-    """Return the plan, and how its units were chosen."""
+def _report_of(
+    target: str, given: argparse.Namespace, mesh: DeviceMesh | None
+) -> Report:
+    """Return the report of a model that is built now."""
+    # The configuration that --hf names is refused with a mesh like any other.
+    is_config = target == given.hf and mesh is None
+    model = load_config(target) if is_config else load_model(target, mesh)
+    cast_model(model, given)
     policy, units, units_from = chosen_of(model, given)
+    cut = given.tensor_parallel_size or 1
     planned = plan(
         model.module,
-        world_size=data_ranks(given),
+        world_size=given.world_size // cut,
         shard_world_size=given.shard_world_size,
         policy=policy,
         units=units,
         **options_of(given),
     )
-    return planned, units_from
+    activations = _activations(model, planned, given)
+    found = forecast(planned, optimizer=given.optimizer, activations=activations)
+    notes = list(model.notes)
+    # A plan has the collectives of sharding; the model's own depend on its forward.
+    if cut > 1:
+        notes.append(
+            f"collectives over the {cut} tensor-parallel ranks are not counted; "
+            "`python -m composable_fsdp simulate` counts them"
+        )
+    report = report_of(
+        found,
+        source=model.source,
+        units_from=units_from,
+        capacity=given.gpu_memory,
+        world_sizes=given.world_sizes,
+        tensor_parallel_size=given.tensor_parallel_size,
+        notes=notes,
+    )
+    if given.plot:
+        draw_memory(given.plot, found, given.gpu_memory)
+        # The report says where the picture is, also in JSON.
+        report["plot"] = str(given.plot)
+    return report
 
 
 def _activations(
     model: Model, planned: ShardingPlan, given: argparse.Namespace
 ) -> Activations | None:
     """Return the activations of the batch, if there is a batch."""
-    batch = None
-    inputs = model.inputs
+    batch, inputs = None, model.inputs
     # A batch on the command line goes before inputs that the function returned.
     if given.batch:
         inputs, batch = inputs_for(model, given.batch), "x".join(map(str, given.batch))
@@ -252,6 +216,26 @@ def _activations(
     return found.with_checkpointing() if given.checkpointing else found
 
 
-def _counts(text: str) -> tuple[int, ...]:
-    """Return positive numbers that are separated by commas."""
-    return tuple(count(each) for each in words(text))
+def _show(found: Report) -> None:
+    """Print a report on standard output."""
+    # A report of a difference holds the two reports, too.
+    if "differences" in found:
+        names = (found["a"]["model"]["source"], found["b"]["model"]["source"])
+        print(text_of_differences(found["differences"], names))
+        return
+    # A file or a pipe gets all columns.
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    print(text_of(found, width))
+    if "plot" in found:
+        print(f"\nwrote {found['plot']}")
+
+
+COMMAND = Command(
+    "tell whether a model fits on your GPUs",
+    _EPILOG,
+    _add_arguments,
+    _run,
+    _show,
+    # Without ``--gpu-memory`` there is nothing to fit into, and a difference fits.
+    lambda found: 0 if found.get("fit", {}).get("fits", True) else BAD,
+)

@@ -11,52 +11,51 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp.entries.tensor_parallel import without_arguments
-from composable_fsdp.inspection.job import job
-from composable_fsdp.inspection.model_arguments import (
+from composable_fsdp.naming import size_text
+from composable_fsdp.planning.chosen import unit_names
+from composable_fsdp.planning.options import UnitOptions
+from composable_fsdp.tools.command import BAD, Command, Report, bound, progress
+from composable_fsdp.tools.model_arguments import (
+    MODEL_HELP,
     add_model_arguments,
     as_usage_errors,
     cast_model,
     chosen_of,
+    job,
     options_of,
 )
-from composable_fsdp.inspection.plan_models import (
+from composable_fsdp.tools.plan_models import (
     Model,
     UsageError,
     inputs_for,
-    is_sharded,
     load_model,
     object_of,
 )
-from composable_fsdp.inspection.progress import waiting
-from composable_fsdp.inspection.sizes import bound
-from composable_fsdp.naming import size_text
-from composable_fsdp.planning.chosen import unit_names
-from composable_fsdp.planning.options import UnitOptions
-from composable_fsdp.tools.simulate import DEVICE_TYPES, OPTIMIZERS, simulate
+from composable_fsdp.tools.simulate import (
+    DEVICE_TYPES,
+    OPTIMIZERS,
+    is_sharded,
+    simulate,
+)
 from composable_fsdp.tools.simulation import Simulation
 
-TOO_LARGE = 1
-"""Exit status if ``--gpu-memory`` is given and the step needs more."""
-
-ABOUT = "run a training step of one rank, without memory or GPUs"
-
-EXAMPLES = """\
+_EPILOG = f"""\
 examples:
   python -m composable_fsdp simulate train:build_model --batch 4x2048 --world-size 64
   python -m composable_fsdp simulate config.json --batch 1x4096 --trace step.json
   python -m composable_fsdp simulate train:with_batch --max-norm 1 --json
 
-MODEL is train:build_model, train.py:build_model or a config.json, as for plan. The
-step runs on tensors that have shapes and no values. https://ui.perfetto.dev opens the
-file of --trace: a row of compute, a row of communication, and live bytes by kind. Times
-are those of an assumed machine; composable_fsdp.simulate takes another.
+The step runs on tensors that have shapes and no values. https://ui.perfetto.dev opens
+the file of --trace: a row of compute, a row of communication, and live bytes by kind.
+Times are those of an assumed machine; composable_fsdp.simulate takes another.
 
+{MODEL_HELP}
 exit status: 0 simulated; 1 the step needs more than --gpu-memory; 2 no step could be
 simulated, such as a wrong path or option
 """
 
 
-def add_arguments(command: argparse.ArgumentParser) -> None:
+def _add_arguments(command: argparse.ArgumentParser) -> None:
     """Add the arguments of ``simulate`` to its parser."""
     # The usage line of argparse would list all options.
     command.usage = "python -m composable_fsdp simulate MODEL --batch BxT [options]"
@@ -71,7 +70,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         help="order in which memory is allocated and freed (default: cuda)",
     )
     add_model_arguments(
-        command, fits="step", no_batch="as the function of MODEL returns"
+        command, fits="step", no_batch="the inputs that the function of MODEL returns"
     )
     training = command.add_argument_group("training")
     training.add_argument(
@@ -85,18 +84,17 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
 
 
-def run(given: argparse.Namespace) -> dict[str, Any]:
+def _run(given: argparse.Namespace) -> Report:
     """Simulate the step, write the trace, and return the report.
 
     Raises: UsageError, if no step can be simulated.
     """
-    with as_usage_errors(), waiting("simulating a step", wanted=not given.json):
+    with as_usage_errors(), progress("simulating a step", wanted=not given.json):
         found = _simulate(given)
         # The trace is written before the report is printed, which names the file.
         if given.trace:
             found.save_trace(given.trace)
-    # A report holds numbers only, so that it can be JSON.
-    report = {"model": given.model, **_report(found)}
+    report = {"model": given.model, **found.as_dict()}
     # The text is made only if it is printed.
     if not given.json:
         report["text"] = str(found)
@@ -123,9 +121,19 @@ def _simulate(given: argparse.Namespace) -> Simulation:
         policy, units, _ = chosen_of(model, given)
         # Names hold in the model of the step, too.
         names = None if units is None else unit_names(model.module, units)
+        options = options_of(given)
+        # ``simulate`` refuses options beside those of a function that shards; "error"
+        # is the default of ``tied_params``, which is no option of a unit.
+        if is_sharded(model.module):
+            default = UnitOptions()
+            options = {
+                name: each
+                for name, each in options.items()
+                if each != getattr(default, name, "error")
+            }
         # ``fully_shard`` selects modules itself if there is a policy.
-        options = _options(model, given)
-        options |= {} if policy is None else {"policy": policy}
+        if policy is not None:
+            options["policy"] = policy
     return simulate(
         model.module if mesh is None else _maker(given),
         world_size=given.world_size,
@@ -141,27 +149,12 @@ def _simulate(given: argparse.Namespace) -> Simulation:
     )
 
 
-def _options(model: Model, given: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of ``fully_shard``; those that differ, if MODEL shards."""
-    options = options_of(given)
-    if not is_sharded(model.module):
-        return options
-    # ``simulate`` refuses options beside those of the function; "error" is the default
-    # of ``tied_params``, which is no option of a unit.
-    default = UnitOptions()
-    return {
-        name: each
-        for name, each in options.items()
-        if each != getattr(default, name, "error")
-    }
-
-
 def _maker(given: argparse.Namespace) -> Callable[[DeviceMesh], nn.Module]:
     """Return the function of MODEL, from the mesh to the model alone."""
     function = object_of(given.model)
 
     def make(mesh: DeviceMesh) -> nn.Module:
-        found = without_arguments(function, mesh, given.model)()
+        found: Any = without_arguments(function, mesh, given.model)()
         # The batch and the loss are known from the model on meta.
         module: nn.Module = found[0] if isinstance(found, tuple) else found
         cast_model(Model(module, given.model), given)
@@ -172,44 +165,8 @@ def _maker(given: argparse.Namespace) -> Callable[[DeviceMesh], nn.Module]:
     return make
 
 
-def _report(found: Simulation) -> dict[str, Any]:
-    """Return the simulation as numbers, for ``--json``."""
-    # Names of fields are those of ``Simulation``.
-    return {
-        "world_size": found.world_size,
-        "data_ranks": found.plan.world_size,
-        "device_type": found.device_type,
-        "optimizer": found.optimizer,
-        "peak": {
-            "when": found.peak.when,
-            "bytes": found.peak.memory.total,
-            "by_kind": found.peak.memory.by_kind(),
-        },
-        "seconds": found.seconds,
-        "exposed_seconds": found.exposed,
-        "collectives": [
-            {
-                "op": each.name,
-                "unit": each.unit,
-                "phase": each.phase,
-                "bytes": each.nbytes,
-                "group": each.group,
-                "ranks": each.ranks,
-                "by_model": each.by_model,
-                "begin": each.begin,
-                "end": each.end,
-            }
-            for each in found.collectives
-        ],
-        "timeline": [
-            {"seconds": each.seconds, "when": each.when, **each.memory.by_kind()}
-            for each in found.timeline
-        ],
-    }
-
-
-def show(found: dict[str, Any]) -> None:
-    """Print a report of ``run`` on standard output."""
+def _show(found: Report) -> None:
+    """Print a report on standard output."""
     print(f"{found['model']}: {found['text']}")
     # Without ``--gpu-memory`` there is nothing to fit into.
     if "fits" in found:
@@ -220,6 +177,11 @@ def show(found: dict[str, Any]) -> None:
         print(f"trace, for https://ui.perfetto.dev: {found['trace']}")
 
 
-def status(found: dict[str, Any]) -> int:
-    """Return the exit status of a report of ``run``."""
-    return 0 if found.get("fits", True) else TOO_LARGE
+COMMAND = Command(
+    "show memory, collectives and times of a training step, without GPUs",
+    _EPILOG,
+    _add_arguments,
+    _run,
+    _show,
+    lambda found: 0 if found.get("fits", True) else BAD,
+)

@@ -1,0 +1,437 @@
+"""``describe``: who holds what of a sharded model, or of a checkpoint.
+
+::
+
+    model       units and their states --.
+                                          >-- Description --> str(), as_dict()
+    checkpoint  tensors of the manifest --'
+
+A description is made of plans, so it needs no collective and reads no values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from composable_fsdp.errors import CompositionError
+from composable_fsdp.naming import join_name, printable, size_text
+from composable_fsdp.planning import walk
+from composable_fsdp.planning.fold import fold_units
+from composable_fsdp.planning.layout import ParameterSlot, RegionLayout
+from composable_fsdp.planning.unit_plan import UnitPlan
+from composable_fsdp.storage.manifest import SavedTensor
+from composable_fsdp.storage.native import NativeSource
+from composable_fsdp.storage.opening import NATIVE, find_checkpoint, open_source
+from composable_fsdp.storage.source import Source
+from composable_fsdp.tools.command import counted
+from composable_fsdp.tree.plan_in_force import unit_plan
+from composable_fsdp.tree.state import _FSDPState
+from composable_fsdp.tree.traversal import walk_states
+
+_RANKS = 4
+"""Most ranks in a line of the text; ``as_dict`` has all."""
+
+
+class HeldPart(NamedTuple):
+    """The elements ``[start, stop)`` of a parameter, and the rank that holds them."""
+
+    rank: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class DescribedUnit:
+    """A unit of a model.
+
+    Args:
+        plan: the unit as integers and names; the names are from the unit's module.
+        names: by index of the slot, the names of a parameter from the model; a tied
+            parameter has several.
+        ranks: the ranks that hold the shards, in the order of the shards.
+        state: "sharded" or "full".
+        device: the device of the full parameters.
+        experts: the ranks with other experts, of a unit with an ``expert_mesh``.
+    """
+
+    plan: UnitPlan
+    names: Mapping[int, tuple[str, ...]]
+    ranks: tuple[int, ...]
+    state: str
+    device: str
+    experts: tuple[int, ...] = ()
+
+    def parts(self, region: RegionLayout, slot: ParameterSlot) -> list[HeldPart]:
+        """Return the parts of a parameter, one per rank that holds elements."""
+        # The ranks without elements are left out: of 1,024 ranks a bias is on one.
+        if not slot.numel:
+            return []
+        return [
+            HeldPart(self.ranks[shard], *region.interval(slot, shard))
+            for shard in region.holders(slot)
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the unit for JSON."""
+        plan = self.plan
+        # Whole numbers and names alone, so that the JSON can be compared as text.
+        found: dict[str, Any] = {
+            "name": plan.fqn,
+            "class": plan.class_name,
+            "state": self.state,
+            "ranks": list(self.ranks),
+            "replicas": plan.replicas,
+            "bytes_per_rank": plan.parameter_bytes,
+            "regions": [
+                {
+                    "dtype": _name(region.dtype),
+                    "numel": region.numel,
+                    "padded_numel": region.padded_numel,
+                    "shard_numel": region.shard_numel,
+                    "parameters": [
+                        {
+                            "names": list(self.names[slot.index]),
+                            "shape": list(slot.shape),
+                            "offset": slot.offset,
+                            "shards": [p._asdict() for p in self.parts(region, slot)],
+                        }
+                        for slot in region.parameters
+                    ],
+                    "trainable": region.trainable,
+                }
+                for region in plan.regions
+            ],
+            "strategy": plan.options.strategy.name,
+            "device": self.device,
+            "offloaded": plan.is_offloaded,
+        }
+        # Most units have the same parameters on all ranks.
+        return {**found, "experts": list(self.experts)} if self.experts else found
+
+
+class DescribedTensor(NamedTuple):
+    """A tensor in no unit, which every rank holds whole; or one of a checkpoint."""
+
+    name: str
+    kind: str
+    """ "parameter" or "buffer" of a model; "tensor" of a checkpoint."""
+    dtype: str
+    shape: tuple[int, ...]
+    also: tuple[str, ...] = ()
+    """Further names, if the tensor is tied."""
+    parts: tuple[HeldPart, ...] = ()
+    """In a checkpoint of ``save``, the elements that each rank has written."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the tensor for JSON."""
+        found = {**self._asdict(), "shape": list(self.shape), "also": list(self.also)}
+        return {**found, "parts": [part._asdict() for part in self.parts]}
+
+
+@dataclass(frozen=True)
+class Description:
+    """The units of a model, and the tensors in no unit; or those of a checkpoint.
+
+    ``str()`` is the text, ``as_dict`` the content for JSON.
+    """
+
+    title: str
+    """The class of the model, or the path and the format of the checkpoint."""
+    units: tuple[DescribedUnit, ...]
+    tensors: tuple[DescribedTensor, ...]
+    optimizer: dict[str, Any] | None = None
+    """Of a checkpoint with optimizer state: number and bytes of the tensors, and the
+    names of the states. Default None."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the description for JSON."""
+        found: dict[str, Any] = {
+            "title": self.title,
+            "units": [unit.as_dict() for unit in self.units],
+            "tensors": [each.as_dict() for each in self.tensors],
+        }
+        # A model has no optimizer, and safetensors files have none.
+        return {**found, "optimizer": self.optimizer} if self.optimizer else found
+
+    def __str__(self) -> str:
+        lines = [f"{self.title}: {_headline(self)}"]
+        for fold in fold_units([unit.plan for unit in self.units]):
+            lines += _unit_lines(fold.name, fold.times, self.units[fold.indices[0]])
+        if self.tensors:
+            lines.append("in no unit, whole on every rank" if self.units else "tensors")
+            # Names are left-aligned, and the columns behind them begin alike.
+            names = [" = ".join((each.name, *each.also)) for each in self.tensors]
+            width = max(map(len, names))
+            lines += [
+                f"  {name:{width}}  {each.kind} {each.dtype} {each.shape}"
+                f"{_written(each.parts)}"
+                for name, each in zip(names, self.tensors, strict=True)
+            ]
+        # Names from a file may hold escape sequences.
+        return "\n".join(map(printable, lines))
+
+
+def describe(what: nn.Module | str | PathLike[str]) -> Description:
+    """Return who holds what of a sharded model, or of a checkpoint of any format.
+
+    ``print`` shows units, dtypes, shapes, and the rows or elements of each rank, with
+    padding, ties and frozen parameters; ``as_dict()`` is the same for JSON. A
+    checkpoint shows tensors, and one of ``save`` which rank has written which elements.
+
+    Raises: CompositionError, if the model has no unit; CheckpointError, if the
+        checkpoint cannot be read; TypeError, for anything else.
+    No values are read, and the model may be in any phase of a step.
+
+    >>> described = describe(model)
+    >>> described.units[1].plan.fqn
+    'blocks.0'
+    >>> describe("runs/step-100").tensors[0].parts
+    (HeldPart(rank=0, start=0, stop=16),)
+    """
+    # A module is no path, and a path is no module, so one function takes both.
+    if isinstance(what, nn.Module):
+        return _of_model(what)
+    if not isinstance(what, (str, PathLike)):
+        raise TypeError(
+            f"describe expects a module or the path of a checkpoint, got a "
+            f"{type(what).__name__}."
+        )
+    return _of_checkpoint(what)
+
+
+def _of_model(model: nn.Module) -> Description:
+    """Return the description of a sharded model."""
+    # The walk leaves units of other models inside alone, as a step does.
+    states = [(fqn, state) for fqn, _, state in walk_states(model)]
+    if not states:
+        raise CompositionError(
+            f"describe was called on a {type(model).__name__} that holds no fully "
+            "sharded module. Apply fully_shard first, or call plan for a model that is "
+            "not sharded yet."
+        )
+    # Wrappers add no component to the names.
+    names = {id(module): fqn for fqn, module in walk.named(model)}
+    return Description(
+        type(model).__name__,
+        tuple(_unit_of(fqn, state, names) for fqn, state in states),
+        tuple(_tensors_of(model, [state for _, state in states])),
+    )
+
+
+def _unit_of(fqn: str, state: _FSDPState, names: Mapping[int, str]) -> DescribedUnit:
+    """Return a unit of a model; ``names`` has the name of each module by identity."""
+    layout, groups = state.handle.layout, state.handle.groups
+    # From the places and not from the plan: modules of a list have names of their own.
+    held: dict[int, tuple[str, ...]] = {}
+    # A tied parameter has several places.
+    for place, owner, key in zip(
+        layout.places, layout.owners, layout.keys, strict=True
+    ):
+        name = join_name(names.get(id(owner), ""), key)
+        held[place.slot_index] = (*held.get(place.slot_index, ()), name)
+    here = dist.get_rank() if dist.is_initialized() else 0
+    # A group of one rank is no group.
+    ranks = (
+        [here] if groups.shard is None else dist.get_process_group_ranks(groups.shard)
+    )
+    experts = groups.experts
+    everyone = [] if experts is None else dist.get_process_group_ranks(experts)
+    return DescribedUnit(
+        unit_plan(fqn, state),
+        held,
+        tuple(ranks),
+        "full" if state.handle.is_full else "sharded",
+        str(layout.device),
+        # Of this rank's experts the line itself tells.
+        tuple(rank for rank in everyone if rank != here),
+    )
+
+
+def _tensors_of(
+    model: nn.Module, states: list[_FSDPState]
+) -> Iterator[DescribedTensor]:
+    """Yield the buffers of a model, and the parameters that no unit holds."""
+    # While a unit is full, its modules show the full leaves.
+    held = {
+        id(leaf)
+        for state in states
+        for leaf in (*state.handle.leaves, *state.handle.form.placed)
+    }
+    for fqn, module in walk.named(model):
+        tables: list[Mapping[str, Tensor | None]] = [
+            module._parameters,
+            module._buffers,
+        ]
+        for kind, table in zip(("parameter", "buffer"), tables, strict=True):
+            for key, tensor in table.items():
+                # A module may register None in the place of a bias.
+                if tensor is not None and id(tensor) not in held:
+                    name, shape = join_name(fqn, key), tuple(tensor.shape)
+                    yield DescribedTensor(name, kind, _name(tensor.dtype), shape)
+
+
+def _of_checkpoint(path: str | PathLike[str]) -> Description:
+    """Return the description of a checkpoint."""
+    found, kind = find_checkpoint(path)
+    # Without the loose tensors, so that no byte of the payload is read.
+    source: Source = (
+        NativeSource(found, values=False) if kind == NATIVE else open_source(found)
+    )
+    with source:
+        parts: dict[str, tuple[HeldPart, ...]] = {}
+        # Formats other than native may keep ties, too.
+        also: dict[str, tuple[str, ...]] = {}
+        for name, kept in source.aliases.items():
+            also[kept] = (*also.get(kept, ()), name)
+        own: list[DescribedTensor] = []
+        if isinstance(source, NativeSource):
+            parts = {each.fqns[0]: _parts(each) for each in source.manifest.tensors}
+            # Tensors that ranks have saved for themselves.
+            own = [
+                DescribedTensor(
+                    each.fqns[0],
+                    f"tensor of rank {rank}",
+                    _name(each.dtype),
+                    each.shape,
+                    tuple(each.fqns[1:]),
+                )
+                for rank, local in enumerate(source.manifest.local)
+                for each in local.tensors
+            ]
+        tensors = [
+            DescribedTensor(
+                name,
+                "tensor",
+                _name(info.dtype),
+                info.shape,
+                also.get(name, ()),
+                parts.get(name, ()),
+            )
+            for name, info in source.model.items()
+        ]
+        infos = [each for states in source.optim.values() for each in states.items()]
+    optimizer = {
+        "tensors": len(infos),
+        "bytes": sum(info.nbytes for _, info in infos),
+        # A dict and not a set, to keep the order of the optimizer.
+        "states": list(dict.fromkeys(state for state, _ in infos)),
+    }
+    title = f"{found}, {kind} checkpoint"
+    return Description(title, (), (*tensors, *own), optimizer if infos else None)
+
+
+def _parts(saved: SavedTensor) -> tuple[HeldPart, ...]:
+    """Return which rank has written which elements of a tensor."""
+    # Parts of columns are no intervals of the tensor.
+    if len(saved.begins) > 1:
+        return ()
+    return tuple(
+        HeldPart(at.file, start, stop)
+        for at, (_, start, stop) in zip(saved.parts, saved.intervals(), strict=True)
+    )
+
+
+def _headline(described: Description) -> str:
+    """Return the number of units and of parameters."""
+    # A tied parameter counts once, as in the plan.
+    plans = [unit.plan for unit in described.units]
+    numel = sum(region.numel for plan in plans for region in plan.regions)
+    words = f"{counted(len(plans), 'unit')}, {numel:,} parameters"
+    # Checkpoints of other formats, and buffers.
+    if described.tensors:
+        words += f", {counted(len(described.tensors), 'other tensor')}"
+    optimizer = described.optimizer
+    # The names of the states tell which optimizer was saved.
+    if optimizer:
+        words += (
+            f", {optimizer['tensors']:,} tensors of optimizer state "
+            f"({', '.join(optimizer['states'])}; {size_text(optimizer['bytes'])})"
+        )
+    return words
+
+
+def _unit_lines(name: str, times: int, unit: DescribedUnit) -> list[str]:
+    """Return the lines of equal units, of their regions and parameters."""
+    # Replicas hold the same shards, so only their number is told.
+    plan = unit.plan
+    replicas = f" x {plan.replicas} replicas" if plan.replicas > 1 else ""
+    words = [
+        f"{name} {plan.class_name}".rstrip() + (f" ({times} x)" if times > 1 else ""),
+        f"{unit.state} over {counted(len(unit.ranks), 'rank')}{replicas}",
+        f"other experts on ranks {list(unit.experts)}" if unit.experts else "",
+        f"{size_text(plan.parameter_bytes)} per rank",
+        plan.options.strategy.name,
+        unit.device,
+        "shards on the host" if plan.is_offloaded else "",
+    ]
+    lines = [", ".join(filter(None, words))]
+    # The names of equal units differ, so those from the unit stand for all.
+    names = {
+        slot.index: " = ".join(slot.fqns if times > 1 else unit.names[slot.index])
+        for region in plan.regions
+        for slot in region.parameters
+    }
+    # A row per parameter, with columns as wide as the widest entry of the unit.
+    slots = [slot for region in plan.regions for slot in region.parameters]
+    width = max(map(len, names.values()), default=0)
+    shapes = max((len(str(slot.shape)) for slot in slots), default=0)
+    for region in plan.regions:
+        frozen = "" if region.trainable else " frozen"
+        padding = region.padded_numel - region.numel
+        lines.append(
+            f"  {_name(region.dtype)}{frozen}, {region.numel:,} elements, "
+            f"{region.shard_numel:,} per rank, {padding:,} of padding"
+        )
+        for slot in region.parameters:
+            told = f"    {names[slot.index]:{width}}  {slot.shape!s:{shapes}}  "
+            # The shape is that of this rank's part of the plain model's parameter.
+            whole = "" if slot.whole is None else f", {slot.whole}"
+            lines.append(told + _held(unit, region, slot) + whole)
+    return lines
+
+
+def _held(unit: DescribedUnit, region: RegionLayout, slot: ParameterSlot) -> str:
+    """Return which rank holds what of a parameter, at most four ranks."""
+    # Shards of ``Block.ELEMENT`` may begin inside a row.
+    by_rows = unit.plan.options.keeps_rows and len(slot.shape) > 1 and slot.numel
+    what, width = ("row", slot.numel // slot.shape[0]) if by_rows else ("element", 1)
+    words = []
+    for rank, start, stop in unit.parts(region, slot):
+        part = _range(what, start // width, (stop - 1) // width)
+        words.append(
+            f"rank {rank}: {'whole' if (start, stop) == (0, slot.numel) else part}"
+        )
+    return _few(words) or "no elements"
+
+
+def _few(words: list[str]) -> str:
+    """Return the words of each rank in a line, at most four ranks."""
+    # Of many ranks the first two and the last tell the sizes.
+    if len(words) > _RANKS:
+        words = [*words[:2], f"... ({len(words) - 3} more)", words[-1]]
+    return " | ".join(words)
+
+
+def _written(parts: Sequence[HeldPart]) -> str:
+    """Return which rank has written what of a tensor, if several have."""
+    if len(parts) < 2:
+        return ""
+    told = [f"rank {r}: {_range('element', a, b - 1)}" for r, a, b in parts]
+    return f"  {_few(told)}"
+
+
+def _range(what: str, first: int, last: int) -> str:
+    """Return a range of rows or elements in words."""
+    return f"{what}s {first:,}-{last:,}" if last > first else f"{what} {first:,}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without "torch."."""
+    return str(dtype).removeprefix("torch.")
