@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.access import manual, schedule, settings
-from composable_fsdp.access.init_weights import apply_whole
 from composable_fsdp.access.manual import UnshardHandle
 from composable_fsdp.comm.custom import CustomAllGather, CustomReduceScatter
 from composable_fsdp.errors import CompositionError
+from composable_fsdp.features.init_weights import apply_whole
 
 
 class FSDPModule(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from itertools import chain, islice
 from operator import attrgetter
 from typing import Any, TypeVar, overload
@@ -33,7 +32,6 @@ from composable_fsdp.optim.broadcast_state import (
 from composable_fsdp.optim.experts import refuse_experts, without_other_experts
 from composable_fsdp.optim.flat_state import flatten_state, originals
 from composable_fsdp.optim.keys import aligned_groups, state_by_name
-from composable_fsdp.optim.local_state import local_part, require_plans
 from composable_fsdp.optim.names import (
     Group,
     Named,
@@ -214,18 +212,14 @@ def state_to_load(
         groups = name_parameters(model, own, given)
         sizes = [len(mine) for mine in groups_of]
         saved = state_by_name(saved, model, groups, own, "optim_state_dict_to_load")
-        if local:
-            require_plans(model, saved)
-        else:
-            for mine, each in zip(_split(groups, sizes), elementwise, strict=True):
-                _require_shapes(chain(*mine), saved, elementwise=each)
-            # Refuse here, before the loop below gathers or broadcasts the first tensor.
-            require_own_parts(list(chain(*groups)), saved, from_first=bool(senders))
+        for mine, each in zip(_split(groups, sizes), elementwise, strict=True):
+            _require_shapes(chain(*mine), saved, elementwise=each)
+        # Refuse here, before the loop below gathers or broadcasts the first tensor.
+        require_own_parts(list(chain(*groups)), saved, from_first=bool(senders))
     if not local and not from_first:
         # No rank sends, so only this meeting tells that a rank loads alone.
         meet_for_state(units, what, replicas=True)
-    part = local_part if local else partial(_part, senders=senders)
-    state_of = _own_state(chain(*groups), saved["state"], part)
+    state_of = _own_state(chain(*groups), saved["state"], senders)
     # ``groups`` are the groups of all optimizers; return them to their optimizers.
     options = _split(aligned_groups(groups, saved, own), sizes)
     chosen = [_chosen(state_of, each, named=named) for each in options]
@@ -236,11 +230,11 @@ def state_to_load(
 def _own_state(
     members: Iterable[Named],
     saved: Mapping[str, Mapping[str, Any]],
-    part: Callable[[Named, str, Any], Any],
+    senders: tuple[dist.ProcessGroup, ...],
 ) -> dict[str, dict[str, Any]]:
     """Return the state of this rank by the name of the parameter.
 
-    Collective: those of ``part``, in the same order on all ranks.
+    Collective: those of ``_part``, in the same order on all ranks.
     """
     found = {}
     # Sort by name: each tensor of the first rank is one broadcast, and the order of the
@@ -249,7 +243,9 @@ def _own_state(
         values = saved.get(member.fqn)
         if values is None:
             continue
-        parts = {name: part(member, name, values[name]) for name in sorted(values)}
+        parts = {
+            name: _part(member, name, values[name], senders) for name in sorted(values)
+        }
         # Keep the saved order of the state names, as a plain optimizer does. Skip
         # parameters without elements on this rank: no step would update their state
         # here, so the state would become stale.

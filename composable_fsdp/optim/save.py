@@ -27,7 +27,6 @@ from composable_fsdp.optim.experts import (
     with_expert_names,
 )
 from composable_fsdp.optim.keys import aligned_groups
-from composable_fsdp.optim.local_state import local_state
 from composable_fsdp.optim.names import Group, Named, Optimizers, require_pairs
 from composable_fsdp.optim.own_state_dict import joined_state, local_state_dict
 from composable_fsdp.optim.sharded import as_sharded
@@ -36,6 +35,7 @@ from composable_fsdp.optim.step_checks import require_elementwise
 from composable_fsdp.optim.units import meet_for_state, shard_groups, units_known
 from composable_fsdp.runtime.recover import require_between_steps
 from composable_fsdp.state_dict.settings import get_state_dict_type
+from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.tree.root import outermost
 from composable_fsdp.tree.traversal import _get_fsdp_states
 
@@ -54,7 +54,7 @@ def optim_state_dict(
     * full (default): tensors of the plain model's shapes, on the CPU of every rank;
       with ``rank0_only`` every rank except the first returns ``{}``;
     * sharded: a ``ShardedValue`` in the place of every tensor of a sharded parameter;
-    * local: this rank's shards, and the plans of the units.
+    * local: as sharded, without any exchange, so that a rank may ask alone.
 
     Args:
         model: the sharded model, or a module that contains the sharded model.
@@ -107,13 +107,10 @@ def optim_state_dict(
                 top = outermost(unit).handle
                 require_all_data(unit.handle, top, "optim_state_dict")
         given = _given(optims, optim_state_dict)
-    if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
-        return sharded_state(model, optims, given, to_cpu=config.offload_to_cpu)
-    if is_local:
-        return local_state(model, optims, given, to_cpu=config.offload_to_cpu)
-    return full_state(
-        model, optims, given, first_only=first_only, to_cpu=config.offload_to_cpu
-    )
+    to_cpu = config.offload_to_cpu
+    if settings.state_dict_type is StateDictType.FULL_STATE_DICT:
+        return full_state(model, optims, given, first_only=first_only, to_cpu=to_cpu)
+    return sharded_state(model, optims, given, to_cpu=to_cpu, alone=is_local)
 
 
 def _given(optims: list[torch.optim.Optimizer], given: Any) -> list[dict[str, Any]]:
@@ -173,15 +170,14 @@ def sharded_state(
     given: Sequence[dict[str, Any]],
     *,
     to_cpu: bool,
+    alone: bool = False,
 ) -> dict[str, Any]:
-    """Return the state as sharded values, whatever state dict type is set.
+    """Return the state as copies in sharded values, whatever state dict type is set.
 
-    Returns: ``{"state": ..., "param_groups": ...}``; all tensors are copies.
-
-    Collective: one exchange of state names per shard group; no tensor is sent.
+    Collective: one exchange of state names per shard group; none if ``alone``.
     Raises: as ``optim_state_dict``.
     """
-    members, options, states, _ = _agreed(model, optims, given)
+    members, options, states, _ = _agreed(model, optims, given, alone=alone)
     result = {
         named.fqn: {
             # Copy the value, so that the next step does not change the returned state.
@@ -191,8 +187,15 @@ def sharded_state(
         for named, values in zip(members, states, strict=True)
         if values
     }
-    handles = [unit.handle for unit in _get_fsdp_states(model)]
     saved = {"state": result, "param_groups": options}
+    if alone:
+        for value in (v for values in result.values() for v in values.values()):
+            if isinstance(value, ShardedValue):
+                # Ranks without elements of a parameter lack its entry: ``full_tensor``
+                # raises instead of waiting for those ranks.
+                value.home = None
+        return saved
+    handles = [unit.handle for unit in _get_fsdp_states(model)]
     return with_expert_names(saved, members, handles)
 
 
@@ -200,6 +203,8 @@ def _agreed(
     model: nn.Module,
     optims: Sequence[torch.optim.Optimizer],
     given: Sequence[dict[str, Any]],
+    *,
+    alone: bool = False,
 ) -> tuple[list[Named], list[Group], list[dict[str, Any]], dict[int, list[int]]]:
     """Return named parameters, their groups, their states, and the indices per unit.
 
@@ -207,10 +212,10 @@ def _agreed(
     indices of those parameters, sorted by name. An error on any rank is raised on all
     ranks.
 
-    Collective: one exchange of state names per shard group (``require_same_state``).
+    Collective: one exchange of state names per shard group; none if ``alone``.
     """
     units = _get_fsdp_states(model)
-    with raise_on_all_ranks(shard_groups(units)):
+    with raise_on_all_ranks([] if alone else shard_groups(units)):
         for state in units:
             require_between_steps(state, "optim_state_dict")
         groups, joined, own = joined_state(model, optims, given, "optim_state_dict")
@@ -228,7 +233,8 @@ def _agreed(
             by_handle.setdefault(id(members[i].handle), []).append(i)
     # This call also fills in the state of parameters without elements on this rank, so
     # that every rank gathers the same state names.
-    require_same_state(members, states, units)
+    if not alone:
+        require_same_state(members, states, units)
     options = aligned_groups(groups, joined, own)
     return members, options, states, by_handle
 

@@ -27,13 +27,16 @@ from composable_fsdp.naming import quoted
 from composable_fsdp.optim.experts import refuse_torchs_full
 from composable_fsdp.optim.flat_state import flat_part, has_flats
 from composable_fsdp.optim.flat_state_dict import give_flat, take_flat, take_marks
-from composable_fsdp.optim.full_param_checks import handles_of, steps_on_full_params
 from composable_fsdp.optim.names import Named, refuse_flats_with_forms
 from composable_fsdp.optim.own_state_dict import is_empty, unwrapped, wants_parts
 from composable_fsdp.optim.save import full_state
 from composable_fsdp.optim.sharded import as_sharded, mark_partial, part_for
 from composable_fsdp.optim.state_exchange import require_same_state
-from composable_fsdp.optim.step_checks import cut_leaf
+from composable_fsdp.optim.step_checks import (
+    cut_leaf,
+    handles_of,
+    steps_on_full_params,
+)
 from composable_fsdp.optim.units import shard_groups
 from composable_fsdp.state_dict.dcp_caller import (
     DcpRequest,

@@ -299,19 +299,6 @@ def saving_ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def is_checkpointing() -> bool:
-    """Return whether a save, a load or a stager of DCP is calling."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        # The module ``state_dict`` only collects values; every other module of the
-        # package treats a plain tensor as equal on all ranks.
-        if name.startswith(_PACKAGE) and name != _MODULE:
-            return True
-        frame = frame.f_back
-    return False
-
-
 def _callers(module: str) -> Iterator[FrameType]:
     """Yield the running functions of torch's ``module``, innermost first."""
     frame: FrameType | None = sys._getframe(1)

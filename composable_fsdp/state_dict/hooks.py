@@ -34,7 +34,6 @@ from composable_fsdp.state_dict.barrier import barrier_before_gather
 from composable_fsdp.state_dict.effective_settings import effective_settings
 from composable_fsdp.state_dict.full import full_values
 from composable_fsdp.state_dict.loading import load_from_state_dict
-from composable_fsdp.state_dict.local import PLAN, local_values, plan_of, plans_of
 from composable_fsdp.state_dict.parts import sharded_values
 from composable_fsdp.state_dict.shown import Shown, owns_below
 from composable_fsdp.tree.root import outermost
@@ -126,7 +125,7 @@ def _begin(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     # A part without parameters of the unit does not gather.
     if owns_below(state, module):
         lost_writes.tell(state)
-        # Local shards are a rank's own.
+        # Any rank may ask for local values alone.
         if settings.state_dict_type is not StateDictType.LOCAL_STATE_DICT:
             require_all_data(state.handle, outermost(state).handle, "state_dict")
         barrier_before_gather(state, module, settings)
@@ -147,11 +146,8 @@ def _values(
     to_cpu = settings.state_dict_config.offload_to_cpu
     if settings.state_dict_type is StateDictType.FULL_STATE_DICT:
         return full_values(state, first_only=first_only, to_cpu=to_cpu)
-    of = sharded_values
-    if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
-        of = local_values
     require_between_steps(state, "state_dict")
-    return of(state.handle, to_cpu=to_cpu)
+    return sharded_values(state.handle, to_cpu=to_cpu)
 
 
 def _end(
@@ -173,9 +169,6 @@ def _end(
     _running.pop(state).hide()
     kind = saving.settings.state_dict_type
     keys = dict(_keys(state, module, prefix, state_dict))
-    if kind is StateDictType.LOCAL_STATE_DICT:
-        # torch.save stores the metadata with the state dict.
-        local_metadata[PLAN] = {"": plan_of(state.handle), **plans_of(module)}
     if kind is StateDictType.SHARDED_STATE_DICT:
         _tell_of_plain_tensors(state, module, prefix, state_dict, keys)
     if state.handle.groups.experts is not None:
@@ -191,8 +184,7 @@ def _end(
         for key in below:
             if isinstance(state_dict[key], Tensor):
                 state_dict[key] = state_dict[key].cpu()
-    if kind is not StateDictType.LOCAL_STATE_DICT:
-        lost_writes.watch(state, {key: state_dict.get(key) for key in keys})
+    lost_writes.watch(state, {key: state_dict.get(key) for key in keys})
 
 
 def _keys(

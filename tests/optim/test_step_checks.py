@@ -54,16 +54,6 @@ WHOLE: dict[str, Make] = {
 }
 
 
-class Lamb(optim.SGD):
-    """Somebody else's optimizer, of a name that is known."""
-
-
-class ForShards(Lamb):
-    """One that its author made for shards."""
-
-    works_on_shards = True
-
-
 def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
@@ -132,20 +122,6 @@ def test_whole_parameters_are_trained_by_any_optimizer(
 
     assert _same(state["state"], by_name(plain, reference)["state"])
     assert _same(part["state"], reference.state_dict()["state"])
-
-
-@on_ranks(2)
-def test_known_optimizers_of_others_are_refused_unless_made_for_shards(
-    world: World,
-) -> None:
-    """By the name of the class; ``works_on_shards`` says otherwise."""
-    model = fully_shard(tiny_mlp())
-    model(torch.ones(1, 8)).sum().backward()
-
-    text = message_of(Lamb(model.parameters(), lr=0.1).step)
-    ForShards(model.parameters(), lr=0.1).step()
-
-    assert "Lamb scales by norms of whole parameters" in text
 
 
 class RowMeans(optim.Optimizer):
