@@ -15,12 +15,10 @@ if TYPE_CHECKING:
         UnshardHandle,
         full_shape,
         is_sharded,
-        reshard,
-        unshard,
-    )
-    from composable_fsdp.access.methods import (
         register_forward_method,
         register_fsdp_forward_method,
+        reshard,
+        unshard,
     )
     from composable_fsdp.access.norms import grad_norm, param_norm
     from composable_fsdp.access.schedule import (
@@ -120,8 +118,8 @@ if TYPE_CHECKING:
     from composable_fsdp.flat.region import FlatParameter
     from composable_fsdp.inspection.describe import describe
     from composable_fsdp.inspection.description import Description
+    from composable_fsdp.optim.keys import rekey_optim_state_dict
     from composable_fsdp.optim.load import optim_state_dict_to_load
-    from composable_fsdp.optim.rekey import rekey_optim_state_dict
     from composable_fsdp.optim.save import optim_state_dict
     from composable_fsdp.optim.single import get_full_optim_state, set_full_optim_state
     from composable_fsdp.planning.callables import (
@@ -175,8 +173,10 @@ _HOMES = {
     "features.grad_scaler": "ShardedGradScaler",
     "access.grads": "clip_grad_norm_ no_sync",
     "features.init_weights": "init_weights",
-    "access.manual": "UnshardHandle full_shape is_sharded reshard unshard",
-    "access.methods": "register_forward_method register_fsdp_forward_method",
+    "access.manual": (
+        "UnshardHandle full_shape is_sharded register_forward_method "
+        "register_fsdp_forward_method reshard unshard"
+    ),
     "features.nonfinite": "NonFinite find_nonfinite",
     "access.norms": "grad_norm param_norm",
     "access.schedule": (
@@ -229,7 +229,7 @@ _HOMES = {
     "optim.load": "optim_state_dict_to_load",
     "features.owners.owner_state": "OwnerState",
     "features.owners.map_on_owners": "map_on_owners",
-    "optim.rekey": "rekey_optim_state_dict",
+    "optim.keys": "rekey_optim_state_dict",
     "features.replicas": "load_replica_state_dict replica_state_dict",
     "optim.save": "optim_state_dict",
     "optim.single": "get_full_optim_state set_full_optim_state",

@@ -108,29 +108,19 @@ def norm_of(
     parameters = parameters_given(module_or_params, call)
     chosen = dict(zip(map(id, parameters), parameters, strict=True))
     handles, others = units_and_others(chosen)
-    # The all-reduce runs on the compute device, also if the gradients are in host
-    # memory.
-    device = others[0].device if others else torch.device("cpu")
     sharded: dict[Route, list[Tensor]] = {}
     if call == "param_norm":
         plain = [p.detach() for p in others]
     else:
         plain = [p.grad for p in others if p.grad is not None]
     tensors = plain.copy()
-    dtypes = {p.dtype for p in others}
     for handle in handles:
-        device = handle.layout.device
-        dtypes.update(region.shard.dtype for region in handle.layout.regions)
         for route, found in _tensors_of(call, handle, chosen):
             # Also without a gradient: all ranks send over the same groups.
             where = sharded.setdefault(route, []) if route else plain
             where += found
             tensors += found
-    # float16 powers overflow, so float32 at least. The parameters decide, not the
-    # gradients: a rank without any element of a parameter has no gradient, but must
-    # send the same dtype as the other ranks.
-    is_double = not dtypes.isdisjoint((torch.float64, torch.complex128))
-    dtype = torch.float64 if is_double else torch.float32
+    device, dtype = _device_and_dtype(handles, others)
     # Units over the same groups, of most models, need no look at their ranks.
     if len(sharded) > 1 or len({handle.groups.names for handle in handles}) > 1:
         require_one_world(handles, call)
@@ -147,6 +137,25 @@ def norm_of(
     infinite = norm_type == math.inf
     total = stacked.amax() if infinite else stacked.sum() ** (1.0 / norm_type)
     return Norm(total, tensors, handles, chosen, parts[1:])
+
+
+def _device_and_dtype(
+    handles: Sequence[FlatParamHandle], others: Sequence[Tensor]
+) -> tuple[torch.device, torch.dtype]:
+    """Return where and in which dtype ranks sum the norm."""
+    # The parameters decide, not the gradients: a rank without any element of a
+    # parameter has no gradient, but must send the same dtype as the other ranks.
+    dtypes = {p.dtype for p in others}
+    for handle in handles:
+        dtypes.update(region.shard.dtype for region in handle.layout.regions)
+    # float16 powers overflow, so float32 at least.
+    is_double = not dtypes.isdisjoint((torch.float64, torch.complex128))
+    # The compute device, also if the gradients are in host memory.
+    devices = [each.layout.device for each in handles[-1:]] or [
+        p.device for p in others
+    ]
+    device = devices[0] if devices else torch.device("cpu")
+    return device, torch.float64 if is_double else torch.float32
 
 
 def _tensors_of(
@@ -248,10 +257,7 @@ def _gradients_in_form(
 def _gradients(
     handle: FlatParamHandle, region: FlatParameter, chosen: dict[int, Tensor]
 ) -> list[Tensor]:
-    """Return the gradients of the chosen parameters of a trainable region.
-
-    If all parameters of the region are chosen, the result is the flat gradient alone.
-    """
+    """Return the gradients of the chosen parameters of a trainable region."""
     flat = region.flat
     if flat is not None:
         add_own_gradients(handle, region)
@@ -289,10 +295,7 @@ def is_chosen(ref: ParamRef, chosen: dict[int, Tensor]) -> bool:
 def _norm_parts(
     plain: list[Tensor], sharded: dict[Route, list[Tensor]], kind: _Kind
 ) -> list[Tensor]:
-    """Return powers of norms: of plain gradients, then over the ranks of each group.
-
-    Gradients that are equal on all ranks count once.
-    """
+    """Return powers of norms: of plain gradients, then over the ranks of each group."""
     infinite = kind.norm_type == math.inf
     parts, differing = [_power(plain, kind)], []
     # 18 bits: the sum of the squares of 100,000 ranks is exact in float64.
@@ -438,10 +441,7 @@ def _without_full(
     chosen: dict[int, Tensor],
     handles: dict[FlatParamHandle | None, None],
 ) -> list[Tensor]:
-    """Replace full parameters by the sharded parameters, which have the gradients.
-
-    Returns: ``others`` without the full parameters.
-    """
+    """Replace full parameters by the sharded parameters, which have the gradients."""
     originals = originals_by_vars() if any(p.grad is None for p in others) else {}
     left = []
     for parameter in others:

@@ -41,7 +41,7 @@ from composable_fsdp.errors import CompositionError
 from composable_fsdp.features.init_weights import apply_whole
 from composable_fsdp.flat.precision import make_precision
 from composable_fsdp.naming import WRAPPED_MODULE, strip_wrapper, strip_wrapper_in_text
-from composable_fsdp.optim import legacy, load, rekey, save
+from composable_fsdp.optim import keys, legacy, load, save
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.places import API
 from composable_fsdp.planning.wrapping import post_order_apply
@@ -411,7 +411,7 @@ class FullyShardedDataParallel(Attributes, nn.Module):
     flatten_sharded_optim_state_dict = staticmethod(
         legacy.flatten_sharded_optim_state_dict
     )
-    rekey_optim_state_dict = staticmethod(rekey.rekey_optim_state_dict)
+    rekey_optim_state_dict = staticmethod(keys.rekey_optim_state_dict)
 
 
 # inspect.signature prefers __new__ to __init__; __init__ has the arguments.

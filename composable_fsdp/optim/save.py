@@ -21,18 +21,26 @@ from composable_fsdp.config import (
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.experts import require_all_data
 from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.param_ref import ParamRef
 from composable_fsdp.optim.experts import (
     refuse_experts,
     with_all_experts,
     with_expert_names,
 )
 from composable_fsdp.optim.keys import aligned_groups
-from composable_fsdp.optim.names import Group, Named, Optimizers, require_pairs
+from composable_fsdp.optim.names import (
+    Group,
+    Named,
+    Optimizers,
+    meet_for_state,
+    require_pairs,
+    shard_groups,
+    units_known,
+)
 from composable_fsdp.optim.own_state_dict import joined_state, local_state_dict
 from composable_fsdp.optim.sharded import as_sharded
 from composable_fsdp.optim.state_exchange import require_same_state
 from composable_fsdp.optim.step_checks import require_elementwise
-from composable_fsdp.optim.units import meet_for_state, shard_groups, units_known
 from composable_fsdp.runtime.recover import require_between_steps
 from composable_fsdp.state_dict.settings import get_state_dict_type
 from composable_fsdp.state_dict.sharded import ShardedValue
@@ -139,13 +147,11 @@ def full_state(
 ) -> dict[str, Any]:
     """Return full state, whatever state dict type is set; see ``optim_state_dict``.
 
-    Returns: ``{"state": ..., "param_groups": ...}`` with new tensors, or ``{}``.
-
     Collective: as ``optim_state_dict`` for the full type; all ranks must call.
     Raises: as ``optim_state_dict``.
     """
     units = _get_fsdp_states(model)
-    members, options, states, by_handle = _agreed(model, optims, given)
+    members, options, states = _agreed(model, optims, given)
     # A rank that returns {} still takes part in all collectives.
     wanted = not (first_only and units and not units[0].handle.groups.is_first)
     result: dict[str, dict[str, Any]] = {}
@@ -157,8 +163,15 @@ def full_state(
                 k: v if named.is_cut and not named.is_scalar(k, v) else _copy(v, to_cpu)
                 for k, v in values.items()
             }
-    for indices in by_handle.values():
-        _gather(members, states, indices, result, first_only, to_cpu)
+    by_handle: dict[int, list[tuple[Named, dict[str, Any]]]] = {}
+    # Sort by name: the order of the collectives follows this order, and the order of
+    # the parameters in the optimizer may differ between ranks.
+    pairs = zip(members, states, strict=True)
+    for named, values in sorted(pairs, key=lambda pair: pair[0].fqn):
+        if named.is_cut:
+            by_handle.setdefault(id(named.handle), []).append((named, values))
+    for found in by_handle.values():
+        _gather(found, result, first_only=first_only, to_cpu=to_cpu)
     saved = {"state": result, "param_groups": options} if wanted else {}
     handles = [unit.handle for unit in units]
     return with_all_experts(saved, members, handles, to_cpu=to_cpu)
@@ -177,7 +190,7 @@ def sharded_state(
     Collective: one exchange of state names per shard group; none if ``alone``.
     Raises: as ``optim_state_dict``.
     """
-    members, options, states, _ = _agreed(model, optims, given, alone=alone)
+    members, options, states = _agreed(model, optims, given, alone=alone)
     result = {
         named.fqn: {
             # Copy the value, so that the next step does not change the returned state.
@@ -205,12 +218,8 @@ def _agreed(
     given: Sequence[dict[str, Any]],
     *,
     alone: bool = False,
-) -> tuple[list[Named], list[Group], list[dict[str, Any]], dict[int, list[int]]]:
-    """Return named parameters, their groups, their states, and the indices per unit.
-
-    The last value maps ``id(handle)`` of each unit that shards parameters to the
-    indices of those parameters, sorted by name. An error on any rank is raised on all
-    ranks.
+) -> tuple[list[Named], list[Group], list[dict[str, Any]]]:
+    """Return named parameters, their groups, and their states.
 
     Collective: one exchange of state names per shard group; none if ``alone``.
     """
@@ -225,18 +234,12 @@ def _agreed(
     place = {id(parameter): n for n, parameter in enumerate(model.parameters())}
     members.sort(key=lambda named: place.get(id(named.parameter), len(place)))
     states: list[dict[str, Any]] = [joined["state"].get(m.fqn, {}) for m in members]
-    by_handle: dict[int, list[int]] = {}
-    # Sort by name: the order of the collectives follows this order, and the order of
-    # the parameters in the optimizer may differ between ranks.
-    for i in sorted(range(len(members)), key=lambda i: members[i].fqn):
-        if members[i].is_cut:
-            by_handle.setdefault(id(members[i].handle), []).append(i)
     # This call also fills in the state of parameters without elements on this rank, so
     # that every rank gathers the same state names.
     if not alone:
         require_same_state(members, states, units)
     options = aligned_groups(groups, joined, own)
-    return members, options, states, by_handle
+    return members, options, states
 
 
 def _copy(value: Any, to_cpu: bool) -> Any:
@@ -249,10 +252,9 @@ def _copy(value: Any, to_cpu: bool) -> Any:
 
 
 def _gather(
-    members: list[Named],
-    states: list[dict[str, Any]],
-    indices: list[int],
+    members: list[tuple[Named, dict[str, Any]]],
     result: dict[str, dict[str, Any]],
+    *,
     first_only: bool,
     to_cpu: bool,
 ) -> None:
@@ -261,71 +263,47 @@ def _gather(
     Collective: per state name one all-gather over the shard group; with ``first_only``
     one gather per region, and only in the first replica.
     """
-    handle = members[indices[0]].handle
+    handle = members[0][0].handle
     assert handle is not None
-    # Sort the names, because every rank must gather the names in the same order.
-    names = sorted(
-        {
-            name
-            for i in indices
-            for name, value in states[i].items()
-            if not members[i].is_scalar(name, value)
-        }
-    )
     # The first rank is in the first replica; the other replicas need not gather.
     if first_only and not handle.groups.in_first_replica:
         return
-    for name in names:
-        # An optimizer keeps a tensor per parameter. Copy these into a flat buffer per
-        # region, so that a single collective gathers all of them.
-        shards = [
-            _empty_shard(handle, r, members, states, indices, name)
-            for r in range(len(handle.layout.regions))
-        ]
-        for i in indices:
-            value: Any = states[i].get(name)
-            ref = members[i].ref
-            if ref is None or members[i].is_scalar(name, value):
-                continue
-            shard = shards[handle.layout.regions.index(ref.region)]
-            shard[ref.offset :][: value.numel()].copy_(value.reshape(-1))
-        fulls = gather_flat_values(handle, shards, first_only=first_only)
+    by_name: dict[str, list[tuple[str, ParamRef, Tensor]]] = {}
+    for named, values in members:
+        for name, value in values.items():
+            if named.ref is not None and not named.is_scalar(name, value):
+                by_name.setdefault(name, []).append((named.fqn, named.ref, value))
+    # Sorted, because every rank must gather the names in the same order.
+    for name in sorted(by_name):
+        found = by_name[name]
+        fulls = gather_flat_values(
+            handle, _shards_of(handle, found), first_only=first_only
+        )
         # With ``first_only`` the other ranks have sent their shards and need no result.
-        if not fulls or not result:
-            continue
-        for i in indices:
-            ref = members[i].ref
-            if name not in states[i] or ref is None:
-                continue
+        for fqn, ref, _ in found if fulls and result else ():
             slot, full = ref.slot, fulls[handle.layout.regions.index(ref.region)]
             part = full[slot.offset : slot.offset + slot.numel].view(slot.shape)
             # All ranks of tensor parallelism that have the first place here join parts.
             part = part if ref.form is None else ref.form.whole(part)
             # Copy the part: a view would keep the whole buffer alive.
-            result[members[i].fqn][name] = _copy(part, to_cpu)
+            result[fqn][name] = _copy(part, to_cpu)
 
 
-def _empty_shard(
-    handle: FlatParamHandle,
-    index: int,
-    members: list[Named],
-    states: list[dict[str, Any]],
-    indices: list[int],
-    name: str,
-) -> Tensor:
-    """Return zeros ``(shard_numel,)`` in the dtype of the state ``name`` of a region.
-
-    If no parameter of the region has this state, the buffer has no elements.
-    """
-    region = handle.layout.regions[index]
-    for i in indices:
-        value: Any = states[i].get(name)
-        ref = members[i].ref
-        if ref and ref.region is region and not members[i].is_scalar(name, value):
-            # The dtype of the state may differ from the dtype of the parameters.
-            buffer = memory.new_buffer(
-                region.layout.shard_numel, value.dtype, handle.layout.device
-            )
-            return buffer.zero_()
-    # ``gather_flat_values`` skips buffers without elements.
-    return memory.new_buffer(0, region.layout.dtype, handle.layout.device)
+def _shards_of(
+    handle: FlatParamHandle, found: list[tuple[str, ParamRef, Tensor]]
+) -> list[Tensor]:
+    """Return per region ``(shard_numel,)`` with the values; empty without any."""
+    shards = []
+    # An optimizer keeps a tensor per parameter. A flat buffer per region lets a single
+    # collective gather all of them.
+    for region in handle.layout.regions:
+        here = [(ref, value) for _, ref, value in found if ref.region is region]
+        # The dtype of the state may differ from the dtype of the parameters.
+        dtype = here[0][1].dtype if here else region.layout.dtype
+        # ``gather_flat_values`` skips buffers without elements.
+        numel = region.layout.shard_numel if here else 0
+        shard = memory.new_buffer(numel, dtype, handle.layout.device).zero_()
+        for ref, value in here:
+            shard[ref.offset :][: value.numel()].copy_(value.reshape(-1))
+        shards.append(shard)
+    return shards

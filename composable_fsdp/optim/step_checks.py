@@ -334,10 +334,7 @@ def _is_number(value: object) -> bool:
 def _groups_to_ask(
     optim: torch.optim.Optimizer, *, every: bool
 ) -> dict[dist.ProcessGroup, FlatParamHandle]:
-    """Return every shard group, or those in which state may fit some ranks' shards.
-
-    With each group comes the unit of the optimizer whose name is the least.
-    """
+    """Return every shard group, or those in which state may fit some ranks' shards."""
     firsts: dict[dist.ProcessGroup, FlatParamHandle] = {}
     partly: dict[dist.ProcessGroup, set[int]] = {}
     uneven: set[dist.ProcessGroup] = set()

@@ -93,10 +93,7 @@ _any_counts = False
 
 
 def install_step_hooks() -> None:
-    """Register the global step hooks and have every optimizer checked again.
-
-    Called whenever modules were sharded, and by ``flat_parameters``.
-    """
+    """Register the global step hooks and have every optimizer checked again."""
     global _applications
     # torch's global hooks also run for optimizers that exist already. Those that have
     # stepped are checked again, because their parameters may just have been sharded.
@@ -114,19 +111,8 @@ def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     global _any_counts
     if torch.compiler.is_compiling():
         return
-    # ``torch.distributed.checkpoint.state_dict`` calls ``step`` with zero gradients and
-    # a learning rate of zero to create state. Units that were kept unsharded stay valid
-    # in such a step, although the version counters change.
     if is_counting_steps():
-        # An entry is here if such a step raised before the hook after the step.
-        _unwritten.pop(optim, None)
-        if _only_creates_state(optim):
-            _unwritten[optim] = [
-                handle
-                for handle in handles_of(optim)
-                if handle.writes.gathered_at
-                and handle.writes.gathered_at == shard_versions(handle)
-            ]
+        _note_unwritten(optim)
     prepare_flats(optim)
     require_outside_unshard_params(optim)
     # Compare identity and length of the lists instead of all parameters: this line runs
@@ -165,6 +151,23 @@ def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         warn_of_unmanaged(optim)
     met.looks += 1
     _known[optim] = met
+
+
+def _note_unwritten(optim: torch.optim.Optimizer) -> None:
+    """Note units that stay valid in a step that only creates state.
+
+    ``torch.distributed.checkpoint.state_dict`` calls ``step`` with zero gradients and a
+    learning rate of zero for that, and the version counters change.
+    """
+    # An entry is here if such a step raised before the hook after the step.
+    _unwritten.pop(optim, None)
+    if _only_creates_state(optim):
+        _unwritten[optim] = [
+            handle
+            for handle in handles_of(optim)
+            if handle.writes.gathered_at
+            and handle.writes.gathered_at == shard_versions(handle)
+        ]
 
 
 def _after_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -211,10 +214,7 @@ def _only_creates_state(optim: torch.optim.Optimizer) -> bool:
 
 
 def _writes_uncounted(optim: torch.optim.Optimizer) -> bool:
-    """Return whether a step may write without moving version counters.
-
-    torch's fused kernels do, and so may kernels of other libraries.
-    """
+    """Return whether a step may write without moving version counters."""
     # A foreign optimizer is taken for one of those, since its kernels are not known. A
     # version that moves twice does no harm.
     is_torchs = type(optim).__module__.startswith("torch.optim")
@@ -253,10 +253,7 @@ def _count_writes(optim: torch.optim.Optimizer, met: _KnownOptimizer) -> None:
 
 
 def _hide_old_values(handles: Sequence[weakref.ref[FlatParamHandle]]) -> None:
-    """Show sharded parameters where a step has made the full ones of ``unshard`` old.
-
-    The next forward refuses the old values; so do parts of the unit from now on.
-    """
+    """Show sharded parameters where a step has made full ones old."""
     for link in handles:
         handle = link()
         # A unit in forward or backward reads the full parameters.

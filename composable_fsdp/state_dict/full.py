@@ -78,10 +78,6 @@ def gather_unit(
 ) -> dict[int, Tensor]:
     """Return the unit's full parameters by slot index, in the shards' dtype.
 
-    The tensors are new and have the plain model's shapes. Additional memory: the full
-    buffers of a single unit.
-
-    Returns: the tensors by slot index; on meta if the unit has no values yet.
     Collective: as ``gather_flat_values``; with ``first_only`` only in the first
         replica; none if the unit is on meta. Of parameters that tensor parallelism
         cuts, an all-gather each over its ranks.

@@ -27,9 +27,9 @@ from composable_fsdp.phases import Phase
 from composable_fsdp.runtime.recover import free_all_full_params, require_between_steps
 from composable_fsdp.state_dict import lost_writes
 from composable_fsdp.state_dict.barrier import barrier_before_load
-from composable_fsdp.state_dict.effective_settings import effective_settings
 from composable_fsdp.state_dict.full import full_values
 from composable_fsdp.state_dict.parts import mismatch, sharded_values
+from composable_fsdp.state_dict.settings import effective_settings
 from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.state_dict.shown import Shown
 from composable_fsdp.tree.state import OWNERS, _FSDPState
@@ -283,10 +283,7 @@ def _part(ref: ParamRef, value: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _take(ref: ParamRef, value: Tensor, *, assign: bool) -> str:
-    """Copy this rank's part of ``value`` into the shard, or return the problem.
-
-    The result is empty if ``value`` fits.
-    """
+    """Copy this rank's part of ``value`` into the shard, or return the problem."""
     problem = mismatch(ref, value) if isinstance(value, ShardedValue) else ""
     # torch accepts a tensor of shape (1,) for a 0-d parameter (files from before torch
     # 0.4).

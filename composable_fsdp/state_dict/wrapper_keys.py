@@ -32,10 +32,7 @@ def _strip_keys(
     prefix: str,
     local_metadata: dict[str, Any],
 ) -> None:
-    """Rename the wrapped module's keys and metadata to the wrapper's names.
-
-    ``state_dict`` is changed in place.
-    """
+    """Rename the wrapped module's keys and metadata to the wrapper's names."""
     inner = f"{prefix}{component}"
     # The wrapped module's entries were added last, so removing and adding them keeps
     # the order.

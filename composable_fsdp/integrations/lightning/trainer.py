@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from composable_fsdp.access.grads import no_sync
-from composable_fsdp.access.methods import register_forward_method
+from composable_fsdp.access.manual import register_forward_method
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.integrations.lightning import checkpoints, precision, settings
 from composable_fsdp.integrations.lightning.devices import move_to_device
