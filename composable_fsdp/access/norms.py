@@ -31,7 +31,7 @@ from composable_fsdp.flat.flat_parameter import (
 )
 from composable_fsdp.flat.gradients import shard_views, views_are_intact
 from composable_fsdp.flat.handle import LEAVES, FlatParamHandle
-from composable_fsdp.flat.param_ref import ParamRef, originals_by_vars, param_refs
+from composable_fsdp.flat.param_ref import ParamRef, in_model_order, originals_by_vars
 from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.naming import listed
 from composable_fsdp.planning import walk
@@ -185,7 +185,7 @@ def _parameters(
 ) -> Iterator[tuple[Route, list[Tensor]]]:
     """Yield route and shard of each chosen parameter of a unit."""
     # By index: tensor-parallel ranks with parts of other sizes have other regions.
-    for ref in sorted(param_refs(handle), key=lambda ref: ref.slot.index):
+    for ref in in_model_order(handle):
         if is_chosen(ref, chosen):
             views, _ = shard_views(ref.region.cuts, ref.region.shard)
             yield route_of(handle, ref.slot.index), [views[ref.index]]

@@ -26,7 +26,7 @@ from composable_fsdp.flat.experts import (
 )
 from composable_fsdp.flat.flat_parameter import leaf_gradients
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.param_ref import ParamRef, param_refs
+from composable_fsdp.flat.param_ref import ParamRef, in_model_order
 from composable_fsdp.naming import listed, quoted
 
 
@@ -131,7 +131,7 @@ def _routes(
     routes: dict[Route, list[ParamRef]] = {}
     for handle in handles:
         # By index: ranks of tensor parallelism may have other regions.
-        for ref in sorted(param_refs(handle), key=lambda each: each.slot.index):
+        for ref in in_model_order(handle):
             if is_chosen(ref, chosen):
                 held_by = route_of(handle, ref.slot.index)
                 route = tuple(dict.fromkeys((*handle.groups.present, *held_by)))

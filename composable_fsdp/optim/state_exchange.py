@@ -155,10 +155,11 @@ def _take(
     for rank, entries in enumerate(answers):
         if [*map(itemgetter(0), entries)] != fqns:
             own = [_entry(members[at], states[i]) for at, i in enumerate(indices)]
-            pairs = zip_longest(own, entries, fillvalue=("nothing more", []))
+            nothing: Any = ("nothing more", [])
+            pairs = zip_longest(own, entries, fillvalue=nothing)
             mine, theirs = next(pair for pair in pairs if pair[0][0] != pair[1][0])
-            where = f"on rank {rank} of the shard group"
-            raise _differing("here", mine, where, theirs)
+            there = f"on rank {rank} of the shard group"
+            raise _differing("here", mine, there, theirs)
     for at, (named, i) in enumerate(zip(members, indices, strict=True)):
         assert named.ref is not None
         # The layout, which is equal on all ranks, says which ranks hold elements.
@@ -169,11 +170,11 @@ def _take(
         other = next((rank for rank in holders if keys[rank] != keys[first]), None)
         if other is not None:
             here = own_rank if own_rank in keys else first
-            there = next(rank for rank in holders if keys[rank] != keys[here])
+            other = next(rank for rank in holders if keys[rank] != keys[here])
             where = {each: f"on rank {each} of the shard group" for each in holders}
             where[own_rank] = "here"
-            pair = (named.fqn, keys[here]), (named.fqn, keys[there])
-            raise _differing(where[here], pair[0], where[there], pair[1])
+            pair = (named.fqn, keys[here]), (named.fqn, keys[other])
+            raise _differing(where[here], pair[0], where[other], pair[1])
         if own_rank not in keys:
             # The description also replaces state that an earlier load or step left on
             # this rank.

@@ -16,6 +16,7 @@ import weakref
 import zlib
 from collections import Counter
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any, Final
 
 import torch
@@ -34,7 +35,7 @@ from composable_fsdp.flat.flat_parameter import (
 )
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
 from composable_fsdp.flat.param_paths import param_path, slot_path
-from composable_fsdp.flat.param_ref import ParamRef, originals_by_vars, param_ref
+from composable_fsdp.flat.param_ref import originals_by_vars, param_ref
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.phases import Phase
 from composable_fsdp.tree.late_registration import PENDING, warn_of_added
@@ -246,9 +247,8 @@ def require_agreement(
 ) -> None:
     """Refuse state that does not fit the shards, and groups that differ by rank.
 
-    Ranks tell each other through the key-value store, and wait for each other at most
-    ``_PATIENCE`` seconds: in the first step always, else where a rank may not see by
-    shapes what another one refuses.
+    A rank may not see by shapes what another one refuses, so ranks tell each other
+    through the key-value store, and wait for each other at most ``_PATIENCE`` seconds.
 
     Raises: CompositionError, on all ranks.
     """
@@ -256,7 +256,7 @@ def require_agreement(
     own = refused and CompositionError(str(refused.args[0]))
     own = own or _other_shapes(optim)
     told = None
-    for group, handle in _groups_to_ask(optim, every=is_first).items():
+    for group, handle in _groups_of(optim).items():
         log = handle.logs.reduce
         # The peers of the order log, whose keys are the same on all ranks, whatever
         # optimizers of other models each rank has stepped. Without a log there was no
@@ -331,44 +331,21 @@ def _is_number(value: object) -> bool:
     return all(isinstance(each, (int, float)) for each in values)
 
 
-def _groups_to_ask(
-    optim: torch.optim.Optimizer, *, every: bool
+def _groups_of(
+    optim: torch.optim.Optimizer,
 ) -> dict[dist.ProcessGroup, FlatParamHandle]:
-    """Return every shard group, or those in which state may fit some ranks' shards."""
+    """Return each shard group, with the unit of the optimizer of the least name."""
     firsts: dict[dist.ProcessGroup, FlatParamHandle] = {}
-    partly: dict[dist.ProcessGroup, set[int]] = {}
-    uneven: set[dist.ProcessGroup] = set()
-    for leaf in filter(None, map(cut_leaf, parameters_of(optim))):
-        ref = param_ref(*leaf)
-        group = ref.handle.groups.shard
-        if group is None:  # tensor parallelism alone cuts it, and all ranks hold a part
-            continue
-        # Ranks may order the parameters of an optimizer differently.
-        first = firsts.setdefault(group, ref.handle)
-        if ref.handle.full_fqn < first.full_fqn:
-            firsts[group] = ref.handle
-        holders = ref.region.layout.holders(ref.slot)
-        partly.setdefault(group, set()).update(holders if len(holders) > 1 else ())
-        if not _is_even(ref):
-            uneven.add(group)
-    # Not ``if optim.state``: a rank whose elements are all frozen has no state, and
-    # the other ranks would wait for that rank.
-    return {
-        g: firsts[g]
-        for g, ranks in partly.items()
-        if (every or g in uneven or len(ranks) < g.size()) and can_compare(g)
-    }
-
-
-def _is_even(ref: ParamRef) -> bool:
-    """Return whether all ranks hold equally many elements of the parameter."""
-    layout, slot = ref.region.layout, ref.slot
-    last = layout.world_size - 1
-    if len(layout.holders(slot)) <= last:
-        return False
-    # Of the holders, only the first and the last may hold less than a whole shard.
-    ends = [layout.interval(slot, rank) for rank in (0, 1, last)]
-    return len({stop - start for start, stop in ends}) == 1
+    # Ranks may order the parameters of an optimizer differently.
+    leaves = filter(None, map(find_leaf, parameters_of(optim)))
+    handles = dict.fromkeys(handle for handle, _ in leaves)
+    for handle in sorted(handles, key=attrgetter("full_fqn")):
+        # Not by ``optim.state``: a rank whose elements are all frozen has no state, and
+        # the other ranks would wait for that rank.
+        group = handle.groups.shard
+        if group is not None and can_compare(group):
+            firsts.setdefault(group, handle)
+    return firsts
 
 
 def _other_shapes(optim: torch.optim.Optimizer) -> CompositionError | None:
