@@ -154,43 +154,6 @@ def test_what_waits_is_in_the_reduce_dtype(world: World) -> None:
     clip_grad_norm_(unsent, 1.0)
 
 
-class Half(nn.Module):
-    """Two layers of which one runs when asked to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor, *, both: bool) -> torch.Tensor:
-        y: torch.Tensor = self.a(x)
-        return self.b(y) if both else y
-
-
-@on_ranks(2)
-def test_a_unit_unused_in_the_last_micro_batch_gets_its_waiting_sums(
-    world: World,
-) -> None:
-    """The end of backward reduces what waited, though the unit did not run."""
-    model, plain = Half(), Half()
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    for module in (model.b, model):
-        fully_shard(module, strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)
-    x = torch.ones(2, 4)
-
-    set_requires_all_reduce(model, False)
-    model(x, both=True).sum().backward()
-    set_requires_all_reduce(model, True)
-    model(x, both=False).sum().backward()
-    plain(x, both=True).sum().backward()
-    plain(x, both=False).sum().backward()
-
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert ours.grad is not None
-        assert theirs.grad is not None
-        torch.testing.assert_close(ours.grad, theirs.grad)
-
-
 def whole(gradient: torch.Tensor | None) -> torch.Tensor:
     """The full gradient of a DTensor; of a plain model divided by the factor."""
     assert gradient is not None

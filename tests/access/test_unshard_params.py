@@ -221,23 +221,6 @@ def test_state_dicts_are_given_and_taken_inside_the_block(world: World) -> None:
     assert differences(model.state_dict(), TinyGPT(seed=5).state_dict()) == {}
 
 
-@on_ranks(2)
-def test_a_unit_that_stands_in_two_places_is_shown_once(world: World) -> None:
-    """Found by the state machine: the second block freed what the first one showed."""
-    shared = nn.Linear(3, 3)
-    holder = nn.Sequential(shared)
-    model = nn.Sequential(shared, holder)
-    before = shared.weight.detach().clone()
-    for unit in (shared, holder, model):
-        fully_shard(unit)
-
-    # Its parent is the root; it stands below the other unit as well.
-    with unshard_params(holder, writeback=True):
-        shared.weight.data.mul_(2.0)
-
-    assert torch.equal(model.state_dict()["0.weight"], before * 2)
-
-
 def test_a_block_over_a_unit_that_another_shows_is_refused(one_rank: World) -> None:
     """And the first one goes on."""
     model = fully_shard(tiny_mlp())

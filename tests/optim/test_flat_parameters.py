@@ -304,24 +304,6 @@ def test_gradients_that_the_originals_get_beside_their_unit_are_added(
     assert max(found.values(), default=0.0) < 1e-6
 
 
-def test_gradients_stay_with_their_parameters_when_some_are_frozen(
-    one_rank: World,
-) -> None:
-    """The flat parameter is retired, and the next one has what the others had."""
-    model = fully_shard(tiny_mlp())
-    (before,) = flat_parameters(model)
-    backward(loss_of(model, x_of(0, 0)))
-    names = ["0.weight", "2.weight", "2.bias"]
-    seen = [grad_of(model, name) for name in names]
-    model[0].bias.requires_grad_(False)
-
-    (after,) = flat_parameters(model)
-
-    assert after is not before
-    assert before.grad is None
-    assert all(map(torch.equal, seen, [grad_of(model, name) for name in names]))
-
-
 @on_ranks(2)
 def test_hooks_of_the_originals_see_and_replace_their_parts(world: World) -> None:
     """A tensor hook that gives zeros, and a hook after accumulation that looks."""

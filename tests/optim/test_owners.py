@@ -407,20 +407,6 @@ def test_shampoo_goes_on_at_another_world_size(
 
 
 @on_ranks(2)
-def test_state_in_the_optimizer_is_refused_by_name(world: World) -> None:
-    """State of other shapes in ``optim.state`` stops the next step and the save."""
-    model, _, (optimizer, _) = pair_of()
-    for p in model.parameters():
-        optimizer.state[p]["left"] = torch.eye(full_shape(p)[0] + 3)
-
-    text = message_of(lambda: optim_state_dict(model, optimizer))
-    assert text.split(":")[0] in ("CheckpointError", "CompositionError"), text
-    backward(model(torch.ones(6, 12)).sum())
-    text = message_of(optimizer.step)
-    assert "Shampoo's state 'left' of '" in text
-
-
-@on_ranks(2)
 def test_freezing_asks_to_move_the_state(world: World) -> None:
     """Other ranks may own the matrices; the state goes on after the move."""
     model, plain, both = pair_of()
