@@ -459,6 +459,23 @@ def test_a_step_counts_for_the_units_whose_leaves_it_holds(world: World) -> None
     assert message_of(partial(model, x)).startswith(STALE)
 
 
+@pytest.mark.req("X-32")
+@on_ranks(2)
+def test_a_step_of_other_ranks_counts_where_this_one_holds_nothing(
+    world: World,
+) -> None:
+    """A backward through the weights of before raises on both, so that none waits."""
+    model = fully_shard(nn.Linear(4, 1, bias=False))
+    optimizer = sgd(model)
+    x = torch.ones(2, 4, requires_grad=True)
+    backward(model(x).sum())
+    loss = model(x).square().sum()
+    optimizer.step()
+
+    assert model.weight.numel() == 4 * (world.rank == 0)
+    assert "Backward needs a tensor as it was" in message_of(lambda: backward(loss))
+
+
 def sgd(model: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
