@@ -10,21 +10,16 @@ from typing import TYPE_CHECKING
 from composable_fsdp.features import defaults as _defaults  # noqa: F401  # registers
 
 if TYPE_CHECKING:
-    from composable_fsdp.access.grad_scaler import ShardedGradScaler
     from composable_fsdp.access.grads import clip_grad_norm_, no_sync
-    from composable_fsdp.access.init_weights import init_weights
     from composable_fsdp.access.manual import (
         UnshardHandle,
         full_shape,
         is_sharded,
+        register_forward_method,
+        register_fsdp_forward_method,
         reshard,
         unshard,
     )
-    from composable_fsdp.access.methods import (
-        register_forward_method,
-        register_fsdp_forward_method,
-    )
-    from composable_fsdp.access.nonfinite import NonFinite, find_nonfinite
     from composable_fsdp.access.norms import grad_norm, param_norm
     from composable_fsdp.access.schedule import (
         set_modules_to_backward_prefetch,
@@ -106,20 +101,23 @@ if TYPE_CHECKING:
         reduce_scatter_hook,
         replica_hook,
     )
-    from composable_fsdp.features.training.even_batches import even_batches
-    from composable_fsdp.flat.region import FlatParameter
-    from composable_fsdp.optim.flat_parameters import (
+    from composable_fsdp.features.flat_params import (
         flat_parameter_groups,
         flat_parameters,
     )
-    from composable_fsdp.optim.load import optim_state_dict_to_load
-    from composable_fsdp.optim.owner_state import OwnerState
-    from composable_fsdp.optim.owners import map_on_owners
-    from composable_fsdp.optim.rekey import rekey_optim_state_dict
-    from composable_fsdp.optim.replicas import (
+    from composable_fsdp.features.grad_scaler import ShardedGradScaler
+    from composable_fsdp.features.init_weights import init_weights
+    from composable_fsdp.features.nonfinite import NonFinite, find_nonfinite
+    from composable_fsdp.features.owners.map_on_owners import map_on_owners
+    from composable_fsdp.features.owners.owner_state import OwnerState
+    from composable_fsdp.features.replicas import (
         load_replica_state_dict,
         replica_state_dict,
     )
+    from composable_fsdp.features.training.even_batches import even_batches
+    from composable_fsdp.flat.region import FlatParameter
+    from composable_fsdp.optim.keys import rekey_optim_state_dict
+    from composable_fsdp.optim.load import optim_state_dict_to_load
     from composable_fsdp.optim.save import optim_state_dict
     from composable_fsdp.optim.single import get_full_optim_state, set_full_optim_state
     from composable_fsdp.planning.callables import (
@@ -171,12 +169,14 @@ if TYPE_CHECKING:
     from composable_fsdp.tools.simulation import Simulation
 
 _HOMES = {
-    "access.grad_scaler": "ShardedGradScaler",
+    "features.grad_scaler": "ShardedGradScaler",
     "access.grads": "clip_grad_norm_ no_sync",
-    "access.init_weights": "init_weights",
-    "access.manual": "UnshardHandle full_shape is_sharded reshard unshard",
-    "access.methods": "register_forward_method register_fsdp_forward_method",
-    "access.nonfinite": "NonFinite find_nonfinite",
+    "features.init_weights": "init_weights",
+    "access.manual": (
+        "UnshardHandle full_shape is_sharded register_forward_method "
+        "register_fsdp_forward_method reshard unshard"
+    ),
+    "features.nonfinite": "NonFinite find_nonfinite",
     "access.norms": "grad_norm param_norm",
     "access.schedule": (
         "set_modules_to_backward_prefetch set_modules_to_forward_prefetch "
@@ -222,12 +222,12 @@ _HOMES = {
     ),
     "features.training.even_batches": "even_batches",
     "flat.region": "FlatParameter",
-    "optim.flat_parameters": "flat_parameter_groups flat_parameters",
+    "features.flat_params": "flat_parameter_groups flat_parameters",
     "optim.load": "optim_state_dict_to_load",
-    "optim.owner_state": "OwnerState",
-    "optim.owners": "map_on_owners",
-    "optim.rekey": "rekey_optim_state_dict",
-    "optim.replicas": "load_replica_state_dict replica_state_dict",
+    "features.owners.owner_state": "OwnerState",
+    "features.owners.map_on_owners": "map_on_owners",
+    "optim.keys": "rekey_optim_state_dict",
+    "features.replicas": "load_replica_state_dict replica_state_dict",
     "optim.save": "optim_state_dict",
     "optim.single": "get_full_optim_state set_full_optim_state",
     "planning.callables": (

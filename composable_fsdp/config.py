@@ -225,10 +225,9 @@ class StateDictType(Enum):
     """Selects the values in model and optimizer state dicts (names of torch's FSDP1).
 
     * ``FULL_STATE_DICT``: full tensors, as of the unsharded model.
-    * ``LOCAL_STATE_DICT``: this rank's shards as plain tensors, which fit the same plan
-      only.
     * ``SHARDED_STATE_DICT``: this rank's parts as ``ShardedValue``, which knows the
       part's place in the full tensor.
+    * ``LOCAL_STATE_DICT``: as sharded, without any exchange between ranks.
     """
 
     FULL_STATE_DICT = auto()
@@ -314,7 +313,6 @@ class FullOptimStateDictConfig(OptimStateDictConfig):
 class LocalOptimStateDictConfig(OptimStateDictConfig):
     """Configures ``LOCAL_STATE_DICT`` for optimizer state; no host copy by default."""
 
-    # This rank's shards are on the model's device already; the host copy is opt-in.
     offload_to_cpu: bool = False
 
 

@@ -26,7 +26,6 @@ def gather_flat_values(
 ) -> list[Tensor]:
     """Return the full ``(padded_numel,)`` of each ``(shard_numel,)`` in ``shards``.
 
-    Returns: the full buffers, or ``shards`` themselves without a shard group.
     Collective: an all-gather (all buffers coalesced) over the shard group; with
         ``first_only`` a gather per buffer; none without a shard group.
     """
@@ -56,8 +55,6 @@ def gather_flat_values(
 def gather_slot(ref: ParamRef, part: Tensor) -> Tensor:
     """Return the full value of a parameter, of which ``part`` is this rank's part.
 
-    Returns: a new tensor of the plain model's shape on the compute device; on meta if
-        ``part`` is on meta.
     Collective: over the shard group a broadcast from each rank that holds elements, of
         these elements; none without a shard group. Of a parameter that tensor
         parallelism cuts, an all-gather over its ranks.
@@ -89,7 +86,6 @@ def gather_part(
 ) -> Tensor:
     """Return the full tensor of which rank *r* holds the elements ``intervals[r]``.
 
-    Returns: a new tensor of ``shape`` on ``device``.
     Collective: over ``group`` a broadcast from each rank that holds elements.
     """
     whole = memory.new_buffer(prod(shape), part.dtype, device)
@@ -114,8 +110,6 @@ def spread_flat_values(
     from_first: bool,
 ) -> None:
     """Copy this rank's slice of each full buffer into the shard, ``(shard_numel,)``.
-
-    A full buffer that is the shard itself is left alone.
 
     Collective: none; with ``from_first`` per non-empty buffer a scatter over the shard
         group and a broadcast over the replicate group.

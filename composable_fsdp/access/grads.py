@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 from composable_fsdp.access.block import block
-from composable_fsdp.access.nonfinite import collect_nonfinite
-from composable_fsdp.access.norms import Norm, as_norms, is_chosen, norm_of
+from composable_fsdp.access.norms import Norm, as_number, as_order, norm_of
 from composable_fsdp.access.schedule import set_reshard
 from composable_fsdp.access.settings import set_sync, units_of
-from composable_fsdp.flat.experts import route_of
-from composable_fsdp.flat.param_ref import param_refs
-from composable_fsdp.naming import listed
+
+NAME_NONFINITE: list[Callable[[Norm], str]] = []
+"""Returns in words which gradients make a norm NaN or inf (``features.nonfinite``)."""
 
 
 @block
@@ -88,13 +87,19 @@ def clip_grad_norm_(
         sent, or, on the CPU, passes another ``max_norm``; CompositionError, for units
         whose gradients are over the data of different ranks; ValueError, unless
         ``norm_type`` > 0 and ``max_norm`` >= 0; TypeError, for an argument that is no
-        parameter; RuntimeError for ``error_if_nonfinite``, on
-        all ranks alike and before any gradient is scaled.
+        parameter; RuntimeError for ``error_if_nonfinite``, on all ranks alike and
+        before any gradient is scaled.
     """
-    norm_type, max_norm = as_norms(norm_type, max_norm)
+    order = as_order(norm_type, "clip_grad_norm_")
+    max_norm = as_number("max_norm", max_norm, "clip_grad_norm_")
+    if not max_norm >= 0:
+        raise ValueError(
+            f"clip_grad_norm_ expects a max_norm of 0 or above, got {max_norm}. A "
+            "negative one would turn every gradient around."
+        )
     norms = _norms_one_by_one if foreach is False else torch._foreach_norm
     found = norm_of(
-        "clip_grad_norm_", module_or_params, norm_type, norms=norms, max_norm=max_norm
+        "clip_grad_norm_", module_or_params, order, norms=norms, max_norm=max_norm
     )
     total, gradients = found.total, found.tensors
     # A rank without elements of the parameters that have gradients has no gradient
@@ -104,10 +109,11 @@ def clip_grad_norm_(
     if not gradients and held and not total.item():
         warnings.warn(_NO_GRADIENTS, stacklevel=2)
     if error_if_nonfinite and not total.isfinite():
+        bad = " ".join(name(found) for name in NAME_NONFINITE)
         raise RuntimeError(
             f"clip_grad_norm_ expects finite gradients (error_if_nonfinite=True), and "
-            f"their norm of order {norm_type} over all ranks is {total.item()}. "
-            f"{_offenders(found)} Skip the step, or pass error_if_nonfinite=False."
+            f"their norm of order {order} over all ranks is {total.item()}. "
+            f"{bad} Skip the step, or pass error_if_nonfinite=False."
         )
     _scale(gradients, total, max_norm, foreach=foreach is not False)
     return total
@@ -124,38 +130,6 @@ def _norms_one_by_one(
 ) -> list[Tensor]:
     """Return the norm of each tensor, without multi-tensor operators."""
     return [torch.linalg.vector_norm(t, norm_type, dtype=dtype) for t in tensors]
-
-
-def _offenders(norm: Norm) -> str:
-    """Return the gradients that are not finite, in words.
-
-    Collective: an all-gather of objects over each group whose norm is not finite.
-    """
-    handles, chosen = norm.handles, norm.chosen
-    # The norm over a group is equal on the group's ranks, so all ranks decide alike.
-    # A list and no set: the groups exchange one after the other, in an order that is
-    # equal on all ranks.
-    pairs = zip(norm.routes, norm.parts, strict=True)
-    bad = [route for route, part in pairs if not part.isfinite()]
-    # Units without a shard group hold whole gradients, equal on all ranks.
-    whole = [each for each in handles if not each.groups.cut and not each.layout.forms]
-    found = collect_nonfinite(whole, chosen, ()) if whole else []
-    for route in bad:
-        held = {
-            id(ref.leaf): (handle, ref.leaf)
-            for handle in handles
-            for ref in param_refs(handle)
-            if route_of(handle, ref.slot.index) == route and is_chosen(ref, chosen)
-        }
-        units = list(dict.fromkeys(handle for handle, _ in held.values()))
-        leaves = {key: leaf for key, (_, leaf) in held.items()}
-        found += collect_nonfinite(units, leaves, route)
-    # Finite gradients may have a norm that is too large for the dtype of the sum.
-    if not found:
-        return (
-            "No gradient of a unit is NaN or inf: the norm overflows, or a plain one."
-        )
-    return f"{listed(found, '; ')}."
 
 
 def _scale(

@@ -13,10 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from composable_fsdp.access.nonfinite import (
-    parameters_given,
-    units_and_others,
-)
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.agreement import can_compare
 from composable_fsdp.comm.meeting import Call, meet
@@ -29,14 +25,20 @@ from composable_fsdp.flat.experts import (
 )
 from composable_fsdp.flat.flat_parameter import (
     add_own_gradients,
+    find_flat,
     grad_of,
     leaf_gradients,
 )
 from composable_fsdp.flat.gradients import shard_views, views_are_intact
-from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.param_ref import ParamRef, param_refs
+from composable_fsdp.flat.handle import LEAVES, FlatParamHandle
+from composable_fsdp.flat.param_ref import ParamRef, in_model_order, originals_by_vars
 from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.naming import listed
+from composable_fsdp.planning import walk
+from composable_fsdp.tree.traversal import inside_wrappers
+
+_named_modules = nn.Module.named_modules
+_named_parameters = nn.Module.named_parameters
 
 
 @torch.no_grad()
@@ -55,8 +57,8 @@ def grad_norm(
 
     >>> norm = grad_norm(model).item()
     """
-    norm_type, _ = as_norms(norm_type, 0.0, "grad_norm")
-    return norm_of("grad_norm", module_or_params, norm_type).total
+    order = as_order(norm_type, "grad_norm")
+    return norm_of("grad_norm", module_or_params, order).total
 
 
 @torch.no_grad()
@@ -74,8 +76,8 @@ def param_norm(
 
     >>> norm = param_norm(model).item()
     """
-    norm_type, _ = as_norms(norm_type, 0.0, "param_norm")
-    return norm_of("param_norm", module_or_params, norm_type).total
+    order = as_order(norm_type, "param_norm")
+    return norm_of("param_norm", module_or_params, order).total
 
 
 class Norm(NamedTuple):
@@ -87,9 +89,8 @@ class Norm(NamedTuple):
     handles: Sequence[FlatParamHandle]
     chosen: dict[int, Tensor]
     """The parameters by id."""
-    routes: tuple[Route, ...]
     parts: list[Tensor]
-    """Per route: the power of the norm, which names the gradients of a bad part."""
+    """The power of the norm per set of ranks that share parameters."""
 
 
 def norm_of(
@@ -107,29 +108,19 @@ def norm_of(
     parameters = parameters_given(module_or_params, call)
     chosen = dict(zip(map(id, parameters), parameters, strict=True))
     handles, others = units_and_others(chosen)
-    # The all-reduce runs on the compute device, also if the gradients are in host
-    # memory.
-    device = others[0].device if others else torch.device("cpu")
     sharded: dict[Route, list[Tensor]] = {}
     if call == "param_norm":
         plain = [p.detach() for p in others]
     else:
         plain = [p.grad for p in others if p.grad is not None]
     tensors = plain.copy()
-    dtypes = {p.dtype for p in others}
     for handle in handles:
-        device = handle.layout.device
-        dtypes.update(region.shard.dtype for region in handle.layout.regions)
         for route, found in _tensors_of(call, handle, chosen):
             # Also without a gradient: all ranks send over the same groups.
             where = sharded.setdefault(route, []) if route else plain
             where += found
             tensors += found
-    # float16 powers overflow, so float32 at least. The parameters decide, not the
-    # gradients: a rank without any element of a parameter has no gradient, but must
-    # send the same dtype as the other ranks.
-    is_double = not dtypes.isdisjoint((torch.float64, torch.complex128))
-    dtype = torch.float64 if is_double else torch.float32
+    device, dtype = _device_and_dtype(handles, others)
     # Units over the same groups, of most models, need no look at their ranks.
     if len(sharded) > 1 or len({handle.groups.names for handle in handles}) > 1:
         require_one_world(handles, call)
@@ -137,11 +128,34 @@ def norm_of(
         # A training loop repeats this call, and an expected call visits no store.
         groups = dict.fromkeys(group for route in sharded for group in route)
         count = count_common(chosen, handles)
-        meet(groups, _norm_call(call, norm_type, dtype, count), always=False)
+        details = (f"norm_type={norm_type:g}", f"{dtype}")
+        way_out = _WAY_OUT.format(call)
+        meet(groups, Call(call, f"{count} parameters", details, way_out), always=False)
     kind = _Kind(norm_type, device, dtype, norms, max_norm)
     parts = _norm_parts(plain, sharded, kind)
-    total = _joined(parts, kind)
-    return Norm(total, tensors, handles, chosen, tuple(sharded), parts[1:])
+    stacked = torch.stack(parts)
+    infinite = norm_type == math.inf
+    total = stacked.amax() if infinite else stacked.sum() ** (1.0 / norm_type)
+    return Norm(total, tensors, handles, chosen, parts[1:])
+
+
+def _device_and_dtype(
+    handles: Sequence[FlatParamHandle], others: Sequence[Tensor]
+) -> tuple[torch.device, torch.dtype]:
+    """Return where and in which dtype ranks sum the norm."""
+    # The parameters decide, not the gradients: a rank without any element of a
+    # parameter has no gradient, but must send the same dtype as the other ranks.
+    dtypes = {p.dtype for p in others}
+    for handle in handles:
+        dtypes.update(region.shard.dtype for region in handle.layout.regions)
+    # float16 powers overflow, so float32 at least.
+    is_double = not dtypes.isdisjoint((torch.float64, torch.complex128))
+    # The compute device, also if the gradients are in host memory.
+    devices = [each.layout.device for each in handles[-1:]] or [
+        p.device for p in others
+    ]
+    device = devices[0] if devices else torch.device("cpu")
+    return device, torch.float64 if is_double else torch.float32
 
 
 def _tensors_of(
@@ -157,7 +171,10 @@ def _tensors_of(
         if region.layout.trainable:
             found += _gradients(handle, region, chosen)
         else:
-            found += _left_gradients(region, chosen)
+            # Of frozen parameters, left from before freezing or set by hand:
+            # optimizers step on these, too.
+            held = (p.grad for p in region.leaves if id(p) in chosen)
+            found += [grad for grad in held if grad is not None]
     # Without such a group every rank holds all elements, as of plain parameters: a sum
     # over ranks would count them repeatedly. Not ``route_of``, which is a call.
     return [(handle.groups.cut, found)]
@@ -168,58 +185,38 @@ def _parameters(
 ) -> Iterator[tuple[Route, list[Tensor]]]:
     """Yield route and shard of each chosen parameter of a unit."""
     # By index: tensor-parallel ranks with parts of other sizes have other regions.
-    for ref in sorted(param_refs(handle), key=lambda ref: ref.slot.index):
+    for ref in in_model_order(handle):
         if is_chosen(ref, chosen):
             views, _ = shard_views(ref.region.cuts, ref.region.shard)
             yield route_of(handle, ref.slot.index), [views[ref.index]]
 
 
-def as_norms(
-    norm_type: object, max_norm: object, call: str = "clip_grad_norm_"
-) -> tuple[float, float]:
-    """Return the numbers that the caller has passed, as ``float``.
-
-    Raises: TypeError, for a value that is no number; ValueError, for a norm that
-    gradients cannot be clipped to.
-    """
-    numbers: list[float] = []
-    for name, given in (("norm_type", norm_type), ("max_norm", max_norm)):
-        try:
-            # As torch's function, also a 0-d tensor; no text, which ``float`` reads.
-            if isinstance(given, str):
-                raise TypeError("a text")
-            numbers.append(float(cast("SupportsFloat", given)))
-        except (TypeError, ValueError) as error:
-            raise TypeError(
-                f"{call} expects a number for {name}, got {given!r}."
-            ) from error
-    _require_norm(numbers[0], numbers[1], call)
-    return numbers[0], numbers[1]
+_WAY_OUT = (
+    "The norm is a sum over all ranks: call {} on every rank, with the same "
+    "parameters, also on a rank that will skip the step."
+)
 
 
-def _require_norm(norm_type: float, max_norm: float, call: str) -> None:
-    """Raise ValueError for a norm that gradients cannot be clipped to."""
-    if not max_norm >= 0:
-        raise ValueError(
-            f"clip_grad_norm_ expects a max_norm of 0 or above, got {max_norm}. A "
-            "negative one would turn every gradient around."
-        )
-    if not norm_type > 0:
+def as_order(norm_type: object, call: str) -> float:
+    """Return the order of a norm. Raises: TypeError; ValueError, unless above 0."""
+    order = as_number("norm_type", norm_type, call)
+    if not order > 0:
         raise ValueError(
             f"{call} expects a norm_type above 0 (2.0, 1.0, inf), got "
-            f"{norm_type}. Norms below that do not grow with the gradients."
+            f"{order}. Norms below that do not grow with the gradients."
         )
+    return order
 
 
-def _norm_call(call: str, norm_type: float, dtype: torch.dtype, count: int) -> Call:
-    """Return a call of this file as ranks compare it."""
-    return Call(
-        call,
-        f"{count} parameters",
-        (f"norm_type={norm_type:g}", f"{dtype}"),
-        f"The norm is a sum over all ranks: call {call} on every rank, with the same "
-        "parameters, also on a rank that will skip the step.",
-    )
+def as_number(name: str, given: object, call: str) -> float:
+    """Return an argument as ``float``. Raises: TypeError, for no number."""
+    try:
+        # As torch's function, also a 0-d tensor; no text, which ``float`` reads.
+        if not isinstance(given, str):
+            return float(cast("SupportsFloat", given))
+    except (TypeError, ValueError):
+        pass
+    raise TypeError(f"{call} expects a number for {name}, got {given!r}.")
 
 
 class _Kind(NamedTuple):
@@ -260,10 +257,7 @@ def _gradients_in_form(
 def _gradients(
     handle: FlatParamHandle, region: FlatParameter, chosen: dict[int, Tensor]
 ) -> list[Tensor]:
-    """Return the gradients of the chosen parameters of a trainable region.
-
-    If all parameters of the region are chosen, the result is the flat gradient alone.
-    """
+    """Return the gradients of the chosen parameters of a trainable region."""
     flat = region.flat
     if flat is not None:
         add_own_gradients(handle, region)
@@ -285,18 +279,6 @@ def _gradients(
     return [leaf.grad for leaf in leaves if leaf.grad is not None]
 
 
-def _left_gradients(region: FlatParameter, chosen: dict[int, Tensor]) -> list[Tensor]:
-    """Return gradients of frozen parameters, left from before freezing or set by hand.
-
-    Optimizers step on such gradients, too.
-    """
-    return [
-        leaf.grad
-        for leaf in region.leaves
-        if leaf.grad is not None and id(leaf) in chosen
-    ]
-
-
 def _is_whole(region: FlatParameter) -> bool:
     """Return whether every ``.grad`` of the region still views the flat gradient."""
     if region.gradient.shard is None:
@@ -313,23 +295,19 @@ def is_chosen(ref: ParamRef, chosen: dict[int, Tensor]) -> bool:
 def _norm_parts(
     plain: list[Tensor], sharded: dict[Route, list[Tensor]], kind: _Kind
 ) -> list[Tensor]:
-    """Return powers of norms: of plain gradients, then over the ranks of each group.
-
-    Gradients that are equal on all ranks count once.
-    """
-    infinite = kind.norm_type == float("inf")
+    """Return powers of norms: of plain gradients, then over the ranks of each group."""
+    infinite = kind.norm_type == math.inf
     parts, differing = [_power(plain, kind)], []
     # 18 bits: the sum of the squares of 100,000 ranks is exact in float64.
     mark = zlib.crc32(struct.pack("d", kind.max_norm)) >> 14
     for route, gradients in sharded.items():
         part = _power(gradients, kind)
-        sent = [part]
+        # A maximum may lose a NaN (gloo's does), so the NaN flag is reduced as a second
+        # number.
+        sent = [part.nan_to_num(0.0, posinf=math.inf), part.isnan()]
+        sent = sent if infinite else [part]
         # On a GPU the host would wait for the result.
         compares = kind.device.type == "cpu" and all(map(can_compare, route))
-        if infinite:
-            # A maximum may lose a NaN (gloo's does), so the NaN flag is reduced as a
-            # second number.
-            sent = [part.nan_to_num(0.0, posinf=math.inf), part.isnan()]
         if compares:
             marks = mark, -mark if infinite else mark * mark
             sent += [torch.tensor(each, device=kind.device) for each in marks]
@@ -338,9 +316,7 @@ def _norm_parts(
         for group in route:
             collectives.all_reduce(both, group, maximum=infinite)
         part = both[0].to(kind.dtype)
-        if infinite:
-            part = torch.where(both[1] > 0, math.nan, part)
-        parts.append(part)
+        parts.append(torch.where(both[1] > 0, math.nan, part) if infinite else part)
         if compares:
             # Integers: a square of a sum may need more bits than float64 has.
             one, other = map(int, both[-2:].tolist())
@@ -373,14 +349,6 @@ def _refuse_max_norms(max_norm: float, route: Route) -> NoReturn:
     )
 
 
-def _joined(parts: list[Tensor], kind: _Kind) -> Tensor:
-    """Return the norm of all gradients, from the powers of ``_norm_parts``."""
-    stacked = torch.stack(parts)
-    if kind.norm_type == float("inf"):
-        return stacked.amax()
-    return stacked.sum() ** (1.0 / kind.norm_type)
-
-
 def _power(gradients: list[Tensor], kind: _Kind) -> Tensor:
     """Return the sum of ``|g| ** norm_type``, or the maximum for the inf norm."""
     norm_type, device, dtype, norms_of, _ = kind
@@ -394,3 +362,96 @@ def _power(gradients: list[Tensor], kind: _Kind) -> Tensor:
     stacked = torch.stack(tuple(norms))
     norm: Tensor = torch.linalg.vector_norm(stacked, norm_type).to(device)
     return norm if norm_type == float("inf") else norm**norm_type
+
+
+def parameters_given(
+    module_or_params: nn.Module | Iterable[Tensor] | Tensor, what: str
+) -> list[Tensor]:
+    """Return the parameters that the argument of the function ``what`` names.
+
+    Raises: TypeError, for an argument that is neither a module nor tensors.
+    """
+    if isinstance(module_or_params, nn.Module):
+        return _parameters_in(module_or_params)
+    if isinstance(module_or_params, Tensor):
+        return [module_or_params]
+    if not isinstance(module_or_params, Iterable):
+        raise TypeError(
+            f"{what} expects a module or parameters, got a "
+            f"{type(module_or_params).__name__}."
+        )
+    parameters = list(module_or_params)
+    for parameter in parameters:
+        if not isinstance(parameter, Tensor):
+            raise TypeError(
+                f"{what} expects a module or parameters, got an iterable with "
+                f"a {type(parameter).__name__}. Pass the values, not (name, parameter) "
+                "pairs."
+            )
+    return parameters
+
+
+def _parameters_in(module: nn.Module) -> list[Tensor]:
+    """Return ``list(module.parameters())``; usually at a fifth of the cost."""
+    top = inside_wrappers(module)
+    # ``nn.Module.parameters`` builds the names of all parameters, which takes about
+    # half of the time of clipping. The names are not needed here.
+    found: list[Tensor | None] = []
+    for each in walk.modules(top):
+        # A class that overrides named_modules or named_parameters may return other
+        # parameters.
+        if type(each).named_modules is not _named_modules:
+            return list(module.parameters())
+        found += each._parameters.values()
+    if type(top).named_parameters is not _named_parameters:
+        return list(module.parameters())
+    return [parameter for parameter in found if parameter is not None]
+
+
+def units_and_others(
+    chosen: dict[int, Tensor],
+) -> tuple[list[FlatParamHandle], list[Tensor]]:
+    """Return the units that hold chosen parameters, and the other parameters.
+
+    In ``chosen``, sharded parameters take the places of full parameters that modules
+    show instead (after ``unshard``, inside ``unshard_params``), unless the latter have
+    gradients (``with_grads=True``).
+    """
+    # Dictionary operations only, without a Python loop per parameter, if units hold all
+    # parameters: plain modules are clipped in a few microseconds per parameter.
+    links = dict.fromkeys(map(LEAVES.get, chosen))
+    others: list[Tensor] = []
+    handles = dict.fromkeys([link() for link in links if link is not None])
+    if None in links:
+        for key, parameter in chosen.items():
+            if key not in LEAVES:
+                # LEAVES has no flat parameters, which the caller may pass, too.
+                found = find_flat(parameter)
+                if found is None:
+                    others.append(parameter)
+                else:
+                    handles[found[0]] = None
+        if LEAVES:
+            others = _without_full(others, chosen, handles)
+    return [handle for handle in handles if handle is not None], others
+
+
+def _without_full(
+    others: list[Tensor],
+    chosen: dict[int, Tensor],
+    handles: dict[FlatParamHandle | None, None],
+) -> list[Tensor]:
+    """Replace full parameters by the sharded parameters, which have the gradients."""
+    originals = originals_by_vars() if any(p.grad is None for p in others) else {}
+    left = []
+    for parameter in others:
+        found = originals.get(id(vars(parameter)))
+        if parameter.grad is not None or found is None:
+            left.append(parameter)
+            continue
+        handle, index = found
+        del chosen[id(parameter)]
+        leaf = handle.leaves[index]
+        chosen[id(leaf)] = leaf
+        handles[handle] = None
+    return left

@@ -352,10 +352,7 @@ def require_flag(name: str, value: object) -> None:
 
 
 def changed_units(module: nn.Module, name: str, *, recurse: bool) -> list[_FSDPState]:
-    """Return ``units_of``, whose settings the caller changes now.
-
-    Returns: as ``units_of``. Collective: none. Raises: as ``units_of``.
-    """
+    """Return ``units_of``, whose settings the caller changes now."""
     found = units_of(module, name, recurse=recurse)
     note_change(found)
     return found
@@ -364,7 +361,6 @@ def changed_units(module: nn.Module, name: str, *, recurse: bool) -> list[_FSDPS
 def units_of(module: nn.Module, name: str, *, recurse: bool) -> list[_FSDPState]:
     """Return the units in the tree of ``module``; without ``recurse`` its own unit.
 
-    Returns: the states of the units, outer units first.
     Raises: CompositionError, if there is no such unit; TypeError, if ``module`` is no
         module.
     """

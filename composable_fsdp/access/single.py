@@ -169,8 +169,6 @@ def _set_grad(found: ParamRef | nn.Parameter, part: Tensor | None) -> None:
 def find_parameter(module: nn.Module, fqn: str, what: str) -> ParamRef | nn.Parameter:
     """Return the parameter of this name, with its unit if a unit holds the parameter.
 
-    Returns: a ``ParamRef``, or the plain parameter if no unit holds the parameter. The
-        unit's tree is between steps then, with sharded parameters shown.
     Raises: CompositionError, with similar names; PhaseError, inside a step.
     """
     require_module(module, what)
@@ -206,10 +204,7 @@ def find_parameter(module: nn.Module, fqn: str, what: str) -> ParamRef | nn.Para
 
 
 def names_in_several(module: nn.Module, state: _FSDPState) -> dict[int, list[str]]:
-    """Return the names below ``module`` of the unit's parameters, by slot index.
-
-    Right for a unit of several modules, too.
-    """
+    """Return the names below ``module`` of the unit's parameters, by slot index."""
     # The names of the plan begin at the unit's module to which a parameter belongs, and
     # modules of a unit may have equal names below.
     prefixes = {id(each): fqn for fqn, each in module.named_modules()}

@@ -17,9 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_fsdp.access.block import block
-from composable_fsdp.access.same_values import require_same_values
 from composable_fsdp.access.settings import units_of
-from composable_fsdp.access.unsharded_unit import _unshard_state
+from composable_fsdp.access.unsharded_unit import _unshard_state, require_same_values
 from composable_fsdp.comm.consensus import failed_rank, send_failure
 from composable_fsdp.comm.meeting import Call
 from composable_fsdp.errors import DesyncError

@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_fsdp.access import methods
-from composable_fsdp.access.manual import share_streams
+from composable_fsdp.access import manual
 from composable_fsdp.access.schedule import set_reshard_after_forward
 from composable_fsdp.config import ShardingStrategy, StateDictType
 from composable_fsdp.doors.fsdp2_module import FSDPModule, change_class
@@ -165,7 +164,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """
     # A script that shards only on some machines calls this function on all.
     if isinstance(module, FSDPModule):
-        methods.register_forward_method(module, method_name)
+        manual.register_forward_method(module, method_name)
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
@@ -179,7 +178,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
                 f"share_comm_ctx expects FSDPModules, got a {type(module).__name__}. "
                 "Apply fully_shard first."
             )
-    share_streams(modules)
+    manual.share_streams(modules)
 
 
 def _default_device() -> torch.device | None:

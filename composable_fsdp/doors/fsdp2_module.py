@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from composable_fsdp.access import manual, schedule, settings
-from composable_fsdp.access.init_weights import apply_whole
 from composable_fsdp.errors import CompositionError
+from composable_fsdp.features.init_weights import apply_whole
 
 
 class FSDPModule(nn.Module):

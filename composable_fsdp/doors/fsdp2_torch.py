@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp.access.grad_scaler import ShardedGradScaler, unscale_together
 from composable_fsdp.access.grads import clip_grad_norm_ as own_clip
 from composable_fsdp.doors.fsdp2_module import FSDPModule
+from composable_fsdp.features.grad_scaler import ShardedGradScaler, unscale_together
 from composable_fsdp.flat.handle import LEAVES, FlatParamHandle, find_leaf
 from composable_fsdp.flat.param_form import groups_of
 from composable_fsdp.flat.param_ref import param_ref

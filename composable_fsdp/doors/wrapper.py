@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp.access.grads import clip_grad_norm_, no_sync
-from composable_fsdp.access.init_weights import apply_whole
 from composable_fsdp.access.settings import register_comm_hook
 from composable_fsdp.access.unshard_params import unshard_params
 from composable_fsdp.comm.groups import require_process_group
@@ -39,9 +38,10 @@ from composable_fsdp.config import (
 from composable_fsdp.doors.wrapper_attributes import Attributes, attribute_of
 from composable_fsdp.entries.fully_shard import fully_shard, unknown_text
 from composable_fsdp.errors import CompositionError
+from composable_fsdp.features.init_weights import apply_whole
 from composable_fsdp.flat.precision import make_precision
 from composable_fsdp.naming import WRAPPED_MODULE, strip_wrapper, strip_wrapper_in_text
-from composable_fsdp.optim import legacy, load, rekey, save
+from composable_fsdp.optim import keys, legacy, load, save
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.places import API
 from composable_fsdp.planning.wrapping import post_order_apply
@@ -377,7 +377,7 @@ class FullyShardedDataParallel(Attributes, nn.Module):
     flatten_sharded_optim_state_dict = staticmethod(
         legacy.flatten_sharded_optim_state_dict
     )
-    rekey_optim_state_dict = staticmethod(rekey.rekey_optim_state_dict)
+    rekey_optim_state_dict = staticmethod(keys.rekey_optim_state_dict)
 
 
 # inspect.signature prefers __new__ to __init__; __init__ has the arguments.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch.serialization import add_safe_globals
 
+from composable_fsdp.access.grads import NAME_NONFINITE
 from composable_fsdp.features import engine
 from composable_fsdp.features.arena.slots import give_slots
 from composable_fsdp.features.audit.first_step import (
@@ -22,6 +23,7 @@ from composable_fsdp.features.guard.initialized import require_initialized
 from composable_fsdp.features.guard.ranks_meet import compare_ranks, meet_to_sync
 from composable_fsdp.features.guard.under_ddp import install_ddp_hook
 from composable_fsdp.features.log_line import log_units
+from composable_fsdp.features.nonfinite import name_nonfinite
 from composable_fsdp.features.shown_units import show_units
 from composable_fsdp.flat.user_hooks import HOOK_WATCHES
 from composable_fsdp.optim.state_dict_hooks import prepare_for_dcp
@@ -52,6 +54,7 @@ moments.FIRST_FORWARD.extend(
 )
 moments.CHANGED_FLAGS.append(changed_settings)
 FIRST_STEPS.append(note_step)
+NAME_NONFINITE.append(name_nonfinite)
 HOOK_WATCHES.append(around_hook)
 call_before_optimizer(prepare_for_dcp)
 # Construction only makes a tensor, so ``torch.load(weights_only=True)`` may do so.

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from composable_fsdp.access.methods import register_forward_method
+from composable_fsdp.access.manual import register_forward_method
 from composable_fsdp.config import (
     BackwardPrefetch,
     CPUOffload,

@@ -132,8 +132,6 @@ def share_tensor(
 ) -> Tensor:
     """Return the first rank's tensor on every rank, on ``device``.
 
-    Returns: the full tensor, contiguous.
-
     Collective: one broadcast per group; all its ranks must call.
     """
     if isinstance(value, Tensor):

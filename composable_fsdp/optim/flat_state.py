@@ -92,11 +92,7 @@ def has_flats(param_groups: list[Group]) -> bool:
 
 
 def originals(param_groups: list[Group]) -> list[Group]:
-    """Return the groups with flat parameters replaced by their originals.
-
-    Groups without flat parameters are returned unchanged. ``param_names`` are dropped,
-    because they name flat parameters.
-    """
+    """Return the groups with flat parameters replaced by their originals."""
     if not has_flats(param_groups):
         return param_groups
     return [
@@ -190,8 +186,6 @@ def sharded_state(flat: FlatParamRecord, value: Any) -> Any:
 def flat_part(flat: FlatParamRecord, name: str, value: Any) -> Any:
     """Return this rank's ``(shard_numel,)`` of a flat parameter's state, or a scalar.
 
-    Returns: the local part of a sharded value; other values unchanged.
-
     Raises: CheckpointError, for another shape or a sharded value of another layout.
     """
     numel = flat.layout.shard_numel
@@ -209,8 +203,6 @@ def flat_part(flat: FlatParamRecord, name: str, value: Any) -> Any:
 
 def part_of_state(part: Part, flat: FlatParamRecord, name: str, value: Any) -> Any:
     """Return the original's part of a flat parameter's state; scalars are copied.
-
-    Returns: a view in the leaf's shape, a copy of a 0-d tensor, or ``value`` itself.
 
     Raises: CheckpointError, for state that is not element-wise, or of another layout.
     """
@@ -239,10 +231,6 @@ def flatten_state(
     present: dict[Any, dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Convert a state dict over originals, keyed by numbers, into the flat form.
-
-    The inverse of ``unflatten_state``. Padding is zero.
-
-    Returns: the state dict in flat form; ``given`` itself without flat parameters.
 
     Raises: CheckpointError, naming parameters of a region whose scalars differ, or
     parameters that lack state which others have and which does not start from zero.
@@ -336,10 +324,7 @@ def require_flattenable(parts: list[Part], each: list[dict[str, Any]]) -> None:
 
 
 def is_elementwise(part: Part, name: str, value: Any) -> bool:
-    """Return whether a state has an element per element of the original on this rank.
-
-    Returns: True for an element-wise tensor.
-    """
+    """Return whether a state has an element per element that this rank holds."""
     if is_scalar(name, value, part.leaf.shape):
         return False
     return bool(value.numel() == part.leaf.numel())

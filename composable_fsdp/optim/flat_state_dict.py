@@ -120,8 +120,6 @@ def per_original(optim: torch.optim.Optimizer, given: Any) -> Any:
 def take_flat(optim: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
     """Return this rank's part of a state dict in flat form, ready to load.
 
-    Without flat parameters, only the fingerprints are checked and removed.
-
     Raises: CheckpointError, for another layout, or for a state that counts originals.
     """
     groups = [dict(group) for group in state_dict["param_groups"]]

@@ -7,15 +7,18 @@ are never guessed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
+import torch
 from torch import nn
 
-from composable_fsdp.config import ShardingStrategy
+from composable_fsdp.config import OptimStateKeyType, ShardingStrategy
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import strip_wrapper
-from composable_fsdp.optim.names import Group, Named
+from composable_fsdp.optim.names import Group, Named, groups_of, name_parameters
+from composable_fsdp.planning.options import by_name
 
 Table = dict[Any, str]
 """Maps a key of the given state dict to the plain model's name."""
@@ -25,8 +28,6 @@ def state_by_name(
     saved: Any, model: nn.Module, groups: list[list[Named]], own: list[Group], what: str
 ) -> dict[str, Any]:
     """Return ``saved`` with the plain model's names as keys; new dicts, same values.
-
-    Returns: the state dict keyed by names.
 
     Raises: CheckpointError, listing names that are missing, left over or given twice,
     or if numbers and names are mixed.
@@ -102,10 +103,7 @@ def _of_numbers(
 def _of_names(
     keys: list[str], model: nn.Module, groups: list[list[Named]], own: list[Group]
 ) -> Table:
-    """Map given names to the model's names.
-
-    If a key is not a name in the model, try the names that the optimizer was made with.
-    """
+    """Map given names to the model's names."""
     members = [named for group_members in groups for named in group_members]
     # Start with the names in use, so that no other name of a tied parameter replaces
     # them.
@@ -204,10 +202,6 @@ def aligned_groups(
 ) -> list[Group]:
     """Return the optimizer's groups with the saved options, found by parameter names.
 
-    A group without saved parameters keeps the optimizer's own options.
-
-    Returns: the groups; ``params`` are names in the optimizer's order.
-
     Raises: CheckpointError, for a group whose parameters were in saved groups with
     different options.
     """
@@ -229,3 +223,50 @@ def aligned_groups(
             options["param_names"] = own[g]["param_names"]
         result.append({**options, "params": [named.fqn for named in members]})
     return result
+
+
+def rekey_optim_state_dict(
+    optim_state_dict: dict[str, Any],
+    optim_state_key_type: OptimStateKeyType,
+    model: nn.Module,
+    optim_input: Iterable[Any] | None = None,
+    optim: torch.optim.Optimizer | None = None,
+) -> dict[str, Any]:
+    """Return the state dict keyed by parameter names or by the optimizer's numbers.
+
+    The result has new dicts around the same values.
+
+    Args:
+        optim_state_dict: the state dict, ``{"state": ..., "param_groups": ...}``.
+        optim_state_key_type: ``PARAM_NAME`` for names of ``model``, or ``PARAM_ID`` for
+            numbers, which count the parameters in the order of ``optim.state_dict()``.
+        model: the model that gives the names; need not be sharded.
+        optim_input: parameters or groups from which the optimizer was or will be made;
+            used only without ``optim``. Default: a single group of all parameters.
+        optim: the optimizer; default: use ``optim_input``.
+
+    Returns: the state dict with the requested keys.
+
+    Raises: CheckpointError, for a key that ``model`` or ``optim`` does not know, or if
+    names and numbers are mixed; TypeError, if ``optim_state_key_type`` is no key type.
+    """
+    kind = by_name(
+        OptimStateKeyType, optim_state_key_type, argument="optim_state_key_type"
+    )
+    what = "rekey_optim_state_dict"
+    own = groups_of(model, optim, optim_input, what)
+    groups = name_parameters(model, own)
+    found = state_by_name(optim_state_dict, model, groups, own, what)
+    if kind is OptimStateKeyType.PARAM_NAME:
+        return found
+    # ``optim.state_dict()`` numbers the parameters through all groups.
+    table = {named.fqn: n for n, named in enumerate(chain.from_iterable(groups))}
+    return {
+        **found,
+        "state": {table[k]: v for k, v in found["state"].items()},
+        "param_groups": [
+            # Sort the numbers, because an optimizer assigns numbers by position.
+            {**group, "params": sorted(table[key] for key in group["params"])}
+            for group in found["param_groups"]
+        ],
+    }

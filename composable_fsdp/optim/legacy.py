@@ -1,13 +1,14 @@
 """FSDP1's older functions for optimizer state: a function per state type and step.
 
 The name of each function decides the state dict type; ``set_state_dict_type`` has no
-effect on these functions.
+effect on these functions. ``model`` is the sharded model, or a module that contains it.
+``optim_input`` has the parameters or groups of an optimizer that does not exist yet; it
+is used only where ``optim`` is None. Default: a single group of all parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +17,16 @@ from torch import nn
 
 from composable_fsdp.comm.consensus import raise_on_all_ranks
 from composable_fsdp.optim.load import state_to_load
-from composable_fsdp.optim.names import Group, groups_of, require_pair
+from composable_fsdp.optim.names import (
+    Group,
+    groups_of,
+    meet_for_state,
+    require_pair,
+    shard_groups,
+    units_known,
+)
 from composable_fsdp.optim.own_state_dict import local_state_dict
 from composable_fsdp.optim.save import full_state, sharded_state
-from composable_fsdp.optim.units import meet_for_state, shard_groups, units_known
 
 
 def full_optim_state_dict(
@@ -29,16 +36,9 @@ def full_optim_state_dict(
     rank0_only: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Return full state on the CPU; ``{}`` on other ranks with ``rank0_only``.
+    """Return full state on the CPU, by names; ``{}`` elsewhere with ``rank0_only``.
 
-    Args:
-        model: the sharded model, or a module that contains the sharded model.
-        optim: the optimizer.
-        optim_input: ignored; accepted because FSDP1 has this argument.
-        rank0_only: return the state on the first rank only; default: True.
-        group: ignored; accepted because FSDP1 has this argument.
-
-    Returns: the state keyed by names, or ``{}``.
+    ``optim_input`` and ``group`` are ignored.
 
     Collective: as ``optim_state_dict`` for the full type; all ranks must call.
     Raises: as ``optim_state_dict``.
@@ -53,25 +53,12 @@ def shard_full_optim_state_dict(
     optim_input: Iterable[Any] | None = None,
     optim: torch.optim.Optimizer | None = None,
 ) -> dict[str, Any]:
-    """Return this rank's part of a state that every rank holds in full.
-
-    Args:
-        full_optim_state_dict: the full state; equal on all ranks.
-        model: the sharded model, or a module that contains the sharded model.
-        optim_input: parameters or groups of an optimizer that does not exist yet; used
-            only without ``optim``. Default: a single group of all parameters.
-        optim: the optimizer; default: use ``optim_input``.
-
-    Returns: a state dict for ``optim.load_state_dict``.
+    """Return a state dict to load, of a state that every rank holds in full.
 
     Raises: as ``optim_state_dict_to_load``.
     """
-    # The name goes into the error of a rank that calls alone.
     what = "shard_full_optim_state_dict"
-    groups = partial(_groups, model, optim, optim_input, what)
-    units = units_known(model, optim)
-    (result,) = state_to_load(units, model, groups, full_optim_state_dict, what=what)
-    return result
+    return _to_load(full_optim_state_dict, model, optim, optim_input, what)
 
 
 def scatter_full_optim_state_dict(
@@ -81,37 +68,18 @@ def scatter_full_optim_state_dict(
     optim: torch.optim.Optimizer | None = None,
     group: Any | None = None,
 ) -> dict[str, Any]:
-    """Return this rank's part of a state that only the first rank holds.
+    """Return a state dict to load, of a full state that only the first rank holds.
 
-    Args:
-        full_optim_state_dict: the full state on the first rank; ignored on other ranks,
-            which may pass None.
-        model: the sharded model, or a module that contains the sharded model.
-        optim_input: parameters or groups of an optimizer that does not exist yet; used
-            only without ``optim``. Default: a single group of all parameters.
-        optim: the optimizer; default: use ``optim_input``.
-        group: the ranks that take part; default: the ranks of the model.
-
-    Returns: a state dict for ``optim.load_state_dict``.
+    Other ranks may pass None. ``group``: the ranks that take part; default: the ranks
+    of the model.
 
     Collective: one broadcast of the structure, one all-gather of error texts, and one
-    broadcast per tensor, over ``group``; all its ranks must call.
+        broadcast per tensor, over ``group``; all its ranks must call.
     Raises: as ``optim_state_dict_to_load``, on all ranks alike.
     """
     what = "scatter_full_optim_state_dict"
-    # ``state_to_load`` calls ``groups`` inside the block that raises on all ranks.
-    groups = partial(_groups, model, optim, optim_input, what)
-    units = units_known(model, optim)
-    (result,) = state_to_load(
-        units,
-        model,
-        groups,
-        full_optim_state_dict,
-        from_first=True,
-        group=group,
-        what=what,
-    )
-    return result
+    how: dict[str, Any] = {"from_first": True, "group": group}
+    return _to_load(full_optim_state_dict, model, optim, optim_input, what, **how)
 
 
 def sharded_optim_state_dict(
@@ -119,20 +87,29 @@ def sharded_optim_state_dict(
     optim: torch.optim.Optimizer,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Return the state as copies in sharded values.
-
-    Args:
-        model: the sharded model, or a module that contains the sharded model.
-        optim: the optimizer.
-        group: ignored; accepted because FSDP1 has this argument.
-
-    Returns: the state keyed by names, on the optimizer's devices.
+    """Return the state as copies in sharded values, by names; ``group`` is ignored.
 
     Collective: as ``optim_state_dict`` for the sharded type; all ranks must call.
     Raises: as ``optim_state_dict``.
     """
     given = _own_state(model, optim, "sharded_optim_state_dict")
     return sharded_state(model, [optim], [given], to_cpu=False)
+
+
+def flatten_sharded_optim_state_dict(
+    sharded_optim_state_dict: dict[str, Any],
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+) -> dict[str, Any]:
+    """Return a state dict to load, of a state in sharded values.
+
+    Collective: none, if the sharded values belong to the same plan; else as
+        ``optim_state_dict_to_load``.
+    Raises: as ``optim_state_dict_to_load``.
+    """
+    what = "flatten_sharded_optim_state_dict"
+    require_pair(model, optim, what)
+    return _to_load(sharded_optim_state_dict, model, optim, None, what)
 
 
 def _own_state(
@@ -154,33 +131,15 @@ def _own_state(
         return local_state_dict(optim)
 
 
-def flatten_sharded_optim_state_dict(
-    sharded_optim_state_dict: dict[str, Any],
-    model: nn.Module,
-    optim: torch.optim.Optimizer,
+def _to_load(
+    saved: Any, model: nn.Module, optim: Any, optim_input: Any, what: str, **how: Any
 ) -> dict[str, Any]:
-    """Return a state dict for ``optim.load_state_dict``, made from sharded values.
+    """Return this rank's part of a state, for a single optimizer."""
 
-    Args:
-        sharded_optim_state_dict: the state keyed by names, with sharded values.
-        model: the sharded model, or a module that contains the sharded model.
-        optim: the optimizer.
+    # Called inside the block that raises on all ranks.
+    def groups() -> list[list[Group]]:
+        return [groups_of(model, optim, optim_input, what)]
 
-    Returns: a state dict for ``optim.load_state_dict``.
-
-    Collective: none, if the sharded values belong to the same plan; else as
-    ``optim_state_dict_to_load``.
-    Raises: as ``optim_state_dict_to_load``.
-    """
-    what = "flatten_sharded_optim_state_dict"
-    require_pair(model, optim, what)
     units = units_known(model, optim)
-    (result,) = state_to_load(
-        units, model, lambda: [optim.param_groups], sharded_optim_state_dict, what=what
-    )
+    (result,) = state_to_load(units, model, groups, saved, what=what, **how)
     return result
-
-
-def _groups(*args: Any) -> list[list[Group]]:
-    """Return the groups of a single optimizer as a list; see ``groups_of``."""
-    return [groups_of(*args)]

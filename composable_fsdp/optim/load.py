@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from itertools import chain, islice
 from operator import attrgetter
 from typing import Any, TypeVar, overload
@@ -33,14 +32,15 @@ from composable_fsdp.optim.broadcast_state import (
 from composable_fsdp.optim.experts import refuse_experts, without_other_experts
 from composable_fsdp.optim.flat_state import flatten_state, originals
 from composable_fsdp.optim.keys import aligned_groups, state_by_name
-from composable_fsdp.optim.local_state import local_part, require_plans
 from composable_fsdp.optim.names import (
     Group,
     Named,
     Optimizers,
     given_names,
+    meet_for_state,
     name_parameters,
     require_pairs,
+    units_known,
 )
 from composable_fsdp.optim.sharded import (
     is_of_chunks,
@@ -51,7 +51,6 @@ from composable_fsdp.optim.sharded import (
 )
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.optim.step_checks import needs_whole_params, require_elementwise
-from composable_fsdp.optim.units import meet_for_state, units_known
 from composable_fsdp.runtime.recover import require_between_steps
 from composable_fsdp.state_dict.other_experts import expert_units
 from composable_fsdp.state_dict.settings import get_state_dict_type
@@ -181,26 +180,25 @@ def state_to_load(
 ) -> list[dict[str, Any]]:
     """Cut this rank's parts out of ``saved``; see ``optim_state_dict_to_load``.
 
-    Returns: a state dict per optimizer.
-
     Collective: none; with ``from_first`` as ``optim_state_dict_to_load``.
     Raises: as ``optim_state_dict_to_load``.
     """
     handles = [unit.handle for unit in units]
-    if not local and not from_first and expert_units(handles):
+    # No rank sends, so only a meeting tells that a rank loads alone.
+    meets = not local and not from_first
+    if meets and expert_units(handles):
         meet_for_state(units, what, replicas=True)
         saved = without_other_experts(saved, model, handles)
     # The structure is sent first, so that all ranks run the same checks before the
     # first tensor is sent. A rank that raised alone would leave the others in a
     # broadcast.
+    ranks = ranks_of_broadcast(units, group) if from_first else ()
+    senders = broadcast_groups(units, group) if from_first else ()
     # The first rank's state is sent, so only the call itself is compared.
     if from_first:
-        meet(ranks_of_broadcast(units, group), Call(what, details=("rank0_only=True",)))
-    senders = broadcast_groups(units, group) if from_first else ()
+        meet(ranks, Call(what, details=("rank0_only=True",)))
     shared = share_structure(saved, senders)
-    with require_success_on_all_ranks(
-        ranks_of_broadcast(units, group) if from_first else ()
-    ):
+    with require_success_on_all_ranks(ranks):
         saved = unpacked(shared)
         groups_of = param_groups()
         # The first rank sends over the data ranks alone.
@@ -212,20 +210,15 @@ def state_to_load(
             require_between_steps(state, "optim_state_dict_to_load")
         own = [each for mine in groups_of for each in originals(mine)]
         groups = name_parameters(model, own, given)
-        sizes = [len(mine) for mine in groups_of]
+        sizes = list(map(len, groups_of))
         saved = state_by_name(saved, model, groups, own, "optim_state_dict_to_load")
-        if local:
-            require_plans(model, saved)
-        else:
-            for mine, each in zip(_split(groups, sizes), elementwise, strict=True):
-                _require_shapes(chain(*mine), saved, elementwise=each)
-            # Refuse here, before the loop below gathers or broadcasts the first tensor.
-            require_own_parts(list(chain(*groups)), saved, from_first=bool(senders))
-    if not local and not from_first:
-        # No rank sends, so only this meeting tells that a rank loads alone.
+        for mine, each in zip(_split(groups, sizes), elementwise, strict=True):
+            _require_shapes(chain(*mine), saved, elementwise=each)
+        # Refuse here, before the loop below gathers or broadcasts the first tensor.
+        require_own_parts(list(chain(*groups)), saved, from_first=bool(senders))
+    if meets:
         meet_for_state(units, what, replicas=True)
-    part = local_part if local else partial(_part, senders=senders)
-    state_of = _own_state(chain(*groups), saved["state"], part)
+    state_of = _own_state(chain(*groups), saved["state"], senders)
     # ``groups`` are the groups of all optimizers; return them to their optimizers.
     options = _split(aligned_groups(groups, saved, own), sizes)
     chosen = [_chosen(state_of, each, named=named) for each in options]
@@ -236,11 +229,11 @@ def state_to_load(
 def _own_state(
     members: Iterable[Named],
     saved: Mapping[str, Mapping[str, Any]],
-    part: Callable[[Named, str, Any], Any],
+    senders: tuple[dist.ProcessGroup, ...],
 ) -> dict[str, dict[str, Any]]:
     """Return the state of this rank by the name of the parameter.
 
-    Collective: those of ``part``, in the same order on all ranks.
+    Collective: those of ``_part``, in the same order on all ranks.
     """
     found = {}
     # Sort by name: each tensor of the first rank is one broadcast, and the order of the
@@ -249,7 +242,9 @@ def _own_state(
         values = saved.get(member.fqn)
         if values is None:
             continue
-        parts = {name: part(member, name, values[name]) for name in sorted(values)}
+        parts = {
+            name: _part(member, name, values[name], senders) for name in sorted(values)
+        }
         # Keep the saved order of the state names, as a plain optimizer does. Skip
         # parameters without elements on this rank: no step would update their state
         # here, so the state would become stale.
@@ -282,11 +277,7 @@ def _chosen(
 def _require_shapes(
     members: Iterable[Named], saved: dict[str, Any], *, elementwise: bool
 ) -> None:
-    """Refuse tensors that are neither scalars nor of the parameter's full shape.
-
-    All ranks check the same shapes, so all ranks raise alike. If ``elementwise`` is
-    False, parameters that this rank holds whole may have state of any shape.
-    """
+    """Refuse tensors that are neither scalars nor of the parameter's full shape."""
     for named in members:
         if not elementwise and not named.is_cut:
             continue

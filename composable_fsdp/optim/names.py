@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from composable_fsdp.comm.meeting import Call
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.dtensor_params import refuse_forms
 from composable_fsdp.flat.flat_parameter import find_flat
@@ -19,6 +21,9 @@ from composable_fsdp.naming import join_name, strip_wrapper
 from composable_fsdp.optim.flat_state import originals
 from composable_fsdp.optim.scalars import is_scalar
 from composable_fsdp.planning import walk
+from composable_fsdp.tree.meeting import meet_over
+from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
+from composable_fsdp.tree.traversal import _get_fsdp_states
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +100,6 @@ def require_pair(model: object, optim: object, what: str) -> None:
 def require_pairs(model: object, optim: object, what: str) -> list[Any]:
     """Call ``require_pair`` for each optimizer and return the optimizers as a list.
 
-    Returns: the list of optimizers.
-
     Raises: TypeError; CheckpointError, as ``optimizers_of``.
     """
     found = optimizers_of(optim)
@@ -147,8 +150,6 @@ def groups_of(
     what: str,
 ) -> list[Group]:
     """Return the parameter groups of ``optim``, or the groups in ``optim_input``.
-
-    Returns: the groups; new dicts if they come from ``optim_input``.
 
     Raises: TypeError, if ``optim`` is not None and has no ``param_groups``.
     """
@@ -223,10 +224,7 @@ def name_parameters(
 
 
 def _names_behind(names: Mapping[int, str], groups: Iterable[Group]) -> dict[int, str]:
-    """Return names, by ``id``, of sharded parameters that modules do not show now.
-
-    The modules of an unsharded unit hold the full parameters instead.
-    """
+    """Return names, by ``id``, of sharded parameters that modules do not show now."""
     found = (find_leaf(each) for group in groups for each in group["params"])
     handles = {id(place[0]): place[0] for place in found if place is not None}
     behind: dict[int, str] = {}
@@ -292,3 +290,46 @@ def is_absent(parameter: object) -> bool:
         return False
     # A flat parameter is stepped even if this rank's shard is only padding.
     return found.slot.numel > 0 and found.region.flat is None
+
+
+def units_known(model: object, optim: object) -> list[_FSDPState]:
+    """Return the units in ``model``; if that is no module, the units of ``optim``."""
+    if isinstance(model, nn.Module):
+        return _get_fsdp_states(model)
+    # ``model`` is wrong on this rank, and may be right on the other ranks. Find the
+    # units through the optimizer, so that the other ranks receive the error.
+    optims = optim if isinstance(optim, (list, tuple)) else [optim]
+    groups = [g for each in optims for g in getattr(each, "param_groups", ())]
+    parameters = [p for group in groups for p in group["params"]]
+    places = (find_leaf(p) or find_flat(p) for p in parameters)
+    handles = dict.fromkeys(place[0] for place in places if place is not None)
+    states = [_get_module_fsdp_state(handle.infos[0].module) for handle in handles]
+    units = [state for state in states if state is not None]
+    # With several groups, the order of collectives follows the model, which is not
+    # known.
+    return units if len(shard_groups(units)) == 1 else []
+
+
+def meet_for_state(
+    units: Sequence[_FSDPState],
+    what: str,
+    *details: str,
+    first_only: bool = False,
+    replicas: bool = False,
+) -> None:
+    """Wait until every rank of the units calls ``what``, a function of optimizer state.
+
+    Collective: none, as ``meet``.
+    Raises: DesyncError, as ``meet``.
+    """
+    # With and without ``rank0_only`` other collectives are sent.
+    if first_only:
+        details += ("rank0_only=True",)
+    # Without the name of a unit: ``units_known`` may find the units in another order.
+    meet_over(units, Call(what, details=details), replicas=replicas)
+
+
+def shard_groups(units: Sequence[_FSDPState]) -> list[dist.ProcessGroup]:
+    """Return the shard groups of the units, each once, in the order of the units."""
+    groups = [unit.handle.groups.shard for unit in units]
+    return list(dict.fromkeys(group for group in groups if group is not None))

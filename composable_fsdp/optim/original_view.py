@@ -6,7 +6,8 @@ name, and the native checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ from composable_fsdp.optim.flat_state import (
     require_flattenable,
     same_scalar,
 )
-from composable_fsdp.optim.given_state import keep_given
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 
 Values = dict[str, Any]
@@ -56,11 +56,7 @@ class OverOriginals:
         """The state of the last ``load_state_dict``, of flat parameters."""
 
     def new_state(self, leaf: nn.Parameter, name: str, dtype: torch.dtype) -> Tensor:
-        """Return memory for a new state of ``leaf``, in the shape of ``leaf``.
-
-        Returns: for an original of a flat parameter, a view of zeros; else an empty
-        tensor.
-        """
+        """Return memory for a new state of ``leaf``, in the shape of ``leaf``."""
         place = self.state.places.get(id(leaf))
         if place is None:
             return torch.empty(leaf.shape, dtype=dtype, device=leaf.device)
@@ -86,10 +82,7 @@ class OverOriginals:
         self._given = {p: flat["state"].get(i, {}) for i, p in enumerate(parameters)}
 
     def keep_given(self, leaf: Tensor) -> None:
-        """Restore what torch has changed of the state given for ``leaf``.
-
-        Of a flat parameter, the state of all its originals.
-        """
+        """Restore what torch has changed of the state given for ``leaf``."""
         place = self.state.places.get(id(leaf))
         parameter: Any = leaf if place is None else place[0].parameter
         keep_given(self._given.get(parameter, {}), self.optim.state[parameter])
@@ -168,3 +161,31 @@ class _PartState(Values):
         # state.
         for name, value in Values(*args, **kwargs).items():
             self[name] = value
+
+
+_STEP = "step"
+"""The state whose dtype and device an optimizer chooses by its options."""
+
+
+def keep_given(given: Mapping[str, Any], present: dict[str, Any]) -> None:
+    """Restore in ``present``, a loaded state, what torch has changed."""
+    for name in given.keys() & present.keys() - {_STEP}:
+        present[name] = _kept(given[name], present[name])
+
+
+def _kept(given: Any, cast: Any) -> Any:
+    """Return ``cast`` with the dtypes and containers of ``given``, on its devices."""
+    if isinstance(given, Tensor) and isinstance(cast, Tensor):
+        # From the given tensor: the cast one has lost its digits.
+        return cast if cast.dtype == given.dtype else given.to(cast.device)
+    if type(given) is dict and isinstance(cast, dict):
+        others = given.keys() & cast.keys() - {_STEP}
+        return {**cast, **{key: _kept(given[key], cast[key]) for key in others}}
+    if type(given) in (list, tuple, deque) and isinstance(cast, type(given)):
+        items = [_kept(a, b) for a, b in zip(given, cast, strict=True)]
+        # torch makes a deque from its items alone.
+        return (
+            deque(items, given.maxlen) if type(given) is deque else type(given)(items)
+        )
+    # A text is iterable, too: torch makes it into the name of a generator.
+    return given if isinstance(given, str) else cast

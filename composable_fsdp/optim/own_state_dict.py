@@ -29,10 +29,7 @@ wants_parts: ContextVar[bool] = ContextVar("wants_parts", default=False)
 
 
 def local_state_dict(optim: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return ``optim.state_dict()`` per original, with plain tensors of this rank.
-
-    The state of parameters without elements on this rank is left out.
-    """
+    """Return ``optim.state_dict()`` per original, with plain tensors of this rank."""
     # ``wants_parts`` is a context variable, so that only the call in this thread gets
     # plain tensors.
     token = wants_parts.set(True)
@@ -52,11 +49,7 @@ def local_state_dict(optim: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def is_empty(values: Any) -> bool:
-    """Return whether a state has no tensor with elements, apart from scalars.
-
-    State that was created before sharding has elements, and so has state that is not
-    element-wise, for example a mean.
-    """
+    """Return whether a state has no tensor with elements, apart from scalars."""
     return isinstance(values, dict) and not any(
         isinstance(value, Tensor) and value.ndim and value.numel()
         for value in values.values()
@@ -136,9 +129,6 @@ def joined_state(
     what: str,
 ) -> tuple[list[list[Named]], dict[str, Any], list[Group]]:
     """Merge the states of all optimizers, keyed by name.
-
-    Returns: the groups as named parameters; the merged state dict keyed by names; the
-    groups as the optimizers have them, over originals.
 
     Raises: CheckpointError, as ``state_by_name``.
     """

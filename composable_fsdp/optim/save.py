@@ -21,21 +21,29 @@ from composable_fsdp.config import (
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.experts import require_all_data
 from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.param_ref import ParamRef
 from composable_fsdp.optim.experts import (
     refuse_experts,
     with_all_experts,
     with_expert_names,
 )
 from composable_fsdp.optim.keys import aligned_groups
-from composable_fsdp.optim.local_state import local_state
-from composable_fsdp.optim.names import Group, Named, Optimizers, require_pairs
+from composable_fsdp.optim.names import (
+    Group,
+    Named,
+    Optimizers,
+    meet_for_state,
+    require_pairs,
+    shard_groups,
+    units_known,
+)
 from composable_fsdp.optim.own_state_dict import joined_state, local_state_dict
 from composable_fsdp.optim.sharded import as_sharded
 from composable_fsdp.optim.state_exchange import require_same_state
 from composable_fsdp.optim.step_checks import require_elementwise
-from composable_fsdp.optim.units import meet_for_state, shard_groups, units_known
 from composable_fsdp.runtime.recover import require_between_steps
 from composable_fsdp.state_dict.settings import get_state_dict_type
+from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.tree.root import outermost
 from composable_fsdp.tree.traversal import _get_fsdp_states
 
@@ -54,7 +62,7 @@ def optim_state_dict(
     * full (default): tensors of the plain model's shapes, on the CPU of every rank;
       with ``rank0_only`` every rank except the first returns ``{}``;
     * sharded: a ``ShardedValue`` in the place of every tensor of a sharded parameter;
-    * local: this rank's shards, and the plans of the units.
+    * local: as sharded, without any exchange, so that a rank may ask alone.
 
     Args:
         model: the sharded model, or a module that contains the sharded model.
@@ -107,13 +115,10 @@ def optim_state_dict(
                 top = outermost(unit).handle
                 require_all_data(unit.handle, top, "optim_state_dict")
         given = _given(optims, optim_state_dict)
-    if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
-        return sharded_state(model, optims, given, to_cpu=config.offload_to_cpu)
-    if is_local:
-        return local_state(model, optims, given, to_cpu=config.offload_to_cpu)
-    return full_state(
-        model, optims, given, first_only=first_only, to_cpu=config.offload_to_cpu
-    )
+    to_cpu = config.offload_to_cpu
+    if settings.state_dict_type is StateDictType.FULL_STATE_DICT:
+        return full_state(model, optims, given, first_only=first_only, to_cpu=to_cpu)
+    return sharded_state(model, optims, given, to_cpu=to_cpu, alone=is_local)
 
 
 def _given(optims: list[torch.optim.Optimizer], given: Any) -> list[dict[str, Any]]:
@@ -142,13 +147,11 @@ def full_state(
 ) -> dict[str, Any]:
     """Return full state, whatever state dict type is set; see ``optim_state_dict``.
 
-    Returns: ``{"state": ..., "param_groups": ...}`` with new tensors, or ``{}``.
-
     Collective: as ``optim_state_dict`` for the full type; all ranks must call.
     Raises: as ``optim_state_dict``.
     """
     units = _get_fsdp_states(model)
-    members, options, states, by_handle = _agreed(model, optims, given)
+    members, options, states = _agreed(model, optims, given)
     # A rank that returns {} still takes part in all collectives.
     wanted = not (first_only and units and not units[0].handle.groups.is_first)
     result: dict[str, dict[str, Any]] = {}
@@ -160,8 +163,15 @@ def full_state(
                 k: v if named.is_cut and not named.is_scalar(k, v) else _copy(v, to_cpu)
                 for k, v in values.items()
             }
-    for indices in by_handle.values():
-        _gather(members, states, indices, result, first_only, to_cpu)
+    by_handle: dict[int, list[tuple[Named, dict[str, Any]]]] = {}
+    # Sort by name: the order of the collectives follows this order, and the order of
+    # the parameters in the optimizer may differ between ranks.
+    pairs = zip(members, states, strict=True)
+    for named, values in sorted(pairs, key=lambda pair: pair[0].fqn):
+        if named.is_cut:
+            by_handle.setdefault(id(named.handle), []).append((named, values))
+    for found in by_handle.values():
+        _gather(found, result, first_only=first_only, to_cpu=to_cpu)
     saved = {"state": result, "param_groups": options} if wanted else {}
     handles = [unit.handle for unit in units]
     return with_all_experts(saved, members, handles, to_cpu=to_cpu)
@@ -173,15 +183,14 @@ def sharded_state(
     given: Sequence[dict[str, Any]],
     *,
     to_cpu: bool,
+    alone: bool = False,
 ) -> dict[str, Any]:
-    """Return the state as sharded values, whatever state dict type is set.
+    """Return the state as copies in sharded values, whatever state dict type is set.
 
-    Returns: ``{"state": ..., "param_groups": ...}``; all tensors are copies.
-
-    Collective: one exchange of state names per shard group; no tensor is sent.
+    Collective: one exchange of state names per shard group; none if ``alone``.
     Raises: as ``optim_state_dict``.
     """
-    members, options, states, _ = _agreed(model, optims, given)
+    members, options, states = _agreed(model, optims, given, alone=alone)
     result = {
         named.fqn: {
             # Copy the value, so that the next step does not change the returned state.
@@ -191,8 +200,15 @@ def sharded_state(
         for named, values in zip(members, states, strict=True)
         if values
     }
-    handles = [unit.handle for unit in _get_fsdp_states(model)]
     saved = {"state": result, "param_groups": options}
+    if alone:
+        for value in (v for values in result.values() for v in values.values()):
+            if isinstance(value, ShardedValue):
+                # Ranks without elements of a parameter lack its entry: ``full_tensor``
+                # raises instead of waiting for those ranks.
+                value.home = None
+        return saved
+    handles = [unit.handle for unit in _get_fsdp_states(model)]
     return with_expert_names(saved, members, handles)
 
 
@@ -200,17 +216,15 @@ def _agreed(
     model: nn.Module,
     optims: Sequence[torch.optim.Optimizer],
     given: Sequence[dict[str, Any]],
-) -> tuple[list[Named], list[Group], list[dict[str, Any]], dict[int, list[int]]]:
-    """Return named parameters, their groups, their states, and the indices per unit.
+    *,
+    alone: bool = False,
+) -> tuple[list[Named], list[Group], list[dict[str, Any]]]:
+    """Return named parameters, their groups, and their states.
 
-    The last value maps ``id(handle)`` of each unit that shards parameters to the
-    indices of those parameters, sorted by name. An error on any rank is raised on all
-    ranks.
-
-    Collective: one exchange of state names per shard group (``require_same_state``).
+    Collective: one exchange of state names per shard group; none if ``alone``.
     """
     units = _get_fsdp_states(model)
-    with raise_on_all_ranks(shard_groups(units)):
+    with raise_on_all_ranks([] if alone else shard_groups(units)):
         for state in units:
             require_between_steps(state, "optim_state_dict")
         groups, joined, own = joined_state(model, optims, given, "optim_state_dict")
@@ -220,17 +234,12 @@ def _agreed(
     place = {id(parameter): n for n, parameter in enumerate(model.parameters())}
     members.sort(key=lambda named: place.get(id(named.parameter), len(place)))
     states: list[dict[str, Any]] = [joined["state"].get(m.fqn, {}) for m in members]
-    by_handle: dict[int, list[int]] = {}
-    # Sort by name: the order of the collectives follows this order, and the order of
-    # the parameters in the optimizer may differ between ranks.
-    for i in sorted(range(len(members)), key=lambda i: members[i].fqn):
-        if members[i].is_cut:
-            by_handle.setdefault(id(members[i].handle), []).append(i)
     # This call also fills in the state of parameters without elements on this rank, so
     # that every rank gathers the same state names.
-    require_same_state(members, states, units)
+    if not alone:
+        require_same_state(members, states, units)
     options = aligned_groups(groups, joined, own)
-    return members, options, states, by_handle
+    return members, options, states
 
 
 def _copy(value: Any, to_cpu: bool) -> Any:
@@ -243,10 +252,9 @@ def _copy(value: Any, to_cpu: bool) -> Any:
 
 
 def _gather(
-    members: list[Named],
-    states: list[dict[str, Any]],
-    indices: list[int],
+    members: list[tuple[Named, dict[str, Any]]],
     result: dict[str, dict[str, Any]],
+    *,
     first_only: bool,
     to_cpu: bool,
 ) -> None:
@@ -255,71 +263,47 @@ def _gather(
     Collective: per state name one all-gather over the shard group; with ``first_only``
     one gather per region, and only in the first replica.
     """
-    handle = members[indices[0]].handle
+    handle = members[0][0].handle
     assert handle is not None
-    # Sort the names, because every rank must gather the names in the same order.
-    names = sorted(
-        {
-            name
-            for i in indices
-            for name, value in states[i].items()
-            if not members[i].is_scalar(name, value)
-        }
-    )
     # The first rank is in the first replica; the other replicas need not gather.
     if first_only and not handle.groups.in_first_replica:
         return
-    for name in names:
-        # An optimizer keeps a tensor per parameter. Copy these into a flat buffer per
-        # region, so that a single collective gathers all of them.
-        shards = [
-            _empty_shard(handle, r, members, states, indices, name)
-            for r in range(len(handle.layout.regions))
-        ]
-        for i in indices:
-            value: Any = states[i].get(name)
-            ref = members[i].ref
-            if ref is None or members[i].is_scalar(name, value):
-                continue
-            shard = shards[handle.layout.regions.index(ref.region)]
-            shard[ref.offset :][: value.numel()].copy_(value.reshape(-1))
-        fulls = gather_flat_values(handle, shards, first_only=first_only)
+    by_name: dict[str, list[tuple[str, ParamRef, Tensor]]] = {}
+    for named, values in members:
+        for name, value in values.items():
+            if named.ref is not None and not named.is_scalar(name, value):
+                by_name.setdefault(name, []).append((named.fqn, named.ref, value))
+    # Sorted, because every rank must gather the names in the same order.
+    for name in sorted(by_name):
+        found = by_name[name]
+        fulls = gather_flat_values(
+            handle, _shards_of(handle, found), first_only=first_only
+        )
         # With ``first_only`` the other ranks have sent their shards and need no result.
-        if not fulls or not result:
-            continue
-        for i in indices:
-            ref = members[i].ref
-            if name not in states[i] or ref is None:
-                continue
+        for fqn, ref, _ in found if fulls and result else ():
             slot, full = ref.slot, fulls[handle.layout.regions.index(ref.region)]
             part = full[slot.offset : slot.offset + slot.numel].view(slot.shape)
             # All ranks of tensor parallelism that have the first place here join parts.
             part = part if ref.form is None else ref.form.whole(part)
             # Copy the part: a view would keep the whole buffer alive.
-            result[members[i].fqn][name] = _copy(part, to_cpu)
+            result[fqn][name] = _copy(part, to_cpu)
 
 
-def _empty_shard(
-    handle: FlatParamHandle,
-    index: int,
-    members: list[Named],
-    states: list[dict[str, Any]],
-    indices: list[int],
-    name: str,
-) -> Tensor:
-    """Return zeros ``(shard_numel,)`` in the dtype of the state ``name`` of a region.
-
-    If no parameter of the region has this state, the buffer has no elements.
-    """
-    region = handle.layout.regions[index]
-    for i in indices:
-        value: Any = states[i].get(name)
-        ref = members[i].ref
-        if ref and ref.region is region and not members[i].is_scalar(name, value):
-            # The dtype of the state may differ from the dtype of the parameters.
-            buffer = memory.new_buffer(
-                region.layout.shard_numel, value.dtype, handle.layout.device
-            )
-            return buffer.zero_()
-    # ``gather_flat_values`` skips buffers without elements.
-    return memory.new_buffer(0, region.layout.dtype, handle.layout.device)
+def _shards_of(
+    handle: FlatParamHandle, found: list[tuple[str, ParamRef, Tensor]]
+) -> list[Tensor]:
+    """Return per region ``(shard_numel,)`` with the values; empty without any."""
+    shards = []
+    # An optimizer keeps a tensor per parameter. A flat buffer per region lets a single
+    # collective gather all of them.
+    for region in handle.layout.regions:
+        here = [(ref, value) for _, ref, value in found if ref.region is region]
+        # The dtype of the state may differ from the dtype of the parameters.
+        dtype = here[0][1].dtype if here else region.layout.dtype
+        # ``gather_flat_values`` skips buffers without elements.
+        numel = region.layout.shard_numel if here else 0
+        shard = memory.new_buffer(numel, dtype, handle.layout.device).zero_()
+        for ref, value in here:
+            shard[ref.offset :][: value.numel()].copy_(value.reshape(-1))
+        shards.append(shard)
+    return shards

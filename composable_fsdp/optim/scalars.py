@@ -13,11 +13,7 @@ distinguish such state from element-wise state."""
 
 
 def is_scalar(name: str, value: Any, shape: Sequence[int]) -> bool:
-    """Return whether a state is a single value per parameter, equal on all ranks.
-
-    Returns: True also for a 0-d tensor, unless the tensor may be the element of a 0-d
-    parameter.
-    """
+    """Return whether a state is a single value per parameter, equal on all ranks."""
     return not isinstance(value, Tensor) or is_scalar_shape(name, value.shape, shape)
 
 

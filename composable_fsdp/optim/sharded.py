@@ -74,11 +74,7 @@ _FROM_FIRST = (
 
 
 def _is_gathered(named: Named, value: ShardedValue) -> bool:
-    """Return whether ranks can gather a sharded value of another plan.
-
-    Yes, if the process group of the value is known, or if a single rank holds the
-    value.
-    """
+    """Return whether ranks can gather a sharded value of another plan."""
     known = value.home is not None and value.home.group is not None
     return tuple(value.shape) == named.shape and (
         known or (value.world_size == 1 and value.within is None)
@@ -99,10 +95,7 @@ def own_part(named: Named, value: ShardedValue) -> Tensor:
 
 
 def is_of_chunks(value: object) -> bool:
-    """Return whether ``value`` is a ``ShardedTensor`` of torch.
-
-    ``load_sharded_optimizer_state_dict`` of torch.distributed.checkpoint returns them.
-    """
+    """Return whether ``value`` is a ``ShardedTensor`` of torch."""
     return type(value).__name__ == "ShardedTensor" and hasattr(value, "local_shards")
 
 

@@ -14,13 +14,17 @@ from composable_fsdp.errors import CheckpointError, CompositionError
 from composable_fsdp.flat.param_ref import ParamRef
 from composable_fsdp.naming import quoted
 from composable_fsdp.optim.flat_state import originals
-from composable_fsdp.optim.names import Named, require_pair
+from composable_fsdp.optim.names import (
+    Named,
+    meet_for_state,
+    require_pair,
+    shard_groups,
+)
 from composable_fsdp.optim.original_view import over_originals
 from composable_fsdp.optim.scalars import is_scalar
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.optim.state_exchange import require_same_state
 from composable_fsdp.optim.step_checks import require_elementwise
-from composable_fsdp.optim.units import meet_for_state, shard_groups
 
 
 def get_full_optim_state(
@@ -45,9 +49,9 @@ def get_full_optim_state(
 
     >>> get_full_optim_state(model, optim, "head.weight")["exp_avg"]
     """
-    found, named = _find(model, optim, fqn, "get_full_optim_state")
+    named = _find(model, optim, fqn, "get_full_optim_state")
     values = over_originals(optim).state.get(named.parameter, {})
-    if not isinstance(found, ParamRef):
+    if named.ref is None:
         return {key: _clone(value) for key, value in values.items()}
     states = [values]
     require_same_state([named], states)
@@ -58,7 +62,7 @@ def get_full_optim_state(
     for key in sorted(values):
         value = values[key]
         if named.is_cut and not named.is_scalar(key, value):
-            value = gather_slot(found, value)
+            value = gather_slot(named.ref, value)
         result[key] = _clone(value)
     return {key: result[key] for key in values}
 
@@ -82,7 +86,7 @@ def set_full_optim_state(
     name that the optimizer does not keep, before anything is written. A rank without
     any state cannot check names.
     """
-    found, named = _find(model, optim, fqn, "set_full_optim_state")
+    named = _find(model, optim, fqn, "set_full_optim_state")
     state_of = over_originals(optim).state
     own = known = state_of.get(named.parameter, {})
     if named.is_absent:
@@ -101,26 +105,27 @@ def set_full_optim_state(
                 f"set_full_optim_state expects {key!r} of {quoted(fqn)} as a scalar or "
                 f"in the parameter's full shape {named.shape}, got {shape}."
             )
-    if named.is_absent:
-        return
-    parts = {}
-    for key, value in state.items():
-        if isinstance(value, Tensor):
-            scalar = is_scalar(key, value, named.shape)
-            if not scalar and value.ndim == 0 and key in own:
-                # For a 0-d parameter the optimizer's own state tells.
-                scalar = named.is_scalar(key, own[key])
-            if isinstance(found, ParamRef) and not scalar:
-                value = found.part_of(value)
-            before = own.get(key)
-            if isinstance(before, Tensor):
-                # Keep device and dtype of existing state: optimizers keep ``step`` on
-                # the CPU.
-                value = value.to(before.device, before.dtype)
-            elif not scalar:
-                value = value.to(named.parameter.device)
-        parts[key] = _clone(value)
-    state_of[named.parameter].update(parts)
+    if not named.is_absent:
+        parts = {k: _part(named, k, v, own.get(k)) for k, v in state.items()}
+        state_of[named.parameter].update(parts)
+
+
+def _part(named: Named, key: str, value: Any, before: Any) -> Any:
+    """Return a copy of this rank's part of a full value, in place of ``before``."""
+    if not isinstance(value, Tensor):
+        return value
+    scalar = is_scalar(key, value, named.shape)
+    if not scalar and value.ndim == 0 and before is not None:
+        # For a 0-d parameter the optimizer's own state tells.
+        scalar = named.is_scalar(key, before)
+    if named.ref is not None and not scalar:
+        value = named.ref.part_of(value)
+    # Keep device and dtype of existing state: optimizers keep ``step`` on the CPU.
+    if isinstance(before, Tensor):
+        value = value.to(before.device, before.dtype)
+    elif not scalar:
+        value = value.to(named.parameter.device)
+    return _clone(value)
 
 
 def _find(
@@ -128,21 +133,16 @@ def _find(
     optim: torch.optim.Optimizer,
     fqn: str,
     what: str,
-) -> tuple[ParamRef | nn.Parameter, Named]:
+) -> Named:
     """Find the parameter by name and check that ``optim`` holds the parameter.
-
-    Waits until every rank makes this call. For ``get_full_optim_state``, an error is
-    raised on all ranks of the shard group.
 
     Raises: DesyncError, CompositionError.
     """
     found = find_parameter(model, fqn, what)
-    if isinstance(found, ParamRef):
-        named = Named(fqn, found.leaf, found)
-    else:
-        named = Named(fqn, found, None)
+    ref = found if isinstance(found, ParamRef) else None
+    named = Named(fqn, found.leaf if isinstance(found, ParamRef) else found, ref)
     sends = what == "get_full_optim_state"
-    units = [unit_of(found)] if isinstance(found, ParamRef) else []
+    units = [] if ref is None else [unit_of(ref)]
     meet_for_state(units, what, repr(fqn), replicas=not sends)
     if not sends:
         units = []
@@ -157,7 +157,7 @@ def _find(
                 f"{type(optim).__name__}. "
                 "Pass the optimizer that trains it."
             )
-    return found, named
+    return named
 
 
 def _clone(value: Any) -> Any:

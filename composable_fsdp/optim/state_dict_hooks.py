@@ -8,13 +8,12 @@ the hooks at its first step, or before that when a function of this package or o
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import chain
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree
 
 from composable_fsdp.comm.consensus import exchange, raise_on_all_ranks
@@ -27,21 +26,23 @@ from composable_fsdp.naming import quoted
 from composable_fsdp.optim.experts import refuse_torchs_full
 from composable_fsdp.optim.flat_state import flat_part, has_flats
 from composable_fsdp.optim.flat_state_dict import give_flat, take_flat, take_marks
-from composable_fsdp.optim.full_param_checks import handles_of, steps_on_full_params
-from composable_fsdp.optim.names import Named, refuse_flats_with_forms
+from composable_fsdp.optim.names import Named, refuse_flats_with_forms, shard_groups
 from composable_fsdp.optim.own_state_dict import is_empty, unwrapped, wants_parts
 from composable_fsdp.optim.save import full_state
 from composable_fsdp.optim.sharded import as_sharded, mark_partial, part_for
 from composable_fsdp.optim.state_exchange import require_same_state
-from composable_fsdp.optim.step_checks import cut_leaf
-from composable_fsdp.optim.units import shard_groups
+from composable_fsdp.optim.step_checks import (
+    cut_leaf,
+    handles_of,
+    steps_on_full_params,
+)
 from composable_fsdp.state_dict.dcp_caller import (
     DcpRequest,
     dcp_request,
 )
-from composable_fsdp.state_dict.effective_settings import rank_0_is_first
+from composable_fsdp.state_dict.settings import rank_0_is_first
 from composable_fsdp.state_dict.sharded import ShardedValue
-from composable_fsdp.tree.state import _get_module_fsdp_state
+from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
 from composable_fsdp.tree.traversal import _get_fsdp_states
 
 SHOWN_ON_ALL: list[Callable[[Tensor], bool]] = []
@@ -50,10 +51,7 @@ elements, as for modules that ``composable_fsdp.fsdp2`` has sharded."""
 
 
 def install_optimizer_hooks(optim: object) -> None:
-    """Register both hooks, if ``optim`` is torch's and holds sharded parameters.
-
-    State that was loaded before the registration is cut into this rank's parts.
-    """
+    """Register both hooks, if ``optim`` is torch's and holds sharded parameters."""
     if not isinstance(optim, torch.optim.Optimizer):
         return
     if not hasattr(optim, "_optimizer_state_dict_post_hooks"):
@@ -95,8 +93,6 @@ def install_optimizer_hooks(optim: object) -> None:
 def prepare_for_dcp(optim: object) -> bool:
     """Register both hooks, and return whether ``optim`` is in use on some rank.
 
-    In use is an optimizer that has state, or of whose parameters one has a gradient.
-
     Raises: CompositionError, if ``optim`` was made of full parameters.
     Collective: one exchange per shard group of the optimizer's units.
     """
@@ -119,10 +115,7 @@ def prepare_for_dcp(optim: object) -> bool:
 
 
 def _named(parameter: Any, *, whole: bool = False) -> Named | None:
-    """Return the named parameter if it is sharded, else None.
-
-    If ``whole``, also for a parameter of a unit that every rank holds whole.
-    """
+    """Return the named parameter if it is sharded, else None."""
     found = find_leaf(parameter) if whole else cut_leaf(parameter)
     if found is None:
         return None
@@ -149,10 +142,6 @@ def _on_state_dict(optim: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
     The state of a parameter without elements on this rank is left out: state that an
     earlier load left there is older than the state on the other ranks.
 
-    In a call of ``torch.distributed.checkpoint.state_dict``, which
-    needs the state of every parameter: as ``optim_state_dict``. For parameters of
-    ``SHOWN_ON_ALL``, if a rank lacks elements of one of them: an all-gather of objects
-    per shard group.
     Raises: CheckpointError, for state that is not element-wise.
     """
     # ``local_state_dict`` of this package is calling, and needs plain tensors.
@@ -164,42 +153,53 @@ def _on_state_dict(optim: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
     # torch's functions do not say in this call that they need full tensors;
     # ``dcp_request`` has the options of the call above.
     asked = dcp_request()
-    if asked is not None and asked.full:
+    if asked is None:
+        return _own(optim, state_dict)
+    if asked.full:
         return _full(optim, state_dict, asked)
     # In a checkpoint, parameters that every rank holds whole are sharded values, too,
     # because only for these does a load check that the file has all elements.
-    whole = asked is not None
-    members = _members(optim, state_dict["param_groups"], whole=whole)
-    state = dict(state_dict["state"])
-    absent = [n for n in members.values() if n.is_cut and n.has_absent]
-    if asked is not None:
-        groups = shard_groups(_get_fsdp_states(asked.model))
-    else:
-        groups = _groups_that_show(optim, absent)
+    members = _members(optim, state_dict["param_groups"], whole=True)
+    units = _get_fsdp_states(asked.model)
+    with raise_on_all_ranks(shard_groups(units)):
+        state = _all_shown(members, state_dict["state"])
+    return {**state_dict, "state": _with_absent(members, state_dict, state, units)}
+
+
+def _own(optim: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return the state dict that a user sees.
+
+    Collective: for parameters of ``SHOWN_ON_ALL``, if a rank lacks elements of one of
+        them, an all-gather of objects per shard group.
+    """
+    members = _members(optim, state_dict["param_groups"])
+    absent = [named for named in members.values() if named.has_absent]
+    groups = _groups_that_show(optim, absent)
     with raise_on_all_ranks(groups):
-        for key, named in members.items():
-            if named.is_absent and is_empty(state.get(key, {})):
-                state.pop(key, None)
-            elif key in state:
-                state[key] = _all_shown(named, state[key])
-                if asked is None and named.handle is not None:
-                    mark_partial(named.handle, state[key], quoted(named.fqn))
-    if asked is not None or groups:
-        model = None if asked is None else asked.model
-        told = _exchanged_states(model, members, state_dict["state"])
-        state |= {key: _all_shown(members[key], each) for key, each in told.items()}
-        # In the order of the parameters, so that ranks which loop over the state call
-        # ``full_tensor`` in the same order.
-        state = {key: state[key] for key in (*members, *state) if key in state}
-    elif absent:
-        # Ranks without elements of a parameter lack its entry. Forget the group, so
-        # that ``full_tensor`` raises instead of waiting for those ranks.
-        for value in chain.from_iterable(
-            state[k].values() for k in members if k in state
-        ):
+        state = _all_shown(members, state_dict["state"])
+    for key, named in members.items():
+        values = state.get(key, {})
+        if named.handle is not None:
+            mark_partial(named.handle, values, quoted(named.fqn))
+        for value in values.values() if absent and not groups else ():
             if isinstance(value, ShardedValue):
+                # Ranks without elements of a parameter lack its entry: ``full_tensor``
+                # raises instead of waiting for those ranks.
                 value.home = None
+    if groups:
+        state = _with_absent(members, state_dict, state)
     return {**state_dict, "state": state}
+
+
+def _all_shown(members: dict[Any, Named], given: dict[Any, Any]) -> dict[Any, Any]:
+    """Return the state of all parameters with sharded values."""
+    state = dict(given)
+    for key, named in members.items():
+        if named.is_absent and is_empty(state.get(key, {})):
+            state.pop(key, None)
+        elif key in state:
+            state[key] = _shown_values(named, state[key])
+    return state
 
 
 def _groups_that_show(
@@ -207,8 +207,6 @@ def _groups_that_show(
 ) -> list[dist.ProcessGroup]:
     """Return the groups whose ranks exchange state that some of them lack.
 
-    Returns: the shard groups of these parameters; none unless all are of
-        ``SHOWN_ON_ALL``.
     Collective: none; waits until all ranks of the groups call (``meet``).
     Raises: DesyncError, as ``meet``.
     """
@@ -223,25 +221,28 @@ def _groups_that_show(
     return groups
 
 
-def _exchanged_states(
-    model: nn.Module | None, members: dict[Any, Named], state: dict[Any, Any]
-) -> dict[Any, dict[str, Any]]:
-    """Return, by key, the states of parameters that have no element on this rank.
+def _with_absent(
+    members: dict[Any, Named],
+    state_dict: dict[str, Any],
+    state: dict[Any, Any],
+    units: Sequence[_FSDPState] = (),
+) -> dict[Any, Any]:
+    """Return ``state`` with that of parameters without elements on this rank.
 
     Collective: one exchange of state names per shard group (``require_same_state``).
     """
     cut = {key: named for key, named in members.items() if named.is_cut}
-    states = [state.get(key, {}) for key in cut]
-    units = [] if model is None else _get_fsdp_states(model)
+    states = [state_dict["state"].get(key, {}) for key in cut]
     require_same_state(list(cut.values()), states, units)
-    return {
-        key: values
-        for (key, named), values in zip(cut.items(), states, strict=True)
-        if named.is_absent and values
-    }
+    for (key, named), values in zip(cut.items(), states, strict=True):
+        if named.is_absent and values:
+            state[key] = _shown_values(named, values)
+    # In the order of the parameters, so that ranks which loop over the state call
+    # ``full_tensor`` in the same order.
+    return {key: state[key] for key in (*members, *state) if key in state}
 
 
-def _all_shown(named: Named, values: dict[str, Any]) -> dict[str, Any]:
+def _shown_values(named: Named, values: dict[str, Any]) -> dict[str, Any]:
     return {name: _shown(named, name, value) for name, value in values.items()}
 
 
@@ -309,11 +310,7 @@ def _on_load_state_dict(
     state_dict = take_flat(optim, state_dict)
     members = _members(optim, state_dict["param_groups"], whole=True)
     state = {
-        key: {
-            name: part_for(members[key], name, value) for name, value in values.items()
-        }
-        if key in members
-        else values
+        key: _parts(members[key], values) if key in members else values
         for key, values in state_dict["state"].items()
     }
     for key, named in members.items():
@@ -324,3 +321,18 @@ def _on_load_state_dict(
         if key not in state and named.is_absent and own is not None and is_empty(own):
             state[key] = own
     return unwrapped({**state_dict, "state": state})
+
+
+def _parts(named: Named, values: dict[str, Any]) -> dict[str, Any]:
+    """Return this rank's part of the state of a parameter."""
+    # Of a 0-d parameter, the shape of another state tells parts from full values.
+    are_parts = named.shape == () != named.parameter.shape and any(
+        isinstance(value, Tensor) and value.shape == named.parameter.shape
+        for value in values.values()
+    )
+    return {
+        name: value
+        if are_parts and isinstance(value, Tensor) and not value.shape
+        else part_for(named, name, value)
+        for name, value in values.items()
+    }

@@ -24,8 +24,7 @@ from torch import Tensor
 from composable_fsdp.comm.consensus import exchange, first_failure
 from composable_fsdp.errors import CheckpointError, DesyncError
 from composable_fsdp.naming import quoted
-from composable_fsdp.optim.names import Named
-from composable_fsdp.optim.units import shard_groups
+from composable_fsdp.optim.names import Named, shard_groups
 from composable_fsdp.tree.state import _FSDPState
 
 Values = dict[str, Any]
@@ -56,9 +55,6 @@ def require_same_state(
     units: Sequence[_FSDPState] = (),
 ) -> None:
     """Check on all ranks that state can be gathered; complete ``states``.
-
-    For parameters without elements on this rank, entries of ``states`` are replaced by
-    the state of the other ranks, with empty tensors.
 
     Collective: one all-gather of objects per shard group; all its ranks must call.
     Raises: CheckpointError, for state that is not element-wise on some rank, and the
@@ -159,7 +155,11 @@ def _take(
     for rank, entries in enumerate(answers):
         if [*map(itemgetter(0), entries)] != fqns:
             own = [_entry(members[at], states[i]) for at, i in enumerate(indices)]
-            raise DesyncError(_other_names(own, entries, rank))
+            nothing: Any = ("nothing more", [])
+            pairs = zip_longest(own, entries, fillvalue=nothing)
+            mine, theirs = next(pair for pair in pairs if pair[0][0] != pair[1][0])
+            there = f"on rank {rank} of the shard group"
+            raise _differing("here", mine, there, theirs)
     for at, (named, i) in enumerate(zip(members, indices, strict=True)):
         assert named.ref is not None
         # The layout, which is equal on all ranks, says which ranks hold elements.
@@ -170,8 +170,11 @@ def _take(
         other = next((rank for rank in holders if keys[rank] != keys[first]), None)
         if other is not None:
             here = own_rank if own_rank in keys else first
-            there = next(rank for rank in holders if keys[rank] != keys[here])
-            raise DesyncError(_other_state(named.fqn, keys, here, there, own_rank))
+            other = next(rank for rank in holders if keys[rank] != keys[here])
+            where = {each: f"on rank {each} of the shard group" for each in holders}
+            where[own_rank] = "here"
+            pair = (named.fqn, keys[here]), (named.fqn, keys[other])
+            raise _differing(where[here], pair[0], where[other], pair[1])
         if own_rank not in keys:
             # The description also replaces state that an earlier load or step left on
             # this rank.
@@ -179,29 +182,12 @@ def _take(
             states[i] = {k: _made(v, named.parameter) for k, v in described.items()}
 
 
-_WAY_OUT = (
-    "Build the optimizer with the same parameters on every rank, and step all of them."
-)
-
-
-def _other_names(mine: Sequence[Any], theirs: Sequence[Entry], rank: int) -> str:
-    """Return the message for ranks whose optimizers hold different parameters."""
-    nothing: Any = ("nothing more", [])
-    pairs = zip_longest(mine, theirs, fillvalue=nothing)
-    here, there = next(pair for pair in pairs if pair[0][0] != pair[1][0])
-    return (
-        f"Optimizer state differs over ranks: here {quoted(here[0])} has {here[1]}, on "
-        f"rank {rank} of the shard group {quoted(there[0])} has {there[1]}. {_WAY_OUT}"
-    )
-
-
-def _other_state(
-    fqn: str, keys: dict[int, list[str]], here: int, there: int, own_rank: int
-) -> str:
-    """Return the message for ranks that have different state of a parameter."""
-    where = "here" if here == own_rank else f"on rank {here} of the shard group"
-    return (
-        f"Optimizer state differs over ranks: {where} {quoted(fqn)} has {keys[here]}, "
-        f"on rank {there} of the shard group {quoted(fqn)} has {keys[there]}. "
-        f"{_WAY_OUT}"
+def _differing(
+    here: str, mine: Sequence[Any], there: str, theirs: Sequence[Any]
+) -> DesyncError:
+    """Return the error of ranks whose optimizers hold different state."""
+    return DesyncError(
+        f"Optimizer state differs over ranks: {here} {quoted(mine[0])} has {mine[1]}, "
+        f"{there} {quoted(theirs[0])} has {theirs[1]}. Build the optimizer with the "
+        "same parameters on every rank, and step all of them."
     )

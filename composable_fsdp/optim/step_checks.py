@@ -1,26 +1,32 @@
-"""Refuse optimizers whose step on a shard differs from their step on the parameter.
+"""What is checked before a step: whole parameters, their state, and their gradients.
 
 An element-wise optimizer may step on any part of a parameter. An optimizer that uses
-whole matrices, norms, or all parameters at once would silently compute something else.
-Parameters that every rank holds whole (``NO_SHARD``, ``replicate``, ignored parameters,
-a single rank) are not sharded, and any optimizer may train them.
+whole matrices, norms, or all parameters at once would silently compute something else:
+those of torch are refused here by name, and the audit of the first step tells of others
+by what they call. Parameters that every rank holds whole (``NO_SHARD``, ``replicate``,
+ignored parameters, a single rank) may be trained by any optimizer.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import warnings
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from composable_fsdp.access.unsharded_unit import UNSHARDED
 from composable_fsdp.comm.agreement import Peers, can_compare
-from composable_fsdp.errors import CompositionError, FSDPError
+from composable_fsdp.errors import CompositionError, FSDPError, PhaseError
+from composable_fsdp.flat.external_changes import successor
 from composable_fsdp.flat.flat_parameter import (
     FlatParamRecord,
     find_flat,
@@ -29,9 +35,11 @@ from composable_fsdp.flat.flat_parameter import (
 )
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
 from composable_fsdp.flat.param_paths import param_path, slot_path
-from composable_fsdp.flat.param_ref import ParamRef, param_ref
+from composable_fsdp.flat.param_ref import originals_by_vars, param_ref
 from composable_fsdp.naming import listed, quoted
-from composable_fsdp.optim.names import Group
+from composable_fsdp.phases import Phase
+from composable_fsdp.tree.late_registration import PENDING, warn_of_added
+from composable_fsdp.tree.unit_settings import IGNORED
 
 _PATIENCE = 5.0
 """Seconds to wait for ranks that do not step."""
@@ -40,59 +48,20 @@ _REASONS: Final = {
     "Adafactor": "scales by means over rows, columns and whole parameters",
     "LBFGS": "takes inner products over all parameters together",
     "SparseAdam": "takes sparse gradients, and reduced ones are dense",
-    "Lamb": "scales by norms of whole parameters",
-    "LAMB": "scales by norms of whole parameters",
-    "LARS": "scales by norms of whole parameters",
-    "Shampoo": "preconditions whole matrices",
-    "SOAP": "preconditions whole matrices",
 }
-"""Reasons by class name, because most of these classes are not in torch. Subclasses of
-a named class are refused, too."""
+"""Optimizers of torch, whose calls the audit passes by. Subclasses are refused, too."""
 
 
-def needs_whole_params(optim: object) -> str:
-    """Return why ``optim`` cannot step on shards; empty if no reason is known.
-
-    A class with ``works_on_shards = True`` is accepted.
-    """
-    if getattr(optim, "works_on_shards", False):
-        return ""
-    # Search the whole MRO, so that subclasses of a refused class are found.
-    names = (kind.__name__ for kind in type(optim).__mro__)
-    return next((_REASONS[name] for name in names if name in _REASONS), "")
+def parameters_of(optim: Any) -> Iterator[nn.Parameter]:
+    """Yield the parameters of all groups, in order."""
+    for group in getattr(optim, "param_groups", ()):
+        yield from group["params"]
 
 
-def require_elementwise(optim: object) -> None:
-    """Refuse an optimizer that needs whole parameters and holds sharded parameters.
-
-    Raises: CompositionError, on all ranks alike.
-    """
-    reason = needs_whole_params(optim)
-    if not reason:
-        return
-    groups: Iterable[dict[str, Any]] = getattr(optim, "param_groups", ())
-    for parameter in (p for group in groups for p in group["params"]):
-        # Refuse a flat parameter also on a single rank, because a flat parameter joins
-        # several parameters in a vector.
-        joined = find_flat(parameter)
-        if joined is not None:
-            raise CompositionError(
-                f"{type(optim).__name__} {reason}, and {flat_name(*joined)} joins what "
-                "this rank holds of several: its step would not be that of the whole "
-                "model. Use an element-wise optimizer (SGD, Adam, AdamW, ...) for it, "
-                "or give this one original parameters that are kept whole: "
-                "replicate(module), strategy=ShardingStrategy.NO_SHARD, or "
-                "ignored_states."
-            )
-        found = cut_leaf(parameter)
-        if found is not None:
-            raise CompositionError(
-                f"{type(optim).__name__} {reason}, and of {leaf_name(*found)} each "
-                "rank holds a part only: its step would not be that of the whole "
-                "model. Use an element-wise optimizer (SGD, Adam, AdamW, ...) for it, "
-                "or keep it whole: replicate(module), "
-                "strategy=ShardingStrategy.NO_SHARD, or ignored_states."
-            )
+def handles_of(optim: torch.optim.Optimizer) -> list[FlatParamHandle]:
+    """Return the units whose parameters or flat parameters ``optim`` holds."""
+    owners = (find_leaf(p) or find_flat(p) for p in parameters_of(optim))
+    return list({id(owner[0]): owner[0] for owner in owners if owner}.values())
 
 
 def cut_leaf(parameter: object) -> tuple[FlatParamHandle, int] | None:
@@ -112,15 +81,105 @@ def leaf_name(handle: FlatParamHandle, index: int) -> str:
 
 def flat_name(handle: FlatParamHandle, flat: FlatParamRecord) -> str:
     """Return the name of a flat parameter of ``handle`` for messages."""
-    slots = flat.layout.parameters
-    names = (quoted(slot_path(handle, slot)) for slot in slots)
+    names = (quoted(slot_path(handle, slot)) for slot in flat.layout.parameters)
     return f"the flat parameter of {listed(names)}"
 
 
-def prepare_flats(optim: torch.optim.Optimizer) -> None:
-    """Move gradients of original parameters into the flat gradients.
+def needs_whole_params(optim: object) -> str:
+    """Return why ``optim`` cannot step on shards; empty if no reason is known.
 
-    Runs before every step; costs a look-up per parameter.
+    A class with ``works_on_shards = True`` is accepted.
+    """
+    if getattr(optim, "works_on_shards", False):
+        return ""
+    names = (kind.__name__ for kind in type(optim).__mro__)
+    return next((_REASONS[name] for name in names if name in _REASONS), "")
+
+
+def require_elementwise(optim: object) -> None:
+    """Refuse an optimizer that needs whole parameters and holds sharded parameters.
+
+    Raises: CompositionError, on all ranks alike.
+    """
+    reason = needs_whole_params(optim)
+    for parameter in parameters_of(optim) if reason else ():
+        # Refuse a flat parameter also on a single rank, because a flat parameter joins
+        # several parameters in a vector.
+        flat, leaf = find_flat(parameter), cut_leaf(parameter)
+        if flat is None and leaf is None:
+            continue
+        part = (
+            f"{flat_name(*flat)} joins what this rank holds of several"
+            if flat is not None
+            else f"of {leaf_name(*leaf)} each rank holds a part only"
+            if leaf is not None
+            else ""
+        )
+        raise CompositionError(
+            f"{type(optim).__name__} {reason}, and {part}: its step would not be that "
+            "of the whole model. Use an element-wise optimizer (SGD, Adam, AdamW, ...) "
+            "for it, or give this one original parameters that are kept whole: "
+            "replicate(module), strategy=ShardingStrategy.NO_SHARD, or ignored_states."
+        )
+
+
+def require_outside_unshard_params(optim: torch.optim.Optimizer) -> None:
+    """Refuse a step on sharded parameters while ``unshard_params`` shows the full ones.
+
+    Raises: PhaseError, on all ranks alike, before any parameter has changed.
+    """
+    # The end of the block writes the full values into the shards and would undo the
+    # step.
+    for parameter in parameters_of(optim) if UNSHARDED else ():
+        leaf, flat = find_leaf(parameter), find_flat(parameter)
+        found = leaf or flat
+        if found is None or found[0].phase is not Phase.SUMMON:
+            continue
+        name = leaf_name(*leaf) if leaf else flat_name(*flat) if flat else ""
+        raise PhaseError(
+            f"{type(optim).__name__}.step() was called inside unshard_params, which "
+            f"shows {name} full; the end of the block would write the full values over "
+            "the step. Call it after the block."
+        )
+
+
+def steps_on_full_params(optim: torch.optim.Optimizer) -> bool:
+    """Return whether ``optim`` steps on full parameters that have gradients.
+
+    ``unshard_params(module, with_grads=True)`` shows such parameters, and the end of
+    the block keeps their new values. Other full parameters never get a gradient.
+
+    Raises: CompositionError, on the ranks that hold some, before any parameter has
+        changed.
+    """
+    strangers = [p for p in parameters_of(optim) if not (find_leaf(p) or find_flat(p))]
+    # Full and sharded parameter share a ``__dict__``, for every dtype and for every
+    # block of ``unshard_params``.
+    originals = originals_by_vars() if strangers else {}
+    found = [
+        (p, *originals[key])
+        for p in strangers
+        if (key := id(getattr(p, "__dict__", None))) in originals
+    ]
+    if not found:
+        return False
+    # Only a block with ``with_grads=True`` gives gradients to full parameters.
+    if all(handle.phase is Phase.SUMMON for _, handle, _ in found) and any(
+        p.grad is not None for p, *_ in found
+    ):
+        return True
+    names = listed(leaf_name(handle, i) for _, handle, i in found)
+    raise CompositionError(
+        f"{type(optim).__name__} holds the full parameters of {names}, which "
+        "modules showed when it was given them (inside unshard_params, after unshard, "
+        "or inside a forward); expected the sharded ones, which get the gradients: "
+        "its steps would change nothing. Make the optimizer of module.parameters() "
+        "after the block, or after reshard(module)."
+    )
+
+
+def prepare_flats(optim: torch.optim.Optimizer) -> None:
+    """Move gradients of original parameters into the flat gradients, before each step.
 
     Raises: CompositionError, for a retired flat parameter.
     """
@@ -145,7 +204,7 @@ def require_no_flat_originals(optim: torch.optim.Optimizer) -> None:
 
     Raises: CompositionError.
     """
-    for parameter in (p for group in optim.param_groups for p in group["params"]):
+    for parameter in parameters_of(optim):
         found = find_leaf(parameter)
         if found is not None and param_ref(*found).region.flat is not None:
             raise CompositionError(
@@ -157,28 +216,47 @@ def require_no_flat_originals(optim: torch.optim.Optimizer) -> None:
             )
 
 
+def require_current(optim: torch.optim.Optimizer) -> None:
+    """Refuse parameters that were replaced in their module, unless both are held.
+
+    Raises: CompositionError, on all ranks alike, before any parameter has changed.
+    """
+    held = set(map(id, parameters_of(optim)))
+    gone = []
+    for found in map(successor, parameters_of(optim)):
+        # ``found[1]`` is the parameter that is now in the place of the old parameter.
+        if found is None or id(found[1]) in held or not found[1].requires_grad:
+            continue
+        known = find_leaf(found[1])
+        assert known is not None
+        gone.append(leaf_name(*known))
+    if gone:
+        raise CompositionError(
+            f"{type(optim).__name__} holds what {listed(gone)} were "
+            "before others took their places (to_empty, load_state_dict(assign=True), "
+            "an assignment): it would step on parameters that the model does not use. "
+            "Make the optimizer after that, or of flat_parameters(module), which go "
+            "along."
+        )
+    if PENDING:
+        warn_of_added(lambda _, added: any(id(p) in held for p in added))
+
+
 def require_agreement(
     optim: torch.optim.Optimizer, refused: FSDPError | None, *, is_first: bool
 ) -> None:
     """Refuse state that does not fit the shards, and groups that differ by rank.
 
-    Ranks tell each other through the key-value store, and wait for each other at most
-    ``_PATIENCE`` seconds: in the first step always, else where a rank may not see by
-    shapes what another one refuses.
+    A rank may not see by shapes what another one refuses, so ranks tell each other
+    through the key-value store, and wait for each other at most ``_PATIENCE`` seconds.
 
     Raises: CompositionError, on all ranks.
     """
-    own: CompositionError | None = None
-    if refused is not None:
-        # Of the class that the other ranks raise.
-        own = CompositionError(str(refused.args[0]))
-    else:
-        try:
-            _require_own_shapes(optim)
-        except CompositionError as error:
-            own = error
+    # Of the class that the other ranks raise.
+    own = refused and CompositionError(str(refused.args[0]))
+    own = own or _other_shapes(optim)
     told = None
-    for group, handle in _groups_to_ask(optim, every=is_first).items():
+    for group, handle in _groups_of(optim).items():
         log = handle.logs.reduce
         # The peers of the order log, whose keys are the same on all ranks, whatever
         # optimizers of other models each rank has stepped. Without a log there was no
@@ -191,10 +269,7 @@ def require_agreement(
             counts[handle.name] += 1
             place = f"own state/{handle.name}/{counts[handle.name]}"
         if is_first and own is None:
-            names, mine = _param_groups(optim, group)
-            other = peers.say(f"{place}/groups", mine)
-            if other is not None:
-                own = _differing(optim, names, mine, other.value, other.rank)
+            own = _compare_options(optim, group, peers, f"{place}/groups")
         if own is not None:
             peers.say(f"{place}/refused", str(own.args[0]))
         refusals = peers.tally(place, [own is not None], _PATIENCE)
@@ -214,57 +289,33 @@ _exchanges: weakref.WeakKeyDictionary[Peers, Counter[str]] = weakref.WeakKeyDict
 """Number of exchanges of the ranks of an order log, by the unit with the least name."""
 
 
-def _param_groups(
-    optim: torch.optim.Optimizer, group: dist.ProcessGroup
-) -> tuple[list[str], list[Any]]:
-    """Return the sorted names of ``group``, and what ranks compare, for JSON.
-
-    That is a checksum of the names, the numbers among the options as texts, and for
-    each name which text, one byte each. The order of the groups may differ.
-    """
-    held: dict[str, str] = {}
+def _compare_options(
+    optim: torch.optim.Optimizer, group: dist.ProcessGroup, peers: Peers, place: str
+) -> CompositionError | None:
+    """Return the error of ranks that step a parameter with different options."""
+    held: dict[str, Any] = {}
+    # By name, because the order of the groups may differ.
     for each in optim.param_groups:
         numbers = {k: v for k, v in each.items() if _is_number(v)}
-        options = json.dumps(numbers, sort_keys=True)
-        for parameter in each["params"]:
-            leaf = find_leaf(parameter)
-            if leaf is not None and leaf[0].groups.shard is group:
-                held[param_path(*leaf)] = options
-    names, texts = sorted(held), sorted(set(held.values()))
-    place = {text: number % 256 for number, text in enumerate(texts)}
-    # A few bytes for a thousand parameters: all ranks send them to one store.
-    packed = zlib.compress(bytes([place[held[name]] for name in names]))
-    return names, [zlib.crc32(repr(names).encode()), packed.hex(), texts]
-
-
-def _is_number(value: object) -> bool:
-    """Return whether an option is a number or a tuple of numbers, as betas are."""
-    values = value if isinstance(value, (tuple, list)) else (value,)
-    return all(isinstance(each, (int, float)) for each in values)
-
-
-def _differing(
-    optim: torch.optim.Optimizer,
-    names: list[str],
-    mine: list[Any],
-    theirs: list[Any],
-    rank: int,
-) -> CompositionError:
-    """Return the error of ranks that step a parameter with different options."""
+        leaves = filter(None, map(find_leaf, each["params"]))
+        names = (param_path(*leaf) for leaf in leaves if leaf[0].groups.shard is group)
+        held |= dict.fromkeys(names, numbers)
+    # Compressed: all ranks send the names to one store.
+    mine = json.dumps(held, sort_keys=True)
+    other = peers.say(place, zlib.compress(mine.encode()).hex())
+    if other is None:
+        return None
+    # Numbers as JSON returns them, without tuples.
+    ours = json.loads(mine)
+    theirs = json.loads(zlib.decompress(bytes.fromhex(other.value)))
     what = "the same parameters"
-    pair: tuple[Any, ...] = (f"{len(names)} parameters", "others")
-    if mine[0] == theirs[0]:
-        own, other = (
-            [json.loads(texts[n]) for n in zlib.decompress(bytes.fromhex(packed))]
-            for _, packed, texts in (mine, theirs)
-        )
-        at = next(n for n in range(len(names)) if own[n] != other[n])
-        key = min(
-            k for k in {**own[at], **other[at]} if own[at].get(k) != other[at].get(k)
-        )
-        what = f"one {key!r} for {quoted(names[at])}"
-        pair = own[at].get(key), other[at].get(key)
-    told = sorted(zip((dist.get_rank(), rank), pair, strict=True))
+    pair: tuple[Any, ...] = (f"{len(ours)} parameters", "others")
+    if ours.keys() == theirs.keys():
+        name = next(n for n in ours if ours[n] != theirs[n])
+        one, two = ours[name], theirs[name]
+        key = min(k for k in {**one, **two} if one.get(k) != two.get(k))
+        what, pair = f"one {key!r} for {quoted(name)}", (one.get(key), two.get(key))
+    told = sorted(zip((dist.get_rank(), other.rank), pair, strict=True))
     return CompositionError(
         f"{type(optim).__name__} expects on all ranks {what}, got "
         f"{listed(f'{value} on rank {each}' for each, value in told)}. Each rank would "
@@ -274,111 +325,140 @@ def _differing(
     )
 
 
-def _groups_to_ask(
-    optim: torch.optim.Optimizer, *, every: bool
+def _is_number(value: object) -> bool:
+    """Return whether an option is a number or a tuple of numbers, as betas are."""
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return all(isinstance(each, (int, float)) for each in values)
+
+
+def _groups_of(
+    optim: torch.optim.Optimizer,
 ) -> dict[dist.ProcessGroup, FlatParamHandle]:
-    """Return every shard group, or those in which state may fit some ranks' shards.
-
-    With each group comes the unit of the optimizer whose name is the least.
-    """
+    """Return each shard group, with the unit of the optimizer of the least name."""
     firsts: dict[dist.ProcessGroup, FlatParamHandle] = {}
-    partly: dict[dist.ProcessGroup, set[int]] = {}
-    uneven: set[dist.ProcessGroup] = set()
-    for parameter in (p for group in optim.param_groups for p in group["params"]):
-        found = cut_leaf(parameter)
-        if found is None:
-            continue
-        ref = param_ref(*found)
-        group = ref.handle.groups.shard
-        if group is None:  # tensor parallelism alone cuts it, and all ranks hold a part
-            continue
-        # Ranks may order the parameters of an optimizer differently.
-        first = firsts.setdefault(group, ref.handle)
-        if ref.handle.full_fqn < first.full_fqn:
-            firsts[group] = ref.handle
-        ranks = partly.setdefault(group, set())
-        holders = ref.region.layout.holders(ref.slot)
-        if len(holders) > 1:
-            ranks.update(holders)
-        if not _is_even(ref):
-            uneven.add(group)
-    # Not ``if optim.state``: a rank whose elements are all frozen has no state, and
-    # the other ranks would wait for that rank.
-    return {
-        g: firsts[g]
-        for g, ranks in partly.items()
-        if (every or g in uneven or len(ranks) < g.size()) and can_compare(g)
-    }
+    # Ranks may order the parameters of an optimizer differently.
+    leaves = filter(None, map(find_leaf, parameters_of(optim)))
+    handles = dict.fromkeys(handle for handle, _ in leaves)
+    for handle in sorted(handles, key=attrgetter("full_fqn")):
+        # Not by ``optim.state``: a rank whose elements are all frozen has no state, and
+        # the other ranks would wait for that rank.
+        group = handle.groups.shard
+        if group is not None and can_compare(group):
+            firsts.setdefault(group, handle)
+    return firsts
 
 
-def _is_even(ref: ParamRef) -> bool:
-    """Return whether all ranks hold equally many elements of the parameter."""
-    layout, slot = ref.region.layout, ref.slot
-    last = layout.world_size - 1
-    if len(layout.holders(slot)) <= last:
-        return False
-    # Of the holders, only the first and the last may hold less than a whole shard.
-    ends = [layout.interval(slot, rank) for rank in (0, 1, last)]
-    return len({stop - start for start, stop in ends}) == 1
-
-
-def _require_own_shapes(optim: torch.optim.Optimizer) -> None:
-    """Refuse state whose shapes do not fit this rank's shards.
-
-    Raises: CompositionError.
-    """
+def _other_shapes(optim: torch.optim.Optimizer) -> CompositionError | None:
+    """Return the error for state whose shapes do not fit this rank's shards."""
     for parameter, values in optim.state.items():
-        if not isinstance(values, dict):
-            continue
-        flat = find_flat(parameter)
-        if flat is not None:
-            _require_flat_state(optim, parameter, values, flat_name(*flat))
-            continue
-        found = cut_leaf(parameter)
-        if found is None:
-            continue
-        whole = param_ref(*found).shape
-        for key, value in values.items():
-            # Skip tensors of a single element, which may be counters. Shapes cannot
-            # tell counters from element-wise state there.
-            if (
-                not isinstance(value, Tensor)
-                or value.numel() == 1
-                or value.shape == parameter.shape
-            ):
-                continue
-            who = f"{type(optim).__name__}'s state {key!r} of {leaf_name(*found)}"
-            # State of a plain model can be converted; the message says how.
-            if tuple(value.shape) == whole:
-                raise CompositionError(
-                    f"{who} has the full shape {whole}; expected this rank's shard, "
-                    f"{tuple(parameter.shape)}. It was made before fully_shard, or "
-                    "loaded from a plain model. Bring it along: take "
-                    "state = optim_state_dict(model, optim) while the model is still "
-                    "plain, and after fully_shard call optim_state_dict_to_load("
-                    "model, optim, state, load_directly=True); or make the optimizer "
-                    "after fully_shard."
-                )
-            raise CompositionError(
-                f"{who} has shape {tuple(value.shape)}; expected a scalar or this "
-                f"rank's shard, {tuple(parameter.shape)}. State that is not "
-                "element-wise is another one on each rank. Use an element-wise "
-                "optimizer, or keep the parameter whole: replicate(module), "
-                "strategy=ShardingStrategy.NO_SHARD, or ignored_states."
-            )
+        flat, leaf = find_flat(parameter), cut_leaf(parameter)
+        if isinstance(values, dict) and (flat or leaf):
+            whole = None if leaf is None else param_ref(*leaf).shape
+            for key, value in values.items():
+                # Shapes cannot tell counters of a single element from other state.
+                if (
+                    isinstance(value, Tensor)
+                    and value.numel() != 1
+                    and value.shape != parameter.shape
+                ):
+                    name = flat_name(*flat) if flat else leaf and leaf_name(*leaf)
+                    who = f"{type(optim).__name__}'s state {key!r} of {name}"
+                    return _misfit(who, value, parameter, whole)
+    return None
 
 
-def _require_flat_state(
-    optim: torch.optim.Optimizer, parameter: Tensor, values: Group, name: str
-) -> None:
-    """Refuse state whose shape is not that of the flat parameter's shard."""
-    for key, value in values.items():
-        if not isinstance(value, Tensor) or value.numel() == 1:
-            continue
-        if value.shape != parameter.shape:
-            raise CompositionError(
-                f"{type(optim).__name__}'s state {key!r} of {name} has shape "
-                f"{tuple(value.shape)}; expected a scalar or this rank's shard, "
-                f"{tuple(parameter.shape)}. State that is not element-wise cannot be "
-                "told apart by parameters. Use an element-wise optimizer."
-            )
+def _misfit(
+    who: str, value: Tensor, parameter: Tensor, whole: tuple[int, ...] | None
+) -> CompositionError:
+    """Return the error for a state of a shape that is not the parameter's."""
+    expected, shape = tuple(parameter.shape), tuple(value.shape)
+    # State of a plain model can be converted; the message says how.
+    if shape == whole:
+        return CompositionError(
+            f"{who} has the full shape {whole}; expected this rank's shard, "
+            f"{expected}. It was made before fully_shard, or loaded from a plain "
+            "model. Bring it along: take state = optim_state_dict(model, optim) while "
+            "the model is still plain, and after fully_shard call "
+            "optim_state_dict_to_load(model, optim, state, load_directly=True); or "
+            "make the optimizer after fully_shard."
+        )
+    return CompositionError(
+        f"{who} has shape {shape}; expected a scalar or this rank's shard, {expected}. "
+        "State that is not element-wise is another one on each rank. Use an "
+        "element-wise optimizer, or keep the parameter whole: replicate(module), "
+        "strategy=ShardingStrategy.NO_SHARD, or ignored_states."
+    )
+
+
+def compare_unmanaged(optim: torch.optim.Optimizer) -> None:
+    """Warn of gradients that differ between ranks, of parameters outside units.
+
+    Gradients that something else reduces (DDP, a hook of the user) are equal on all
+    ranks. If no unit holds some of the parameters: two round trips to the key-value
+    store, which wait for no other rank.
+    """
+    parameters = list(parameters_of(optim))
+    owners = [find_leaf(p) or find_flat(p) for p in parameters]
+    shards = (owner[0].groups.shard for owner in owners if owner)
+    group = next((shard for shard in shards if shard is not None), None)
+    # Select by ``requires_grad`` and not by ``.grad``: all ranks must select the same
+    # parameters, and the presence of gradients may differ between ranks.
+    plain = [
+        p
+        for p, owner in zip(parameters, owners, strict=True)
+        if owner is None and p.requires_grad and not hasattr(p, IGNORED)
+    ]
+    if group is None or not plain or not can_compare(group):
+        return
+    peers = Peers(group, "unheld")
+    said = peers.say("step", _fingerprint(plain))
+    shapes = listed(tuple(p.shape) for p in plain)
+    text = (
+        f"{type(optim).__name__} steps {len(plain)} parameters that no unit holds, of "
+        f"shapes {shapes}; expected equal gradients on all ranks, and those of "
+        "ranks {0} and {1} differ: nothing reduces them, and "
+        "the ranks drift apart. Call fully_shard on the whole model after its parts, "
+        "or replicate on what is left, or name them in ignored_states."
+    )
+    if said is None:
+        _unwarned[optim] = peers, text
+    else:
+        ranks = dist.get_rank(), said.rank
+        # This key stays in the store, once per program that trains wrongly.
+        peers.say("differ", ranks)
+        warnings.warn(text.format(*ranks), stacklevel=4)
+    # The last rank to leave removes the keys.
+    peers.leave("left", ["step"])
+
+
+_unwarned: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[Peers, str]] = (
+    weakref.WeakKeyDictionary()
+)
+"""The text of ranks that came before the rank that could compare."""
+
+
+def warn_of_unmanaged(optim: torch.optim.Optimizer) -> None:
+    """Warn in the second step on the ranks that have seen no difference in the first.
+
+    Rank 0 mostly steps first, and many users read the log of rank 0 alone. Every rank
+    has begun another forward meanwhile, and so made its first step.
+    """
+    peers, text = _unwarned.pop(optim, (None, ""))
+    ranks = peers and peers.heard("differ")
+    if ranks:
+        warnings.warn(text.format(*ranks), stacklevel=4)
+
+
+@torch.no_grad()
+def _fingerprint(parameters: list[nn.Parameter]) -> str:
+    """Return a short text that differs if a gradient differs."""
+    digest = hashlib.sha256()
+    for gradient in (parameter.grad for parameter in parameters):
+        values = []
+        # Skip tensor subclasses: their operations may call collectives, and their own
+        # library reduces them.
+        if type(gradient) is Tensor and gradient.layout is torch.strided:
+            wide = gradient.to(torch.promote_types(gradient.dtype, torch.float64))
+            values = [wide.sum().item(), wide.norm().item()]
+        digest.update(repr(values).encode())
+    return digest.hexdigest()[:16]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
@@ -27,22 +27,19 @@ from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.flat.param_ref import find_param
 from composable_fsdp.flat.step_counts import count_step, is_counting_steps
 from composable_fsdp.naming import listed
-from composable_fsdp.optim.full_param_checks import (
-    handles_of,
-    parameters_of,
-    require_outside_unshard_params,
-    steps_on_full_params,
-)
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.optim.step_checks import (
+    compare_unmanaged,
+    handles_of,
+    parameters_of,
     prepare_flats,
     require_agreement,
+    require_current,
     require_elementwise,
     require_no_flat_originals,
-)
-from composable_fsdp.optim.unmanaged_params import (
-    check_unmanaged_params,
-    warn_of_unmanaged_params,
+    require_outside_unshard_params,
+    steps_on_full_params,
+    warn_of_unmanaged,
 )
 from composable_fsdp.phases import BACKWARD_PRE
 from composable_fsdp.runtime.unshard import shard_versions
@@ -61,27 +58,22 @@ have passed (``features.defaults``)."""
 class _KnownOptimizer:
     """Facts about an optimizer, valid while ``at`` is unchanged."""
 
-    __slots__ = ("absent", "at", "handles", "looks", "uncounted")
+    __slots__ = ("at", "handles", "has_empty", "looks", "uncounted")
 
-    def __init__(
-        self,
-        at: object,
-        handles: list[FlatParamHandle],
-        absent: tuple[_EmptyLeaves, ...],
-        *,
-        uncounted: bool,
-    ) -> None:
+    def __init__(self, at: object, optim: torch.optim.Optimizer) -> None:
         self.at = at
         """The number of ``fully_shard`` calls and of replaced parameters when the
         optimizer was last looked at, and identity and length of each group's parameter
         list."""
         # Weak references: the record must not keep the handles of a deleted model
         # alive.
-        self.handles = tuple([weakref.ref(handle) for handle in handles])
-        self.absent = absent
-        """Parameters without elements on this rank, per unit, whose versions steps on
-        other ranks move."""
-        self.uncounted = uncounted
+        self.handles = tuple([weakref.ref(handle) for handle in handles_of(optim)])
+        self.has_empty = any(
+            not p.numel() and find_param(p) is not None for p in parameters_of(optim)
+        )
+        """Whether elements of some parameters are all on other ranks, whose steps move
+        the versions of these parameters."""
+        self.uncounted = _writes_uncounted(optim)
         """Whether the step may write without moving version counters."""
         self.looks = 0
 
@@ -96,18 +88,12 @@ _unwritten: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[FlatParamHandl
 
 Such a step raises version counters and changes no value."""
 _applications = 0
-_any_uncounted = False
-"""Whether some optimizer may write without moving version counters."""
-_any_absent = False
-"""Whether some optimizer holds parameters without elements on this rank. If False, the
-hook after the step skips the search for them."""
+_any_counts = False
+"""Whether steps of some optimizer do not move all version counters by themselves."""
 
 
 def install_step_hooks() -> None:
-    """Register the global step hooks and have every optimizer checked again.
-
-    Called whenever modules were sharded, and by ``flat_parameters``.
-    """
+    """Register the global step hooks and have every optimizer checked again."""
     global _applications
     # torch's global hooks also run for optimizers that exist already. Those that have
     # stepped are checked again, because their parameters may just have been sharded.
@@ -122,22 +108,11 @@ def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
     Raises: CompositionError or PhaseError, before any parameter has changed.
     """
-    global _any_uncounted
+    global _any_counts
     if torch.compiler.is_compiling():
         return
-    # ``torch.distributed.checkpoint.state_dict`` calls ``step`` with zero gradients and
-    # a learning rate of zero to create state. Units that were kept unsharded stay valid
-    # in such a step, although the version counters change.
     if is_counting_steps():
-        # An entry is here if such a step raised before the hook after the step.
-        _unwritten.pop(optim, None)
-        if _only_creates_state(optim):
-            _unwritten[optim] = [
-                handle
-                for handle in handles_of(optim)
-                if handle.writes.gathered_at
-                and handle.writes.gathered_at == shard_versions(handle)
-            ]
+        _note_unwritten(optim)
     prepare_flats(optim)
     require_outside_unshard_params(optim)
     # Compare identity and length of the lists instead of all parameters: this line runs
@@ -159,33 +134,47 @@ def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             # All ranks raise below: a rank that holds nothing of the parameter has seen
             # nothing.
             refused = error
-        uncounted = _writes_uncounted(optim)
-        _any_uncounted = _any_uncounted or uncounted
-        met = _KnownOptimizer(
-            at, handles_of(optim), _empty_leaves(optim), uncounted=uncounted
-        )
+        met = _KnownOptimizer(at, optim)
+        _any_counts = _any_counts or met.uncounted or met.has_empty
     elif met.looks == _LOOKED_AT:
         return
     require_elementwise(optim)
     require_no_flat_originals(optim)
     require_agreement(optim, refused, is_first=not met.looks)
     if not met.looks:
-        check_unmanaged_params(optim)
+        require_current(optim)
+        compare_unmanaged(optim)
         _warn_of_unreduced(optim, met.handles)
         for look in FIRST_STEPS:
             look(optim)
     else:
-        warn_of_unmanaged_params(optim)
+        warn_of_unmanaged(optim)
     met.looks += 1
     _known[optim] = met
+
+
+def _note_unwritten(optim: torch.optim.Optimizer) -> None:
+    """Note units that stay valid in a step that only creates state.
+
+    ``torch.distributed.checkpoint.state_dict`` calls ``step`` with zero gradients and a
+    learning rate of zero for that, and the version counters change.
+    """
+    # An entry is here if such a step raised before the hook after the step.
+    _unwritten.pop(optim, None)
+    if _only_creates_state(optim):
+        _unwritten[optim] = [
+            handle
+            for handle in handles_of(optim)
+            if handle.writes.gathered_at
+            and handle.writes.gathered_at == shard_versions(handle)
+        ]
 
 
 def _after_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Count the step for units that are kept unsharded; the global post-hook."""
     # Count after the step: a closure inside ``step`` may run the backward after which
     # units are kept unsharded.
-    looks = is_counting_steps() or _any_absent or _any_uncounted
-    if looks and not torch.compiler.is_compiling():
+    if (is_counting_steps() or _any_counts) and not torch.compiler.is_compiling():
         met = _known.get(optim)
         if met is None:
             return
@@ -197,11 +186,8 @@ def _after_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             else:
                 count_step(met.handles)
                 _hide_old_values(met.handles)
-        if met.absent:
-            _count_writes_of_empty(optim, met)
-        # Backward must not refuse after a step that has changed no value.
-        if met.uncounted and not _only_creates_state(optim):
-            _count_writes_before_backward(optim, met.handles)
+        if met.uncounted or met.has_empty:
+            _count_writes(optim, met)
 
 
 def _warn_of_unreduced(
@@ -228,48 +214,46 @@ def _only_creates_state(optim: torch.optim.Optimizer) -> bool:
 
 
 def _writes_uncounted(optim: torch.optim.Optimizer) -> bool:
-    """Return whether a step may write without moving version counters.
-
-    torch's fused kernels do, and so may kernels of other libraries.
-    """
+    """Return whether a step may write without moving version counters."""
     # A foreign optimizer is taken for one of those, since its kernels are not known. A
     # version that moves twice does no harm.
     is_torchs = type(optim).__module__.startswith("torch.optim")
     return not is_torchs or any(group.get("fused") for group in optim.param_groups)
 
 
-def _count_writes_before_backward(
-    optim: torch.optim.Optimizer, handles: Sequence[weakref.ref[FlatParamHandle]]
-) -> None:
-    """Move the versions of units between forward and backward, as other steps do.
+def _count_writes(optim: torch.optim.Optimizer, met: _KnownOptimizer) -> None:
+    """Move versions that the step has not moved, as other steps and ranks do.
 
-    Their backward would otherwise use the new weights, or the old, by strategy.
+    Backward would otherwise use the new weights, or the old, by strategy, or would
+    raise on the ranks alone that hold elements.
     """
+    held = set(map(id, parameters_of(optim)))
     written: list[torch.Tensor] = []
-    for link in handles:
-        handle = link()
-        if handle is None or handle.phase is not BACKWARD_PRE:
+    for handle in filter(None, (link() for link in met.handles)):
+        # Backward must not refuse after a step that has changed no value.
+        if met.uncounted and (
+            handle.phase is not BACKWARD_PRE or _only_creates_state(optim)
+        ):
             continue
         for region in handle.layout.trainable:
             flat = region.flat is not None and region.flat.grad is not None
             # An optimizer passes by parameters without a gradient. For a parameter
-            # without elements here, ``shown`` tells of the other ranks.
+            # without elements here, ``shown`` tells of the other ranks: it is as the
+            # last reduction set it, and ``zero_grad`` on this rank does not clear it.
             written += [
                 leaf
                 for leaf, shown in zip(
                     region.leaves, region.gradient.shown, strict=True
                 )
-                if flat or leaf.grad is not None or (shown and not leaf.numel())
+                if (met.uncounted and (flat or leaf.grad is not None))
+                or (shown and not leaf.numel() and id(leaf) in held)
             ]
-    if written and _may_have_stepped(optim, handles):
+    if written and _may_have_stepped(optim, met.handles):
         increment_version(written)
 
 
 def _hide_old_values(handles: Sequence[weakref.ref[FlatParamHandle]]) -> None:
-    """Show sharded parameters where a step has made the full ones of ``unshard`` old.
-
-    The next forward refuses the old values; so do parts of the unit from now on.
-    """
+    """Show sharded parameters where a step has made full ones old."""
     for link in handles:
         handle = link()
         # A unit in forward or backward reads the full parameters.
@@ -280,64 +264,6 @@ def _hide_old_values(handles: Sequence[weakref.ref[FlatParamHandle]]) -> None:
             and not handle.running.calls
         ):
             residency.use_sharded(handle)
-
-
-class _EmptyLeaves(NamedTuple):
-    """Parameters of a unit whose elements are all on other ranks."""
-
-    handle: weakref.ref[FlatParamHandle]
-    epoch: int
-    """The handle's epoch; a later epoch has other regions."""
-    leaves: list[tuple[torch.Tensor, int, int]]
-    """Per parameter: the tensor, the region's number, the number inside the region."""
-
-
-def _empty_leaves(optim: torch.optim.Optimizer) -> tuple[_EmptyLeaves, ...]:
-    """Return, per unit, parameters without elements whose versions a step raises.
-
-    Groups with ``fused`` are left out: fused kernels do not change version counters.
-    """
-    global _any_absent
-    found: dict[int, _EmptyLeaves] = {}
-    leaves = [(leaf, group) for group in optim.param_groups for leaf in group["params"]]
-    for leaf, group in leaves:
-        place = None if leaf.numel() else find_param(leaf)
-        _any_absent = _any_absent or place is not None
-        if place is not None and not group.get("fused"):
-            handle = place.handle
-            each = found.setdefault(
-                id(handle), _EmptyLeaves(weakref.ref(handle), handle.layout.epoch, [])
-            )
-            number = handle.layout.regions.index(place.region)
-            each.leaves.append((leaf, number, place.index))
-    return tuple(found.values())
-
-
-def _count_writes_of_empty(optim: torch.optim.Optimizer, met: _KnownOptimizer) -> None:
-    """Raise the version counters of parameters that only other ranks stepped."""
-    # This rank has no gradient of these parameters, so the optimizer skipped them.
-    # Autograd compares version counters of saved tensors in backward. A backward
-    # through the weights of before the step would raise on the other ranks only, and
-    # this rank would wait for them in a collective.
-    passed: list[torch.Tensor] = []
-    # Collect first and call ``increment_version`` once: with many ranks, most units
-    # have such parameters.
-    for link, epoch, leaves in met.absent:
-        handle = link()
-        if handle is not None:
-            if handle.layout.epoch != epoch:
-                met.absent = _empty_leaves(optim)
-                return _count_writes_of_empty(optim, met)
-            # ``shown`` is as the last reduction set it: ``zero_grad`` on this rank does
-            # not clear it, because there is no gradient to clear.
-            passed += [
-                leaf
-                for leaf, region, index in leaves
-                if leaf.grad is None
-                and handle.layout.regions[region].gradient.shown[index]
-            ]
-    if passed and _may_have_stepped(optim, met.handles):
-        increment_version(passed)
 
 
 def _may_have_stepped(

@@ -30,8 +30,6 @@ def barrier_before_gather(
 ) -> None:
     """Wait until all ranks of the shard group have called a full ``state_dict()``, too.
 
-    ``module`` is the module of the unit whose ``state_dict()`` runs.
-
     Collective: before the first gather of a tree as ``compare_models``; else none, as
         ``meet``.
     Raises: DesyncError, if other ranks do not call within the timeout, or as
@@ -73,9 +71,6 @@ _open = _OpenLoad()
 
 def barrier_before_load(state: _FSDPState, prefix: str, error_msgs: list[str]) -> bool:
     """Wait until all ranks that hold the unit load the module at ``prefix``.
-
-    The outermost modules of a call do so for the modules below. Returns whether the
-    module is the outermost of its unit in this call.
 
     Raises: DesyncError, before any value is written.
     """

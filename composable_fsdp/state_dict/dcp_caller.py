@@ -26,15 +26,18 @@ from functools import partial, wraps
 from importlib.abc import MetaPathFinder
 from importlib.util import find_spec
 from inspect import signature
+from math import prod
 from types import FrameType, ModuleType
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat import residency
 from composable_fsdp.phases import Residency
+from composable_fsdp.planning.boxes import Box
 from composable_fsdp.runtime.recover import require_between_steps
 from composable_fsdp.tree.traversal import _get_fsdp_states
 
@@ -234,10 +237,7 @@ class _Finder(MetaPathFinder):
         """Modules for which ``find_spec`` is asking the other finders."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        """Return the spec of the other finders, with a loader that replaces functions.
-
-        Returns: the spec, or None if the module is not in ``_waiting``.
-        """
+        """Return the spec of other finders, with a loader that replaces functions."""
         if name not in _waiting or name in self.busy:
             return None
         # importlib's find_spec asks all finders, this finder included: answer None
@@ -273,21 +273,21 @@ def dcp_request() -> DcpRequest | None:
         return request
     # A DCP function without a wrapper is running. State dicts are not on the hot path,
     # so a walk over the stack is affordable.
-    for frame in _callers(_MODULE):
-        raise CheckpointError(
-            f"{_MODULE}.{frame.f_code.co_name} asks for a state dict; expected its "
-            "options in 'info' and 'model', which this version of torch does not have. "
-            "Use module.state_dict() under state_dict_type(...), and optim_state_dict("
-            "model, optim)."
-        )
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == _MODULE:
+            raise CheckpointError(
+                f"{_MODULE}.{frame.f_code.co_name} asks for a state dict; expected its "
+                "options in 'info' and 'model', which this version of torch does not "
+                "have. Use module.state_dict() under state_dict_type(...), and "
+                "optim_state_dict(model, optim)."
+            )
+        frame = frame.f_back
     return None
 
 
 def is_state_init_step() -> bool:
-    """Return whether the running step only makes an optimizer create its state.
-
-    DCP steps with zero gradients and a learning rate of zero.
-    """
+    """Return whether the running step only makes an optimizer create its state."""
     return _is_init_step.get()
 
 
@@ -299,23 +299,102 @@ def saving_ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def is_checkpointing() -> bool:
-    """Return whether a save, a load or a stager of DCP is calling."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        # The module ``state_dict`` only collects values; every other module of the
-        # package treats a plain tensor as equal on all ranks.
-        if name.startswith(_PACKAGE) and name != _MODULE:
-            return True
-        frame = frame.f_back
-    return False
+def chunks(boxes: Sequence[Box]) -> list[Any]:
+    """Return a ``ChunkStorageMetadata`` per box."""
+    # Imported here: only DCP calls these functions, and importing DCP takes longer than
+    # importing this package.
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    return [
+        ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+        for box in boxes
+    ]
 
 
-def _callers(module: str) -> Iterator[FrameType]:
-    """Yield the running functions of torch's ``module``, innermost first."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == module:
-            yield frame
-        frame = frame.f_back
+def chunks_to_load(boxes: Sequence[Box]) -> list[Any]:
+    """Return the chunks to load, with a check that the checkpoint covers every box."""
+    # DCP's planner reads the elements of the checkpoint and leaves the other elements
+    # unchanged.
+    return CheckedChunks(chunks(boxes), partial(_require_whole, boxes))
+
+
+def _require_whole(boxes: Sequence[Box], fqn: str, saved: Sequence[Any]) -> None:
+    """Raise CheckpointError unless the ``saved`` chunks cover the boxes."""
+    for box in boxes:
+        found = sum(_overlap(box, chunk) for chunk in saved)
+        # The chunks of a checkpoint do not overlap, so the sum counts each element
+        # once.
+        if found != box.numel:
+            raise CheckpointError(
+                f"{fqn!r} is not whole in the checkpoint: of the box at "
+                f"{box.offsets} of size {box.sizes} it has {found} of "
+                f"{box.numel} elements. It was saved by too few ranks, or with "
+                "parts missing; take one that all ranks saved."
+            )
+
+
+def _overlap(box: Box, chunk: Any) -> int:
+    """Return the number of elements that a box and a saved chunk share."""
+    ends = [
+        min(at + size, start + length) - max(at, start)
+        for at, size, start, length in zip(
+            box.offsets, box.sizes, chunk.offsets, chunk.sizes, strict=True
+        )
+    ]
+    return prod(ends) if all(end > 0 for end in ends) else 0
+
+
+def write_items(
+    fqn: str,
+    local: Tensor,
+    shape: torch.Size,
+    boxes: Sequence[Box],
+    *,
+    world_size: int,
+) -> list[Any]:
+    """Return a ``WriteItem`` per box of ``local``.
+
+    Raises: CheckpointError, if fewer than ``world_size`` ranks save.
+    """
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import (
+        TensorWriteData,
+        WriteItem,
+        WriteItemType,
+    )
+
+    ranks = saving_ranks()
+    # With a single rank DCP does not check that the boxes cover the tensor, and a load
+    # would later take the incomplete tensor as complete.
+    if ranks < world_size:
+        raise CheckpointError(
+            f"{fqn!r} is in {world_size} parts, got {ranks} ranks to save it: "
+            "the checkpoint would have holes. Save on all ranks that hold parts, or "
+            "take the state dict under FULL_STATE_DICT."
+        )
+    properties = TensorProperties.create_from_tensor(local)
+    return [
+        WriteItem(
+            # Offsets identify a box: view_at gets the same offsets back.
+            index=MetadataIndex(fqn, chunk.offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=shape),
+        )
+        for chunk in chunks(boxes)
+    ]
+
+
+def view_at(local: Tensor, boxes: Sequence[Box], index: Any) -> Tensor:
+    """Return the elements of the box at ``index.offset``, as a view of ``local``.
+
+    Raises: CheckpointError, if this rank holds no such box.
+    """
+    wanted = () if index.offset is None else tuple(index.offset)
+    for box in boxes:
+        if box.offsets == wanted:
+            return local.reshape(-1)[box.start : box.stop].view(box.sizes)
+    raise CheckpointError(
+        f"{index.fqn!r} was asked for its box at {wanted}, but this rank holds boxes "
+        f"at {[box.offsets for box in boxes]}. Plan and read with the same state "
+        "dict."
+    )

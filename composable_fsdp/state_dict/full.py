@@ -8,6 +8,7 @@ from torch import Tensor
 from composable_fsdp.access.gather import gather_flat_values
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.param_ref import in_model_order, param_refs
 from composable_fsdp.phases import Phase
 from composable_fsdp.planning.dtensors import local_of
 from composable_fsdp.runtime.offload import on_device
@@ -52,11 +53,10 @@ def full_values(
     values = gather_unit(handle, first_only=first_only, to_cpu=to_cpu)
     if first_only and not handle.groups.is_first:
         return {
-            slot.index: torch.zeros((), dtype=region.layout.dtype, device="cpu").expand(
-                slot.shape if slot.whole is None else slot.whole.shape
-            )
-            for region in handle.layout.regions
-            for slot in region.layout.parameters
+            ref.slot.index: torch.zeros(
+                (), dtype=ref.region.layout.dtype, device="cpu"
+            ).expand(ref.shape)
+            for ref in param_refs(handle)
         }
     return values
 
@@ -78,10 +78,6 @@ def gather_unit(
 ) -> dict[int, Tensor]:
     """Return the unit's full parameters by slot index, in the shards' dtype.
 
-    The tensors are new and have the plain model's shapes. Additional memory: the full
-    buffers of a single unit.
-
-    Returns: the tensors by slot index; on meta if the unit has no values yet.
     Collective: as ``gather_flat_values``; with ``first_only`` only in the first
         replica; none if the unit is on meta. Of parameters that tensor parallelism
         cuts, an all-gather each over its ranks.
@@ -89,13 +85,10 @@ def gather_unit(
     # As in plain torch, the state dict of a model on meta has keys, shapes and dtypes.
     if handle.layout.on_meta:
         return {
-            slot.index: torch.empty(
-                slot.shape if slot.whole is None else slot.whole.shape,
-                dtype=region.layout.dtype,
-                device="meta",
+            ref.slot.index: torch.empty(
+                ref.shape, dtype=ref.region.layout.dtype, device="meta"
             )
-            for region in handle.layout.regions
-            for slot in region.layout.parameters
+            for ref in param_refs(handle)
         }
     # All replicas hold equal values, so a single replica gathers.
     if first_only and not handle.groups.in_first_replica:
@@ -105,48 +98,18 @@ def gather_unit(
     fulls = gather_flat_values(handle, shards, first_only=first_only)
     if not fulls:
         return {}
-    if handle.layout.forms:
-        return _whole_values(handle, fulls, to_cpu)
-    return {
-        # Copied, so that the caller's tensors do not keep the full buffer alive.
-        slot.index: _copy(
-            full[slot.offset : slot.offset + slot.numel].view(slot.shape),
-            to_cpu,
-            slot.strides,
-        )
-        for region, full in zip(handle.layout.regions, fulls, strict=True)
-        for slot in region.layout.parameters
-    }
-
-
-def _whole_values(
-    handle: FlatParamHandle, fulls: list[Tensor], to_cpu: bool
-) -> dict[int, Tensor]:
-    """Return the values by slot index, of which tensor parallelism cuts some.
-
-    Collective: per parameter that is cut an all-gather over the ranks that cut it.
-    """
-    own = {
-        slot.index: full[slot.offset : slot.offset + slot.numel].view(slot.shape)
-        for region, full in zip(handle.layout.regions, fulls, strict=True)
-        for slot in region.layout.parameters
-    }
+    full_of = dict(zip(map(id, handle.layout.regions), fulls, strict=True))
     made: dict[int, Tensor] = {}
-    # By index: the ranks that cut may have other regions, and must send alike.
-    for index in sorted(own):
-        form = handle.layout.forms.get(index)
-        value = own[index] if form is None else form.whole(own[index])
-        made[index] = _copy(value, to_cpu)
+    # By index: ranks of tensor parallelism may have other regions, and must send alike.
+    for ref in in_model_order(handle):
+        full, slot = full_of[id(ref.region)], ref.slot
+        value = full[slot.offset : slot.offset + slot.numel].view(slot.shape)
+        if ref.form is not None:
+            value = ref.form.whole(value)
+        elif slot.strides:
+            # Values of the plain model have its memory format.
+            value = value.new_empty_strided(value.shape, slot.strides).copy_(value)
+        # Copied, so that the caller's tensors do not keep the full buffer alive.
+        home = "cpu" if to_cpu else value.device
+        made[slot.index] = value.to(home, copy=not slot.strides)
     return made
-
-
-def _copy(
-    value: Tensor, to_cpu: bool, strides: tuple[int, ...] | None = None
-) -> Tensor:
-    """Return an own copy of ``value``, in host memory if ``to_cpu``."""
-    if strides:
-        # Values of the plain model have its memory format.
-        made = value.new_empty_strided(value.shape, strides)
-        value = made.copy_(value)
-        return value.cpu() if to_cpu else value
-    return value.to("cpu", copy=True) if to_cpu else value.clone()

@@ -14,9 +14,7 @@ The first module of a unit that is called begins, and the same module ends.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
-from itertools import chain
 from types import MethodType
 from typing import Any
 
@@ -25,17 +23,16 @@ from torch import Tensor, nn
 from composable_fsdp.config import FullStateDictConfig, StateDictSettings, StateDictType
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.experts import require_all_data
-from composable_fsdp.naming import join_name, listed, quoted, strip_wrapper
+from composable_fsdp.naming import join_name, quoted, strip_wrapper
 from composable_fsdp.runtime.precision import own_buffers
 from composable_fsdp.runtime.recover import require_between_steps
 from composable_fsdp.state_dict import dcp_caller, lost_writes
 from composable_fsdp.state_dict.all_experts import add_other_experts
 from composable_fsdp.state_dict.barrier import barrier_before_gather
-from composable_fsdp.state_dict.effective_settings import effective_settings
 from composable_fsdp.state_dict.full import full_values
 from composable_fsdp.state_dict.loading import load_from_state_dict
-from composable_fsdp.state_dict.local import PLAN, local_values, plan_of, plans_of
 from composable_fsdp.state_dict.parts import sharded_values
+from composable_fsdp.state_dict.settings import effective_settings
 from composable_fsdp.state_dict.shown import Shown, owns_below
 from composable_fsdp.tree.root import outermost
 from composable_fsdp.tree.state import OWNERS, _FSDPState
@@ -43,8 +40,6 @@ from composable_fsdp.tree.traversal import walk_states
 
 _KEY = -1
 """Key of the hooks of this package: negative, because torch counts from 0 up."""
-
-_log = logging.getLogger("composable_fsdp.state_dict")
 
 
 class _Saving(Shown):
@@ -63,10 +58,7 @@ _running: dict[_FSDPState, _Saving] = {}
 
 
 def install_state_dict_hooks(state: _FSDPState, members: Iterable[nn.Module]) -> None:
-    """Install the hooks on the modules of a unit, called once, at build.
-
-    ``members`` are all modules of the unit.
-    """
+    """Install the hooks on the modules of a unit, called once, at build."""
     # DCP's functions must be wrapped before DCP first calls a state dict of this model.
     dcp_caller.install()
     owners = set(map(id, state.handle.layout.owners))
@@ -126,7 +118,7 @@ def _begin(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     # A part without parameters of the unit does not gather.
     if owns_below(state, module):
         lost_writes.tell(state)
-        # Local shards are a rank's own.
+        # Any rank may ask for local values alone.
         if settings.state_dict_type is not StateDictType.LOCAL_STATE_DICT:
             require_all_data(state.handle, outermost(state).handle, "state_dict")
         barrier_before_gather(state, module, settings)
@@ -147,11 +139,8 @@ def _values(
     to_cpu = settings.state_dict_config.offload_to_cpu
     if settings.state_dict_type is StateDictType.FULL_STATE_DICT:
         return full_values(state, first_only=first_only, to_cpu=to_cpu)
-    of = sharded_values
-    if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
-        of = local_values
     require_between_steps(state, "state_dict")
-    return of(state.handle, to_cpu=to_cpu)
+    return sharded_values(state.handle, to_cpu=to_cpu)
 
 
 def _end(
@@ -173,11 +162,6 @@ def _end(
     _running.pop(state).hide()
     kind = saving.settings.state_dict_type
     keys = dict(_keys(state, module, prefix, state_dict))
-    if kind is StateDictType.LOCAL_STATE_DICT:
-        # torch.save stores the metadata with the state dict.
-        local_metadata[PLAN] = {"": plan_of(state.handle), **plans_of(module)}
-    if kind is StateDictType.SHARDED_STATE_DICT:
-        _tell_of_plain_tensors(state, module, prefix, state_dict, keys)
     if state.handle.groups.experts is not None:
         add_other_experts(
             state, module, prefix, keys, state_dict, kind, first_only=saving.first_only
@@ -191,8 +175,7 @@ def _end(
         for key in below:
             if isinstance(state_dict[key], Tensor):
                 state_dict[key] = state_dict[key].cpu()
-    if kind is not StateDictType.LOCAL_STATE_DICT:
-        lost_writes.watch(state, {key: state_dict.get(key) for key in keys})
+    lost_writes.watch(state, {key: state_dict.get(key) for key in keys})
 
 
 def _keys(
@@ -208,45 +191,6 @@ def _keys(
             key = prefix + strip_wrapper(join_name(path, name))
             if index is not None and key in state_dict:
                 yield key, index
-
-
-def _tell_of_plain_tensors(
-    state: _FSDPState,
-    module: nn.Module,
-    prefix: str,
-    state_dict: dict[str, Any],
-    keys: dict[str, int],
-) -> None:
-    """Log that a hook has put plain tensors in the place of sharded values."""
-    found = set(keys.values())
-    lost = [
-        s.fqn
-        for r in state.handle.layout.regions
-        for s in r.layout.parameters
-        if s.index not in found
-    ]
-    if not lost or module is not state.module:
-        return
-    named = chain(
-        module.named_parameters(remove_duplicate=False),
-        module.named_buffers(remove_duplicate=False),
-    )
-    known = {prefix + strip_wrapper(name) for name, _ in named}
-    added = [
-        key
-        for key, value in state_dict.items()
-        if type(value) is Tensor and key.startswith(prefix) and key not in known
-    ]
-    if added:
-        _log.warning(
-            "The sharded state dict of %s lacks %s, and a hook has added the plain "
-            "tensors %s. torch.distributed.checkpoint takes a plain tensor for equal "
-            "on all ranks and saves one rank's. Make them of full values, under "
-            "StateDictType.FULL_STATE_DICT or by value.full_tensor().",
-            state.title,
-            listed(map(quoted, lost)),
-            listed(map(quoted, added)),
-        )
 
 
 def _require_one_type(module: nn.Module, kind: StateDictType) -> None:

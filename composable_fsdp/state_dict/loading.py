@@ -10,7 +10,7 @@ torch loads module by module, ``module._load_from_state_dict``, and so does this
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -27,10 +27,9 @@ from composable_fsdp.phases import Phase
 from composable_fsdp.runtime.recover import free_all_full_params, require_between_steps
 from composable_fsdp.state_dict import lost_writes
 from composable_fsdp.state_dict.barrier import barrier_before_load
-from composable_fsdp.state_dict.effective_settings import effective_settings
 from composable_fsdp.state_dict.full import full_values
-from composable_fsdp.state_dict.local import PLAN, LocalValue, require_plan
 from composable_fsdp.state_dict.parts import mismatch, sharded_values
+from composable_fsdp.state_dict.settings import effective_settings
 from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.state_dict.shown import Shown
 from composable_fsdp.tree.state import OWNERS, _FSDPState
@@ -54,8 +53,7 @@ def load_from_state_dict(
 ) -> None:
     """Load the module's own entries, as ``nn.Module._load_from_state_dict`` does.
 
-    Every rank passes the same full values, or the rank's own sharded values, or (type
-    LOCAL_STATE_DICT) the rank's own shards.
+    Every rank passes the same full values, or the rank's own sharded values.
 
     Collective: if code of the user runs, an all-gather per module with such code over
         the shard group, for full values; else none, but all ranks must call.
@@ -70,10 +68,6 @@ def load_from_state_dict(
     if state is None:  # a deep copy of a part without its unit
         return load(self, *given, *lists, error_msgs)
     handle = state.handle
-    own_plan = local_metadata.get(PLAN, {}).get("")
-    # Below a wrapper the plan is an entry of the state dict (see ``wrapper_keys``);
-    # torch would report that key as unexpected.
-    plan = state_dict.pop(prefix + PLAN, own_plan)
     if handle.phase is Phase.SUMMON and handle.is_full:
         refuse_forms([handle], "load_state_dict inside unshard_params")
         # torch copies into the full parameters itself.
@@ -86,8 +80,6 @@ def load_from_state_dict(
     if barrier_before_load(state, prefix, error_msgs):
         # Before the first write, so that a refusal changes no value of this unit.
         _require_values(self, state_dict, prefix)
-        if kind is StateDictType.LOCAL_STATE_DICT and self in state.modules:
-            require_plan(handle, plan)
         lost_writes.forget(state)
     # An unsharded unit would keep showing the old values.
     free_all_full_params(state)
@@ -97,18 +89,21 @@ def load_from_state_dict(
     for key, hook in self._load_state_dict_post_hooks.items():
         if not _is_known(hook):
             self._load_state_dict_post_hooks[key] = _OnWholeValues(hook)
-    if _runs_other_code(self) and kind is not StateDictType.LOCAL_STATE_DICT:
+    if _runs_other_code(self):
         values = [value for key, value in state_dict.items() if key.startswith(prefix)]
-        if kind is StateDictType.SHARDED_STATE_DICT:
-            # Under this type full values may be loaded, too.
-            plain = (type(v) in (Tensor, nn.Parameter) for v in values)
-            sharded = not any(plain) or any(isinstance(v, ShardedValue) for v in values)
-        else:
-            sharded = any(isinstance(value, ShardedValue) for value in values)
-        with _whole_values(state, sharded=sharded):
+        with _whole_values(state, sharded=_is_sharded(values, kind)):
             return load(self, *given, *lists, error_msgs)
-    _take_values(state, self, state_dict, prefix, local_metadata, error_msgs, kind)
+    _take_values(state, self, state_dict, prefix, local_metadata, error_msgs)
     return load(self, *given, *lists, error_msgs)
+
+
+def _is_sharded(values: Sequence[Any], kind: StateDictType) -> bool:
+    """Return whether sharded values are loaded; under any type either may be given."""
+    if kind is StateDictType.FULL_STATE_DICT or any(
+        type(value) in (Tensor, nn.Parameter) for value in values
+    ):
+        return any(isinstance(value, ShardedValue) for value in values)
+    return True
 
 
 def _runs_other_code(module: nn.Module) -> bool:
@@ -146,9 +141,8 @@ class _OnWholeValues:
         if state is None or state.handle.phase is Phase.SUMMON:
             return self.hook(module, incompatible_keys)
         kind = effective_settings(state).state_dict_type
-        if kind is StateDictType.LOCAL_STATE_DICT:
-            return self.hook(module, incompatible_keys)
-        with _whole_values(state, sharded=kind is StateDictType.SHARDED_STATE_DICT):
+        sharded = kind is not StateDictType.FULL_STATE_DICT
+        with _whole_values(state, sharded=sharded):
             return self.hook(module, incompatible_keys)
 
 
@@ -192,7 +186,7 @@ def _whole_values(state: _FSDPState, *, sharded: bool) -> Iterator[None]:
 @torch.no_grad()
 def _keep(ref: ParamRef, value: Tensor) -> None:
     """Write this rank's part of ``value`` into the shard."""
-    part = value.local if isinstance(value, ShardedValue) else ref.part_of(value)
+    part = _part(ref, value)
     if not ref.leaf.is_meta:
         _write(ref.leaf, part, assign=part.dtype != ref.leaf.dtype)
     elif not part.is_meta:
@@ -241,7 +235,6 @@ def _take_values(
     prefix: str,
     local_metadata: Mapping[str, Any],
     error_msgs: list[str],
-    kind: StateDictType,
 ) -> None:
     """Write this rank's part of the module's own entries into the shard.
 
@@ -249,7 +242,6 @@ def _take_values(
     parameter on meta, by this rank's part. Values that do not fit are added to
     ``error_msgs``.
     """
-    local = kind is StateDictType.LOCAL_STATE_DICT
     assign = bool(local_metadata.get("assign_to_params_buffers", False))
     table = module._parameters
     refs = {
@@ -266,20 +258,13 @@ def _take_values(
         # torch itself reports missing keys and values of a wrong type.
         key = prefix + name
         value: Tensor = state_dict[key]
-        if isinstance(value, LocalValue):
-            value = value.plain()
         ref = places[index]
-        leaf, problem = ref.leaf, _take(ref, value, local=local, assign=assign)
+        leaf, problem = ref.leaf, _take(ref, value, assign=assign)
         if leaf.is_meta and not problem:
             if assign:
-                part = value
-                if isinstance(value, ShardedValue):
-                    part = value.local
-                elif not local:
-                    part = ref.part_of(value)
                 # torch makes a parameter of the part and assigns this parameter, which
                 # the unit adopts later.
-                state_dict[key] = part.clone()
+                state_dict[key] = _part(ref, value).clone()
                 continue
             # torch ignores a copy into a tensor on meta with a mere warning, so report
             # an error.
@@ -291,33 +276,28 @@ def _take_values(
         state_dict[key] = table[name] if leaf.is_meta else leaf
 
 
-@torch.no_grad()
-def _take(ref: ParamRef, value: Tensor, *, local: bool, assign: bool) -> str:
-    """Copy this rank's part of ``value`` into the shard, or return the problem.
+def _part(ref: ParamRef, value: Tensor) -> Tensor:
+    """Return this rank's part of a sharded or full value; no copy."""
+    return value.local if isinstance(value, ShardedValue) else ref.part_of(value)
 
-    The result is empty if ``value`` fits.
-    """
-    leaf = ref.leaf
-    if isinstance(value, ShardedValue):
-        problem = mismatch(ref, value)
-        if not problem:
-            _write(leaf, value.local, assign=assign)
-        return problem
+
+@torch.no_grad()
+def _take(ref: ParamRef, value: Tensor, *, assign: bool) -> str:
+    """Copy this rank's part of ``value`` into the shard, or return the problem."""
+    problem = mismatch(ref, value) if isinstance(value, ShardedValue) else ""
     # torch accepts a tensor of shape (1,) for a 0-d parameter (files from before torch
     # 0.4).
-    if value.shape == (1,) and ref.shape == () and not local:
+    if not problem and value.shape == (1,) and ref.shape == ():
         value = value[0]
-    expected = tuple(leaf.shape) if local else ref.shape
-    if tuple(value.shape) == expected:
-        _write(leaf, value if local else ref.part_of(value), assign=assign)
-        return ""
-    got = f"{expected}, got {tuple(value.shape)}"
-    if local:
-        return f"expected this rank's shard of shape {got}. Pass what this rank saved."
-    return (
-        f"expected the full parameter of shape {got}. Load a state dict of the plain "
-        "model's shapes, on every rank."
-    )
+    if not problem and tuple(value.shape) != ref.shape:
+        problem = (
+            f"expected the full parameter of shape {ref.shape}, got "
+            f"{tuple(value.shape)}. Load a state dict of the plain model's shapes, on "
+            "every rank."
+        )
+    if not problem:
+        _write(ref.leaf, _part(ref, value), assign=assign)
+    return problem
 
 
 def _write(leaf: Tensor, part: Tensor, *, assign: bool) -> None:

@@ -14,12 +14,7 @@ from composable_fsdp.state_dict.sharded import ShardedValue, describe
 
 
 def sharded_value(ref: ParamRef, local: Tensor) -> Tensor:
-    """Return ``local``, this rank's part of a parameter, as a sharded value.
-
-    Returns: a ``ShardedValue``, also if this rank holds the full value. A plain tensor
-        for a parameter without elements, and for a 0-d parameter of a unit without a
-        shard group.
-    """
+    """Return ``local``, this rank's part of a parameter, as a sharded value."""
     handle, region, slot = ref.handle, ref.region, ref.slot
     # No box could represent a parameter without elements.
     if not prod(ref.shape):
@@ -63,12 +58,7 @@ def copied(value: Tensor, *, to_cpu: bool) -> Tensor:
 
 
 def mismatch(ref: ParamRef, value: ShardedValue) -> str:
-    """Return why ``value`` is not this rank's part of ``ref``, or an empty text.
-
-    All ranks get the same answer, unless a rank was given another rank's values.
-
-    Returns: the reason in words, or the empty string.
-    """
+    """Return why ``value`` is not this rank's part of ``ref``, or an empty text."""
     own = sharded_value(ref, value.local)
     if isinstance(own, ShardedValue) and own.is_part_like(value):
         return ""

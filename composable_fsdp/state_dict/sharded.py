@@ -19,6 +19,7 @@ gathers, ``to_local()`` and ``local_shards()`` return this rank's elements.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -29,7 +30,7 @@ from torch.utils._pytree import tree_map
 from composable_fsdp.access.gather import gather_part
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.planning.boxes import Box, interval_boxes, moved
-from composable_fsdp.state_dict import dcp_caller, dcp_items
+from composable_fsdp.state_dict import dcp_caller as dcp
 from composable_fsdp.state_dict.shard_places import (
     GroupAndDevice,
     LocalShard,
@@ -39,7 +40,6 @@ from composable_fsdp.state_dict.shard_places import (
 from composable_fsdp.state_dict.shown import hooks_may_run
 
 Op = Callable[..., Any]
-"""An operator's implementation."""
 
 
 def _operator(function: Op) -> Op:
@@ -105,7 +105,7 @@ class ShardedValue(Tensor):
         # Unpickled, perhaps in a process that saves without having made a unit: the
         # checks need DCP's wrapped functions.
         if home is None:
-            dcp_caller.install()
+            dcp.install()
         return value
 
     # All decisions are made in __torch_dispatch__, so skip the dispatch before.
@@ -269,17 +269,17 @@ class ShardedValue(Tensor):
     def __create_write_items__(self, fqn: str, value: Any) -> list[Any]:
         """Return DCP's write items for the boxes."""
         parts = self.world_size * (1 if self.within is None else self.within[2])
-        return dcp_items.write_items(
+        return dcp.write_items(
             fqn, self.local, self.shape, self.boxes, world_size=parts
         )
 
     def __create_chunk_list__(self) -> list[Any]:
         """Return DCP's chunks to load for the boxes."""
-        return dcp_items.chunks_to_load(self.boxes)
+        return dcp.chunks_to_load(self.boxes)
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         """Return the box at ``index.offset``, as a view of ``local``; for DCP."""
-        return dcp_items.view_at(self.local, self.boxes, index)
+        return dcp.view_at(self.local, self.boxes, index)
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]  # torch has an option
         return (
@@ -390,21 +390,13 @@ def _elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     Raises: TypeError, for values of another cut, and for plain tensors of several
         elements.
     """
-    lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple))]
+    given = (*args, *kwargs.values())
+    lists = [a for a in given if isinstance(a, (list, tuple))]
     lists = [each for each in lists if any(isinstance(v, Tensor) for v in each)]
-    loose = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
+    loose = [v for v in given if isinstance(v, Tensor)]
     # The elements of lists are combined in order, a loose tensor with each.
     for row in zip(*lists, strict=True) if lists else [()]:
-        tensors = [*row, *loose]
-        for value in (v for v in tensors if isinstance(v, ShardedValue)):
-            for each in tensors:
-                alike = isinstance(each, ShardedValue) and value.is_part_like(each)
-                if not alike and (isinstance(each, ShardedValue) or each.dim()):
-                    raise TypeError(
-                        f"{_refusal(func, value)} Element-wise operators combine it "
-                        "with numbers and values of the same cut, got "
-                        f"{_operand(each)}."
-                    )
+        _require_alike(func, [*row, *loose])
     # Operators in place have written into the elements of their first argument.
     result = func(*tree_map(_local, args), **tree_map(_local, kwargs))
     if func._schema.is_mutable:
@@ -416,6 +408,18 @@ def _elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
         like.with_local(each) if isinstance(like, ShardedValue) else each
         for like, each in zip(lists[0], result, strict=True)
     ]
+
+
+def _require_alike(func: Any, tensors: list[Any]) -> None:
+    """Refuse operands that are not cut alike. Raises: TypeError."""
+    values = [v for v in tensors if isinstance(v, ShardedValue)]
+    for value, each in product(values[:1], tensors):
+        is_sharded = isinstance(each, ShardedValue)
+        if not (value.is_part_like(each) if is_sharded else not each.dim()):
+            raise TypeError(
+                f"{_refusal(func, value)} Element-wise operators combine it "
+                f"with numbers and values of the same cut, got {_operand(each)}."
+            )
 
 
 def _local(value: Any) -> Any:

@@ -14,8 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from composable_fsdp.naming import WRAPPED_MODULE, join_name, strip_wrapper
-from composable_fsdp.state_dict.local import PLAN
+from composable_fsdp.naming import WRAPPED_MODULE, strip_wrapper
 
 
 def install_wrapper_hooks(wrapper: nn.Module, component: str = WRAPPED_MODULE) -> None:
@@ -33,10 +32,7 @@ def _strip_keys(
     prefix: str,
     local_metadata: dict[str, Any],
 ) -> None:
-    """Rename the wrapped module's keys and metadata to the wrapper's names.
-
-    ``state_dict`` is changed in place.
-    """
+    """Rename the wrapped module's keys and metadata to the wrapper's names."""
     inner = f"{prefix}{component}"
     # The wrapped module's entries were added last, so removing and adding them keeps
     # the order.
@@ -68,11 +64,6 @@ def _add_component(
     error_msgs: list[str],
 ) -> None:
     """Insert the component into the keys below the wrapper, before torch loads them."""
-    # torch looks metadata up by path, and the plain state dict has no metadata under
-    # the paths with components. So move each plan into the state dict, where the plan
-    # gets the components together with the values.
-    for name, plan in local_metadata.get(PLAN, {}).items():
-        state_dict[prefix + join_name(name, PLAN)] = plan
     inner = f"{prefix}{component}."
     _rename(state_dict, lambda key: key.startswith(prefix), prefix, inner)
 

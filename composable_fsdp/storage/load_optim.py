@@ -23,10 +23,13 @@ from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed, quoted
-from composable_fsdp.optim.given_state import keep_given
 from composable_fsdp.optim.keys import require_same_options
 from composable_fsdp.optim.names import is_absent
-from composable_fsdp.optim.original_view import OverOriginals, over_originals
+from composable_fsdp.optim.original_view import (
+    OverOriginals,
+    keep_given,
+    over_originals,
+)
 from composable_fsdp.optim.own_state_dict import is_wrapper
 from composable_fsdp.optim.scalars import SCALARS, is_scalar_shape
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks

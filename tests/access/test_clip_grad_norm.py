@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -14,11 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp import (
-    FullyShardedDataParallel,
     ShardingStrategy,
     clip_grad_norm_,
     fully_shard,
-    get_full_grad,
 )
 from composable_fsdp.comm.collectives import record
 from tests.support.models import TinyGPT, tiny_mlp
@@ -232,21 +228,6 @@ def test_what_is_no_norm_is_refused(
     assert text.endswith("Pass the values, not (name, parameter) pairs.")
 
 
-@on_ranks(3)
-def test_options_are_those_of_torchs_function(world: World) -> None:
-    """Also by position, and on the wrapper; one by one gives what ``foreach`` gives."""
-    names = list(inspect.signature(torch.nn.utils.clip_grad_norm_).parameters)[1:]
-    for ours in (clip_grad_norm_, FullyShardedDataParallel.clip_grad_norm_):
-        assert list(inspect.signature(ours).parameters)[1:] == names
-    results = []
-    for foreach in (True, False):
-        model: Any = gpt("wrapper")
-        loss_of(model, gpt_input(0, world.rank)).backward()  # type: ignore[no-untyped-call]
-        norm = model.clip_grad_norm_(0.1, 2.0, error_if_nonfinite=True, foreach=foreach)
-        results.append([norm, *(p.grad for p in model.parameters() if p.numel())])
-    torch.testing.assert_close(results[0], results[1])
-
-
 @pytest.mark.req("X-12")
 @pytest.mark.parametrize("norm_type", [2.0, INF])
 @on_ranks(3)
@@ -264,22 +245,3 @@ def test_ranks_that_clip_to_other_norms_are_refused(
     clip_grad_norm_(model, 0.5, norm_type)
     assert "DesyncError: clip_grad_norm_ expects the same max_norm" in text
     assert "got 0.5 on rank 0, 0.5 on rank 1, 0.25 on rank 2. " in text
-
-
-@on_ranks(2)
-def test_complex_gradients_are_clipped_as_the_plain_models(world: World) -> None:
-    """In the precision of their real and imaginary parts."""
-    for dtype in (torch.complex64, torch.complex128):
-        for norm in NORMS:
-            torch.manual_seed(0)
-            plain = nn.Linear(2, 3, bias=False, dtype=dtype)
-            model = fully_shard(copy.deepcopy(plain))
-            for each in (plain, model):
-                each(torch.ones(1, 2, dtype=dtype)).abs().square().sum().backward()
-            expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.5, norm)
-            total = clip_grad_norm_(model, 0.5, norm)
-            assert torch.allclose(total.double(), expected.double())
-            whole = get_full_grad(model, "weight")
-            assert whole is not None
-            assert plain.weight.grad is not None
-            assert torch.allclose(whole, plain.weight.grad)

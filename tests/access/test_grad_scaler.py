@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from composable_fsdp import ShardedGradScaler, flat_parameters, fully_shard
 from composable_fsdp.comm.collectives import record
@@ -87,18 +86,3 @@ def test_a_scaled_loss_keeps_its_dtype_in_any_nesting() -> None:
     assert {t.item() for t in (one, two, three)} == {8.0}
     with pytest.raises(TypeError, match="expects a tensor or an iterable of tensors"):
         scaler.scale(3)
-
-
-def test_a_disabled_scaler_changes_nothing() -> None:
-    """It scales nothing, steps always, and needs no process group."""
-    scaler = scaler_of(enabled=False)
-    weight = nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    loss: Tensor = scaler.scale((weight * math.inf).sum())
-    backward(loss)
-
-    scaler.step(optimizer)
-    scaler.update()
-
-    assert not torch.isfinite(weight).all()
-    assert copy.deepcopy(scaler.state_dict()) == {}

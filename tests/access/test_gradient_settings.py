@@ -154,43 +154,6 @@ def test_what_waits_is_in_the_reduce_dtype(world: World) -> None:
     clip_grad_norm_(unsent, 1.0)
 
 
-class Half(nn.Module):
-    """Two layers of which one runs when asked to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor, *, both: bool) -> torch.Tensor:
-        y: torch.Tensor = self.a(x)
-        return self.b(y) if both else y
-
-
-@on_ranks(2)
-def test_a_unit_unused_in_the_last_micro_batch_gets_its_waiting_sums(
-    world: World,
-) -> None:
-    """The end of backward reduces what waited, though the unit did not run."""
-    model, plain = Half(), Half()
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    for module in (model.b, model):
-        fully_shard(module, strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)
-    x = torch.ones(2, 4)
-
-    set_requires_all_reduce(model, False)
-    model(x, both=True).sum().backward()
-    set_requires_all_reduce(model, True)
-    model(x, both=False).sum().backward()
-    plain(x, both=True).sum().backward()
-    plain(x, both=False).sum().backward()
-
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert ours.grad is not None
-        assert theirs.grad is not None
-        torch.testing.assert_close(ours.grad, theirs.grad)
-
-
 def whole(gradient: torch.Tensor | None) -> torch.Tensor:
     """The full gradient of a DTensor; of a plain model divided by the factor."""
     assert gradient is not None
@@ -223,24 +186,6 @@ def test_a_divide_factor_replaces_the_number_of_ranks_as_in_fsdp2(
     full = {n: whole(p.grad) for n, p in theirs.named_parameters()}
     for name, (leaf, part) in own_parts(model, full).items():
         torch.testing.assert_close(own_gradient(leaf), part, msg=name)
-
-
-@pytest.mark.parametrize(
-    "strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD]
-)
-@on_ranks(2)
-def test_a_float16_sum_beyond_its_range_has_the_right_average(
-    world: World, strategy: ShardingStrategy
-) -> None:
-    """Two times 40000 do not fit, their average does."""
-    model = nn.Linear(1, 2, bias=False)
-    mixed = MixedPrecision(param_dtype=torch.float32, reduce_dtype=torch.float16)
-    fully_shard(model, mixed_precision=mixed, strategy=strategy)
-
-    model(torch.full((1, 1), 40000.0)).sum().backward()
-
-    gradient = own_gradient(model.weight)
-    assert torch.equal(gradient, torch.full_like(gradient, 40000.0))
 
 
 @on_ranks(2)
@@ -350,26 +295,6 @@ def test_micro_batches_inside_cost_no_reduction_and_are_summed_in_one(
     assert_gradients(
         model, summed_then_averaged(world, [0, 1, 2]), tolerance_at(world.world_size)
     )
-
-
-@on_ranks(2)
-def test_leaving_an_inner_block_does_not_end_the_outer_one(world: World) -> None:
-    """Nor does a raise in it; what had arrived before the raise is part of the sum."""
-    model = gpt("composable")
-    block = model.get_submodule("blocks.0")
-
-    def act() -> None:
-        with no_sync(block):
-            backward(model, 0, world.rank)
-            raise KeyError("in the block")
-
-    with record() as calls, no_sync(model):
-        assert message_of(act).startswith("KeyError")
-        backward(model, 1, world.rank)
-    backward(model, 2, world.rank)
-
-    assert reductions(calls) == 0
-    assert_gradients(model, summed_then_averaged(world, [0, 1, 2]), 0.0)
 
 
 @pytest.mark.req("B-14")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -14,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import composable_fsdp
 from composable_fsdp import (
     CompositionError,
     PhaseError,
@@ -116,15 +114,6 @@ def test_verbs_refuse_moments_that_would_break_a_step(world: World) -> None:
         model(gpt_input(0, world.rank))
     hook.remove()
     model(gpt_input(0, world.rank))
-
-
-def test_verbs_take_fully_sharded_modules_only(one_rank: World) -> None:
-    """A module inside a unit is refused."""
-    model = fully_shard(tiny_mlp())
-
-    for verb in (unshard, reshard, is_sharded):
-        with pytest.raises(CompositionError, match="Linear that is no fully sharded"):
-            verb(model[0])
 
 
 # ---- beside FSDP2 -------------------------------------------------------------
@@ -410,25 +399,3 @@ def test_what_is_no_method_is_refused(
         register_forward_method(module, name)
 
     assert [*vars(module)] == before
-
-
-def test_an_unsharded_model_keeps_its_method() -> None:
-    """The same script runs without sharding, and torch's name does the same."""
-    model = Speaker()
-
-    composable_fsdp.register_fsdp_forward_method(model, "generate")
-
-    assert "generate" not in vars(model)
-
-
-def test_the_registered_method_looks_like_the_method(one_rank: World) -> None:
-    """Name, text and signature are the original's."""
-    model = fully_shard(Speaker())
-    signature = inspect.signature(model.generate)
-
-    register_forward_method(model, "generate")
-    register_forward_method(model, "forward")
-
-    assert "forward" not in vars(model)
-    assert inspect.signature(model.generate) == signature
-    assert model.generate.__doc__ == Speaker.generate.__doc__

@@ -11,19 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp import (
-    CompositionError,
     FullyShardedDataParallel,
     PhaseError,
     fully_shard,
-    get_full_grad,
-    get_full_param,
     optim_state_dict,
-    set_full_param,
     unshard_params,
 )
 from composable_fsdp.access.unshard_params import _unshard_params_recurse
 from composable_fsdp.access.unsharded_unit import _unshard_state
-from composable_fsdp.comm.collectives import record
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from tests.support.models import TinyGPT, tiny_mlp
@@ -31,11 +26,9 @@ from tests.support.on_ranks import on_ranks
 from tests.support.recording import record_steps
 from tests.support.reference import (
     apply_units,
-    backward,
     differences,
     gpt_input,
     loss_of,
-    wide_input,
 )
 from tests.support.sharded import both_paths, gpt, is_full, message_of
 from tests.support.world import World
@@ -110,26 +103,6 @@ def test_a_parameter_assigned_in_the_block_is_taken_up(
 
     assert model[0].weight is leaf
     assert torch.equal(model.state_dict()["0.weight"], torch.full((12, 8), 7.0))
-
-
-@on_ranks(3)
-@pytest.mark.parametrize("writeback", [True, False])
-def test_memory_that_the_block_gave_a_parameter_ends_with_it(
-    world: World, writeback: bool
-) -> None:
-    """After ``parameter.data = values`` the values count and later updates show."""
-    model = apply_units(tiny_mlp(), [], path="wrapper")
-    weight = model[0].weight  # type: ignore[index]
-    before = model.state_dict()["0.weight"]
-    given = torch.full((12, 8), 7.0)
-
-    with unshard_params(model, writeback=writeback):
-        model[0].weight.data = given.clone()  # type: ignore[index]
-    weight.data.mul_(2)  # as an optimizer does
-
-    with unshard_params(model):
-        shown = model[0].weight.clone()  # type: ignore[index]
-    assert torch.equal(shown, 2 * (given if writeback else before))
 
 
 @on_ranks(2)
@@ -248,44 +221,6 @@ def test_state_dicts_are_given_and_taken_inside_the_block(world: World) -> None:
     assert differences(model.state_dict(), TinyGPT(seed=5).state_dict()) == {}
 
 
-def test_a_model_without_units_is_refused() -> None:
-    """The message says what to do instead."""
-    with pytest.raises(CompositionError, match="on a Linear that holds no fully"):
-        unshard_params(nn.Linear(2, 2)).__enter__()
-
-
-@on_ranks(2)
-def test_summon_full_params_is_the_same_block(world: World) -> None:
-    """The wrapper's FSDP1 name passes its options on."""
-    model, plain = gpt("wrapper"), TinyGPT()
-
-    with FullyShardedDataParallel.summon_full_params(model, recurse=False):
-        shown = is_full(model)
-    with FullyShardedDataParallel.summon_full_params(model, writeback=True):
-        write(model, add=1.0)
-    write(plain, add=1.0)
-
-    assert shown == [True, False, False]
-    assert differences(model.state_dict(), plain.state_dict()) == {}
-
-
-@on_ranks(2)
-def test_a_unit_that_stands_in_two_places_is_shown_once(world: World) -> None:
-    """Found by the state machine: the second block freed what the first one showed."""
-    shared = nn.Linear(3, 3)
-    holder = nn.Sequential(shared)
-    model = nn.Sequential(shared, holder)
-    before = shared.weight.detach().clone()
-    for unit in (shared, holder, model):
-        fully_shard(unit)
-
-    # Its parent is the root; it stands below the other unit as well.
-    with unshard_params(holder, writeback=True):
-        shared.weight.data.mul_(2.0)
-
-    assert torch.equal(model.state_dict()["0.weight"], before * 2)
-
-
 def test_a_block_over_a_unit_that_another_shows_is_refused(one_rank: World) -> None:
     """And the first one goes on."""
     model = fully_shard(tiny_mlp())
@@ -309,21 +244,6 @@ def full(handle: FlatParamHandle) -> list[nn.Parameter]:
     return [leaf for region in handle.layout.regions for leaf in region.full.leaves]
 
 
-@on_ranks(2)
-def test_parameters_without_a_gradient_have_none_and_none_is_sent(world: World) -> None:
-    """A unit without any costs a byte per parameter, and no gather of gradients."""
-    model: Any = apply_units(tiny_mlp(), ["0", "2"])
-    backward(model[2](wide_input(12)(0, world.rank)).square().mean())
-    model[2].bias.grad = None
-    with record() as calls, unshard_params(model, writeback=False, with_grads=True):
-        assert gradients(model) == ["2.weight"]
-
-    asked = [sum(call.numel) for call in calls if call.op == "all_reduce"]
-    assert asked == [2, 2]
-    # The values of both units, the gradients of one.
-    assert sum(call.op == "all_gather" for call in calls) == 3
-
-
 def gradients(model: nn.Module) -> list[str]:
     return [name for name, p in model.named_parameters() if p.grad is not None]
 
@@ -343,33 +263,6 @@ def test_a_block_may_write_back_where_no_parameter_has_a_gradient(
                 model[2].bias.grad = torch.ones_like(model[2].bias)
     with unshard_params(model, writeback=False, with_grads=True):
         assert gradients(model) == ["2.bias"]
-
-
-@everywhere
-@on_ranks(2)
-def test_a_sparse_gradient_is_written_back(world: World, rank0_only: bool) -> None:
-    """It could not be taken back any more where it is met, and other ranks wait."""
-    model = fully_shard(nn.Linear(4, 4, bias=False))
-    with unshard_params(model, with_grads=True, rank0_only=rank0_only):
-        if not rank0_only or world.rank == 0:
-            model.weight.grad = torch.eye(4).to_sparse()
-    found = get_full_grad(model, "weight")
-    assert found is not None
-    assert torch.equal(found, torch.eye(4))
-
-
-@on_ranks(2)
-def test_complex_parameters_are_gathered_to_the_first_rank_and_written_back(
-    world: World,
-) -> None:
-    """As all others: what is sent are bytes, as gloo gathers no complex numbers."""
-    weight = torch.complex(torch.arange(10.0), torch.ones(10)).view(5, 2)
-    model = fully_shard(nn.Linear(2, 5, bias=False, dtype=weight.dtype))
-    set_full_param(model, "weight", weight)
-    with unshard_params(model, rank0_only=True), torch.no_grad():
-        if world.rank == 0:
-            model.weight.mul_(1j)
-    assert torch.equal(get_full_param(model, "weight"), weight * 1j)
 
 
 @torch.no_grad()

@@ -321,29 +321,6 @@ def test_state_from_torchs_older_reader_is_loaded(world: World, tmp_path: Path) 
             assert torch.equal(optim.state[leaf]["exp_avg"], part)
 
 
-@on_ranks(2)
-def test_sharded_values_are_compared_as_whole_values(world: World) -> None:
-    """The result is that of all ranks, though each holds a part."""
-    model = gpt("wrapper")
-    cf.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
-    value: Any = model.state_dict()["head.weight"]
-    other = value.clone()
-
-    assert torch.equal(value, other)
-    assert torch.allclose(value, other)
-    assert (value == other).full_tensor().all()
-    assert not (value != other).full_tensor().any()
-    assert torch.equal(value, value.full_tensor())
-    # The difference is on the last rank alone.
-    if world.rank:
-        other.local.view(-1)[-1] += 1
-    assert not torch.equal(value, other)
-    assert not torch.allclose(value, other)
-    assert int((value != other).full_tensor().sum()) == 1
-    with pytest.raises(TypeError, match="expects a whole tensor"):
-        _ = value == value.full_tensor()
-
-
 State = dict[str, Any]
 
 
@@ -394,12 +371,6 @@ def test_parts_that_nobody_asked_for_are_not_pickled(world: World, path: str) ->
     # What a rank holds whole.
     whole = stepped(world, path, strategy=ShardingStrategy.NO_SHARD)[1]
     assert written(whole.state_dict()) == "nothing was raised"
-
-
-def test_the_state_of_one_rank_alone_is_pickled(one_rank: World) -> None:
-    """It is whole."""
-    state = stepped(one_rank, "composable")[1].state_dict()
-    assert written(state) == "nothing was raised"
 
 
 FSDP = FullyShardedDataParallel
@@ -609,24 +580,6 @@ def test_state_that_a_rank_with_elements_lacks_is_refused_on_all(
             where = "here 'weight'" if rank < 3 else "on rank 0 of the shard group '"
             assert where in text
         assert "Optimizer state 'exp_avg' of 'weight' is torch.float32" in saved
-
-
-@on_ranks(3)
-def test_a_step_without_gradients_makes_no_state(world: World) -> None:
-    """On any rank; nor does torch then, which would on a rank that has none."""
-    model = narrow("composable")
-    optim = torch.optim.Adam(model.parameters(), lr=0.05)
-    optim.zero_grad()
-    optim.step()
-    assert not optim.state
-    assert optim_state_dict(model, optim)["state"] == {}
-    steps(world, model, optim, 0, 2)
-    optim.step()  # the gradients are cleared
-    whole = optim_state_dict(model, optim)
-    _, wanted = plain_state(MAKE["adam"], world.world_size, 2)
-    assert_state(whole["state"], wanted)
-    asked: Any = get_optimizer_state_dict(model, optim)
-    assert {values["step"].item() for values in asked["state"].values()} == {2}
 
 
 def save_own(world: World, folder: Path) -> Any:

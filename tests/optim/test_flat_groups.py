@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import gc
-import weakref
 from collections.abc import Hashable
 from functools import partial
 from pathlib import Path
@@ -148,18 +145,6 @@ def test_a_checkpoint_with_groups_goes_to_other_ranks_and_to_originals(
     ranks(3).run(load_grouped, tmp_path, state)
 
 
-@on_ranks(2)
-def test_groups_go_along_when_a_model_is_copied_or_frozen(world: World) -> None:
-    """A region that is taken apart keeps its group."""
-    model = grouped()
-    flat_parameter_groups(model)
-    other = copy.deepcopy(model)
-    assert list(flat_parameter_groups(other)) == list(flat_parameter_groups(model))
-    model.positions.weight.requires_grad_(False)  # type: ignore[union-attr]  # a module
-    groups = flat_parameter_groups(model)
-    assert sorted(map(str, groups)) == ["embedding", "matrix", "rest"]
-
-
 def test_the_plan_names_groups_and_padding_stays_small() -> None:
     """A group of its own for what does not decay costs next to no padding."""
     with torch.device("meta"):
@@ -171,22 +156,6 @@ def test_the_plan_names_groups_and_padding_stays_small() -> None:
         whole = sum(region.numel for region in unit.regions)
         assert padded <= 1.01 * whole
     assert "group 'rest'" in str(plan(block, world_size=8, group_by=kind))
-
-
-def test_a_function_and_its_answers_go_with_the_model(one_rank: World) -> None:
-    """Both may refer to the model, so no cache of plans keeps them."""
-    model = nn.Linear(4, 4)
-    gone = weakref.ref(model)
-
-    def answer(name: str, parameter: nn.Parameter, own: nn.Module = model) -> nn.Module:
-        return own
-
-    fully_shard(model, group_by=answer)
-
-    del model, answer
-    gc.collect()
-
-    assert gone() is None
 
 
 def test_what_is_no_function_or_gives_no_key_is_refused() -> None:

@@ -25,7 +25,6 @@ from composable_fsdp import (
     get_full_grad,
     no_sync,
     optim_state_dict,
-    replicate,
     set_full_grad,
     unshard_params,
 )
@@ -305,24 +304,6 @@ def test_gradients_that_the_originals_get_beside_their_unit_are_added(
     assert max(found.values(), default=0.0) < 1e-6
 
 
-def test_gradients_stay_with_their_parameters_when_some_are_frozen(
-    one_rank: World,
-) -> None:
-    """The flat parameter is retired, and the next one has what the others had."""
-    model = fully_shard(tiny_mlp())
-    (before,) = flat_parameters(model)
-    backward(loss_of(model, x_of(0, 0)))
-    names = ["0.weight", "2.weight", "2.bias"]
-    seen = [grad_of(model, name) for name in names]
-    model[0].bias.requires_grad_(False)
-
-    (after,) = flat_parameters(model)
-
-    assert after is not before
-    assert before.grad is None
-    assert all(map(torch.equal, seen, [grad_of(model, name) for name in names]))
-
-
 @on_ranks(2)
 def test_hooks_of_the_originals_see_and_replace_their_parts(world: World) -> None:
     """A tensor hook that gives zeros, and a hook after accumulation that looks."""
@@ -362,22 +343,6 @@ def test_padding_stays_zero_and_counts_nowhere(world: World) -> None:
         for start, stop, at in region.layout.shard_cuts(region.rank, rows=True).parts:
             padding[at : at + stop - start] = False
         assert not region.shard[padding].any()
-
-
-def test_an_unused_parameter_is_stepped_with_a_gradient_of_zeros(
-    one_rank: World,
-) -> None:
-    """Where others of its region have a gradient: its weight decays."""
-    model = mixed("composable")
-    optimizer = torch.optim.SGD(flat_parameters(model), lr=0.1, weight_decay=0.5)
-    unused = dict(model.named_parameters())["unused"]
-    before = unused.detach().clone()
-
-    backward(loss_of(model, INPUT(0, 0)))
-    optimizer.step()
-
-    assert torch.allclose(unused, before * 0.95)
-    assert not grad_of(model, "unused").any()
 
 
 def test_trainable_parameters_that_no_unit_holds_come_last_as_they_are(
@@ -468,63 +433,6 @@ def test_wrong_modules_and_moments_are_refused(one_rank: World) -> None:
     assert all(region.flat is None for region in regions(above))
 
 
-@on_ranks(3)
-def test_flat_parameters_of_a_model_on_meta_are_the_same_after_it_got_values(
-    world: World,
-) -> None:
-    """An optimizer made of them then trains."""
-    with torch.device("meta"):
-        model = fully_shard(tiny_mlp())
-    flats = flat_parameters(model)
-    optimizer = adamw(flats)
-    assert all(flat.is_meta for flat in flats)
-    model.to_empty(device="cpu")
-    model.load_state_dict(tiny_mlp().state_dict())
-
-    assert all(a is b for a, b in zip(flats, flat_parameters(model), strict=True))
-    require_plain_training(world, model, optimizer)
-
-
-def require_plain_training(
-    world: World, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> None:
-    plain = tiny_mlp()
-    losses = train(model, world.rank, x_of, lambda _: optimizer)
-    expected = train_reference(plain, world.world_size, x_of, adamw)
-    mine = [step[world.rank] for step in expected]
-    assert_same_training(
-        model, plain, losses, mine, tolerance=tolerance_at(world.world_size)
-    )
-
-
-@on_ranks(3)
-def test_a_replicated_module_has_flat_parameters_as_well(world: World) -> None:
-    """Every rank holds them whole."""
-    model = replicate(tiny_mlp())
-    require_plain_training(world, model, adamw(flat_parameters(model)))
-
-
-@pytest.mark.parametrize("order", ["model first", "optimizer first"])
-def test_model_and_optimizer_copied_together_train_apart_from_the_original(
-    one_rank: World, order: str
-) -> None:
-    """The copied optimizer holds the copied model's flat parameters."""
-    model = gpt("composable")
-    optimizer = adamw(flat_parameters(model))
-    train(model, 0, gpt_input, lambda _: optimizer)
-
-    if order == "model first":
-        copied, other = copy.deepcopy((model, optimizer))
-    else:
-        other, copied = copy.deepcopy((optimizer, model))
-    ours = train(model, 0, gpt_input, lambda _: optimizer)
-    theirs = train(copied, 0, gpt_input, lambda _: other)
-
-    assert ours == theirs
-    assert differences(model.state_dict(), copied.state_dict()) == {}
-    assert not set(flat_parameters(model)) & set(flat_parameters(copied))
-
-
 @pytest.mark.parametrize("whole", [False, True], ids=["a part", "a unit"])
 @on_ranks(3)
 def test_what_is_frozen_has_the_step_refused_unless_it_is_a_whole_unit(
@@ -558,19 +466,3 @@ def test_what_is_frozen_has_the_step_refused_unless_it_is_a_whole_unit(
             "CompositionError: AdamW holds the flat parameter of"
         )
         assert "some were frozen or unfrozen since" in texts[0]
-
-
-def test_clipping_some_originals_of_a_flat_parameter_leaves_the_others(
-    one_rank: World,
-) -> None:
-    """Norm and scale are those of the parameters that were passed."""
-    model = fully_shard(tiny_mlp())
-    flat_parameters(model)
-    backward(loss_of(model, x_of(0, 0)))
-    before = {name: grad_of(model, name) for name in ("0.weight", "2.weight")}
-
-    norm = clip_grad_norm_([dict(model.named_parameters())["0.weight"]], 1e-3)
-
-    assert torch.allclose(norm, before["0.weight"].norm())
-    assert torch.allclose(grad_of(model, "0.weight").norm(), torch.tensor(1e-3))
-    assert torch.equal(grad_of(model, "2.weight"), before["2.weight"])

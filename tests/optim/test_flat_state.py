@@ -106,7 +106,7 @@ def test_optim_state_dict_is_that_of_an_optimizer_over_the_originals(
         flat["state"] = {
             name: values
             for name, values in flat["state"].items()
-            if name in expected["state"] or values["exp_avg"].numel()
+            if name in expected["state"] or values["exp_avg"].local.numel()
         }
 
     assert _same(in_order(flat, expected), expected)
@@ -210,18 +210,6 @@ def test_state_of_one_parameter_is_read_and_written_in_the_flat_state(
     assert "the parameters of its flat parameter have one value" in text
 
 
-@on_ranks(3)
-def test_state_can_be_put_into_a_new_optimizer_name_by_name(world: World) -> None:
-    """The flat state is made of zeros and filled."""
-    model, optimizer = trained(world, "flat")
-    whole = optim_state_dict(model, optimizer)["state"]
-    other, fresh = trained(world, "flat", steps=0)
-    for name, values in whole.items():
-        set_full_optim_state(other, fresh, name, values)
-
-    assert _same(optim_state_dict(other, fresh)["state"], whole)
-
-
 def test_steps_that_differ_within_a_region_are_refused_by_name(
     one_rank: World, tmp_path: Path
 ) -> None:
@@ -273,37 +261,6 @@ def test_a_parameter_without_state_gets_the_zeros_that_a_flat_one_has(
     assert not loaded["unused"]["exp_avg"].any()
     assert loaded["unused"]["step"] == 1
     assert _same(loaded["scale"], state["state"]["scale"])
-
-
-def test_a_state_that_does_not_start_from_zero_may_not_be_missing(
-    one_rank: World,
-) -> None:
-    """Rprop's step sizes begin with the learning rate: zeros would stop it."""
-    _, state = with_unused(one_rank, torch.optim.Rprop)
-    state["param_groups"][0]["params"].remove("fixed")
-    model = mixed("composable")
-    optimizer = torch.optim.Rprop(flat_parameters(model))
-
-    with pytest.raises(CheckpointError, match=r"'prev' is there.*not for 'unused'"):
-        optim_state_dict_to_load(model, optimizer, state)
-
-
-def test_saved_groups_with_other_options_do_not_go_into_one_flat_parameter(
-    one_rank: World,
-) -> None:
-    """The error says what a flat parameter cannot do; equal options are no matter."""
-    model = fully_shard(tiny_mlp())
-    pairs = [[p for p in model.parameters() if (p.ndim > 1) == big] for big in (0, 1)]
-    other = torch.optim.AdamW([{"params": p} for p in pairs])
-    backward(loss_of(model, x_of(0, 0)))
-    other.step()
-    state = optim_state_dict(model, other)
-    optimizer = torch.optim.AdamW(flat_parameters(model))
-
-    optim_state_dict_to_load(model, optimizer, state)
-    state["param_groups"][0]["lr"] = 0.5
-    with pytest.raises(CheckpointError, match="a flat parameter is in one group"):
-        optim_state_dict_to_load(model, optimizer, state)
 
 
 class Counting(torch.optim.Optimizer):
@@ -376,11 +333,12 @@ def test_a_counter_beside_a_0d_parameter_is_a_scalar_on_every_rank(
         state = get_full_optim_state(model, optimizer, name)
         set_full_optim_state(model, optimizer, name, state)
     assert _same(local_state_dict(optimizer), before)
+    save(tmp_path / "saved", model, optimizer)
+    model, optimizer = make()
+    load(tmp_path / "saved", model, optimizer)
+    assert _same(local_state_dict(optimizer), before)
     if form == "flat":
-        save(tmp_path / "saved", model, optimizer)
-        model, optimizer = make()
-        load(tmp_path / "saved", model, optimizer)
-        assert _same(local_state_dict(optimizer), before)
+        # Full state of a 0-d parameter alone does not tell a counter from elements.
         named = optim_state_dict(model, optimizer)
         optim_state_dict_to_load(model, optimizer, named, load_directly=True)
         assert _same(local_state_dict(optimizer), before)

@@ -30,7 +30,6 @@ from composable_fsdp import (
     save,
     state_dict_type,
 )
-from composable_fsdp.naming import strip_wrapper
 from composable_fsdp.optim.own_state_dict import local_state_dict
 from tests.optim.models import (
     Mixed,
@@ -209,23 +208,6 @@ def test_children_named_like_wrappers_keep_their_names(world: World, path: str) 
     assert _same(dict(weights), dict(plain.state_dict()))
     part = optim_state_dict_to_load(model, ours, state)
     assert _same(part, local_state_dict(ours))
-
-
-@pytest.mark.req("S1-09")
-@pytest.mark.parametrize(
-    ("name", "plain"),
-    [
-        ("module.weight", "module.weight"),
-        ("_fsdp_wrapped_module.module._fsdp_wrapped_module.weight", "module.weight"),
-        ("a._fsdp_wrapped_module_2.b", "a._fsdp_wrapped_module_2.b"),
-        ("x_fsdp_wrapped_module.b", "x_fsdp_wrapped_module.b"),
-        ("_checkpoint_wrapped_module._fsdp_wrapped_module.b", "b"),
-        ("_fsdp_wrapped_module", ""),
-    ],
-)
-def test_only_whole_components_are_taken_out(name: str, plain: str) -> None:
-    """By path component, wherever it stands."""
-    assert strip_wrapper(name) == plain
 
 
 @on_ranks(2)

@@ -20,7 +20,6 @@ from composable_fsdp import (
     CPUOffload,
     FullyShardedDataParallel,
     OwnerState,
-    PlanError,
     ShardingStrategy,
     flat_parameters,
     full_shape,
@@ -268,18 +267,6 @@ def test_the_plan_knows_owners_and_bytes(
     assert found.all_to_all_bytes <= owners.most.all_to_all_bytes
 
 
-def test_a_plan_with_whole_matrices_tells_what_owners_send() -> None:
-    """Nothing, if none is cut; else calls and bytes. Unknown names are refused."""
-    told = str(plan(nn.Linear(8, 8), world_size=2, block=Block.TENSOR))
-    assert "map_on_owners over 1 matrix: 2 all-to-alls, of at most 384 B" in told
-    layers = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(4)])
-    found = plan(layers, world_size=2, block=Block.TENSOR)
-    assert "map_on_owners over 4 matrices: no communication" in str(found)
-    assert sorted(found.owners().owners.values()) == [(0, 0), (0, 0), (0, 1), (0, 1)]
-    with pytest.raises(PlanError, match=r"got '4\.weight'"):
-        found.owners(["4.weight"])
-
-
 @on_ranks(2)
 def test_wrong_arguments_are_refused(world: World) -> None:
     """Expected, got, parameter and way out, on every rank and before any exchange."""
@@ -420,20 +407,6 @@ def test_shampoo_goes_on_at_another_world_size(
 
 
 @on_ranks(2)
-def test_state_in_the_optimizer_is_refused_by_name(world: World) -> None:
-    """State of other shapes in ``optim.state`` stops the next step and the save."""
-    model, _, (optimizer, _) = pair_of()
-    for p in model.parameters():
-        optimizer.state[p]["left"] = torch.eye(full_shape(p)[0] + 3)
-
-    text = message_of(lambda: optim_state_dict(model, optimizer))
-    assert text.split(":")[0] in ("CheckpointError", "CompositionError"), text
-    backward(model(torch.ones(6, 12)).sum())
-    text = message_of(optimizer.step)
-    assert "Shampoo's state 'left' of '" in text
-
-
-@on_ranks(2)
 def test_freezing_asks_to_move_the_state(world: World) -> None:
     """Other ranks may own the matrices; the state goes on after the move."""
     model, plain, both = pair_of()
@@ -446,37 +419,6 @@ def test_freezing_asks_to_move_the_state(world: World) -> None:
     assert "state.load_state_dict(state.state_dict())" in text
     both[0].owned.load_state_dict(both[0].owned.state_dict())
     require_equal(both[0].owned.state_dict(), expected)
-
-
-def nested(state: Any, whole: Tensor, p: Tensor) -> Tensor:
-    """State in containers, as SOAP keeps bases per dimension in a list."""
-    state[p]["bases"] = [whole @ whole.T, whole.T]
-    state[p]["more"] = {"scale": whole + 1, "pair": (3, [whole + 2])}
-    return whole
-
-
-@on_ranks(3)
-def test_state_in_lists_and_dicts_comes_from_its_owner(world: World) -> None:
-    """Tensors at any depth are on all ranks, and go back to the owner."""
-    model, plain, _ = pair_of()
-    whole = [p.detach().clone() for p in plain.parameters()]
-    parameters = list(model.parameters())
-    owned = OwnerState(parameters)
-    map_on_owners(parameters, [p.detach() for p in parameters], partial(nested, owned))
-    saved = owned.state_dict()
-    again = OwnerState(parameters)
-    again.load_state_dict(saved)
-
-    assert list(saved["state"]) == list(range(len(whole)))
-    for held in (saved["state"], again._values):
-        for number, value in held.items():
-            square, turned = value["bases"]
-            torch.testing.assert_close(square, whole[number] @ whole[number].T)
-            assert torch.equal(turned, whole[number].T)
-            assert torch.equal(value["more"]["scale"], whole[number] + 1)
-            rank, (last,) = value["more"]["pair"]
-            assert rank == 3
-            assert torch.equal(last, whole[number] + 2)
 
 
 @on_ranks(2)

@@ -16,9 +16,7 @@ from composable_fsdp import (
     ShardingStrategy,
     StateDictType,
     fully_shard,
-    set_state_dict_type,
     state_dict_type,
-    unshard_params,
 )
 from composable_fsdp.comm import agreement
 from tests.optim.models import INPUT, Mixed
@@ -368,34 +366,3 @@ def test_a_state_dict_on_one_rank_alone_is_an_error_that_says_so(
     assert "DesyncError: state_dict() of TinyGPT was called on this rank" in text
     assert "rank 1 did not come within 0.2 s" in text
     assert "call state_dict() on every rank" in text
-
-
-@on_ranks(2)
-def test_sharded_values_need_no_other_rank(world: World) -> None:
-    """Nothing is gathered for them, so nobody is waited for."""
-    model = fully_shard(tiny_mlp())
-    set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
-    if world.rank == 0:
-        model.state_dict()
-    model(torch.ones(2, 8)).sum().backward()
-
-
-@on_ranks(2)
-def test_inside_of_a_block_one_rank_alone_may_ask(world: World) -> None:
-    """Full values are there already, also below a root without parameters."""
-    model = nn.Sequential(fully_shard(nn.Linear(4, 2)), fully_shard(nn.Linear(2, 4)))
-    fully_shard(model)
-    for offload in (False, True):
-        with unshard_params(model, writeback=False, offload_to_cpu=offload):
-            if world.rank == 0:
-                found = [tuple(value.shape) for value in model.state_dict().values()]
-                assert found == [(2, 4), (2,), (4, 2), (4,)]
-
-
-@on_ranks(2)
-def test_a_block_of_the_first_rank_alone_is_no_place_to_meet(world: World) -> None:
-    """There every rank refuses at once, the others as the first."""
-    model = fully_shard(tiny_mlp())
-    with unshard_params(model, rank0_only=True, writeback=False):
-        text = message_of(model.state_dict)
-    assert "was called inside unshard_params(rank0_only=True)" in text

@@ -21,7 +21,6 @@ from composable_fsdp import (
     ShardedValue,
     StateDictType,
     checkpoint_wrapper,
-    fully_shard,
     state_dict_type,
     unshard_params,
 )
@@ -180,27 +179,6 @@ def test_values_on_meta_are_refused_before_anything_is_written(world: World) -> 
     same(model.state_dict(), plain.state_dict())
     with pytest.raises(CheckpointError, match=r"on meta for 'weight', 'bias'; nothing"):
         core_of(model).norm.load_state_dict(nn.LayerNorm(8, device="meta").state_dict())
-
-
-@on_ranks(2)
-def test_parts_on_meta_get_values_by_assignment(world: World) -> None:
-    """Each part by itself, as the whole unit does."""
-    with torch.device("meta"):
-        model: Any = fully_shard(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
-    plain = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    for parameter in plain.parameters():
-        nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
-    state = plain.state_dict()
-
-    with pytest.raises(RuntimeError, match="on meta and cannot be copied into"):
-        model[0].load_state_dict(plain[0].state_dict())
-    model.load_state_dict(state, assign=True)
-    same(model.state_dict(), state)
-    with torch.device("meta"):
-        model = fully_shard(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
-    for part, whole in zip(model, plain, strict=True):
-        part.load_state_dict(whole.state_dict(), assign=True)
-    same(model.state_dict(), state)
 
 
 def check_every_module(world: World, recipes: list[ModelRecipe]) -> None:

@@ -144,11 +144,6 @@ def states(optim: torch.optim.Optimizer) -> list[dict[str, Any]]:
             "state of 'other', which is no parameter",
             id="unknown-parameter",
         ),
-        pytest.param(
-            lambda tree: tree["model"].update(_composable_fsdp_plan={}),
-            "one rank's LOCAL_STATE_DICT",
-            id="shards",
-        ),
     ],
 )
 def test_what_cannot_be_understood_is_named(

@@ -45,8 +45,7 @@ from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.flat.param_paths import param_path, slot_path
 from composable_fsdp.naming import quoted
-from composable_fsdp.optim.full_param_checks import handles_of
-from composable_fsdp.optim.step_checks import cut_leaf, flat_name
+from composable_fsdp.optim.step_checks import cut_leaf, flat_name, handles_of
 from composable_fsdp.optim.step_hooks import install_step_hooks
 from composable_fsdp.tree.moments import Observer
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState
@@ -200,16 +199,7 @@ class _Mode(TorchFunctionMode):
         if call is not None and call.wrong:
             self._tell(*call.wrong, call)
             call = None
-        try:
-            result = func(*args, **kwargs)
-        except RuntimeError as error:
-            # An error of memory is of a class of its own, which programs may catch.
-            if call is None or type(error) is not RuntimeError:
-                raise
-            text = _of_other_sizes(call) if "size" in str(error) else ""
-            if text:
-                raise RuntimeError(f"{error}. {text}") from error
-            raise
+        result = func(*args, **kwargs)
         if call is not None:
             for wrong in self._follow(call, result) or ():
                 self._tell(*wrong, call)
@@ -331,26 +321,6 @@ _TEXTS = {
     rules.DECIDES: "a rank that finds an infinity would skip the step while others "
     "step. composable_fsdp.ShardedGradScaler takes the same arguments.",
 }
-
-
-def _of_other_sizes(call: _Call) -> str:
-    """Return what a call that has failed met, if a part and a tensor of another size.
-
-    As with an average of a model whose units are others: equal parameters lie there at
-    other rows.
-    """
-    parts = {id(tensor) for tensor, _ in call.given}
-    others = [v for v in (*call.values, *call.named.values()) if isinstance(v, Tensor)]
-    for _, part in call.given:
-        for other in others:
-            if id(other) not in parts and other.shape not in ((), part.shape):
-                return (
-                    f"{call.name} takes parameter {part.name}, or its gradient, of "
-                    f"which this rank has a part {tuple(part.shape)} only, and a "
-                    f"tensor of {tuple(other.shape)}. Shard both models by the same "
-                    "units, or compute inside unshard_params(model) of both."
-                )
-    return ""
 
 
 def _has_gradients(context: RuntimeContext) -> bool:

@@ -53,8 +53,12 @@ _ACROSS = re.compile(
     "index_(fill|add|copy)_?|scatter(_add)?_?"
 )
 """Functions that keep the shape, and mix rows if their dimension is 0."""
-_TURNS = re.compile("t|T|mT|H|transpose|permute|swapaxes|movedim|moveaxis")
-_JOINS = re.compile("cat|stack|concat|concatenate|[hv]stack")
+_TURNS = re.compile(
+    "t|T|mT|H|transpose|permute|swapaxes|movedim|moveaxis|"
+    "cat|stack|concat|concatenate|[hv]stack"
+)
+_NEITHER = re.compile("new_.*|all|any")
+"""``all`` and ``any`` of a comparison say what they say of this rank's elements."""
 _SUMS = re.compile("sum|v?dot|inner")
 _CHOICES = re.compile("select|narrow|__[gs]etitem__|index_.*|scatter.*")
 _SCALER = "_amp_foreach_non_finite_check_and_unscale_"
@@ -76,10 +80,8 @@ def before(
     if _RANDOM.fullmatch(name):
         return DRAWS
     if _MATRIX.fullmatch(name):
-        # Rows of the product come from rows of the first factor.
-        is_first = args[:1] and args[0] is tensor and len(args) == 2
-        keeps = is_first and part.by_rows and name.strip("_") in ("matmul", "mm", "mv")
-        return "" if keeps and args[1] is not tensor else MULTIPLIES
+        keeps = part.by_rows and _multiplies_rows(name, args, tensor)
+        return "" if keeps else MULTIPLIES
     if _ACROSS.fullmatch(name) and (
         not part.by_rows or _is_over_rows(name, args, kwargs)
     ):
@@ -102,10 +104,9 @@ def after(
     """
     tensor, part = given
     rows = result.shape[:1] == tensor.shape[:1]
-    # ``all`` and ``any`` of a comparison say what they say of this rank's elements.
-    if name.startswith("new_") or name in ("all", "any"):
+    if _NEITHER.fullmatch(name):
         return None
-    if _JOINS.fullmatch(name) or _TURNS.fullmatch(name):
+    if _TURNS.fullmatch(name):
         return part._replace(by_rows=False)
     if result.shape == tensor.shape:
         return part
@@ -113,13 +114,20 @@ def after(
         return part._replace(by_rows=True)
     if result.numel() == tensor.numel():
         return part._replace(by_rows=part.by_rows and rows)
-    if part.by_rows and tensor.dim() and rows and not _is_over_rows(name, args, kwargs):
+    rows = rows and part.by_rows and tensor.dim() > 0
+    if rows and not _is_over_rows(name, args, kwargs):
         return part
     # The gradient of a sum over elements, as of an L2 penalty, is right on parts.
-    summed = _SUMS.fullmatch(name) or kwargs.get("reduction") == "sum"
-    if summed and result.requires_grad and not result.dim():
+    is_sum = bool(_SUMS.fullmatch(name)) or kwargs.get("reduction") == "sum"
+    if is_sum and result.requires_grad and not result.dim():
         return None
     return CHOOSES if _CHOICES.fullmatch(name) else REDUCES
+
+
+def _multiplies_rows(name: str, args: tuple[Any, ...], tensor: Tensor) -> bool:
+    """Return whether rows of a product come from rows of ``tensor``."""
+    is_first = len(args) == 2 and args[0] is tensor is not args[1]
+    return is_first and name.strip("_") in ("matmul", "mm", "mv")
 
 
 def _is_over_rows(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

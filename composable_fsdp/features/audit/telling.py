@@ -22,7 +22,7 @@ _TORCH = f"{Path(torch.__file__).parent}/"
 _PACKAGE = f"{Path(__file__).parents[2]}/"
 _DOOR = f"{_PACKAGE}doors/fsdp2_torch.py"
 """Wraps functions of torch, for all programs once FSDP2's names are used."""
-_OWNERS = f"{_PACKAGE}optim/owners.py"
+_OWNERS = f"{_PACKAGE}features/owners/map_on_owners.py"
 _OWN_CALLS = tuple(
     f"{_TORCH}{folder}/"
     for folder in ("optim", "distributed", "_dynamo", "_inductor", "_functorch", "fx")

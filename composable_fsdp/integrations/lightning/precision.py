@@ -20,10 +20,10 @@ import lightning.pytorch.plugins.precision as trainer
 import torch
 from torch.optim import Optimizer
 
-from composable_fsdp.access.grad_scaler import ShardedGradScaler
 from composable_fsdp.access.grads import clip_grad_norm_
 from composable_fsdp.config import MixedPrecision
 from composable_fsdp.errors import CompositionError
+from composable_fsdp.features.grad_scaler import ShardedGradScaler
 
 _SCALER_KEY = trainer.MixedPrecision.__qualname__
 """Where plain checkpoints hold the state of the scaler."""

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree
 
 from composable_fsdp.access.grads import no_sync
-from composable_fsdp.access.methods import register_forward_method
+from composable_fsdp.access.manual import register_forward_method
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.integrations.lightning import checkpoints, precision
 from composable_fsdp.integrations.lightning.sharding import (

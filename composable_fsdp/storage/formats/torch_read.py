@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.planning.boxes import interval_boxes
-from composable_fsdp.state_dict.local import PLAN
 from composable_fsdp.storage.directory import bounded, require_document
 from composable_fsdp.storage.formats.nested import NestedSource
 from composable_fsdp.storage.formats.safetensors_read import file_start
@@ -220,14 +219,6 @@ class _Walk:
 
     def _dict(self, value: dict[Any, Any], where: str, depth: int) -> dict[Any, Any]:
         """Return the copy of a dict; see ``lazy``."""
-        # ``LOCAL_STATE_DICT`` leaves a plan in the state dict or in the metadata.
-        metadata = getattr(value, "_metadata", None)
-        notes = dict.values(metadata) if isinstance(metadata, dict) else ()
-        if PLAN in value or any(PLAN in m for m in notes if isinstance(m, dict)):
-            raise CheckpointError(
-                f"{where} is one rank's LOCAL_STATE_DICT: its tensors are shards. Save "
-                "with FULL_STATE_DICT, or composable_fsdp.save, which keeps them all."
-            )
         copied = {}
         # ``dict.items``: a pickle can set an attribute ``items`` on an OrderedDict.
         for key, each in dict.items(value):

@@ -22,10 +22,10 @@ from torch.utils import _pytree
 
 from composable_fsdp.comm.meeting import Call, meet
 from composable_fsdp.errors import CheckpointError, CompositionError
+from composable_fsdp.features.owners.map_on_owners import owners_of
 from composable_fsdp.flat.dtensor_params import refuse_forms
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_ref import ParamRef, find_param
-from composable_fsdp.optim.owners import owners_of
 from composable_fsdp.state_dict.other_experts import from_all_ranks
 
 

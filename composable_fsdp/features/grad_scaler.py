@@ -12,8 +12,6 @@ from torch import Tensor
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.flat.flat_parameter import flats_in, move_own_gradients
-from composable_fsdp.flat.param_ref import find_param
-from composable_fsdp.naming import quoted
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
@@ -88,13 +86,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         found_inf: Tensor,
         allow_fp16: bool = True,
     ) -> dict[torch.device, Tensor]:
-        """Unscale the gradients; return per device whether any rank found an inf.
-
-        The base class calls this method once per optimizer and step, from ``unscale_``
-        or from ``step``.
-
-        Raises: TypeError, on all ranks, for the gradient of a complex parameter.
-        """
+        """Unscale the gradients; return per device whether any rank found an inf."""
         group = self.process_group or dist.group.WORLD
         unscale = partial(
             super()._unscale_grads_, optimizer, inv_scale, found_inf, True
@@ -111,12 +103,10 @@ def unscale_together(
     """Unscale the gradients; return per device whether any rank found an inf.
 
     Collective: an all-reduce of a number over each of ``groups``.
-    Raises: TypeError, on all ranks, for the gradient of a complex parameter.
     """
     # Gradients that the caller set on single parameters of a flat parameter are
     # moved into the flat gradient that the optimizer sees.
     move_own_gradients(flats_in(optimizer.param_groups))
-    _require_real_gradients(optimizer)
     # torch checks only devices that hold a gradient. A rank without a gradient must
     # still take part in the all-reduce.
     found = unscale() or {found_inf.device: found_inf}
@@ -135,24 +125,3 @@ def unscale_together(
     for flag in found.values():
         flag.copy_(any_found)
     return found
-
-
-def _require_real_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse gradients of complex parameters, for which torch has no kernel.
-
-    Raises: TypeError, on all ranks; torch raises only on a rank that holds elements,
-        and the other ranks would wait in the all-reduce.
-    """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if not parameter.is_complex():
-                continue
-            ref = find_param(parameter)
-            if ref is None or not ref.region.gradient.shown[ref.index]:
-                continue
-            name = quoted(ref.name)
-            raise TypeError(
-                f"ShardedGradScaler got the gradient of parameter {name} of dtype "
-                f"{parameter.dtype}, and torch unscales real gradients only. Step "
-                "complex parameters with an optimizer of their own, without a scaler."
-            )

@@ -149,11 +149,7 @@ def _groups(optim: torch.optim.Optimizer) -> Sequence[dict[str, Any]]:
 
 
 def _own(value: Any, parameter: Tensor, group: Mapping[str, Any]) -> Any:
-    """Return a value of state for this replica: a copy, where the optimizer wants it.
-
-    As torch's ``Optimizer.load_state_dict``: steps stay on the CPU, unless the kernels
-    of the group read steps on the device.
-    """
+    """Return a copy of a value of state, on the device that the optimizer wants."""
     if not isinstance(value, Tensor):
         return value
     on_device = value.ndim > 0 or group.get("capturable") or group.get("fused")

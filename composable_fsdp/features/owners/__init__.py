@@ -1,0 +1,1 @@
+"""Optimizers that need whole matrices, each computed on a single rank."""
