@@ -126,6 +126,10 @@ def note_step(optim: torch.optim.Optimizer) -> None:
     for each in {_MODE.units[key] for key in handles & _MODE.units.keys()}:
         each.has_stepped = True
         each.iteration_ends()
+    if type(optim).__module__.startswith("torch.optim."):
+        # Torch's own step is right on parts, and the mode would double its time.
+        _take_off()
+        hook = optim.register_step_post_hook(lambda *_: (hook.remove(), _put_on())[0])
 
 
 class _Audit:
@@ -335,6 +339,8 @@ def _has_gradients(context: RuntimeContext) -> bool:
 def _put_on() -> None:
     """Put the mode below those of the user, whose ``with`` takes off the top."""
     _take_off()
+    if not _MODE.units:
+        return
     stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # untyped in torch
     # A default device must stay at the bottom.
     at = 1 if stack and isinstance(stack[0], DeviceContext) else 0
