@@ -152,12 +152,11 @@ if TYPE_CHECKING:
         Verification,
         checkpoints,
         remove_stale,
-        stale_directories,
         verify,
     )
-    from composable_fsdp.storage.load import load
+    from composable_fsdp.storage.load import LoadOptions, load
     from composable_fsdp.storage.opening import open_source
-    from composable_fsdp.storage.save import save
+    from composable_fsdp.storage.save import SaveOptions, save
     from composable_fsdp.storage.source import Source, TensorInfo
     from composable_fsdp.storage.storages import (
         Storage,
@@ -246,12 +245,10 @@ _HOMES = {
     "storage.compare": "LoadReport",
     "storage.convert": "convert",
     "storage.export": "export_safetensors",
-    "storage.listing": (
-        "CheckpointInfo Verification checkpoints remove_stale stale_directories verify"
-    ),
-    "storage.load": "load",
+    "storage.listing": ("CheckpointInfo Verification checkpoints remove_stale verify"),
+    "storage.load": "LoadOptions load",
     "storage.opening": "open_source",
-    "storage.save": "save",
+    "storage.save": "SaveOptions save",
     "storage.source": "Source TensorInfo",
     "storage.storages": "Storage StoredObject Upload register_storage",
     "tools.activations": "Activations measure_activations",
@@ -288,6 +285,7 @@ __all__ = [
     "FullStateDictConfig",
     "FullyShardedDataParallel",
     "Int8Wire",
+    "LoadOptions",
     "LoadReport",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
@@ -304,6 +302,7 @@ __all__ = [
     "PhaseError",
     "PlanError",
     "ReplicaState",
+    "SaveOptions",
     "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
@@ -398,7 +397,6 @@ __all__ = [
     "set_state_dict_type",
     "simulate",
     "size_based_auto_wrap_policy",
-    "stale_directories",
     "state_dict_type",
     "transformer_auto_wrap_policy",
     "unshard",

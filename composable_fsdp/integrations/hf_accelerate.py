@@ -38,8 +38,8 @@ from composable_fsdp.integrations.hf_config import HFSharding, from_hf_config
 from composable_fsdp.state_dict.settings import state_dict_type
 from composable_fsdp.storage.commit import Folder
 from composable_fsdp.storage.contents import units_in
-from composable_fsdp.storage.load import load
-from composable_fsdp.storage.save import save
+from composable_fsdp.storage.load import LoadOptions, load
+from composable_fsdp.storage.save import SaveOptions, save
 from composable_fsdp.tree.traversal import _get_unit_state
 
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -269,7 +269,9 @@ class ShardedAccelerator(Accelerator):
         for at, model in self._sharded_models():
             state = os.path.join(found[0], _folder_of(at))
             # accelerate has restored the random states.
-            load(state, model, self._optimizers_of(model), rng=False)
+            load(
+                state, model, self._optimizers_of(model), options=LoadOptions(rng=False)
+            )
 
     def _sharded_models(self) -> list[tuple[int, nn.Module]]:
         """Return the sharded models with their positions among all models."""
@@ -352,7 +354,12 @@ def save_sharded(
         if Folder(str(each)).is_committed
     ]
     number = max((int(each[1]) for each in found if each), default=0) + 1
-    save(os.path.join(folder, f"state-{number}"), model, optimizers, keep=1)
+    save(
+        os.path.join(folder, f"state-{number}"),
+        model,
+        optimizers,
+        options=SaveOptions(keep=1),
+    )
 
 
 def _entries(folder: str) -> list[Path]:

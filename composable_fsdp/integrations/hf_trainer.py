@@ -36,7 +36,7 @@ from composable_fsdp.integrations.hf_adapters import adapter_values, has_adapter
 from composable_fsdp.integrations.hf_config import HFSharding
 from composable_fsdp.integrations.hf_weights import load_pretrained, write_weights
 from composable_fsdp.storage.contents import units_in
-from composable_fsdp.storage.load import load
+from composable_fsdp.storage.load import LoadOptions, load
 
 _SCHEDULER = "scheduler.pt"
 _OPTIMIZER = "optimizer.pt"
@@ -202,7 +202,9 @@ class ShardedTrainer(Trainer):
             _refuse_plain_state(checkpoint)
             return
         # The trainer restores the random states itself.
-        load(folder, self.model, [_inner(self.optimizer)], rng=False)
+        load(
+            folder, self.model, [_inner(self.optimizer)], options=LoadOptions(rng=False)
+        )
         scheduler = torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True)
         self.lr_scheduler.load_state_dict(scheduler)
 

@@ -222,7 +222,7 @@ def _exists(path: str) -> CheckpointError:
     """Return the error for a checkpoint that would be overwritten."""
     return CheckpointError(
         f"{path} exists already, and nothing is overwritten. Choose another name, or "
-        "remove it first, or pass save(..., overwrite=True)."
+        "remove it first, or pass SaveOptions(overwrite=True)."
     )
 
 

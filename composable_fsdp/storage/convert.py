@@ -15,7 +15,7 @@ from torch import Tensor
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.storage.directory import appear
-from composable_fsdp.storage.formats.safetensors_write import SafetensorsWriter
+from composable_fsdp.storage.formats.safetensors_files import SafetensorsWriter
 from composable_fsdp.storage.formats.torch_read import require_checksums
 from composable_fsdp.storage.formats.write import write_dcp, write_native, write_torch
 from composable_fsdp.storage.opening import (
@@ -148,7 +148,7 @@ def _require_shown(source: Source) -> None:
     if hidden:
         raise CheckpointError(
             f"{getattr(source, 'path', 'the checkpoint')} has values of "
-            f"{listed(map(quoted, hidden))} per rank (save(.., local=..)). Open it "
+            f"{listed(map(quoted, hidden))} per rank (SaveOptions.local). Open it "
             "(open_source), choose a rank (source.on_rank(0)), and pass the source."
         )
 

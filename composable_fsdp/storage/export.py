@@ -23,7 +23,7 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.state_dict.full import gather_unit
 from composable_fsdp.storage.contents import (
     Contents,
-    HeldTensor,
+    Held,
     contents_of,
     units_in,
 )
@@ -35,7 +35,7 @@ from composable_fsdp.storage.directory import (
     path_text,
     unwritable,
 )
-from composable_fsdp.storage.formats.safetensors_write import SafetensorsWriter
+from composable_fsdp.storage.formats.safetensors_files import SafetensorsWriter
 from composable_fsdp.storage.mesh_copies import (
     is_first_copy,
     mesh_groups_in,
@@ -215,7 +215,7 @@ class _Writing:
         self._work: Path | None = None
         self._writer: SafetensorsWriter | None = None
         self._names: dict[tuple[int, int], str] = {}
-        self.loose: list[HeldTensor] = []
+        self.loose: list[Held] = []
         """The DTensors that no unit holds, which all ranks gather."""
 
     def attempt(self, action: Callable[[], None]) -> None:

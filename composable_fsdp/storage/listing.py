@@ -7,53 +7,46 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
-from typing import Any
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage.blocks import ReadRequest
 from composable_fsdp.storage.commit import (
     Folder,
     folders_in,
-    newest_in,
     number_of,
     remove_folders,
     stale_folders,
 )
 from composable_fsdp.storage.directory import (
     MANIFEST,
-    no_checkpoint_text,
     stale_outputs,
 )
 from composable_fsdp.storage.manifest import BLOCK
 from composable_fsdp.storage.native import NativeSource, read_manifest
-from composable_fsdp.storage.opening import find_checkpoint
+from composable_fsdp.storage.opening import NATIVE, find_checkpoint
 from composable_fsdp.storage.storages import is_url, split, whole_path
 
 
-def stale_directories(directory: str | os.PathLike[str]) -> list[Any]:
-    """Return the leftovers of interrupted saves in ``directory``, sorted by name.
+def remove_stale(
+    directory: str | os.PathLike[str], *, dry_run: bool = False
+) -> list[str]:
+    """Remove the leftovers of interrupted saves in ``directory``; return their paths.
 
     Leftovers are folders with files of checkpoints and without a manifest, and
     temporary directories of conversions and exports. A running save looks like a
-    leftover, so call this only when no save runs.
+    leftover, so call this only when no save runs. With ``dry_run`` (default False),
+    nothing is removed.
 
-    Returns: paths; for a URL, URLs as texts.
+    Returns: paths or URLs, sorted.
     """
     place = whole_path(directory)
-    found = [each.path for each in stale_folders(place)]
-    if is_url(place):
-        return found
-    return sorted([*map(Path, found), *stale_outputs(place)])
-
-
-def remove_stale(directory: str | os.PathLike[str]) -> list[Any]:
-    """Remove the paths that ``stale_directories`` returns, and return them."""
-    place, found = whole_path(directory), stale_directories(directory)
-    remove_folders(stale_folders(place))
-    for each in () if is_url(place) else stale_outputs(place):
-        shutil.rmtree(each)
-    return found
+    folders = stale_folders(place)
+    outputs = [] if is_url(place) else stale_outputs(place)
+    if not dry_run:
+        remove_folders(folders)
+        for each in outputs:
+            shutil.rmtree(each)
+    return sorted([*(each.path for each in folders), *outputs])
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,13 +167,13 @@ def verify(
     problems: list[str] = []
     files, done = 0, 0
     try:
-        path = _newest(path)
+        path, kind = find_checkpoint(path)
         # Without the loose tensors: reading them would raise at the first damaged
         # block, before the other blocks are verified.
-        if not is_url(path) and not os.path.lexists(os.path.join(path, MANIFEST)):
-            text = no_checkpoint_text(path)
+        if kind != NATIVE:
             raise CheckpointError(
-                f"{text} verify expects a checkpoint that save wrote ({MANIFEST})."
+                f"{path} is of the format {kind}; verify expects a checkpoint that "
+                f"save wrote ({MANIFEST})."
             )
         with NativeSource(path, values=False) as source:
             # For ``progress``: the payload bytes of all files.
@@ -210,16 +203,6 @@ def verify(
             raise
         problems.append(f"{path} cannot be read: {error}.")
     return Verification(path, tuple(problems), files, done)
-
-
-def _newest(path: str) -> str:
-    """Return the checkpoint at ``path``, or the newest in ``path``, or ``path``."""
-    if is_url(path):
-        return find_checkpoint(path)[0]
-    if os.path.lexists(os.path.join(path, MANIFEST)):
-        return path
-    newest = newest_in(path)
-    return path if newest is None else newest.path
 
 
 def _text(error: CheckpointError) -> str:

@@ -19,7 +19,7 @@ from composable_fsdp.storage.directory import (
 )
 from composable_fsdp.storage.formats.dcp_metadata import METADATA
 from composable_fsdp.storage.formats.dcp_read import open_dcp
-from composable_fsdp.storage.formats.safetensors_read import (
+from composable_fsdp.storage.formats.safetensors_files import (
     INDEX,
     SINGLE,
     SafetensorsSource,
@@ -158,15 +158,19 @@ def look_up(
     path: str | os.PathLike[str] | Source,
     before: PendingOutcome,
     share: bool | None = None,
+    error: Exception | None = None,
 ) -> Found:
     """Return the checkpoint that this rank opens: rank 0 alone looks in a directory.
+
+    ``error`` is one that this rank has found already.
 
     Collective: one all-gather of objects over the team's group.
     Raises: CheckpointError or TypeError, the same on every rank.
     """
-    error: Exception | None = None
     own, name = "", "."
     try:
+        if error is not None:
+            raise error
         if share is not None and type(share) is not bool:
             raise TypeError(f"load expects share=None, True or False, got {share!r}.")
         if not isinstance(path, Source):

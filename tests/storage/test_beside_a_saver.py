@@ -11,12 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from composable_fsdp import load, save
+from composable_fsdp import LoadOptions, load, save
 from composable_fsdp.storage import load as loading
 from composable_fsdp.storage import opening
 from composable_fsdp.storage.source import Source
-from tests.storage.training import make
-from tests.support.on_ranks import on_ranks
 from tests.support.sharded import RankCount
 from tests.support.world import World
 
@@ -48,7 +46,7 @@ def check_saver(world: World, folder: Path) -> list[str]:
 
     model = filled(0.0)
     with mock.patch.object(loading, "open_source", late):
-        load(folder, model, rng=False)
+        load(folder, model, options=LoadOptions(rng=False))
     return [*opened, str(model.weight[0, 0].item())]
 
 
@@ -66,24 +64,3 @@ def test_ranks_follow_rank_0_and_look_again_if_the_newest_was_removed(
     first, second = ranks(2).run(check_saver, tmp_path)
 
     assert first == second == ["step-1", "step-2", "step-3", "3.0"]
-
-
-@on_ranks(2)
-@pytest.mark.req("K-03")
-def test_latest_is_read_by_rank_0_alone(world: World, tmp_path: Path) -> None:
-    """Ranks that see an older file (NFS) open what rank 0 has found."""
-    model = make("composable")
-    for step in (1, 2):
-        save(tmp_path / f"step-{step}", model, extra=step)
-    real = opening.find_checkpoint
-    asked: list[object] = []
-
-    def looked(path: Any) -> tuple[str, str]:
-        asked.append(path)
-        return real(path)
-
-    with mock.patch.object(opening, "find_checkpoint", looked):
-        extra = load(tmp_path, model)
-
-    assert extra == 2
-    assert asked == ([str(tmp_path)] if world.rank == 0 else [])

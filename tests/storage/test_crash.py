@@ -14,7 +14,6 @@ from composable_fsdp import (
     load,
     remove_stale,
     save,
-    stale_directories,
     verify,
 )
 from composable_fsdp.storage.commit import newest_in
@@ -66,7 +65,7 @@ def test_a_killed_save_leaves_the_old_checkpoint_whole(
     done = point == "after-rename"
     assert bytes_below(tmp_path / "step-1") == old
     assert bool(verify(tmp_path / "step-2")) == done
-    stale = stale_directories(tmp_path)
+    stale = remove_stale(tmp_path, dry_run=True)
     # A rank that outlives the other one tidies up.
     assert len(stale) == (0 if done or point == "before-write" else 1) or (
         point == "mid-file:1"
@@ -105,21 +104,3 @@ def test_an_existing_name_is_never_written_over(
 
     assert bytes_below(tmp_path / "step-1") == old
     assert sorted(os.listdir(tmp_path)) == ["step-1"]
-
-
-def save_second(world: World, folder: Path) -> None:
-    save(folder / "step-2", make("composable"))
-
-
-@pytest.mark.req("X-04", "K-03")
-def test_a_save_of_the_same_name_removes_what_an_interrupted_one_left(
-    ranks: RankCount, tmp_path: Path
-) -> None:
-    """Its files have other names, and the manifest names these."""
-    killed(ranks, tmp_path, "after-write:0")
-    assert stale_directories(tmp_path) == [tmp_path / "step-2"]
-
-    ranks(2).run(save_second, tmp_path)
-
-    assert verify(tmp_path / "step-2")
-    assert len(os.listdir(tmp_path / "step-2")) == 3

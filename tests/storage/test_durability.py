@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,56 +12,8 @@ from unittest import mock
 
 import pytest
 
-from composable_fsdp import save, verify
+from composable_fsdp import save
 from tests.storage.training import make
-
-_watcher: Callable[[str], None] | None = None
-
-
-def _audit(event: str, args: tuple[Any, ...]) -> None:
-    """Python calls it before every operation on files; it cannot be taken off."""
-    global _watcher
-    if _watcher is not None and (
-        event == "open" or event.startswith(("os.", "shutil."))
-    ):
-        watcher, _watcher = _watcher, None
-        try:
-            watcher(event)
-        finally:
-            _watcher = watcher
-
-
-sys.addaudithook(_audit)
-
-
-@contextmanager
-def watched(watcher: Callable[[str], None]) -> Iterator[None]:
-    """Have ``watcher`` called wherever a process could be killed between two calls."""
-    global _watcher
-    _watcher = watcher
-    try:
-        yield
-    finally:
-        _watcher = None
-
-
-@pytest.mark.req("X-04")
-def test_between_any_two_calls_there_is_no_manifest_or_a_whole_checkpoint(
-    tmp_path: Path,
-) -> None:
-    """So it takes one rename, of a manifest that is complete."""
-    path, model = tmp_path / "runs" / "step-1", make("plain")
-    seen: list[bool] = []
-
-    def look(event: str) -> None:
-        there = (path / "manifest.json").exists()
-        seen.append(there)
-        assert not there or verify(path), f"in part before {event}"
-
-    with watched(look):
-        save(path, model)
-
-    assert set(seen) == {False, True}
 
 
 class Log:

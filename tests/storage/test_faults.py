@@ -14,14 +14,20 @@ from unittest import mock
 import pytest
 import torch
 
-from composable_fsdp import async_save, export_safetensors, load, save, verify
+from composable_fsdp import (
+    SaveOptions,
+    async_save,
+    export_safetensors,
+    load,
+    save,
+    verify,
+)
 from composable_fsdp.comm import agreement
 from composable_fsdp.comm.nodes import private_group
 from composable_fsdp.storage.native import NativeSource
 from composable_fsdp.storage.source import Copy
 from tests.storage.training import everything, make, optimizer_of, same, step
 from tests.support.sharded import RankCount, message_of
-from tests.support.short_waits import step_alone
 from tests.support.world import World
 
 
@@ -137,56 +143,6 @@ def test_a_path_that_cannot_be_written_is_the_same_error_on_all(
     assert os.listdir(tmp_path) == ["file"]
 
 
-def check_one_bad_rank(world: World, folder: Path) -> list[str]:
-    model = make("composable")
-    mine = {"bad": object()} if world.rank else {"good": 1}
-    texts = [message_of(lambda: save(folder / "a", model, extra=mine))]
-    optimizer = optimizer_of(model)
-    if world.rank:
-        step_on_one(model, optimizer)
-    texts.append(message_of(lambda: save(folder / "b", model, optimizer)))
-    wrong = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))])
-    texts.append(message_of(lambda: save(folder / "c", model, wrong)))
-    return texts
-
-
-def step_on_one(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """State that the other ranks do not have."""
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    with step_alone():
-        optimizer.step()
-
-
-@pytest.mark.req("X-22")
-def test_what_is_wrong_on_one_rank_is_raised_on_all(
-    ranks: RankCount, tmp_path: Path
-) -> None:
-    """What ``extra`` may not hold, state that others lack, a foreign optimizer."""
-    first, second = ranks(2).run(check_one_bad_rank, tmp_path)
-
-    assert first == second
-    assert first[0].startswith(
-        "TypeError: On rank 1: extra['bad'] is a builtins.object"
-    )
-    assert "Optimizer state 'exp_avg' of 'gpt." in first[1]
-    assert "Parameter 0 of the optimizer's group 0, of shape (3,), is not" in first[2]
-    assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize("dtype", [torch.complex128, torch.float8_e8m0fnu], ids=str)
-def test_a_dtype_that_no_file_holds_is_refused_by_name(
-    tmp_path: Path, dtype: torch.dtype
-) -> None:
-    """Before anything is written, with the dtypes that a file holds."""
-    model = torch.nn.Module()
-    model.register_buffer("table", torch.zeros(2, dtype=dtype))
-    text = message_of(lambda: save(tmp_path / "run", model))
-
-    assert f"'table' has dtype {dtype}, which a checkpoint cannot hold" in text
-    assert os.listdir(tmp_path) == []
-
-
 def load_by_rank(world: World, folder: Path) -> tuple[str, bool]:
     model = make("composable")
     optimizer = optimizer_of(model)
@@ -246,13 +202,14 @@ def check_wrong_arguments(world: World, folder: Path) -> list[str]:
     save(folder / "good", model)
     module: Any = "model" if wrong else model
     path: Any = 5 if wrong else folder / "x"
+    keep: Any = "2" if wrong else 2
     calls: list[Callable[[], Any]] = [
         lambda: save(folder / "x", module),
         lambda: async_save(folder / "x", module),
         lambda: load(folder / "good", module),
         lambda: save(path, model),
         lambda: load(5 if wrong else folder / "good", model),  # type: ignore[arg-type]
-        lambda: save(folder / "x", model, keep="2" if wrong else 2),  # type: ignore[arg-type]
+        lambda: save(folder / "x", model, options=SaveOptions(keep=keep)),
         lambda: export_safetensors(path, model),
     ]
     texts = [message_of(call) for call in calls]

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from composable_fsdp import (
+    SaveOptions,
     async_save,
     checkpoints,
     load,
@@ -64,7 +65,9 @@ def test_an_interrupt_at_any_call_to_a_storage_leaves_the_old_or_the_new(
         save(f"{base}/step-1", model, extra=1)
         own.calls, own.fails_at = 0, number
         with suppress(KeyboardInterrupt):
-            save(target, model, extra=2, overwrite=overwrite, keep=1)
+            save(
+                target, model, extra=2, options=SaveOptions(overwrite=overwrite, keep=1)
+            )
         was_reached, own.fails_at = own.calls >= number, 0
         outcomes.add(load(base, model))
         assert all(each.is_whole for each in checkpoints(base))

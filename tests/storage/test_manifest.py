@@ -154,7 +154,6 @@ def put(path: str, value: Json) -> Callable[[Json], None]:
 
 HUGE = 2**61
 BAD: dict[str, tuple[Callable[[Json], None], str]] = {
-    "wrong shape": (put("tensors.0.shape", [5, 2]), "expected 40, where 'a' ends"),
     "negative begin": (put("tensors.1.begins.0", [0, -1]), "('b').begins[0][1] is -1"),
     "gap in the payload": (
         put("tensors.1.parts.1", entry(1, 8)),
@@ -168,22 +167,14 @@ BAD: dict[str, tuple[Callable[[Json], None], str]] = {
         put("tensors.3.parts.0", entry(0, 64)),
         "'buf' ends at byte 72 of",
     ),
-    "no such file": (put("tensors.3.parts.0", entry(2, 32)), "'buf' lies in file 2"),
     "huge size": (put("tensors.1.shape", [HUGE]), "elements 1 to 2305843009213693952"),
     "huge product": (put("tensors.1.shape", [2**40, 2**40]), "('b').shape"),
-    "huge payload": (
-        put("files.0.payload_nbytes", HUGE),
-        "rank0.safetensors has 1 check",
-    ),
     "way out": (put("files.0.name", "../x.safetensors"), "is no plain name inside the"),
-    "hidden": (put("files.0.name", ".x"), "is no plain name inside the directory"),
     "twice the same file": (
         put("files.0.name", "rank1.safetensors"),
         "stands twice in",
     ),
     "version": (put("version", 2), "format version 2"),
-    "no begin": (put("tensors.2.begins.0", [1, 2]), "'lora' of shape (3, 1) has parts"),
-    "part too few": (put("tensors.2.begins.0", [0]), "has 2 parts, expected 1"),
     "part of a state": (
         put("tensors.2.states.exp.parts", [entry(0, 32)]),
         "state 'exp' of 'lora' of shape (3, 1) has 1 parts, expected 2",
@@ -192,16 +183,11 @@ BAD: dict[str, tuple[Callable[[Json], None], str]] = {
         put("tensors.2.values", {"exp": 1}),
         "state 'exp' of 'lora' of shape (3, 1) stands there twice",
     ),
-    "too few ranks": (put("local.1", {}), "local[1] is [], expected an object of"),
     "ranks left out": (
         put("local", [local(0, 52)]),
         "in rank1.safetensors, elements 2",
     ),
     "expert twice": (put("local.1.tensors.0.fqns", ["a"]), "'a' stand there twice"),
-    "expert of a rank elsewhere": (
-        put("local.1.tensors.0.parts.0", entry(1, 26)),
-        "'expert' of rank 1 ends at byte 30 of 28",
-    ),
     "scalar of no unit": (
         put("local.0.values", {"expert": {"norm": 1}}),
         "local[0] has state of 'expert' of no unit",
@@ -209,19 +195,15 @@ BAD: dict[str, tuple[Callable[[Json], None], str]] = {
     "values of too few ranks": (put("per_rank", [{}]), "per_rank has 1 values for 2"),
     "other format": (put("format", "zip"), "format is 'zip', expected"),
     "unknown field": (put("tensors.0.more", 1), "tensors[0] is ['begins', 'cuts'"),
-    "name twice": (put("tensors.3.fqns", ["tied"]), "'tied' stand there twice"),
     "dtype": (put("tensors.0.dtype", "object"), "tensors[0] ('a').dtype is 'object'"),
     "loose tensor": (put("extra.t", {"$tensor": 1}), "loose tensor 1 is asked for"),
     "unused tensor": (put("extra", None), "not referred to once each"),
-    "unknown mark": (put("extra.t", {"$eval": "1"}), "extra['t']: {'$eval': '1'} is"),
     "group of strangers": (put("param_groups.0.params", ["z"]), "does not list param"),
 }
 
 
 BAD_COLUMNS: dict[str, tuple[Callable[[Json], None], str]] = {
     "no cut of a dim": (put("tensors.4.cuts", [[0, 2]]), "has 2 rectangles cut at"),
-    "cut behind the end": (put("tensors.4.cuts.1", [0, 3]), "which do not cover it"),
-    "cut that begins late": (put("tensors.4.cuts.0", [1]), "which do not cover it"),
     "rectangle too few": (put("tensors.4.begins", [[0, 3]]), "has 1 rectangles cut at"),
     "huge columns": (
         put("tensors.4", {**columned()["tensors"][4], "shape": [2**30, 2**30]}),
@@ -241,14 +223,6 @@ BAD_COLUMNS: dict[str, tuple[Callable[[Json], None], str]] = {
     "part behind the rectangle": (
         put("tensors.4.begins.0", [0, 4]),
         "parts that begin at elements (0, 4) of the rectangle at (0, 0)",
-    ),
-    "part of a rectangle elsewhere": (
-        put("tensors.4.parts.2", entry(1, 36)),
-        "the rectangle (2, 1) at (0, 2) of 'columns' begins at byte",
-    ),
-    "wrapper of nothing": (
-        put("wrappers", {"columns": "Rows"}),
-        "'columns' stand there twice",
     ),
     "wrapper without tensors": (
         put("wrappers", {"buf": "Rows"}),
@@ -449,22 +423,3 @@ def test_nested_values_come_back_through_json(value: Any) -> None:
     text = json.dumps(encoded, allow_nan=False)
 
     assert repr(decode(json.loads(text), "m", lambda index: None)) == repr(value)
-
-
-NUMBERS = [
-    torch.tensor(0.1),
-    torch.tensor(float("-inf"), dtype=torch.bfloat16),
-    torch.tensor(2**40),
-    torch.tensor(True),
-]
-
-
-@pytest.mark.parametrize("number", NUMBERS, ids=repr)
-def test_an_optimizers_numbers_come_back_in_their_dtype(number: torch.Tensor) -> None:
-    """Bit by bit, without a place in the payload."""
-    encoded = encode((number,), "lr", lambda t, w: 1 / 0, python_values=True)  # type: ignore[return-value,arg-type]  # never called
-
-    (back,) = decode(json.loads(json.dumps(encoded)), "m", lambda index: None)
-
-    assert back.dtype == number.dtype
-    assert torch.equal(back, number)

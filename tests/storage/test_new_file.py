@@ -1,10 +1,9 @@
-"""Claims on files written past the page cache and through it: bytes and errors."""
+"""Claims on files written through the page cache: bytes and errors."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import os
 import random
 from collections.abc import Iterator
@@ -16,18 +15,17 @@ import pytest
 from torch import nn
 
 from composable_fsdp import save
-from composable_fsdp.storage import new_file, writer
-from composable_fsdp.storage.file_bytes import _LocalBytes, open_bytes
-from composable_fsdp.storage.new_file import BUFFER, NewFile
+from composable_fsdp.storage import writer
+from composable_fsdp.storage.writer import BUFFER, NewFile
 
 SIZES = (0, 1, 4095, 4096, BUFFER - 1, BUFFER, BUFFER + 1, 2 * BUFFER + 4097)
 
 
-def written(path: Path, size: int, *, keep: bool = False) -> tuple[bytes, bytes]:
+def written(path: Path, size: int) -> tuple[bytes, bytes]:
     """What was written in uneven parts, and what is in the file."""
     rng = random.Random(size)
     data, at = rng.randbytes(size), 0
-    with NewFile(str(path), keep=keep) as file:
+    with NewFile(str(path)) as file:
         while at < size:
             count = rng.choice((1, 8, 5000, BUFFER, 3 * BUFFER))
             file.write(memoryview(data)[at : at + count])
@@ -36,42 +34,16 @@ def written(path: Path, size: int, *, keep: bool = False) -> tuple[bytes, bytes]
     return data, path.read_bytes()
 
 
-@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("size", SIZES)
-def test_a_file_holds_what_was_written(size: int, keep: bool, tmp_path: Path) -> None:
+def test_a_file_holds_what_was_written(size: int, tmp_path: Path) -> None:
     """In order and to the last byte, at any size."""
-    data, found = written(tmp_path / "file", size, keep=keep)
+    data, found = written(tmp_path / "file", size)
 
     assert found == data
-
-
-def test_a_system_that_refuses_the_write_is_asked_again_without_the_flag(
-    tmp_path: Path,
-) -> None:
-    """Some take the flag and refuse what is written with it; a real error is raised."""
-    write, calls = os.write, []
-
-    def refuse_direct(file: int, data: memoryview) -> int:
-        flags = fcntl.fcntl(file, fcntl.F_GETFL)
-        calls.append(bool(flags & getattr(os, "O_DIRECT", 0)))
-        if calls[-1]:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return write(file, data)
-
-    with mock.patch.object(os, "write", refuse_direct):
-        data, found = written(tmp_path / "file", 2 * BUFFER + 5)
-    with (
-        mock.patch.object(os, "write", side_effect=OSError(errno.ENOSPC, "full")),
-        pytest.raises(OSError, match="full"),
-    ):
-        written(tmp_path / "other", BUFFER)
-
-    assert found == data
-    assert calls in ([True, False, False, False], [False, False, False])
 
 
 def test_a_write_that_is_cut_short_goes_on_where_it_ended(tmp_path: Path) -> None:
-    """Also inside a block of the disk, from where no direct write can go on."""
+    """As a signal or a limit may have it."""
     write = os.write
 
     def short(file: int, data: memoryview) -> int:
@@ -96,7 +68,7 @@ def ranges(code: int = 0, after: int = 0) -> Iterator[Calls]:
         ctypes.set_errno(code)
         return -1 if code and len(calls) > after else 0
 
-    with mock.patch.object(new_file, "_sync_file_range", return_value=called):
+    with mock.patch.object(writer, "_sync_file_range", return_value=called):
         yield calls
 
 
@@ -106,7 +78,7 @@ def test_a_file_that_is_kept_goes_to_the_disk_while_it_is_written(
 ) -> None:
     """Each part once, in order; no more than 36 MiB wait, also for small data."""
     with ranges() as calls:
-        written(tmp_path / "file", 20 * BUFFER + 5, keep=True)
+        written(tmp_path / "file", 20 * BUFFER + 5)
     begun = [at for at, _, flags in calls if flags == 2]
     waited = [at for at, _, flags in calls if flags == 7]
 
@@ -122,32 +94,24 @@ def test_an_error_while_parts_go_to_the_disk_is_raised(tmp_path: Path) -> None:
         ranges(errno.EIO, after=5),
         pytest.raises(OSError, match="Input/output error") as raised,
     ):
-        written(tmp_path / "file", 20 * BUFFER, keep=True)
+        written(tmp_path / "file", 20 * BUFFER)
 
     assert raised.value.filename == str(tmp_path / "file")
 
 
 @pytest.mark.req("K-05")
-@pytest.mark.parametrize("keep", [True, False])
-def test_a_save_leaves_its_files_in_memory_if_there_is_enough(
-    keep: bool, tmp_path: Path
-) -> None:
+def test_a_save_leaves_its_files_in_memory(tmp_path: Path) -> None:
     """The first load after the save reads no disk then."""
-    model = nn.Linear(1024, 1024)
-    with mock.patch.object(writer, "fits_in_memory", return_value=keep):
-        save(tmp_path / "run", model)
-    file = open_bytes(str(tmp_path / "run" / "rank00000.safetensors"))
-    assert isinstance(file, _LocalBytes)
-    handle = file._handle
+    save(tmp_path / "run", nn.Linear(1024, 1024))
     data = bytearray(BUFFER)
 
-    def in_cache() -> bool:
+    with open(tmp_path / "run" / "rank00000.safetensors", "rb") as file:
         try:
-            return os.preadv(handle, [data], 0, os.RWF_NOWAIT) == BUFFER
+            found = os.preadv(file.fileno(), [data], 0, os.RWF_NOWAIT)
         except BlockingIOError:
-            return False
-
-    if not file.stays_in_cache():
-        pytest.skip("the temporary directory is on a file system without page cache")
-    assert in_cache() is keep
-    file.close()
+            found = 0
+        except OSError:
+            pytest.skip(
+                "the temporary directory is on a file system without page cache"
+            )
+    assert found == BUFFER

@@ -108,11 +108,10 @@ def check_saved(world: World, folder: Path) -> str:
 
 
 @pytest.mark.req("P-16")
-@pytest.mark.parametrize("world_size", [1, 2])
 def test_quantised_state_is_saved_as_the_values_it_stands_for(
-    ranks: RankCount, world_size: int, tmp_path: Path
+    ranks: RankCount, tmp_path: Path
 ) -> None:
     """And refused by name where it cannot say them; to read its memory would crash."""
-    for text in ranks(world_size).run(check_saved, tmp_path):
+    for text in ranks(2).run(check_saved, tmp_path):
         assert text.startswith("CheckpointError: ")
         assert "Mute's state 'momentum_buffer' is a Half, which wraps" in text

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from composable_fsdp import (
+    SaveOptions,
     Storage,
     StoredObject,
     Upload,
@@ -27,7 +28,6 @@ from composable_fsdp import (
     register_storage,
     remove_stale,
     save,
-    stale_directories,
     verify,
 )
 from composable_fsdp.storage import storages as fsspec_storage
@@ -136,7 +136,13 @@ def test_every_call_takes_a_url(url: str) -> None:
     """save, async_save, load of the newest, the list, keep, verify, overwrite."""
     model, optimizer = trained()
     for number in (8, 9, 10):
-        save(f"{url}/step-{number}", model, optimizer, {"n": number}, keep=2)
+        save(
+            f"{url}/step-{number}",
+            model,
+            optimizer,
+            {"n": number},
+            options=SaveOptions(keep=2),
+        )
     found = checkpoints(url)
     async_save(f"{url}/step-11", model, optimizer, {"n": 11}).result()
     other, fresh = trained(0)
@@ -152,9 +158,15 @@ def test_every_call_takes_a_url(url: str) -> None:
     assert verify(url).path == whole_path(f"{url}/step-11")
     text = message_of(lambda: save(f"{url}/step-11", model))
     assert "step-11 exists already, and nothing is overwritten" in text
-    save(f"{url}/step-11", model, optimizer, {"n": 12}, overwrite=True)
+    save(
+        f"{url}/step-11",
+        model,
+        optimizer,
+        {"n": 12},
+        options=SaveOptions(overwrite=True),
+    )
     assert load(url, other) == {"n": 12}
-    assert stale_directories(url) == []
+    assert remove_stale(url, dry_run=True) == []
 
 
 @pytest.mark.req("K-07", "K-03")
@@ -171,7 +183,9 @@ def test_a_storage_that_fails_at_any_call_leaves_the_old_or_the_new(
         own.calls, own.fails_at = 0, number
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            again = partial(save, target, model, extra=2, overwrite=True)
+            again = partial(
+                save, target, model, extra=2, options=SaveOptions(overwrite=True)
+            )
             text = message_of(again)
         was_reached, own.fails_at = own.calls >= number, 0
         if not was_reached:
@@ -182,7 +196,7 @@ def test_a_storage_that_fails_at_any_call_leaves_the_old_or_the_new(
         assert load(base, model) == (2 if committed else 1)
         assert all("committed" in str(each.message) for each in told)
         failed += not committed
-        save(target, model, extra=3, overwrite=True)
+        save(target, model, extra=3, options=SaveOptions(overwrite=True))
         assert load(base, model) == 3
         assert all(each.is_whole for each in checkpoints(base))
     assert failed > 3
@@ -203,7 +217,7 @@ def test_files_without_a_marker_are_no_checkpoint_and_can_be_removed(url: str) -
 
     assert load(url, model) == 1
     assert [each.step for each in checkpoints(url)] == [1]
-    assert stale_directories(url) == [f"{url}/step-2"]
+    assert remove_stale(url, dry_run=True) == [f"{url}/step-2"]
     text = message_of(lambda: load(f"{url}/step-2", model))
     assert "step-2 holds nothing, and no checkpoint" in text
     # The same save again is not in the way of what was left, and removes it.
@@ -212,7 +226,7 @@ def test_files_without_a_marker_are_no_checkpoint_and_can_be_removed(url: str) -
     assert len(list(storage.list(storage_of(f"{url}/step-2")[1]))) == 2
     storage.delete(name)
     assert remove_stale(url) == [f"{url}/step-2"]
-    assert stale_directories(url) == []
+    assert remove_stale(url, dry_run=True) == []
     assert load(url, model) == 1
 
 
@@ -228,12 +242,23 @@ def test_of_two_saves_that_overwrite_one_url_the_later_commit_keeps_a_whole_one(
         # The last question before the marker; the files of ``second`` are there.
         if late[0] and len(list(listed(folder))) == 3:
             late[0] = False
-            save("own://b/step-1", model, extra="first", overwrite=True)
+            save(
+                "own://b/step-1",
+                model,
+                extra="first",
+                options=SaveOptions(overwrite=True),
+            )
         return listed(folder)
 
     late[0] = True
     own.list = between  # type: ignore[method-assign]  # for this test
-    again = partial(save, "own://b/step-1", model, extra="second", overwrite=True)
+    again = partial(
+        save,
+        "own://b/step-1",
+        model,
+        extra="second",
+        options=SaveOptions(overwrite=True),
+    )
     text = message_of(again)
 
     assert "was written with" in text
@@ -266,7 +291,7 @@ def test_a_marker_that_was_written_in_part_is_no_checkpoint(
     left = sorted(os.listdir(tmp_path / "runs" / "step-2"))
     assert [name.startswith("manifest.json.") for name in left] == [True, False]
     assert load(url, model) == 1
-    assert stale_directories(url) == [f"{url}/step-2"]
+    assert remove_stale(url, dry_run=True) == [f"{url}/step-2"]
     save(f"{url}/step-2", model, extra=3)
     assert load(url, model) == 3
     assert len(os.listdir(tmp_path / "runs" / "step-2")) == 2
@@ -299,7 +324,13 @@ def test_ranks_save_and_load_at_a_url(world: World, tmp_path: Path) -> None:
     optimizer = optimizer_of(model)
     for number in (1, 2):
         step(model, optimizer, number)
-        save(f"{url}/step-{number}", model, optimizer, number, keep=1)
+        save(
+            f"{url}/step-{number}",
+            model,
+            optimizer,
+            number,
+            options=SaveOptions(keep=1),
+        )
     other = make("wrapper", seed=3)
     fresh = optimizer_of(other)
 

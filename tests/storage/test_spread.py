@@ -10,13 +10,12 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 
 from composable_fsdp import (
+    LoadOptions,
     ShardingStrategy,
     async_save,
     free_save_memory,
-    fully_shard,
     load,
     save,
     verify,
@@ -70,7 +69,7 @@ def check_load(
 ) -> bool:
     model = make("wrapper", seed=5, **options)
     optimizer = optimizer_of(model)
-    load(name, model, optimizer, rng=False)
+    load(name, model, optimizer, options=LoadOptions(rng=False))
     return same(everything(model, optimizer), expected)
 
 
@@ -105,58 +104,6 @@ def test_replicas_divide_the_bytes_and_any_world_reads_them(
                 check_load, tmp_path / name, expected, options
             )
             assert again == [True] * world_size
-
-
-class Uneven(nn.Module):
-    """A unit with a parameter that no loss uses, so its optimizer state is missing."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.first = nn.Linear(5, 7)
-        self.unused = nn.Parameter(torch.randn(31))
-        self.none = nn.Parameter(torch.empty(0, 2))
-        self.last = nn.Linear(7, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.last(self.first(x))
-        return out
-
-
-def check_uneven(world: World, folder: Path, mesh: tuple[int, int]) -> list[bool]:
-    with small_parts():
-        models = []
-        for seed in (1, 2):
-            model = fully_shard(Uneven(seed), **options_of(mesh))
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-            models.append((model, optimizer))
-        model, optimizer = models[0]
-        model(torch.ones(2, 5)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        save(folder / "whole", model, optimizer)
-        save(folder / "part", model, optimizer, include=["first", "unused"])
-        again, other = models[1]
-        load(folder / "part", again, other, include=["first", "unused"])
-        part = again.state_dict()
-        expected = model.state_dict()
-        chosen = [n for n in expected if n.split(".")[0] in ("first", "unused")]
-        is_part = all(torch.equal(part[n], expected[n]) for n in chosen)
-        load(folder / "whole", again, other)
-    return [is_part, same(everything(again, other), everything(model, optimizer))]
-
-
-@pytest.mark.req("K-05")
-@pytest.mark.parametrize("mesh", [(2, 2), (2, 1)], ids=str)
-def test_states_that_some_parameters_lack_are_saved_by_replicas(
-    ranks: RankCount, tmp_path: Path, mesh: tuple[int, int]
-) -> None:
-    """Also empty parameters, and a save of some parameters of the unit."""
-    count = mesh[0] * mesh[1]
-    assert ranks(count).run(check_uneven, tmp_path, mesh) == [[True, True]] * count
-    with NativeSource(tmp_path / "part") as source:
-        places = [at.file for each in source.manifest.tensors for at in each.parts]
-    assert len(set(places)) > 1
 
 
 def check_plain(world: World, folder: Path) -> list[Any]:
@@ -195,26 +142,3 @@ def test_large_parameters_in_no_unit_are_divided(
 def expected_names() -> list[tuple[str, ...]]:
     """The names of a plain model's tensors as one rank saves them."""
     return [held.names for held in contents_of(make("plain"), "save").tensors]
-
-
-def check_state_of_a_replica(world: World, folder: Path) -> str:
-    model = make("composable", strategy=ShardingStrategy.NO_SHARD)
-    optimizer = optimizer_of(model)
-    step(model, optimizer, 0)
-    if world.rank == 1:
-        optimizer.state.clear()
-    with small_parts():
-        return message_of(lambda: save(folder / "run", model, optimizer))
-
-
-@pytest.mark.req("K-01")
-def test_a_replica_without_its_state_is_an_error_on_all(
-    ranks: RankCount, tmp_path: Path
-) -> None:
-    """Its part of the state would be zeros; nothing is committed."""
-    texts = ranks(2).run(check_state_of_a_replica, tmp_path)
-
-    assert texts[0] == texts[1]
-    assert texts[0].startswith("CheckpointError: ")
-    assert " on rank 0 and absent on rank 1, which hold copies of" in texts[0]
-    assert not (tmp_path / "run").exists()

@@ -127,12 +127,11 @@ def round_trip(world: World, folder: Path) -> None:
 
 
 @pytest.mark.req("K-02")
-@pytest.mark.parametrize("world_size", [1, 2])
 def test_tensors_inside_of_others_come_back_where_they_were(
-    ranks: RankCount, world_size: int, tmp_path: Path
+    ranks: RankCount, tmp_path: Path
 ) -> None:
     """Frozen, in a buffer, and in two levels; never by the address of the outer."""
-    ranks(world_size).run(round_trip, tmp_path)
+    ranks(2).run(round_trip, tmp_path)
 
 
 def refused(world: World, folder: Path) -> list[str]:

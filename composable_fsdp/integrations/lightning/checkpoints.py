@@ -41,9 +41,9 @@ from composable_fsdp.optim.rekey import rekey_optim_state_dict
 from composable_fsdp.optim.save import optim_state_dict
 from composable_fsdp.state_dict.settings import state_dict_type
 from composable_fsdp.storage.commit import Folder, folders_in, newest_in
-from composable_fsdp.storage.load import load
+from composable_fsdp.storage.load import LoadOptions, load
 from composable_fsdp.storage.opening import open_source
-from composable_fsdp.storage.save import save
+from composable_fsdp.storage.save import SaveOptions, save
 from composable_fsdp.storage.source import Source
 from composable_fsdp.storage.stateful import rng_state, set_rng_state
 
@@ -187,7 +187,13 @@ def write_sharded(
             written = torch.frombuffer(bytearray(out.getvalue()), dtype=torch.uint8)
             extra = {REST: written}
     # ``keep=1`` removes the older state only after the new one is complete.
-    save(os.path.join(path, name), module, _optimizers(optimizers), extra, keep=1)
+    save(
+        os.path.join(path, name),
+        module,
+        _optimizers(optimizers),
+        extra,
+        options=SaveOptions(keep=1),
+    )
 
 
 def read_sharded(
@@ -216,10 +222,8 @@ def read_sharded(
         path,
         module,
         _optimizers(optimizers),
-        strict=strict,
         # Another ``precision=`` than at the save is no error, as in a full checkpoint.
-        cast=True,
-        rng=optimizers is not None,
+        options=LoadOptions(strict=strict, cast=True, rng=optimizers is not None),
     )
     with alike_on_all_ranks():
         return _rest_of(extra, path, weights_only)
