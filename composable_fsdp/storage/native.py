@@ -37,7 +37,6 @@ from composable_fsdp.storage.runs import (
 from composable_fsdp.storage.source import Copy, Source, TensorInfo
 from composable_fsdp.storage.staging import (
     aligned,
-    fits_in_memory,
     host_buffer,
     is_plain,
     note_write,
@@ -324,10 +323,7 @@ class NativeSource(Source):
             (copy.stop - copy.start) * self._info(copy.name, copy.state).dtype.itemsize
             for copy in copies
         ]
-        total = sum(map(aligned, sizes))
-        if not total or not fits_in_memory(total):
-            return None
-        return parts_of(host_buffer(total), sizes)
+        return parts_of(host_buffer(sum(map(aligned, sizes))), sizes)
 
     def _wants(
         self, copies: Sequence[Copy], targets: Sequence[Tensor | None]

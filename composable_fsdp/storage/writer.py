@@ -15,7 +15,8 @@ import errno
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from composable_fsdp.storage.directory import named_errors
 from composable_fsdp.storage.manifest import BLOCK, CODES, File
-from composable_fsdp.storage.storages import RemoteFile, is_url, split
+from composable_fsdp.storage.storages import Upload, is_url, split, storage_of
 
 ALIGNMENT = 64
 """The payload begins at a multiple of this many bytes, for readers that map files."""
@@ -50,15 +51,9 @@ class Piece:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def of_tensor(key: str, tensor: Tensor, dtype: torch.dtype | None = None) -> Piece:
+def of_tensor(key: str, tensor: Tensor) -> Piece:
     """Return the piece of a whole tensor."""
-    return Piece(
-        key,
-        dtype or tensor.dtype,
-        tuple(tensor.shape),
-        # Converted only when written, so a converted copy exists for a short time.
-        lambda: [tensor.detach().to(dtype or tensor.dtype)],
-    )
+    return Piece(key, tensor.dtype, tuple(tensor.shape), lambda: [tensor.detach()])
 
 
 def in_order(pieces: Sequence[Piece]) -> list[Piece]:
@@ -85,7 +80,7 @@ def write_file(path: str, pieces: Sequence[Piece], block: int = BLOCK) -> File:
     header = _header(pieces)
     total = sum(piece.nbytes for piece in pieces)
     with _new_file(path, total) as out:
-        out.write(header)
+        out.write(memoryview(header))
         payload = _Payload(out, block)
         for piece in pieces:
             _write_piece(payload, piece)
@@ -122,17 +117,28 @@ def header_bytes(table: dict[str, object], alignment: int) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _new_file(path: str, nbytes: int) -> NewFile | RemoteFile:
-    """Return a new file to write, at a path or URL, for about ``nbytes``."""
-    if is_url(path):
-        return RemoteFile(path, nbytes)
-    return NewFile(path)
+@contextmanager
+def _new_file(path: str, nbytes: int) -> Iterator[NewFile | Upload]:
+    """Yield a new file to write, at a path or URL, for about ``nbytes``."""
+    if not is_url(path):
+        with NewFile(path) as file:
+            yield file
+        return
+    storage, name = storage_of(path)
+    upload = storage.create(name)
+    upload.expect(nbytes)
+    try:
+        yield upload
+    except BaseException:
+        # An upload that is left alone is kept, and paid for, by an object store.
+        upload.discard()
+        raise
 
 
 class _Payload:
     """Passes bytes on to the file and computes the checksum of each block."""
 
-    def __init__(self, out: NewFile | RemoteFile, block: int) -> None:
+    def __init__(self, out: NewFile | Upload, block: int) -> None:
         self.out, self.block, self.done = out, block, 0
         self.crc, self.blocks = 0, list[int]()
 
@@ -221,13 +227,13 @@ class NewFile:
         # Bytes that were written, begun to be written out, and are on the disk.
         self._written = self._begun = self._on_disk = 0
 
-    def write(self, data: bytes | memoryview) -> None:
+    def write(self, data: memoryview) -> None:
         """Append ``data``; small data wait for more. Raises: OSError."""
         # Large data need no copy.
         if len(self._waiting) + len(data) >= BUFFER:
             self._flush()
         if len(data) >= BUFFER:
-            self._write_out(memoryview(data))
+            self._write_out(data)
         else:
             self._waiting += data
 

@@ -57,7 +57,7 @@ class _HalfFile(NewFile):
         super().__init__(path)
         self.parts = 0
 
-    def write(self, data: bytes | memoryview) -> None:
+    def write(self, data: memoryview) -> None:
         super().write(data)
         self.parts += 1
         if self.parts == 2:
