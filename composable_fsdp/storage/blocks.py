@@ -119,6 +119,7 @@ class BlockFile:
                 for want in touching:
                     if want.into is not None:
                         self._copy(want, number, None if loaded is None else loaded[0])
+        self._spare.clear()
 
     def _blocks(
         self, wants: Sequence[ReadRequest]
@@ -147,9 +148,11 @@ class BlockFile:
         # The last block of a file may be shorter.
         begin = first * self.block
         end = min((last + 1) * self.block, self.file.payload_nbytes)
-        # ``pop`` is atomic: several threads read. Memory that the kernel has not zeroed
-        # before costs more than the read.
-        found = self._spare.pop() if self._spare else b""
+        # Memory that the kernel has not zeroed before costs more than the read. ``pop``
+        # is atomic: several threads read.
+        found: Any = b""
+        with suppress(IndexError):
+            found = self._spare.pop()
         buffer = found if len(found) >= end - begin else bytearray(end - begin)
         data = memoryview(buffer)[: end - begin]
         self._read(data, begin)
