@@ -147,15 +147,15 @@ if TYPE_CHECKING:
     from composable_fsdp.storage.compare import LoadReport
     from composable_fsdp.storage.convert import convert
     from composable_fsdp.storage.export import export_safetensors
-    from composable_fsdp.storage.listing import (
+    from composable_fsdp.storage.load import LoadOptions, load
+    from composable_fsdp.storage.opening import (
         CheckpointInfo,
         Verification,
         checkpoints,
+        open_source,
         remove_stale,
         verify,
     )
-    from composable_fsdp.storage.load import LoadOptions, load
-    from composable_fsdp.storage.opening import open_source
     from composable_fsdp.storage.save import SaveOptions, save
     from composable_fsdp.storage.source import Source, TensorInfo
     from composable_fsdp.storage.storages import (
@@ -245,9 +245,10 @@ _HOMES = {
     "storage.compare": "LoadReport",
     "storage.convert": "convert",
     "storage.export": "export_safetensors",
-    "storage.listing": ("CheckpointInfo Verification checkpoints remove_stale verify"),
     "storage.load": "LoadOptions load",
-    "storage.opening": "open_source",
+    "storage.opening": (
+        "CheckpointInfo Verification checkpoints open_source remove_stale verify"
+    ),
     "storage.save": "SaveOptions save",
     "storage.source": "Source TensorInfo",
     "storage.storages": "Storage StoredObject Upload register_storage",

@@ -17,10 +17,10 @@ from torch import Tensor
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import quoted
 from composable_fsdp.storage.blocks import BlockFile, ReadRequest
+from composable_fsdp.storage.codec import Json, to_json
 from composable_fsdp.storage.commit import Folder, read_marker
 from composable_fsdp.storage.directory import MANIFEST, within_limits
 from composable_fsdp.storage.manifest import (
-    Json,
     Local,
     Manifest,
     Places,
@@ -61,7 +61,7 @@ def manifest_bytes(manifest: Manifest, after: int = 0) -> bytes:
 
     The time is that of the call in nanoseconds, or later: behind ``after``.
     """
-    text = json.dumps(manifest.to_json(), allow_nan=False, separators=(",", ":"))
+    text = json.dumps(to_json(manifest), allow_nan=False, separators=(",", ":"))
     return _framed(text.encode(), max(time.time_ns(), after + 1))
 
 

@@ -31,6 +31,7 @@ from composable_fsdp.optim.own_state_dict import plain_values
 from composable_fsdp.optim.scalars import is_scalar
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.planning.save_parts import by_turns, writers_of
+from composable_fsdp.storage.codec import Json, require_storable
 from composable_fsdp.storage.contents import (
     Contents,
     Held,
@@ -41,7 +42,6 @@ from composable_fsdp.storage.contents import (
     not_in_module,
     readable_state,
 )
-from composable_fsdp.storage.manifest import Json, require_storable
 from composable_fsdp.storage.merge import FilePart, TensorPart
 from composable_fsdp.storage.mesh_copies import (
     is_first_copy,

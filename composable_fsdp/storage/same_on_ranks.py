@@ -37,8 +37,8 @@ from composable_fsdp.flat.param_ref import param_refs
 from composable_fsdp.flat.value_hash import hash_values
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.optim.names import is_absent
+from composable_fsdp.storage.codec import Json
 from composable_fsdp.storage.contents import Contents, Held, is_elementwise
-from composable_fsdp.storage.manifest import Json
 from composable_fsdp.storage.mesh_copies import copies_of
 from composable_fsdp.storage.team import Team
 from composable_fsdp.storage.values import encode

@@ -24,6 +24,7 @@ from torch import nn
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed
 from composable_fsdp.optim.names import Optimizers
+from composable_fsdp.storage.codec import to_json
 from composable_fsdp.storage.commit import (
     begin,
     commit,
@@ -314,7 +315,7 @@ def _finish(job: Job, told: list[Any]) -> tuple[bool, Exception | None]:
 def _manifest(told: list[RankPart], job: Job) -> tuple[Manifest, bytes]:
     """Return the manifest and the content of its file; raise if no load takes it."""
     manifest = merge(told, job.block)
-    parse(manifest.to_json(), join(job.path, MANIFEST))
+    parse(to_json(manifest), join(job.path, MANIFEST))
     # Clocks differ: a job that has moved to another machine writes the newest, too.
     newest = None
     with suppress(OSError):

@@ -17,15 +17,16 @@ from typing import NamedTuple
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed, quoted
+from composable_fsdp.storage.codec import Json, UnexpectedError, excerpt, parser_of
 from composable_fsdp.storage.manifest import (
-    Json,
+    FORMAT,
+    VERSION,
     Local,
     Manifest,
     Rectangle,
     SavedTensor,
     Stored,
 )
-from composable_fsdp.storage.parse import parse_fields
 from composable_fsdp.storage.values import decode
 
 RNG_KEYS = ("torch", "cuda", "others")
@@ -169,7 +170,7 @@ def parse(document: Json, file: str) -> Manifest:
 
     Raises: CheckpointError, naming the file, and the parameter if there is any.
     """
-    manifest = parse_fields(document, file)
+    manifest = _parse_fields(document, file)
     _check_files(manifest, file)
     _check_names(manifest, file)
     for _, tensor in _tensors(manifest):
@@ -178,6 +179,38 @@ def parse(document: Json, file: str) -> Manifest:
     entries_by_file(manifest, file)
     check_values(manifest, file)
     return manifest
+
+
+def _parse_fields(document: Json, file: str) -> Manifest:
+    """Return the manifest in ``document``. Raises: CheckpointError, with the field."""
+    try:
+        _require_version(document, file)
+        manifest: Manifest = parser_of(Manifest)(document)
+    except UnexpectedError as error:
+        where, expected, got = error.args
+        where = where.removeprefix(".")
+        raise CheckpointError(
+            f"{file}: {where or 'the manifest'} is {excerpt(got)}, expected "
+            f"{expected}. The "
+            "manifest is damaged or was edited; use another checkpoint."
+        ) from None
+    return manifest
+
+
+def _require_version(document: Json, file: str) -> None:
+    """Check format and version of the document."""
+    # Before all other fields, because another version may have other fields.
+    found = document.get("format") if isinstance(document, dict) else document
+    # Any JSON file can lie at this path, for example an index of another program.
+    if found != FORMAT:
+        raise UnexpectedError("format", repr(FORMAT), found)
+    version = document.get("version")
+    if type(version) is not int or version != VERSION:
+        raise CheckpointError(
+            f"{file} is of format version {excerpt(version)}; this version of "
+            f"composable_fsdp reads version {VERSION}. Read it with the release that "
+            "wrote it, or a newer one."
+        )
 
 
 def _check_files(manifest: Manifest, file: str) -> None:

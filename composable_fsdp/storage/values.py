@@ -35,8 +35,7 @@ import torch
 from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.storage.manifest import DTYPES, dtype_name
-from composable_fsdp.storage.parse import excerpt
+from composable_fsdp.storage.codec import DTYPES, dtype_name, excerpt
 from composable_fsdp.storage.wrappers import require_memory
 from composable_fsdp.storage.writer import bytes_of
 

@@ -24,8 +24,9 @@ from math import prod
 import torch
 from torch import Tensor
 
+from composable_fsdp.storage.codec import CODES
 from composable_fsdp.storage.directory import named_errors
-from composable_fsdp.storage.manifest import BLOCK, CODES, File
+from composable_fsdp.storage.manifest import BLOCK, File
 from composable_fsdp.storage.storages import Upload, is_url, split, storage_of
 
 ALIGNMENT = 64

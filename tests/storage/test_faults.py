@@ -208,6 +208,7 @@ def check_wrong_arguments(world: World, folder: Path) -> list[str]:
     module: Any = "model" if wrong else model
     path: Any = 5 if wrong else folder / "x"
     keep: Any = "2" if wrong else 2
+    given: Any = {"keep": 2} if wrong else None
     calls: list[Callable[[], Any]] = [
         lambda: save(folder / "x", module),
         lambda: async_save(folder / "x", module),
@@ -215,6 +216,8 @@ def check_wrong_arguments(world: World, folder: Path) -> list[str]:
         lambda: save(path, model),
         lambda: load(5 if wrong else folder / "good", model),  # type: ignore[arg-type]
         lambda: save(folder / "x", model, options=SaveOptions(keep=keep)),
+        lambda: save(folder / "y", model, options=given),
+        lambda: load(folder / "good", model, options=given),
         lambda: export_safetensors(path, model),
     ]
     texts = [message_of(call) for call in calls]
@@ -239,6 +242,8 @@ def test_a_wrong_argument_on_one_rank_is_raised_on_all(
             "save expects a path, got 5",
             "load expects a path, got 5",
             "save expects keep=None or a number from 1, got '2'",
+            "save expects options=SaveOptions(..), got {'keep': 2}",
+            "load expects options=LoadOptions(..), got {'keep': 2}",
             "export_safetensors expects a path, got 5",
         ],
         strict=True,

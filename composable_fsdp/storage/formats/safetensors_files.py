@@ -22,8 +22,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
+from composable_fsdp.storage.codec import CODES, require_storable
 from composable_fsdp.storage.directory import inner_file, read_document
-from composable_fsdp.storage.manifest import CODES, require_storable
 from composable_fsdp.storage.source import Source, TensorInfo
 from composable_fsdp.storage.writer import bytes_of, header_bytes, in_host_memory
 

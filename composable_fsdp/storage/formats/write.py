@@ -25,11 +25,12 @@ import torch
 from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
+from composable_fsdp.storage.codec import require_storable, to_json
 from composable_fsdp.storage.directory import MANIFEST, write_synced
 from composable_fsdp.storage.formats.dcp_metadata import METADATA
 from composable_fsdp.storage.formats.dcp_read import NOTES
 from composable_fsdp.storage.formats.nested import nested_tree
-from composable_fsdp.storage.manifest import Manifest, require_storable
+from composable_fsdp.storage.manifest import Manifest
 from composable_fsdp.storage.merge import FilePart, TensorPart, merge
 from composable_fsdp.storage.native import manifest_bytes
 from composable_fsdp.storage.source import LazyTensor, Source, TensorInfo
@@ -70,7 +71,7 @@ def write_native(out: Path, source: Source) -> None:
     # ``merge`` lists a random state per rank, but the source's states are not
     # converted.
     manifest = dataclasses.replace(manifest, rng=())
-    parse(manifest.to_json(), str(out / MANIFEST))  # A load must accept the file.
+    parse(to_json(manifest), str(out / MANIFEST))  # A load must accept the file.
     write_synced(str(out / MANIFEST), manifest_bytes(manifest))
 
 
