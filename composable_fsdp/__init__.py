@@ -150,7 +150,6 @@ if TYPE_CHECKING:
     from composable_fsdp.storage.load import LoadOptions, load
     from composable_fsdp.storage.opening import (
         CheckpointInfo,
-        Verification,
         checkpoints,
         open_source,
         remove_stale,
@@ -246,9 +245,7 @@ _HOMES = {
     "storage.convert": "convert",
     "storage.export": "export_safetensors",
     "storage.load": "LoadOptions load",
-    "storage.opening": (
-        "CheckpointInfo Verification checkpoints open_source remove_stale verify"
-    ),
+    "storage.opening": ("CheckpointInfo checkpoints open_source remove_stale verify"),
     "storage.save": "SaveOptions save",
     "storage.source": "Source TensorInfo",
     "storage.storages": "Storage StoredObject Upload register_storage",
@@ -321,7 +318,6 @@ __all__ = [
     "TensorInfo",
     "UnshardHandle",
     "Upload",
-    "Verification",
     "WireFormat",
     "WireLayout",
     "allreduce_hook",

@@ -269,9 +269,8 @@ class ShardedAccelerator(Accelerator):
         for at, model in self._sharded_models():
             state = os.path.join(found[0], _folder_of(at))
             # accelerate has restored the random states.
-            load(
-                state, model, self._optimizers_of(model), options=LoadOptions(rng=False)
-            )
+            own = self._optimizers_of(model)
+            load(state, model, own, options=LoadOptions(rng=False))
 
     def _sharded_models(self) -> list[tuple[int, nn.Module]]:
         """Return the sharded models with their positions among all models."""
@@ -354,12 +353,8 @@ def save_sharded(
         if Folder(str(each)).is_committed
     ]
     number = max((int(each[1]) for each in found if each), default=0) + 1
-    save(
-        os.path.join(folder, f"state-{number}"),
-        model,
-        optimizers,
-        options=SaveOptions(keep=1),
-    )
+    path = os.path.join(folder, f"state-{number}")
+    save(path, model, optimizers, options=SaveOptions(keep=1))
 
 
 def _entries(folder: str) -> list[Path]:

@@ -202,9 +202,8 @@ class ShardedTrainer(Trainer):
             _refuse_plain_state(checkpoint)
             return
         # The trainer restores the random states itself.
-        load(
-            folder, self.model, [_inner(self.optimizer)], options=LoadOptions(rng=False)
-        )
+        optim = _inner(self.optimizer)
+        load(folder, self.model, [optim], options=LoadOptions(rng=False))
         scheduler = torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True)
         self.lr_scheduler.load_state_dict(scheduler)
 

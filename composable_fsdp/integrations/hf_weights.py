@@ -254,11 +254,8 @@ def load_pretrained(
             stack.enter_context(source)
         # Before ``load``, in which the other ranks would wait for this one.
         team_of(model).agree(error)
-        load(
-            opened[0],
-            model,
-            options=LoadOptions(strict=strict, cast=cast, rng=False, report=report),
-        )
+        options = LoadOptions(strict=strict, cast=cast, rng=False, report=report)
+        load(opened[0], model, options=options)
 
 
 def _open(

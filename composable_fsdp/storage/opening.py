@@ -366,6 +366,9 @@ def verify(
     Every file is read block by block. No process group is needed. Damage is reported in
     the result, and does not raise.
 
+    Returns: a result that is true if the checkpoint is good, with the ``path`` that was
+    verified, the ``problems`` as sentences, and the number of ``files`` and ``nbytes``.
+
     >>> assert verify("runs/step-100")
     """
     path = whole_path(path)

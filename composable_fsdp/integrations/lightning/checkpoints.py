@@ -187,13 +187,8 @@ def write_sharded(
             written = torch.frombuffer(bytearray(out.getvalue()), dtype=torch.uint8)
             extra = {REST: written}
     # ``keep=1`` removes the older state only after the new one is complete.
-    save(
-        os.path.join(path, name),
-        module,
-        _optimizers(optimizers),
-        extra,
-        options=SaveOptions(keep=1),
-    )
+    target, optims = os.path.join(path, name), _optimizers(optimizers)
+    save(target, module, optims, extra, options=SaveOptions(keep=1))
 
 
 def read_sharded(
@@ -218,13 +213,9 @@ def read_sharded(
     Collective: as ``load``.
     Raises: CheckpointError, on all ranks.
     """
-    extra = load(
-        path,
-        module,
-        _optimizers(optimizers),
-        # Another ``precision=`` than at the save is no error, as in a full checkpoint.
-        options=LoadOptions(strict=strict, cast=True, rng=optimizers is not None),
-    )
+    # Another ``precision=`` than at the save is no error, as in a full checkpoint.
+    options = LoadOptions(strict=strict, cast=True, rng=optimizers is not None)
+    extra = load(path, module, _optimizers(optimizers), options=options)
     with alike_on_all_ranks():
         return _rest_of(extra, path, weights_only)
 
