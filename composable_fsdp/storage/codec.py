@@ -167,8 +167,9 @@ def _dtype(value: Json) -> torch.dtype:
 
 def _row(kind: Any) -> Parser:
     """Return the parser of a named tuple, whose fields are alike."""
-    names = list(_hints(kind))
-    parse = parser_of(tuple[_hints(kind)[names[0]], ...])
+    names, (hint, *_) = list(_hints(kind)), _hints(kind).values()
+    whole: Any = tuple
+    parse = parser_of(whole[hint, ...])
 
     def parse_row(value: Json) -> Any:
         found = parse(value)
