@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,6 +29,7 @@ from composable_fsdp import (
     save,
     verify,
 )
+from composable_fsdp.storage import save as saving
 from composable_fsdp.storage.commit import newest_in
 from tests.storage.training import everything, make, optimizer_of, same, step
 from tests.support.crash import POINTS, killed_at
@@ -177,6 +179,24 @@ def test_where_warnings_are_errors_the_error_says_that_the_save_has_succeeded(
     assert value_in(tmp_path) == 3.0
     if world.rank == 0:
         assert sorted(os.listdir(tmp_path)) == ["step-3"]
+
+
+@pytest.mark.req("X-05")
+def test_a_save_that_commits_in_between_is_not_written_over(tmp_path: Path) -> None:
+    """Both began when there was no manifest; the later commit is refused."""
+    real, waiting = saving.write_file, [partial(save, tmp_path / "step-1", model(2.0))]
+
+    def between(*args: Any) -> Any:
+        if waiting:
+            waiting.pop()()
+        return real(*args)
+
+    with mock.patch.object(saving, "write_file", between):
+        text = message_of(lambda: save(tmp_path / "step-1", model(3.0)))
+
+    assert "step-1 exists already, and nothing is overwritten" in text
+    assert value_in(tmp_path) == 2.0
+    assert verify(tmp_path / "step-1")
 
 
 @pytest.mark.req("K-04")
