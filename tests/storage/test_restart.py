@@ -184,7 +184,8 @@ def test_where_warnings_are_errors_the_error_says_that_the_save_has_succeeded(
 @pytest.mark.req("X-05")
 def test_a_save_that_commits_in_between_is_not_written_over(tmp_path: Path) -> None:
     """Both began when there was no manifest; the later commit is refused."""
-    real, waiting = saving.write_file, [partial(save, tmp_path / "step-1", model(2.0))]
+    waiting = [partial(save, tmp_path / "step-1", model(2.0))]
+    real = vars(saving)["write_file"]
 
     def between(*args: Any) -> Any:
         if waiting:
