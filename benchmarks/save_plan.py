@@ -29,6 +29,7 @@ from benchmarks.tables import fixed, say_versions, table
 from composable_fsdp import CustomPolicy, plan
 from composable_fsdp.naming import join_name
 from composable_fsdp.planning.plan import ShardingPlan
+from composable_fsdp.storage.codec import to_json
 from composable_fsdp.storage.manifest import File, block_size
 from composable_fsdp.storage.merge import FilePart, TensorPart, merge
 from composable_fsdp.storage.native import manifest_bytes
@@ -139,7 +140,7 @@ def timed(act: Callable[[], Result]) -> tuple[float, Result]:
 def _manifest(told: list[Any], block: int) -> bytes:
     """Merge and check the parts; the content of the manifest's file."""
     manifest = merge(told, block)
-    parse(manifest.to_json(), "manifest")
+    parse(to_json(manifest), "manifest")
     return manifest_bytes(manifest)
 
 

@@ -5,8 +5,8 @@
 Two ranks with ``NO_SHARD`` on one machine. The checkpoint lies in the page cache, or in
 a store that gives each process so many megabytes a second, as an object store would::
 
-    alone     load(.., share=False)
-    shared    load(.., share=True)
+    alone     LoadOptions(share=False)
+    shared    LoadOptions(share=True)
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def turn(world: World, folder: str, blocks: int, width: int, rates: list[int]) -
             world.barrier()
             slow.nbytes = 0
             wall, cpu = time.perf_counter(), time.process_time()
-            ours.load(url, model, optimizer, share=share)
+            ours.load(url, model, optimizer, options=ours.LoadOptions(share=share))
             wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
             way = "shared" if share else "alone"
             found[place, way] = wall, cpu, slow.nbytes / 1e6

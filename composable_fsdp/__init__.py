@@ -143,17 +143,15 @@ if TYPE_CHECKING:
     from composable_fsdp.storage.compare import LoadReport
     from composable_fsdp.storage.convert import convert
     from composable_fsdp.storage.export import export_safetensors
-    from composable_fsdp.storage.listing import (
+    from composable_fsdp.storage.load import LoadOptions, load
+    from composable_fsdp.storage.opening import (
         CheckpointInfo,
-        Verification,
         checkpoints,
+        open_source,
         remove_stale,
-        stale_directories,
         verify,
     )
-    from composable_fsdp.storage.load import load
-    from composable_fsdp.storage.opening import open_source
-    from composable_fsdp.storage.save import save
+    from composable_fsdp.storage.save import SaveOptions, save
     from composable_fsdp.storage.source import Source, TensorInfo
     from composable_fsdp.storage.storages import (
         Storage,
@@ -243,12 +241,9 @@ _HOMES = {
     "storage.compare": "LoadReport",
     "storage.convert": "convert",
     "storage.export": "export_safetensors",
-    "storage.listing": (
-        "CheckpointInfo Verification checkpoints remove_stale stale_directories verify"
-    ),
-    "storage.load": "load",
-    "storage.opening": "open_source",
-    "storage.save": "save",
+    "storage.load": "LoadOptions load",
+    "storage.opening": ("CheckpointInfo checkpoints open_source remove_stale verify"),
+    "storage.save": "SaveOptions save",
     "storage.source": "Source TensorInfo",
     "storage.storages": "Storage StoredObject Upload register_storage",
     "tools.activations": "Activations measure_activations",
@@ -286,6 +281,7 @@ __all__ = [
     "FullStateDictConfig",
     "FullyShardedDataParallel",
     "Int8Wire",
+    "LoadOptions",
     "LoadReport",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
@@ -302,6 +298,7 @@ __all__ = [
     "PhaseError",
     "PlanError",
     "ReplicaState",
+    "SaveOptions",
     "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
@@ -319,7 +316,6 @@ __all__ = [
     "TensorInfo",
     "UnshardHandle",
     "Upload",
-    "Verification",
     "WireFormat",
     "WireLayout",
     "allreduce_hook",
@@ -396,7 +392,6 @@ __all__ = [
     "set_state_dict_type",
     "simulate",
     "size_based_auto_wrap_policy",
-    "stale_directories",
     "state_dict_type",
     "transformer_auto_wrap_policy",
     "unshard",

@@ -32,6 +32,7 @@ from lm_text import Batch, Corpus, load_corpus
 from lm_world import World, joined_world
 
 from composable_fsdp import (
+    SaveOptions,
     checkpoints,
     clip_grad_norm_,
     fully_shard,
@@ -72,7 +73,7 @@ def run(arguments: argparse.Namespace, corpus: Corpus, world: World) -> None:
     if world.rank == 0 and folder.exists():
         # What a save that was killed has left; a checkpoint is never among it.
         for path in remove_stale(folder):
-            world.say(f"removed {path.name}")
+            world.say(f"removed {path}")
     for step in range(begin, recipe.steps):
         inputs, targets = batch_of(corpus, recipe, step, world)
         recipe.set_learning_rate(optimizer, step)
@@ -93,7 +94,7 @@ def run(arguments: argparse.Namespace, corpus: Corpus, world: World) -> None:
                 model,
                 optimizer,
                 extra={"step": step + 1},
-                keep=2,
+                options=SaveOptions(keep=2),
             )
         if stop:
             world.say(f"stopped after step {step + 1}")

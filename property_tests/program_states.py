@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from composable_fsdp import (
+    LoadOptions,
     StateDictType,
     async_save,
     get_full_grad,
@@ -108,7 +109,12 @@ def load_directory(side: Side) -> Seen:
     with_optimizer = side.taken.how != "directory"
     if side.sharded:
         optimizer = side.optimizer if with_optimizer else None
-        load(side.taken.model, side.model, optimizer, cast=True, rng=False)
+        load(
+            side.taken.model,
+            side.model,
+            optimizer,
+            options=LoadOptions(cast=True, rng=False),
+        )
     else:
         put_plain(side, with_optimizer)
 

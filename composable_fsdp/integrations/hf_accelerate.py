@@ -35,8 +35,8 @@ from composable_fsdp.integrations.given_optimizers import next_state, shard_stat
 from composable_fsdp.integrations.hf_config import HFSharding, from_hf_config
 from composable_fsdp.state_dict.settings import state_dict_type
 from composable_fsdp.storage.contents import units_in
-from composable_fsdp.storage.load import load
-from composable_fsdp.storage.save import save
+from composable_fsdp.storage.load import LoadOptions, load
+from composable_fsdp.storage.save import SaveOptions, save
 from composable_fsdp.tree.traversal import _get_unit_state
 
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -226,7 +226,8 @@ class ShardedAccelerator(Accelerator):
         # After accelerate has made the folder.
         for at, model in self._sharded_models():
             state = os.path.join(folder, _folder_of(at))
-            save(next_state(state), model, self._optimizers_of(model), keep=1)
+            own = self._optimizers_of(model)
+            save(next_state(state), model, own, options=SaveOptions(keep=1))
         return folder
 
     def load_state(
@@ -251,7 +252,8 @@ class ShardedAccelerator(Accelerator):
         for at, model in self._sharded_models():
             state = os.path.join(found[0], _folder_of(at))
             # accelerate has restored the random states.
-            load(state, model, self._optimizers_of(model), rng=False)
+            own = self._optimizers_of(model)
+            load(state, model, own, options=LoadOptions(rng=False))
 
     @contextmanager
     def _plain_parts(self, hook: Any) -> Iterator[None]:

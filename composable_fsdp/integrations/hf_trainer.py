@@ -36,8 +36,8 @@ from composable_fsdp.integrations.hf_adapters import adapter_values, has_adapter
 from composable_fsdp.integrations.hf_config import HFSharding
 from composable_fsdp.integrations.hf_weights import load_pretrained, write_weights
 from composable_fsdp.storage.contents import units_in
-from composable_fsdp.storage.load import load
-from composable_fsdp.storage.save import save
+from composable_fsdp.storage.load import LoadOptions, load
+from composable_fsdp.storage.save import SaveOptions, save
 
 _SCHEDULER = "scheduler.pt"
 _OPTIMIZER = "optimizer.pt"
@@ -185,7 +185,12 @@ class ShardedTrainer(Trainer):
             return
         # The file of the plain Trainer would hold rank 0's shards.
         folder = os.path.join(output_dir, SHARDED_STATE)
-        save(next_state(folder), self.model, [_inner(self.optimizer)], keep=1)
+        save(
+            next_state(folder),
+            self.model,
+            [_inner(self.optimizer)],
+            options=SaveOptions(keep=1),
+        )
         if self.args.should_save:
             path = os.path.join(output_dir, _SCHEDULER)
             torch.save(self.lr_scheduler.state_dict(), path)
@@ -209,7 +214,8 @@ class ShardedTrainer(Trainer):
             # A checkpoint of ``save_only_model`` has weights alone.
             return
         # The trainer restores the random states itself.
-        load(folder, self.model, [_inner(self.optimizer)], rng=False)
+        optim = _inner(self.optimizer)
+        load(folder, self.model, [optim], options=LoadOptions(rng=False))
         scheduler = torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True)
         self.lr_scheduler.load_state_dict(scheduler)
 

@@ -35,8 +35,8 @@ from composable_fsdp.runtime.meta_values import unfilled_buffers
 from composable_fsdp.storage.compare import LoadReport
 from composable_fsdp.storage.contents import contents_of, places, units_in
 from composable_fsdp.storage.export import export_module
-from composable_fsdp.storage.formats.safetensors_read import INDEX
-from composable_fsdp.storage.load import load
+from composable_fsdp.storage.formats.safetensors_files import INDEX
+from composable_fsdp.storage.load import LoadOptions, load
 from composable_fsdp.storage.opening import open_source
 from composable_fsdp.storage.source import Source
 from composable_fsdp.storage.team import meet_team, team_of
@@ -242,7 +242,8 @@ def load_pretrained(
             stack.enter_context(source)
         # Before ``load``, in which the other ranks would wait for this one.
         team_of(model).agree(error)
-        load(opened[0], model, strict=strict, cast=cast, rng=False, report=report)
+        options = LoadOptions(strict=strict, cast=cast, rng=False, report=report)
+        load(opened[0], model, options=options)
 
 
 def _open(

@@ -34,8 +34,7 @@ from torch import Tensor, nn
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.optim.names import Optimizers
-from composable_fsdp.storage.save import Job, SaveValues, prepare, write
-from composable_fsdp.storage.selection import Patterns
+from composable_fsdp.storage.save import Job, SaveOptions, prepare, write
 from composable_fsdp.storage.staging import host_buffer, is_plain
 from composable_fsdp.storage.team import SaveFuture, Team, meet_team, remember, team_of
 from composable_fsdp.storage.writer import Piece
@@ -152,13 +151,7 @@ def async_save(
     optim: Optimizers | None = None,
     extra: Any = None,
     *,
-    keep: int | None = None,
-    overwrite: bool = False,
-    per_rank: dict[str, Any] | None = None,
-    include: Patterns = None,
-    exclude: Patterns = None,
-    trainable_only: bool = False,
-    local: Patterns = None,
+    options: SaveOptions | None = None,
 ) -> Future[None]:
     """Save as ``save`` does, but in the background; return after the values are copied.
 
@@ -179,13 +172,7 @@ def async_save(
         module: see ``save``.
         optim: see ``save``.
         extra: see ``save``.
-        keep: see ``save``.
-        overwrite: see ``save``.
-        per_rank: see ``save``.
-        include: see ``save``.
-        exclude: see ``save``.
-        trainable_only: see ``save``.
-        local: see ``save``.
+        options: see ``SaveOptions``.
 
     Returns: a future with the result None. The future cannot be cancelled.
     Collective: as ``save``. The first exchange happens in the call, the others in the
@@ -197,9 +184,7 @@ def async_save(
     team = team_of(module)
     # The thread has a gloo group of its own, so the two threads' exchanges never mix.
     behind = team_of(module, "asynchronous checkpoint")
-    chosen = include, exclude, trainable_only
-    values = SaveValues(optim, extra, per_rank, chosen, local)
-    job = prepare(team, path, module, values, keep, overwrite)
+    job = prepare(team, path, module, optim, extra, options)
     error: Exception | None = None
     interrupt: BaseException | None = None
     memory = take_memory(module)

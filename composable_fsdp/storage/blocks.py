@@ -4,25 +4,28 @@
 
     check   read the blocks that a slice touches | compare crc32 | fill, if new
     fill    read the other slices once more, straight into their destination
+
+A file is read through the page cache, where ``fill`` finds what ``check`` has read. An
+object takes a request per interval.
 """
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.storage.file_bytes import FileBytes, open_bytes
+from composable_fsdp.storage.directory import named_errors, open_plain
 from composable_fsdp.storage.manifest import BLOCK, File
-from composable_fsdp.storage.new_file import named_errors
 from composable_fsdp.storage.staging import cpus_per_rank
+from composable_fsdp.storage.storages import is_url, split, storage_of
 from composable_fsdp.storage.writer import bytes_of
 
 DescribeBytes = Callable[[int, int], str]
@@ -77,8 +80,9 @@ class BlockFile:
         sizes: Mapping[str, int] | None = None,
     ) -> None:
         self.path, self.file, self.blame, self.told = path, file, blame, told
-        self.block, self._sizes = block, sizes
-        self._bytes: FileBytes | None = None
+        self.block, self._sizes = block, sizes or {}
+        self._bytes: LocalBytes | RemoteBytes | None = None
+        self._spare: list[Any] = []
         # Numbers of the blocks whose checksum has been verified.
         self._good: set[int] = set()
 
@@ -87,16 +91,7 @@ class BlockFile:
         """Whether the file exists and has the expected size and the expected header."""
         return self._bytes is not None
 
-    def stays_in_cache(self) -> bool:
-        """Return whether the system keeps in memory what is read of the file.
-
-        Raises: CheckpointError, for a missing or short file.
-        """
-        self._open()
-        assert self._bytes is not None
-        return self._bytes.stays_in_cache()
-
-    def check(self, wants: Sequence[ReadRequest], *, keep: bool = False) -> None:
+    def check(self, wants: Sequence[ReadRequest]) -> None:
         """Verify the header and each block that ``wants`` touch; fill their ``into``.
 
         Several blocks are read and summed at the same time, and used in file order.
@@ -105,31 +100,26 @@ class BlockFile:
         """
         if not wants:
             return
-        self._open()
-        assert self._bytes is not None
+        self.open()
         blocks = self._blocks(wants)
         numbers = [number for number, _ in blocks if number not in self._good]
         # Small blocks are verified alone, and read together: a call per block would
         # cost more than the bytes.
-        step = max(1, _AHEAD_BYTES // self.block)
-        # Blocks that follow one another are read by one call.
-        runs = list(_runs(numbers, step))
-        readers = self._readers([first * self.block for first, _ in runs])
-        with _ahead(runs, partial(self._read_run, keep=keep), readers) as read:
+        runs = list(_runs(numbers, max(1, _AHEAD_BYTES // self.block)))
+        with _ahead(runs, self._read_run, self._readers(len(runs))) as read:
             held: dict[int, _Block] = {}
             for number, touching in blocks:
                 if number not in self._good:
                     if number not in held:
                         # Blocks come in file order, so those before are done.
-                        for data, _ in held.values():
-                            self._bytes.give_back(data)
-                            break
+                        self._spare += [part.obj for part, _ in held.values()][:1]
                         held = next(read)
                     self._verify(number, held[number], touching[0])
                 loaded = held.get(number)
                 for want in touching:
                     if want.into is not None:
                         self._copy(want, number, None if loaded is None else loaded[0])
+        self._spare.clear()
 
     def _blocks(
         self, wants: Sequence[ReadRequest]
@@ -152,19 +142,20 @@ class BlockFile:
         else:
             part[:] = loaded[low - start : high - start]
 
-    def _read_run(self, run: tuple[int, int], *, keep: bool) -> dict[int, _Block]:
+    def _read_run(self, run: tuple[int, int]) -> dict[int, _Block]:
         """Return the blocks ``[first, last]``, with sums; called in a thread."""
         first, last = run
         # The last block of a file may be shorter.
         begin = first * self.block
         end = min((last + 1) * self.block, self.file.payload_nbytes)
-        assert self._bytes is not None
-        at = self.file.header_nbytes + begin
-        data = self._bytes.load(at, end - begin, keep=keep)
-        if data is None:
-            # Read in pieces, and raise the error that names the tensors.
-            data = memoryview(bytearray(end - begin))
-            self._read(data, begin)
+        # Memory that the kernel has not zeroed before costs more than the read. ``pop``
+        # is atomic: several threads read.
+        found: Any = b""
+        with suppress(IndexError):
+            found = self._spare.pop()
+        buffer = found if len(found) >= end - begin else bytearray(end - begin)
+        data = memoryview(buffer)[: end - begin]
+        self._read(data, begin)
         size = self.block
         parts = {
             n: data[(n - first) * size : (n - first + 1) * size]
@@ -177,12 +168,11 @@ class BlockFile:
     def fill(self, wants: Sequence[ReadRequest]) -> None:
         """Fill the ``into`` of all requests, verified by ``check``, in file order."""
         if wants:
-            self._open()
+            self.open()
         lists = list(_neighbours(list(_pieces(wants))))
         # Each read fills memory of its own, so the order does not matter.
         is_little = sum(want.end - want.begin for want in wants) <= _FILL_BYTES
-        begins = [] if is_little else [listed[0].begin for listed in lists]
-        if (readers := self._readers(begins)) == 1:
+        if (readers := self._readers(0 if is_little else len(lists))) == 1:
             for listed in lists:
                 self._fill_list(listed)
             return
@@ -190,19 +180,15 @@ class BlockFile:
             # ``list`` raises the first error.
             list(pool.map(self._fill_list, lists))
 
-    def _readers(self, places: Sequence[int]) -> int:
-        """Return how many reads to have in flight for reads at ``places``, in order."""
-        # A thread costs more than a single read.
-        # Two reads in a row keep the disk as busy as threads would.
-        if len(places) < 3:
+    def _readers(self, count: int) -> int:
+        """Return how many of ``count`` reads to have in flight."""
+        # A thread costs more than a single read, and two reads in a row keep the disk
+        # as busy as threads would.
+        if count < 3:
             return 1
-        assert self._bytes is not None
         # What is in memory is copied and summed by processors alone: more threads than
         # processors took a quarter more time.
-        some = {places[0], places[len(places) // 2], places[-1]}
-        if all(self._bytes.is_cached(self.file.header_nbytes + at) for at in some):
-            return min(_READERS, cpus_per_rank())
-        return _READERS
+        return _READERS if is_url(self.path) else min(_READERS, cpus_per_rank())
 
     def _fill_list(self, listed: list[ReadRequest]) -> None:
         """Fill the ``into`` of neighbours by a single read; called in a thread."""
@@ -261,7 +247,7 @@ class BlockFile:
                 )
             done += count
 
-    def _open(self) -> None:
+    def open(self) -> None:
         """Open the file and verify size and header, if not open yet."""
         if self._bytes is not None:
             return
@@ -275,7 +261,7 @@ class BlockFile:
             raise
         self._bytes = opened
 
-    def _check_header(self, opened: FileBytes) -> None:
+    def _check_header(self, opened: LocalBytes | RemoteBytes) -> None:
         """Raise CheckpointError if size or header differ from the manifest."""
         file = self.file
         size, expected = (
@@ -374,3 +360,56 @@ def _neighbours(wants: Sequence[ReadRequest]) -> Iterator[list[ReadRequest]]:
         end = want.end
     if listed:
         yield listed
+
+
+class LocalBytes:
+    """A regular file; methods may be called from several threads."""
+
+    def __init__(self, path: str) -> None:
+        self._handle = open_plain(path)
+        self.nbytes = os.fstat(self._handle).st_size
+
+    def read(self, parts: Sequence[memoryview], at: int) -> int:
+        """Fill ``parts`` from byte ``at``; return how many bytes. Raises: OSError."""
+        return os.preadv(self._handle, parts, at)
+
+    def close(self) -> None:
+        """Close the file."""
+        # Nothing was written, so a failure of the system loses nothing.
+        with suppress(OSError):
+            os.close(self._handle)
+
+
+class RemoteBytes:
+    """An object in a storage, as ``LocalBytes``."""
+
+    def __init__(self, url: str, sizes: Mapping[str, int]) -> None:
+        self._storage, self._name = storage_of(url)
+        name = split(self._name)[1]
+        if name not in sizes:
+            raise CheckpointError(
+                f"{url} cannot be opened (there is no such object); expected a file of "
+                "a checkpoint. Use another checkpoint."
+            )
+        self.nbytes = sizes[name]
+
+    def read(self, parts: Sequence[memoryview], at: int) -> int:
+        """Fill ``parts`` by one request; see ``LocalBytes``."""
+        data = self._storage.read(self._name, at, at + sum(map(len, parts)))
+        begin = 0
+        for part in parts:
+            piece = data[begin : begin + len(part)]
+            part[: len(piece)] = piece
+            begin += len(part)
+        return len(data)
+
+    def close(self) -> None:
+        """Do nothing: a storage has no open files."""
+
+
+def open_bytes(path: str, sizes: Mapping[str, int]) -> LocalBytes | RemoteBytes:
+    """Open a file of a checkpoint, at a path or URL; ``sizes`` are those at the URL.
+
+    Raises: CheckpointError, naming ``path``, if the file is missing or not regular.
+    """
+    return RemoteBytes(path, sizes) if is_url(path) else LocalBytes(path)

@@ -222,7 +222,7 @@ def _exists(path: str) -> CheckpointError:
     """Return the error for a checkpoint that would be overwritten."""
     return CheckpointError(
         f"{path} exists already, and nothing is overwritten. Choose another name, or "
-        "remove it first, or pass save(..., overwrite=True)."
+        "remove it first, or pass SaveOptions(overwrite=True)."
     )
 
 
@@ -255,12 +255,9 @@ def _require_files(path: str, files: Mapping[str, int]) -> None:
     """Raise CheckpointError if a file that the manifest will name is not there."""
     # Another save to the same place that has committed meanwhile removed all files that
     # its own manifest does not name.
-    there = Folder(path).sizes if is_url(path) else {}
+    there = Folder(path).sizes
     for name, nbytes in sorted(files.items()):
         found = there.get(name)
-        if not is_url(path):
-            with suppress(OSError):
-                found = os.lstat(os.path.join(path, name)).st_size
         if found != nbytes:
             told = "nothing" if found is None else f"{found} bytes"
             raise CheckpointError(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed, quoted
-from composable_fsdp.storage.contents import Contents, HeldParam, HeldTensor
+from composable_fsdp.storage.contents import Contents, Held
 from composable_fsdp.storage.source import Copy, Source, TensorInfo
 
 NO_OPTIMIZER = "the checkpoint was saved without an optimizer"
@@ -78,7 +78,7 @@ class LoadReport:
                 "that was saved."
             )
         if self.dtypes:
-            ways.append("load(..., cast=True) converts dtypes.")
+            ways.append("LoadOptions(cast=True) converts dtypes.")
         if NO_OPTIMIZER in self.optimizer:
             ways.append("load(path, model) without the optimizer reads the model.")
         elif self.optimizer and not (self.missing or self.unexpected):
@@ -88,15 +88,15 @@ class LoadReport:
             )
         if self.missing or self.unexpected:
             ways.append(
-                "load(..., include=.., exclude=.. or rename=..) loads a part, or other "
-                "names."
+                "LoadOptions(include=.., exclude=.. or rename=..) loads a part, or "
+                "other names."
             )
         if self.values:
             ways.append("Pass to load the objects that were saved, at the same keys.")
         # Without one of the two a lenient load would load nothing.
         others = self.missing or self.unexpected or self.values or self.local
         if self.optimizer != [NO_OPTIMIZER] or others:
-            ways.append("load(..., strict=False) loads what fits.")
+            ways.append("LoadOptions(strict=False) loads what fits.")
         return ways
 
     def require_empty(self, source: Source) -> None:
@@ -167,7 +167,7 @@ def find(source: Source, names: tuple[str, ...]) -> str | None:
 
 
 def copy_of(
-    held: HeldParam | HeldTensor,
+    held: Held,
     name: str,
     state: str | None,
     into: Tensor,

@@ -51,102 +51,75 @@ from composable_fsdp.tree.traversal import _get_unit_state
 
 
 @dataclass(frozen=True, slots=True)
-class HeldParam:
-    """A parameter of a unit; a tied parameter has several names."""
+class Held:
+    """This rank's box of a named tensor: of a buffer, or a parameter in no unit.
+
+    The same on every rank, unless the tensor is a DTensor.
+    """
 
     names: tuple[str, ...]
+    """A tied tensor has several."""
+    tensor: Tensor
+    """The tensor that an optimizer holds: a sharded parameter, or the tensor itself."""
+    shown: Tensor
+    """The tensor that the module holds; another one if it wraps ``tensor``."""
+    dtype: torch.dtype
+    """The dtype to save, because mixed precision may have cast a buffer."""
+    shape: tuple[int, ...]
+    """The shape in the plain model."""
+    leaf: Tensor
+    """The tensor whose shape this rank's element-wise state has."""
+    local: Tensor
+    """This rank's elements, a view; of a parameter of a unit, of one dim."""
+    interval: tuple[int, int]
+    """This rank's elements of the flattened tensor, or of the rectangle."""
+    rectangle: Rectangle | None
+    """Where the elements of a DTensor lie; None for the whole tensor."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether each rank holds a part."""
+        return self.rectangle is not None or isinstance(self, HeldParam)
+
+    def holders(self) -> tuple[int, ...] | None:
+        """Return the ranks with the same elements: () for this one, None for all."""
+        return () if self.is_cut else None
+
+
+@dataclass(frozen=True, slots=True)
+class HeldParam(Held):
+    """This rank's box of a parameter of a unit."""
+
     ref: ParamRef
 
-    @property
-    def tensor(self) -> Tensor:
-        """The sharded parameter."""
-        return self.ref.leaf
-
-    shown = tensor
-    """As ``tensor``; see ``HeldTensor``."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the parameter."""
-        return self.ref.region.layout.dtype
-
-    @property
-    def leaf(self) -> Tensor:
-        """The tensor whose shape this rank's element-wise state has."""
-        return self.ref.leaf
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape in the plain model."""
-        return self.ref.shape
-
-    @property
-    def rectangle(self) -> Rectangle | None:
-        """Where the parameter lies that tensor parallelism cuts; else None."""
-        slot = self.ref.slot
-        return None if slot.whole is None else rectangle_of(slot.whole, slot.shape)
-
-    @property
-    def interval(self) -> tuple[int, int]:
-        """This rank's elements of the flattened parameter, or of the rectangle."""
-        return self.ref.interval
-
-    @property
-    def local(self) -> Tensor:
-        """This rank's elements, a view of the leaf (``flat.user_memory``)."""
-        return self.ref.leaf.detach().reshape(-1)
-
     def holders(self) -> tuple[int, ...]:
-        """Return the global ranks with the same elements; empty for this rank alone."""
+        """Return the ranks with the same elements: its replicas, or () without."""
         group = self.ref.handle.groups.replicate
         return () if group is None else tuple(dist.get_process_group_ranks(group))
 
 
-@dataclass(frozen=True, slots=True)
-class HeldTensor:
-    """A buffer, or a parameter in no unit; the same on every rank, unless a DTensor.
+def _held_param(names: list[str], ref: ParamRef) -> HeldParam:
+    """Return the box of a parameter of a unit."""
+    slot, leaf = ref.slot, ref.leaf
+    place = None if slot.whole is None else rectangle_of(slot.whole, slot.shape)
+    dtype, flat = ref.region.layout.dtype, leaf.detach().reshape(-1)
+    facts = dtype, ref.shape, leaf, flat, ref.interval, place
+    return HeldParam(tuple(names), leaf, leaf, *facts, ref)
 
-    ``dtype`` is the dtype to save, because mixed precision may have cast a buffer.
-    """
 
-    names: tuple[str, ...]
-    tensor: Tensor
-    dtype: torch.dtype
-    rectangle: Rectangle | None = None
-    """Of a DTensor, the elements on this rank; else None."""
-    wrapper: Tensor | None = None
-    """The tensor of the module that wraps this one; None if the module holds it."""
-
-    @property
-    def shown(self) -> Tensor:
-        """The tensor that the module holds: a parameter or a buffer."""
-        return self.tensor if self.wrapper is None else self.wrapper
-
-    @property
-    def leaf(self) -> Tensor:
-        """The tensor whose shape this rank's element-wise state has."""
-        return self.local
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the tensor."""
-        return tuple(self.tensor.shape)
-
-    @property
-    def interval(self) -> tuple[int, int]:
-        """All elements of the tensor, or of the rectangle."""
-        return 0, self.local.numel()
-
-    @property
-    def local(self) -> Tensor:
-        """The tensor itself; of a DTensor this rank's part."""
-        # Detached: autograd refuses an in-place write to a leaf that requires a
-        # gradient.
-        return local_of(self.tensor).detach()
-
-    def holders(self) -> tuple[int, ...] | None:
-        """Return None for all ranks of a load; of a DTensor's part this rank alone."""
-        return None if self.rectangle is None else ()
+def _held_tensor(
+    names: list[str],
+    tensor: Tensor,
+    dtype: torch.dtype,
+    wrapper: Tensor | None,
+    what: str,
+) -> Held:
+    """Return the box of a tensor in no unit; ``wrapper`` is the one around it."""
+    # Detached: autograd refuses an in-place write to a leaf that requires a gradient.
+    local, shown = local_of(tensor).detach(), tensor if wrapper is None else wrapper
+    place = loose_rectangle(tensor, names[0], what)
+    facts = dtype, tuple(tensor.shape), local, local, (0, local.numel()), place
+    return Held(tuple(names), tensor, shown, *facts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +137,7 @@ class Contents:
 
     states: tuple[_FSDPState, ...]
     regions: tuple[HeldRegion, ...]
-    tensors: tuple[HeldTensor, ...]
+    tensors: tuple[Held, ...]
     own_states: dict[str, nn.Module]
     """Modules with an extra state (``get_extra_state``), by state dict name."""
     mesh_groups: tuple[dist.ProcessGroup, ...] = ()
@@ -172,7 +145,7 @@ class Contents:
     wrappers: tuple[HeldWrapper, ...] = ()
     """Tensors that wrap others, whose inner tensors are in ``tensors``."""
 
-    def each(self) -> Iterator[HeldParam | HeldTensor]:
+    def each(self) -> Iterator[Held]:
         """Yield the parameters of units, and then the other tensors."""
         for region in self.regions:
             yield from region.params
@@ -229,12 +202,12 @@ def contents_of(module: nn.Module, what: str, *, inner: bool = False) -> Content
     # A buffer that mixed precision has cast is saved in its original dtype, so the
     # checkpoint does not depend on the precision policy.
     tensors = tuple(
-        HeldTensor(
-            tuple(names),
+        _held_tensor(
+            names,
             tensor,
             original.get(names[0], tensor.dtype),
-            loose_rectangle(tensor, names[0], what),
             wrappers.around.get(id(tensor)),
+            what,
         )
         for tensor, names in others.values()
     )
@@ -367,7 +340,7 @@ def _params(
         if slot.index not in found:
             raise _partly(module, slot.fqn, what)
     return tuple(
-        HeldParam(tuple(found[slot.index]), ParamRef(handle, region, i))
+        _held_param(found[slot.index], ParamRef(handle, region, i))
         for i, slot in enumerate(slots)
     )
 
@@ -400,7 +373,7 @@ def _original_dtypes(
 
 
 def _require_values(
-    regions: tuple[HeldRegion, ...], tensors: tuple[HeldTensor, ...], what: str
+    regions: tuple[HeldRegion, ...], tensors: tuple[Held, ...], what: str
 ) -> None:
     """Raise CheckpointError if a tensor is on the meta device."""
     meta = [p.names[0] for r in regions if r.region.shard.is_meta for p in r.params]
@@ -451,12 +424,12 @@ def optimizers_in(optim: object, what: str) -> list[torch.optim.Optimizer]:
     return found
 
 
-def named(contents: Contents) -> dict[int, HeldParam | HeldTensor]:
+def named(contents: Contents) -> dict[int, Held]:
     """Return each parameter and tensor by the ``id`` of what an optimizer holds."""
     return {id(held.tensor): held for held in contents.each()}
 
 
-def readable_state(value: Any, held: HeldParam | HeldTensor, key: str) -> Any:
+def readable_state(value: Any, held: Held, key: str) -> Any:
     """Return a state with the elements of this rank.
 
     Raises: CheckpointError, for a tensor without values in memory of its own.

@@ -15,7 +15,7 @@ from torch import Tensor
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.storage.directory import appear
-from composable_fsdp.storage.formats.safetensors_write import SafetensorsWriter
+from composable_fsdp.storage.formats.safetensors_files import SafetensorsWriter
 from composable_fsdp.storage.formats.torch_read import require_checksums
 from composable_fsdp.storage.formats.write import write_dcp, write_native, write_torch
 from composable_fsdp.storage.opening import (
@@ -49,8 +49,9 @@ def convert(
     """Write the checkpoint ``source`` as another checkpoint of format ``to``.
 
     Values, dtypes, names and ties stay the same. Memory holds a single tensor, or a
-    part of it, at a time. ``destination`` appears when complete; no existing file
-    is overwritten. No process group is needed: call ``convert`` in a single process.
+    part of it, at a time, and all for ``torch``. ``destination`` appears when complete;
+    no existing file is overwritten. No process group is needed: call ``convert`` in a
+    single process.
 
     Args:
         source: the path of a checkpoint of any format, or an open ``Source``.
@@ -85,9 +86,7 @@ def convert(
         left_out += ["values of single ranks (per_rank)"] if found.saved_ranks else []
         # safetensors holds weights only, so the other parts are hidden and never read.
         # A file with unreadable optimizer state can still be converted.
-        given = _Watched(
-            found, progress, weights_only=weights_only or to == SAFETENSORS
-        )
+        given = Watched(found, progress, weights_only=weights_only or to == SAFETENSORS)
         where = Path(destination)
         if to == SAFETENSORS:
             write_safetensors(where, given, max_shard_bytes=max_shard_bytes)
@@ -148,7 +147,7 @@ def _require_shown(source: Source) -> None:
     if hidden:
         raise CheckpointError(
             f"{getattr(source, 'path', 'the checkpoint')} has values of "
-            f"{listed(map(quoted, hidden))} per rank (save(.., local=..)). Open it "
+            f"{listed(map(quoted, hidden))} per rank (SaveOptions.local). Open it "
             "(open_source), choose a rank (source.on_rank(0)), and pass the source."
         )
 
@@ -197,7 +196,7 @@ def check_readable(
     Raises: CheckpointError, for damaged or missing data.
     """
     total = 0
-    watched = _Watched(source, progress, weights_only=weights_only)
+    watched = Watched(source, progress, weights_only=weights_only)
     for name, info, read in _tensors_of(watched):
         for start, stop in info.slices():
             got = read(start, stop)
@@ -229,7 +228,7 @@ def _touch(values: Tensor) -> None:
         values.view(torch.uint8).max()
 
 
-class _Watched(Source):
+class Watched(Source):
     """A view of ``source`` that reports bytes read and can hide all but weights."""
 
     def __init__(

@@ -25,7 +25,19 @@ from typing import IO, cast
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed
-from composable_fsdp.storage.new_file import named_errors
+
+
+@contextmanager
+def named_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Add ``path`` to each OSError of the block that names no file."""
+    try:
+        yield
+    except OSError as error:
+        # Calls on a file descriptor (write, fsync, preadv) know no name.
+        if error.filename is None:
+            error.filename = os.fspath(path)
+        raise
+
 
 MAX_DOCUMENT = 1 << 30
 """The largest size of a file, or record, that is read whole, in bytes.
@@ -184,19 +196,6 @@ def no_checkpoint_text(path: str, where: str = "") -> str:
     )
 
 
-def publish(made: str, path: str) -> None:
-    """Rename a complete file or directory to ``path``; on return, the name is on disk.
-
-    The files in a directory must be on the disk before the call. ``path`` is absolute.
-
-    Raises: CheckpointError, if ``path`` exists.
-    """
-    require_free(path)
-    sync(made)
-    os.rename(made, path)
-    sync(os.path.dirname(path))
-
-
 def write_synced(path: str, data: bytes) -> None:
     """Write a new file; on return, the file is on the disk."""
     # Never overwrite a file and never follow a link.
@@ -234,10 +233,10 @@ def put_file(path: str, data: bytes, *, absent: bool) -> None:
         os.replace(part, path)
 
 
-def stale_outputs(directory: str) -> list[Path]:
+def stale_outputs(directory: str) -> list[str]:
     """Return the leftovers of conversions and exports that were interrupted."""
     return [
-        Path(entry.path)
+        entry.path
         for entry in os.scandir(directory)
         if _TEMPORARY.match(entry.name) and entry.is_dir(follow_symlinks=False)
     ]
@@ -342,17 +341,19 @@ def begin_output(path: Path) -> Path:
 
     Raises: CheckpointError, if ``path`` exists or cannot be written.
     """
-    require_free(str(path.absolute()))
-    return Path(make_temporary(str(path.absolute())))
+    target = str(path.absolute())
+    require_free(target)
+    return Path(make_temporary(target))
 
 
 def finish_output(work: Path, path: Path) -> None:
-    """Sync the output in ``work``, then rename the output to ``path``."""
-    out = work / OUT
-    # ``publish`` syncs ``out`` itself, but not the files in it.
-    for each in out.rglob("*"):
+    """Sync the output in ``work``, then rename it to ``path``; the name is on disk."""
+    out, target = work / OUT, path.absolute()
+    for each in (*out.rglob("*"), out):
         sync(each)
-    publish(str(out), str(path.absolute()))
+    require_free(str(target))
+    os.rename(out, target)
+    sync(target.parent)
 
 
 def unwritable(path: Path, error: Exception) -> CheckpointError:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,11 +22,11 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.state_dict.full import gather_unit
 from composable_fsdp.storage.contents import (
     Contents,
-    HeldTensor,
+    Held,
     contents_of,
     units_in,
 )
-from composable_fsdp.storage.convert import MAX_SHARD_BYTES, convert, opened
+from composable_fsdp.storage.convert import MAX_SHARD_BYTES, Watched, convert, opened
 from composable_fsdp.storage.directory import (
     OUT,
     begin_output,
@@ -35,7 +34,7 @@ from composable_fsdp.storage.directory import (
     path_text,
     unwritable,
 )
-from composable_fsdp.storage.formats.safetensors_write import SafetensorsWriter
+from composable_fsdp.storage.formats.safetensors_files import SafetensorsWriter
 from composable_fsdp.storage.mesh_copies import (
     is_first_copy,
     mesh_groups_in,
@@ -75,29 +74,24 @@ def cast_weight(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
     return made
 
 
-class CastWeights(Source):
-    """A view of ``source`` with the weights, and nothing else, cast to ``dtype``."""
+class CastWeights(Watched):
+    """A view of ``source`` with the weights, and nothing else, cast to ``dtype``.
+
+    Optimizer states stay out: a state in a smaller dtype is another state.
+    """
 
     def __init__(self, source: Source, dtype: torch.dtype) -> None:
-        self._source = source
+        super().__init__(source, None, weights_only=True)
         # The writers compute the size of the files from this table.
         self.model = {
             name: TensorInfo(cast_dtype(info.dtype, dtype), info.shape)
             for name, info in source.model.items()
         }
-        self.aliases = source.aliases
-        # Optimizer states stay out: a state in a smaller dtype is another state.
-        self.optim: Mapping[str, Mapping[str, TensorInfo]] = {}
-        self.param_groups: Sequence[Mapping[str, Any]] | None = None
-        self.extra = None
 
     def read_model(self, name: str, start: int, stop: int) -> Tensor:
         """Read from ``source`` and cast; see ``Source``."""
-        values = self._source.read_model(name, start, stop)
+        values = super().read_model(name, start, stop)
         return cast_weight(name, values, self.model[name].dtype)
-
-    def close(self) -> None:
-        """Do nothing: the caller that opened ``source`` closes ``source``."""
 
 
 Rewrite = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
@@ -215,7 +209,7 @@ class _Writing:
         self._work: Path | None = None
         self._writer: SafetensorsWriter | None = None
         self._names: dict[tuple[int, int], str] = {}
-        self.loose: list[HeldTensor] = []
+        self.loose: list[Held] = []
         """The DTensors that no unit holds, which all ranks gather."""
 
     def attempt(self, action: Callable[[], None]) -> None:

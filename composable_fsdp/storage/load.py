@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +46,7 @@ from composable_fsdp.storage.selection import (
     RenamedSource,
     Selection,
     matcher,
+    options_of,
     renaming,
 )
 from composable_fsdp.storage.source import Source
@@ -52,6 +54,58 @@ from composable_fsdp.storage.staging import paused_collection
 from composable_fsdp.storage.stateful import Redeal, fill, own_values
 from composable_fsdp.storage.team import Team, meet_team, team_of, wait_for_pending
 from composable_fsdp.tree.traversal import require_module, walk_states
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """What a load reads, and how it treats differences; see ``load``.
+
+    >>> report = LoadReport()
+    >>> load("runs", model, options=LoadOptions(strict=False, report=report))
+    >>> report.is_empty()
+    True
+    """
+
+    strict: bool = True
+    """Whether any difference raises. If False, ``load`` loads the matching tensors and
+    lists the differences in ``report``, or in a warning without ``report``."""
+    cast: bool = False
+    """Also load tensors that were saved in another dtype, converted to the model's.
+    False: another dtype is a difference."""
+    rng: bool = True
+    """Restore the random states. At another world size, rank r gets the random state
+    that rank r saved, and ranks beyond the saved world size keep their own."""
+    report: LoadReport | None = None
+    """A report that ``load`` adds the differences to."""
+    per_rank: dict[str, Any] | None = None
+    """A dict that gets the values that this rank saved by ``per_rank``; objects in the
+    dict are filled as those in ``extra``. None: these values are not read."""
+    redeal: Redeal | None = None
+    """A function that is called if the checkpoint was saved by another number of ranks,
+    with the list of the values of all these ranks, this rank's number and the number of
+    ranks; returns the values for ``per_rank``. None: another number of ranks is a
+    difference, if ``per_rank`` is a dict."""
+    include: Patterns = None
+    """Patterns of the names to load, as those of ``save``, by the names in the model.
+    All these must fit; other tensors of the model and of the checkpoint, with their
+    optimizer state, are left alone. None: all names."""
+    exclude: Patterns = None
+    """Patterns of names to leave alone. None: no name."""
+    trainable_only: bool = False
+    """Leave buffers, extra states and frozen parameters of the model alone."""
+    rename: Rename | None = None
+    """The names in the model for those in the checkpoint: a dict of old to new
+    prefixes, such as ``{"model": "backbone"}`` (``""`` is no prefix), or a function of
+    a name that returns the new name, or None to leave the tensor out."""
+    local: Patterns = None
+    """Patterns of the names in the checkpoint, as ``include``, that were saved per rank
+    (``SaveOptions.local``) and may come back at another world size: rank r gets the
+    values that rank r saved, and ranks beyond the saved ones keep their own. None:
+    another number of ranks is a difference."""
+    share: bool | None = None
+    """Whether ranks that hold the same elements (replicas of ``HYBRID_SHARD`` and
+    ``NO_SHARD``; all ranks, of tensors in no unit) read an even part each and send it
+    to the others; the same on every rank. None: if ``path`` is a URL."""
 
 
 # Tensors made in inference mode could not be trained with.
@@ -62,18 +116,7 @@ def load(
     optim: Optimizers | None = None,
     extra: Any = None,
     *,
-    strict: bool = True,
-    cast: bool = False,
-    rng: bool = True,
-    report: LoadReport | None = None,
-    per_rank: dict[str, Any] | None = None,
-    redeal: Redeal | None = None,
-    include: Patterns = None,
-    exclude: Patterns = None,
-    trainable_only: bool = False,
-    rename: Rename | None = None,
-    local: Patterns = None,
-    share: bool | None = None,
+    options: LoadOptions | None = None,
 ) -> Any:
     """Read model, optimizer and random states; return the ``extra`` that was saved.
 
@@ -84,8 +127,8 @@ def load(
     message says so.
 
     Args:
-        path: a checkpoint of any format, a directory whose file ``latest`` names a
-            checkpoint, or an open ``Source``.
+        path: a checkpoint of any format, a directory of checkpoints of this library,
+            whose newest is read, or an open ``Source``.
         module: the model. A model on the meta device must get memory first
             (``to_empty``).
         optim: an optimizer over the model's parameters, or a list of optimizers, before
@@ -95,42 +138,7 @@ def load(
         extra: the objects that ``save`` got in ``extra``, such as schedulers, at the
             same keys. Each object with a ``load_state_dict`` gets its saved state;
             other values are ignored. Default None: no object is filled.
-        strict: whether any difference raises. If False, ``load`` loads the matching
-            tensors and lists the differences in ``report``, or in a warning without
-            ``report``. Default True.
-        cast: also load tensors that were saved in another dtype, converted to the
-            model's dtype. Default False: another dtype is a difference.
-        rng: restore the random states. At another world size, rank r gets the random
-            state that rank r saved, and ranks beyond the saved world size keep their
-            own. Default True.
-        report: a report that ``load`` adds the differences to. Default None.
-        per_rank: a dict that gets the values that this rank saved by ``per_rank``;
-            objects in the dict are filled as those in ``extra``. Default None: these
-            values are not read.
-        redeal: a function that is called if the checkpoint was saved by another number
-            of ranks, with the list of the values of all these ranks, this rank's number
-            and the number of ranks; the function returns the values for ``per_rank``.
-            Default None: another number of ranks is a difference, if ``per_rank`` is a
-            dict.
-        include: patterns of the names to load, as those of ``save``, by the names in
-            the model. All these must fit; other tensors of the model and of the
-            checkpoint, with their optimizer state, are left alone. Default None: all
-            names.
-        exclude: patterns of names to leave alone. Default None: no name.
-        trainable_only: leave buffers, extra states and frozen parameters of the model
-            alone. Default False.
-        rename: the names in the model for those in the checkpoint: a dict of old to new
-            prefixes, such as ``{"model": "backbone"}`` (``""`` is no prefix), or a
-            function of a name that returns the new name, or None to leave the tensor
-            out. Default None: the same names.
-        local: patterns of the names in the checkpoint, as ``include``, that were saved
-            per rank (``save(.., local=..)``) and may come back at another world size:
-            rank r gets the values that rank r saved, and ranks beyond the saved ones
-            keep their own. Default None: another number of ranks is a difference.
-        share: whether ranks that hold the same elements (replicas of ``HYBRID_SHARD``
-            and ``NO_SHARD``; all ranks, of tensors in no unit) read an even part each
-            and send it to the others; the same on every rank. Default None: if
-            ``path`` is a URL.
+        options: see ``LoadOptions``. Default None: ``LoadOptions()``.
 
     Returns: the saved ``extra``, or None. The objects that were passed stand in place
     of their states.
@@ -146,35 +154,27 @@ def load(
     # ``path``.
     before = wait_for_pending(team)
     others = other_experts(team, module)
-    wanted = _Wanted(
-        optim,
-        extra,
-        strict,
-        cast,
-        rng,
-        LoadReport(),
-        per_rank,
-        redeal,
-        (include, exclude, trainable_only),
-        rename,
-        local,
-        others,
-    )
+    given, error = LoadOptions(), None
+    try:
+        given = options_of(options, LoadOptions, "load")
+    except TypeError as raised:
+        error = raised
+    wanted = _Wanted(optim, extra, given, LoadReport(), others)
     loaded: tuple[Any] | None = None
     # The report of the last attempt counts: an attempt whose checkpoint was removed may
     # have compared a part of the names.
     try:
         for left in reversed(range(_ATTEMPTS)):
-            found = look_up(team, path, before, share)
+            found = look_up(team, path, before, given.share, error)
             wanted = wanted._replace(report=LoadReport())
             loaded = _attempt(team, found, module, wanted, retry=left > 0)
             if loaded is not None:
                 break
     finally:
-        if report is not None:
-            report.add(wanted.report)
+        if given.report is not None:
+            given.report.add(wanted.report)
     assert loaded is not None
-    if not strict and report is None:
+    if not given.strict and given.report is None:
         wanted.report.warn()
     # After the copy, which fills the persistent buffers.
     _tell_unfilled(module)
@@ -190,16 +190,9 @@ class _Wanted(NamedTuple):
 
     optim: Optimizers | None
     extra: Any
-    strict: bool
-    cast: bool
-    rng: bool
+    options: LoadOptions
     report: LoadReport
-    per_rank: dict[str, Any] | None
-    redeal: Redeal | None
-    chosen: tuple[Patterns, Patterns, bool]
-    rename: Rename | None
-    local: Patterns
-    others: frozenset[str] = frozenset()
+    others: frozenset[str]
     """The names of experts that other ranks hold."""
 
 
@@ -227,7 +220,9 @@ def _attempt(
                 planned.shared = SharedReads(team, planned.copies, is_local=is_local)
         except Exception as raised:
             error = raised
-        error = verify(team, planned, share=found.share, rng=wanted.rng) or error
+        error = (
+            verify(team, planned, share=found.share, rng=wanted.options.rng) or error
+        )
         gone = retry and error is not None and found.is_gone()
         opened = () if source is None else _identity(source)
         # Every rank takes part, also a rank with an error, so that no other rank waits.
@@ -241,8 +236,8 @@ def _attempt(
         change(team, planned)
         filled, own = planned.objects
         # After the agreement: a load that raises leaves the caller's dict alone.
-        if wanted.per_rank is not None:
-            wanted.per_rank.update(own.value or {})
+        if wanted.options.per_rank is not None:
+            wanted.options.per_rank.update(own.value or {})
         # Values are read into the memory of the shards, past the version counters.
         for _, _, state_of_unit in walk_states(module):
             state_of_unit.initial.forget()
@@ -258,8 +253,9 @@ def _of_ranks(source: Source, team: Team, wanted: _Wanted) -> Selection:
 
     Raises: TypeError, for patterns of another type.
     """
-    selection, rename = Selection.of(*wanted.chosen), wanted.rename
-    told = matcher(wanted.local, "local")
+    given = wanted.options
+    selection = Selection.of(given.include, given.exclude, given.trainable_only)
+    rename, told = given.rename, matcher(given.local, "local")
     saved = source.local_ranks
     # ``on_rank`` has shown this rank's own values, and nothing is left to decide.
     if saved in (0, team.world_size):
@@ -293,10 +289,10 @@ def _planned(team: Team, source: Source, module: nn.Module, wanted: _Wanted) -> 
     source.on_rank(team.rank)
     # Only compared here; ``_change`` gives the states.
     filled = fill(wanted.extra, source.extra, "extra")
-    own = own_values(source, team, wanted.per_rank, wanted.redeal)
+    own = own_values(source, team, wanted.options.per_rank, wanted.options.redeal)
     wanted.report.values += [*filled.problems, *own.problems]
     # Random states, ``extra`` and the fingerprint have no names of tensors.
-    rename = wanted.rename
+    rename = wanted.options.rename
     shown = source if rename is None else RenamedSource(source, rename)
     with within_limits(name_of(source)):
         selection = _of_ranks(source, team, wanted).without(wanted.others)
@@ -319,9 +315,9 @@ def _prepare(
     contents = contents_of(module, "load", inner=True)
     report, optims = wanted.report, optimizers_in(wanted.optim, "load")
     chosen, leaves_out = selection.of_contents(contents), selection.leaves_out(contents)
-    fit = compare_model(source, chosen, report, leaves_out, cast=wanted.cast)
+    fit = compare_model(source, chosen, report, leaves_out, cast=wanted.options.cast)
     loads = optimizer_loads(source, contents, optims, report, selection)
-    if wanted.strict:
+    if wanted.options.strict:
         report.require_empty(source)
     fit.require_writable()
     copies = [*fit.copies, *(copy for each in loads for copy in each.plan())]
@@ -391,7 +387,7 @@ def other_ranks_text(names: Sequence[str], saved: int, loading: int) -> str:
     """Return the difference of a load of single ranks' values at another world size."""
     return (
         f"{listed(map(quoted, names))} were saved per rank (local=) by {saved} ranks, "
-        f"and {loading} load: pass load(.., local=[..]) with their names, if rank r is "
-        "to get what rank r saved, and ranks beyond the saved ones are to keep their "
-        "own"
+        f"and {loading} load: pass LoadOptions(local=[..]) with their names, if rank r "
+        "is to get what rank r saved, and ranks beyond the saved ones are to keep "
+        "their own"
     )

@@ -37,8 +37,7 @@ from composable_fsdp.planning.dtensors import is_dtensor
 from composable_fsdp.storage.compare import NO_OPTIMIZER, LoadReport, copy_of, find
 from composable_fsdp.storage.contents import (
     Contents,
-    HeldParam,
-    HeldTensor,
+    Held,
     named,
     not_in_module,
 )
@@ -161,12 +160,7 @@ class Member:
     """A parameter of the optimizer, and its name in the checkpoint."""
 
     name: str
-    held: HeldParam | HeldTensor
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether each rank holds a part: of a parameter of a unit, or of a DTensor."""
-        return isinstance(self.held, HeldParam) or self.held.rectangle is not None
+    held: Held
 
 
 def optimizer_loads(
@@ -250,7 +244,7 @@ class OptimizerLoad:
             groups.append(members)
         return groups
 
-    def _member(self, held: HeldParam | HeldTensor) -> Member | None:
+    def _member(self, held: Held) -> Member | None:
         """Return the member, or report a missing parameter and return None."""
         found = find(self.source, held.names)
         if found is None or found not in self.home:
@@ -283,7 +277,7 @@ class OptimizerLoad:
             # A parameter that no unit cuts can take state of any shape as a whole. For
             # a cut parameter, no interval of such state corresponds to this rank's
             # elements.
-            if member.is_cut and info.shape not in ((), member.held.shape):
+            if member.held.is_cut and info.shape not in ((), member.held.shape):
                 self.report.optimizer.append(
                     f"state {state!r} of {quoted(member.name)} (expected "
                     f"{member.held.shape}, the checkpoint has {info.shape})"
@@ -300,7 +294,7 @@ class OptimizerLoad:
         if self._is_elementwise(member, state):
             return member.held.interval
         info = self.source.optim[member.name][state]
-        if info.shape and member.is_cut:
+        if info.shape and member.held.is_cut:
             return None
         return 0, info.numel
 

@@ -36,16 +36,16 @@ tensor within a *run*::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise, product
 from math import prod
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 
-from composable_fsdp.errors import CheckpointError
 from composable_fsdp.planning.layout import Whole
+from composable_fsdp.storage.codec import Json, Rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,63 +145,9 @@ def block_size(nbytes: int) -> int:
     return size
 
 
-# safetensors has no code for complex128 and for quantized dtypes.
-CODES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""The dtypes that a safetensors file can hold, with their codes in the header."""
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of ``dtype`` without the module: ``float32``."""
-    return str(dtype).removeprefix("torch.")
-
-
-DTYPES: dict[str, torch.dtype] = {dtype_name(dtype): dtype for dtype in CODES}
-"""The dtypes of ``CODES`` by name."""
-
-
-def require_storable(dtype: torch.dtype, what: str) -> None:
-    """Raise CheckpointError, naming ``what``, for a dtype that no file can hold."""
-    if dtype not in CODES:
-        raise CheckpointError(
-            f"{what} has dtype {dtype}, which a checkpoint cannot hold; expected one "
-            f"of {', '.join(sorted(DTYPES))}. Convert it before saving."
-        )
-
-
 LARGEST = 2**62
 """The largest size or offset: no real file is as large, and products stay cheap."""
 _MAX_DIMS = 64
-
-Json = Any
-
-
-class Rule(NamedTuple):
-    """A rule for the values of a field that the field's type does not state.
-
-    ``expected`` are words for the accepted values, which ``holds`` returns True for.
-    """
-
-    expected: str
-    holds: Callable[[Any], bool]
 
 
 def _up_to(most: int) -> Rule:
@@ -386,21 +332,3 @@ class Manifest:
     rng: tuple[Json, ...]
     # Empty if no rank has given values of its own.
     per_rank: tuple[Json, ...]
-
-    def to_json(self) -> Json:
-        """Return the manifest for ``json.dumps``; ``parse`` is the inverse."""
-        return _to_json(self)
-
-
-def _to_json(value: Any) -> Json:
-    """Return the value of a field for ``json.dumps``."""
-    # Most values by far: places of shards and checksums of blocks.
-    if type(value) is int or type(value) is str:
-        return value
-    if is_dataclass(value):
-        return {f.name: _to_json(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, tuple):
-        return [_to_json(item) for item in value]
-    if isinstance(value, dict):
-        return {name: _to_json(item) for name, item in value.items()}
-    return dtype_name(value) if isinstance(value, torch.dtype) else value

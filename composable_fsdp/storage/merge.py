@@ -19,11 +19,11 @@ import torch.distributed as dist
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import quoted
+from composable_fsdp.storage.codec import Json
 from composable_fsdp.storage.manifest import (
     BLOCK,
     EntryPlace,
     File,
-    Json,
     Local,
     Manifest,
     Rectangle,

@@ -17,10 +17,10 @@ from torch import Tensor
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import quoted
 from composable_fsdp.storage.blocks import BlockFile, ReadRequest
+from composable_fsdp.storage.codec import Json, to_json
 from composable_fsdp.storage.commit import Folder, read_marker
 from composable_fsdp.storage.directory import MANIFEST, within_limits
 from composable_fsdp.storage.manifest import (
-    Json,
     Local,
     Manifest,
     Places,
@@ -37,7 +37,6 @@ from composable_fsdp.storage.runs import (
 from composable_fsdp.storage.source import Copy, Source, TensorInfo
 from composable_fsdp.storage.staging import (
     aligned,
-    fits_in_memory,
     host_buffer,
     is_plain,
     note_write,
@@ -62,7 +61,7 @@ def manifest_bytes(manifest: Manifest, after: int = 0) -> bytes:
 
     The time is that of the call in nanoseconds, or later: behind ``after``.
     """
-    text = json.dumps(manifest.to_json(), allow_nan=False, separators=(",", ":"))
+    text = json.dumps(to_json(manifest), allow_nan=False, separators=(",", ":"))
     return _framed(text.encode(), max(time.time_ns(), after + 1))
 
 
@@ -255,12 +254,11 @@ class NativeSource(Source):
 
     def prepare(self, copies: Sequence[Copy]) -> None:
         """Verify the blocks that ``copies`` touch, each block once; see ``Source``."""
-        # A destination that no code uses yet is filled while the blocks are verified,
-        # so these bytes are read once. A destination in use must stay unchanged until
-        # all ranks agree.
+        # A destination that no code uses yet is filled while the blocks are verified. A
+        # destination in use must stay unchanged until all ranks agree.
         new = [self._is_direct(copy) and copy.is_new for copy in copies]
         used = [copy for copy in copies if not copy.is_new]
-        keep, self._staged = self._stage(used)
+        self._staged = self._stage(used)
         # ``zip`` of the staged memory with the copies that are not new, in order.
         nowhere: list[Tensor | None] = [None] * len(used)
         waiting = iter(self._staged or nowhere)
@@ -269,7 +267,7 @@ class NativeSource(Source):
             for copy, filled in zip(copies, new, strict=True)
         ]
         for file, wants in zip(self.files, self._wants(copies, targets), strict=True):
-            file.check(wants, keep=keep)
+            file.check(wants)
         for copy, filled in zip(copies, new, strict=True):
             # The destination is on another device or of another dtype: read into host
             # memory and convert.
@@ -315,21 +313,17 @@ class NativeSource(Source):
         dtype = self._info(copy.name, copy.state).dtype
         return copy.into.dtype == dtype and is_plain(copy.into)
 
-    def _stage(self, copies: Sequence[Copy]) -> tuple[bool, list[Tensor] | None]:
-        """Decide where verified bytes wait until all ranks agree."""
+    def _stage(self, copies: Sequence[Copy]) -> list[Tensor] | None:
+        """Return memory in which verified bytes wait until all ranks agree, or None."""
+        # A second read from the page cache costs less than a copy in memory that is
+        # used for the first time, and takes no more; a second request costs more.
+        if not is_url(self.path):
+            return None
         sizes = [
             (copy.stop - copy.start) * self._info(copy.name, copy.state).dtype.itemsize
             for copy in copies
         ]
-        total = sum(map(aligned, sizes))
-        if not total or not fits_in_memory(total):
-            return False, None
-        # A second read from the page cache costs less than a copy in memory that is
-        # used for the first time, and takes no more: the disk is read once either way.
-        run = next(run for copy in copies for run in self._runs_of(copy))
-        if self.files[run.file].stays_in_cache():
-            return True, None
-        return False, parts_of(host_buffer(total), sizes)
+        return parts_of(host_buffer(sum(map(aligned, sizes))), sizes)
 
     def _wants(
         self, copies: Sequence[Copy], targets: Sequence[Tensor | None]
@@ -354,18 +348,15 @@ class NativeSource(Source):
         self, runs: list[Run], dtype: torch.dtype, what: tuple[Any, ...]
     ) -> Tensor:
         """Verify and read ``runs`` into a new CPU tensor."""
-        # Check before allocating: a damaged manifest may claim any size, and the check
-        # compares the sizes with the real file.
+        # Opened before allocating: a damaged manifest may claim any size, and the real
+        # size is compared.
         for run in runs:
-            self.files[run.file].check([ReadRequest(run.begin, run.end, None, 0, what)])
-        result, at = (
-            torch.empty(sum(r.stop - r.start for r in runs), dtype=dtype, device="cpu"),
-            0,
-        )
+            self.files[run.file].open()
+        count = sum(run.stop - run.start for run in runs)
+        result, at = torch.empty(count, dtype=dtype, device="cpu"), 0
         for run in runs:
-            self.files[run.file].fill(
-                [ReadRequest(run.begin, run.end, result, at, what)]
-            )
+            want = ReadRequest(run.begin, run.end, result, at, what)
+            self.files[run.file].check([want])
             at += run.end - run.begin
         return result
 

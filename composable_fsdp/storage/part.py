@@ -31,17 +31,17 @@ from composable_fsdp.optim.own_state_dict import plain_values
 from composable_fsdp.optim.scalars import is_scalar
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.planning.save_parts import by_turns, writers_of
+from composable_fsdp.storage.codec import Json, require_storable
 from composable_fsdp.storage.contents import (
     Contents,
+    Held,
     HeldParam,
     HeldRegion,
-    HeldTensor,
     is_elementwise,
     named,
     not_in_module,
     readable_state,
 )
-from composable_fsdp.storage.manifest import Json, require_storable
 from composable_fsdp.storage.merge import FilePart, TensorPart
 from composable_fsdp.storage.mesh_copies import (
     is_first_copy,
@@ -49,10 +49,11 @@ from composable_fsdp.storage.mesh_copies import (
     stores_loose,
 )
 from composable_fsdp.storage.same_on_ranks import (
-    RankValues,
-    copied_states,
-    hash_rectangles,
-    hash_tensors,
+    no_facts,
+    tell_copies,
+    tell_rectangles,
+    tell_shards,
+    tell_tensors,
     text_of,
 )
 from composable_fsdp.storage.selection import ALL, Patterns, Selection, matcher
@@ -65,7 +66,7 @@ Groups = list[tuple[Any, dict[str, Any]]]
 
 SMALL = 1 << 20
 """Tensors in no unit of fewer bytes are written by rank 0, beside each other."""
-Stored = tuple[HeldParam | HeldTensor, int, int]
+Stored = tuple[Held, int, int]
 """A tensor, and elements ``[low, high)`` of those that this rank holds."""
 States = dict[int, dict[str, Any]]
 """The optimizer state of each parameter, by the ``id`` of the parameter."""
@@ -95,7 +96,7 @@ class PartMaker:
         self._is_local_name = matcher(local, "local")
         self.pieces: list[Piece] = []
         self.part = FilePart()
-        self.told = RankValues()
+        self.facts = no_facts()
         """What this rank tells of the values that rank 0 alone saves."""
 
     def make(
@@ -130,7 +131,7 @@ class PartMaker:
         for name, module in self.chosen.own_states.items():
             state, is_local = module.get_extra_state(), self._is_local_name(name)
             if not self.is_alone and not is_local:
-                self.told.values["own_states"][name] = text_of(state, name)
+                self.facts["own_states"][name] = text_of(state, name)
             # Rank 0 alone keeps shared values.
             put = partial(self._put, keep=is_local)
             target = self.part.local if is_local else self.part
@@ -146,20 +147,21 @@ class PartMaker:
         experts = experts_in(self.chosen)
         self._tell_experts(experts, groups)
         if not self.is_alone:
-            self.told.local = self._local_names()
-            hash_tensors(shared, self.told)
-            hash_rectangles(loose, self.told)
-            self.told.values["shapes"].update(facts)
+            self.facts["local"] = dict.fromkeys(self._local_names())
+            tell_tensors(shared, self.facts)
+            tell_rectangles(loose, self.facts)
+            tell_shards(self.chosen.states, self.facts)
+            self.facts["shapes"].update(facts)
             if self.chosen is not self.contents:
                 params = (p for held in self.chosen.regions for p in held.params)
                 names = {param.names[0] for param in params} - experts.keys()
-                self.told.values["chosen"] = dict.fromkeys(names, "chosen")
-            self.told.values["experts"] = experts
+                self.facts["chosen"] = dict.fromkeys(names, "chosen")
+            self.facts["experts"] = experts
             self._tell_states([*shared, *loose], states)
             self._tell_options(groups)
         self._local(states, groups if optims else None)
         # After the scalars that each rank saves for itself were taken out.
-        self.told.copies = copied_states(self.chosen, states)
+        tell_copies(self.chosen, states, self.facts)
         for number, (held, low, high) in self._stored(shared, loose):
             part = self._part_of(held, low, high, states, number)
             self.part.tensors.append(part)
@@ -173,7 +175,7 @@ class PartMaker:
         self.part.rng = encode(rng_state(), "rng", partial(self._put, keep=True))
         return self.part, self.pieces
 
-    def _tensors(self) -> tuple[list[HeldTensor], list[HeldTensor]]:
+    def _tensors(self) -> tuple[list[Held], list[Held]]:
         """Return the tensors in no unit that all ranks have, and those with rectangles.
 
         Raises: CheckpointError, for a DTensor that each rank is to save for itself.
@@ -194,7 +196,7 @@ class PartMaker:
         return shared, loose
 
     def _stored(
-        self, shared: Sequence[HeldTensor], loose: Sequence[HeldTensor]
+        self, shared: Sequence[Held], loose: Sequence[Held]
     ) -> Iterator[tuple[int, Stored]]:
         """Yield what this rank stores, with the place in the order of the model."""
         names = (held.names[0] for held in self.chosen.each())
@@ -225,7 +227,7 @@ class PartMaker:
 
     def _part_of(
         self,
-        held: HeldParam | HeldTensor,
+        held: Held,
         low: int,
         high: int,
         states: States,
@@ -307,7 +309,7 @@ class PartMaker:
                     }
         return found
 
-    def _is_local(self, held: HeldParam | HeldTensor) -> bool:
+    def _is_local(self, held: Held) -> bool:
         """Return whether each rank saves its own values; a tied tensor by any name."""
         return any(map(self._is_local_name, held.names))
 
@@ -324,7 +326,7 @@ class PartMaker:
             name, found = held.names[0], states.get(id(held.tensor), {})
             if not self._is_local(held):
                 continue
-            if isinstance(held, HeldTensor):
+            if not isinstance(held, HeldParam):
                 count = held.local.numel()
                 own.tensors.append(self._part_of(held, 0, count, states))
                 continue
@@ -357,10 +359,10 @@ class PartMaker:
                 self.part.experts[g] = own
                 options = {k: v for k, v in group.items() if k not in _MEMBERS}
                 where = f"param_groups[{g}]"
-                self.told.values["options"][where] = text_of(options, where)
+                self.facts["options"][where] = text_of(options, where)
 
-    def _tell_states(self, held: Sequence[HeldTensor], states: States) -> None:
-        """Add the optimizer state of parameters in no unit to ``told``."""
+    def _tell_states(self, held: Sequence[Held], states: States) -> None:
+        """Add the optimizer state of parameters in no unit to the facts."""
         for each in held:
             for key, value in states.get(id(each.tensor), {}).items():
                 name, kind = each.names[0], "parameters"
@@ -371,10 +373,10 @@ class PartMaker:
                         continue
                     kind = "rectangles"
                 where = f"{name} (state {key!r})"
-                self.told.values[kind][where] = text_of(value, where)
+                self.facts[kind][where] = text_of(value, where)
 
     def _tell_options(self, groups: Groups) -> None:
-        """Add the options of each parameter to ``told``."""
+        """Add the options of each parameter to the facts."""
         known = named(self.chosen)
         for g, (_, group) in enumerate(groups):
             # The order of names is the rank's own.
@@ -383,7 +385,7 @@ class PartMaker:
             for parameter in group["params"]:
                 held = known.get(id(parameter))
                 if held is not None and not self._is_local(held):
-                    self.told.values["options"][held.names[0]] = text
+                    self.facts["options"][held.names[0]] = text
 
     def _param_groups(self, groups: Groups, *, local: bool) -> list[Json]:
         """Return the options of all groups as JSON, with the parameters by name.
@@ -440,10 +442,9 @@ class PartMaker:
         return encode(value, where, partial(self._put, keep=True), python_values=True)
 
 
-def _has_elements(key: str, value: Any, held: HeldParam | HeldTensor) -> bool:
+def _has_elements(key: str, value: Any, held: Held) -> bool:
     """Return whether a state has an element for each element on this rank."""
-    is_cut = isinstance(held, HeldParam) or held.rectangle is not None
-    if is_cut:
+    if held.is_cut:
         return is_elementwise(key, value, held.leaf, held.names[0])
     # A tensor that one rank has whole may have state of any shape.
     shape = held.tensor.shape
@@ -465,9 +466,7 @@ def shares_of(regions: Sequence[HeldRegion]) -> Iterator[tuple[HeldRegion, int, 
             yield held, 0, numel
 
 
-def tensors_of(
-    tensors: Sequence[HeldTensor], rank: int, ranks: int
-) -> list[HeldTensor]:
+def tensors_of(tensors: Sequence[Held], rank: int, ranks: int) -> list[Held]:
     """Return the tensors in no unit that ``rank`` of a save writes."""
     # The names, shapes and values of these tensors are compared over ranks before a
     # file is written: ranks that would take other turns end with an error.

@@ -13,7 +13,7 @@ Reads values once that several ranks of a load hold: each a part, sent to the ot
     replica 0 reads, verifies    | a   b   c |              |
     replica 1 reads, verifies    |           | d          e |
     all ranks agree
-    0 sends a b c to 1, 1 sends d e to 0, each straight into the tensors
+    0 sends a b c to 1, 1 sends d e to 0, by a buffer of 16 MiB
 
 Replicas (``HYBRID_SHARD``, ``NO_SHARD``) hold equal shards, and all ranks hold equal
 tensors in no unit. Ranks compare digests of what they are about to read, so that each
@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.nodes import group_timeout, private_group
@@ -38,7 +37,7 @@ from composable_fsdp.storage.compare import ComparedModel
 from composable_fsdp.storage.directory import within_limits
 from composable_fsdp.storage.load_optim import OptimizerLoad
 from composable_fsdp.storage.source import Copy, Source
-from composable_fsdp.storage.staging import aligned, is_plain, note_write
+from composable_fsdp.storage.staging import aligned, is_plain
 from composable_fsdp.storage.stateful import Filling, check_rng_state, set_rng_state
 from composable_fsdp.storage.team import Team
 
@@ -47,11 +46,9 @@ Ranks = tuple[int, ...]
 Told = Mapping[Ranks, str]
 """A digest of the reads that a rank shares with each set of ranks."""
 _SMALL = 1 << 20
-"""Tensors of fewer bytes are sent together, and not cut between two readers."""
+"""Tensors of fewer bytes are not cut between two readers."""
 _BUFFER = 1 << 24
-"""The bytes of small tensors, or of one that is not sent from its memory, at a time."""
-_MESSAGE = 1 << 28
-"""The most bytes of a message."""
+"""The most bytes of a message, but for a tensor whose elements are not in order."""
 
 
 class SharedReads:
@@ -93,16 +90,14 @@ class SharedReads:
             reads += parts[group.rank()]
             self._parts.append((group, parts))
         # Here, where a failure still reaches the other ranks.
-        packed = [
+        sizes = [
             sum(aligned(each.into.nbytes) for each in message)
             for _, parts in self._parts
             for part in parts
             for message in _messages(part)
-            if not _goes_directly(message[0].into)
         ]
-        self._buffer = torch.empty(
-            max(packed, default=0), dtype=torch.uint8, device="cpu"
-        )
+        size = max(sizes, default=0)
+        self._buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
         return reads
 
     @torch.no_grad()
@@ -121,22 +116,15 @@ class SharedReads:
         self, message: Sequence[Copy], group: dist.ProcessGroup, reader: int
     ) -> None:
         """Send the elements of ``message`` from rank ``reader`` of the group."""
-        into = message[0].into
-        if _goes_directly(into):
-            collectives.broadcast(_bytes(into), group, rank=reader)
-            note_write(into)
-            return
-        # Many small tensors, and tensors that are on a device or not in order.
-        buffer, end = self._buffer, 0
-        places = []
+        places, end = [], 0
         for each in message:
-            part = buffer[end : end + each.into.nbytes].view(each.into.dtype)
+            part = self._buffer[end : end + each.into.nbytes].view(each.into.dtype)
             places.append((part.view(each.into.shape), each.into))
             end += aligned(each.into.nbytes)
         mine = group.rank() == reader
         for part, into in places if mine else ():
             part.copy_(into)
-        collectives.broadcast(buffer[:end], group, rank=reader)
+        collectives.broadcast(self._buffer[:end], group, rank=reader)
         for part, into in () if mine else places:
             into.copy_(part)
 
@@ -197,14 +185,9 @@ def _messages(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
     held = 0
     for copy in copies:
         into = copy.into
-        most = _MESSAGE if _goes_directly(into) else _BUFFER
-        step = most // into.itemsize if into.is_contiguous() else into.numel()
-        for begin in range(0, into.numel(), step):
+        step = _BUFFER // into.itemsize if into.is_contiguous() else into.numel()
+        for begin in range(0, into.numel(), max(step, 1)):
             piece = _cut(copy, begin, min(begin + step, into.numel()))
-            # The end of a large tensor may be small.
-            if _goes_directly(piece.into):
-                yield [piece]
-                continue
             nbytes = aligned(piece.into.nbytes)
             if waiting and held + nbytes > _BUFFER:
                 yield waiting
@@ -213,16 +196,6 @@ def _messages(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
             held += nbytes
     if waiting:
         yield waiting
-
-
-def _goes_directly(into: Tensor) -> bool:
-    """Return whether a broadcast reads and writes the memory of ``into`` itself."""
-    return into.nbytes >= _SMALL and is_plain(into)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """Return the memory of a contiguous tensor as bytes."""
-    return tensor.detach().view(-1).view(torch.uint8)
 
 
 @dataclass(slots=True)

@@ -24,6 +24,7 @@ from torch import nn
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed
 from composable_fsdp.optim.names import Optimizers
+from composable_fsdp.storage.codec import to_json
 from composable_fsdp.storage.commit import (
     begin,
     commit,
@@ -38,16 +39,16 @@ from composable_fsdp.storage.contents import (
 from composable_fsdp.storage.directory import MANIFEST, make_seen, path_text, sync
 from composable_fsdp.storage.manifest import BLOCK, Manifest, block_size
 from composable_fsdp.storage.merge import FilePart, RankPart, merge
-from composable_fsdp.storage.mesh_copies import replica_shards, replicas_differ
 from composable_fsdp.storage.native import manifest_bytes
 from composable_fsdp.storage.part import PartMaker
 from composable_fsdp.storage.same_on_ranks import (
-    RankValues,
-    copies_differ,
-    hashes_of,
+    digests_of,
+    no_facts,
     require_same_values,
+    unlike_groups,
+    warn_of,
 )
-from composable_fsdp.storage.selection import Patterns, Selection
+from composable_fsdp.storage.selection import Patterns, Selection, options_of
 from composable_fsdp.storage.staging import paused_collection
 from composable_fsdp.storage.storages import is_url, join, split, whole_path
 from composable_fsdp.storage.team import (
@@ -64,19 +65,59 @@ from composable_fsdp.tree.traversal import require_module
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """What a save replaces, leaves out, and keeps per rank; see ``save``.
+
+    >>> save("runs/step-200", model, optimizer, options=SaveOptions(keep=2))
+    """
+
+    keep: int | None = None
+    """The number of checkpoints to keep, ``path`` included, among those beside ``path``
+    whose names differ from the name of ``path`` in the last number only, such as
+    ``step-100``. Those with the smallest numbers are removed after the commit, and none
+    with a larger number than ``path``. If a removal fails, ``save`` warns, and the next
+    save tries again. None: no checkpoint is removed."""
+    overwrite: bool = False
+    """Replace a checkpoint at ``path``, which stays until the new one is complete, and
+    is then removed. False: an existing path is an error."""
+    per_rank: dict[str, Any] | None = None
+    """Values of this rank alone, such as the position of a data loader, of the same
+    types as ``extra``. ``load`` returns them to the same rank."""
+    include: Patterns = None
+    """Patterns of the names to save, such as ``"*lora*"`` or the module ``"head"``, or
+    a function of a name; the same on every rank. State of the optimizers is saved for
+    the parameters that are. None: all names."""
+    exclude: Patterns = None
+    """Patterns of names to leave out, as ``include``. None: no name."""
+    trainable_only: bool = False
+    """Leave out buffers, extra states, and parameters that require no gradient."""
+    local: Patterns = None
+    """Patterns of the names, as ``include``, whose values differ over ranks by design:
+    tensors in no unit, such as a rank's experts, with optimizer state and options, and
+    scalar optimizer state and options of parameters of units. Each rank's own are saved
+    and come back to the same rank. None: a difference is refused."""
+
+    def require_types(self) -> None:
+        """Raise TypeError for a value of another type."""
+        keep = self.keep
+        if keep is not None and (type(keep) is not int or keep < 1):
+            raise TypeError(f"save expects keep=None or a number from 1, got {keep!r}.")
+        if self.per_rank is not None and not isinstance(self.per_rank, dict):
+            raise TypeError(
+                "save expects per_rank=None or a dict, got a "
+                f"{type(self.per_rank).__name__}. Pass the values of this rank by "
+                'name: per_rank={"loader": loader}.'
+            )
+
+
 def save(
     path: str | os.PathLike[str],
     module: nn.Module,
     optim: Optimizers | None = None,
     extra: Any = None,
     *,
-    keep: int | None = None,
-    overwrite: bool = False,
-    per_rank: dict[str, Any] | None = None,
-    include: Patterns = None,
-    exclude: Patterns = None,
-    trainable_only: bool = False,
-    local: Patterns = None,
+    options: SaveOptions | None = None,
 ) -> None:
     """Write model, optimizer, ``extra`` and random states as the directory ``path``.
 
@@ -96,28 +137,7 @@ def save(
             None, tensors, numpy arrays, and objects with ``state_dict`` and
             ``load_state_dict`` such as a scheduler, whose state is saved. ``load``
             returns the values. Rank 0's ``extra`` is saved. Default None.
-        keep: the number of checkpoints to keep, ``path`` included, among those beside
-            ``path`` whose names differ from the name of ``path`` in the last number
-            only, such as ``step-100``. Those with the smallest numbers are removed
-            after the commit, and none with a larger number than ``path``. If a removal
-            fails, ``save`` warns, and the next save tries again. Default None: no
-            checkpoint is removed.
-        overwrite: replace a checkpoint at ``path``, which stays until the new one is
-            complete, and is then removed. Default False: an existing path is an error.
-        per_rank: values of this rank alone, such as the position of a data loader, of
-            the same types as ``extra``. ``load`` returns them to the same rank. Default
-            None: this rank has no such values.
-        include: patterns of the names to save, such as ``"*lora*"`` or the module
-            ``"head"``, or a function of a name; the same on every rank. State of the
-            optimizers is saved for the parameters that are. Default None: all names.
-        exclude: patterns of names to leave out, as ``include``. Default None: no name.
-        trainable_only: leave out buffers, extra states, and parameters that do not
-            require a gradient. Default False.
-        local: patterns of the names, as ``include``, whose values differ over ranks by
-            design: tensors in no unit, such as a rank's experts, with optimizer state
-            and options, and scalar optimizer state and options of parameters of units.
-            Each rank's own are saved and come back to the same rank. Default None: a
-            difference is refused.
+        options: see ``SaveOptions``. Default None: ``SaveOptions()``.
 
     Collective: two small gathers (three, if a rank has other values in no unit) and a
     broadcast of objects on a private gloo group, which the first call makes. The group
@@ -127,32 +147,7 @@ def save(
     """
     meet_team(module, "save")
     team = team_of(module)
-    chosen = include, exclude, trainable_only
-    values = SaveValues(optim, extra, per_rank, chosen, local)
-    write(team, prepare(team, path, module, values, keep, overwrite))
-
-
-@dataclass(frozen=True, slots=True)
-class SaveValues:
-    """The values that a save writes beside the module; see ``save``."""
-
-    optim: Optimizers | None
-    extra: Any
-    per_rank: dict[str, Any] | None
-    chosen: tuple[Patterns, Patterns, bool] = (None, None, False)
-    """The arguments ``include``, ``exclude`` and ``trainable_only``."""
-    local: Patterns = None
-
-    def require_types(self, keep: int | None) -> None:
-        """Raise TypeError or ValueError for a value of another type; see ``save``."""
-        if keep is not None and (type(keep) is not int or keep < 1):
-            raise TypeError(f"save expects keep=None or a number from 1, got {keep!r}.")
-        if self.per_rank is not None and not isinstance(self.per_rank, dict):
-            raise TypeError(
-                "save expects per_rank=None or a dict, got a "
-                f"{type(self.per_rank).__name__}. Pass the values of this rank by "
-                'name: per_rank={"loader": loader}.'
-            )
+    write(team, prepare(team, path, module, optim, extra, options))
 
 
 @dataclass(slots=True)
@@ -167,10 +162,7 @@ class Job:
     """The description of this rank's file; rank 0 merges the parts of all ranks."""
     pieces: list[Piece]
     """The entries of this rank's file, in the order of the file."""
-    keep: int | None
-    """See ``save``."""
-    overwrite: bool = False
-    """See ``save``."""
+    options: SaveOptions
     error: Exception | None = None
     """An error of this rank that the other ranks do not know yet."""
     block: int = BLOCK
@@ -186,9 +178,9 @@ def prepare(
     team: Team,
     path: str | os.PathLike[str],
     module: nn.Module,
-    given: SaveValues,
-    keep: int | None,
-    overwrite: bool,
+    optim: Optimizers | None,
+    extra: Any,
+    options: SaveOptions | None,
 ) -> Job:
     """Collect this rank's pieces and make the directory; all ranks, or none.
 
@@ -197,47 +189,43 @@ def prepare(
     Raises: CheckpointError, TypeError or PhaseError, the same on every rank.
     """
     target, ending, error = "", "", None
-    part, pieces, values = FilePart(), list[Piece](), RankValues()
-    shards = replica_shards(())
+    given = SaveOptions()
+    part, pieces, facts = FilePart(), list[Piece](), no_facts()
     # Two saves of the same ranks must not write or exchange objects at the same time.
     before = wait_for_pending(team)
     try:
         require_module(module, "save")
         target = whole_path(path_text(path, "save"))
-        given.require_types(keep)
-        optims = optimizers_in(given.optim, "save")
+        given = options_of(options, SaveOptions, "save")
+        given.require_types()
+        optims = optimizers_in(optim, "save")
         contents = contents_of(module, "save", inner=True)
         maker = PartMaker(
             contents,
-            Selection.of(*given.chosen),
+            Selection.of(given.include, given.exclude, given.trainable_only),
             given.local,
             ranks=team.ranks,
             rank=team.rank,
         )
-        part, pieces = maker.make(optims, given.extra, given.per_rank)
-        values = maker.told
-        shards = replica_shards(maker.chosen.states)
+        part, pieces = maker.make(optims, extra, given.per_rank)
+        facts = maker.facts
         if team.rank == 0:
-            ending = begin(target, overwrite, team.world_size)
+            ending = begin(target, given.overwrite, team.world_size)
     # Do not raise yet: the other ranks would wait in the exchange below for this rank.
     except Exception as raised:
         error = raised
     try:
         nbytes = sum(piece.nbytes for piece in pieces)
-        copies = hashes_of(values.copies)
-        mine = target, ending, before, values.digest(), nbytes, copies
-        answers = team.agree(error, (*mine, *shards[:2]))
+        mine = target, ending, before, digests_of(facts), nbytes
+        answers = team.agree(error, mine)
         raise_unseen(team, [each[2] for each in answers])
         # The digests tell every rank whether a second exchange is needed, so all ranks
-        # decide alike.
-        values_differ = len({each[3] for each in answers}) > 1
-        values_differ |= copies_differ(team.ranks, [each[5] for each in answers])
-        shards_differ = replicas_differ([each[6:8] for each in answers])
-        if values_differ or shards_differ:
-            # Names and hashes are sent in full only now: of 10,000 tensors and 1,024
-            # ranks they are hundreds of megabytes.
-            told = values if values_differ else None, shards if shards_differ else None
-            error = require_same_values(team, team.agree(None, told))
+        # decide alike. Names and hashes are sent only then, and only of what differs:
+        # of 10,000 tensors and 1,024 ranks they are hundreds of megabytes.
+        groups = unlike_groups(team.ranks, [each[3] for each in answers])
+        if groups and (text := require_same_values(team, facts, groups)):
+            # A warning per rank would say no more.
+            error = warn_of(text) if team.rank == 0 else None
     except BaseException:
         if ending:
             discard(target, ending)
@@ -245,8 +233,7 @@ def prepare(
     # Only rank 0 has made a directory; the other ranks write into the same directory.
     target, ending = _place_of_rank_0(answers, target, team.rank)
     block = block_size(sum(each[4] for each in answers))
-    given_on = keep, overwrite, error, block
-    return Job(target, ending, part, in_order(pieces), *given_on)
+    return Job(target, ending, part, in_order(pieces), given, error, block)
 
 
 def _place_of_rank_0(
@@ -311,7 +298,7 @@ def _finish(job: Job, told: list[Any]) -> tuple[bool, Exception | None]:
         with paused_collection():
             manifest, data = _manifest(told, job)
         sizes = {f.name: f.header_nbytes + f.payload_nbytes for f in manifest.files}
-        commit(job.path, data, job.overwrite, sizes)
+        commit(job.path, data, job.options.overwrite, sizes)
         committed = True
         if not is_url(job.path):
             sync(job.path)
@@ -328,7 +315,7 @@ def _finish(job: Job, told: list[Any]) -> tuple[bool, Exception | None]:
 def _manifest(told: list[RankPart], job: Job) -> tuple[Manifest, bytes]:
     """Return the manifest and the content of its file; raise if no load takes it."""
     manifest = merge(told, job.block)
-    parse(manifest.to_json(), join(job.path, MANIFEST))
+    parse(to_json(manifest), join(job.path, MANIFEST))
     # Clocks differ: a job that has moved to another machine writes the newest, too.
     newest = None
     with suppress(OSError):
@@ -342,7 +329,7 @@ def _tidy(job: Job, files: set[str]) -> None:
     ``files`` are the names of the files of the new checkpoint.
     """
     try:
-        problems = remove_older(job.path, job.keep, files)
+        problems = remove_older(job.path, job.options.keep, files)
     except OSError as error:
         problems = [f"those beside it ({error.strerror or error})"]
     if problems:

@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import join_name, listed, quoted
-from composable_fsdp.storage.contents import Contents, HeldParam, HeldTensor
+from composable_fsdp.storage.contents import Contents, Held
 from composable_fsdp.storage.source import Copy, Source, TensorInfo
 from composable_fsdp.storage.wrappers import HeldWrapper
 
@@ -208,6 +208,19 @@ Patterns = str | Sequence[str] | Callable[[str], bool] | None
 """A pattern, several patterns, a function of a name, or None."""
 
 
+Options = TypeVar("Options")
+
+
+def options_of(given: object, kind: type[Options], what: str) -> Options:
+    """Return the options of a call, or the defaults for None. Raises: TypeError."""
+    if given is not None and not isinstance(given, kind):
+        raise TypeError(
+            f"{what} expects options={kind.__name__}(..), got {given!r}. Pass its "
+            f"fields by name: options={kind.__name__}(include='head')."
+        )
+    return kind() if given is None else given
+
+
 def matcher(patterns: Patterns, what: str) -> Callable[[str], bool]:
     """Return a function that tells whether a name matches any of ``patterns``.
 
@@ -281,7 +294,7 @@ class Selection:
         is_in = self.include is None or any(map(self.include, names))
         return is_in and not (self.exclude and any(map(self.exclude, names)))
 
-    def takes(self, held: HeldParam | HeldTensor) -> bool:
+    def takes(self, held: Held) -> bool:
         """Return whether the tensor of a model is chosen."""
         # A buffer requires no gradient, and a frozen parameter is the base's.
         if self.trainable_only:

@@ -9,7 +9,6 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,8 +36,6 @@ def paused_collection() -> Iterator[None]:
 
 
 _ALIGNMENT = 64
-_CGROUP = Path("/sys/fs/cgroup")
-_MEMINFO = Path("/proc/meminfo")
 
 
 class _PinnedMap(mmap.mmap):
@@ -120,14 +117,6 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def fits_in_memory(nbytes: int) -> bool:
-    """Return whether each rank of this machine may use ``nbytes`` more.
-
-    At most half of the free memory is used. False, if the system does not tell.
-    """
-    return 2 * nbytes * _ranks_here() <= _free()
-
-
 def cpus_per_rank() -> int:
     """Return how many threads of each rank of this machine can run at the same time."""
     # macOS does not tell on which processors the process may run.
@@ -143,23 +132,3 @@ def _ranks_here() -> int:
     dist = torch.distributed
     there = dist.is_available() and dist.is_initialized()
     return dist.get_world_size() if there else 1
-
-
-def _free() -> int:
-    """Return the free memory of this machine, or of its container, in bytes."""
-    free = 0
-    with suppress(OSError, ValueError, IndexError):
-        text = _MEMINFO.read_text()
-        free = 1024 * int(text.split("MemAvailable:")[1].split()[0])
-    # A container may have less memory than the machine shows.
-    with suppress(OSError, ValueError, KeyError):
-        limit = int((_CGROUP / "memory.max").read_text())
-        used = int((_CGROUP / "memory.current").read_text())
-        # The page cache counts as used, and is freed when memory is needed: a save that
-        # leaves its files there must not keep the next one from doing so.
-        stat = dict(
-            s.split() for s in (_CGROUP / "memory.stat").read_text().splitlines()
-        )
-        cached = int(stat["active_file"]) + int(stat["inactive_file"])
-        free = min(free, limit - used + cached)
-    return free

@@ -19,7 +19,8 @@ import copy
 import json
 import random
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +36,7 @@ from composable_fsdp.storage.team import Team
 Redeal = Callable[[list[Any], int, int], dict[str, Any]]
 """Returns the values of a rank, from those of all saved ranks, at another world size.
 """
+Keys = tuple[Any, ...]
 _MAX_DEPTH = 100
 """The deepest nesting in which objects are looked for; values are saved no deeper."""
 
@@ -48,35 +50,63 @@ def is_stateful(value: object) -> bool:
     return all(callable(getattr(value, name, None)) for name in methods)
 
 
-def states_of(value: Any, where: str, depth: int = 0) -> Any:
+def _objects_in(value: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+    """Yield each object with a state, and the keys that lead there."""
+    if is_stateful(value):
+        yield path, value
+    elif len(path) <= _MAX_DEPTH and type(value) in (dict, list, tuple):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, each in pairs:
+            yield from _objects_in(each, (*path, key))
+
+
+def _put(value: Any, path: Keys, new: Any) -> Any:
+    """Return ``value`` with ``new`` at the place of the keys; copies containers."""
+    if not path:
+        return new
+    made: Any = dict(value) if isinstance(value, dict) else list(value)
+    made[path[0]] = _put(made[path[0]], path[1:], new)
+    return tuple(made) if isinstance(value, tuple) else made
+
+
+def _place(where: str, path: Keys) -> str:
+    """Return the words for the place of the keys."""
+    return where + "".join(f"[{key!r}]" for key in path)
+
+
+def states_of(value: Any, where: str) -> Any:
     """Return ``value`` with the state in place of each object that has a state.
 
     Raises: TypeError, for an optimizer or a sharded module; any error of
     ``state_dict``.
     Collective: those of the objects' ``state_dict``.
     """
-    # ``encode`` refuses deeper values, by the path.
-    if depth > _MAX_DEPTH:
-        return value
-    if is_stateful(value):
-        _require_own_state(value, where)
-        return value.state_dict()
-    inner = depth + 1
-    # Without states inside, the same object goes on, so ``encode`` sees its type.
-    if type(value) is dict:
-        made: Any = {
-            k: states_of(v, f"{where}[{k!r}]", inner) for k, v in value.items()
-        }
-        return made if _differ(made.values(), value.values()) else value
-    if type(value) in (list, tuple):
-        made = [states_of(v, f"{where}[{i}]", inner) for i, v in enumerate(value)]
-        return type(value)(made) if _differ(made, value) else value
+    for path, each in list(_objects_in(value)):
+        _require_own_state(each, _place(where, path))
+        value = _put(value, path, _without_counters(each.state_dict()))
     return value
 
 
-def _differ(made: Any, given: Any) -> bool:
-    """Return whether an item was replaced."""
-    return any(a is not b for a, b in zip(made, given, strict=True))
+def _without_counters(state: Any, depth: int = 0) -> Any:
+    """Return a state with a dict in place of each Counter; see ``_as_given``."""
+    if isinstance(state, dict) and depth <= _MAX_DEPTH:
+        return {k: _without_counters(v, depth + 1) for k, v in state.items()}
+    if type(state) is list and depth <= _MAX_DEPTH:
+        return [_without_counters(each, depth + 1) for each in state]
+    return state
+
+
+def _as_given(state: Any, own: Any) -> Any:
+    """Return a saved state with a Counter where the object's ``own`` state has one.
+
+    ``MultiStepLR`` counts milestones, and asks for ``elements`` of the Counter.
+    """
+    if isinstance(state, dict) and isinstance(own, dict):
+        made = {key: _as_given(each, own.get(key)) for key, each in state.items()}
+        return Counter(made) if isinstance(own, Counter) else made
+    if isinstance(state, list) and isinstance(own, list) and len(state) == len(own):
+        return list(map(_as_given, state, own))
+    return state
 
 
 def _require_own_state(value: object, where: str) -> None:
@@ -115,56 +145,40 @@ class Filling:
         for each, state in self.states:
             # Schedulers keep the lists and dicts of the state, which an open source
             # may give out again.
-            each.load_state_dict(copy.deepcopy(state))
+            given = _as_given(copy.deepcopy(state), each.state_dict())
+            each.load_state_dict(given)
 
 
 def fill(objects: Any, saved: Any, where: str) -> Filling:
     """Find the saved state of each object in ``objects``, at the same keys."""
-    found = Filling()
-    found.value = _merged(objects, saved, where, found)
+    found = Filling(saved)
+    # Plain values of ``objects`` say nothing: users pass the same dict as to ``save``.
+    for path, each in _objects_in(objects):
+        own, state, problem = objects, saved, ""
+        for depth, key in enumerate(path):
+            problem = _lacking(own, state, key, _place(where, path[:depth]))
+            if problem:
+                break
+            own, state = own[key], state[key]
+        if not problem:
+            found.states.append((each, state))
+            found.value = _put(found.value, path, each)
+        elif problem not in found.problems:
+            found.problems.append(problem)
     return found
 
 
-def _merged(
-    objects: Any, saved: Any, where: str, found: Filling, depth: int = 0
-) -> Any:
-    """Return ``saved`` with the objects; add states and problems to ``found``."""
-    if is_stateful(objects):
-        found.states.append((objects, saved))
-        return objects
-    if depth > _MAX_DEPTH or type(objects) not in (dict, list, tuple):
-        return saved
-    is_dict = type(objects) is dict
-    pairs = objects.items() if is_dict else enumerate(objects)
-    # Plain values of ``objects`` say nothing: users pass the same dict as to ``save``.
-    holds = [(key, each) for key, each in pairs if _holds_objects(each, depth + 1)]
-    if not holds:
-        return saved
+def _lacking(own: Any, saved: Any, key: Any, where: str) -> str:
+    """Return why ``saved`` has no ``key`` of the container ``own``, or ""."""
     if saved is None:
-        found.problems.append(f"the checkpoint was saved without {where}")
-        return saved
+        return f"the checkpoint was saved without {where}"
+    is_dict = isinstance(own, dict)
     if not isinstance(saved, dict if is_dict else list | tuple):
-        found.problems.append(f"{where} was saved as a {type(saved).__name__}")
-        return saved
-    made: Any = dict(saved) if is_dict else list(saved)
-    for key, each in holds:
-        path = f"{where}[{key!r}]"
-        if key in made if is_dict else key < len(made):
-            made[key] = _merged(each, made[key], path, found, depth + 1)
-        else:
-            keys = listed(map(repr, saved)) if is_dict else f"{len(made)} items"
-            found.problems.append(f"{path} was not saved ({where} has {keys})")
-    return made if is_dict else type(saved)(made)
-
-
-def _holds_objects(value: Any, depth: int) -> bool:
-    """Return whether ``value`` is, or has in it, an object with a state."""
-    if is_stateful(value):
-        return True
-    if depth > _MAX_DEPTH or type(value) not in (dict, list, tuple):
-        return False
-    inner = value.values() if isinstance(value, dict) else value
-    return any(_holds_objects(each, depth + 1) for each in inner)
+        return f"{where} was saved as a {type(saved).__name__}"
+    if key in saved if is_dict else key < len(saved):
+        return ""
+    keys = listed(map(repr, saved)) if is_dict else f"{len(saved)} items"
+    return f"{where}[{key!r}] was not saved ({where} has {keys})"
 
 
 def own_values(
@@ -188,8 +202,8 @@ def own_values(
         return Filling(
             problems=[
                 f"per_rank was saved by {saved} ranks, and {team.world_size} load: "
-                "load(.., redeal=function) gets the values of all of them and returns "
-                "those of a rank"
+                "LoadOptions(redeal=function) gets the values of all of them and "
+                "returns those of a rank"
             ]
         )
     all_values = [source.rank_values(rank) for rank in range(saved)]

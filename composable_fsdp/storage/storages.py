@@ -370,33 +370,3 @@ def storage_of(url: str) -> tuple[Storage, str]:
         else:
             _open[scheme] = FsspecStorage(scheme)
     return _open[scheme], name
-
-
-class RemoteFile:
-    """A new object at ``url``, written from beginning to end, as ``NewFile``.
-
-    As a context manager, the object is discarded unless ``finish`` was called.
-    """
-
-    def __init__(self, url: str, nbytes: int) -> None:
-        storage, name = storage_of(url)
-        self._upload = storage.create(name)
-        self._upload.expect(nbytes)
-        self._finished = False
-
-    def write(self, data: bytes | memoryview) -> None:
-        """Append ``data``. Raises: OSError."""
-        self._upload.write(memoryview(data))
-
-    def finish(self) -> None:
-        """Make the object appear, complete. Raises: OSError."""
-        self._upload.finish()
-        self._finished = True
-
-    def __enter__(self) -> RemoteFile:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        # An upload that is left alone is kept, and paid for, by an object store.
-        if not self._finished:
-            self._upload.discard()

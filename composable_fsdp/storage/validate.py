@@ -11,21 +11,22 @@ Every JSON value can be decoded, and each loose tensor belongs to a single value
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed, quoted
+from composable_fsdp.storage.codec import Json, UnexpectedError, excerpt, parser_of
 from composable_fsdp.storage.manifest import (
-    Json,
+    FORMAT,
+    VERSION,
     Local,
     Manifest,
     Rectangle,
     SavedTensor,
     Stored,
 )
-from composable_fsdp.storage.parse import parse_fields
 from composable_fsdp.storage.values import decode
 
 RNG_KEYS = ("torch", "cuda", "others")
@@ -54,107 +55,79 @@ def check_values(manifest: Manifest, file: str) -> None:
 
     Raises: CheckpointError, naming ``file``.
     """
-    _Checker(manifest, file).check_all()
+    used: Counter[int] = Counter()
 
-
-class _Checker:
-    """Decodes all values of a manifest without the payload."""
-
-    def __init__(self, manifest: Manifest, file: str) -> None:
-        self.manifest, self.file = manifest, file
-        self.used: Counter[int] = Counter()
-        self.names = set(names_of(manifest))
-
-    def check_all(self) -> None:
-        """Check every value; see ``check_values``."""
-        manifest = self.manifest
-        self._check(manifest.extra, "extra")
-        for name, value in manifest.own_states.items():
-            self._check(value, f"own_states[{name!r}]")
-        self._check_groups(manifest.param_groups or [], self.names, "param_groups")
-        held = list(self._held())
-        for name, values in held:
-            for key, value in values.items():
-                self._check(value, f"state {key!r} of {quoted(name)}")
-        self._require_ranks("local", len(manifest.local))
-        for r, own in enumerate(manifest.local):
-            self._check_local(own, dict(held), f"local[{r}]")
-        # A converted checkpoint has no random states.
-        self._require_ranks("rng", len(manifest.rng))
-        for r, state in enumerate(manifest.rng):
-            if not isinstance(state, dict) or not state.keys() <= set(RNG_KEYS):
-                raise refuse(
-                    self.file, f"rng[{r}] holds something else than {RNG_KEYS}"
-                )
-            self._check(state, f"rng[{r}]")
-        self._require_ranks("per_rank", len(manifest.per_rank))
-        for r, value in enumerate(manifest.per_rank):
-            self._check(value, f"per_rank[{r}]")
-        used = self.used
-        if len(used) != len(manifest.loose) or any(n > 1 for n in used.values()):
-            raise refuse(self.file, "loose tensors are not referred to once each")
-
-    def _note(self, index: int) -> Stored:
-        """Count a use of a loose tensor; return the place, with dtype and shape."""
+    def note(index: int) -> Stored:
         # Stands in for the reader of loose tensors; bytes and arrays are checked by
         # the dtype and the shape.
-        if not 0 <= index < len(self.manifest.loose):
-            raise refuse(
-                self.file, f"loose tensor {index} is asked for and there is none such"
-            )
-        self.used[index] += 1
-        return self.manifest.loose[index]
+        if not 0 <= index < len(manifest.loose):
+            raise refuse(file, f"loose tensor {index} is asked for and is not there")
+        used[index] += 1
+        return manifest.loose[index]
 
-    def _check(self, value: Json, where: str) -> None:
-        """Decode a value."""
-        decode(value, f"{self.file}: {where}", self._note)
+    _check_ranks(manifest, file)
+    for value, where in _values(manifest):
+        decode(value, f"{file}: {where}", note)
+    if len(used) != len(manifest.loose) or any(n > 1 for n in used.values()):
+        raise refuse(file, "loose tensors are not referred to once each")
 
-    def _require_ranks(self, what: str, count: int) -> None:
-        """Raise CheckpointError, unless there is a value per rank, or none."""
-        if count not in (0, self.manifest.world_size):
-            raise refuse(
-                self.file,
-                f"{what} has {count} values for {self.manifest.world_size} ranks",
-            )
 
-    def _held(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """Yield the name and the state that is not element-wise of each parameter."""
-        for tensor in self.manifest.tensors:
-            yield tensor.fqns[0], tensor.values
+def _values(manifest: Manifest) -> Iterator[tuple[Json, str]]:
+    """Yield every JSON value, with its place for messages."""
+    yield manifest.extra, "extra"
+    for ranks, what in ((manifest.rng, "rng"), (manifest.per_rank, "per_rank")):
+        for r, value in enumerate(ranks):
+            yield value, f"{what}[{r}]"
+    groups = manifest.param_groups
+    whole = Local(manifest.tensors, manifest.own_states, {}, groups)
+    places = [(own, f"local[{r}].") for r, own in enumerate(manifest.local)]
+    for own, where in [(whole, ""), *places]:
+        for name, value in own.own_states.items():
+            yield value, f"{where}own_states[{name!r}]"
+        for g, group in enumerate(own.param_groups or ()):
+            yield group, f"{where}param_groups[{g}]"
+        held = [(tensor.fqns[0], tensor.values) for tensor in own.tensors]
+        for name, values in (*held, *own.values.items()):
+            for key, value in values.items():
+                yield value, f"{where}state {key!r} of {quoted(name)}"
 
-    def _check_groups(self, groups: list[Json], known: set[str], where: str) -> None:
-        """Check the options of groups, whose parameters must be ``known``."""
-        for g, group in enumerate(groups):
-            members = group.get("params") if isinstance(group, dict) else None
-            # By name: ids mean nothing to another optimizer object.
-            if not isinstance(members, list) or not all(
-                isinstance(m, str) and m in known for m in members
-            ):
-                raise refuse(
-                    self.file, f"{where}[{g}] does not list parameters by name"
-                )
-            self._check(group, f"{where}[{g}]")
 
-    def _check_local(
-        self, own: Local, held: dict[str, Mapping[str, Any]], where: str
-    ) -> None:
-        """Check the values that a rank has saved for itself."""
+def _check_ranks(manifest: Manifest, file: str) -> None:
+    """Check the values of single ranks, and that groups list known parameters."""
+    for what in ("local", "rng", "per_rank"):
+        count = len(getattr(manifest, what))
+        if count not in (0, manifest.world_size):
+            problem = f"{what} has {count} values for {manifest.world_size} ranks"
+            raise refuse(file, problem)
+    for r, state in enumerate(manifest.rng):
+        if not isinstance(state, dict) or not state.keys() <= set(RNG_KEYS):
+            raise refuse(file, f"rng[{r}] holds something else than {RNG_KEYS}")
+    names = set(names_of(manifest))
+    held = {tensor.fqns[0]: tensor.values for tensor in manifest.tensors}
+    _check_groups(manifest.param_groups, names, "param_groups", file)
+    for r, own in enumerate(manifest.local):
         mine = {name for tensor in own.tensors for name in tensor.fqns}
-        groups = own.param_groups or []
-        self._check_groups(groups, self.names | mine, f"{where}.param_groups")
+        where = f"local[{r}]"
+        _check_groups(own.param_groups, names | mine, f"{where}.param_groups", file)
         for name, found in own.values.items():
             # A reader would take either of the two.
             double = sorted(found.keys() & held.get(name, {}).keys())
-            if name not in self.names or double:
+            if name not in names or double:
                 problem = f"{double[0]!r} twice" if double else "of no unit"
-                what = f"{where} has state of {quoted(name)} {problem}"
-                raise refuse(self.file, what)
-        told = [(tensor.fqns[0], tensor.values) for tensor in own.tensors]
-        for name, values in (*told, *own.values.items()):
-            for key, value in values.items():
-                self._check(value, f"{where}, state {key!r} of {quoted(name)}")
-        for name, value in own.own_states.items():
-            self._check(value, f"{where}.own_states[{name!r}]")
+                raise refuse(file, f"{where} has state of {quoted(name)} {problem}")
+
+
+def _check_groups(
+    groups: list[Json] | None, known: set[str], where: str, file: str
+) -> None:
+    """Check that the options of groups list parameters that are ``known``."""
+    for g, group in enumerate(groups or ()):
+        members = group.get("params") if isinstance(group, dict) else None
+        # By name: ids mean nothing to another optimizer object.
+        if not isinstance(members, list) or not all(
+            isinstance(m, str) and m in known for m in members
+        ):
+            raise refuse(file, f"{where}[{g}] does not list parameters by name")
 
 
 class Entry(NamedTuple):
@@ -197,7 +170,7 @@ def parse(document: Json, file: str) -> Manifest:
 
     Raises: CheckpointError, naming the file, and the parameter if there is any.
     """
-    manifest = parse_fields(document, file)
+    manifest = _parse_fields(document, file)
     _check_files(manifest, file)
     _check_names(manifest, file)
     for _, tensor in _tensors(manifest):
@@ -206,6 +179,38 @@ def parse(document: Json, file: str) -> Manifest:
     entries_by_file(manifest, file)
     check_values(manifest, file)
     return manifest
+
+
+def _parse_fields(document: Json, file: str) -> Manifest:
+    """Return the manifest in ``document``. Raises: CheckpointError, with the field."""
+    try:
+        _require_version(document, file)
+        manifest: Manifest = parser_of(Manifest)(document)
+    except UnexpectedError as error:
+        where, expected, got = error.args
+        where = where.removeprefix(".")
+        raise CheckpointError(
+            f"{file}: {where or 'the manifest'} is {excerpt(got)}, expected "
+            f"{expected}. The "
+            "manifest is damaged or was edited; use another checkpoint."
+        ) from None
+    return manifest
+
+
+def _require_version(document: Json, file: str) -> None:
+    """Check format and version of the document."""
+    # Before all other fields, because another version may have other fields.
+    found = document.get("format") if isinstance(document, dict) else document
+    # Any JSON file can lie at this path, for example an index of another program.
+    if found != FORMAT:
+        raise UnexpectedError("format", repr(FORMAT), found)
+    version = document.get("version")
+    if type(version) is not int or version != VERSION:
+        raise CheckpointError(
+            f"{file} is of format version {excerpt(version)}; this version of "
+            f"composable_fsdp reads version {VERSION}. Read it with the release that "
+            "wrote it, or a newer one."
+        )
 
 
 def _check_files(manifest: Manifest, file: str) -> None:

@@ -12,7 +12,6 @@ that starts with ``$``; a user's dict with such a key is written as pairs.
     tuple     {"$tuple": [..]}
     dict      {"$dict": [["$key", ..], ..]}   a key that looks like a mark
               {"$map": [[1, ..], ..]}         a key that is no string
-    Counter   {"$counter": [[30, 1], ..]}     the milestones of a scheduler
     array     {"$array": ["<f4", [2, 3], {"$tensor": 3}]}
     scalar    {"$scalar": ["<f4", "0000803f"]}
 
@@ -28,6 +27,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from math import prod
 from typing import Any
 
@@ -35,8 +35,7 @@ import torch
 from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.storage.manifest import DTYPES, dtype_name
-from composable_fsdp.storage.parse import excerpt
+from composable_fsdp.storage.codec import DTYPES, dtype_name, excerpt
 from composable_fsdp.storage.wrappers import require_memory
 from composable_fsdp.storage.writer import bytes_of
 
@@ -93,7 +92,8 @@ class _Encoder:
             return self._tensor(value, where)
         if isinstance(value, bytes):
             return {"$bytes": {"$tensor": self.put(_tensor_of(value), where)}}
-        if isinstance(value, dict):
+        # Another class would come back as a dict.
+        if isinstance(value, dict) and not isinstance(value, Counter):
             return self._dict(value, where, depth)
         if isinstance(value, list | tuple):
             items = [
@@ -132,9 +132,6 @@ class _Encoder:
                 )
             name = self.encode(key, where, depth + 1)
             pairs.append([name, self.encode(item, f"{where}[{key!r}]", depth + 1)])
-        # ``MultiStepLR`` counts milestones, and asks for ``elements`` of the Counter.
-        if isinstance(value, Counter):
-            return {"$counter": pairs}
         # JSON turns other keys into strings, so a load would return other keys.
         if not all(isinstance(name, str) for name, _ in pairs):
             return {"$map": pairs}
@@ -173,7 +170,8 @@ def _refused(value: Any, where: str) -> TypeError:
         f"{where} is a {kind.__module__}.{kind.__qualname__}{dtype}; a checkpoint "
         "holds dicts, lists and tuples of strings, bytes, numbers, booleans, None, "
         "plain tensors and numpy arrays, and no pickled objects. Convert it (a set or "
-        "deque to a list, a complex number to a tensor), or save its state_dict()."
+        "deque to a list, a Counter to a dict, a complex number to a tensor), or save "
+        "its state_dict()."
     )
 
 
@@ -215,80 +213,59 @@ def decode(value: Any, where: str, get: Get, depth: int = 0) -> Any:
         return {k: decode(v, f"{where}[{k!r}]", get, within) for k, v in value.items()}
     if isinstance(value, dict) and len(value) == 1:
         ((mark, inner),) = value.items()
-        decoder = _DECODERS.get(mark)
-        if decoder is not None:
-            try:
-                return decoder(inner, where, get, depth)
-            # A value of another form, or a key that stands there twice.
-            except (TypeError, ValueError):
-                pass
+        # A value of another form, or a key that stands there twice.
+        with suppress(KeyError, TypeError, ValueError):
+            return _marked(mark, inner, where, get, within)
     raise CheckpointError(
         f"{where}: {excerpt(value)} is nothing that a checkpoint writes. The file is "
         "damaged or was edited; use another checkpoint."
     )
 
 
-# Each decodes the value of a mark. Raises: TypeError or ValueError, for another form.
-def _get_tensor(value: Any, where: str, get: Get, depth: int) -> Any:
-    if type(value) is not int:
-        raise TypeError
-    return get(value)
+def _marked(mark: str, inner: Any, where: str, get: Get, depth: int) -> Any:
+    """Return the value of a mark.
+
+    Raises: KeyError, TypeError or ValueError, for another form.
+    """
+    match mark, inner:
+        case "$tensor", int() if type(inner) is int:
+            return get(inner)
+        case "$float", str():
+            return _SPECIAL[inner]
+        case "$tuple", list():
+            return tuple(decode(each, where, get, depth) for each in inner)
+        case "$dict" | "$map", list():
+            return _pairs(mark, [decode(each, where, get, depth) for each in inner])
+        case "$number", [str(), number]:
+            return _number(DTYPES[inner[0]], decode(number, where, get, depth))
+        case "$bytes", _:
+            data = _data(inner, where, get, depth)
+            return bytes(bytes_of(data)) if isinstance(data, Tensor) else data
+        case "$array", [text, list(shape), place]:
+            data = _data(place, where, get, depth)
+            return _array(_numpy_dtype(text, where), shape, data)
+        case "$scalar", [text, str(digits)]:
+            return _scalar(_numpy_dtype(text, where), digits)
+    raise ValueError
 
 
-def _tuple(value: Any, where: str, get: Get, depth: int) -> Any:
-    if not isinstance(value, list):
-        raise TypeError
-    return tuple(decode(value, where, get, depth))
-
-
-def _special(value: Any, where: str, get: Get, depth: int) -> float:
-    if not isinstance(value, str) or value not in _SPECIAL:
-        raise ValueError
-    return _SPECIAL[value]
-
-
-def _pairs(value: Any, where: str, get: Get, depth: int) -> dict[Any, Any]:
-    # Duplicate keys are damage: one of the values would be ignored.
-    pairs = [
-        (decode(key, where, get, depth + 1), decode(item, where, get, depth + 1))
-        for key, item in value
-    ]
+def _pairs(mark: str, pairs: list[Any]) -> dict[Any, Any]:
+    """Return the dict of pairs."""
     made = dict(pairs)
-    if len(made) != len(pairs):
+    texts = [key for key in made if isinstance(key, str)]
+    is_text = len(texts) == len(made)
+    is_marked = is_text and any(key.startswith("$") for key in texts)
+    # Of two equal keys, one of the values would be ignored.
+    if len(made) != len(pairs) or not (is_marked if mark == "$dict" else not is_text):
         raise ValueError
     return made
 
 
-def _dict(value: Any, where: str, get: Get, depth: int) -> dict[Any, Any]:
-    made = _pairs(value, where, get, depth)
-    if not any(key.startswith("$") for key in map(_text, made)):
-        raise ValueError
-    return made
-
-
-def _text(key: object) -> str:
-    if not isinstance(key, str):
-        raise TypeError
-    return key
-
-
-def _map(value: Any, where: str, get: Get, depth: int) -> dict[Any, Any]:
-    if all(isinstance(key, str) for key, _ in value):
-        raise ValueError
-    return _pairs(value, where, get, depth)
-
-
-def _counter(value: Any, where: str, get: Get, depth: int) -> Counter[Any]:
-    return Counter(_pairs(value, where, get, depth))
-
-
-def _number(value: Any, where: str, get: Get, depth: int) -> Tensor:
-    name, number = value
-    dtype = DTYPES.get(name)
-    if isinstance(number, dict):
-        number = decode(number, where, get, depth)
+def _number(dtype: torch.dtype, number: Any) -> Tensor:
+    """Return a tensor of no dims, of exactly ``number``."""
+    kind = float if dtype.is_floating_point else bool if dtype is torch.bool else int
     # An exact type: ``True`` is no number of an int64 tensor.
-    if dtype is None or type(number) is not _python_type(dtype):
+    if type(number) is not kind:
         raise ValueError
     try:
         made = torch.tensor(number, dtype=dtype, device="cpu")
@@ -301,24 +278,10 @@ def _number(value: Any, where: str, get: Get, depth: int) -> Tensor:
     return made
 
 
-def _python_type(dtype: torch.dtype) -> type:
-    """Return the Python type of a number of ``dtype``."""
-    if dtype is torch.bool:
-        return bool
-    return float if dtype.is_floating_point else int
-
-
-def _bytes(value: Any, where: str, get: Get, depth: int) -> Any:
-    data = _data(value, where, get, depth)
-    return bytes(bytes_of(data)) if isinstance(data, Tensor) else data
-
-
-def _array(value: Any, where: str, get: Get, depth: int) -> Any:
-    text, shape, place = value
-    dtype = _numpy_dtype(text, where)
-    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+def _array(dtype: Any, shape: list[Any], data: Any) -> Any:
+    """Return an array; without values, what stands for the bytes."""
+    if not all(type(n) is int and n >= 0 for n in shape):
         raise ValueError
-    data = _data(place, where, get, depth)
     # The claim is compared with the bytes before anything is allocated.
     if data.shape[0] != int(dtype.itemsize) * prod(shape):
         raise ValueError
@@ -326,19 +289,18 @@ def _array(value: Any, where: str, get: Get, depth: int) -> Any:
         return data
     import numpy
 
-    # Of a bytearray: the array can be written to, as the saved one.
+    # Of a bytearray: the array can be written to, as the saved one. ``frombuffer``
+    # refuses no bytes.
     memory = bytearray(data.numpy().tobytes())
-    # ``frombuffer`` refuses no bytes.
     if not memory:
         return numpy.empty(shape, dtype)
     return numpy.frombuffer(memory, dtype).reshape(shape)
 
 
-def _scalar(value: Any, where: str, get: Get, depth: int) -> Any:
-    text, digits = value
-    dtype = _numpy_dtype(text, where)
+def _scalar(dtype: Any, digits: str) -> Any:
+    """Return a scalar of numpy from the digits of its bytes."""
     # The length first: ``fromhex`` and numpy allocate as much as the text claims.
-    if not isinstance(digits, str) or len(digits) != 2 * dtype.itemsize or not digits:
+    if len(digits) != 2 * dtype.itemsize or not digits:
         raise ValueError
     import numpy
 
@@ -366,18 +328,3 @@ def _data(value: Any, where: str, get: Get, depth: int) -> Any:
     if getattr(found, "dtype", None) is not torch.uint8 or len(found.shape) != 1:
         raise ValueError
     return found
-
-
-_DECODERS: dict[str, Callable[[Any, str, Get, int], Any]] = {
-    "$tensor": _get_tensor,
-    "$number": _number,
-    "$float": _special,
-    "$bytes": _bytes,
-    "$tuple": _tuple,
-    "$dict": _dict,
-    "$map": _map,
-    "$counter": _counter,
-    "$array": _array,
-    "$scalar": _scalar,
-}
-"""How each mark is decoded."""

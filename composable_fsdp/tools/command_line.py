@@ -27,7 +27,6 @@ from composable_fsdp.storage.convert import (
     open_whole,
 )
 from composable_fsdp.storage.export import CastWeights
-from composable_fsdp.storage.listing import verify
 from composable_fsdp.storage.native import read_manifest
 from composable_fsdp.storage.opening import (
     DCP,
@@ -36,6 +35,7 @@ from composable_fsdp.storage.opening import (
     SAFETENSORS,
     find_checkpoint,
     open_source,
+    verify,
 )
 from composable_fsdp.storage.source import Source
 from composable_fsdp.tools import (

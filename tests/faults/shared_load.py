@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable_fsdp import ShardingStrategy, fully_shard, load, save
+from composable_fsdp import LoadOptions, ShardingStrategy, fully_shard, load, save
 from composable_fsdp.comm import collectives
 from composable_fsdp.storage.native import NativeSource
 
@@ -53,7 +53,7 @@ def main(how: str) -> None:
         lose(how)
     begin = time.monotonic()
     try:
-        load("run", model, share=True)
+        load("run", model, options=LoadOptions(share=True))
     except Exception as error:
         sys.stdout.write(f"{type(error).__name__}: {error}\n")
     sys.stdout.write(f"after {time.monotonic() - begin:.1f} s\n")

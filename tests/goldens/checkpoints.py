@@ -14,7 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from composable_fsdp import CustomPolicy, fully_shard, load, optim_state_dict, save
+from composable_fsdp import (
+    CustomPolicy,
+    LoadOptions,
+    fully_shard,
+    load,
+    optim_state_dict,
+    save,
+)
 from tests.goldens.model import sines
 from tests.support.pool import RankPool
 from tests.support.world import World
@@ -151,7 +158,9 @@ def load_all(
             name = name_of(world_size)
             if sharded:
                 torch.manual_seed(99)
-            extra = load(FOLDER / name, model, optimizers, rng=sharded)
+            extra = load(
+                FOLDER / name, model, optimizers, options=LoadOptions(rng=sharded)
+            )
             state = {**everything(model, optimizers), "extra": extra}
             if sharded and world.rank == 0:
                 state["drawn"] = torch.rand(3)

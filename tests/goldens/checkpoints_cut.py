@@ -24,7 +24,7 @@ from composable_fsdp import (
 )
 from tests.goldens.checkpoints import FOLDER, State
 from tests.goldens.model import sines
-from tests.storage.test_quantised_state import Half
+from tests.storage.test_wrappers import Half
 from tests.support.pool import RankPool
 from tests.support.world import World
 

@@ -5,7 +5,6 @@ And with a parameter without the others of its region, and the types of ``extra`
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -13,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn, optim
 
-from composable_fsdp import fully_shard, load, save
+from composable_fsdp import LoadOptions, SaveOptions, fully_shard, load, save
 from tests.goldens.checkpoints import FOLDER, State
 from tests.goldens.model import sines
 from tests.support.pool import RankPool
@@ -23,7 +22,7 @@ NAME = "own-of-2-ranks"
 LEFT_OUT = "body.bias"
 EXTRA: dict[str, Any] = {
     "tuple": (1, (2.5, b"\x00\xff")),
-    "milestones": Counter({30: 1, 80: 2}),
+    "milestones": {30: 1, 80: 2},
     "by step": {1: "a", None: b"b"},
 }
 
@@ -79,9 +78,9 @@ def save_one(world: World, folder: Path) -> None:
         model,
         optimizer,
         EXTRA,
-        per_rank={"at": (world.rank, "b")},
-        exclude=LEFT_OUT,
-        local="expert",
+        options=SaveOptions(
+            per_rank={"at": (world.rank, "b")}, exclude=LEFT_OUT, local="expert"
+        ),
     )
     torch.save(everything(model, optimizer), file_of(world.rank, folder.parent))
 
@@ -105,5 +104,10 @@ def load_one(world: World) -> tuple[State, Any, State]:
     own: State = {}
     # Ranks that did not save would keep an expert of their own.
     options: State = {"per_rank": own} if world.world_size == 2 else {"local": "expert"}
-    extra = load(FOLDER / NAME, model, optimizer, exclude=LEFT_OUT, **options)
+    extra = load(
+        FOLDER / NAME,
+        model,
+        optimizer,
+        options=LoadOptions(exclude=LEFT_OUT, **options),
+    )
     return everything(model, optimizer), extra, own

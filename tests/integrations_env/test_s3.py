@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from composable_fsdp import (
+    SaveOptions,
     async_save,
     checkpoints,
     load,
     remove_stale,
     save,
-    stale_directories,
     verify,
 )
 from composable_fsdp.storage.storages import storage_of
@@ -63,8 +63,16 @@ def test_every_call_works_on_s3(runs: str) -> None:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     for number in (1, 2, 3):
-        save(f"{runs}/step-{number}", model, optimizer, {"n": number}, keep=2)
-    async_save(f"{runs}/step-4", model, optimizer, {"n": 4}, keep=2).result()
+        save(
+            f"{runs}/step-{number}",
+            model,
+            optimizer,
+            {"n": number},
+            options=SaveOptions(keep=2),
+        )
+    async_save(
+        f"{runs}/step-4", model, optimizer, {"n": 4}, options=SaveOptions(keep=2)
+    ).result()
     before = everything(model, optimizer)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -79,7 +87,7 @@ def test_every_call_works_on_s3(runs: str) -> None:
     assert verify(runs)
     text = message_of(lambda: save(f"{runs}/step-4", model))
     assert "step-4 exists already" in text
-    save(f"{runs}/step-4", model, extra=5, overwrite=True)
+    save(f"{runs}/step-4", model, extra=5, options=SaveOptions(overwrite=True))
     assert load(runs, model) == 5
 
 
@@ -93,8 +101,8 @@ def test_an_upload_that_was_not_committed_is_no_checkpoint(runs: str) -> None:
     storage.delete(name)
 
     assert load(runs, model) == 1
-    assert stale_directories(runs) == remove_stale(runs) == [f"{runs}/step-2"]
-    assert stale_directories(runs) == []
+    assert remove_stale(runs, dry_run=True) == remove_stale(runs) == [f"{runs}/step-2"]
+    assert remove_stale(runs, dry_run=True) == []
     storage.put(name, b"first", absent=True)
     with pytest.raises(FileExistsError):
         storage.put(name, b"second", absent=True)

@@ -17,12 +17,11 @@ from composable_fsdp.flat import forward_writes, value_hash
 from composable_fsdp.planning import save_parts
 from composable_fsdp.storage import (
     blocks,
-    file_bytes,
     manifest,
-    new_file,
     part,
     planned,
     source,
+    writer,
 )
 from tests.real_sizes.operations import TOKENS, WIDTH, same
 from tests.support.on_ranks import on_ranks
@@ -105,7 +104,7 @@ class Sizes(nn.Module):
         generator = torch.Generator().manual_seed(0)
         bounds = (
             manifest.SMALLEST_BLOCK,
-            file_bytes._SMALL,
+            1 << 16,
             2 * save_parts.SMALLEST_PART,
         )
         for nbytes in (*bounds, part.SMALL, manifest.BLOCK):
@@ -118,10 +117,9 @@ SMALLER: tuple[tuple[Any, str, int], ...] = (
     (blocks, "_FILL_BYTES", 1 << 16),
     (blocks, "_GAP", 64),
     (manifest, "_MOST_BLOCKS", 4),
-    (new_file, "_BEHIND", 1 << 16),
+    (writer, "_BEHIND", 1 << 16),
     (planned, "_SMALL", 1 << 14),
     (planned, "_BUFFER", 1 << 16),
-    (planned, "_MESSAGE", 1 << 18),
     (source, "CHUNK_BYTES", 1 << 16),
 )
 """Thresholds above 4 MiB, and those between tensors: the sizes are on both sides."""
@@ -146,7 +144,7 @@ def test_files_hold_tensors_of_every_size(
             with torch.no_grad():
                 for p in fresh.parameters():
                     p.zero_()
-            cf.load(path, fresh, share=True)
+            cf.load(path, fresh, options=cf.LoadOptions(share=True))
             found = fresh.state_dict()
             assert all(torch.equal(found[name], want[name]) for name in want)
         if world.rank == 0:

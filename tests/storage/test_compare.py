@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 from composable_fsdp import (
+    LoadOptions,
     LoadReport,
     fully_shard,
     load,
-    optim_state_dict,
-    optim_state_dict_to_load,
     save,
 )
 from tests.support.sharded import RankCount, message_of
@@ -86,7 +85,7 @@ def test_a_strict_load_lists_everything_that_does_not_fit(
         "torch.float32)",
         "Of the optimizer: 'new.weight' is missing",
         " more.",
-        "load(..., cast=True) converts dtypes",
+        "LoadOptions(cast=True) converts dtypes",
     ):
         assert part in texts[0]
 
@@ -94,7 +93,7 @@ def test_a_strict_load_lists_everything_that_does_not_fit(
 def check_lenient(world: World, folder: Path, cast: bool) -> LoadReport:
     model = fully_shard(other_model(torch.bfloat16 if cast else torch.float32))
     report = LoadReport()
-    load(folder, model, strict=False, cast=cast, report=report)
+    load(folder, model, options=LoadOptions(strict=False, cast=cast, report=report))
     expected = saved_model().state_dict()
     full = model.state_dict()
     for name in ("same.weight", "same.bias"):
@@ -120,23 +119,6 @@ def test_a_lenient_load_takes_what_fits_and_reports_the_rest(
             "'wide.bias'",
         ]
         assert report.dtypes == []
-
-
-def test_groups_that_mix_saved_groups_of_other_options_are_refused(
-    tmp_path: Path,
-) -> None:
-    """Their options could not both be right, as where a state is loaded by name."""
-    model = saved_model()
-    params = list(model.parameters())
-    groups = [{"params": [p], "lr": 0.1 * i} for i, p in enumerate(params)]
-    optimizer, other = torch.optim.SGD(groups), torch.optim.SGD(params)
-    save(tmp_path / "run", model, optimizer)
-    state = optim_state_dict(model, optimizer)
-
-    text = message_of(lambda: load(tmp_path, model, other))
-
-    assert "The optimizer's group 0 holds parameters of several saved groups" in text
-    assert text == message_of(lambda: optim_state_dict_to_load(model, other, state))
 
 
 class Tied(nn.Module):

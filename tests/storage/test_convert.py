@@ -11,10 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from composable_fsdp import CheckpointError, convert, load, save
 from composable_fsdp.storage.opening import open_source
 from tests.storage.samples import everything, same, sample, saved
+from tests.support.sharded import RankCount
+from tests.support.world import World
 
 WHOLE = ("native", "torch", "dcp")
 
@@ -39,28 +44,6 @@ def test_a_checkpoint_is_the_same_after_going_through_two_formats(
     assert left == []
     assert same(loaded(tmp_path / "third"), loaded(first))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["first.pt", "second", "third"]
-
-
-@pytest.mark.req("U-06")
-@pytest.mark.parametrize("limit", [10**9, 60])
-@pytest.mark.parametrize("to", WHOLE)
-def test_weights_are_the_same_after_going_through_safetensors(
-    tmp_path: Path, to: str, limit: int
-) -> None:
-    """Also in many files; what safetensors does not hold is told."""
-    first = saved(tmp_path / "first.pt")
-
-    left = convert(first, tmp_path / "st", "safetensors", max_shard_bytes=limit)
-    convert(tmp_path / "st", tmp_path / "third", to)
-
-    assert left == ["optimizer state", "extra state"]
-    expected, got = loaded(first), loaded(tmp_path / "third")
-    assert same(got["model"], expected["model"])
-    # Several files are divided as by huggingface_hub, which puts large tensors apart.
-    if len(list((tmp_path / "st").glob("*.safetensors"))) == 1:
-        assert list(got["model"]) == list(expected["model"])
-    assert got["aliases"] == {"head.weight": "embed.weight"}
-    assert (got["optim"], got["param_groups"], got["extra"]) == ({}, None, None)
 
 
 def zeros_like(value: Any) -> Any:
@@ -212,3 +195,27 @@ def trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     model(torch.randn(5, 3)).sum().backward()
     optim.step()
     return model, optim
+
+
+def cube() -> Tensor:
+    return torch.arange(4.0 * 5 * 6).view(4, 5, 6)
+
+
+def check_save(world: World, folder: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    value = distribute_tensor(cube(), mesh, [Shard(2), Shard(0)])
+    dcp_save({"model": {"cube": value}}, checkpoint_id=folder)
+
+
+def test_any_slice_of_a_tensor_cut_along_any_dim_is_read(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """Row-major slices go through boxes that do not lie in rows."""
+    ranks(4).run(check_save, str(tmp_path / "dcp"))
+    flat = cube().reshape(-1)
+
+    with open_source(tmp_path / "dcp") as source:
+        for start in range(0, 120, 7):
+            for stop in (start, start + 1, min(start + 5, 120), 120):
+                part = source.read_model("cube", start, stop)
+                assert torch.equal(part, flat[start:stop])

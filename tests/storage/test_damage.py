@@ -136,24 +136,3 @@ def test_a_flipped_byte_is_reported_with_parameter_and_box(
     assert re.search(r" and \d+ more\. It was read for", text)
     (problem,) = verify(tmp_path / "run").problems
     assert re.search(r"they hold .* and \d+ more\. Use another", problem)
-
-
-def test_what_a_rank_does_not_need_is_not_read(tmp_path: Path) -> None:
-    """A slice is good while another block of the same file is damaged."""
-    big = torch.nn.Linear(2048, 1500, bias=False)
-    save(tmp_path / "run", big)
-    file = tmp_path / "run" / "rank00000.safetensors"
-    flip(file, file.stat().st_size - 30000)
-
-    with open_source(tmp_path) as source:
-        first = source.read_model("weight", 0, 2048)
-        text = message_of(lambda: source.read_model("weight", 2048 * 1490, 2048 * 1500))
-        rows = re.search(
-            r"'weight' \[offsets \((\d+), 0\) sizes \((\d+), 2048\)\]", text
-        )
-
-    assert torch.equal(first, big.weight.detach()[0])
-    # A block of few rows, and not the whole file.
-    assert rows is not None
-    assert int(rows[1]) >= 1490
-    assert int(rows[2]) < 10

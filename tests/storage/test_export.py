@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +28,6 @@ from tests.support.sharded import (
     RankCount,
     both_paths,
     gpt,
-    message_of,
     one_to_three_ranks,
     step,
 )
@@ -115,31 +113,6 @@ def test_a_tied_model_is_exported_with_the_plain_names(
     kinds = {call.op for call in calls}
     assert kinds <= {"gather", "all_gather_object"}
     assert "head.weight" not in load_file(out)
-
-
-def check_failure(world: World, folder: str) -> list[Any]:
-    model = gpt("composable")
-    with record() as calls:
-        taken = message_of(lambda: export_safetensors(Path(folder), model))
-    assert "gather" not in {call.op for call in calls}
-    if world.rank == 0:
-        torch.save({}, Path(folder) / "full")
-    nowhere = Path(folder) / "full" / "out"
-    missing = message_of(lambda: export_safetensors(nowhere, model))
-    return [taken, missing, sorted(p.name for p in Path(folder).iterdir())]
-
-
-def test_all_ranks_have_the_outcome_of_the_one_that_writes(
-    ranks: RankCount, tmp_path: Path
-) -> None:
-    """An existing path and one that cannot be made: every rank raises, none hangs."""
-    results = ranks(2).run(check_failure, str(tmp_path))
-
-    for taken, missing, left in results:
-        assert "exists already, and nothing is overwritten" in taken
-        assert "cannot be made" in missing
-        assert left == ["full"]
-    assert results[0] == results[1]
 
 
 def check_run(world: World, folder: str) -> None:

@@ -1,10 +1,11 @@
-"""Claims on saves that fail: one error on every rank, no trace, training goes on."""
+"""Claims on saves and loads that fail, or meet another job: one outcome everywhere."""
 
 from __future__ import annotations
 
 import errno
 import os
 import resource
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,15 +14,25 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
-from composable_fsdp import async_save, export_safetensors, load, save, verify
+from composable_fsdp import (
+    LoadOptions,
+    SaveOptions,
+    async_save,
+    export_safetensors,
+    load,
+    save,
+    verify,
+)
 from composable_fsdp.comm import agreement
 from composable_fsdp.comm.nodes import private_group
+from composable_fsdp.storage import load as loading
+from composable_fsdp.storage import opening
 from composable_fsdp.storage.native import NativeSource
-from composable_fsdp.storage.source import Copy
+from composable_fsdp.storage.source import Copy, Source
 from tests.storage.training import everything, make, optimizer_of, same, step
 from tests.support.sharded import RankCount, message_of
-from tests.support.short_waits import step_alone
 from tests.support.world import World
 
 
@@ -137,56 +148,6 @@ def test_a_path_that_cannot_be_written_is_the_same_error_on_all(
     assert os.listdir(tmp_path) == ["file"]
 
 
-def check_one_bad_rank(world: World, folder: Path) -> list[str]:
-    model = make("composable")
-    mine = {"bad": object()} if world.rank else {"good": 1}
-    texts = [message_of(lambda: save(folder / "a", model, extra=mine))]
-    optimizer = optimizer_of(model)
-    if world.rank:
-        step_on_one(model, optimizer)
-    texts.append(message_of(lambda: save(folder / "b", model, optimizer)))
-    wrong = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))])
-    texts.append(message_of(lambda: save(folder / "c", model, wrong)))
-    return texts
-
-
-def step_on_one(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """State that the other ranks do not have."""
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    with step_alone():
-        optimizer.step()
-
-
-@pytest.mark.req("X-22")
-def test_what_is_wrong_on_one_rank_is_raised_on_all(
-    ranks: RankCount, tmp_path: Path
-) -> None:
-    """What ``extra`` may not hold, state that others lack, a foreign optimizer."""
-    first, second = ranks(2).run(check_one_bad_rank, tmp_path)
-
-    assert first == second
-    assert first[0].startswith(
-        "TypeError: On rank 1: extra['bad'] is a builtins.object"
-    )
-    assert "Optimizer state 'exp_avg' of 'gpt." in first[1]
-    assert "Parameter 0 of the optimizer's group 0, of shape (3,), is not" in first[2]
-    assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize("dtype", [torch.complex128, torch.float8_e8m0fnu], ids=str)
-def test_a_dtype_that_no_file_holds_is_refused_by_name(
-    tmp_path: Path, dtype: torch.dtype
-) -> None:
-    """Before anything is written, with the dtypes that a file holds."""
-    model = torch.nn.Module()
-    model.register_buffer("table", torch.zeros(2, dtype=dtype))
-    text = message_of(lambda: save(tmp_path / "run", model))
-
-    assert f"'table' has dtype {dtype}, which a checkpoint cannot hold" in text
-    assert os.listdir(tmp_path) == []
-
-
 def load_by_rank(world: World, folder: Path) -> tuple[str, bool]:
     model = make("composable")
     optimizer = optimizer_of(model)
@@ -246,13 +207,17 @@ def check_wrong_arguments(world: World, folder: Path) -> list[str]:
     save(folder / "good", model)
     module: Any = "model" if wrong else model
     path: Any = 5 if wrong else folder / "x"
+    keep: Any = "2" if wrong else 2
+    given: Any = {"keep": 2} if wrong else None
     calls: list[Callable[[], Any]] = [
         lambda: save(folder / "x", module),
         lambda: async_save(folder / "x", module),
         lambda: load(folder / "good", module),
         lambda: save(path, model),
         lambda: load(5 if wrong else folder / "good", model),  # type: ignore[arg-type]
-        lambda: save(folder / "x", model, keep="2" if wrong else 2),  # type: ignore[arg-type]
+        lambda: save(folder / "x", model, options=SaveOptions(keep=keep)),
+        lambda: save(folder / "y", model, options=given),
+        lambda: load(folder / "good", model, options=given),
         lambda: export_safetensors(path, model),
     ]
     texts = [message_of(call) for call in calls]
@@ -277,6 +242,8 @@ def test_a_wrong_argument_on_one_rank_is_raised_on_all(
             "save expects a path, got 5",
             "load expects a path, got 5",
             "save expects keep=None or a number from 1, got '2'",
+            "save expects options=SaveOptions(..), got {'keep': 2}",
+            "load expects options=LoadOptions(..), got {'keep': 2}",
             "export_safetensors expects a path, got 5",
         ],
         strict=True,
@@ -284,3 +251,50 @@ def test_a_wrong_argument_on_one_rank_is_raised_on_all(
         assert text.startswith("TypeError: On rank 1: ")
         assert expected in text
     assert sorted(os.listdir(tmp_path)) == ["after", "good"]
+
+
+def filled(value: float) -> nn.Linear:
+    model = nn.Linear(2, 2)
+    with torch.no_grad():
+        model.weight.fill_(value)
+    return model
+
+
+def check_saver(world: World, folder: Path) -> list[str]:
+    """Rank 0 looks up step-1; the other job then replaces the newest by the next."""
+    if world.rank == 0:
+        save_alone(folder / "step-1", 1.0)
+    world.barrier()
+    opened: list[str] = []
+    real = opening.open_source
+
+    def late(path: Any) -> Source:
+        # All ranks have rank 0's answer; the first two answers are removed.
+        world.barrier()
+        if world.rank == 0 and len(opened) < 2:
+            save_alone(folder / f"step-{len(opened) + 2}", len(opened) + 2.0)
+            shutil.rmtree(path)
+        world.barrier()
+        opened.append(Path(path).name)
+        return real(path)
+
+    model = filled(0.0)
+    with mock.patch.object(loading, "open_source", late):
+        load(folder, model, options=LoadOptions(rng=False))
+    return [*opened, str(model.weight[0, 0].item())]
+
+
+def save_alone(path: Path, value: float) -> None:
+    """As another job, which is no part of this process group."""
+    with mock.patch("torch.distributed.is_initialized", return_value=False):
+        save(path, filled(value))
+
+
+@pytest.mark.req("K-03")
+def test_ranks_follow_rank_0_and_look_again_if_the_newest_was_removed(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """Beside a job that saves with keep=1, which removes what was just found."""
+    first, second = ranks(2).run(check_saver, tmp_path)
+
+    assert first == second == ["step-1", "step-2", "step-3", "3.0"]

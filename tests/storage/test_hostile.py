@@ -6,7 +6,6 @@ Each payload would make a directory if it ran; ``armed`` shows that it would.
 from __future__ import annotations
 
 import io
-import json
 import os
 import pickle
 import shutil
@@ -162,35 +161,6 @@ def test_a_dcp_directory_opens_no_file_outside(dcp: Path, name: str) -> None:
     assert f"names the file {name!r}; expected the plain name" in refusal(dcp)
 
 
-def to_index(directory: Path, file: str) -> None:
-    index = {"metadata": {}, "weight_map": {"scale": file}}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-@pytest.mark.req("X-21")
-@pytest.mark.parametrize("name", ["../outside.safetensors", "/outside.safetensors"])
-def test_a_safetensors_index_opens_no_file_outside(tmp_path: Path, name: str) -> None:
-    """The same for the index of a Hugging Face directory."""
-    first = saved(tmp_path / "good.pt")
-    convert(first, tmp_path / "outside.safetensors", "safetensors")
-    (tmp_path / "st").mkdir()
-    to_index(tmp_path / "st", name)
-
-    assert f"names the file {name!r}; expected the plain name" in refusal(
-        tmp_path / "st"
-    )
-
-
-@pytest.mark.req("X-21")
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
-def test_a_link_out_of_a_dcp_directory_is_refused(dcp: Path, name: str) -> None:
-    """The linked file is a good one, and is not read."""
-    (dcp / name).rename(dcp.parent / "moved")
-    (dcp / name).symlink_to("../moved")
-
-    assert f"{dcp / name} is a symbolic link that leads out" in refusal(dcp)
-
-
 Change = Callable[[Any], object]
 
 
@@ -203,23 +173,9 @@ def double_box(metadata: Metadata) -> None:
     chunks.append(chunks[0])
 
 
-def larger(metadata: Metadata) -> None:
-    tensor: Any = metadata.state_dict_metadata["model.half.weight"]
-    tensor.size = torch.Size([8, 3])
-
-
-def far_box(metadata: Metadata) -> None:
-    tensor: Any = metadata.state_dict_metadata["model.half.weight"]
-    tensor.chunks[0].sizes = torch.Size([3, 7])
-
-
 def other_item(metadata: Metadata) -> None:
     tensor: Any = metadata.state_dict_metadata["model.half.weight"]
     tensor.properties.dtype = torch.float32
-
-
-def text(metadata: Metadata) -> None:
-    metadata.storage_data = "text"
 
 
 @pytest.mark.parametrize(
@@ -227,10 +183,7 @@ def text(metadata: Metadata) -> None:
     [
         (drop_box, "'model.scale' has 1 elements, its boxes hold 0"),
         (double_box, r"boxes hold 2 and overlap at \(\)"),
-        (larger, "'model.half.weight' has 24 elements, its boxes hold 21"),
-        (far_box, "a box of 'model.half.weight' reaches beyond its shape"),
         (other_item, r"something else than a \(7, 3\) tensor of torch.float32"),
-        (text, "a str in place of a dict"),
     ],
 )
 def test_metadata_that_does_not_fit_the_data_is_refused(
@@ -255,46 +208,12 @@ def endless(depth: int = 100) -> Any:
 
 @pytest.mark.req("X-21")
 @pytest.mark.parametrize(
-    "place", ["size", "path", "file", "transforms", "digits", "index"]
-)
-def test_values_too_large_to_print_are_refused_at_once(dcp: Path, place: str) -> None:
-    """Nested tuples that share their halves, and an integer of 5000 digits.
-
-    Such a tuple in a key of a dictionary would take as long to hash as to print.
-    """
-    metadata: Any = FileSystemReader(dcp).read_metadata()
-    item = next(iter(metadata.storage_data.values()))
-    if place == "size":
-        metadata.state_dict_metadata["model.scale"].size = endless()
-    elif place == "path":
-        metadata.planner_data["model.scale"] = endless()
-    elif place == "file":
-        item.relative_path = endless()
-    elif place == "transforms":
-        item.transform_descriptors = endless()
-    elif place == "index":
-        object.__setattr__(next(iter(metadata.storage_data)), "fqn", endless())
-    else:
-        item.length = 10**5000
-    (dcp / ".metadata").write_bytes(pickle.dumps(metadata))
-
-    message = refusal(dcp)
-
-    assert f"{dcp / '.metadata'} is damaged: " in message
-    assert len(message) < 500
-
-
-@pytest.mark.req("X-21")
-@pytest.mark.parametrize(
     ("begin", "end"),
     [
         ("}", "K\x01s"),
-        ("}(", "K\x01u"),
-        ("(", "K\x01d"),
         ("\x8f(", "\x90"),
-        ("(", "\x91"),
     ],
-    ids=["item", "items", "dict", "set", "frozenset"],
+    ids=["item", "set"],
 )
 def test_metadata_with_keys_too_large_to_hash_is_refused(
     dcp: Path, begin: str, end: str
@@ -340,22 +259,6 @@ def test_a_pickle_that_numbers_a_value_by_a_huge_number_fills_no_memory(
     assert peak < 2**22
 
 
-@pytest.mark.req("X-21", "K-10")
-def test_metadata_that_claims_bytes_allocates_none(dcp: Path) -> None:
-    """An opcode of a pickle makes a bytearray of the size that 13 bytes claim."""
-    data = b"\x80\x05\x96" + (2**30).to_bytes(8, "little") + b"K."
-    (dcp / ".metadata").write_bytes(data)
-
-    tracemalloc.start()
-    try:
-        refusal(dcp)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-
-    assert peak < 2**22
-
-
 class Claim:
     """A bytearray of a GiB, once unpickled."""
 
@@ -364,14 +267,13 @@ class Claim:
 
 
 @pytest.mark.req("X-21", "K-10")
-@pytest.mark.parametrize("kind", ["archive", "before torch 1.6", "dcp"])
+@pytest.mark.parametrize("kind", ["archive", "dcp"])
 def test_a_call_that_claims_bytes_allocates_none(
     dcp: Path, tmp_path: Path, kind: str
 ) -> None:
     """torch's restricted reader makes a bytearray of any size for a few bytes."""
     bad, data = tmp_path / "bad.pt", io.BytesIO()
-    new = kind != "before torch 1.6"
-    torch.save({**sample(), "extra": Claim()}, bad, _use_new_zipfile_serialization=new)
+    torch.save({**sample(), "extra": Claim()}, bad)
     if kind == "dcp":
         torch.save(Claim(), data)
         metadata: Any = FileSystemReader(dcp).read_metadata()
@@ -391,3 +293,23 @@ def test_a_call_that_claims_bytes_allocates_none(
 
     assert "it asks for builtins.bytearray" in message
     assert peak < 2**24
+
+
+class Hashed:
+    """A set of a value that takes forever to hash, once unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        value: Any = (1,)
+        for _ in range(64):
+            value = (value, value)
+        return set, ([value],)
+
+
+@pytest.mark.req("X-21", "K-10")
+def test_a_key_that_takes_forever_to_hash_is_refused(tmp_path: Path) -> None:
+    """A few bytes of tuples that share their halves."""
+    tree = {**sample(), "extra": Hashed()}
+    path = tmp_path / "bad.pt"
+    torch.save(tree, path)
+
+    assert "more than 25 tuples in a tuple" in refusal(path)

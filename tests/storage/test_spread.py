@@ -1,7 +1,8 @@
-"""Claims on saves with replicas: each byte once, by ranks that write about the same."""
+"""Claims on replicas: each byte is written once, and read once, by about even parts."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,22 +11,30 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from hypothesis import given
+from hypothesis import strategies as st
 
 from composable_fsdp import (
+    LoadOptions,
     ShardingStrategy,
     async_save,
     free_save_memory,
     fully_shard,
     load,
+    register_storage,
     save,
     verify,
 )
+from composable_fsdp.comm import collectives
 from composable_fsdp.planning import save_parts
 from composable_fsdp.storage import part
+from composable_fsdp.storage import planned as shared_reads
 from composable_fsdp.storage.contents import contents_of
 from composable_fsdp.storage.native import NativeSource
+from composable_fsdp.storage.source import Copy
+from tests.storage.test_remote import Folder
 from tests.storage.training import everything, make, optimizer_of, same, step
+from tests.support.on_ranks import on_ranks
 from tests.support.sharded import RankCount, message_of
 from tests.support.world import World
 
@@ -70,7 +79,7 @@ def check_load(
 ) -> bool:
     model = make("wrapper", seed=5, **options)
     optimizer = optimizer_of(model)
-    load(name, model, optimizer, rng=False)
+    load(name, model, optimizer, options=LoadOptions(rng=False))
     return same(everything(model, optimizer), expected)
 
 
@@ -105,58 +114,6 @@ def test_replicas_divide_the_bytes_and_any_world_reads_them(
                 check_load, tmp_path / name, expected, options
             )
             assert again == [True] * world_size
-
-
-class Uneven(nn.Module):
-    """A unit with a parameter that no loss uses, so its optimizer state is missing."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.first = nn.Linear(5, 7)
-        self.unused = nn.Parameter(torch.randn(31))
-        self.none = nn.Parameter(torch.empty(0, 2))
-        self.last = nn.Linear(7, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.last(self.first(x))
-        return out
-
-
-def check_uneven(world: World, folder: Path, mesh: tuple[int, int]) -> list[bool]:
-    with small_parts():
-        models = []
-        for seed in (1, 2):
-            model = fully_shard(Uneven(seed), **options_of(mesh))
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-            models.append((model, optimizer))
-        model, optimizer = models[0]
-        model(torch.ones(2, 5)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        save(folder / "whole", model, optimizer)
-        save(folder / "part", model, optimizer, include=["first", "unused"])
-        again, other = models[1]
-        load(folder / "part", again, other, include=["first", "unused"])
-        part = again.state_dict()
-        expected = model.state_dict()
-        chosen = [n for n in expected if n.split(".")[0] in ("first", "unused")]
-        is_part = all(torch.equal(part[n], expected[n]) for n in chosen)
-        load(folder / "whole", again, other)
-    return [is_part, same(everything(again, other), everything(model, optimizer))]
-
-
-@pytest.mark.req("K-05")
-@pytest.mark.parametrize("mesh", [(2, 2), (2, 1)], ids=str)
-def test_states_that_some_parameters_lack_are_saved_by_replicas(
-    ranks: RankCount, tmp_path: Path, mesh: tuple[int, int]
-) -> None:
-    """Also empty parameters, and a save of some parameters of the unit."""
-    count = mesh[0] * mesh[1]
-    assert ranks(count).run(check_uneven, tmp_path, mesh) == [[True, True]] * count
-    with NativeSource(tmp_path / "part") as source:
-        places = [at.file for each in source.manifest.tensors for at in each.parts]
-    assert len(set(places)) > 1
 
 
 def check_plain(world: World, folder: Path) -> list[Any]:
@@ -197,24 +154,186 @@ def expected_names() -> list[tuple[str, ...]]:
     return [held.names for held in contents_of(make("plain"), "save").tensors]
 
 
-def check_state_of_a_replica(world: World, folder: Path) -> str:
-    model = make("composable", strategy=ShardingStrategy.NO_SHARD)
-    optimizer = optimizer_of(model)
-    step(model, optimizer, 0)
-    if world.rank == 1:
-        optimizer.state.clear()
-    with small_parts():
-        return message_of(lambda: save(folder / "run", model, optimizer))
+pytest.importorskip("fsspec")
 
 
-@pytest.mark.req("K-01")
-def test_a_replica_without_its_state_is_an_error_on_all(
-    ranks: RankCount, tmp_path: Path
+class Counting(Folder):
+    """A storage that counts the bytes of files that are read."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.nbytes = 0
+        self._lock = threading.Lock()
+
+    def read(self, name: str, begin: int, end: int) -> bytes:
+        data = super().read(name, begin, end)
+        if name.endswith(".safetensors"):
+            with self._lock:
+                self.nbytes += len(data)
+        return data
+
+
+def counting(folder: Path) -> Counting:
+    storage = Counting(folder)
+    register_storage("own", lambda: storage)
+    return storage
+
+
+def large(mesh: tuple[int, int], seed: int = 0) -> tuple[Any, Any]:
+    """A sharded model of 1 MB in units, with a buffer, and an optimizer."""
+    torch.manual_seed(seed)
+    layers = [torch.nn.Linear(256, 256, bias=i > 0) for i in range(4)]
+    model = torch.nn.Sequential(*layers, torch.nn.BatchNorm1d(256))
+    for layer in layers[1:]:
+        fully_shard(layer, **options_of(mesh))
+    fully_shard(model, **options_of(mesh))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def train(model: Any, optimizer: Any, at: int) -> None:
+    """A step on the same values on every rank."""
+    torch.manual_seed(at)
+    model(torch.rand(4, 256)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def saved(mesh: tuple[int, int]) -> tuple[Any, Any]:
+    """A model with its optimizer, saved at ``own://b``."""
+    model, optimizer = large(mesh)
+    train(model, optimizer, 0)
+    save("own://b/step-1", model, optimizer, extra=3)
+    return model, optimizer
+
+
+def check_bytes(
+    world: World, folder: Path, mesh: tuple[int, int], small: int
+) -> dict[Any, tuple[int, bool, int]]:
+    """Per value of ``share``: bytes read here, whether all came back, bytes sent."""
+    storage = counting(folder)
+    model, optimizer = saved(mesh)
+    expected = everything(model, optimizer)
+    found: dict[Any, tuple[int, bool, int]] = {}
+    for share in (False, True, None):
+        # Over values that are there, and into an optimizer before its first step.
+        for is_new in (False, True):
+            other, fresh = large(mesh, seed=7)
+            if not is_new:
+                train(other, fresh, 1)
+            storage.nbytes = 0
+            with (
+                collectives.record() as calls,
+                mock.patch.object(shared_reads, "_SMALL", small),
+            ):
+                extra = load("own://b", other, fresh, options=LoadOptions(share=share))
+            is_same = extra == 3 and same(everything(other, fresh), expected)
+            sent = sum(each.op == "broadcast" for each in calls)
+            found[share, is_new] = storage.nbytes, is_same, sent
+    return found
+
+
+@pytest.mark.few(1)
+@pytest.mark.req("K-05")
+@pytest.mark.parametrize("small", [1 << 12, 1 << 20])
+@pytest.mark.parametrize("mesh", [(2, 2), (3, 1)], ids=str)
+def test_replicas_read_each_byte_once_and_get_the_same_values(
+    ranks: RankCount, tmp_path: Path, mesh: tuple[int, int], small: int
 ) -> None:
-    """Its part of the state would be zeros; nothing is committed."""
-    texts = ranks(2).run(check_state_of_a_replica, tmp_path)
+    """Without sharing each replica reads all that it holds."""
+    replicas = mesh[0]
+    found = ranks(mesh[0] * mesh[1]).run(check_bytes, tmp_path / "own", mesh, small)
 
-    assert texts[0] == texts[1]
-    assert texts[0].startswith("CheckpointError: ")
-    assert " on rank 0 and absent on rank 1, which hold copies of" in texts[0]
-    assert not (tmp_path / "run").exists()
+    for per_rank in found:
+        for is_new in (False, True):
+            alone, is_same, sent = per_rank[False, is_new]
+            assert is_same
+            assert not sent
+            for share in (True, None):
+                nbytes, is_same, sent = per_rank[share, is_new]
+                assert is_same
+                assert sent
+                # A part of all, with blocks that two ranks touch, and headers; with a
+                # tensor that is not cut.
+                uncut = 4 * 256 * 256 if small > 1 << 12 else 0
+                assert nbytes < alone / replicas + 150_000 + uncut
+    total = sum(each[True, False][0] for each in found)
+    assert total < sum(each[False, False][0] for each in found) / replicas + 500_000
+
+
+@on_ranks(3)
+@pytest.mark.req("K-05", "K-02")
+def test_damage_that_a_single_reader_finds_is_told_on_all_ranks(
+    world: World, tmp_path: Path
+) -> None:
+    """The tensors of every rank, also of those that have read good bytes, stay."""
+    storage = counting(tmp_path / "own")
+    model, optimizer = saved((3, 1))
+    if world.rank == 0:
+        file = max((tmp_path / "own/b/step-1").glob("rank*"))
+        data = bytearray(file.read_bytes())
+        data[-5000] ^= 1
+        file.write_bytes(data)
+    world.barrier()
+    train(model, optimizer, 1)
+    before = everything(model, optimizer)
+
+    text = message_of(lambda: load("own://b", model, optimizer))
+
+    assert "another checksum than the manifest says" in text
+    assert same(everything(model, optimizer), before)
+    assert storage.nbytes
+
+
+@on_ranks(2)
+@pytest.mark.req("K-05", "K-07")
+def test_a_rank_whose_storage_fails_ends_the_load_on_all_ranks(
+    world: World, tmp_path: Path
+) -> None:
+    """At any of its calls, also at the question whether the checkpoint is gone."""
+    storage = counting(tmp_path / "own")
+    model, optimizer = saved((2, 1))
+    failed = 0
+
+    def fails(name: str) -> Path:
+        nonlocal failed
+        storage.calls += 1
+        if world.rank and storage.calls >= storage.fails_at:
+            failed += 1
+            raise ConnectionError(5, "the network is gone")
+        return storage.root / name
+
+    with mock.patch.object(storage, "_called", fails):
+        for at in (1, 2, 3, 5):
+            storage.calls, storage.fails_at = 0, at
+            before = everything(model, optimizer)
+            text = message_of(lambda: load("own://b", model, optimizer))
+            assert "the network is gone" in text
+            assert same(everything(model, optimizer), before)
+    assert failed or not world.rank
+
+
+@given(
+    sizes=st.lists(st.integers(0, 4000), max_size=30),
+    parts=st.integers(1, 6),
+    small=st.sampled_from([1, 64, 1 << 20]),
+)
+def test_parts_cover_all_elements_once_and_are_about_even(
+    sizes: list[int], parts: int, small: int
+) -> None:
+    """In order, and no part is larger than an even one and the largest tensor."""
+    copies = [
+        Copy(f"p{i}", None, 7, 7 + n, torch.zeros(n)) for i, n in enumerate(sizes)
+    ]
+    with mock.patch.object(shared_reads, "_SMALL", small):
+        found = shared_reads._divided(copies, parts)
+        sent = [m for part in found for m in shared_reads._messages(part)]
+
+    cut = [copy for part in found for copy in part]
+    covered = [(c.name, at) for c in cut for at in range(c.start, c.stop)]
+    assert covered == [(c.name, at) for c in copies for at in range(c.start, c.stop)]
+    for copy in cut:
+        assert copy.into.numel() == copy.stop - copy.start
+    loads = [sum(c.into.numel() for c in part) for part in found]
+    whole = [n for n in sizes if 4 * n < small]
+    assert max(loads) <= sum(sizes) / parts + max(whole, default=0) + 1
+    assert sum(c.into.numel() for message in sent for c in message) == sum(sizes)

@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 from composable_fsdp.storage import save, writer
-from composable_fsdp.storage.new_file import NewFile
+from composable_fsdp.storage.writer import NewFile
 
 POINTS = ("before-write", "mid-file", "after-write", "before-rename", "after-rename")
 
@@ -53,11 +53,11 @@ def _around(call: Callable[..., Any], name: str, wanted: str) -> Callable[..., A
 class _HalfFile(NewFile):
     """Dies after the header and the first part of the payload."""
 
-    def __init__(self, path: str, *, keep: bool = False) -> None:
-        super().__init__(path, keep=keep)
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
         self.parts = 0
 
-    def write(self, data: bytes | memoryview) -> None:
+    def write(self, data: memoryview) -> None:
         super().write(data)
         self.parts += 1
         if self.parts == 2:

@@ -42,9 +42,9 @@ from composable_fsdp.optim.load import optim_state_dict_to_load
 from composable_fsdp.optim.save import optim_state_dict
 from composable_fsdp.state_dict.settings import state_dict_type
 from composable_fsdp.storage.commit import Folder, newest_in
-from composable_fsdp.storage.load import load
+from composable_fsdp.storage.load import LoadOptions, load
 from composable_fsdp.storage.opening import open_source
-from composable_fsdp.storage.save import save
+from composable_fsdp.storage.save import SaveOptions, save
 from composable_fsdp.storage.source import Source
 from composable_fsdp.storage.stateful import rng_state, set_rng_state
 
@@ -189,7 +189,8 @@ def write_sharded(
             written = torch.frombuffer(bytearray(out.getvalue()), dtype=torch.uint8)
             extra = {REST: written}
     # ``keep=1`` removes the older state only after the new one is complete.
-    save(state or path, module, list(optimizers or ()) or None, extra, keep=1)
+    optims = list(optimizers or ()) or None
+    save(state or path, module, optims, extra, options=SaveOptions(keep=1))
 
 
 def read_sharded(
@@ -207,15 +208,9 @@ def read_sharded(
 
     Collective: as ``load``. Raises: CheckpointError, on all ranks.
     """
-    extra = load(
-        path,
-        module,
-        list(optimizers or ()) or None,
-        strict=strict,
-        # Another ``precision=`` than at the save is no error, as in a full checkpoint.
-        cast=True,
-        rng=optimizers is not None,
-    )
+    # Another ``precision=`` than at the save is no error, as in a full checkpoint.
+    options = LoadOptions(strict=strict, cast=True, rng=optimizers is not None)
+    extra = load(path, module, list(optimizers or ()) or None, options=options)
     with alike_on_all_ranks():
         return _rest_of(extra, path, weights_only)
 

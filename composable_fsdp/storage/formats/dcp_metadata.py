@@ -4,7 +4,7 @@ Unpickling calls the functions that a pickle names. In this file, each name that
 directory needs is replaced by a stand-in that only keeps the arguments, and any other
 name is refused. So a file can call no function of torch, of the standard library or of
 the user's code. The unpickled values are then validated. The names are those that torch
-2.13 writes (checked there), and two names of the first versions of DCP.
+2.13 writes (checked there).
 
 torch's own classes are not used, although their constructors are harmless: a pickle can
 set attributes on a class, which would change DCP for the whole process, and the hash of
@@ -86,8 +86,6 @@ class _Kept:
 
 
 _DCP = "torch.distributed.checkpoint"
-# The module of two classes in the first versions of DCP.
-_OLD = "torch.distributed._shard.sharded_tensor.metadata"
 _KEPT = {
     f"{_DCP}.filesystem": {"_StorageInfo"},
     f"{_DCP}.metadata": {
@@ -95,7 +93,6 @@ _KEPT = {
         *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
         "TensorProperties",
     },
-    _OLD: {"TensorProperties", "MEM_FORMAT_ENCODING"},
 }
 # The path that the checkpoint was saved to: a str, or any of these classes.
 _PATHS = {"Path", "PosixPath", "WindowsPath"}

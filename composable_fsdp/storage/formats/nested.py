@@ -30,7 +30,6 @@ The optimizer's state may have any of these forms:
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -288,9 +287,7 @@ def read_all(value: Any) -> Any:
         # optimizer can be tensors, too, such as the learning rate.
         return value.read(0, value.info.numel).reshape(value.info.shape).clone()
     if isinstance(value, Mapping):
-        # A scheduler's Counter must stay one.
-        found = {key: read_all(each) for key, each in value.items()}
-        return Counter(found) if isinstance(value, Counter) else found
+        return {key: read_all(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         items = [read_all(each) for each in value]
         return items if isinstance(value, list) else tuple(items)

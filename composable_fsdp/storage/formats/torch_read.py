@@ -11,7 +11,6 @@ import pickle
 import pickletools
 import re
 import zipfile
-from collections import Counter
 from collections.abc import Hashable, Mapping
 from contextlib import nullcontext
 from io import BytesIO
@@ -25,7 +24,7 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.planning.boxes import interval_boxes
 from composable_fsdp.storage.directory import bounded, require_document
 from composable_fsdp.storage.formats.nested import NestedSource
-from composable_fsdp.storage.formats.safetensors_read import file_start
+from composable_fsdp.storage.formats.safetensors_files import file_start
 from composable_fsdp.storage.source import LazyTensor, TensorInfo
 
 
@@ -53,21 +52,16 @@ class TorchSource(NestedSource):
 
 
 def is_torch_file(path: str) -> bool:
-    """Return whether the file starts as an archive or (torch before 1.6) a pickle."""
-    # ``PK``: a zip archive. ``80 02``: a pickle of protocol 2.
-    return file_start(path).startswith((b"PK\x03\x04", b"\x80\x02"))
+    """Return whether the file starts as a zip archive, as from torch 1.6 on."""
+    return file_start(path).startswith(b"PK\x03\x04")
 
 
 def require_checksums(path: Path) -> None:
     """Compare all records of the archive ``path`` with their checksums.
 
-    Files from before torch 1.6 are no archives and have no checksums.
-
     Raises: CheckpointError, naming the file.
     """
     try:
-        if not zipfile.is_zipfile(path):
-            return
         # ``torch.load`` does not compare the checksums of records (checked on torch
         # 2.13).
         with bounded(path) as file, zipfile.ZipFile(file) as archive:
@@ -85,16 +79,8 @@ def require_checksums(path: Path) -> None:
 def load_safely(path: Path) -> Any:
     """Return the object in the file, with mapped tensors. Raises: as ``open_torch``."""
     try:
-        # Files from before torch 1.6 are not archives and cannot be mapped.
-        mapped = zipfile.is_zipfile(path)
-        if mapped:
-            require_uncompressed(path)
-        else:
-            # A magic number, a protocol, facts of the system, the object, and the keys.
-            with bounded(path) as file:
-                for _ in range(5):
-                    _require_bounded(file)
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        require_uncompressed(path)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         raise refusal(path, error) from error
     except Exception as error:  # torch's reader raises many kinds of errors.
@@ -226,7 +212,7 @@ class _Walk:
             # A name grows with the depth, and a key may be a text of any length.
             name = f"{where}, {str(key)[:200]}"
             copied[key] = self.lazy(each, name, depth + 1)
-        return Counter(copied) if type(value) is Counter else copied
+        return copied
 
     def _tensor(self, tensor: Tensor, where: str) -> LazyTensor:
         """Return a ``LazyTensor`` of ``tensor``, whose bytes count once per storage."""

@@ -3,11 +3,7 @@
 Every tensor is stored whole, as ``save`` stores tensors in no unit. A rank that loads
 the checkpoint reads only the slices of this rank.
 
-Writes a ``torch.save`` file without holding the tensors in memory.
-
-``torch.save`` takes a whole dictionary. So the elements are first written to temporary
-files and mapped from there: the operating system reads pages while they are saved and
-can drop them afterwards.
+Writes a ``torch.save`` file, of a dictionary with all tensors in memory.
 
 Writes a directory for torch.distributed.checkpoint (DCP), tensor by tensor.
 
@@ -20,8 +16,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
-import tempfile
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -31,12 +25,12 @@ import torch
 from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
+from composable_fsdp.storage.codec import require_storable, to_json
 from composable_fsdp.storage.directory import MANIFEST, write_synced
 from composable_fsdp.storage.formats.dcp_metadata import METADATA
 from composable_fsdp.storage.formats.dcp_read import NOTES
 from composable_fsdp.storage.formats.nested import nested_tree
-from composable_fsdp.storage.formats.safetensors_write import write_elements
-from composable_fsdp.storage.manifest import Manifest, require_storable
+from composable_fsdp.storage.manifest import Manifest
 from composable_fsdp.storage.merge import FilePart, TensorPart, merge
 from composable_fsdp.storage.native import manifest_bytes
 from composable_fsdp.storage.source import LazyTensor, Source, TensorInfo
@@ -77,7 +71,7 @@ def write_native(out: Path, source: Source) -> None:
     # ``merge`` lists a random state per rank, but the source's states are not
     # converted.
     manifest = dataclasses.replace(manifest, rng=())
-    parse(manifest.to_json(), str(out / MANIFEST))  # A load must accept the file.
+    parse(to_json(manifest), str(out / MANIFEST))  # A load must accept the file.
     write_synced(str(out / MANIFEST), manifest_bytes(manifest))
 
 
@@ -150,62 +144,19 @@ class _Maker:
 
 
 def write_torch(out: Path, source: Source) -> None:
-    """Make the file ``out``; needs as much disk space again for temporary files."""
-    tree = nested_tree(source)
-    # On the file system of ``out``, which must have the space anyway.
-    with tempfile.TemporaryDirectory(dir=out.parent) as folder:
-        files: dict[Hashable, Path] = {}
-        for later in _lazy_tensors(tree):
-            if later.storage not in files:
-                files[later.storage] = Path(folder) / str(len(files))
-                _spill(later, files[later.storage])
-        # Map after all tensors have been written: small objects that are made between
-        # large buffers fragment the memory.
-        torch.save(_mapped(tree, files, {}), out)
+    """Make the file ``out``; ``torch.save`` takes all tensors in host memory."""
+    torch.save(_whole(nested_tree(source), {}), out)
 
 
-def _lazy_tensors(value: Any) -> Iterator[LazyTensor]:
-    """Yield the lazy tensors in nested dicts and lists."""
+def _whole(value: Any, read: dict[Hashable, Tensor]) -> Any:
+    """Return ``value`` with tensors read; tied names share one, which is saved once."""
     if isinstance(value, LazyTensor):
-        yield value
-    elif isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _lazy_tensors(each)
-
-
-def _spill(later: LazyTensor, path: Path) -> None:
-    """Write the elements of a tensor to the file ``path``."""
-    with path.open("wb") as file:
-        for start, stop in later.info.slices():
-            write_elements(file, later.read(start, stop))
-
-
-def _mapped(
-    value: Any, files: dict[Hashable, Path], mapped: dict[Hashable, Tensor]
-) -> Any:
-    """Return ``value`` with mapped tensors; tied names share a tensor."""
-    if isinstance(value, LazyTensor):
-        # Tied names must share a tensor: ``torch.save`` then writes its storage only
-        # once.
-        if value.storage not in mapped:
-            mapped[value.storage] = _map(value.info, files[value.storage])
-        return mapped[value.storage]
-    if isinstance(value, Counter):
-        return value
+        if value.storage not in read:
+            read[value.storage] = value.whole()
+        return read[value.storage]
     if isinstance(value, dict):
-        return {key: _mapped(each, files, mapped) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_mapped(each, files, mapped) for each in value]
-    return value
-
-
-def _map(info: TensorInfo, path: Path) -> Tensor:
-    """Return a tensor over the mapped file."""
-    # An empty file cannot be mapped.
-    if not info.numel:
-        return torch.empty(info.shape, dtype=info.dtype, device="cpu")
-    flat = torch.from_file(str(path), shared=False, size=info.nbytes, dtype=torch.uint8)
-    return flat.view(info.dtype).view(info.shape)
+        return {key: _whole(each, read) for key, each in value.items()}
+    return [_whole(each, read) for each in value] if isinstance(value, list) else value
 
 
 DCP_DATA = "__0_0.distcp"
