@@ -8,7 +8,6 @@ continue with the old values. Every iteration checks once::
     values in other memory, replaced   shards_are_unchanged   require_leaves
     or cast parameters                 leaves_view_shards
     frozen or unfrozen parameters      requires_grad_changed  rebuild_for_requires_grad
-    the same, and a graph of before    runtime.backward       rebuild_for_form
     replaced, and an optimizer holds   optim                  successor
     the old parameters
 
@@ -37,19 +36,15 @@ from composable_fsdp.flat.flat_parameter import rebind_flat_parameters
 from composable_fsdp.flat.gradients import shard_views
 from composable_fsdp.flat.handle import (
     FlatParamHandle,
-    FullForm,
     find_leaf,
     forget_leaves,
 )
 from composable_fsdp.flat.param_paths import place_path
 from composable_fsdp.flat.param_ref import param_refs
-from composable_fsdp.flat.precision import take_form
-from composable_fsdp.flat.region import FullBuffer
 from composable_fsdp.flat.residency import shards_are_unchanged
 from composable_fsdp.flat.user_memory import take_memory
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.planning.dtensors import is_dtensor
-from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.split import split_region
 
 
@@ -273,51 +268,6 @@ def rebuild_for_requires_grad(handle: FlatParamHandle) -> bool:
             layout, [leaves[slot.index].requires_grad for slot in layout.parameters]
         )
     )
-    _rearrange(handle, layouts)
-    return rebind_flat_parameters(handle, before.regions)
-
-
-def rebuild_for_form(handle: FlatParamHandle, form: FullForm) -> bool:
-    """Rebuild the regions as they were when ``form`` was current, over its buffers.
-
-    A graph of then holds the full leaves of ``form``. The unit must be idle, sharded
-    and without memory for full parameters. Afterwards ``form`` is current, and its full
-    leaves have the hooks of the old regions.
-
-    Returns: False, with nothing changed, if the unit has other sharded leaves since, or
-        leaves of another dtype or on another device, or flat parameters.
-    """
-    regions = handle.layout.regions
-    leaves = {ref.slot.index: ref.leaf for ref in param_refs(handle)}
-    # A form whose leaves were renewed (``renew_full_leaves``) ended with no layout.
-    if (
-        not form.regions
-        or any(region.flat is not None for region in regions)
-        or set(map(id, form.sharded)) != set(map(id, handle.leaves))
-        or any(full.buffer.device != handle.layout.device for full in form.regions)
-        or any(
-            leaves[slot.index].dtype != layout.dtype
-            for layout in form.plan.regions
-            for slot in layout.parameters
-        )
-    ):
-        return False
-    _rearrange(handle, form.plan.regions, form.regions)
-    take_form(handle, form)
-    return True
-
-
-def _rearrange(
-    handle: FlatParamHandle,
-    layouts: tuple[RegionLayout, ...],
-    fulls: Sequence[FullBuffer] | None = None,
-) -> None:
-    """Rebuild the regions over the same leaves, divided into regions by ``layouts``.
-
-    ``fulls`` is as in ``build_regions``.
-    """
-    before = handle.layout
-    leaves = {ref.slot.index: ref.leaf for ref in param_refs(handle)}
     # Places must be in the order of the new regions.
     order = [slot.index for layout in layouts for slot in layout.parameters]
     at = {index: i for i, index in enumerate(order)}
@@ -333,8 +283,8 @@ def _rearrange(
         tuple(owner for _, owner in placed),
         origin=before.origin,
         device=before.device,
-        fulls=fulls,
     )
+    return rebind_flat_parameters(handle, before.regions)
 
 
 class _Place(NamedTuple):

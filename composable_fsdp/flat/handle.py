@@ -40,26 +40,15 @@ Swap = tuple[Table, str, nn.Parameter, nn.Parameter]
 """One place of a parameter: table, key in the table, sharded leaf, full leaf."""
 
 
-class _Referable:
-    """Base of dataclasses with slots to which weak references exist."""
-
-    __slots__ = ("__weakref__",)
-
-
 @dataclass(slots=True, eq=False)
-class FullForm(_Referable):
+class FullForm:
     """The full buffers and leaves of a unit in a precision (``flat.precision``).
 
-    A graph holds the form of its forward. If the unit has another layout since, a
-    backward takes the form up again (``flat.external_changes``).
+    A graph holds the full leaves of its forward, and the forward holds the form.
     """
 
-    plan: UnitPlan
-    """The plan of the layout for which the form was created."""
     full_precision: bool
     """Whether the precision is that of the parameters, and not the compute dtype."""
-    sharded: tuple[nn.Parameter, ...]
-    """The sharded leaf of each place."""
     placed: tuple[nn.Parameter, ...]
     """The full leaf of each place."""
     gather_lists: tuple[list[Tensor], list[Tensor]]
@@ -84,7 +73,7 @@ class FullForm(_Referable):
     accumulators: tuple[Any, ...] = ()
     """AccumulateGrad nodes of the trainable full leaves."""
     regions: tuple[FullBuffer, ...] = ()
-    """The full buffer of each region, once the unit has two forms or another layout."""
+    """The full buffer of each region, once the unit has two forms."""
     slot: Slot | None = None
     """Where the full leaves lie, if the unit has an arena (``flat.arena``)."""
 
@@ -163,8 +152,6 @@ class UnitLayout:
     """The key of each place in its table."""
     sharded_placed: tuple[nn.Parameter, ...]
     """The sharded leaf of each place."""
-    earlier: tuple[weakref.ref[FullForm], ...]
-    """The full forms of earlier layouts, of which graphs may hold some."""
     forms: Forms
     """The forms of the parameters that compute sees as another class."""
 

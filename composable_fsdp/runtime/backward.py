@@ -33,10 +33,6 @@ from composable_fsdp.flat.param_form import ParamForm
 from composable_fsdp.flat.precision import switch_form
 from composable_fsdp.flat.region import TrainableRegion
 from composable_fsdp.phases import BACKWARD_POST
-from composable_fsdp.runtime.earlier_forms import (
-    take_earlier_form,
-    through_earlier_forward,
-)
 from composable_fsdp.runtime.graph_task import (
     current_task,
     join_unannounced,
@@ -71,23 +67,27 @@ class GradientOrder(ForwardRecord):
 
     def restore_form(self, state: _FSDPState, form: FullForm) -> None:
         """Make ``form`` current, as ``select_form``."""
-        select_form(state, form, self)
+        select_form(state, form)
 
 
-def select_form(state: _FSDPState, form: FullForm, tape: ForwardRecord) -> None:
+def select_form(state: _FSDPState, form: FullForm) -> None:
     """Make ``form``, whose full leaves a graph holds, the current form of the unit.
 
-    ``form`` is of this or an earlier layout; ``tape`` records its forward.
-
-    Raises: PhaseError, as ``take_earlier_form``. Collective: as ``take_earlier_form``.
+    Raises: PhaseError, if the unit has other full leaves in that precision since.
     """
-    context = state.context
-    assert context is not None
-    if form is state.handle.other_form:
-        select_full_form(context, state, wide=form.full_precision)
-    else:
-        take_earlier_form(state, form, tape)
-        install_grad_hooks(state)
+    if form is not state.handle.other_form:
+        raise _earlier_forward(f"unit {state.name}")
+    assert state.context is not None
+    select_full_form(state.context, state, wide=form.full_precision)
+
+
+def _earlier_forward(what: str) -> PhaseError:
+    """Return the error of a backward that reaches ``what`` by a graph of before."""
+    return PhaseError(
+        f"Backward reached {what} through a forward that ran before the unit's "
+        "parameters were frozen, unfrozen, cast, moved or replaced. Run backward "
+        "before the next forward, or change parameters between steps."
+    )
 
 
 def install_grad_hooks(state: _FSDPState) -> None:
@@ -159,7 +159,7 @@ def _make_grad_hook(
         if region is None or unit is None:
             leaf.grad = None
             shape = tuple(leaf.shape)
-            raise PhaseError(through_earlier_forward(f"a parameter of shape {shape}"))
+            raise _earlier_forward(f"a parameter of shape {shape}")
         reduce = region.reduce
         handle, task = unit.handle, current_task()
         gradient = leaf.grad

@@ -169,7 +169,10 @@ def _follow_changes(context: RuntimeContext, root: _RootFSDPState) -> None:
         if not handle.kept_full and not shards_are_unchanged(handle):
             with functional_params_aside(handle):
                 adopt_external_changes(unit)
-                if requires_grad_changed(handle):
+                # A forward without a graph keeps the regions, because a graph of an
+                # earlier forward may hold them: with adapters, the reference forward
+                # of DPO comes between a forward and its backward, and freezes them.
+                if torch.is_grad_enabled() and requires_grad_changed(handle):
                     follow_requires_grad(context, handle)
                     froze = True
     if froze or (CHANGED and context in CHANGED):

@@ -277,7 +277,7 @@ def pre_next_backward(call: UnitForward, _: object = None) -> None:
     handle, context = state.handle, state.context
     assert context is not None
     if handle.form is not call.form:
-        select_form(state, call.form, call.tape)
+        select_form(state, call.form)
     if handle.backward.task != task:
         begin_unit_backward(context, state, task)
     # The last node of the second backward is not known, so no hook counts down; the end

@@ -68,13 +68,13 @@ class CommonOrder(ForwardRecord):
     def restore_form(self, state: _FSDPState, form: FullForm) -> None:
         """Make the forms of this forward current in all units, on all ranks alike.
 
-        Raises: PhaseError, as ``take_earlier_form``.
+        Raises: PhaseError, as ``select_form``.
         Collective: as ``finish_later_forwards``.
         """
         assert state.context is not None
         self._start(state.context)
         if state.handle.form is not form:
-            select_form(state, form, self)
+            select_form(state, form)
 
     def _start(self, context: RuntimeContext) -> None:
         """Finish later forwards and restore all forms, if this backward is new."""
@@ -82,7 +82,7 @@ class CommonOrder(ForwardRecord):
             finish_later_forwards(context)
             for state, form in self.forms.items():
                 if state.handle.form is not form:
-                    select_form(state, form, self)
+                    select_form(state, form)
 
     def reach(
         self, context: RuntimeContext, handle: FlatParamHandle, index: int
