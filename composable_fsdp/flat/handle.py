@@ -65,10 +65,11 @@ class FullForm:
     """Versions of the leaves in ``placed`` while autograd must not read the leaves."""
     wired: bool = False
     """Whether a region is encoded before the all-gather, and decoded afterwards."""
-    handed: tuple[int, ...] | None = None
-    """Python references to the leaves when a user got them (``handed_params``)."""
     readable: tuple[int, ...] | None = None
     """The same while autograd may read the leaves; ``None`` while it must not."""
+    handed: Callable[[FlatParamHandle], bool] | None = None
+    """Called by the reshard if a user got the full leaves; returns whether their memory
+    must stay, because a graph reads leaves that the user has kept."""
     # Strong references: a parameter holds its AccumulateGrad node only weakly.
     accumulators: tuple[Any, ...] = ()
     """AccumulateGrad nodes of the trainable full leaves."""
@@ -76,10 +77,6 @@ class FullForm:
     """The full buffer of each region, once the unit has two forms."""
     slot: Slot | None = None
     """Where the full leaves lie, if the unit has an arena (``flat.arena``)."""
-
-
-RETAINED = 1 << 30
-"""Offset of ``open_calls`` for a backward that builds a graph: the unit stays full."""
 
 
 @dataclass(slots=True)
@@ -91,10 +88,12 @@ class BackwardProgress:
     has arrived without a pre-backward; ``NO_TASK`` outside backward."""
     pending: int = 0
     """Number of full leaves that get a gradient from ``task`` and have not got the
-    gradient yet. -1 if a gradient arrived without a pre-backward: only the end of the
-    graph task reduces then."""
+    gradient yet. Negative if a gradient arrived without a pre-backward: only the end of
+    the graph task reduces then."""
+    retained: bool = False
+    """Whether the backward builds a graph, so that the unit stays full."""
     open_calls: int = 0
-    """Forwards in ``tapes`` whose inputs wait for gradients (see ``RETAINED``)."""
+    """Forwards in ``tapes`` whose inputs wait for gradients."""
     expected_calls: int = 0
     """Number of open calls with input hooks. If all have, the last reduces the unit."""
     endless: bool = False
@@ -157,7 +156,7 @@ class UnitLayout:
 
 
 class LeafMemory(NamedTuple):
-    """Where the data of a unit's leaves is expected (``flat.user_memory``)."""
+    """Where the data of a unit's leaves is expected."""
 
     leaves: tuple[nn.Parameter, ...]
     """Sharded leaves with elements on this rank."""

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from composable_fsdp.comm.agreement import Peers, can_compare
 from composable_fsdp.errors import CompositionError
-from composable_fsdp.flat.external_changes import successor
 from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.handle import find_leaf
+from composable_fsdp.flat.replaced_params import successor
 from composable_fsdp.naming import listed
 from composable_fsdp.optim.step_checks import leaf_name
-from composable_fsdp.tree.late_registration import PENDING, warn_of_added
+from composable_fsdp.tree.moments import OPTIMIZER_CHECKED
 from composable_fsdp.tree.unit_settings import IGNORED
 
 
@@ -36,9 +36,8 @@ def check_unmanaged_params(optim: torch.optim.Optimizer) -> None:
     """
     parameters = [p for group in optim.param_groups for p in group["params"]]
     _require_current(optim, parameters)
-    if PENDING:
-        held = set(map(id, parameters))
-        warn_of_added(lambda _, added: any(id(p) in held for p in added))
+    for call in OPTIMIZER_CHECKED:
+        call(parameters)
     _compare_unmanaged(optim, parameters)
 
 

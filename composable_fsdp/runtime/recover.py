@@ -22,42 +22,35 @@ from composable_fsdp.comm.ranges import end_all_ranges
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import residency
 from composable_fsdp.flat.changed_flags import changed_flags, common_mode
-from composable_fsdp.flat.external_changes import requires_grad_changed
 from composable_fsdp.flat.functional_params import (
     functional_params_aside,
     restore_functional_params,
     will_be_full,
 )
 from composable_fsdp.flat.gradients import free_cleared
-from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
+from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle, FullForm
 from composable_fsdp.flat.residency import (
     COPIES_SHOWN,
     SHARDED,
     UNSHARDED,
     shards_are_unchanged,
 )
-from composable_fsdp.flat.user_memory import leaves_view_shards, take_memory
-from composable_fsdp.runtime.backward import GradientOrder
-from composable_fsdp.runtime.external_changes import (
-    adopt_external_changes,
-    adopt_external_changes_unless_meta,
-    follow_requires_grad,
-)
+from composable_fsdp.runtime.grad_hooks import make_nodes_on_current_stream
 from composable_fsdp.runtime.graph_task import (
     current_task,
     inside_block,
     reset_backward,
 )
-from composable_fsdp.runtime.leaf_streams import make_nodes_on_current_stream
 from composable_fsdp.runtime.offload import (
     finish_d2h_grad_copies,
     synchronize_copy_stream,
 )
-from composable_fsdp.runtime.precision import cast_buffers, explain_dtypes
+from composable_fsdp.runtime.precision import cast_buffers, select_form
 from composable_fsdp.runtime.reduce import (
     drop_reduction,
     drop_unreduced_grads,
     finish_reduction,
+    reduce_gradients,
 )
 from composable_fsdp.runtime.threads import (
     require_no_other_backward,
@@ -67,16 +60,18 @@ from composable_fsdp.runtime.unshard import (
     discard_full,
     end_use,
     free_oldest,
+    prefetch_backward,
     reshard,
     shard_versions,
 )
-from composable_fsdp.runtime.unused_params import CommonOrder
+from composable_fsdp.tree import moments
 from composable_fsdp.tree.initial_weights import ALL_RANKS
 from composable_fsdp.tree.moments import (
     CHANGED,
     CHANGED_FLAGS,
     FIRST_FORWARD,
     NEXT_FORWARD,
+    ORDERS,
     RANKS_MEET,
     RECORDS,
 )
@@ -91,6 +86,19 @@ from composable_fsdp.tree.state import (
 )
 
 _fills = attrgetter("rule.fill")
+
+
+class GradientOrder(ForwardRecord):
+    """The default: a unit reduces as soon as its gradients are complete."""
+
+    __slots__ = ()
+
+    reduce = staticmethod(reduce_gradients)
+    prefetch = staticmethod(prefetch_backward)
+
+    def restore_form(self, state: _FSDPState, form: FullForm) -> None:
+        """Make ``form`` current, as ``select_form``."""
+        select_form(state, form)
 
 
 def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
@@ -144,10 +152,7 @@ def require_outside_block(context: RuntimeContext, state: _FSDPState) -> None:
 
 
 def _discard_old_full_params(context: RuntimeContext) -> None:
-    """Reshard the units that an earlier forward or a user left full.
-
-    Raises: PhaseError, as ``require_current_full_params``.
-    """
+    """Reshard the units that an earlier forward or a user left full."""
     for handle in context.handles:
         # Free ``gradient.shard`` if ``zero_grad`` has cleared ``.grad``.
         free_cleared(handle)
@@ -159,22 +164,18 @@ def _discard_old_full_params(context: RuntimeContext) -> None:
 
 
 def _follow_changes(context: RuntimeContext, root: _RootFSDPState) -> None:
-    """Adopt parameters that a user has changed, frozen or unfrozen between steps.
-
-    Raises: as ``adopt_external_changes`` and ``follow_requires_grad``.
-    """
+    """Adopt parameters that a user has changed, frozen or unfrozen between steps."""
     froze = False
     for unit in root._root_states:
         handle = unit.handle
         if not handle.kept_full and not shards_are_unchanged(handle):
             with functional_params_aside(handle):
-                adopt_external_changes(unit)
+                moments.changes.adopt(unit)
                 # A forward without a graph keeps the regions, because a graph of an
                 # earlier forward may hold them: with adapters, the reference forward
                 # of DPO comes between a forward and its backward, and freezes them.
-                if torch.is_grad_enabled() and requires_grad_changed(handle):
-                    follow_requires_grad(context, handle)
-                    froze = True
+                if torch.is_grad_enabled():
+                    froze |= moments.changes.follow_flags(unit)
     if froze or (CHANGED and context in CHANGED):
         # Once after all units, because the flags of every unit are read.
         later = [flags(root._root_states) for flags in CHANGED_FLAGS]
@@ -191,15 +192,13 @@ def _new_record(context: RuntimeContext, state: _FSDPState) -> ForwardRecord:
     # buffers of other sizes, which aborts the process.
     mode = (state.fqn, training, torch.is_grad_enabled(), context.changed_flags)
     fills = any(map(_fills, context.handles))
-    record: ForwardRecord = RECORDS.get(context, _record)(mode, fills)
+    make = RECORDS.get(context)
+    record: ForwardRecord = make(mode, fills) if make else ORDERS[fills](mode)
     return record
 
 
 def _keep_or_discard(context: RuntimeContext, handle: FlatParamHandle) -> None:
-    """Reshard a unit that is full, unless the unit was kept and is current.
-
-    Raises: PhaseError, as ``require_current_full_params``.
-    """
+    """Reshard a unit that is full, unless the unit was kept and is current."""
     if handle.kept_full and require_current_full_params(handle):
         return
     if handle.residency is not SHARDED:
@@ -207,21 +206,13 @@ def _keep_or_discard(context: RuntimeContext, handle: FlatParamHandle) -> None:
 
 
 def _begin_first(context: RuntimeContext, root: _RootFSDPState) -> None:
-    """Call what one of the first forwards of a tree calls.
-
-    Collective, Raises: as the functions of ``RANKS_MEET`` and ``FIRST_FORWARD``.
-    """
+    """Call what one of the first forwards of a tree calls."""
     for meet in RANKS_MEET:
         meet(context, root)
     if not context.is_checked:
         for begin in FIRST_FORWARD:
             begin(context)
         context.is_checked = True
-
-
-def _record(mode: Hashable, fills: bool) -> ForwardRecord:
-    """Return the record of a forward; ``fills``: of a tree that reduces all grads."""
-    return CommonOrder(mode) if fills else GradientOrder(mode)
 
 
 def end_iteration(context: RuntimeContext) -> None:
@@ -251,9 +242,7 @@ def require_current_full_params(handle: FlatParamHandle) -> bool:
             "backward that comes before the step."
         )
     good = shards_are_unchanged(handle) and not handle.writes.memory.moved
-    if good and not leaves_view_shards(handle):
-        take_memory(handle)
-        good = False
+    good = good and moments.changes.is_in_shards(handle)
     if good:
         # The values are current, but their versions are not if torch has made state of
         # an optimizer by a step that changes nothing. Backward compares the versions.
@@ -272,10 +261,7 @@ def _module_call() -> FrameType | None:
 
 
 def is_live(context: RuntimeContext) -> bool:
-    """Return whether the forward that began the iteration is still running.
-
-    Raises: PhaseError, if the forward is running in another thread.
-    """
+    """Return whether the forward that began the iteration is still running."""
     # A KeyboardInterrupt runs no post-forward hook, so ``outermost`` may be stale; only
     # the call stack tells. Without a frame (not begun by a module call) the answer is
     # unknown.
@@ -286,10 +272,7 @@ def is_live(context: RuntimeContext) -> bool:
 
 
 def mode_of(context: RuntimeContext, handle: FlatParamHandle) -> Hashable:
-    """Return the mode of the running forward, as the ranks of a unit know the mode.
-
-    Raises: PhaseError, if the forward is running in another thread.
-    """
+    """Return the mode of the running forward, as the ranks of a unit know the mode."""
     is_live(context)
     mode: Any = context.tape.mode
     # Most programs freeze nothing and set nothing after ``fully_shard``.
@@ -306,7 +289,6 @@ def recover(context: RuntimeContext, *, drop_gradients: bool) -> None:
     Collective: none, except as ``finish_reduction`` if ``drop_gradients`` is False.
     """
     failed: RuntimeError | None = None
-    explain_dtypes(root_of(context)._root_states, sys.exc_info()[1])
     end_iteration(context)
     end_all_ranges(context)
     context.tasks.clear()
@@ -336,6 +318,7 @@ def recover(context: RuntimeContext, *, drop_gradients: bool) -> None:
             end_use(context, handle, reshards=True, kept=False)
         except RuntimeError as error:  # of a prefetched all-gather
             failed = failed or error
+            # The wait that raised has ended the all-gather, so this one reshards.
             end_use(context, handle, reshards=True, kept=False)
     for unit in context.marked.lists:
         unit.remaining = frozenset()
@@ -357,7 +340,7 @@ def require_between_steps(state: _FSDPState, what: str) -> None:
     """
     context = state.context
     if context is None:
-        adopt_external_changes_unless_meta(state)
+        moments.changes.adopt(state, values_required=False)
         return
     if context.outermost is not None and not is_live(context):
         recover(context, drop_gradients=False)
@@ -392,15 +375,11 @@ def require_between_steps(state: _FSDPState, what: str) -> None:
         ):
             free_all_full_params(state)
         if handle.residency is SHARDED:
-            adopt_external_changes_unless_meta(state)
+            moments.changes.adopt(state, values_required=False)
 
 
 def free_all_full_params(state: _FSDPState) -> None:
-    """Reshard a unit that was left full, because the caller will write the shards.
-
-    Call after ``require_between_steps``. Backward, if any, and the next forward gather
-    the unit again.
-    """
+    """Reshard a unit that was left full, because the caller will write the shards."""
     if state.handle.residency is not SHARDED:
         assert state.context is not None
         reshard(state.context, state.handle)
@@ -412,7 +391,7 @@ def require_idle(state: _FSDPState, what: str) -> RuntimeContext:
     Units that were kept between forward and backward are resharded; backward gathers
     the units again.
 
-    Raises: as ``require_between_steps``; PlanError, as ``adopt_external_changes``.
+    Raises: as ``require_between_steps``; PlanError, as ``moments.changes.adopt``.
     Collective: none, except as ``finish_reduction`` if a reduction is in flight.
     """
     require_between_steps(state, what)
@@ -422,5 +401,5 @@ def require_idle(state: _FSDPState, what: str) -> RuntimeContext:
             end_use(context, handle, reshards=True, kept=False)
     free_oldest(context, keep=0)
     for unit in root_of(context)._root_states:
-        adopt_external_changes(unit)
+        moments.changes.adopt(unit)
     return context

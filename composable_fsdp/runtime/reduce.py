@@ -77,7 +77,7 @@ def copy_grads_to_reduce_buffers(
     if context.reducing is not None and context.reducing.handle is handle:
         # The reduction in flight reads the reduce buffers, so finish before writing.
         finish_reduction(context)
-    users = context.streams.users(handle.events)
+    users = context.streams.users(handle.events)  # none on CPU
     for stream in users[1:]:
         users[0].wait_stream(stream)
     if not handle.reduction.has_memory:
@@ -170,9 +170,9 @@ def _reduce_on_stream(streams: Streams, reduction: Reduction) -> None:
     for stream in users:
         streams.reduce.wait_stream(stream)
     groups, by_hook = handle.groups, handle.rule.hook is not None
-    shard, replicate = handle.rule.group or groups.shard_ref, groups.replicate_ref
+    shard, replicas = handle.rule.group or groups.shard_ref, groups.replicate_ref
     handle.reduction.replicates = bool(
-        reduction.final and shard and replicate and not by_hook
+        reduction.final and shard and replicas and not by_hook
     )
     with streams.on(streams.reduce):
         # Targets that are allocated here belong to the reduce stream, which waits for
@@ -192,12 +192,12 @@ def _reduce_on_stream(streams: Streams, reduction: Reduction) -> None:
     # event is later than the last operation: known to have ended too late.
     if shard is not None:
         shard.operations.marks[handle.events.reduce.event] = shard.operations.number
-    if replicate is not None:
+    if replicas is not None:
         event = handle.events.reduce
         if handle.reduction.replicates:
             _replicate_on_stream(streams, reduction)
             event = handle.events.all_reduce
-        replicate.operations.marks[event.event] = replicate.operations.number
+        replicas.operations.marks[event.event] = replicas.operations.number
 
 
 def _replicate_on_stream(streams: Streams, reduction: Reduction) -> None:
@@ -306,10 +306,7 @@ def _forget_outputs(handle: FlatParamHandle) -> None:
 
 
 def drop_reduction(context: RuntimeContext) -> None:
-    """Wait for the reductions in flight, if any, and discard the sums.
-
-    Copies of gradients to the host are discarded, too.
-    """
+    """Wait for the reductions in flight, if any, and discard the sums."""
     drop_d2h_grad_copies(context)
     dropped = [context.replicating, context.reducing]
     context.replicating = context.reducing = None
@@ -433,10 +430,7 @@ def _add_held_sums(handle: FlatParamHandle, regions: Sequence[TrainableRegion]) 
 def _sum_over_replicas(
     handle: FlatParamHandle, regions: Sequence[TrainableRegion], *, async_op: bool
 ) -> list[Waitable]:
-    """Issue the all-reduce of gradients that need no reduce-scatter.
-
-    Returns: what there is to wait for.
-    """
+    """Issue the all-reduce of gradients that need no reduce-scatter."""
     if handle.groups.replicate_ref is None:
         return []
     work = all_reduce_over_replicas(handle, regions, async_op=async_op)
@@ -453,7 +447,7 @@ def _apply_reduced_gradients(reduction: Reduction) -> None:
     hooked: list[nn.Parameter] = []
     for region, arrived in zip(handle.layout.trainable, reduction.arrived, strict=True):
         reduce = region.reduce
-        target = reduce.temporary  # as ``_target``
+        target = reduce.temporary  # ``reduce_target``, inlined
         if target is None:
             target = region.gradient.shard
         assert target is not None

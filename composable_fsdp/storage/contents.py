@@ -93,7 +93,7 @@ class HeldParam:
 
     @property
     def local(self) -> Tensor:
-        """This rank's elements, a view of the leaf (``flat.user_memory``)."""
+        """This rank's elements, a view of the leaf."""
         return self.ref.leaf.detach().reshape(-1)
 
     def holders(self) -> tuple[int, ...]:

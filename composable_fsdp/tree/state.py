@@ -27,8 +27,8 @@ from composable_fsdp.flat.handle import FlatParamHandle, FullForm
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.tree.initial_weights import InitialWeights
-from composable_fsdp.tree.moments import Observer
-from composable_fsdp.tree.unit_settings import ForwardSearches, UnitSettings
+from composable_fsdp.tree.moments import PASSAGES, Observer
+from composable_fsdp.tree.unit_settings import UnitSettings
 
 U = TypeVar("U")
 Reduced = tuple[FlatParamHandle, int, tuple[bytes, ...]]
@@ -79,8 +79,8 @@ class ForwardRecord(ExecutionOrder["_FSDPState"]):
     """The uses of a forward that will see a backward, and how backward goes through.
 
     The class of the record decides when a unit reduces and what is prefetched:
-    ``runtime.backward.GradientOrder``, the default, or
-    ``runtime.unused_params.CommonOrder``. The class is chosen when the forward begins.
+    ``runtime.recover.GradientOrder``, the default, or
+    ``features.unused.common_order.CommonOrder``, chosen when the forward begins.
     """
 
     # Only hooks in the autograd graph keep a record alive (and ``RuntimeContext.tape``,
@@ -359,8 +359,6 @@ class _FSDPState:
         ranks: RankLayout,
         initial: InitialWeights,
         settings: UnitSettings,
-        searches: ForwardSearches,
-        passage: Any,
     ) -> None:
         """Make this state the state of a unit."""
         self.fqn, self.modules = fqn, modules
@@ -376,8 +374,10 @@ class _FSDPState:
         """The values that ``fully_shard`` was given, for a comparison with other
         ranks."""
         self.settings = settings
-        self.searches, self.passage = searches, passage
-        """``passage``: how values enter and leave forwards (``runtime.passage``)."""
+        self.passage = PASSAGES["first"]
+        """How values enter and leave forwards (``runtime.forward.Passage``)."""
+        self.searches = PASSAGES["searches"](modules)
+        """What the first forwards have found, for the passage."""
 
     @property
     def device(self) -> torch.device:

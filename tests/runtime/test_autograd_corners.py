@@ -147,25 +147,6 @@ def test_values_and_gradients_are_those_of_the_unsharded_model(
     ranks(2).run(turn, path, STRATEGIES[0], corner, FROZEN["all train"])
 
 
-@pytest.mark.few(6)
-@pytest.mark.req("B-11")
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("mode", BackwardPrefetch)
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
-@pytest.mark.parametrize("frozen", [*FROZEN][1:])
-@pytest.mark.parametrize("corner", CORNERS)
-def test_corners_of_other_models_have_the_same_numbers(
-    ranks: RankCount,
-    corner: str,
-    frozen: str,
-    strategy: ShardingStrategy,
-    mode: BackwardPrefetch,
-) -> None:
-    """Frozen parameters get no gradient and let it pass; weights stay full, and a unit
-    reduces behind the next all-gather."""
-    ranks(2).run(turn, PATHS[0], strategy, corner, FROZEN[frozen], mode)
-
-
 # ---- gradients with respect to chosen parameters ----
 
 BLOCKS = ("0", "1", "2")

@@ -18,9 +18,7 @@ from composable_fsdp import (
     get_full_grad,
     no_sync,
 )
-from composable_fsdp.flat import memory
 from composable_fsdp.optim.names import is_absent
-from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.support.models import TinyGPT
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
@@ -205,14 +203,6 @@ def sharded() -> nn.Module:
     return fully_shard(tiny_mlp())
 
 
-def has_memory(model: nn.Module) -> bool:
-    """Whether the flat gradient of the unit has."""
-    (region,) = _get_fsdp_handles(model)[0].layout.trainable
-    return region.gradient.shard is not None and memory.is_allocated(
-        region.gradient.shard
-    )
-
-
 def storage_values(gradient: Tensor) -> Callable[[], Tensor]:
     storage = gradient.untyped_storage()
     return lambda: torch.empty(0).set_(storage)[: gradient.numel()]
@@ -260,31 +250,6 @@ def test_a_gradient_that_somebody_has_keeps_its_values(
     kept = held().flatten()
     assert kept[:8].all()
     torch.testing.assert_close(kept, before.flatten()[: kept.numel()])
-
-
-@pytest.mark.parametrize(
-    "show",
-    [Tensor.numpy, Tensor.share_memory_],
-    ids=["numpy", "another process"],
-)
-def test_a_gradient_that_was_given_away_does_not_break_the_next_step(
-    show: Callable[[Tensor], object], one_rank: World
-) -> None:
-    """Such memory cannot be resized, also when nobody has it any more."""
-    model = sharded()
-    weight = next(model.parameters())
-    backward(model(X).sum())
-    assert weight.grad is not None
-    before = weight.grad.clone()
-    show(weight.grad)
-
-    model.zero_grad()
-    backward(model(X).sum() * 3)
-    torch.testing.assert_close(weight.grad, 3 * before)
-    model.zero_grad()
-    model(X)
-
-    assert not has_memory(model)
 
 
 class _ReturnsTheWeight(torch.autograd.Function):
@@ -385,35 +350,6 @@ def test_optimizers_that_step_in_backward_train_as_after_it(
     mine = [step[world.rank] for step in expected]
     assert_same_training(sharded, plain, losses, mine)
     assert all(p.grad is None for p in sharded.parameters())
-
-
-def count_calls(model: nn.Module) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for name, parameter in model.named_parameters():
-        counts[name] = 0
-
-        def count(_: Tensor, name: str = name) -> None:
-            counts[name] += 1
-
-        parameter.register_post_accumulate_grad_hook(count)  # type: ignore[no-untyped-call]
-    return counts
-
-
-@pytest.mark.req("B-16")
-@on_ranks(1, 3)
-def test_a_hook_is_called_once_for_each_reduction(world: World) -> None:
-    """Not under ``no_sync``, and also where a rank holds no element."""
-    model = gpt("composable")
-    counts = count_calls(model)
-
-    with no_sync(model):
-        backward(loss_of(model, gpt_input(0, world.rank)))
-    quiet = set(counts.values())
-    backward(loss_of(model, gpt_input(1, world.rank)))
-    once = set(counts.values())
-    backward(loss_of(model, gpt_input(2, world.rank)))
-
-    assert (quiet, once, set(counts.values())) == ({0}, {1}, {2})
 
 
 @on_ranks(1, 2)

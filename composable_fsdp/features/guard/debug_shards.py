@@ -9,7 +9,7 @@ read twice in each step, so a tree is checked only if asked.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from composable_fsdp.comm.debug import DEBUG_VARIABLE, is_debugging
 from composable_fsdp.comm.device import outside_transforms
@@ -19,10 +19,8 @@ from composable_fsdp.flat.param_paths import slot_path
 from composable_fsdp.flat.param_ref import param_refs
 from composable_fsdp.flat.value_hash import hash_values, have_values
 from composable_fsdp.naming import listed, quoted
-from composable_fsdp.runtime.backward import GradientOrder
 from composable_fsdp.runtime.unshard import shard_versions
-from composable_fsdp.runtime.unused_params import CommonOrder
-from composable_fsdp.tree.moments import RECORDS
+from composable_fsdp.tree.moments import ORDERS, RECORDS
 from composable_fsdp.tree.state import ForwardRecord, RuntimeContext, _FSDPState
 
 
@@ -60,14 +58,6 @@ class _HashedShards(ForwardRecord):
         super().reach(context, handle, index)
 
 
-class CheckedOrder(_HashedShards, GradientOrder):
-    """``GradientOrder`` with hashes of shards."""
-
-
-class CheckedCommonOrder(_HashedShards, CommonOrder):
-    """``CommonOrder`` with hashes of shards."""
-
-
 def hash_if_debugging(context: RuntimeContext) -> None:
     """Have the shards of a tree hashed if the program is debugged."""
     if is_debugging():
@@ -77,7 +67,9 @@ def hash_if_debugging(context: RuntimeContext) -> None:
 def _checked_record(mode: Hashable, fills: bool) -> ForwardRecord:
     """Return a new record of a forward whose shards are hashed."""
     # A record of its own class, and no test in the steps of programs without debugging.
-    return CheckedCommonOrder(mode) if fills else CheckedOrder(mode)
+    base: Any = ORDERS[fills]
+    checked: type[ForwardRecord] = type("CheckedOrder", (_HashedShards, base), {})
+    return checked(mode)
 
 
 # The forward may run inside a transform, where hashes would have no memory.

@@ -1,48 +1,29 @@
-"""Detecting and adopting parameters that were changed outside the shard since build.
+"""New regions over parameters that were replaced, cast, moved, frozen or unfrozen.
 
 ``module.to(dtype)``, ``to_empty``, ``load_state_dict(assign=True)`` or an assignment
-gives a module parameters with memory of their own; without detection, training would
-continue with the old values. Every iteration checks once::
-
-    change by the user                 detected by            answer
-    values in other memory, replaced   shards_are_unchanged   require_leaves
-    or cast parameters                 leaves_view_shards
-    frozen or unfrozen parameters      requires_grad_changed  rebuild_for_requires_grad
-    replaced, and an optimizer holds   optim                  successor
-    the old parameters
-
-A changed parameter is adopted as plain modules do: the parameter that a module shows is
-the parameter from now on, with its dtype. So an optimizer created after the change
-holds the right objects. An optimizer that was created earlier still holds the old
-objects and would step on unused parameters without an error; ``optim`` asks
-``successor`` about these objects. ``runtime.external_changes`` calls this file between
-steps, and knows of streams, reductions and hooks.
+gives a module parameters with memory of their own. A changed parameter is adopted as
+plain modules do: the parameter that a module shows is the parameter from now on, with
+its dtype. ``adopt`` calls this file, and knows of streams, reductions and hooks.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from composable_fsdp.errors import PlanError
+from composable_fsdp.features.changes.user_memory import take_memory
 from composable_fsdp.flat.build import replace_layout
 from composable_fsdp.flat.flat_parameter import rebind_flat_parameters
 from composable_fsdp.flat.gradients import shard_views
-from composable_fsdp.flat.handle import (
-    FlatParamHandle,
-    find_leaf,
-    forget_leaves,
-)
+from composable_fsdp.flat.handle import FlatParamHandle, forget_leaves
 from composable_fsdp.flat.param_paths import place_path
 from composable_fsdp.flat.param_ref import param_refs
+from composable_fsdp.flat.replaced_params import record_replaced
 from composable_fsdp.flat.residency import shards_are_unchanged
-from composable_fsdp.flat.user_memory import take_memory
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.planning.dtensors import is_dtensor
 from composable_fsdp.planning.split import split_region
@@ -285,56 +266,3 @@ def rebuild_for_requires_grad(handle: FlatParamHandle) -> bool:
         device=before.device,
     )
     return rebind_flat_parameters(handle, before.regions)
-
-
-class _Place(NamedTuple):
-    """The unit and the slot that a replaced parameter had."""
-
-    handle: weakref.ref[FlatParamHandle]
-    slot: int
-    """``ParameterSlot.index``, which stays the same when the unit is rebuilt."""
-
-
-# ``Any``, because torch has no type stubs for this class.
-_places: Any = WeakIdKeyDictionary()
-_times = 0
-
-
-def record_replaced(
-    handle: FlatParamHandle, *leaves: Sequence[Sequence[nn.Parameter]]
-) -> None:
-    """Record the old leaves, given first, that the new leaves of ``handle`` replace."""
-    global _times
-    # Of a DTensor, the first leaf is already another object than the parameter.
-    for region, before, after in zip(handle.layout.regions, *leaves, strict=True):
-        for slot, old, new in zip(region.layout.parameters, before, after, strict=True):
-            if old is not new:
-                _places[old] = _Place(weakref.ref(handle), slot.index)
-                # A parameter that returns is a leaf again. The entry must go, because
-                # ``torch.utils.swap_tensors`` refuses a parameter that has weak
-                # references.
-                _places.pop(new, None)
-                _times += 1
-
-
-def times_replaced() -> int:
-    """Return how many parameters have been replaced so far in this process."""
-    return _times
-
-
-def successor(parameter: nn.Parameter) -> tuple[FlatParamHandle, nn.Parameter] | None:
-    """Return the unit and the leaf that replaced ``parameter``.
-
-    ``None`` if ``parameter`` was not replaced, or is a leaf again.
-    """
-    place = _places.get(parameter)
-    handle = None if place is None else place.handle()
-    if handle is None or find_leaf(parameter) is not None:
-        return None
-    # The parameter was assigned to its place again; the next forward will adopt it.
-    if any(table.get(key) is parameter for table, key, *_ in handle.swaps):
-        return None
-    for ref in param_refs(handle):
-        if ref.slot.index == place.slot:
-            return handle, ref.leaf
-    return None

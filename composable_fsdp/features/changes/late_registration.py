@@ -84,6 +84,13 @@ def warn_of_added(chosen: Callable[[_FSDPState, list[nn.Parameter]], bool]) -> N
         NEXT_FORWARD.remove(_warn_in_forward)
 
 
+def warn_before_step(parameters: list[nn.Parameter]) -> None:
+    """Call ``warn_of_added`` for what an optimizer holds."""
+    if PENDING:
+        held = set(map(id, parameters))
+        warn_of_added(lambda _, added: any(id(p) in held for p in added))
+
+
 def _warn_in_forward(context: RuntimeContext) -> None:
     """Call ``warn_of_added`` for the tree whose forward begins."""
     warn_of_added(lambda state, _: state.context is context)
@@ -96,7 +103,7 @@ def _unmanaged_below(
     table = module._parameters
     if name in table:
         # A new parameter at a place of the unit is adopted, or refused by name, by
-        # ``flat.external_changes``.
+        # ``new_leaves``.
         if not any(
             each is table and key == name
             for each, key in zip(

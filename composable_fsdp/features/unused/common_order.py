@@ -23,8 +23,8 @@ from composable_fsdp.config import BackwardPrefetch
 from composable_fsdp.flat.gradients import has_arrived
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle, FullForm
 from composable_fsdp.flat.residency import NOT_GATHERED, SHARDED
-from composable_fsdp.runtime.backward import select_form
 from composable_fsdp.runtime.graph_task import parameters_not_requested, will_run
+from composable_fsdp.runtime.precision import select_form
 from composable_fsdp.runtime.reduce import reduce_gradients, unshard_in_backward
 from composable_fsdp.runtime.unshard import (
     keep_full,
