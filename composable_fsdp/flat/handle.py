@@ -93,13 +93,13 @@ class BackwardProgress:
     retained: bool = False
     """Whether the backward builds a graph, so that the unit stays full."""
     open_calls: int = 0
-    """Forwards in ``tapes`` whose inputs wait for gradients."""
+    """Forwards in ``orders`` whose inputs wait for gradients."""
     expected_calls: int = 0
     """Number of open calls with input hooks. If all have, the last reduces the unit."""
     endless: bool = False
     """Whether backward has reached a call without an alias, whose end no hook tells."""
-    tapes: tuple[Any, ...] = ()
-    """The forwards (``ForwardRecord``) that ``open_calls`` counts."""
+    orders: tuple[Any, ...] = ()
+    """The forwards (``StepOrder``) that ``open_calls`` counts."""
 
 
 NO_BACKWARD = BackwardProgress(NO_TASK)

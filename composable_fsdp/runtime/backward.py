@@ -65,7 +65,7 @@ from composable_fsdp.runtime.unshard import (
     wait_unsharded,
 )
 from composable_fsdp.tree.moments import PASSAGES
-from composable_fsdp.tree.state import ForwardRecord, _FSDPState
+from composable_fsdp.tree.state import StepOrder, _FSDPState
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
@@ -84,10 +84,10 @@ class UnitForward:
 
     state: _FSDPState
     module: nn.Module
-    tape: ForwardRecord
+    order: StepOrder
     passage: Any
     """How values enter and leave this forward (``runtime.forward.Passage``)."""
-    taped: bool
+    has_graph: bool
     """Whether the forward makes a graph of its own."""
     begin: int
     """Number of uses that were recorded before the forward began."""
@@ -102,7 +102,7 @@ class UnitForward:
     inputs: tuple[tuple[Tensor, int], ...] = ()
     """Inputs with their versions at the start; emptied at the end of the forward."""
     index: int = -1
-    """Position of this use in ``tape.uses``; -1 in a recomputed forward."""
+    """Position of this use in ``order.uses``; -1 in a recomputed forward."""
     task: int = NO_TASK
     """The graph task whose pre-backward has run for this call."""
     waiting: int = 0
@@ -142,7 +142,7 @@ class UnitForward:
         self.waiting -= 1
         if self.waiting:
             return
-        state, tape = self.state, self.tape
+        state, order = self.state, self.order
         handle, context = state.handle, state.context
         assert context is not None
         progress = handle.backward
@@ -161,18 +161,18 @@ class UnitForward:
         if (
             handle.layout.plan.options.backward_prefetch
             is BackwardPrefetch.BACKWARD_POST
-            and tape.reached > 0
+            and order.reached > 0
             and not state.ahead_in_backward
         ):
-            tape.prefetch(context, tape, tape.reached)
+            order.prefetch(context, order, order.reached)
         # The reduce-scatter is issued after the prefetch: a backend runs collectives in
         # order. The next unit waits for the all-gather, whereas no compute waits for
         # this reduction until the next reduction is due.
         if through and handle.reduction.due and state.settings.sync_gradients:
-            tape.reduce(context, handle)
+            order.reduce(context, handle)
 
 
-def hook_outputs(call: UnitForward, tensors: list[Tensor], *, record: bool) -> bool:
+def hook_outputs(call: UnitForward, tensors: list[Tensor], *, adds: bool) -> bool:
     """Register ``pre_backward`` on the nodes of the outputs.
 
     Returns: False if no output has a node, so that no backward can reach this call.
@@ -204,11 +204,11 @@ def hook_outputs(call: UnitForward, tensors: list[Tensor], *, record: bool) -> b
     for tensor in tensors:
         if tensor._backward_hooks or tensor._base is not None:
             _put_first(hook, tensor)
-    if record:
-        call.index = call.tape.record(call.state, call.begin)
+    if adds:
+        call.index = call.order.add(call.state, call.begin)
     # Without an alias no ``input_done`` counts this call down, as intended: the
     # gradient may flow to an attribute or a closure until the graph task ends.
-    calls, handle = call.tape.open_calls, call.state.handle
+    calls, handle = call.order.open_calls, call.state.handle
     calls[handle] = calls.get(handle, 0) + 1
     return True
 
@@ -270,11 +270,11 @@ def pre_backward(call: UnitForward, aliases: tuple[Any, ...], _: object = None) 
     # A single alias is not looked up: if the alias does not run, nothing counts down.
     # Of several aliases, count only the aliases that this graph task will run.
     call.waiting = sum(map(will_run, aliases)) if aliases else 1
-    state, tape = call.state, call.tape
+    state, order = call.state, call.order
     handle, context = state.handle, state.context
     assert context is not None
     if handle.form is not call.form:
-        tape.restore_form(state, call.form)
+        order.restore_form(state, call.form)
     if handle.backward.task != task:
         begin_unit_backward(context, state, task)
     mode = handle.layout.plan.options.backward_prefetch
@@ -285,23 +285,23 @@ def pre_backward(call: UnitForward, aliases: tuple[Any, ...], _: object = None) 
     else:
         # Read if another unit needs the slot of an arena (``runtime.slots``).
         handle.backward.endless = True
-    if tape not in handle.backward.tapes:
-        # First call of this forward record in this graph task: add the open calls of
-        # the whole record.
-        handle.backward.tapes = (*handle.backward.tapes, tape)
-        handle.backward.open_calls += tape.open_calls.get(handle, 0)
-    tape.reach(context, handle, call.index)
+    if order not in handle.backward.orders:
+        # First call of this order in this graph task: add the open calls of
+        # the whole forward.
+        handle.backward.orders = (*handle.backward.orders, order)
+        handle.backward.open_calls += order.open_calls.get(handle, 0)
+    order.reach(context, handle, call.index)
     if handle.residency in NOT_GATHERED:
         unshard_in_backward(context, handle)
     wait_unsharded(handle)
-    if tape.task != task:
-        tape.task, tape.reached = task, call.index
-    elif call.index < tape.reached:
-        tape.reached = call.index
+    if order.task != task:
+        order.task, order.reached = task, call.index
+    elif call.index < order.reached:
+        order.reached = call.index
     if state.ahead_in_backward:
         prefetch_listed(context, state, state.ahead_in_backward)
-    elif tape.reached > 0 and mode is BackwardPrefetch.BACKWARD_PRE:
-        prefetch_backward(context, tape, tape.reached)
+    elif order.reached > 0 and mode is BackwardPrefetch.BACKWARD_PRE:
+        prefetch_backward(context, order, order.reached)
 
 
 def _hook_for_next_backward(call: UnitForward, gradients: tuple[Any, ...]) -> None:
@@ -325,7 +325,7 @@ def pre_next_backward(call: UnitForward, _: object = None) -> None:
     handle, context = state.handle, state.context
     assert context is not None
     if handle.form is not call.form:
-        call.tape.restore_form(state, call.form)
+        call.order.restore_form(state, call.form)
     if handle.backward.task != task:
         begin_unit_backward(context, state, task)
     # The last node of the second backward is not known, so no hook counts down; the end
@@ -441,7 +441,7 @@ def _on_all_gradients(state: _FSDPState, handle: FlatParamHandle) -> None:
                 # after the checkpoint and reduces once.
                 break
         else:
-            reduce = progress.tapes[0].reduce if progress.tapes else reduce_gradients
+            reduce = progress.orders[0].reduce if progress.orders else reduce_gradients
             reduce(context, handle)
 
 

@@ -13,7 +13,6 @@ from composable_fsdp.comm.nodes import PEERLESS
 from composable_fsdp.compose.registry import set_state
 from composable_fsdp.flat.build import build_handle
 from composable_fsdp.flat.dtensor_params import with_plain_parameters
-from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.precision import make_precision
 from composable_fsdp.flat.replaced_params import record_replaced
 from composable_fsdp.flat.value_hash import hash_values, have_values
@@ -57,13 +56,27 @@ def build_units(
         if not handle.layout.on_meta:
             initial.mark(handle.layout)
         first = state is root_state
-        _fill(state, target, ranks, handle, initial, first)
+        options = target.plan.options
+        state.fill(
+            target.plan.fqn,
+            target.modules,
+            handle,
+            make_precision(handle, is_local_root=first),
+            options=options,
+            ranks=ranks,
+            initial=initial,
+            settings=UnitSettings(
+                None if options.reshard_after_forward else False,
+                prefetches_forward=options.forward_prefetch,
+            ),
+        )
         if not first:
             set_state(target.modules[0], api, state)
-            _link(state, states[target.parent])
+            # Weak: a unit must not keep the units above alive.
+            state._parent = weakref.ref(states[target.parent])
         for below in target.units_below:
             if isinstance(below, _FSDPState) and below.parent is None:
-                _link(below, state)
+                below._parent = weakref.ref(state)
         # Nested units were built first and own their modules already; a module has a
         # single owner.
         heads = target.modules
@@ -71,37 +84,6 @@ def build_units(
         OWNERS.set(state, *free)
         install_hooks(state)
     return states
-
-
-def _link(child: _FSDPState, parent: _FSDPState) -> None:
-    """Set the parent of a unit, as a weak reference."""
-    # Weak: a unit must not keep the parent alive.
-    child._parent = weakref.ref(parent)
-
-
-def _fill(
-    state: _FSDPState,
-    target: Target,
-    ranks: RankLayout,
-    handle: FlatParamHandle,
-    initial: InitialWeights,
-    is_local_root: bool,
-) -> None:
-    """Fill a new state."""
-    options = target.plan.options
-    state.fill(
-        target.plan.fqn,
-        target.modules,
-        handle,
-        make_precision(handle, is_local_root=is_local_root),
-        options=options,
-        ranks=ranks,
-        initial=initial,
-        settings=UnitSettings(
-            None if options.reshard_after_forward else False,
-            prefetches_forward=options.forward_prefetch,
-        ),
-    )
 
 
 def _hash_weights(target: Target, groups: Groups, *, synced: bool) -> InitialWeights:

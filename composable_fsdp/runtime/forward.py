@@ -100,8 +100,8 @@ class Passage:
         handle = state.handle
         if type(output) is Tensor:
             tensors = [output]
-        elif type(output) is tuple and _ONLY_TENSORS.issuperset(map(type, output)):
-            tensors = list(output)
+        elif type(output) is tuple and NO_CONTAINERS.issuperset(map(type, output)):
+            tensors = [each for each in output if isinstance(each, Tensor)]
         else:
             return _leave_wider(state, call, output)
         for tensor in tensors:
@@ -120,9 +120,6 @@ class Passage:
         return output, tensors
 
 
-_ONLY_TENSORS = frozenset({Tensor})
-
-
 class QuietPassage(Passage):
     """The passage of a forward without a graph, which stands for the call as well.
 
@@ -130,7 +127,7 @@ class QuietPassage(Passage):
     """
 
     __slots__ = ()
-    taped, inputs, aliases, given = False, (), (), None
+    has_graph, inputs, aliases, given = False, (), (), None
     passage: ClassVar[Passage]
 
     def enter(self, *_: object) -> None:
@@ -236,16 +233,18 @@ def _begin_call(
     if not recomputing:
         handle.phase = FORWARD
     # After the pre-backward, hooks of the first forward serve the recomputed one.
-    taped = torch.is_grad_enabled() and not (
+    has_graph = torch.is_grad_enabled() and not (
         recomputing and handle.backward.task != NO_TASK
     )
-    if not taped:
+    if not has_graph:
         passage = QUIET if passage is PLAIN else passage.without_graph(state)
     call: UnitForward | QuietPassage = QUIET
     if passage is not QUIET:
-        # A recomputed forward has a graph and a record of its own.
-        tape = GradientOrder() if recomputing else context.tape
-        call = UnitForward(state, module, tape, passage, taped, tape.count, handle.form)
+        # A recomputed forward has a graph and an order of its own.
+        order = GradientOrder() if recomputing else context.order
+        call = UnitForward(
+            state, module, order, passage, has_graph, order.count, handle.form
+        )
     handle.running.calls.append(call)
     return call
 
@@ -278,7 +277,7 @@ def post_forward(
     calls.pop()
     # ``functional_call`` removes its tensors after the call, so put them back first.
     stays_full = residency.end_functional_call(handle) if running.foreign else False
-    awaited = call.taped and hook_outputs(call, tensors, record=not recomputing)
+    awaited = call.has_graph and hook_outputs(call, tensors, adds=not recomputing)
     if recomputing:
         return output
     if state.remaining and not stays_full:
@@ -320,7 +319,7 @@ def _end_outermost(context: RuntimeContext, *, awaited: bool) -> None:
         if unit.remaining:
             unit.remaining = frozenset()
             # Some of its modules did not run, or ran again after the reshard.
-            awaited = unit.handle in context.tape.open_calls
+            awaited = unit.handle in context.order.open_calls
             _end_unit_forward(context, unit, awaited=awaited, stays_full=False)
 
 
@@ -357,7 +356,7 @@ def _after_raise(state: _FSDPState) -> None:
         recover(context, drop_gradients=False)
     elif not calls:
         # A caller may catch the error, and an earlier call may wait for its backward.
-        awaited = handle in context.tape.open_calls
+        awaited = handle in context.order.open_calls
         handle.phase = BACKWARD_PRE if awaited else IDLE
         state.remaining = frozenset()
         if not (running.foreign and residency.end_functional_call(handle)):

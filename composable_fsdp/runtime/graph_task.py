@@ -321,8 +321,8 @@ def finish_task(context: RuntimeContext, task: int) -> None:
         reductions of ``unused_params.CommonOrder``.
     """
     if context.filling and len(context.tasks) == 1:
-        for tape in tuple(context.filling):
-            tape.finish(context)
+        for order in tuple(context.filling):
+            order.finish(context)
         context.filling.clear()
     # Gradients are enabled inside a backward only with ``create_graph``.
     retained = torch.is_grad_enabled()

@@ -16,7 +16,9 @@ reduction after next does, so that the outputs of at most two reductions are ali
     all-reduce                            [== all-reduce k+1 ==][== all-reduce k ==]
 
 A reduce buffer is allocated after the previous buffer was freed, so a single buffer is
-alive at a time, except for buffers that hold gradients of ``no_sync``.
+alive at a time, except for buffers that hold gradients of ``no_sync``. Its owner is the
+stream of the first copy into it (``comm.device``), and one event frees it:
+``events.reduce``, behind the reduce-scatter.
 """
 
 from __future__ import annotations
@@ -47,7 +49,6 @@ from composable_fsdp.flat.user_hooks import (
     call_post_hooks,
     call_tensor_hooks,
 )
-from composable_fsdp.runtime.hooked_reduce import reduce_by_hook
 from composable_fsdp.runtime.offload import drop_d2h_grad_copies, start_d2h_grad_copies
 from composable_fsdp.runtime.replica_sums import (
     add_partial_sums,
@@ -57,6 +58,7 @@ from composable_fsdp.runtime.replica_sums import (
     replicate,
 )
 from composable_fsdp.runtime.unshard import unshard
+from composable_fsdp.tree import moments
 from composable_fsdp.tree.state import Reduction, RuntimeContext
 
 
@@ -380,7 +382,7 @@ def _issue(reduction: Reduction, *, async_op: bool) -> None:
     handle, final = reduction.handle, reduction.final
     groups, rule, works = handle.groups, handle.rule, reduction.works
     if rule.hook is not None and final:
-        reduce_by_hook(handle)
+        moments.reduce_by_hook(handle)
         return
     for regions in handle.layout.reduce_groups:
         # All regions of a group have the same reduce dtype, hence the same division.

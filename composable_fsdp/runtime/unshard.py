@@ -8,6 +8,23 @@ the gather stream::
     gather   [wait free(k-2)] [all-gather k]---event k
     compute  [ ...     k-1    ...          ]  [wait event k] [ ... k ... ]--free(k)
 
+What gives the full parameters up, and what becomes of their memory::
+
+    reshard         the modules show shards; freed, unless a second backward keeps it
+    keep_full       the modules show shards; stays, filled, for the next forward
+    end_use         ``reshard`` or ``keep_full``, as the unit is set
+    release         as ``reshard``; freed even then
+    discard_full    as ``reshard``; the next use gathers again even then
+    drop_unused     ``reshard`` of units that were prefetched in vain
+
+    residency.free_full     the move itself: freed now
+    residency.defer_free    freed later by the gather stream, behind the last reader
+    residency.drop_full     nothing is freed; the values may be written over
+    residency.leave_full    left to a collective that failed and may still write
+
+Each full buffer has one owner, the gather stream, and one event that frees it:
+``events.free``, recorded at the reshard on the stream of the last reader.
+
 A prefetch issues the all-gather before the unit is needed. The next unit is read from a
 record and never searched in the module tree: in backward from the order of the forward,
 in forward from the order of the last forward of the same mode. All ranks have equal
@@ -36,7 +53,7 @@ from composable_fsdp.flat.residency import (
 from composable_fsdp.planning.options import RETIRING_LIMIT, RETIRING_UNLIMITED
 from composable_fsdp.runtime.slots import find_previous, is_vacant
 from composable_fsdp.runtime.wires import decode_full, drop_encoded, encode_shards
-from composable_fsdp.tree.state import ForwardRecord, RuntimeContext, _FSDPState
+from composable_fsdp.tree.state import RuntimeContext, StepOrder, _FSDPState
 
 
 def unshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
@@ -317,15 +334,13 @@ def release(context: RuntimeContext, handle: FlatParamHandle) -> None:
             residency.free_full(handle)
 
 
-def prefetch_backward(
-    context: RuntimeContext, tape: ForwardRecord, reached: int
-) -> None:
+def prefetch_backward(context: RuntimeContext, order: StepOrder, reached: int) -> None:
     """Unshard the unit whose backward comes next.
 
     Collective: the all-gather of that unit; none if no unit is earlier, or that unit is
         unsharded already.
     """
-    state = tape.before(reached)
+    state = order.before(reached)
     if state is None or state.handle.residency not in NOT_GATHERED:
         return
     # A prefetch waits for its turn if another unit is in the slot of the arena.

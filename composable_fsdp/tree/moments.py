@@ -46,14 +46,14 @@ what the first forwards of a unit find, made from its modules."""
 OPTIMIZER_CHECKED: list[Callable[[list[nn.Parameter]], None]] = []
 """When the parameters of an optimizer are checked, before its step: the parameters."""
 ORDERS: dict[bool, Callable[[Hashable], Any]] = {}
-"""Makes the record of a forward from its mode; by whether the tree reduces parameters
+"""Makes the order of a forward from its mode; by whether the tree reduces parameters
 without a gradient."""
 
 CHANGED: WeakSet[Any] = WeakSet()
 """Contexts with a setting that was changed since the last forward began."""
-RECORDS: WeakKeyDictionary[Any, Callable[[Hashable, bool], Any]] = WeakKeyDictionary()
-"""By context: makes the record of a forward from its mode, and from whether parameters
-without a gradient are reduced; for trees that need other records than the default."""
+OWN_ORDERS: WeakKeyDictionary[Any, Callable[..., Any]] = WeakKeyDictionary()
+"""By context: makes the order of a forward from its mode, and from whether parameters
+without a gradient are reduced; for trees that need other orders than the default."""
 
 
 class Changes(Protocol):
@@ -72,8 +72,10 @@ class Changes(Protocol):
         """Note that the package has written new values into the shards."""
 
 
+# Set by ``features.defaults``.
 changes: Changes
-"""Set by ``features.defaults``."""
+reduce_by_hook: Callable[[Any], None]
+"""Has the communication hook of the user reduce every region of a handle."""
 
 
 class Observer(Protocol):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -201,55 +200,6 @@ X = torch.linspace(0.5, 1.0, 8) * torch.tensor([[1.0], [-1.0]])
 def sharded() -> nn.Module:
     """An MLP of one unit."""
     return fully_shard(tiny_mlp())
-
-
-def storage_values(gradient: Tensor) -> Callable[[], Tensor]:
-    storage = gradient.untyped_storage()
-    return lambda: torch.empty(0).set_(storage)[: gradient.numel()]
-
-
-def as_gradient(gradient: Tensor) -> Callable[[], Tensor | None]:
-    other = nn.Parameter(torch.zeros_like(gradient))
-    other.grad = gradient
-    return lambda: other.grad
-
-
-HOLD: dict[str, Callable[[Tensor], Callable[[], Any]]] = {
-    "itself": lambda gradient: lambda: gradient,
-    "a part": lambda gradient: (lambda part: lambda: part)(gradient[:1]),
-    "storage": storage_values,
-    "as a gradient": as_gradient,
-    "numpy": lambda gradient: partial(torch.from_numpy, gradient.numpy()),
-}
-
-
-@pytest.mark.parametrize(
-    ("how", "again", "offload"),
-    [
-        *((how, True, False) for how in HOLD if how != "numpy"),
-        *((how, False, False) for how in ("itself", "storage", "numpy")),
-        ("itself", True, True),
-    ],
-)
-def test_a_gradient_that_somebody_has_keeps_its_values(
-    how: str, again: bool, offload: bool, one_rank: World
-) -> None:
-    """As after autograd: the next backward makes other gradients, with a new forward
-    and of the same one."""
-    model = fully_shard(tiny_mlp(), cpu_offload=CPUOffload(offload_params=offload))
-    weight = next(model.parameters())
-    loss = model(X).sum()
-    torch.autograd.backward(loss, retain_graph=True)
-    assert weight.grad is not None
-    before = weight.grad.clone()
-    held = HOLD[how](weight.grad)
-    model.zero_grad()
-    backward(3 * (model(X).sum() if again else loss))
-
-    torch.testing.assert_close(weight.grad, 3 * before)
-    kept = held().flatten()
-    assert kept[:8].all()
-    torch.testing.assert_close(kept, before.flatten()[: kept.numel()])
 
 
 class _ReturnsTheWeight(torch.autograd.Function):

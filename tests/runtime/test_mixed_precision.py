@@ -174,36 +174,6 @@ def test_low_precision_compute_trains_as_fsdp2_does(
 
 
 @pytest.mark.req("B-20")
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (MixedPrecision(BF16), (BF16, BF16)),
-        (MixedPrecision(BF16, cast_root_forward_inputs=False), (torch.float32, None)),
-        (
-            MixedPrecision(
-                BF16, cast_forward_inputs=True, cast_root_forward_inputs=False
-            ),
-            (BF16, BF16),
-        ),
-        (MixedPrecision(reduce_dtype=BF16), (torch.float32, torch.float32)),
-    ],
-)
-def test_inputs_of_the_root_are_cast_as_told(
-    one_rank: World, options: MixedPrecision, expected: tuple[Any, Any]
-) -> None:
-    """Also those deep in keyword arguments; integers stay."""
-    model = seen()
-    fully_shard(model, mixed_precision=options)
-    integers = torch.ones(1, dtype=torch.int64)
-
-    model(torch.randn(2, 8), note={"deep": [torch.ones(1), integers]})
-
-    assert model.met["x"] is expected[0]
-    assert model.met["note"] is expected[0]
-    assert integers.dtype is torch.int64
-
-
-@pytest.mark.req("B-20")
 @on_ranks(2)
 def test_a_forward_meets_the_dtypes_it_meets_under_fsdp1(world: World) -> None:
     """Input, weight and buffer, and so the output to the bit."""

@@ -114,6 +114,7 @@ LEAVES = [
 by_leave = pytest.mark.parametrize(("path", "how", "mine", "others"), LEAVES)
 
 
+@pytest.mark.few(3)
 # A run that fails costs a new pool.
 @pytest.mark.req("X-12", "D-06")
 @by_leave

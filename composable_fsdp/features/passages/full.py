@@ -24,26 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.errors import PhaseError
-from composable_fsdp.features.passages.casts import (
-    cast_floating,
-    cast_inputs,
-    casts_values,
-)
+from composable_fsdp.features.passages import casts, escapes, weight_writes
 from composable_fsdp.features.passages.containers import Change, Given, tensors_in
-from composable_fsdp.features.passages.escapes import (
-    Place,
-    below_transforms,
-    copy_kept_weights,
-    copy_weights,
-    find_places,
-    made_since,
-    written_in_place,
-)
-from composable_fsdp.features.passages.weight_writes import (
-    copy_writes,
-    is_unchanged,
-    snapshot,
-)
 from composable_fsdp.flat.residency import UNSHARDED
 from composable_fsdp.runtime.backward import (
     Arguments,
@@ -65,6 +47,8 @@ _LAZY_OUTPUTS = frozenset(
     (AsyncGeneratorType, CoroutineType, GeneratorType, map, filter)
 )
 """Types of outputs whose computation has not begun when the forward returns."""
+_SAFE = NO_CONTAINERS | {tuple}
+"""Types of arguments that a forward cannot change."""
 _FORWARDS = 2
 """Number of forwards of a module that search."""
 
@@ -84,7 +68,7 @@ class Searches:
         to weights through ``.data``, and for attributes that keep views of weights."""
         self.scans = self.looks.copy()
         """The same of forwards with a graph, for tensors of it on attributes."""
-        self.found_at: tuple[Place, ...] = ()
+        self.found_at: tuple[escapes.Place, ...] = ()
         """The attributes that the searches found."""
         self.before: list[Tensor] | None = None
         """``snapshot`` of the full parameters when a forward began that checks."""
@@ -110,7 +94,7 @@ class FullPassage(Passage):
 
     def without_graph(self, state: _FSDPState) -> Passage:
         """Return the passage of a forward without a graph."""
-        return _choose(state, taped=False) if self is FIRST else self
+        return _choose(state, has_graph=False) if self is FIRST else self
 
     def enter(
         self, call: UnitForward, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -121,19 +105,19 @@ class FullPassage(Passage):
         new: Arguments = args, kwargs
         if self.moves:
             new = given.replace(new, moving_to(state.device))
-        new = cast_inputs(state, given, new)
+        new = casts.cast_inputs(state, given, new)
         assert state.context is not None
-        if call.tape is state.context.tape:  # not recomputed
+        if call.order is state.context.order:  # not recomputed
             if len(state.handle.running.calls) == 1:
                 _look_for_writes(state, call.module)
             if len(state.modules) > 1 and not state.remaining:
                 state.remaining = frozenset(map(id, state.modules))
         given.since = sequence_number()
-        if call.taped:
+        if call.has_graph:
             new = given.replace(new, call.alias)
             # Backward may enter the unit through a tensor that the forward stores in a
             # container of the caller.
-            if not NO_CONTAINERS.issuperset(map(type, (*args, *kwargs.values()))):
+            if not _SAFE.issuperset(map(type, (*args, *kwargs.values()))):
                 given.since, given.held = sequence_number(), new
         old, made = (*args, *kwargs.values()), (*new[0], *new[1].values())
         return None if all(map(is_, old, made)) else new
@@ -147,36 +131,36 @@ class FullPassage(Passage):
         given: Given | None = call.given
         searches, precision = state.searches, state.precision
         if precision is not None and precision.output_dtype is not None:
-            output = cast_floating(output, precision.output_dtype)
+            output = casts.cast_floating(output, precision.output_dtype)
         if type(output) in _LAZY_OUTPUTS:
             raise _lazy_output(state, output)
         since = -1 if given is None else given.since
-        searches_now = call.taped and _count_down(searches.scans, call.module)
+        searches_now = call.has_graph and _count_down(searches.scans, call.module)
         if searches_now or searches.before is not None:
-            searches.found_at = find_places(state, since, searches.found_at)
+            searches.found_at = escapes.find_places(state, since, searches.found_at)
         self.keep_writes(state, call)
         tensors = tensors_in(output)
         if any(_may_be_weight(t) and is_weight(state.handle, t) for t in tensors):
-            output = copy_weights(state, output)
+            output = escapes.copy_weights(state, output)
             tensors = tensors_in(output)
         # Backward may enter by an input that was changed in place.
-        tensors += written_in_place(call.inputs, first_number(call.aliases))
-        if call.taped:
+        tensors += escapes.written_in_place(call.inputs, first_number(call.aliases))
+        if call.has_graph:
             for table, key in searches.found_at:
-                tensors += made_since(tensors_in(table.get(key)), since)
+                tensors += escapes.made_since(tensors_in(table.get(key)), since)
         if given is not None:
             if given.held is not None:
-                tensors += made_since(tensors_in(given.held), since)
+                tensors += escapes.made_since(tensors_in(given.held), since)
             given.give_back()
             call.given = None
         if self is FIRST:
-            state.passage = _choose(state, taped=True)
+            state.passage = _choose(state, has_graph=True)
         return output, tensors
 
     @staticmethod
     def below_transforms(tensors: list[Tensor]) -> list[Tensor]:
         """Return the tensors inside ``tensors`` of ``torch.func``."""
-        return below_transforms(tensors)
+        return escapes.below_transforms(tensors)
 
     @staticmethod
     def keep_writes(state: _FSDPState, call: UnitForward) -> None:
@@ -192,9 +176,9 @@ class FullPassage(Passage):
         before = searches.before
         if before is not None and len(handle.running.calls) == 1:
             searches.before = None
-            searches.writes_data |= not is_unchanged(handle, before)
-        copy_kept_weights(handle, searches.found_at)
-        copy_writes(state, all_values=searches.writes_data)
+            searches.writes_data |= not weight_writes.is_unchanged(handle, before)
+        escapes.copy_kept_weights(handle, searches.found_at)
+        weight_writes.copy_writes(state, all_values=searches.writes_data)
 
     @staticmethod
     def after_raise(state: _FSDPState, call: UnitForward) -> None:
@@ -212,13 +196,15 @@ class FullPassage(Passage):
 FIRST, FULL, MOVING = FullPassage(), FullPassage(), FullPassage(moves=True)
 
 
-def _choose(state: _FSDPState, *, taped: bool) -> Passage:
-    """Return the passage of forwards of the unit; ``taped``: of those with a graph."""
+def _choose(state: _FSDPState, *, has_graph: bool) -> Passage:
+    """Return the passage of the unit's forwards, or of those with a graph."""
     searches = state.searches
-    if searches.looks or (taped and searches.scans):
+    if searches.looks or (has_graph and searches.scans):
         return FIRST
     found = searches.writes_data or searches.found_at
-    return FULL if found or len(state.modules) > 1 or casts_values(state) else PLAIN
+    return (
+        FULL if found or len(state.modules) > 1 or casts.casts_values(state) else PLAIN
+    )
 
 
 def _may_be_weight(tensor: Tensor) -> bool:
@@ -243,7 +229,7 @@ def _look_for_writes(state: _FSDPState, module: nn.Module) -> None:
     # says nothing of a forward with the weights.
     looks = handle.running.foreign or _count_down(searches.looks, module)
     if looks and handle.form.needs_gather:
-        searches.before = snapshot(handle)
+        searches.before = weight_writes.snapshot(handle)
 
 
 def _lazy_output(state: _FSDPState, output: Any) -> PhaseError:

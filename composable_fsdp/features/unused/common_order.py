@@ -33,11 +33,11 @@ from composable_fsdp.runtime.unshard import (
     reshard,
     wait_unsharded,
 )
-from composable_fsdp.tree.state import ForwardRecord, RuntimeContext, _FSDPState
+from composable_fsdp.tree.state import RuntimeContext, StepOrder, _FSDPState
 
 
-class CommonOrder(ForwardRecord):
-    """A record whose backward goes through all uses, in an order that ranks share."""
+class CommonOrder(StepOrder):
+    """An order whose backward goes through all uses, in an order that ranks share."""
 
     __slots__ = ("accumulates", "begins", "forms", "next", "waiting")
 
@@ -48,7 +48,7 @@ class CommonOrder(ForwardRecord):
         began."""
         self.forms: dict[_FSDPState, FullForm] = {}
         """The full form of each unit in the forward."""
-        # Progress of backward; set when backward reaches the forward of this record.
+        # Progress of backward; set when backward reaches the forward of this order.
         self.next = 0
         """Index of the use that backward has reached last; uses are walked from the
         end."""
@@ -58,12 +58,12 @@ class CommonOrder(ForwardRecord):
         self.waiting: dict[_FSDPState, int] = {}
         """The entries of ``begins`` whose unit is not reduced yet."""
 
-    def record(self, unit: _FSDPState, begin: int = 0) -> int:
+    def add(self, unit: _FSDPState, begin: int = 0) -> int:
         """Append a use whose forward began after ``begin`` uses; return its index."""
         # A unit that runs several times is reduced only before its earliest forward.
         self.begins[unit] = min(begin, self.begins.get(unit, begin))
         self.forms[unit] = unit.handle.form
-        return super().record(unit, begin)
+        return super().add(unit, begin)
 
     def restore_form(self, state: _FSDPState, form: FullForm) -> None:
         """Make the forms of this forward current in all units, on all ranks alike.
@@ -138,9 +138,7 @@ class CommonOrder(ForwardRecord):
     def reduce(self, context: RuntimeContext, handle: FlatParamHandle) -> None:
         """Do nothing: ``reach`` reduces the unit in its turn, equal on all ranks."""
 
-    def prefetch(
-        self, context: RuntimeContext, tape: ForwardRecord, reached: int
-    ) -> None:
+    def prefetch(self, context: RuntimeContext, order: StepOrder, reached: int) -> None:
         """Do nothing: the end of a unit's backward is at another time on each rank."""
 
 
@@ -150,15 +148,15 @@ def finish_later_forwards(context: RuntimeContext) -> None:
     Which units of these forwards are still full differs between ranks, so reshard all
     of them, or keep all that are configured so. Collective: as ``CommonOrder.reach``.
     """
-    for tape in tuple(context.filling):
-        tape.finish(context)
-        for state in dict.fromkeys(tape.uses):
+    for order in tuple(context.filling):
+        order.finish(context)
+        for state in dict.fromkeys(order.uses):
             _free_unused(context, state)
 
 
-def _gather_in_turn(context: RuntimeContext, tape: CommonOrder, at: int) -> None:
+def _gather_in_turn(context: RuntimeContext, order: CommonOrder, at: int) -> None:
     """Unshard the unit of skipped use ``at``, and prefetch as in a normal backward."""
-    state = tape.uses[at]
+    state = order.uses[at]
     handle = state.handle
     if handle.residency in NOT_GATHERED:
         unshard_in_backward(context, handle)
@@ -168,7 +166,7 @@ def _gather_in_turn(context: RuntimeContext, tape: CommonOrder, at: int) -> None
     if state.ahead_in_backward:
         prefetch_listed(context, state, state.ahead_in_backward)
     elif pre and at > 0:
-        prefetch_backward(context, tape, at)
+        prefetch_backward(context, order, at)
 
 
 def _reduce_in_turn(
