@@ -39,19 +39,11 @@ def requires_grad_changed(handle: FlatParamHandle) -> bool:
 def require_leaves(handle: FlatParamHandle) -> bool:
     """Adopt leaves that were replaced or changed; return whether full leaves are new.
 
-    The sharded form must be current, and no stream may use the old buffers. New full
-    leaves have no hooks yet. Changes of ``requires_grad`` are left to
-    ``follow_requires_grad``. Nothing is copied before all checks have passed.
+    The sharded form must be current, and no stream may use the old buffers. Nothing is
+    copied before all checks have passed.
 
-    * A parameter that was replaced, cast, or moved from the CPU to a GPU: the new
-      parameter is adopted and the region is rebuilt. Tied places are tied again, to the
-      parameter that the first changed place shows.
-    * A parameter whose ``.data`` only moved to other memory: see ``take_memory``.
-
-    Raises: PlanError, naming the parameter, if a parameter is on meta, has another
-    shape, has another dtype than the other parameters of its region, was replaced by an
-    object that is no parameter, or was moved away from the host although its shard is
-    offloaded; or if gradients of ``no_sync`` wait to be reduced.
+    Raises: PlanError, naming the parameter, if it cannot take its place in the shard,
+    or if gradients of ``no_sync`` wait to be reduced.
     """
     if shards_are_unchanged(handle):
         return False
@@ -190,11 +182,7 @@ def _rebuild_handle(
     *,
     device: torch.device,
 ) -> None:
-    """Rebuild the regions over new leaves, with the same layout.
-
-    The new leaves are registered in the modules and keep their gradients. Full leaves
-    are new and have no hooks.
-    """
+    """Rebuild the regions over new leaves, which keep their gradients."""
     forget_leaves(handle)
     # The layout stays, even if a narrower dtype makes shard boundaries less than
     # 16-byte aligned: another layout would move elements between ranks.
@@ -230,14 +218,8 @@ def _rebuild_handle(
         parameters_of[name] = leaf
 
 
-def rebuild_for_requires_grad(handle: FlatParamHandle) -> bool:
-    """Rebuild the regions, so that regions are trainable or frozen as their leaves are.
-
-    The unit must be idle, sharded and without memory for full parameters. Afterwards
-    the plan describes the new regions, and the new full leaves have no hooks.
-
-    Returns: whether flat parameters were retired.
-    """
+def rebuild_for_requires_grad(handle: FlatParamHandle) -> None:
+    """Rebuild the regions of an idle unit, trainable or frozen as their leaves are."""
     before = handle.layout
     leaves = {ref.slot.index: ref.leaf for ref in param_refs(handle)}
     # Every rank keeps the same elements: regions are only split along the planned
@@ -265,4 +247,4 @@ def rebuild_for_requires_grad(handle: FlatParamHandle) -> bool:
         origin=before.origin,
         device=before.device,
     )
-    return rebind_flat_parameters(handle, before.regions)
+    rebind_flat_parameters(handle, before.regions)

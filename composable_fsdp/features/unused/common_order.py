@@ -66,11 +66,7 @@ class CommonOrder(StepOrder):
         return super().add(unit, begin)
 
     def restore_form(self, state: _FSDPState, form: FullForm) -> None:
-        """Make the forms of this forward current in all units, on all ranks alike.
-
-        Raises: PhaseError, as ``select_form``.
-        Collective: as ``finish_later_forwards``.
-        """
+        """Make the forms of this forward current in all units, on all ranks alike."""
         assert state.context is not None
         self._start(state.context)
         if state.handle.form is not form:
@@ -90,17 +86,13 @@ class CommonOrder(StepOrder):
         """Issue the collectives of all uses after ``index`` that were not issued yet.
 
         Raises: DesyncError, if another rank is at another use.
-        Collective: for every skipped use the all-gather of the unit, if the unit is
-            sharded, and any prefetch that the use triggers; for every unit with no uses
-            left, the reduction.
+        Collective: per skipped use the all-gather and the prefetch; per unit with no
+            uses left, the reduction.
         """
         self._issue_until(context, index)
 
     def finish(self, context: RuntimeContext) -> None:
-        """Issue the collectives of all uses that backward has not reached.
-
-        Collective, Raises: as ``reach``.
-        """
+        """Issue the collectives of all uses that backward has not reached."""
         self._issue_until(context, -1)
 
     def _issue_until(self, context: RuntimeContext, index: int) -> None:
@@ -108,7 +100,15 @@ class CommonOrder(StepOrder):
         if self not in context.filling:
             self._start(context)
             context.filling.append(self)
-            self._begin(context)
+            self.next, self.waiting = self.count, dict(self.begins)
+            # A backward of ``autograd.grad`` with respect to other tensors reduces
+            # nothing: zeros would become gradients that the user did not ask for. All
+            # ranks must therefore run the same kind of backward.
+            self.accumulates = not parameters_not_requested() or any(
+                will_run(node)
+                for each in context.handles
+                for node in each.form.accumulators
+            )
         while self.next > index:
             self.next -= 1
             at = self.next
@@ -121,19 +121,6 @@ class CommonOrder(StepOrder):
             super().reach(context, self.uses[at].handle, at)
             if at > index:
                 _gather_in_turn(context, self, at)
-
-    def _begin(self, context: RuntimeContext) -> None:
-        """Begin a backward of this forward."""
-        self.next = self.count
-        self.waiting = dict(self.begins)
-        # A backward of ``autograd.grad`` with respect to other tensors reduces nothing:
-        # zeros would become gradients that the user did not ask for. All ranks must
-        # therefore run the same kind of backward.
-        self.accumulates = not parameters_not_requested() or any(
-            will_run(node)
-            for each in context.handles
-            for node in each.form.accumulators
-        )
 
     def reduce(self, context: RuntimeContext, handle: FlatParamHandle) -> None:
         """Do nothing: ``reach`` reduces the unit in its turn, equal on all ranks."""
