@@ -101,7 +101,6 @@ def turn(world: World, strategy: ShardingStrategy, corner_name: str) -> None:
 
 @pytest.mark.req("B-11", "B-18", "D-11")
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.few(12)
 @pytest.mark.parametrize("strategy", STRATEGIES[:2], ids=lambda s: s.name)
 @pytest.mark.parametrize("corner", CORNERS)
 def test_values_and_gradients_are_those_of_the_unsharded_model(

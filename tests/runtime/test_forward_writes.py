@@ -214,3 +214,44 @@ def test_a_large_buffer_is_compared_by_checksums_that_see_each_element(
             exchanged[[index, index + 1]] = full[[index + 1, index]]
             for other in (changed, exchanged):
                 assert not torch.equal(forward_writes._bits(other), before)
+
+
+class Scales(nn.Module):
+    """Writes to an input that the caller reads, and returns another tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.full((WIDTH,), 1.5))
+
+    def forward(self, x: Tensor, into: Tensor) -> Tensor:
+        into.mul_(self.gain)
+        return x + 1
+
+
+class Reads(nn.Module):
+    """Reads what the unit below has written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.unit = nn.Linear(WIDTH, WIDTH), Scales()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.first(x) * 1
+        self.unit(x, y)
+        return y
+
+
+@pytest.mark.req("P-06")
+@on_ranks(2)
+def test_backward_enters_by_an_input_that_was_written_in_place(world: World) -> None:
+    """In the first forwards, which search for more, and in those after."""
+    plain = Reads()
+    model = apply_units(copy.deepcopy(plain), ["unit"])
+    for _ in range(4):
+        for each in (plain, model):
+            backward(each(torch.ones(2, WIDTH)).square().sum())
+            sgd(each.parameters()).step()
+            each.zero_grad()
+
+    assert_same_training(model, plain, [], [], tolerance=1e-5)
