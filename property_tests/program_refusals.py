@@ -57,8 +57,8 @@ REFUSALS: list[tuple[set[str], str]] = [
         "while set_reduce_scatter_unused_params gives every parameter one",
     ),
     (
-        {"action:sync", "argument:no_sync"},
-        "through a forward that ran before .* now gradients of no_sync wait",
+        {"action:freeze", "action:freeze_piece"},
+        "through a forward that ran before the unit's parameters were frozen",
     ),
     # What only the sharded parameters can serve.
     ({"action:unshard_unit"}, "is not a parameter of"),

@@ -12,21 +12,16 @@ from torch import Tensor, nn
 from composable_fsdp.access.schedule import state_of_unit
 from composable_fsdp.comm.meeting import Call
 from composable_fsdp.errors import CompositionError, PhaseError
-from composable_fsdp.flat.external_changes import requires_grad_changed
 from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.flat.param_ref import find_param
 from composable_fsdp.flat.residency import NOT_GATHERED, shards_are_unchanged
 from composable_fsdp.runtime import unshard as verbs
-from composable_fsdp.runtime.external_changes import (
-    adopt_external_changes_unless_meta,
-    follow_requires_grad,
-)
 from composable_fsdp.runtime.graph_task import current_task, inside_block
-from composable_fsdp.runtime.handed_params import hand_out
 from composable_fsdp.runtime.hooks import call_method
 from composable_fsdp.runtime.recover import is_live, recover
 from composable_fsdp.runtime.threads import require_no_other_backward
+from composable_fsdp.tree import moments
 from composable_fsdp.tree import root as roots
 from composable_fsdp.tree.meeting import meet_over
 from composable_fsdp.tree.root import ensure_root
@@ -62,7 +57,8 @@ class UnshardHandle:
         handle, self._handle = self._handle, None
         # ``kept_full`` is False after the unit was resharded.
         if handle is not None and handle.kept_full:
-            hand_out(handle)
+            for call in moments.HANDED_OUT:
+                call(handle)
             verbs.wait_unsharded(handle)
 
 
@@ -121,9 +117,8 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
             # After ``p.data = ...``, a cast, or a change of requires_grad: the buffers
             # must be rebuilt before the all-gather reads them. Inside a forward the
             # iteration has already checked.
-            adopt_external_changes_unless_meta(state)
-            if requires_grad_changed(handle):
-                follow_requires_grad(context, handle)
+            moments.changes.adopt(state, values_required=False)
+            moments.changes.follow_flags(state)
         if context.outermost is None:
             compare_models(state, replicas=False)
             # The optimizer wrote the shards on the caller's stream, so the gather

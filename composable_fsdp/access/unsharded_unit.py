@@ -23,16 +23,17 @@ from composable_fsdp.flat.build_region import full_leaves_in_form, full_views
 from composable_fsdp.flat.flat_parameter import leaf_gradients, set_leaf_gradient
 from composable_fsdp.flat.gradients import shard_views
 from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.memory import is_at
 from composable_fsdp.flat.param_paths import place_path, slot_path
 from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.flat.residency import version_of
 from composable_fsdp.flat.step_counts import written
-from composable_fsdp.flat.user_memory import is_at, write_to_user_memory
 from composable_fsdp.flat.value_hash import hash_values
 from composable_fsdp.naming import quoted
 from composable_fsdp.phases import Phase, illegal_move
 from composable_fsdp.planning.dtensors import is_dtensor, local_of
 from composable_fsdp.runtime.unshard import reshard
+from composable_fsdp.tree import moments
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import _FSDPState
 
@@ -204,7 +205,7 @@ def _unshard_state(
             unit.take_assigned()
             shards = [region.shard for region in handle.layout.regions]
             spread_flat_values(handle, shards, unit.fulls, from_first=rank0_only)
-            write_to_user_memory(handle)
+            moments.changes.shards_written(handle)
             unit.count_writes()
             if unit.grads is not None:
                 unit.grads.write_back()

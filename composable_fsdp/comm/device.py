@@ -154,7 +154,7 @@ class UnitEvents:
         """The stream on which the reduce buffers were allocated."""
         self.leaf_streams: tuple[torch.cuda.Stream, ...] = ()
         """The streams on which AccumulateGrad nodes and hooks of full leaves run
-        (``runtime.leaf_streams``); usually a single stream."""
+        (``runtime.grad_hooks``); usually a single stream."""
 
 
 NO_EVENTS = UnitEvents(_NoEvent)
@@ -192,7 +192,7 @@ class Streams:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.armed: torch.cuda.Stream | None = None
-        """The stream of the last forward for which ``runtime.leaf_streams`` has looked
+        """The stream of the last forward for which ``runtime.grad_hooks`` has looked
         at the AccumulateGrad nodes."""
         self.host_waits = True
         """Whether collectives are issued with ``async_op=True``, and the host waits for

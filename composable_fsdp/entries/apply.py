@@ -41,8 +41,7 @@ from composable_fsdp.planning.precision import ignored_classes, overridden_class
 from composable_fsdp.runtime.build import build_units
 from composable_fsdp.runtime.materialize import Init
 from composable_fsdp.runtime.meta_values import mark_meta_buffers, watch_shards
-from composable_fsdp.runtime.precision import keep_full_precision
-from composable_fsdp.tree.moments import BEFORE_SYNC, MODULES_SHARDED, UNIT_BUILT
+from composable_fsdp.tree import moments
 from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
 from composable_fsdp.tree.traversal import walk_states
 from composable_fsdp.tree.unit_settings import mark_ignored
@@ -112,7 +111,7 @@ def apply(
     Collective: with ``sync_module_states`` a broadcast per parameter and buffer over
         the shard (and replicate) group; for the first hybrid unit that shards within a
         node the creation of the node groups; else none.
-    Raises: PlanError, CompositionError, DesyncError (``BEFORE_SYNC``); the modules are
+    Raises: PlanError, CompositionError, DesyncError; the modules are
         then unchanged. An exception of ``param_init_fn`` comes after the first change.
     """
     # Every check runs before the first change, so that a refusal leaves the modules as
@@ -133,7 +132,7 @@ def apply(
     if stays_on_meta:
         _refuse_mixed_meta(targets)
     if sync:
-        for meet in BEFORE_SYNC:
+        for meet in moments.BEFORE_SYNC:
             meet(application.request.api, modules[0], ranks)
     # build_units calls ``before`` just before sharding each unit, so at most a single
     # unit has full values beside the shards.
@@ -177,9 +176,9 @@ def apply(
 def _tell_built(states: Sequence[_FSDPState], targets: Sequence[Target]) -> None:
     """Call what is called after units were built."""
     for state, target in zip(states, targets, strict=True):
-        for built in UNIT_BUILT:
+        for built in moments.UNIT_BUILT:
             built(state, target.members)
-    for sharded in MODULES_SHARDED:
+    for sharded in moments.MODULES_SHARDED:
         sharded()
 
 
@@ -239,7 +238,8 @@ def _keep_full_precision(units: Sequence[Target], options: UnitOptions) -> None:
     classes = ignored_classes(options.mixed_precision)
     kept = [u.modules[0] for u in units if isinstance(u.modules[0], classes)]
     for module in kept:
-        keep_full_precision(module)
+        for keep in moments.KEEPS_PRECISION:
+            keep(module)
     found = overridden_classes(kept, options.mixed_precision)
     if found:
         names = ", ".join(sorted(each.__name__ for each in found))

@@ -24,8 +24,7 @@ from composable_fsdp.flat.flat_parameter import rebind_flat_parameter
 from composable_fsdp.flat.handle import FlatParamHandle, PartGuards
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.planner import Target
-from composable_fsdp.runtime.backward import install_grad_hooks
-from composable_fsdp.runtime.passage import FIRST
+from composable_fsdp.runtime.grad_hooks import install_grad_hooks
 from composable_fsdp.runtime.recover import require_between_steps
 from composable_fsdp.tree.state import OWNERS, _FSDPState
 from composable_fsdp.tree.traversal import walk_states
@@ -63,8 +62,6 @@ def copy_state(state: _FSDPState, memo: Memo) -> _FSDPState:
         ranks=state.ranks,
         initial=state.initial.copy(state.handle.layout, handle.layout),
         settings=state.settings.copy(),
-        searches=state.searches.copy(modules),
-        passage=FIRST,
     )
     made.copier = copy_state
     install_grad_hooks(made)

@@ -16,6 +16,12 @@ from composable_fsdp.features.audit.first_step import (
     begin_audit,
     note_step,
 )
+from composable_fsdp.features.changes.adopt import UserChanges
+from composable_fsdp.features.changes.late_registration import (
+    warn_before_step,
+    watch_registrations,
+)
+from composable_fsdp.features.comm_hooks.reduction import reduce_by_hook
 from composable_fsdp.features.deepcopy import let_copy
 from composable_fsdp.features.guard.debug_shards import hash_if_debugging
 from composable_fsdp.features.guard.foreign_strategies import guard_strategies
@@ -24,16 +30,20 @@ from composable_fsdp.features.guard.ranks_meet import compare_ranks, meet_to_syn
 from composable_fsdp.features.guard.under_ddp import install_ddp_hook
 from composable_fsdp.features.log_line import log_units
 from composable_fsdp.features.nonfinite import name_nonfinite
+from composable_fsdp.features.passages.casts import keep_full_precision
+from composable_fsdp.features.passages.full import FIRST, FULL, MOVING, Searches
+from composable_fsdp.features.passages.handed_params import hand_out
 from composable_fsdp.features.shown_units import show_units
+from composable_fsdp.features.unused.common_order import CommonOrder
 from composable_fsdp.flat.user_hooks import HOOK_WATCHES
 from composable_fsdp.optim.state_dict_hooks import prepare_for_dcp
 from composable_fsdp.optim.step_hooks import FIRST_STEPS, install_step_hooks
+from composable_fsdp.runtime.recover import GradientOrder
 from composable_fsdp.state_dict.dcp_caller import call_before_optimizer
 from composable_fsdp.state_dict.hooks import install_state_dict_hooks
 from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.tree import moments
 from composable_fsdp.tree.changed_settings import changed_settings
-from composable_fsdp.tree.late_registration import watch_registrations
 
 moments.BEFORE_SYNC.append(meet_to_sync)
 moments.UNIT_BUILT.extend((install_state_dict_hooks, let_copy, show_units))
@@ -53,6 +63,13 @@ moments.FIRST_FORWARD.extend(
     (require_initialized, log_units, begin_audit, hash_if_debugging)
 )
 moments.CHANGED_FLAGS.append(changed_settings)
+moments.PASSAGES.update(first=FIRST, full=FULL, moving=MOVING, searches=Searches)
+moments.HANDED_OUT.append(hand_out)
+moments.changes = UserChanges()
+moments.reduce_by_hook = reduce_by_hook
+moments.OPTIMIZER_CHECKED.append(warn_before_step)
+moments.ORDERS.update({False: GradientOrder, True: CommonOrder})
+moments.KEEPS_PRECISION.append(keep_full_precision)
 FIRST_STEPS.append(note_step)
 NAME_NONFINITE.append(name_nonfinite)
 HOOK_WATCHES.append(around_hook)

@@ -103,14 +103,6 @@ def _in_graph(given: Any) -> tuple[Any, ...]:
     # A parameter that was unfrozen since the forward is in no graph, as in the plain
     # model, and torch refuses tensors that require no grad.
     full = [list(chain.from_iterable(form))[index] for form in forms]
-    # A graph of before a change of ``requires_grad`` holds the full leaf of then.
-    full += [
-        leaf
-        for link in handle.layout.earlier
-        if (form := link()) is not None
-        for own, leaf in zip(form.sharded, form.placed, strict=True)
-        if own is given
-    ]
     return (given, *[leaf for leaf in full if leaf.requires_grad])
 
 

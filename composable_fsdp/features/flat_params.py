@@ -18,14 +18,12 @@ from operator import attrgetter
 from torch import nn
 
 from composable_fsdp.errors import CompositionError
-from composable_fsdp.flat.external_changes import requires_grad_changed
 from composable_fsdp.flat.flat_parameter import clear_flat_gradients, find_flat, flat_of
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.naming import quoted, strip_wrapper
 from composable_fsdp.optim.step_hooks import install_step_hooks
-from composable_fsdp.runtime.external_changes import follow_requires_grad
 from composable_fsdp.runtime.recover import require_between_steps
-from composable_fsdp.tree.root import ensure_root
+from composable_fsdp.tree import moments
 from composable_fsdp.tree.traversal import (
     _get_fsdp_handles,
     _get_fsdp_states,
@@ -85,8 +83,7 @@ def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
         require_between_steps(state, _WHAT)
         # Regions are either trainable or frozen: lay the unit out anew first, if the
         # user has changed ``requires_grad`` since.
-        if requires_grad_changed(state.handle):
-            follow_requires_grad(ensure_root(state), state.handle)
+        moments.changes.follow_flags(state)
     flats = [
         flat_of(handle, region)
         for handle in _get_fsdp_handles(module)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 import zlib
 from collections.abc import Sequence
 from itertools import chain
@@ -29,7 +28,6 @@ from composable_fsdp.flat.param_form import NO_FORMS, Forms
 from composable_fsdp.flat.reduce_rule import ReduceRule, division
 from composable_fsdp.flat.region import (
     FlatParameter,
-    FullBuffer,
     TrainableRegion,
     no_owner,
 )
@@ -111,21 +109,21 @@ def replace_layout(
     *,
     origin: tuple[RegionLayout, ...],
     device: torch.device,
-    fulls: Sequence[FullBuffer | None] | None = None,
 ) -> None:
     """Give an idle and sharded unit new regions over ``parameters``.
 
     The handle stays the same object, because states, hooks and records refer to the
-    handle. The new full leaves have no hooks. ``fulls`` is as in ``build_regions``.
+    handle. The new full leaves have no hooks.
     """
-    earlier = _retire_forms(handle)
+    # A gradient that reaches a region of before is refused by the hook of its leaf.
+    for region in handle.layout.trainable:
+        region.reduce.owner = no_owner
     regions = build_regions(
         plan,
         parameters,
         handle.groups.rank,
         device,
         sharded=True,
-        fulls=fulls,
         forms=handle.layout.forms,
     )
     made = make_layout(
@@ -136,7 +134,6 @@ def replace_layout(
         origin=origin,
         epoch=handle.layout.epoch + 1,
         device=device,
-        earlier=earlier,
         forms=handle.layout.forms,
     )
     form = make_form(made)
@@ -152,21 +149,6 @@ def replace_layout(
     remember_leaves(handle)
 
 
-def _retire_forms(handle: FlatParamHandle) -> tuple[weakref.ref[FullForm], ...]:
-    """Prepare the forms of the layout for its end; return all forms of ended layouts.
-
-    A gradient that reaches the regions of the layout from now on is refused by the hook
-    of the full leaf.
-    """
-    layout = handle.layout
-    handle.form.regions = tuple([region.full for region in layout.regions])
-    for region in layout.trainable:
-        region.reduce.owner = no_owner
-    forms = [form for link in layout.earlier if (form := link()) is not None]
-    forms += [each for each in (handle.form, handle.other_form) if each is not None]
-    return tuple(map(weakref.ref, forms))
-
-
 def build_regions(
     plan: UnitPlan,
     parameters: Sequence[Sequence[nn.Parameter]],
@@ -174,14 +156,9 @@ def build_regions(
     device: torch.device,
     *,
     sharded: bool,
-    fulls: Sequence[FullBuffer | None] | None = None,
     forms: Forms = NO_FORMS,
 ) -> tuple[FlatParameter, ...]:
-    """Return the regions of ``plan`` over ``parameters``, which become the leaves.
-
-    ``fulls`` are full buffers of earlier regions; a buffer that is no buffer of its own
-    becomes the shard.
-    """
+    """Return the regions of ``plan`` over ``parameters``, which become the leaves."""
     options = plan.options
     rows, offload = options.keeps_rows, plan.is_offloaded
     return tuple(
@@ -195,15 +172,9 @@ def build_regions(
                 dtypes=options.dtypes(layout.dtype),
                 offload=offload,
                 sharded=sharded,
-                shard=None if full is None or full.is_cut else full.buffer,
                 forms=forms,
             )
-            for layout, leaves, full in zip(
-                plan.regions,
-                parameters,
-                fulls or [None] * len(parameters),
-                strict=True,
-            )
+            for layout, leaves in zip(plan.regions, parameters, strict=True)
         ]
     )
 
@@ -217,7 +188,6 @@ def make_layout(
     origin: tuple[RegionLayout, ...],
     epoch: int,
     device: torch.device,
-    earlier: tuple[weakref.ref[FullForm], ...] = (),
     forms: Forms = NO_FORMS,
 ) -> UnitLayout:
     """Return the layout of a unit, with the tuples that every step iterates over.
@@ -242,7 +212,6 @@ def make_layout(
         tables=tuple([owner._parameters for owner in owners]),
         keys=tuple([place.name for place in places]),
         sharded_placed=_placed(regions, places, [r.leaves for r in regions]),
-        earlier=earlier,
         forms=forms,
     )
 
@@ -346,9 +315,7 @@ def make_form(
         ]
     leaves = [r.full.leaves for r in layout.regions]
     return FullForm(
-        layout.plan,
         full_precision,
-        layout.sharded_placed,
         _placed(layout.regions, layout.places, leaves),
         (outputs, inputs),
         fulls,

@@ -34,7 +34,6 @@ def build_region(
     dtypes: Dtypes,
     offload: bool = False,
     sharded: bool = False,
-    shard: Tensor | None = None,
     forms: Forms = NO_FORMS,
 ) -> FlatParameter:
     """Copy this rank's part of ``parameters`` into the shard and create all views.
@@ -47,8 +46,7 @@ def build_region(
     cuts = layout.shard_cuts(rank, rows=rows)
     if any(map(_is_meta, parameters)):
         device = torch.device("meta")
-    if shard is None:
-        shard = new_shard(layout.shard_numel, layout.dtype, device, offload=offload)
+    shard = new_shard(layout.shard_numel, layout.dtype, device, offload=offload)
     leaves = tuple(parameters)
     # The buffers must not be inference tensors, which training could not write to.
     # No torch.no_grad is needed: the parameters are detached, so autograd records

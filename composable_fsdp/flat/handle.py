@@ -40,26 +40,15 @@ Swap = tuple[Table, str, nn.Parameter, nn.Parameter]
 """One place of a parameter: table, key in the table, sharded leaf, full leaf."""
 
 
-class _Referable:
-    """Base of dataclasses with slots to which weak references exist."""
-
-    __slots__ = ("__weakref__",)
-
-
 @dataclass(slots=True, eq=False)
-class FullForm(_Referable):
+class FullForm:
     """The full buffers and leaves of a unit in a precision (``flat.precision``).
 
-    A graph holds the form of its forward. If the unit has another layout since, a
-    backward takes the form up again (``flat.external_changes``).
+    A graph holds the full leaves of its forward, and the forward holds the form.
     """
 
-    plan: UnitPlan
-    """The plan of the layout for which the form was created."""
     full_precision: bool
     """Whether the precision is that of the parameters, and not the compute dtype."""
-    sharded: tuple[nn.Parameter, ...]
-    """The sharded leaf of each place."""
     placed: tuple[nn.Parameter, ...]
     """The full leaf of each place."""
     gather_lists: tuple[list[Tensor], list[Tensor]]
@@ -76,21 +65,18 @@ class FullForm(_Referable):
     """Versions of the leaves in ``placed`` while autograd must not read the leaves."""
     wired: bool = False
     """Whether a region is encoded before the all-gather, and decoded afterwards."""
-    handed: tuple[int, ...] | None = None
-    """Python references to the leaves when a user got them (``handed_params``)."""
     readable: tuple[int, ...] | None = None
     """The same while autograd may read the leaves; ``None`` while it must not."""
+    handed: Callable[[FlatParamHandle], bool] | None = None
+    """Called by the reshard if a user got the full leaves; returns whether their memory
+    must stay, because a graph reads leaves that the user has kept."""
     # Strong references: a parameter holds its AccumulateGrad node only weakly.
     accumulators: tuple[Any, ...] = ()
     """AccumulateGrad nodes of the trainable full leaves."""
     regions: tuple[FullBuffer, ...] = ()
-    """The full buffer of each region, once the unit has two forms or another layout."""
+    """The full buffer of each region, once the unit has two forms."""
     slot: Slot | None = None
     """Where the full leaves lie, if the unit has an arena (``flat.arena``)."""
-
-
-RETAINED = 1 << 30
-"""Offset of ``open_calls`` for a backward that builds a graph: the unit stays full."""
 
 
 @dataclass(slots=True)
@@ -102,16 +88,18 @@ class BackwardProgress:
     has arrived without a pre-backward; ``NO_TASK`` outside backward."""
     pending: int = 0
     """Number of full leaves that get a gradient from ``task`` and have not got the
-    gradient yet. -1 if a gradient arrived without a pre-backward: only the end of the
-    graph task reduces then."""
+    gradient yet. Negative if a gradient arrived without a pre-backward: only the end of
+    the graph task reduces then."""
+    retained: bool = False
+    """Whether the backward builds a graph, so that the unit stays full."""
     open_calls: int = 0
-    """Forwards in ``tapes`` whose inputs wait for gradients (see ``RETAINED``)."""
+    """Forwards in ``orders`` whose inputs wait for gradients."""
     expected_calls: int = 0
     """Number of open calls with input hooks. If all have, the last reduces the unit."""
     endless: bool = False
     """Whether backward has reached a call without an alias, whose end no hook tells."""
-    tapes: tuple[Any, ...] = ()
-    """The forwards (``ForwardRecord``) that ``open_calls`` counts."""
+    orders: tuple[Any, ...] = ()
+    """The forwards (``StepOrder``) that ``open_calls`` counts."""
 
 
 NO_BACKWARD = BackwardProgress(NO_TASK)
@@ -163,14 +151,12 @@ class UnitLayout:
     """The key of each place in its table."""
     sharded_placed: tuple[nn.Parameter, ...]
     """The sharded leaf of each place."""
-    earlier: tuple[weakref.ref[FullForm], ...]
-    """The full forms of earlier layouts, of which graphs may hold some."""
     forms: Forms
     """The forms of the parameters that compute sees as another class."""
 
 
 class LeafMemory(NamedTuple):
-    """Where the data of a unit's leaves is expected (``flat.user_memory``)."""
+    """Where the data of a unit's leaves is expected."""
 
     leaves: tuple[nn.Parameter, ...]
     """Sharded leaves with elements on this rank."""

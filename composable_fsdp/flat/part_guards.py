@@ -173,10 +173,29 @@ def _refuse_part(module: nn.Module, args: tuple[Any, ...]) -> None:
             place = _name(handle, holder)
             part = place.removesuffix(path).removesuffix(".") if path else place
             made = f"{type(module).__name__} {quoted(part)}"
-            reason = _whose_rows if cut else _whose_gradient
-            raise PhaseError(
-                reason(handle, made, quoted(part), quoted(join_name(place, key)))
-            )
+            raise _refusal(handle, made, quoted(part), quoted(join_name(place, key)))
+
+
+def _refusal(handle: FlatParamHandle, made: str, part: str, name: str) -> PhaseError:
+    """Return the error for the call of a part, because of its parameter ``name``."""
+    # Before lazy initialization the FQN is empty for every unit that ``fully_shard``
+    # was called on directly; the class name says more.
+    unit = f"({handle.layout.plan.class_name})"
+    if handle.full_fqn:
+        unit = quoted(handle.full_fqn)
+    if handle.layout.regions[0].layout.world_size > 1:
+        where = f"while fully sharded module {unit}, which gathers its parameters, is "
+        where += f"sharded: it would compute with this rank's rows of {name}"
+        way = "Outside the step, unshard_params(module) shows whole parameters."
+    else:
+        where = f"outside the forward of module {unit}, which averages gradients over "
+        where += f"{handle.data_ranks} ranks: that of {name} would be this rank's alone"
+        way = "Without gradients, call it under torch.no_grad()."
+    return PhaseError(
+        f"{made} was called {where}. Call {unit}; or, for a method of {unit} that "
+        f"calls its parts, register_forward_method(module, name); or make {part} a "
+        f"fully sharded module as well, before its parent. {way}"
+    )
 
 
 def _holders(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -188,47 +207,10 @@ def _holders(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     )
 
 
-def _whose_rows(handle: FlatParamHandle, made: str, part: str, name: str) -> str:
-    """Return the error text for a part of a unit that is cut over ranks."""
-    unit = _unit(handle)
-    return (
-        f"{made} was called while fully sharded module {unit}, which gathers its "
-        f"parameters, is sharded: it would compute with this rank's rows of {name}. "
-        f"Call {unit}; or, for a method of {unit} that calls its parts, "
-        f"register_forward_method(module, name); or make {part} a fully sharded module "
-        "as well, before its parent. Outside the step, unshard_params(module) shows "
-        "whole parameters."
-    )
-
-
-def _whose_gradient(handle: FlatParamHandle, made: str, part: str, name: str) -> str:
-    """Return the error text for a part of a unit whose ranks hold full weights."""
-    unit = _unit(handle)
-    return (
-        f"{made} was called outside the forward of module {unit}, which averages "
-        f"gradients over {handle.data_ranks} ranks: that of {name} would be "
-        f"this rank's alone. Call {unit}; or, for a method of {unit} that calls its "
-        f"parts, register_forward_method(module, name); or give {part} a unit of its "
-        "own, before its parent. Without gradients, call it under torch.no_grad()."
-    )
-
-
-def _unit(handle: FlatParamHandle) -> str:
-    """Return the unit's name for error texts."""
-    # Before lazy initialization the FQN is empty for every unit that ``fully_shard``
-    # was called on directly; the class name says more.
-    return quoted(handle.full_fqn) if handle.full_fqn else _class_of(handle)
-
-
 # Dynamo must not trace the pre-hook, which reads Python registries.
 refuse_part: Any = vars(torch)["_disable_dynamo"](_refuse_part)
 # A pickled module stores hooks by name, so the wrapped function needs a name.
 refuse_part.__module__, refuse_part.__qualname__ = __name__, "refuse_part"
-
-
-def _class_of(handle: FlatParamHandle) -> str:
-    """Return the class name of the unit's module in parentheses."""
-    return f"({handle.layout.plan.class_name})"
 
 
 def _name(handle: FlatParamHandle, module: nn.Module) -> str:

@@ -23,7 +23,7 @@ from composable_fsdp.flat.build_region import (
     make_full,
 )
 from composable_fsdp.flat.casts import Precision
-from composable_fsdp.flat.handle import FlatParamHandle, FullForm
+from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.residency import forget_readable
 from composable_fsdp.phases import Residency
 
@@ -97,20 +97,6 @@ def switch_form(handle: FlatParamHandle) -> bool:
             region.full = full
     handle.form, handle.other_form = other, form
     return made
-
-
-def take_form(handle: FlatParamHandle, form: FullForm) -> None:
-    """Make ``form``, over whose full buffers the layout was built, the current form."""
-    made, regions = handle.form, handle.layout.regions
-    made.regions = tuple([region.full for region in regions])
-    for region, full in zip(regions, form.regions, strict=True):
-        region.full = full
-    like = make_form(handle.layout, form.unreadable, full_precision=form.full_precision)
-    # The shards are new, and with them the inputs of the all-gather.
-    form.gather_lists, form.fills = like.gather_lists, like.fills
-    form.fulls = like.fulls
-    # ``made`` is in the compute dtype, so ``made`` may be the other form.
-    handle.form, handle.other_form = form, made if form.full_precision else None
 
 
 def renew_full_leaves(

@@ -97,7 +97,7 @@ class ReduceRule:
         """Choose whether parameters without a gradient are reduced as zeros."""
         self.fill = fill
         """Whether every trainable parameter takes part in every reduction, with zeros
-        if a rank has no gradient (``runtime.unused_params``). Default: False."""
+        if a rank has no gradient (``features.unused.common_order``). Default: False."""
         self.flags: Callable[[Any], Iterable[int]] = (
             _requires_grad_flags if fill else _arrived_flags
         )

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from composable_fsdp.access.unsharded_unit import UNSHARDED
 from composable_fsdp.comm.agreement import Peers, can_compare
 from composable_fsdp.errors import CompositionError, FSDPError, PhaseError
-from composable_fsdp.flat.external_changes import successor
 from composable_fsdp.flat.flat_parameter import (
     FlatParamRecord,
     find_flat,
@@ -36,9 +35,9 @@ from composable_fsdp.flat.flat_parameter import (
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
 from composable_fsdp.flat.param_paths import param_path, slot_path
 from composable_fsdp.flat.param_ref import originals_by_vars, param_ref
+from composable_fsdp.flat.replaced_params import successor
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.phases import Phase
-from composable_fsdp.tree.late_registration import PENDING, warn_of_added
 from composable_fsdp.tree.unit_settings import IGNORED
 
 _PATIENCE = 5.0
@@ -238,8 +237,8 @@ def require_current(optim: torch.optim.Optimizer) -> None:
             "Make the optimizer after that, or of flat_parameters(module), which go "
             "along."
         )
-    if PENDING:
-        warn_of_added(lambda _, added: any(id(p) in held for p in added))
+    for call in OPTIMIZER_CHECKED:
+        call(list(parameters_of(optim)))
 
 
 def require_agreement(

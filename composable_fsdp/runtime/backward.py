@@ -1,157 +1,357 @@
-"""Backward of a unit: the hooks of the full parameters, and the end of its use.
+"""Backward of a unit: where it enters, what it waits for, and where it ends.
 
-Two events drive the unit once backward has entered it (``unit_forward``), and
-``graph_task`` ends the units that saw only a part of them:
+Hooks of the graph and of the full parameters call this file, first to last::
 
-* *gradients complete*: the post-accumulate-grad hook of each full parameter keeps the
-  gradient as autograd made the tensor, and decrements ``pending``, the number of
-  parameters that this graph task will reach. At 0 the unit may reduce.
-* *parameters no longer needed*: ``input_done`` has run for each input that requires
-  grad. With complete gradients the unit reshards.
+    UnitForward.alias        an input that requires grad becomes an alias of this call
+    hook_outputs             at the end of the forward: ``pre_backward`` at the outputs
+    pre_backward             backward enters the unit: unshard
+    arrive                   a gradient: ``pending`` parameters are left; 0 may reduce
+    UnitForward.input_done   the last alias: the parameters are no longer needed
 
-``Tensor._post_accumulate_grad_hooks`` is private (also used in ``user_hooks``,
-``reduce`` and ``engine``), checked on torch 2.13 and 2.11.
+``graph_task`` ends the units that saw only a part of these. What the counters of
+``BackwardProgress`` mean together::
+
+    pending > 0                          gradients of this graph task are to come
+    open_calls > 0                       a forward of the unit still waits for gradients
+    expected_calls == open_calls > 0     each of these will call ``input_done``
+    pending == open_calls == 0           the unit is through: reshard, then reduce
+    pending < 0                          no pre-backward: the end of the task reduces
+    retained                             ``create_graph``: full until the task ends
+
+``Tensor._post_accumulate_grad_hooks`` is private (also used in ``user_hooks``
+and ``grad_hooks``), and so are ``torch._C._autograd._get_sequence_nr`` and
+``Node._sequence_nr``, which ascends in the order in which nodes are made. Checked on
+torch 2.13 and 2.11.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import nullcontext
-from functools import cache
-from types import MethodType
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from composable_fsdp.comm.ranges import OPEN, end_range
+from composable_fsdp.config import BackwardPrefetch
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle, FullForm
 from composable_fsdp.flat.param_form import ParamForm
-from composable_fsdp.flat.precision import switch_form
 from composable_fsdp.flat.region import TrainableRegion
+from composable_fsdp.flat.residency import NOT_GATHERED
 from composable_fsdp.phases import BACKWARD_POST
-from composable_fsdp.runtime.earlier_forms import (
-    take_earlier_form,
-    through_earlier_forward,
-)
 from composable_fsdp.runtime.graph_task import (
+    begin_unit_backward,
     current_task,
     join_unannounced,
     reset_failed_graph_tasks,
+    will_run,
 )
-from composable_fsdp.runtime.leaf_streams import make_nodes
 from composable_fsdp.runtime.reduce import (
     copy_grads_to_reduce_buffers,
     expect_gradients,
     reduce_gradients,
+    unshard_in_backward,
 )
 from composable_fsdp.runtime.unshard import (
     keep_full,
     prefetch_backward,
-    release,
+    prefetch_listed,
     reshard,
     wait_for_freed_memory,
+    wait_unsharded,
 )
-from composable_fsdp.tree.state import ForwardRecord, RuntimeContext, _FSDPState
+from composable_fsdp.tree.moments import PASSAGES
+from composable_fsdp.tree.state import StepOrder, _FSDPState
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""Return the sequence number of the next node of this thread."""
 FSDP_HOOK_KEY = -1
 """Key of our hook in the hook dicts of a full parameter and of a module's forward."""
 
 
-class GradientOrder(ForwardRecord):
-    """The default: a unit reduces as soon as its gradients are complete."""
+@dataclass(slots=True, eq=False)
+class UnitForward:
+    """One forward of a unit, for its end and for the backward that may follow.
 
-    __slots__ = ()
-
-    reduce = staticmethod(reduce_gradients)
-    prefetch = staticmethod(prefetch_backward)
-
-    def restore_form(self, state: _FSDPState, form: FullForm) -> None:
-        """Make ``form`` current, as ``select_form``."""
-        select_form(state, form, self)
-
-
-def select_form(state: _FSDPState, form: FullForm, tape: ForwardRecord) -> None:
-    """Make ``form``, whose full leaves a graph holds, the current form of the unit.
-
-    ``form`` is of this or an earlier layout; ``tape`` records its forward.
-
-    Raises: PhaseError, as ``take_earlier_form``. Collective: as ``take_earlier_form``.
+    Hooks of the autograd graph hold this object. The object must not hold a node of the
+    graph after the forward: the reference cycle would keep the activations alive.
     """
-    context = state.context
-    assert context is not None
-    if form is state.handle.other_form:
-        select_full_form(context, state, wide=form.full_precision)
-    else:
-        take_earlier_form(state, form, tape)
-        install_grad_hooks(state)
 
+    state: _FSDPState
+    module: nn.Module
+    order: StepOrder
+    passage: Any
+    """How values enter and leave this forward (``runtime.forward.Passage``)."""
+    has_graph: bool
+    """Whether the forward makes a graph of its own."""
+    begin: int
+    """Number of uses that were recorded before the forward began."""
+    form: FullForm
+    """The full form of the unit at the time: the graph holds the full leaves of it."""
+    given: Any = None
+    """What the passage has to give back to the caller; None after the forward."""
+    aliases: tuple[Any, ...] = ()
+    """Nodes of the aliases of the inputs; emptied at the end of the forward."""
+    aliased: bool = False
+    """Whether the call had an alias, so that ``input_done`` will run."""
+    inputs: tuple[tuple[Tensor, int], ...] = ()
+    """Inputs with their versions at the start; emptied at the end of the forward."""
+    index: int = -1
+    """Position of this use in ``order.uses``; -1 in a recomputed forward."""
+    task: int = NO_TASK
+    """The graph task whose pre-backward has run for this call."""
+    waiting: int = 0
+    """Aliases whose ``input_done`` has not run yet in this graph task."""
 
-def install_grad_hooks(state: _FSDPState) -> None:
-    """Register the hooks on the full parameters of the current form, once per form."""
-    handle = state.handle
-    # An AccumulateGrad node exists only with gradients enabled; leaving inference mode
-    # enables gradients.
-    grads = torch.is_grad_enabled()
-    with nullcontext() if grads else torch.inference_mode(False):
-        for region in handle.layout.trainable:
-            # Weak references: the garbage collector does not look into the hooks of a
-            # tensor (torch 2.13), so a strong reference would keep the model and the
-            # shards alive for ever.
-            region.reduce.owner, link = weakref.ref(state), weakref.ref(region)
-            for index, leaf in enumerate(region.full.leaves):
-                # The effect of ``register_post_accumulate_grad_hook`` without the
-                # checks and the handle, which took most of the time. Torch numbers
-                # hooks from 0 up, so the key -1 is free.
-                leaf._post_accumulate_grad_hooks = hooks = OrderedDict()
-                hooks[FSDP_HOOK_KEY] = MethodType(_make_grad_hook(index), link)
-        if handle.layout.forms:
-            _hook_forms(handle)
-        make_nodes(handle)
+    def forget_inputs(self) -> None:
+        """Drop the references to the inputs of a forward that has raised."""
+        self.aliases, self.inputs = (), ()
+        if self.given is not None:
+            self.given.give_back()
+            self.given = None
 
+    def alias(self, tensor: Tensor) -> Tensor:
+        """Return an alias, with ``input_done``, of an input that requires grad."""
+        if not tensor.requires_grad:
+            if not tensor.is_inference():
+                # Tensors of inference mode have no version counter.
+                self.inputs += ((tensor, tensor._version),)
+            return tensor
+        # On an alias (``view_as``) of this call alone: a hook on the input's own node
+        # would run only after all users of the input.
+        view = tensor.view_as(tensor)
+        node = view.grad_fn
+        assert node is not None
+        node.register_hook(self.input_done)
+        self.aliases += (node,)
+        self.inputs += ((view, view._version),)
+        return view
 
-def _hook_forms(handle: FlatParamHandle) -> None:
-    """Let the hooks of parameters with a form take plain gradients from the form."""
-    for region in handle.layout.trainable:
-        link = weakref.ref(region)
-        for index, (slot, leaf) in enumerate(
-            zip(region.layout.parameters, region.full.leaves, strict=True)
+    def input_done(self, _: object, gradients: tuple[Any, ...]) -> None:
+        """Hook of the node of an aliased input: after the last, reshard and reduce."""
+        if self.state.handle.backward.retained:
+            _hook_for_next_backward(self, gradients)
+        # The engine runs ready nodes by sequence number, highest (youngest) first. The
+        # alias is the oldest node of this forward, so all other nodes of the forward
+        # have run.
+        self.waiting -= 1
+        if self.waiting:
+            return
+        state, order = self.state, self.order
+        handle, context = state.handle, state.context
+        assert context is not None
+        progress = handle.backward
+        if progress.task != current_task():
+            return
+        progress.open_calls -= 1
+        # Complete gradients alone do not allow a reshard: the last operation that reads
+        # the parameters may compute the gradient of an input. Reshard before the
+        # reduction, so that the reduce buffer can take the memory of the parameters.
+        through = progress.open_calls == progress.pending == 0 and not progress.retained
+        if through:
+            reshard_after_backward(state, handle)
+        progress.expected_calls -= 1
+        # ``reached`` and not ``self.index``: units inside this unit have run since, so
+        # the next unit is the one before the earliest use that backward has reached.
+        if (
+            handle.layout.plan.options.backward_prefetch
+            is BackwardPrefetch.BACKWARD_POST
+            and order.reached > 0
+            and not state.ahead_in_backward
         ):
-            form = handle.layout.forms.get(slot.index)
-            if form is not None:
-                # Not through the cache, which would keep the mesh of the form alive.
-                arrive = _make_grad_hook.__wrapped__(index, form)
-                hooks: Any = leaf._post_accumulate_grad_hooks
-                hooks[FSDP_HOOK_KEY] = MethodType(arrive, link)
+            order.prefetch(context, order, order.reached)
+        # The reduce-scatter is issued after the prefetch: a backend runs collectives in
+        # order. The next unit waits for the all-gather, whereas no compute waits for
+        # this reduction until the next reduction is due.
+        if through and handle.reduction.due and state.settings.sync_gradients:
+            order.reduce(context, handle)
 
 
-def select_full_form(context: RuntimeContext, state: _FSDPState, *, wide: bool) -> None:
-    """Switch the unit to the full form in the parameters' own or the compute dtype.
+def hook_outputs(call: UnitForward, tensors: list[Tensor], *, adds: bool) -> bool:
+    """Register ``pre_backward`` on the nodes of the outputs.
 
-    A unit that is unsharded in the other form is resharded, and that full buffer is
-    freed.
+    Returns: False if no output has a node, so that no backward can reach this call.
     """
-    handle = state.handle
-    if handle.form.full_precision is wide:
+    aliases = call.aliases
+    call.aliased = bool(aliases)
+    # ``forget_inputs``, inlined: a call per forward.
+    call.aliases, call.inputs = (), ()
+    if len(tensors) == 1 and tensors[0]._base is None:
+        node = tensors[0].grad_fn
+        nodes = [] if node is None else [node]
+    else:
+        nodes = grad_fns_of(tensors, first_number(aliases))
+    if not nodes and torch._C._functorch.peek_interpreter_stack() is not None:
+        inside = PASSAGES["full"].below_transforms(tensors)
+        nodes = grad_fns_of(inside, first_number(aliases))
+    if not nodes:
+        return False
+    if len(aliases) == 1:
+        counted: tuple[Any, ...] = ()
+    else:
+        # A hook must not hold the node that the hook is registered on (an alias that is
+        # also an output): the reference cycle would keep the graph alive.
+        others = [a for a in aliases if all(a is not node for node in nodes)]
+        counted = tuple(others) if len(others) > 1 else ()
+    hook = partial(pre_backward, call, counted)
+    for node in nodes:
+        node.register_prehook(hook)
+    for tensor in tensors:
+        if tensor._backward_hooks or tensor._base is not None:
+            _put_first(hook, tensor)
+    if adds:
+        call.index = call.order.add(call.state, call.begin)
+    # Without an alias no ``input_done`` counts this call down, as intended: the
+    # gradient may flow to an attribute or a closure until the graph task ends.
+    calls, handle = call.order.open_calls, call.state.handle
+    calls[handle] = calls.get(handle, 0) + 1
+    return True
+
+
+def grad_fns_of(tensors: Iterable[Tensor], since: int) -> list[Any]:
+    """Return the nodes at which backward may enter through ``tensors``, each once.
+
+    For a view, the node of the base is included if its sequence number is at least
+    ``since``; an older node was made before the forward.
+    """
+    found: dict[int, Any] = {}
+    for tensor in tensors:
+        node = tensor.grad_fn
+        if node is None:
+            continue
+        # If the caller changes a view in place, either the node of the view or the node
+        # of the base stays in the graph, so hook both.
+        found[id(node)] = node
+        if tensor._base is not None:
+            base = tensor._base.grad_fn
+            if base is not None and base._sequence_nr() >= since:
+                found[id(base)] = base
+    return list(found.values())
+
+
+def first_number(aliases: tuple[Any, ...]) -> int:
+    """Return the first sequence number of a forward with these ``aliases``.
+
+    0 without an alias: each node that leads to an output belongs to the forward.
+    """
+    return min([alias._sequence_nr() for alias in aliases], default=0)
+
+
+def _put_first(hook: Any, tensor: Tensor) -> None:
+    """Have ``hook`` run before the user's hooks on an output, or on its base."""
+    # Tensor hooks run before node hooks, in the order of registration, and a user's
+    # hook may read the parameters.
+    for each in (tensor, tensor._base):
+        if each is not None and each._backward_hooks:
+            hooks = dict(each._backward_hooks)
+            each._backward_hooks.clear()
+            each._backward_hooks.update({FSDP_HOOK_KEY: hook, **hooks})
+
+
+def pre_backward(call: UnitForward, aliases: tuple[Any, ...], _: object = None) -> None:
+    """Hook of the node of an output: unshard the unit and expect gradients.
+
+    Runs once per forward call and graph task, whichever output comes first.
+
+    Raises: DesyncError, if another rank runs another unit; PhaseError, if the layout of
+        the unit has changed since the forward.
+    Collective: the all-gather of the unit, if the unit is sharded, and of each unit
+        that is prefetched; over the shard group, all ranks of which must call.
+    """
+    task = current_task()
+    if call.task == task:
         return
-    release(context, handle)
-    if switch_form(handle):
-        install_grad_hooks(state)
+    call.task = task
+    # A single alias is not looked up: if the alias does not run, nothing counts down.
+    # Of several aliases, count only the aliases that this graph task will run.
+    call.waiting = sum(map(will_run, aliases)) if aliases else 1
+    state, order = call.state, call.order
+    handle, context = state.handle, state.context
+    assert context is not None
+    if handle.form is not call.form:
+        order.restore_form(state, call.form)
+    if handle.backward.task != task:
+        begin_unit_backward(context, state, task)
+    mode = handle.layout.plan.options.backward_prefetch
+    # A call with an alias ends by ``input_done``, which then reshards and reduces; a
+    # call without an alias ends with the graph task.
+    if call.aliased:
+        handle.backward.expected_calls += 1
+    else:
+        # Read if another unit needs the slot of an arena (``runtime.slots``).
+        handle.backward.endless = True
+    if order not in handle.backward.orders:
+        # First call of this order in this graph task: add the open calls of
+        # the whole forward.
+        handle.backward.orders = (*handle.backward.orders, order)
+        handle.backward.open_calls += order.open_calls.get(handle, 0)
+    order.reach(context, handle, call.index)
+    if handle.residency in NOT_GATHERED:
+        unshard_in_backward(context, handle)
+    wait_unsharded(handle)
+    if order.task != task:
+        order.task, order.reached = task, call.index
+    elif call.index < order.reached:
+        order.reached = call.index
+    if state.ahead_in_backward:
+        prefetch_listed(context, state, state.ahead_in_backward)
+    elif order.reached > 0 and mode is BackwardPrefetch.BACKWARD_PRE:
+        prefetch_backward(context, order, order.reached)
+
+
+def _hook_for_next_backward(call: UnitForward, gradients: tuple[Any, ...]) -> None:
+    """Register a hook that unshards the unit in a backward of this backward.
+
+    The graph of the unit's backward reads the parameters. ``gradients`` are the
+    gradients of an aliased input: a second backward enters the graph at their nodes.
+    """
+    hook = partial(pre_next_backward, call)
+    for gradient in gradients:
+        if gradient is not None and gradient.grad_fn is not None:
+            gradient.grad_fn.register_prehook(hook)
+
+
+def pre_next_backward(call: UnitForward, _: object = None) -> None:
+    """Hook of a gradient's node: unshard the unit until this graph task ends.
+
+    Collective: the all-gather of the unit, if the unit is sharded.
+    """
+    task, state = current_task(), call.state
+    handle, context = state.handle, state.context
+    assert context is not None
+    if handle.form is not call.form:
+        call.order.restore_form(state, call.form)
+    if handle.backward.task != task:
+        begin_unit_backward(context, state, task)
+    # The last node of the second backward is not known, so no hook counts down; the end
+    # of the graph task reshards the unit.
+    handle.backward.retained = True
+    if handle.residency in NOT_GATHERED:
+        unshard_in_backward(context, handle)
+    wait_unsharded(handle)
+
+
+def earlier_forward(what: str) -> PhaseError:
+    """Return the error of a backward that reaches ``what`` by a graph of before."""
+    return PhaseError(
+        f"Backward reached {what} through a forward that ran before the unit's "
+        "parameters were frozen, unfrozen, cast, moved or replaced. Run backward "
+        "before the next forward, or change parameters between steps."
+    )
 
 
 # A function per index serves all units: a hook is then a single object, the bound
 # method of a weak reference to the region.
 @cache
-def _make_grad_hook(
+def make_grad_hook(
     index: int, form: ParamForm | None = None
 ) -> Callable[[weakref.ref[TrainableRegion], Tensor], None]:
-    """Return the post-accumulate-grad hook of the full parameter ``index`` of a region.
-
-    Plain parameters have no ``form``.
-    """
+    """Return the post-accumulate-grad hook of full parameter ``index`` of a region."""
 
     def arrive(link: weakref.ref[TrainableRegion], leaf: Tensor) -> None:
         region = link()
@@ -159,7 +359,7 @@ def _make_grad_hook(
         if region is None or unit is None:
             leaf.grad = None
             shape = tuple(leaf.shape)
-            raise PhaseError(through_earlier_forward(f"a parameter of shape {shape}"))
+            raise earlier_forward(f"a parameter of shape {shape}")
         reduce = region.reduce
         handle, task = unit.handle, current_task()
         gradient = leaf.grad
@@ -226,29 +426,27 @@ def _on_all_gradients(state: _FSDPState, handle: FlatParamHandle) -> None:
     assert context is not None
     progress = handle.backward
     # If every open call has an alias, the last ``input_done`` reshards and reduces.
-    if progress.expected_calls and progress.expected_calls == progress.open_calls:
+    uses = progress.open_calls + progress.retained
+    if progress.expected_calls and progress.expected_calls == uses:
         return
-    if progress.open_calls == 0:
+    if uses == 0:
         # Reshard first: the reduce buffer can then take the memory of the full
         # parameters.
         reshard_after_backward(state, handle)
     if state.settings.sync_gradients:
         for region in handle.layout.trainable:
-            if progress.open_calls and 0 in region.reduce.arrived:
+            if uses and 0 in region.reduce.arrived:
                 # Missing gradients may still arrive without a pre-backward, from a
                 # reentrant checkpoint inside the unit. The last ``input_done`` comes
                 # after the checkpoint and reduces once.
                 break
         else:
-            reduce = progress.tapes[0].reduce if progress.tapes else reduce_gradients
+            reduce = progress.orders[0].reduce if progress.orders else reduce_gradients
             reduce(context, handle)
 
 
 def reshard_after_backward(state: _FSDPState, handle: FlatParamHandle) -> None:
-    """Reshard the unit after backward, or keep the unit full if so configured.
-
-    Inside a forward of the unit nothing happens: the end of that forward decides.
-    """
+    """Reshard the unit after backward, or keep the unit full if so configured."""
     context = state.context
     assert context is not None
     if handle.running.calls:

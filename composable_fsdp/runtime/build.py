@@ -13,16 +13,14 @@ from composable_fsdp.comm.nodes import PEERLESS
 from composable_fsdp.compose.registry import set_state
 from composable_fsdp.flat.build import build_handle
 from composable_fsdp.flat.dtensor_params import with_plain_parameters
-from composable_fsdp.flat.external_changes import record_replaced
-from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.precision import make_precision
+from composable_fsdp.flat.replaced_params import record_replaced
 from composable_fsdp.flat.value_hash import hash_values, have_values
 from composable_fsdp.planning.planner import Target
 from composable_fsdp.runtime.hooks import install_hooks
-from composable_fsdp.runtime.passage import FIRST
 from composable_fsdp.tree.initial_weights import InitialWeights, in_slot_order
 from composable_fsdp.tree.state import OWNERS, _FSDPState
-from composable_fsdp.tree.unit_settings import ForwardSearches, UnitSettings
+from composable_fsdp.tree.unit_settings import UnitSettings
 
 
 def build_units(
@@ -50,6 +48,7 @@ def build_units(
         target, forms = with_plain_parameters(target)
         # Hashed while this rank still has whole values.
         initial = _hash_weights(target, groups, synced=synced)
+        initial.awaits_buffers = index in awaiting
         handle = build_handle(target, groups=groups, device=device, forms=forms)
         if forms:
             # An optimizer that was made before holds the DTensors.
@@ -57,14 +56,27 @@ def build_units(
         if not handle.layout.on_meta:
             initial.mark(handle.layout)
         first = state is root_state
-        awaits = index in awaiting
-        _fill(state, target, ranks, handle, initial, awaits, first)
+        options = target.plan.options
+        state.fill(
+            target.plan.fqn,
+            target.modules,
+            handle,
+            make_precision(handle, is_local_root=first),
+            options=options,
+            ranks=ranks,
+            initial=initial,
+            settings=UnitSettings(
+                None if options.reshard_after_forward else False,
+                prefetches_forward=options.forward_prefetch,
+            ),
+        )
         if not first:
             set_state(target.modules[0], api, state)
-            _link(state, states[target.parent])
+            # Weak: a unit must not keep the units above alive.
+            state._parent = weakref.ref(states[target.parent])
         for below in target.units_below:
             if isinstance(below, _FSDPState) and below.parent is None:
-                _link(below, state)
+                below._parent = weakref.ref(state)
         # Nested units were built first and own their modules already; a module has a
         # single owner.
         heads = target.modules
@@ -74,45 +86,8 @@ def build_units(
     return states
 
 
-def _link(child: _FSDPState, parent: _FSDPState) -> None:
-    """Set the parent of a unit, as a weak reference."""
-    # Weak: a unit must not keep the parent alive.
-    child._parent = weakref.ref(parent)
-
-
-def _fill(
-    state: _FSDPState,
-    target: Target,
-    ranks: RankLayout,
-    handle: FlatParamHandle,
-    initial: InitialWeights,
-    awaits_buffers: bool,
-    is_local_root: bool,
-) -> None:
-    """Fill a new state."""
-    options = target.plan.options
-    state.fill(
-        target.plan.fqn,
-        target.modules,
-        handle,
-        make_precision(handle, is_local_root=is_local_root),
-        options=options,
-        ranks=ranks,
-        initial=initial,
-        settings=UnitSettings(
-            None if options.reshard_after_forward else False,
-            prefetches_forward=options.forward_prefetch,
-        ),
-        searches=ForwardSearches(target.modules, awaits_buffers=awaits_buffers),
-        passage=FIRST,
-    )
-
-
 def _hash_weights(target: Target, groups: Groups, *, synced: bool) -> InitialWeights:
-    """Hash the whole values of a unit, before the unit is sharded.
-
-    Returns: the hashes; call ``mark`` after the unit was sharded.
-    """
+    """Hash the whole values of a unit, before the unit is sharded."""
     # Outside of the unit's groups, other ranks may hold other parts of the model.
     has_others = groups.has_peers or (
         dist.get_world_size() > 1 and dist.get_backend() not in PEERLESS

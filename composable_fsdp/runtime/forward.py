@@ -5,43 +5,38 @@
     pre_forward    begin the iteration if outermost, unshard, let the inputs enter
     post_forward   hook the outputs, reshard unless backward wants the weights kept
 
-``runtime.passage`` says how values enter and leave. A recomputed forward (activation
-checkpointing) runs inside backward: pre_forward makes the unit full if needed, the use
-is not recorded, and backward reshards the unit.
+A passage says how values enter and leave. Each call has one whole passage, chosen when
+the call begins::
+
+    PLAIN    tensors and tuples of tensors
+    QUIET    the same without a graph: the values stay as they are
+    others   of ``features.passages``, to which PLAIN hands a call on that needs more
+
+A recomputed forward (activation checkpointing) runs inside backward: pre_forward makes
+the unit full if needed, the use is not recorded, and backward reshards the unit.
 """
 
 from __future__ import annotations
 
 import sys
 from contextlib import suppress
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from composable_fsdp.comm.ranges import OPEN, begin_range, end_range, profiler
 from composable_fsdp.flat import residency
 from composable_fsdp.flat.functional_params import save_functional_params
-from composable_fsdp.flat.handle import NO_TASK
-from composable_fsdp.flat.residency import NOT_GATHERED, UNSHARDED
+from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
+from composable_fsdp.flat.residency import NOT_GATHERED, UNSHARDED, version_of
 from composable_fsdp.phases import BACKWARD_PRE, FORWARD, IDLE
-from composable_fsdp.runtime.backward import GradientOrder
-from composable_fsdp.runtime.container_copies import Arguments, apply_changes
+from composable_fsdp.runtime.backward import Arguments, UnitForward, hook_outputs
 from composable_fsdp.runtime.graph_task import current_task
 from composable_fsdp.runtime.offload import synchronize_copy_stream
-from composable_fsdp.runtime.passage import (
-    FIRST,
-    MOVING,
-    PLAIN,
-    QUIET,
-    Passage,
-    QuietPassage,
-    choose_passage,
-    copy_writes,
-    keep_writes,
-)
 from composable_fsdp.runtime.precision import select_forward_form
 from composable_fsdp.runtime.recover import (
+    GradientOrder,
     begin_iteration,
     end_iteration,
     is_live,
@@ -50,7 +45,6 @@ from composable_fsdp.runtime.recover import (
     require_outside_block,
 )
 from composable_fsdp.runtime.threads import runs_elsewhere
-from composable_fsdp.runtime.unit_forward import UnitForward, hook_outputs
 from composable_fsdp.runtime.unshard import (
     drop_unused,
     hold_for_backward,
@@ -59,8 +53,114 @@ from composable_fsdp.runtime.unshard import (
     unshard,
     wait_unsharded,
 )
+from composable_fsdp.tree.moments import PASSAGES
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState
+
+Left = tuple[Any, list[Tensor]]
+"""An output, and the tensors through which a backward may enter the unit."""
+NO_CONTAINERS = frozenset({Tensor, nn.Parameter, bool, int, float, str, type(None)})
+"""Types of arguments into which a forward cannot put a tensor."""
+
+
+class Passage:
+    """The passage of tensors and tuples of tensors."""
+
+    __slots__ = ()
+
+    def without_graph(self, state: _FSDPState) -> Passage:
+        """Return the passage of a forward without a graph."""
+        return QUIET
+
+    def enter(
+        self, call: UnitForward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Arguments | None:
+        """Return new ``(args, kwargs)`` with aliases if an input requires grad."""
+        if len(args) == 1 and type(args[0]) is Tensor and not kwargs:
+            alias = call.alias(args[0])
+            return None if alias is args[0] else ((alias,), kwargs)
+        for value in (*args, *kwargs.values()):
+            items = value if type(value) is tuple else (value,)
+            if not NO_CONTAINERS.issuperset(map(type, items)):
+                call.passage = PASSAGES["full"]
+                replaced: Arguments | None = call.passage.enter(call, args, kwargs)
+                return replaced
+        made = tuple([_alias(call, value) for value in args])
+        named = {key: _alias(call, value) for key, value in kwargs.items()}
+        return (made, named) if call.aliases else None
+
+    def leave(self, state: _FSDPState, call: UnitForward, output: Any) -> Left:
+        """Return the output, and the tensors through which backward may enter the unit.
+
+        Parameters of the unit in the output become copies, and writes to parameters go
+        to the shards.
+
+        Raises: PhaseError, as the wider passages, to which this one hands on.
+        """
+        handle = state.handle
+        if type(output) is Tensor:
+            tensors = [output]
+        elif type(output) is tuple and NO_CONTAINERS.issuperset(map(type, output)):
+            tensors = [each for each in output if isinstance(each, Tensor)]
+        else:
+            return _leave_wider(state, call, output)
+        for tensor in tensors:
+            # Check only tensors that can share memory with the full parameters: the
+            # result of an operation has a grad_fn and no base.
+            if (tensor.grad_fn is None or tensor._base is not None) and is_weight(
+                handle, tensor
+            ):
+                return _leave_wider(state, call, output)
+        # A parameter or an input was written to in place.
+        if tuple(map(version_of, handle.form.placed)) != handle.form.readable:
+            return _leave_wider(state, call, output)
+        for tensor, version in call.inputs:
+            if tensor._version != version:
+                return _leave_wider(state, call, output)
+        return output, tensors
+
+
+class QuietPassage(Passage):
+    """The passage of a forward without a graph, which stands for the call as well.
+
+    Such a call has nothing to remember, so one object serves all calls of all units.
+    """
+
+    __slots__ = ()
+    has_graph, inputs, aliases, given = False, (), (), None
+    passage: ClassVar[Passage]
+
+    def enter(self, *_: object) -> None:
+        """Leave the arguments as they are."""
+
+    def forget_inputs(self) -> None:
+        """Do nothing: the call holds no inputs."""
+
+
+PLAIN, QUIET = Passage(), QuietPassage()
+QuietPassage.passage = QUIET
+
+
+def _alias(call: UnitForward, value: Any) -> Any:
+    """Return the argument with aliases of the tensors that require grad."""
+    if type(value) is tuple:
+        return tuple([_alias(call, each) for each in value])
+    return call.alias(value) if isinstance(value, Tensor) else value
+
+
+def _leave_wider(state: _FSDPState, call: UnitForward, output: Any) -> Left:
+    """Return what ``leave`` of the passage of everything returns."""
+    left: Left = PASSAGES["full"].leave(state, call, output)
+    return left
+
+
+def is_weight(handle: FlatParamHandle, tensor: Tensor) -> bool:
+    """Return whether ``tensor`` shares memory with the full parameters."""
+    try:
+        memory = tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return False  # sparse or batched tensors have no storage
+    return any(memory == f.untyped_storage()._cdata for f in handle.form.fulls)
 
 
 def pre_forward(
@@ -121,7 +221,7 @@ def _enter_outermost(context: RuntimeContext, state: _FSDPState) -> Passage:
     if context.outermost is not None and is_live(context):
         return passage
     begin_iteration(context, state)
-    return passage if context.streams.host_waits else MOVING
+    return passage if context.streams.host_waits else PASSAGES["moving"]
 
 
 def _begin_call(
@@ -133,16 +233,18 @@ def _begin_call(
     if not recomputing:
         handle.phase = FORWARD
     # After the pre-backward, hooks of the first forward serve the recomputed one.
-    taped = torch.is_grad_enabled() and not (
+    has_graph = torch.is_grad_enabled() and not (
         recomputing and handle.backward.task != NO_TASK
     )
-    if not taped and passage is FIRST:
-        passage = choose_passage(state, taped=False)
+    if not has_graph:
+        passage = QUIET if passage is PLAIN else passage.without_graph(state)
     call: UnitForward | QuietPassage = QUIET
-    if taped or passage is not PLAIN:
-        # A recomputed forward has a graph and a record of its own.
-        tape = GradientOrder() if recomputing else context.tape
-        call = UnitForward(state, module, tape, passage, taped, tape.count, handle.form)
+    if passage is not QUIET:
+        # A recomputed forward has a graph and an order of its own.
+        order = GradientOrder() if recomputing else context.order
+        call = UnitForward(
+            state, module, order, passage, has_graph, order.count, handle.form
+        )
     handle.running.calls.append(call)
     return call
 
@@ -175,7 +277,7 @@ def post_forward(
     calls.pop()
     # ``functional_call`` removes its tensors after the call, so put them back first.
     stays_full = residency.end_functional_call(handle) if running.foreign else False
-    awaited = call.taped and hook_outputs(call, tensors, record=not recomputing)
+    awaited = call.has_graph and hook_outputs(call, tensors, adds=not recomputing)
     if recomputing:
         return output
     if state.remaining and not stays_full:
@@ -191,10 +293,7 @@ def post_forward(
 def _end_unit_forward(
     context: RuntimeContext, state: _FSDPState, *, awaited: bool, stays_full: bool
 ) -> None:
-    """Reshard the unit, unless backward will need it full or ``functional_call`` does.
-
-    ``awaited``: a backward can reach the unit.
-    """
+    """Reshard the unit, unless its backward or ``functional_call`` needs it full."""
     handle = state.handle
     handle.phase = BACKWARD_PRE if awaited else IDLE
     if stays_full:
@@ -220,7 +319,7 @@ def _end_outermost(context: RuntimeContext, *, awaited: bool) -> None:
         if unit.remaining:
             unit.remaining = frozenset()
             # Some of its modules did not run, or ran again after the reshard.
-            awaited = unit.handle in context.tape.open_calls
+            awaited = unit.handle in context.order.open_calls
             _end_unit_forward(context, unit, awaited=awaited, stays_full=False)
 
 
@@ -250,22 +349,14 @@ def _after_raise(state: _FSDPState) -> None:
     running, calls = handle.running, handle.running.calls
     if calls:
         call = calls[-1]
-        if handle.residency is UNSHARDED and handle.form.readable is not None:
-            # In-place writes before the error stay, as in a plain module. The user's
-            # error matters more than a refusal of the write.
-            with suppress(RuntimeError):
-                keep_writes(state, call)
-                copy_writes(state)
+        PASSAGES["full"].after_raise(state, call)
         calls.pop()
-        if call.copies is not None:
-            apply_changes(call.copies, None)
         call.forget_inputs()
-    state.searches.end_forward()
     if context.outermost is state and not calls:
         recover(context, drop_gradients=False)
     elif not calls:
         # A caller may catch the error, and an earlier call may wait for its backward.
-        awaited = handle in context.tape.open_calls
+        awaited = handle in context.order.open_calls
         handle.phase = BACKWARD_PRE if awaited else IDLE
         state.remaining = frozenset()
         if not (running.foreign and residency.end_functional_call(handle)):

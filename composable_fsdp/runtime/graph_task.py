@@ -34,7 +34,6 @@ from composable_fsdp.flat.handle import (
     LEAVES,
     NO_BACKWARD,
     NO_TASK,
-    RETAINED,
     BackwardProgress,
     FlatParamHandle,
 )
@@ -146,12 +145,7 @@ def _holds_ours(inputs: Sequence[Any]) -> bool:
 
 
 def register_task_end(context: RuntimeContext, state: _FSDPState, task: int) -> None:
-    """Add the unit to graph task ``task``; the end of the task will finish the unit.
-
-    The first unit of a graph task also queues ``TaskEnd`` in the engine.
-
-    Raises: PhaseError, inside ``unshard_params``.
-    """
+    """Add the unit to graph task ``task``; the end of the task will finish the unit."""
     if state.handle.phase is SUMMON:
         raise inside_block(context, f"Backward of {state.name}")
     if task not in context.tasks:
@@ -196,17 +190,13 @@ def begin_unit_backward(context: RuntimeContext, state: _FSDPState, task: int) -
     except RuntimeError as error:
         raise _full_param_requested(handle) from error
     # With ``create_graph`` the graph of this backward reads the parameters again.
-    retained = RETAINED if torch.is_grad_enabled() else 0
-    handle.backward = BackwardProgress(task, pending, retained)
+    handle.backward = BackwardProgress(task, pending, torch.is_grad_enabled())
     if pending:
         expect_gradients(handle)
 
 
 def _full_param_requested(handle: FlatParamHandle) -> PhaseError:
-    """Return the error for ``autograd.grad`` with respect to a full parameter.
-
-    The engine would return the gradient of this rank's batch alone.
-    """
+    """Return the error for ``autograd.grad`` with respect to a full parameter."""
     captured = next(filter(_is_captured, handle.form.accumulators))
     shown = [leaf is captured.variable for leaf in handle.form.placed]
     return PhaseError(
@@ -219,10 +209,7 @@ def _full_param_requested(handle: FlatParamHandle) -> PhaseError:
 
 
 def _is_captured(accumulator: Any) -> bool:
-    """Return whether ``autograd.grad`` takes the gradient of this AccumulateGrad node.
-
-    The engine tells by an error alone.
-    """
+    """Return whether ``autograd.grad`` takes the gradient of this node."""
     try:
         will_run(accumulator)
     except RuntimeError:
@@ -233,7 +220,7 @@ def _is_captured(accumulator: Any) -> bool:
 def join_unannounced(context: RuntimeContext, state: _FSDPState, task: int) -> None:
     """Add a unit to the graph task whose gradient came without a pre-backward."""
     register_task_end(context, state, task)
-    # -1 never counts down to 0, so the final callback of the graph task reduces.
+    # It never counts down to 0, so the final callback of the graph task reduces.
     state.handle.backward = BackwardProgress(task, pending=-1)
 
 
@@ -299,10 +286,7 @@ def _show_sharded(context: RuntimeContext, task: int) -> None:
 
 
 def reset_failed_graph_tasks(context: RuntimeContext) -> None:
-    """Reset the units of graph tasks that raised, and drop their unreduced gradients.
-
-    Waits for collectives that this rank has issued.
-    """
+    """Reset the units of graph tasks that raised; drop gradients not yet reduced."""
     # The hooks that close the ranges of these graph tasks will not run.
     end_all_ranges(context)
     dead, context.dead = context.dead, set()
@@ -337,16 +321,16 @@ def finish_task(context: RuntimeContext, task: int) -> None:
         reductions of ``unused_params.CommonOrder``.
     """
     if context.filling and len(context.tasks) == 1:
-        for tape in tuple(context.filling):
-            tape.finish(context)
+        for order in tuple(context.filling):
+            order.finish(context)
         context.filling.clear()
     # Gradients are enabled inside a backward only with ``create_graph``.
-    keep = torch.is_grad_enabled()
-    _finish_reached_units(context, task, keep=keep)
+    retained = torch.is_grad_enabled()
+    _finish_reached_units(context, task, retained=retained)
     # A nested graph task (a reentrant checkpoint) ends here; the end of the outermost
     # graph task does the rest.
     if not context.tasks:
-        _finish_other_units(context, keep=keep)
+        _finish_other_units(context, retained=retained)
         if root_of(context).settings.is_last_backward:
             finish_reduction(context)
             if context.marked.offload:
@@ -358,8 +342,10 @@ def finish_task(context: RuntimeContext, task: int) -> None:
             log.end()
 
 
-def _finish_reached_units(context: RuntimeContext, task: int, *, keep: bool) -> None:
-    """Reduce and reshard the units of a graph task; ``keep``: leave them full."""
+def _finish_reached_units(
+    context: RuntimeContext, task: int, *, retained: bool
+) -> None:
+    """Reduce and reshard the units of a graph task; ``retained``: leave them full."""
     for state in context.tasks.pop(task, ()):
         handle = state.handle
         # A unit whose inputs need no gradient ends with the graph task.
@@ -370,8 +356,11 @@ def _finish_reached_units(context: RuntimeContext, task: int, *, keep: bool) -> 
         # ``reset_backward`` and a part of ``has_arrived``, inlined: two calls per unit.
         handle.backward = NO_BACKWARD
         handle.phase = Phase.IDLE
-        waits = handle.reduction.due and has_arrived(handle)
-        if waits and state.settings.sync_gradients:
+        if (
+            handle.reduction.due
+            and has_arrived(handle)
+            and state.settings.sync_gradients
+        ):
             reduce_gradients(context, handle)
         if handle.running.calls:
             # This backward ran inside a forward of the unit, which still reads the
@@ -380,22 +369,22 @@ def _finish_reached_units(context: RuntimeContext, task: int, *, keep: bool) -> 
             continue
         reshards = state.settings.reshard_after_backward
         # Usually the last ``input_done`` has resharded the unit.
-        if keep or handle.kept or not reshards or handle.residency is not SHARDED:
-            end_use(context, handle, reshards, kept=keep)
+        if retained or handle.kept or not reshards or handle.residency is not SHARDED:
+            end_use(context, handle, reshards, kept=retained)
 
 
-def _finish_other_units(context: RuntimeContext, *, keep: bool) -> None:
+def _finish_other_units(context: RuntimeContext, *, retained: bool) -> None:
     """Reduce gradients that earlier backwards left, and reshard unreached units."""
     for state in root_of(context)._all_fsdp_states:
         handle = state.handle
-        waits = handle.reduction.held is not None and handle.rule.all_reduce
-        if (handle.reduction.due or waits) and state.settings.sync_gradients:
+        held = handle.reduction.held is not None and handle.rule.all_reduce
+        if (handle.reduction.due or held) and state.settings.sync_gradients:
             # The gradients arrived under ``no_sync``, or wait for the all-reduce over
             # the replicate group, and this backward has not reached the unit.
             reduce_gradients(context, handle)
         reshards = state.settings.reshard_after_backward
         if (
-            not keep
+            not retained
             and context.outermost is None
             and (handle.kept or not reshards or handle.residency is not SHARDED)
         ):

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from composable_fsdp.runtime.backward import FSDP_HOOK_KEY, install_grad_hooks
+from composable_fsdp.runtime.backward import FSDP_HOOK_KEY
 from composable_fsdp.runtime.forward import post_forward, pre_forward
+from composable_fsdp.runtime.grad_hooks import install_grad_hooks
 from composable_fsdp.tree.state import _FSDPState
 
 _disable_dynamo: Any = vars(torch)["_disable_dynamo"]

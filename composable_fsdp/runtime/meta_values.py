@@ -210,7 +210,7 @@ def end_watch(state: _FSDPState) -> None:
         kind = type(shown)
         if kind is WatchedShard:
             if shown.draws.drawn:
-                state.searches.drawn[place.slot_index] = shown.draws.drawn
+                state.initial.drawn[place.slot_index] = shown.draws.drawn
             shown.__class__ = nn.Parameter
             del shown.draws, shown._is_param
         elif kind is UnfilledParameter and not shown.is_meta:
@@ -265,7 +265,7 @@ def _is_marked(buffer: Tensor) -> bool:
 def _unfilled(states: Iterable[tuple[str, _FSDPState]]) -> Iterator[str]:
     """Yield the FQNs of buffers that hold only marks."""
     for fqn, state in states:
-        if state.searches.awaits_buffers:
+        if state.initial.awaits_buffers:
             paths = [fqn, *unit_paths(state)[1:]]
             for number, name, buffer in own_buffers(state):
                 if _is_marked(buffer):
@@ -286,10 +286,7 @@ def unfilled_parameters(state: _FSDPState) -> list[str]:
 
 
 def require_filled(states: Sequence[_FSDPState]) -> None:
-    """Raise if a buffer that was on meta got memory but no values.
-
-    Raises: PlanError, with the FQNs.
-    """
+    """Raise if a buffer that was on meta got memory but no values."""
     names = list(_unfilled((state.fqn, state) for state in states))
     if names:
         raise PlanError(
@@ -299,4 +296,4 @@ def require_filled(states: Sequence[_FSDPState]) -> None:
             "set the others, or pass a param_init_fn that does, on every rank."
         )
     for state in states:
-        state.searches.awaits_buffers = False
+        state.initial.awaits_buffers = False

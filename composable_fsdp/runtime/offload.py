@@ -84,10 +84,7 @@ def _take_gradients(region: FlatParameter) -> HostCopy:
 
 
 def finish_d2h_grad_copies(context: RuntimeContext) -> None:
-    """Wait until the gradients are on the host, and set ``.grad``.
-
-    Calls the post-accumulate-grad hooks of parameters that got a gradient.
-    """
+    """Wait until the gradients are on the host, and set ``.grad``."""
     if not context.marked.offload:
         return
     # The only point of a step at which the CPU waits. The wait includes copies of

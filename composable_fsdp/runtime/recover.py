@@ -22,68 +22,28 @@ from composable_fsdp.comm.ranges import end_all_ranges
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import residency
 from composable_fsdp.flat.changed_flags import changed_flags, common_mode
-from composable_fsdp.flat.external_changes import requires_grad_changed
 from composable_fsdp.flat.functional_params import (
     functional_params_aside,
     restore_functional_params,
     will_be_full,
 )
 from composable_fsdp.flat.gradients import free_cleared
-from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
+from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle, FullForm
 from composable_fsdp.flat.residency import (
     COPIES_SHOWN,
     SHARDED,
     UNSHARDED,
     shards_are_unchanged,
 )
-from composable_fsdp.flat.user_memory import leaves_view_shards, take_memory
-from composable_fsdp.runtime.backward import GradientOrder
-from composable_fsdp.runtime.external_changes import (
-    adopt_external_changes,
-    adopt_external_changes_unless_meta,
-    follow_requires_grad,
-)
-from composable_fsdp.runtime.graph_task import (
-    current_task,
-    inside_block,
-    reset_backward,
-)
-from composable_fsdp.runtime.leaf_streams import make_nodes_on_current_stream
-from composable_fsdp.runtime.offload import (
-    finish_d2h_grad_copies,
-    synchronize_copy_stream,
-)
-from composable_fsdp.runtime.precision import cast_buffers, explain_dtypes
-from composable_fsdp.runtime.reduce import (
-    drop_reduction,
-    drop_unreduced_grads,
-    finish_reduction,
-)
-from composable_fsdp.runtime.threads import (
-    require_no_other_backward,
-    require_not_elsewhere,
-)
-from composable_fsdp.runtime.unshard import (
-    discard_full,
-    end_use,
-    free_oldest,
-    reshard,
-    shard_versions,
-)
-from composable_fsdp.runtime.unused_params import CommonOrder
+from composable_fsdp.runtime import graph_task, offload, reduce, threads, unshard
+from composable_fsdp.runtime.grad_hooks import make_nodes_on_current_stream
+from composable_fsdp.runtime.precision import cast_buffers, select_form
+from composable_fsdp.tree import moments
 from composable_fsdp.tree.initial_weights import ALL_RANKS
-from composable_fsdp.tree.moments import (
-    CHANGED,
-    CHANGED_FLAGS,
-    FIRST_FORWARD,
-    NEXT_FORWARD,
-    RANKS_MEET,
-    RECORDS,
-)
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import (
-    ForwardRecord,
     RuntimeContext,
+    StepOrder,
     _FSDPState,
     _RootFSDPState,
     is_below,
@@ -91,6 +51,19 @@ from composable_fsdp.tree.state import (
 )
 
 _fills = attrgetter("rule.fill")
+
+
+class GradientOrder(StepOrder):
+    """The default: a unit reduces as soon as its gradients are complete."""
+
+    __slots__ = ()
+
+    reduce = staticmethod(reduce.reduce_gradients)
+    prefetch = staticmethod(unshard.prefetch_backward)
+
+    def restore_form(self, state: _FSDPState, form: FullForm) -> None:
+        """Make ``form`` current, as ``select_form``."""
+        select_form(state, form)
 
 
 def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
@@ -108,12 +81,12 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
     # Outside backward a graph task that has not ended belongs to a backward that
     # raised.
     if context.tasks:
-        require_no_other_backward(context)
+        threads.require_no_other_backward(context)
         recover(context, drop_gradients=True)
     elif context.outermost is not None:
         recover(context, drop_gradients=False)
     if context.frame is not None:
-        require_not_elsewhere(context)
+        threads.require_not_elsewhere(context)
     context.frame = _module_call()
     for observer in context.observers:
         observer.iteration_begins()
@@ -125,13 +98,13 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
     _follow_changes(context, root)
     if root.initial.compared != ALL_RANKS or not context.is_checked:
         _begin_first(context, root)
-    for call in tuple(NEXT_FORWARD):
+    for call in tuple(moments.NEXT_FORWARD):
         call(context)
     for unit in context.marked.lists:
         unit.remaining = frozenset()
     for unit in context.marked.precisions:
         cast_buffers(unit)
-    context.tape = _new_record(context, state)
+    context.order = _new_order(context, state)
     if context.streams.begin_iteration():
         make_nodes_on_current_stream(context)
     context.outermost = state
@@ -140,14 +113,13 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
 def require_outside_block(context: RuntimeContext, state: _FSDPState) -> None:
     """Raise PhaseError inside ``unshard_params``."""
     if context.summoned is not None:
-        raise inside_block(context, f"Forward of fully sharded module {state.name}")
+        raise graph_task.inside_block(
+            context, f"Forward of fully sharded module {state.name}"
+        )
 
 
 def _discard_old_full_params(context: RuntimeContext) -> None:
-    """Reshard the units that an earlier forward or a user left full.
-
-    Raises: PhaseError, as ``require_current_full_params``.
-    """
+    """Reshard the units that an earlier forward or a user left full."""
     for handle in context.handles:
         # Free ``gradient.shard`` if ``zero_grad`` has cleared ``.grad``.
         free_cleared(handle)
@@ -159,66 +131,55 @@ def _discard_old_full_params(context: RuntimeContext) -> None:
 
 
 def _follow_changes(context: RuntimeContext, root: _RootFSDPState) -> None:
-    """Adopt parameters that a user has changed, frozen or unfrozen between steps.
-
-    Raises: as ``adopt_external_changes`` and ``follow_requires_grad``.
-    """
+    """Adopt parameters that a user has changed, frozen or unfrozen between steps."""
     froze = False
     for unit in root._root_states:
         handle = unit.handle
         if not handle.kept_full and not shards_are_unchanged(handle):
             with functional_params_aside(handle):
-                adopt_external_changes(unit)
-                if requires_grad_changed(handle):
-                    follow_requires_grad(context, handle)
-                    froze = True
-    if froze or (CHANGED and context in CHANGED):
+                moments.changes.adopt(unit)
+                # A forward without a graph keeps the regions, because a graph of an
+                # earlier forward may hold them: with adapters, the reference forward
+                # of DPO comes between a forward and its backward, and freezes them.
+                if torch.is_grad_enabled():
+                    froze |= moments.changes.follow_flags(unit)
+    if froze or (moments.CHANGED and context in moments.CHANGED):
         # Once after all units, because the flags of every unit are read.
-        later = [flags(root._root_states) for flags in CHANGED_FLAGS]
+        later = [flags(root._root_states) for flags in moments.CHANGED_FLAGS]
         own = map(changed_flags, context.handles)
         context.changed_flags = tuple(chain(*own, *later))
-        CHANGED.discard(context)
+        moments.CHANGED.discard(context)
 
 
-def _new_record(context: RuntimeContext, state: _FSDPState) -> ForwardRecord:
-    """Return the record of the forward that begins at ``state``."""
+def _new_order(context: RuntimeContext, state: _FSDPState) -> StepOrder:
+    """Return the order of the forward that begins at ``state``."""
     training = state.module.training
     # The order log keeps a separate order of uses for each mode.
     # With the frozen parameters: a rank that froze others than the rest would reduce
     # buffers of other sizes, which aborts the process.
     mode = (state.fqn, training, torch.is_grad_enabled(), context.changed_flags)
     fills = any(map(_fills, context.handles))
-    record: ForwardRecord = RECORDS.get(context, _record)(mode, fills)
-    return record
+    make = moments.OWN_ORDERS.get(context)
+    order: StepOrder = make(mode, fills) if make else moments.ORDERS[fills](mode)
+    return order
 
 
 def _keep_or_discard(context: RuntimeContext, handle: FlatParamHandle) -> None:
-    """Reshard a unit that is full, unless the unit was kept and is current.
-
-    Raises: PhaseError, as ``require_current_full_params``.
-    """
+    """Reshard a unit that is full, unless the unit was kept and is current."""
     if handle.kept_full and require_current_full_params(handle):
         return
     if handle.residency is not SHARDED:
-        discard_full(context, handle)
+        unshard.discard_full(context, handle)
 
 
 def _begin_first(context: RuntimeContext, root: _RootFSDPState) -> None:
-    """Call what one of the first forwards of a tree calls.
-
-    Collective, Raises: as the functions of ``RANKS_MEET`` and ``FIRST_FORWARD``.
-    """
-    for meet in RANKS_MEET:
+    """Call what one of the first forwards of a tree calls."""
+    for meet in moments.RANKS_MEET:
         meet(context, root)
     if not context.is_checked:
-        for begin in FIRST_FORWARD:
+        for begin in moments.FIRST_FORWARD:
             begin(context)
         context.is_checked = True
-
-
-def _record(mode: Hashable, fills: bool) -> ForwardRecord:
-    """Return the record of a forward; ``fills``: of a tree that reduces all grads."""
-    return CommonOrder(mode) if fills else GradientOrder(mode)
 
 
 def end_iteration(context: RuntimeContext) -> None:
@@ -239,7 +200,7 @@ def require_current_full_params(handle: FlatParamHandle) -> bool:
     # ``shards_are_unchanged`` requires that the modules show the sharded parameters.
     if shown:
         residency.use_sharded(handle)
-    if handle.writes.gathered_at != shard_versions(handle):
+    if handle.writes.gathered_at != unshard.shard_versions(handle):
         raise PhaseError(
             f"The shards of fully sharded module {handle.name} were written to while "
             "its full parameters were kept (an optimizer step, most likely), so the "
@@ -248,9 +209,7 @@ def require_current_full_params(handle: FlatParamHandle) -> bool:
             "backward that comes before the step."
         )
     good = shards_are_unchanged(handle) and not handle.writes.memory.moved
-    if good and not leaves_view_shards(handle):
-        take_memory(handle)
-        good = False
+    good = good and moments.changes.is_in_shards(handle)
     if good:
         # The values are current, but their versions are not if torch has made state of
         # an optimizer by a step that changes nothing. Backward compares the versions.
@@ -269,26 +228,20 @@ def _module_call() -> FrameType | None:
 
 
 def is_live(context: RuntimeContext) -> bool:
-    """Return whether the forward that began the iteration is still running.
-
-    Raises: PhaseError, if the forward is running in another thread.
-    """
+    """Return whether the forward that began the iteration is still running."""
     # A KeyboardInterrupt runs no post-forward hook, so ``outermost`` may be stale; only
     # the call stack tells. Without a frame (not begun by a module call) the answer is
     # unknown.
     if context.frame is None or is_below(context.frame, sys._getframe(1)):
         return True
-    require_not_elsewhere(context)
+    threads.require_not_elsewhere(context)
     return False
 
 
 def mode_of(context: RuntimeContext, handle: FlatParamHandle) -> Hashable:
-    """Return the mode of the running forward, as the ranks of a unit know the mode.
-
-    Raises: PhaseError, if the forward is running in another thread.
-    """
+    """Return the mode of the running forward, as the ranks of a unit know the mode."""
     is_live(context)
-    mode: Any = context.tape.mode
+    mode: Any = context.order.mode
     # Most programs freeze nothing and set nothing after ``fully_shard``.
     return common_mode(mode, handle.groups) if mode and mode[-1] else mode
 
@@ -303,7 +256,6 @@ def recover(context: RuntimeContext, *, drop_gradients: bool) -> None:
     Collective: none, except as ``finish_reduction`` if ``drop_gradients`` is False.
     """
     failed: RuntimeError | None = None
-    explain_dtypes(root_of(context)._root_states, sys.exc_info()[1])
     end_iteration(context)
     end_all_ranges(context)
     context.tasks.clear()
@@ -316,29 +268,30 @@ def recover(context: RuntimeContext, *, drop_gradients: bool) -> None:
         # Drop the reduction instead of finishing: the user may have called
         # ``zero_grad`` since backward raised.
         try:
-            drop_reduction(context)
+            reduce.drop_reduction(context)
         except RuntimeError as error:
             failed = error
     for handle in context.handles:
         for call in handle.running.calls:
             call.forget_inputs()
         handle.running.calls.clear()
-        reset_backward(handle)
+        graph_task.reset_backward(handle)
         if drop_gradients:
-            drop_unreduced_grads(handle)
+            reduce.drop_unreduced_grads(handle)
         if will_be_full(handle):
             restore_functional_params(handle)
             continue
         try:
-            end_use(context, handle, reshards=True, kept=False)
+            unshard.end_use(context, handle, reshards=True, kept=False)
         except RuntimeError as error:  # of a prefetched all-gather
             failed = failed or error
-            end_use(context, handle, reshards=True, kept=False)
+            # The wait that raised has ended the all-gather, so this one reshards.
+            unshard.end_use(context, handle, reshards=True, kept=False)
     for unit in context.marked.lists:
         unit.remaining = frozenset()
-    free_oldest(context, keep=0)
-    finish_reduction(context)
-    finish_d2h_grad_copies(context)
+    unshard.free_oldest(context, keep=0)
+    reduce.finish_reduction(context)
+    offload.finish_d2h_grad_copies(context)
     if failed is not None:
         raise failed
 
@@ -354,7 +307,7 @@ def require_between_steps(state: _FSDPState, what: str) -> None:
     """
     context = state.context
     if context is None:
-        adopt_external_changes_unless_meta(state)
+        moments.changes.adopt(state, values_required=False)
         return
     if context.outermost is not None and not is_live(context):
         recover(context, drop_gradients=False)
@@ -364,7 +317,7 @@ def require_between_steps(state: _FSDPState, what: str) -> None:
             f"{context.outermost.name}, where units are full by turns. Call it between "
             "steps."
         )
-    if current_task() != NO_TASK:
+    if graph_task.current_task() != NO_TASK:
         raise PhaseError(
             f"{what} was called on {state.name} inside backward, where units are full "
             "by turns. Call it after loss.backward() has returned."
@@ -376,11 +329,11 @@ def require_between_steps(state: _FSDPState, what: str) -> None:
             "after the block."
         )
     if context.tasks:
-        require_no_other_backward(context)
+        threads.require_no_other_backward(context)
         recover(context, drop_gradients=True)
     # The caller may write shards on the host, which copies to the device may still
     # read.
-    synchronize_copy_stream(context)
+    offload.synchronize_copy_stream(context)
     handle = state.handle
     if handle.residency is not UNSHARDED and handle.residency is not COPIES_SHOWN:
         # The unit is kept full for backward, and the user has assigned ``p.data``.
@@ -389,18 +342,14 @@ def require_between_steps(state: _FSDPState, what: str) -> None:
         ):
             free_all_full_params(state)
         if handle.residency is SHARDED:
-            adopt_external_changes_unless_meta(state)
+            moments.changes.adopt(state, values_required=False)
 
 
 def free_all_full_params(state: _FSDPState) -> None:
-    """Reshard a unit that was left full, because the caller will write the shards.
-
-    Call after ``require_between_steps``. Backward, if any, and the next forward gather
-    the unit again.
-    """
+    """Reshard a unit that was left full, because the caller will write the shards."""
     if state.handle.residency is not SHARDED:
         assert state.context is not None
-        reshard(state.context, state.handle)
+        unshard.reshard(state.context, state.handle)
 
 
 def require_idle(state: _FSDPState, what: str) -> RuntimeContext:
@@ -409,15 +358,15 @@ def require_idle(state: _FSDPState, what: str) -> RuntimeContext:
     Units that were kept between forward and backward are resharded; backward gathers
     the units again.
 
-    Raises: as ``require_between_steps``; PlanError, as ``adopt_external_changes``.
+    Raises: as ``require_between_steps``; PlanError, as ``moments.changes.adopt``.
     Collective: none, except as ``finish_reduction`` if a reduction is in flight.
     """
     require_between_steps(state, what)
     context = ensure_root(state)
     for handle in context.handles:
         if handle.kept or handle.residency is not SHARDED:
-            end_use(context, handle, reshards=True, kept=False)
-    free_oldest(context, keep=0)
+            unshard.end_use(context, handle, reshards=True, kept=False)
+    unshard.free_oldest(context, keep=0)
     for unit in root_of(context)._root_states:
-        adopt_external_changes(unit)
+        moments.changes.adopt(unit)
     return context

@@ -16,7 +16,9 @@ reduction after next does, so that the outputs of at most two reductions are ali
     all-reduce                            [== all-reduce k+1 ==][== all-reduce k ==]
 
 A reduce buffer is allocated after the previous buffer was freed, so a single buffer is
-alive at a time, except for buffers that hold gradients of ``no_sync``.
+alive at a time, except for buffers that hold gradients of ``no_sync``. Its owner is the
+stream of the first copy into it (``comm.device``), and one event frees it:
+``events.reduce``, behind the reduce-scatter.
 """
 
 from __future__ import annotations
@@ -47,7 +49,6 @@ from composable_fsdp.flat.user_hooks import (
     call_post_hooks,
     call_tensor_hooks,
 )
-from composable_fsdp.runtime.hooked_reduce import reduce_by_hook
 from composable_fsdp.runtime.offload import drop_d2h_grad_copies, start_d2h_grad_copies
 from composable_fsdp.runtime.replica_sums import (
     add_partial_sums,
@@ -57,6 +58,7 @@ from composable_fsdp.runtime.replica_sums import (
     replicate,
 )
 from composable_fsdp.runtime.unshard import unshard
+from composable_fsdp.tree import moments
 from composable_fsdp.tree.state import Reduction, RuntimeContext
 
 
@@ -77,7 +79,7 @@ def copy_grads_to_reduce_buffers(
     if context.reducing is not None and context.reducing.handle is handle:
         # The reduction in flight reads the reduce buffers, so finish before writing.
         finish_reduction(context)
-    users = context.streams.users(handle.events)
+    users = context.streams.users(handle.events)  # none on CPU
     for stream in users[1:]:
         users[0].wait_stream(stream)
     if not handle.reduction.has_memory:
@@ -170,9 +172,9 @@ def _reduce_on_stream(streams: Streams, reduction: Reduction) -> None:
     for stream in users:
         streams.reduce.wait_stream(stream)
     groups, by_hook = handle.groups, handle.rule.hook is not None
-    shard, replicate = handle.rule.group or groups.shard_ref, groups.replicate_ref
+    shard, replicas = handle.rule.group or groups.shard_ref, groups.replicate_ref
     handle.reduction.replicates = bool(
-        reduction.final and shard and replicate and not by_hook
+        reduction.final and shard and replicas and not by_hook
     )
     with streams.on(streams.reduce):
         # Targets that are allocated here belong to the reduce stream, which waits for
@@ -192,12 +194,12 @@ def _reduce_on_stream(streams: Streams, reduction: Reduction) -> None:
     # event is later than the last operation: known to have ended too late.
     if shard is not None:
         shard.operations.marks[handle.events.reduce.event] = shard.operations.number
-    if replicate is not None:
+    if replicas is not None:
         event = handle.events.reduce
         if handle.reduction.replicates:
             _replicate_on_stream(streams, reduction)
             event = handle.events.all_reduce
-        replicate.operations.marks[event.event] = replicate.operations.number
+        replicas.operations.marks[event.event] = replicas.operations.number
 
 
 def _replicate_on_stream(streams: Streams, reduction: Reduction) -> None:
@@ -306,10 +308,7 @@ def _forget_outputs(handle: FlatParamHandle) -> None:
 
 
 def drop_reduction(context: RuntimeContext) -> None:
-    """Wait for the reductions in flight, if any, and discard the sums.
-
-    Copies of gradients to the host are discarded, too.
-    """
+    """Wait for the reductions in flight, if any, and discard the sums."""
     drop_d2h_grad_copies(context)
     dropped = [context.replicating, context.reducing]
     context.replicating = context.reducing = None
@@ -383,7 +382,7 @@ def _issue(reduction: Reduction, *, async_op: bool) -> None:
     handle, final = reduction.handle, reduction.final
     groups, rule, works = handle.groups, handle.rule, reduction.works
     if rule.hook is not None and final:
-        reduce_by_hook(handle)
+        moments.reduce_by_hook(handle)
         return
     for regions in handle.layout.reduce_groups:
         # All regions of a group have the same reduce dtype, hence the same division.
@@ -433,10 +432,7 @@ def _add_held_sums(handle: FlatParamHandle, regions: Sequence[TrainableRegion]) 
 def _sum_over_replicas(
     handle: FlatParamHandle, regions: Sequence[TrainableRegion], *, async_op: bool
 ) -> list[Waitable]:
-    """Issue the all-reduce of gradients that need no reduce-scatter.
-
-    Returns: what there is to wait for.
-    """
+    """Issue the all-reduce of gradients that need no reduce-scatter."""
     if handle.groups.replicate_ref is None:
         return []
     work = all_reduce_over_replicas(handle, regions, async_op=async_op)
@@ -453,7 +449,7 @@ def _apply_reduced_gradients(reduction: Reduction) -> None:
     hooked: list[nn.Parameter] = []
     for region, arrived in zip(handle.layout.trainable, reduction.arrived, strict=True):
         reduce = region.reduce
-        target = reduce.temporary  # as ``_target``
+        target = reduce.temporary  # ``reduce_target``, inlined
         if target is None:
             target = region.gradient.shard
         assert target is not None

@@ -8,6 +8,23 @@ the gather stream::
     gather   [wait free(k-2)] [all-gather k]---event k
     compute  [ ...     k-1    ...          ]  [wait event k] [ ... k ... ]--free(k)
 
+What gives the full parameters up, and what becomes of their memory::
+
+    reshard         the modules show shards; freed, unless a second backward keeps it
+    keep_full       the modules show shards; stays, filled, for the next forward
+    end_use         ``reshard`` or ``keep_full``, as the unit is set
+    release         as ``reshard``; freed even then
+    discard_full    as ``reshard``; the next use gathers again even then
+    drop_unused     ``reshard`` of units that were prefetched in vain
+
+    residency.free_full     the move itself: freed now
+    residency.defer_free    freed later by the gather stream, behind the last reader
+    residency.drop_full     nothing is freed; the values may be written over
+    residency.leave_full    left to a collective that failed and may still write
+
+Each full buffer has one owner, the gather stream, and one event that frees it:
+``events.free``, recorded at the reshard on the stream of the last reader.
+
 A prefetch issues the all-gather before the unit is needed. The next unit is read from a
 record and never searched in the module tree: in backward from the order of the forward,
 in forward from the order of the last forward of the same mode. All ranks have equal
@@ -34,10 +51,9 @@ from composable_fsdp.flat.residency import (
     make_unreadable,
 )
 from composable_fsdp.planning.options import RETIRING_LIMIT, RETIRING_UNLIMITED
-from composable_fsdp.runtime.handed_params import take_back
 from composable_fsdp.runtime.slots import find_previous, is_vacant
 from composable_fsdp.runtime.wires import decode_full, drop_encoded, encode_shards
-from composable_fsdp.tree.state import ForwardRecord, RuntimeContext, _FSDPState
+from composable_fsdp.tree.state import RuntimeContext, StepOrder, _FSDPState
 
 
 def unshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
@@ -155,11 +171,7 @@ def free_oldest(context: RuntimeContext, *, keep: int) -> None:
 
 
 def wait_unsharded(handle: FlatParamHandle) -> None:
-    """Wait for the all-gather and put the full parameters into the modules.
-
-    On CPU the host waits for the collective; on CUDA the current stream waits. From now
-    on autograd may read the full parameters.
-    """
+    """Wait for the all-gather and put the full parameters into the modules."""
     ready = handle.ready
     if ready is not None:  # ``_end_gather``, inlined
         try:
@@ -205,7 +217,7 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         drop_encoded(handle)
     if handle.residency in NOT_GATHERED or handle.kept:
         return
-    if handle.form.handed is not None and take_back(handle):
+    if handle.form.handed is not None and handle.form.handed(handle):
         # The next all-gather writes into the memory behind its readers.
         context.streams.wait_for_caller()
         residency.drop_full(handle)
@@ -240,10 +252,7 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
 
 
 def keep_full(context: RuntimeContext, handle: FlatParamHandle) -> None:
-    """Put the sharded parameters back, but keep the full buffers for the next forward.
-
-    A unit that was prefetched and not used is resharded.
-    """
+    """Put the sharded parameters back; keep the full buffers for the next forward."""
     if (
         handle.ready is not None
         or not handle.form.needs_gather
@@ -278,10 +287,7 @@ def end_use(
 
 
 def hold_for_backward(handle: FlatParamHandle) -> None:
-    """Put the sharded parameters back after a forward, and keep the full buffers.
-
-    ``zero_grad`` or an optimizer may ask for parameters before backward.
-    """
+    """Put the sharded parameters back after a forward, and keep the full buffers."""
     residency.use_sharded(handle)
     handle.kept_full = False
 
@@ -301,10 +307,7 @@ def record_gathers(handle: FlatParamHandle) -> None:
 
 
 def shard_versions(handle: FlatParamHandle) -> tuple[int, ...]:
-    """Return the step count of the unit and the version of each sharded parameter.
-
-    A version counts in-place writes; a write through ``.data`` is not counted.
-    """
+    """Return the step count of the unit and the version of each sharded parameter."""
     # Optimizer steps are counted separately: fused kernels do not change the versions,
     # and a rank without elements of the unit sees no write.
     step_counts.start_counting_steps()
@@ -322,11 +325,7 @@ def discard_full(context: RuntimeContext, handle: FlatParamHandle) -> None:
 
 
 def release(context: RuntimeContext, handle: FlatParamHandle) -> None:
-    """Reshard the unit and free the full buffers, also if the unit is kept.
-
-    On CUDA the gather stream waits for the last reader and frees; the CPU does not
-    wait.
-    """
+    """Reshard the unit and free the full buffers, also if the unit is kept."""
     end_use(context, handle, reshards=True, kept=False)
     if handle.residency is FREE_PENDING:
         context.retiring.remove(handle)
@@ -335,15 +334,13 @@ def release(context: RuntimeContext, handle: FlatParamHandle) -> None:
             residency.free_full(handle)
 
 
-def prefetch_backward(
-    context: RuntimeContext, tape: ForwardRecord, reached: int
-) -> None:
+def prefetch_backward(context: RuntimeContext, order: StepOrder, reached: int) -> None:
     """Unshard the unit whose backward comes next.
 
     Collective: the all-gather of that unit; none if no unit is earlier, or that unit is
         unsharded already.
     """
-    state = tape.before(reached)
+    state = order.before(reached)
     if state is None or state.handle.residency not in NOT_GATHERED:
         return
     # A prefetch waits for its turn if another unit is in the slot of the arena.
@@ -399,10 +396,7 @@ def _gather_ahead(context: RuntimeContext, handle: FlatParamHandle) -> None:
 
 
 def drop_unused(context: RuntimeContext) -> None:
-    """Reshard units that were prefetched in this forward and not used.
-
-    Waits for the all-gathers of these units.
-    """
+    """Reshard units that were prefetched in this forward and not used."""
     for handle in context.prefetched:
         if handle.ready is not None and not handle.kept_full:
             reshard(context, handle)

@@ -303,7 +303,7 @@ def _take(ref: ParamRef, value: Tensor, *, assign: bool) -> str:
 def _write(leaf: Tensor, part: Tensor, *, assign: bool) -> None:
     """Copy ``part`` into ``leaf``; with ``assign`` into new memory, in its dtype."""
     # A user may hold the old memory. All ranks adopt the change at the next use, also
-    # ranks with an empty part (``flat.user_memory``).
+    # ranks with an empty part (``features.changes.user_memory``).
     if assign and not leaf.is_meta:
         leaf.data = torch.empty_like(leaf, dtype=part.dtype)
     leaf.copy_(part)

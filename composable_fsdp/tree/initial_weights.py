@@ -36,7 +36,17 @@ the replicas, too."""
 class InitialWeights:
     """A record of the values that ``fully_shard`` was given."""
 
-    __slots__ = ("_ids", "_versions", "compared", "hashes", "is_checked", "synced")
+    __slots__ = (
+        "_ids",
+        "_versions",
+        "awaits_buffers",
+        "compared",
+        "drawn",
+        "hashes",
+        "is_checked",
+        "synced",
+        "was_on_meta",
+    )
 
     def __init__(
         self, *, is_checked: bool, hashes: Tensor | None, synced: bool
@@ -55,6 +65,13 @@ class InitialWeights:
         self._versions: tuple[int, ...] = ()
         self.compared = NOBODY
         """On the outermost unit of a tree: with which ranks the tree was compared."""
+        self.awaits_buffers = False
+        """Whether buffers of the unit were on meta and may still have no values."""
+        self.drawn: dict[int, int] = {}
+        """By slot index: the start of random numbers that were drawn into a shard."""
+        self.was_on_meta = False
+        """Whether shards of the model were on meta on any rank; known from the first
+        gather."""
 
     def mark(self, layout: UnitLayout) -> None:
         """Remember that the sharded parameters hold the initial values."""
@@ -102,6 +119,7 @@ class InitialWeights:
         made = InitialWeights(
             is_checked=self.is_checked, hashes=self.hashes, synced=self.synced
         )
+        made.awaits_buffers = self.awaits_buffers
         made.mark(copied)
         # The copied tensors have versions of their own, so a parameter that was written
         # to needs a version that no tensor has.

@@ -34,11 +34,48 @@ NEXT_FORWARD: list[Callable[[Any], None]] = []
 CHANGED_FLAGS: list[Callable[[Iterable[Any]], Iterable[Any]]] = []
 """More of ``RuntimeContext.changed_flags``, of the states of a tree in ``CHANGED``."""
 
+HANDED_OUT: list[Callable[[Any], None]] = []
+"""Before modules show full parameters to the user: the handle."""
+KEEPS_PRECISION: list[Callable[[nn.Module], None]] = []
+"""For each module that computes in the dtype of its own parameters: the module."""
+PASSAGES: dict[str, Any] = {}
+"""``first``, of the first forwards of a unit; ``moving``, of outermost forwards on a
+GPU; ``full``, to which others hand on (``runtime.forward.Passage``); and ``searches``,
+what the first forwards of a unit find, made from its modules."""
+
+OPTIMIZER_CHECKED: list[Callable[[list[nn.Parameter]], None]] = []
+"""When the parameters of an optimizer are checked, before its step: the parameters."""
+ORDERS: dict[bool, Callable[[Hashable], Any]] = {}
+"""Makes the order of a forward from its mode; by whether the tree reduces parameters
+without a gradient."""
+
 CHANGED: WeakSet[Any] = WeakSet()
 """Contexts with a setting that was changed since the last forward began."""
-RECORDS: WeakKeyDictionary[Any, Callable[[Hashable, bool], Any]] = WeakKeyDictionary()
-"""By context: makes the record of a forward from its mode, and from whether parameters
-without a gradient are reduced; for trees that need other records than the default."""
+OWN_ORDERS: WeakKeyDictionary[Any, Callable[..., Any]] = WeakKeyDictionary()
+"""By context: makes the order of a forward from its mode, and from whether parameters
+without a gradient are reduced; for trees that need other orders than the default."""
+
+
+class Changes(Protocol):
+    """Takes up what the user changes of parameters between steps."""
+
+    def adopt(self, state: Any, *, values_required: bool = True) -> None:
+        """Make the shards of the sharded unit hold what the modules show."""
+
+    def follow_flags(self, state: Any) -> bool:
+        """Give the unit regions as its parameters are frozen; return if any changed."""
+
+    def is_in_shards(self, handle: Any) -> bool:
+        """Return whether the leaves lie in the shards; if not, they do afterwards."""
+
+    def shards_written(self, handle: Any) -> None:
+        """Note that the package has written new values into the shards."""
+
+
+# Set by ``features.defaults``.
+changes: Changes
+reduce_by_hook: Callable[[Any], None]
+"""Has the communication hook of the user reduce every region of a handle."""
 
 
 class Observer(Protocol):

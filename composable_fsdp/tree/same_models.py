@@ -284,7 +284,7 @@ def _compare_here(scope: Scope, facts: Sequence[UnitFacts]) -> str | None:
     )
     told = _exchange(said, scope)
     for _, state in scope.units:
-        state.searches.was_on_meta |= any(each.flags & _ON_META for each in told)
+        state.initial.was_on_meta |= any(each.flags & _ON_META for each in told)
     if len({each.facts for each in told}) > 1:
         raise DesyncError(_difference(told, rank, facts, scope))
     # Ranks with the same shard groups are those that share all of them. A rank whose

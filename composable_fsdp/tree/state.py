@@ -27,8 +27,8 @@ from composable_fsdp.flat.handle import FlatParamHandle, FullForm
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.tree.initial_weights import InitialWeights
-from composable_fsdp.tree.moments import Observer
-from composable_fsdp.tree.unit_settings import ForwardSearches, UnitSettings
+from composable_fsdp.tree.moments import PASSAGES, Observer
+from composable_fsdp.tree.unit_settings import UnitSettings
 
 U = TypeVar("U")
 Reduced = tuple[FlatParamHandle, int, tuple[bytes, ...]]
@@ -42,7 +42,7 @@ class ExecutionOrder(Generic[U]):
     """Uses of units in a forward of the root, first to last.
 
     >>> order = ExecutionOrder[str]()
-    >>> [order.record(unit) for unit in ("embed", "block", "block")]
+    >>> [order.add(unit) for unit in ("embed", "block", "block")]
     [0, 1, 2]
     >>> order.before(1)
     'embed'
@@ -57,7 +57,7 @@ class ExecutionOrder(Generic[U]):
         self.count = 0
         """The length of ``uses``, which saves a call of ``len`` per forward."""
 
-    def record(self, unit: U, begin: int = 0) -> int:
+    def add(self, unit: U, begin: int = 0) -> int:
         """Append a use whose forward began after ``begin`` uses; return its index."""
         index = self.count
         self.uses.append(unit)
@@ -75,16 +75,16 @@ class ExecutionOrder(Generic[U]):
         return None
 
 
-class ForwardRecord(ExecutionOrder["_FSDPState"]):
+class StepOrder(ExecutionOrder["_FSDPState"]):
     """The uses of a forward that will see a backward, and how backward goes through.
 
-    The class of the record decides when a unit reduces and what is prefetched:
-    ``runtime.backward.GradientOrder``, the default, or
-    ``runtime.unused_params.CommonOrder``. The class is chosen when the forward begins.
+    The class decides when a unit reduces and what is prefetched:
+    ``runtime.recover.GradientOrder``, the default, or
+    ``features.unused.common_order.CommonOrder``, chosen when the forward begins.
     """
 
-    # Only hooks in the autograd graph keep a record alive (and ``RuntimeContext.tape``,
-    # for the latest record), so a forward without a backward leaves nothing behind.
+    # Only hooks in the autograd graph keep an order alive (and, the latest,
+    # ``RuntimeContext.order``), so a forward without a backward leaves nothing behind.
     __slots__ = ("mode", "open_calls", "reached", "task")
 
     def __init__(self, mode: Hashable = ()) -> None:
@@ -123,9 +123,7 @@ class ForwardRecord(ExecutionOrder["_FSDPState"]):
         """Reduce a unit whose gradients of this backward are complete."""
         raise NotImplementedError
 
-    def prefetch(
-        self, context: RuntimeContext, tape: ForwardRecord, reached: int
-    ) -> None:
+    def prefetch(self, context: RuntimeContext, order: StepOrder, reached: int) -> None:
         """Prefetch the unit before use ``reached`` once the backward of a unit ends."""
         raise NotImplementedError
 
@@ -153,7 +151,7 @@ class RuntimeContext:
         "root",
         "streams",
         "summoned",
-        "tape",
+        "order",
         "tasks",
     )
 
@@ -179,8 +177,8 @@ class RuntimeContext:
         self.streams = Streams(device)
         """The side streams; a null object on CPU."""
         # Replaced, and not cleared, when an iteration begins: hooks in the autograd
-        # graph still refer to the record of their own forward.
-        self.tape = ForwardRecord()
+        # graph still refer to the order of their own forward.
+        self.order = StepOrder()
         """Record of the current forward, or of the latest forward."""
         self.outermost: _FSDPState | None = None
         """The unit whose forward began the iteration, while that forward runs; else
@@ -198,7 +196,7 @@ class RuntimeContext:
         arrival."""
         # The end of backward, or the backward of an earlier forward, sends the
         # reductions of these forwards that no gradient has triggered.
-        self.filling: list[ForwardRecord] = []
+        self.filling: list[StepOrder] = []
         """Forwards with ``unused_params.CommonOrder`` whose backward is running."""
         self.retiring: deque[FlatParamHandle] = deque()
         """Units that are resharded on the CPU while the GPU may still read ``full``;
@@ -359,8 +357,6 @@ class _FSDPState:
         ranks: RankLayout,
         initial: InitialWeights,
         settings: UnitSettings,
-        searches: ForwardSearches,
-        passage: Any,
     ) -> None:
         """Make this state the state of a unit."""
         self.fqn, self.modules = fqn, modules
@@ -376,8 +372,10 @@ class _FSDPState:
         """The values that ``fully_shard`` was given, for a comparison with other
         ranks."""
         self.settings = settings
-        self.searches, self.passage = searches, passage
-        """``passage``: how values enter and leave forwards (``runtime.passage``)."""
+        self.passage = PASSAGES["first"]
+        """How values enter and leave forwards (``runtime.forward.Passage``)."""
+        self.searches = PASSAGES["searches"](modules)
+        """What the first forwards have found, for the passage."""
 
     @property
     def device(self) -> torch.device:

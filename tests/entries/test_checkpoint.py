@@ -139,7 +139,7 @@ def order_of(model: nn.Module) -> list[str]:
     """Names of the units in the order of the last forward."""
     context = _get_fsdp_states(model)[0].context
     assert context is not None
-    return [state.fqn for state in context.tape.uses]
+    return [state.fqn for state in context.order.uses]
 
 
 @pytest.mark.req("S2-05", "B-12")

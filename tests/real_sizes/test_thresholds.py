@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import composable_fsdp as cf
-from composable_fsdp.flat import forward_writes, value_hash
+from composable_fsdp.features.passages import weight_writes
+from composable_fsdp.flat import value_hash
 from composable_fsdp.planning import save_parts
 from composable_fsdp.storage import (
     blocks,
@@ -54,13 +55,13 @@ def test_hashes_are_exact_at_every_size() -> None:
 
 def test_writes_are_seen_at_every_size() -> None:
     """A change of any element, where bits are copied and where they are summed."""
-    for numel in (*around(forward_writes._COPIED), *around(forward_writes._AT_ONCE)):
+    for numel in (*around(weight_writes._COPIED), *around(weight_writes._AT_ONCE)):
         full = torch.ones(numel)
-        before = forward_writes._bits(full).clone()
-        assert torch.equal(forward_writes._bits(full), before)
+        before = weight_writes._bits(full).clone()
+        assert torch.equal(weight_writes._bits(full), before)
         for at in (0, numel // 2, numel - 1):
             full[at] = 2
-            assert not torch.equal(forward_writes._bits(full), before)
+            assert not torch.equal(weight_writes._bits(full), before)
             full[at] = 1
 
 

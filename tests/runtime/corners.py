@@ -39,14 +39,6 @@ class ModelOutput(OrderedDict[str, Tensor]):
         return self[name]
 
 
-class Record:
-    """An object like any other, which holds itself as well."""
-
-    def __init__(self, y: Tensor) -> None:
-        self.inner = {"y": y}
-        self.me = self
-
-
 WRAPS: dict[str, Callable[[Tensor], Any]] = {
     "tensor": lambda y: y,
     "tuple": lambda y: (None, y),
@@ -55,7 +47,6 @@ WRAPS: dict[str, Callable[[Tensor], Any]] = {
     "dataclass": lambda y: Result(y, {"more": [y * 2]}),
     "nested": lambda y: {"a": [(y, {"b": y + 1})]},
     "output": lambda y: ModelOutput(logits=y),
-    "object": lambda y: Record(y),
 }
 OPEN: dict[str, Callable[[Any], Tensor]] = {
     "tensor": lambda o: o,
@@ -65,17 +56,15 @@ OPEN: dict[str, Callable[[Any], Tensor]] = {
     "dataclass": lambda o: o.rest["more"][0],
     "nested": lambda o: o["a"][0][1]["b"],
     "output": lambda o: o.logits,
-    "object": lambda o: o.inner["y"],
 }
 
 
 class Step(nn.Module):
-    """``tanh(linear(x))``, in the container that is asked for, perhaps re-entered."""
+    """``tanh(linear(x))``, perhaps re-entered."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.kind = "tensor"
         self.in_place = False
 
     def forward(self, x: Tensor, depth: int = 0) -> Any:
@@ -83,7 +72,7 @@ class Step(nn.Module):
             x = self(x, depth - 1)
         if self.in_place:
             x = x.mul_(2.0)
-        return WRAPS[self.kind](torch.tanh(self.linear(x)))
+        return torch.tanh(self.linear(x))
 
 
 class Chain(nn.Module):
@@ -94,7 +83,6 @@ class Chain(nn.Module):
         torch.manual_seed(5)
         self.a, self.b, self.c = Step(), Step(), Step()
         self.scale = nn.Parameter(torch.rand(WIDTH))
-        self.kind = "tensor"
         self.depth = 0
         self.loops = 1
         self.enter = False
@@ -102,11 +90,11 @@ class Chain(nn.Module):
     def forward(self, x: Tensor) -> Any:
         if self.enter:
             self.enter = False
-            x = OPEN[self.kind](self(x))
+            x = self(x)
         x = self.a(x) * self.scale
         for _ in range(self.loops):
-            x = OPEN[self.kind](self.b(x, self.depth))
-        return WRAPS[self.kind](self.c(x) + 1.0)
+            x = self.b(x, self.depth)
+        return self.c(x) + 1.0
 
 
 def several_forwards(model: Chain, x: Tensor) -> list[Tensor]:
@@ -259,20 +247,6 @@ def checkpointed_by_hand(model: Chain, x: Tensor) -> list[Tensor]:
     return [total]
 
 
-def container(kind: str) -> Corner:
-    """The outputs of a unit and of the root in a container, one tensor of it used."""
-
-    def run(model: Chain, x: Tensor) -> list[Tensor]:
-        model.kind = model.b.kind = kind
-        loss = OPEN[kind](model(x)).square().mean()
-        backward(loss)
-        model.kind = model.b.kind = "tensor"
-        return [loss]
-
-    run.__name__ = f"output in: {kind}"
-    return run
-
-
 CORNERS: dict[str, Corner] = {
     corner.__name__: corner
     for corner in (
@@ -293,6 +267,5 @@ CORNERS: dict[str, Corner] = {
         output_changed_in_place,
         input_changed_in_place,
         checkpointed_by_hand,
-        *map(container, WRAPS),
     )
 }

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from composable_fsdp.flat import residency
@@ -87,46 +86,6 @@ def unused(events: list[Event]) -> list[str]:
             wasted.append(unit)
             waiting.discard(unit)
     return wasted
-
-
-class EncoderDecoder(nn.Module):
-    """Two encoder layers whose result every one of two decoder layers reads."""
-
-    class Half(nn.Module):
-        """Layers after one another; those of a decoder also read a memory."""
-
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
-            self.gain = nn.Parameter(torch.ones(width))
-
-        def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
-            x = x * self.gain
-            for layer in self.layers:
-                x = torch.tanh(layer(x if memory is None else x + memory))
-            return x
-
-    UNITS = (
-        "encoder",
-        "encoder.layers.0",
-        "encoder.layers.1",
-        "decoder",
-        "decoder.layers.0",
-        "decoder.layers.1",
-    )
-
-    def __init__(self, width: int = 6) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Linear(width, width)
-        self.encoder = self.Half(width)
-        self.decoder = self.Half(width)
-        self.head = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        y: Tensor = self.head(self.decoder(x, self.encoder(x)))
-        return y
 
 
 def gpt_steps(

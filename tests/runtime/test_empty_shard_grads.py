@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -18,9 +17,7 @@ from composable_fsdp import (
     get_full_grad,
     no_sync,
 )
-from composable_fsdp.flat import memory
 from composable_fsdp.optim.names import is_absent
-from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.support.models import TinyGPT
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
@@ -205,88 +202,6 @@ def sharded() -> nn.Module:
     return fully_shard(tiny_mlp())
 
 
-def has_memory(model: nn.Module) -> bool:
-    """Whether the flat gradient of the unit has."""
-    (region,) = _get_fsdp_handles(model)[0].layout.trainable
-    return region.gradient.shard is not None and memory.is_allocated(
-        region.gradient.shard
-    )
-
-
-def storage_values(gradient: Tensor) -> Callable[[], Tensor]:
-    storage = gradient.untyped_storage()
-    return lambda: torch.empty(0).set_(storage)[: gradient.numel()]
-
-
-def as_gradient(gradient: Tensor) -> Callable[[], Tensor | None]:
-    other = nn.Parameter(torch.zeros_like(gradient))
-    other.grad = gradient
-    return lambda: other.grad
-
-
-HOLD: dict[str, Callable[[Tensor], Callable[[], Any]]] = {
-    "itself": lambda gradient: lambda: gradient,
-    "a part": lambda gradient: (lambda part: lambda: part)(gradient[:1]),
-    "storage": storage_values,
-    "as a gradient": as_gradient,
-    "numpy": lambda gradient: partial(torch.from_numpy, gradient.numpy()),
-}
-
-
-@pytest.mark.parametrize(
-    ("how", "again", "offload"),
-    [
-        *((how, True, False) for how in HOLD if how != "numpy"),
-        *((how, False, False) for how in ("itself", "storage", "numpy")),
-        ("itself", True, True),
-    ],
-)
-def test_a_gradient_that_somebody_has_keeps_its_values(
-    how: str, again: bool, offload: bool, one_rank: World
-) -> None:
-    """As after autograd: the next backward makes other gradients, with a new forward
-    and of the same one."""
-    model = fully_shard(tiny_mlp(), cpu_offload=CPUOffload(offload_params=offload))
-    weight = next(model.parameters())
-    loss = model(X).sum()
-    torch.autograd.backward(loss, retain_graph=True)
-    assert weight.grad is not None
-    before = weight.grad.clone()
-    held = HOLD[how](weight.grad)
-    model.zero_grad()
-    backward(3 * (model(X).sum() if again else loss))
-
-    torch.testing.assert_close(weight.grad, 3 * before)
-    kept = held().flatten()
-    assert kept[:8].all()
-    torch.testing.assert_close(kept, before.flatten()[: kept.numel()])
-
-
-@pytest.mark.parametrize(
-    "show",
-    [Tensor.numpy, Tensor.share_memory_],
-    ids=["numpy", "another process"],
-)
-def test_a_gradient_that_was_given_away_does_not_break_the_next_step(
-    show: Callable[[Tensor], object], one_rank: World
-) -> None:
-    """Such memory cannot be resized, also when nobody has it any more."""
-    model = sharded()
-    weight = next(model.parameters())
-    backward(model(X).sum())
-    assert weight.grad is not None
-    before = weight.grad.clone()
-    show(weight.grad)
-
-    model.zero_grad()
-    backward(model(X).sum() * 3)
-    torch.testing.assert_close(weight.grad, 3 * before)
-    model.zero_grad()
-    model(X)
-
-    assert not has_memory(model)
-
-
 class _ReturnsTheWeight(torch.autograd.Function):
     """Its gradient is the memory of the weight it saved."""
 
@@ -385,35 +300,6 @@ def test_optimizers_that_step_in_backward_train_as_after_it(
     mine = [step[world.rank] for step in expected]
     assert_same_training(sharded, plain, losses, mine)
     assert all(p.grad is None for p in sharded.parameters())
-
-
-def count_calls(model: nn.Module) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for name, parameter in model.named_parameters():
-        counts[name] = 0
-
-        def count(_: Tensor, name: str = name) -> None:
-            counts[name] += 1
-
-        parameter.register_post_accumulate_grad_hook(count)  # type: ignore[no-untyped-call]
-    return counts
-
-
-@pytest.mark.req("B-16")
-@on_ranks(1, 3)
-def test_a_hook_is_called_once_for_each_reduction(world: World) -> None:
-    """Not under ``no_sync``, and also where a rank holds no element."""
-    model = gpt("composable")
-    counts = count_calls(model)
-
-    with no_sync(model):
-        backward(loss_of(model, gpt_input(0, world.rank)))
-    quiet = set(counts.values())
-    backward(loss_of(model, gpt_input(1, world.rank)))
-    once = set(counts.values())
-    backward(loss_of(model, gpt_input(2, world.rank)))
-
-    assert (quiet, once, set(counts.values())) == ({0}, {1}, {2})
 
 
 @on_ranks(1, 2)

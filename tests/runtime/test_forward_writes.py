@@ -15,13 +15,11 @@ from torch import Tensor, nn
 
 from composable_fsdp import (
     CompositionError,
-    MixedPrecision,
-    PhaseError,
     ShardingStrategy,
     reshard,
     unshard,
 )
-from composable_fsdp.flat import forward_writes
+from composable_fsdp.features.passages import weight_writes as forward_writes
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     PATHS,
@@ -29,7 +27,6 @@ from tests.support.reference import (
     apply_units,
     assert_same_training,
     backward,
-    differences,
     sgd,
     train,
     train_reference,
@@ -113,41 +110,6 @@ def test_a_write_to_weights_in_forward_reaches_the_shards(
         expected += train_reference(plain, world.world_size, make, sgd)
         mine = [step[world.rank] for step in expected]
         assert_same_training(model, plain, losses, mine, tolerance=1e-6)
-
-
-@pytest.mark.req("P-06")
-@pytest.mark.parametrize("path", PATHS)
-@on_ranks(2)
-def test_what_a_forward_wrote_before_it_raised_stays(world: World, path: str) -> None:
-    """As in the plain model; the error ends the forward."""
-    for kind in KINDS:
-        plain = build(kind)
-        model = apply_units(copy.deepcopy(plain), UNITS, path=path)
-        for each in (plain, model):
-            hook = each.get_submodule("1").register_forward_hook(lambda *_: 1 // 0)
-            with pytest.raises(ZeroDivisionError):
-                each(wide_input(WIDTH)(0, world.rank))
-            hook.remove()
-        assert differences(model.state_dict(), dict(plain.state_dict())) == {}
-
-
-@pytest.mark.req("P-06")
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        (Normalises, "Parameter '0.layer.weight' was written to.*unshard_params"),
-        (Clamps, "unit '0' wrote to its weights through .data.*unshard_params"),
-    ],
-)
-@on_ranks(2)
-def test_a_write_to_a_copy_in_another_dtype_is_refused(
-    world: World, kind: type[nn.Module], text: str
-) -> None:
-    """It would be lost, or round every weight."""
-    low = MixedPrecision(param_dtype=torch.bfloat16)
-    model = apply_units(build(kind), UNITS, mixed_precision=low)
-    with pytest.raises(PhaseError, match=text):
-        model(torch.ones(2, WIDTH))
 
 
 class Generates(nn.Module):
@@ -252,3 +214,44 @@ def test_a_large_buffer_is_compared_by_checksums_that_see_each_element(
             exchanged[[index, index + 1]] = full[[index + 1, index]]
             for other in (changed, exchanged):
                 assert not torch.equal(forward_writes._bits(other), before)
+
+
+class Scales(nn.Module):
+    """Writes to an input that the caller reads, and returns another tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.full((WIDTH,), 1.5))
+
+    def forward(self, x: Tensor, into: Tensor) -> Tensor:
+        into.mul_(self.gain)
+        return x + 1
+
+
+class Reads(nn.Module):
+    """Reads what the unit below has written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.unit = nn.Linear(WIDTH, WIDTH), Scales()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.first(x) * 1
+        self.unit(x, y)
+        return y
+
+
+@pytest.mark.req("P-06")
+@on_ranks(2)
+def test_backward_enters_by_an_input_that_was_written_in_place(world: World) -> None:
+    """In the first forwards, which search for more, and in those after."""
+    plain = Reads()
+    model = apply_units(copy.deepcopy(plain), ["unit"])
+    for _ in range(4):
+        for each in (plain, model):
+            backward(each(torch.ones(2, WIDTH)).square().sum())
+            sgd(each.parameters()).step()
+            each.zero_grad()
+
+    assert_same_training(model, plain, [], [], tolerance=1e-5)

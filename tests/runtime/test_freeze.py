@@ -61,6 +61,7 @@ def set_frozen(model: nn.Module, frozen: Frozen) -> None:
         parameter.requires_grad_(not frozen(name))
 
 
+@pytest.mark.few(6)
 @pytest.mark.req("U-01", "S2-11", "D-09")
 @pytest.mark.parametrize("offload", [False, True])
 @both_paths
@@ -117,14 +118,26 @@ def test_changes_whose_gradients_would_be_lost_are_refused(world: World) -> None
     with pytest.raises(PhaseError, match=r"unit \(root\) was changed while its grad"):
         loss_of(model, x)
 
-    model = gpt("composable")
-    old = loss_of(model, x)
-    model.double()
-    loss_of(model, x)
-    with pytest.raises(PhaseError, match=r"unit \(root\) through a forward that ran"):
-        backward(old)
-    model.zero_grad()
-    backward(loss_of(model, x))
+    changes: list[Callable[[nn.Module], object]] = [
+        lambda each: each.double(),
+        lambda each: set_frozen(each, SCHEDULE[0]),
+    ]
+    for change in changes:
+        model = gpt("composable")
+        old = loss_of(model, x)
+        change(model)
+        with torch.no_grad():
+            model(x)
+        if change is changes[1]:
+            # A forward without a graph, as the reference of DPO, changes no region.
+            backward(old)
+            old = loss_of(model, x)
+            set_frozen(model, SCHEDULE[1])
+        loss_of(model, x)
+        with pytest.raises(PhaseError, match=r"unit .* through a forward that ran"):
+            backward(old)
+        model.zero_grad()
+        backward(loss_of(model, x))
 
 
 # ---- ranks that train different parts of the model ----

@@ -18,14 +18,12 @@ from composable_fsdp import (
     get_full_grad,
 )
 from composable_fsdp.comm import collectives
-from composable_fsdp.comm.collectives import record
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.phases import Phase, Residency
 from composable_fsdp.runtime.forward import post_forward, pre_forward
 from composable_fsdp.tree import root as root_module
 from composable_fsdp.tree import traversal
-from composable_fsdp.tree.traversal import _get_fsdp_handles, _get_fsdp_states
-from tests.runtime.parity import trains_as
+from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.support.models import TinyGPT, module_at, tiny_mlp
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
@@ -33,7 +31,6 @@ from tests.support.reference import (
     STRATEGIES,
     apply_units,
     backward,
-    differences,
     gpt_input,
     gpt_units,
     gradients_of,
@@ -80,47 +77,6 @@ def test_a_step_gives_its_memory_back(
     assert [full_bytes(h) > 0 for h in _get_fsdp_handles(model)] == kept
     backward(loss)
     assert resting(model)
-
-
-class Trip(nn.Module):
-    """A hook of a module that raises in forward or backward when told to."""
-
-    where = ""
-
-    def forward(self, module: nn.Module, args: object, output: Tensor) -> Tensor:
-        if self.where == "forward":
-            raise RuntimeError("tripped")
-        if self.where == "backward":
-            output = output.view_as(output)
-            output.register_hook(self.trip)  # type: ignore[no-untyped-call]  # torch
-        return output
-
-    def trip(self, gradient: Tensor) -> None:
-        """Raise."""
-        raise RuntimeError("tripped")
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@on_ranks(1, 2)
-def test_a_step_that_raises_on_all_ranks_leaves_a_usable_model(
-    world: World, path: str, where: str
-) -> None:
-    """A state dict can be taken at once, and the next steps have the right numbers."""
-    model, trip = TinyGPT(), Trip()
-    plain = copy.deepcopy(model)
-    module_at(model, "blocks.1.norm_2").register_forward_hook(trip)
-    sharded = apply_units(model, gpt_units(model), path=path)
-    for _ in range(2):
-        trip.where = where
-        with pytest.raises(RuntimeError, match="tripped"):
-            backward(loss_of(sharded, gpt_input(9, world.rank)))
-        trip.where = ""
-        assert differences(sharded.state_dict(), dict(plain.state_dict())) == {}
-        assert resting(sharded)
-        sharded.zero_grad()
-        trains_as(world, sharded, plain, gpt_input)
-        assert resting(sharded)
 
 
 @pytest.mark.req("S1-38")
@@ -314,48 +270,3 @@ def require_between_steps(model: nn.Module) -> None:
 # ---- units that are lists of modules ----
 
 X = torch.ones(1, 2)
-IN_PARTS = ["", "a", "b", "aba"]
-"""Which of the modules run, in order: not each of them once."""
-
-
-class Chosen(nn.Module):
-    """Runs its modules ``a`` and ``b`` as often as told, then a layer of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a: nn.Module
-        self.a, self.b, self.last = (nn.Linear(2, 2) for _ in range(3))
-
-    def forward(self, x: Tensor, order: str) -> Tensor:
-        for name in order:
-            x = self._modules[name](x)  # type: ignore[misc]  # neither is None
-        y: Tensor = self.last(x)
-        return y
-
-
-def listed(strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD) -> Chosen:
-    """Make one unit of ``a`` and ``b``, and the root."""
-    model = Chosen()
-    fully_shard([model.a, model.b], strategy=strategy)
-    return fully_shard(model, strategy=strategy)
-
-
-@pytest.mark.req("B-02")
-@pytest.mark.parametrize("order", [*IN_PARTS, "ab"])
-@on_ranks(2)
-def test_a_list_that_is_kept_for_backward_shows_its_shards_until_then(
-    world: World, order: str
-) -> None:
-    """Backward finds it full, and whoever asks for parameters the originals."""
-    model = listed(ShardingStrategy.SHARD_GRAD_OP)
-    parameters = list(model.parameters())
-    with record() as calls:
-        loss = model(X, order).sum()
-        shown = model.parameters()
-        assert all(p is before for p, before in zip(shown, parameters, strict=True))
-        backward(loss)
-
-    residencies = {state.handle.residency for state in _get_fsdp_states(model)}
-    assert residencies == {Residency.SHARDED}
-    gathers = sum(call.op == "all_gather" for call in calls)
-    assert gathers == (2 if order else 1)

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP1
-from torch.distributed.fsdp import fully_shard as torch_fsdp2
 
 from composable_fsdp import (
     CPUOffload,
@@ -44,8 +42,6 @@ from tests.support.reference import (
     apply_units,
     backward,
     differences,
-    train,
-    wide_input,
 )
 from tests.support.world import World, fake_world
 
@@ -63,6 +59,7 @@ def tokens(step: int, rank: int) -> Tensor:
 # ---- values before sharding -------------------------------------------------
 
 
+@pytest.mark.few(6)
 @pytest.mark.req("B-08")
 @both_paths
 @pytest.mark.parametrize("offload", [False, True])
@@ -86,31 +83,6 @@ def test_param_init_fn_gives_a_meta_model_its_values(
     assert not any(p.is_meta for p in model.parameters())
     assert differences(model.state_dict(), plain.state_dict()) == {}
     trains_as(world, model, plain, tokens, adamw)
-
-
-@pytest.mark.req("B-08")
-@pytest.mark.filterwarnings("ignore")
-@on_ranks(1, 2)
-def test_the_wrapper_resets_parameters_and_buffers_as_fsdp1_does(world: World) -> None:
-    """Same values, same buffers, each module once."""
-    ours = FullyShardedDataParallel(on_meta(known_model))
-    theirs = TorchFSDP1(
-        on_meta(known_model), use_orig_params=True, device_id=torch.device("cpu")
-    )
-    mine, counts = ours.state_dict(), call_counts(ours.module)
-    with TorchFSDP1.summon_full_params(theirs):
-        reference = {n: p.clone() for n, p in theirs.module.named_parameters()}
-    buffers = dict(theirs.module.named_buffers())
-
-    for name, value in reference.items():
-        # Torch's parts what was tied: there the second linear has values of its own.
-        if name != "3.1.weight":
-            assert torch.equal(mine[name], value), name
-    for name, buffer in ours.named_buffers():
-        assert torch.equal(buffer, buffers[name]), name
-    assert counts == call_counts(theirs.module)
-    pair = [ours.module.get_parameter(f"3.{i}.weight") for i in (0, 1)]
-    assert pair[0] is pair[1]
 
 
 @pytest.mark.req("B-08")
@@ -169,26 +141,6 @@ def test_a_model_sharded_on_meta_gets_its_values_later(
 
     assert differences(model.state_dict(), values) == {}
     trains_as(world, model, plain, tokens, adamw)
-
-
-@pytest.mark.req("B-08")
-@pytest.mark.filterwarnings("ignore")
-@on_ranks(2)
-def test_shards_are_initialised_as_those_of_fsdp2(world: World) -> None:
-    """The same script trains to the same losses."""
-    found = []
-    for shard in (fully_shard, torch_fsdp2):
-        model = on_meta(lambda: tiny_mlp(6, hidden=7))
-        shard(model.get_submodule("0"))
-        shard(model)
-        model.to_empty(device="cpu")
-        for parameter in model.parameters():
-            nn.init.constant_(parameter, 0.01 * len(parameter.shape))
-        losses = train(model, world.rank, wide_input(6), adamw, steps=4)
-        found.append((losses, [p.shape[1:] for p in model.parameters()]))
-
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
-    assert found[0][1] == found[1][1]
 
 
 # ---- values from rank 0 -----------------------------------------------------

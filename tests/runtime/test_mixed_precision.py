@@ -17,8 +17,6 @@ from torch.distributed.fsdp import fully_shard as torch_fsdp2
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchModuleWrapPolicy
 
 from composable_fsdp import (
-    CustomPolicy,
-    FullyShardedDataParallel,
     MixedPrecision,
     ModuleWrapPolicy,
     ShardingStrategy,
@@ -176,68 +174,6 @@ def test_low_precision_compute_trains_as_fsdp2_does(
 
 
 @pytest.mark.req("B-20")
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (MixedPrecision(BF16), (BF16, BF16)),
-        (MixedPrecision(BF16, cast_root_forward_inputs=False), (torch.float32, None)),
-        (
-            MixedPrecision(
-                BF16, cast_forward_inputs=True, cast_root_forward_inputs=False
-            ),
-            (BF16, BF16),
-        ),
-        (MixedPrecision(reduce_dtype=BF16), (torch.float32, torch.float32)),
-    ],
-)
-def test_inputs_of_the_root_are_cast_as_told(
-    one_rank: World, options: MixedPrecision, expected: tuple[Any, Any]
-) -> None:
-    """Also those deep in keyword arguments; integers stay."""
-    model = seen()
-    fully_shard(model, mixed_precision=options)
-    integers = torch.ones(1, dtype=torch.int64)
-
-    model(torch.randn(2, 8), note={"deep": [torch.ones(1), integers]})
-
-    assert model.met["x"] is expected[0]
-    assert model.met["note"] is expected[0]
-    assert integers.dtype is torch.int64
-
-
-@pytest.mark.req("B-20")
-@pytest.mark.parametrize(
-    ("cast", "root_cast"), [(False, False), (False, True), (True, False)]
-)
-@pytest.mark.parametrize("by", ["hand", "policy", "wrapper"])
-def test_an_inner_unit_casts_its_inputs_as_in_fsdp1(
-    one_rank: World, by: str, cast: bool, root_cast: bool
-) -> None:
-    """``cast_root_forward_inputs`` is for the root of a call, or the outer wrapper."""
-    inner = seen()
-    options = MixedPrecision(
-        BF16, cast_forward_inputs=cast, cast_root_forward_inputs=root_cast
-    )
-    if by == "wrapper":
-        unit = FullyShardedDataParallel(inner, mixed_precision=options)
-        model: nn.Module = FullyShardedDataParallel(nn.Sequential(unit))
-    else:
-        model = nn.Sequential(inner)
-        if by == "hand":
-            fully_shard(inner, mixed_precision=options)
-        policy = CustomPolicy(
-            lambda m: {"mixed_precision": options} if m is inner else False
-        )
-        fully_shard(model, policy=policy if by == "policy" else None)
-
-    model(torch.randn(2, 8))
-
-    casts = cast or (root_cast and by == "hand")
-    assert inner.met["x"] is (BF16 if casts else torch.float32)
-    assert inner.met["weight"] is BF16
-
-
-@pytest.mark.req("B-20")
 @on_ranks(2)
 def test_a_forward_meets_the_dtypes_it_meets_under_fsdp1(world: World) -> None:
     """Input, weight and buffer, and so the output to the bit."""
@@ -295,30 +231,6 @@ def test_low_precision_compute_accumulates_in_the_reduce_dtype(world: World) -> 
     gradients = [p.grad for p in model.parameters() if p.grad is not None and p.numel()]
     assert all(g.item() == 1.0 + 2.0**-8 for g in gradients)
     assert gradients or world.rank > 0
-
-
-@pytest.mark.req("B-20")
-@both_paths
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
-@on_ranks(2)
-def test_evaluation_in_full_precision_on_request(
-    world: World, path: str, strategy: ShardingStrategy
-) -> None:
-    """Equal to the plain model's, between a low-precision forward and its backward."""
-    plain, model, x = TinyGPT(), TinyGPT(), gpt_input(0, world.rank)
-    options: dict[str, Any] = {"strategy": strategy, "mixed_precision": COMPUTE}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
-        sharded = apply_units(model, gpt_units(model), path=path, **options)
-        first = loss_of(sharded, x)
-        full = sharded.eval()(x)
-        backward(first)
-        second = loss_of(sharded.train(), x)
-
-    assert full.dtype is torch.float32
-    assert torch.equal(full, plain.eval()(x))
-    assert torch.equal(first, second)
-    assert all((p.grad is None) == (not p.numel()) for p in sharded.parameters())
 
 
 class NotingNorm(nn.BatchNorm1d):

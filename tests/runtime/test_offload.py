@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp import (
-    MixedPrecision,
     ShardingStrategy,
     fully_shard,
 )
@@ -25,15 +24,12 @@ from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.runtime.offloading import (
     OFFLOAD,
     accumulate,
-    offloaded_gpt,
     train_offloaded,
 )
-from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     PATHS,
     STRATEGIES,
     backward,
-    gpt_input,
     gradients_of,
     loss_of,
     tolerance_at,
@@ -45,6 +41,7 @@ RankCount = Callable[[int], RankPool]
 all_strategies = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
 
 
+@pytest.mark.few(6)
 @pytest.mark.req("S2-08")
 @pytest.mark.parametrize("path", PATHS)
 @all_strategies
@@ -65,32 +62,6 @@ def test_offloaded_gradients_accumulate(
 ) -> None:
     """With and without communication, the sum of all microbatches is on the host."""
     ranks(world_size).run(accumulate, strategy, how)
-
-
-PRECISIONS = [
-    MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-    MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True),
-]
-
-
-@pytest.mark.parametrize("precision", PRECISIONS, ids=["reduce wide", "keep narrow"])
-@on_ranks(1, 2)
-def test_offloaded_mixed_precision_accumulates_as_without_offload(
-    world: World, precision: MixedPrecision
-) -> None:
-    """The sum on the device rounds as the sum in the gradients' own dtype does."""
-    found = []
-    for option in (None, OFFLOAD):
-        model, _ = offloaded_gpt(world, cpu_offload=option, mixed_precision=precision)
-        for step in range(2):
-            backward(loss_of(model, gpt_input(step, world.rank)))
-        found.append([p.grad for p in model.parameters() if p.numel()])
-
-    for plain, offloaded in zip(*found, strict=True):
-        assert plain is not None
-        assert offloaded is not None
-        assert plain.dtype == offloaded.dtype
-        assert torch.equal(plain, offloaded)
 
 
 # ---- copies that take their time --------------------------------------------
@@ -193,26 +164,6 @@ def test_the_cpu_waits_once_in_a_step(
     with torch.no_grad():
         model(x)
     assert len(waits) == 2
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_a_sharded_parameter_used_beside_its_unit_gets_both_gradients(
-    one_rank: World, first: bool
-) -> None:
-    """What autograd adds on the host meanwhile is added to what the device sends."""
-    model, plain = units_of(ShardingStrategy.FULL_SHARD)
-    x = wide_input(6)(0, 0)
-    expected = gradients_of(plain, [x])
-    bias = model.get_parameter("2.bias")
-
-    with slow_copies(model):
-        for _ in range(2):
-            early = bias.sum()
-            loss = loss_of(model, x)
-            backward(loss + (early if first else bias.sum()))
-
-    assert bias.grad is not None
-    torch.testing.assert_close(bias.grad, 2 * (expected["2.bias"] + 1))
 
 
 def test_gradients_in_flight_are_dropped_when_backward_raises(one_rank: World) -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, rnn
-from torch.utils.checkpoint import checkpoint_sequential
 
 from composable_fsdp import (
     Arena,
@@ -90,33 +89,6 @@ class Attends(nn.Module):
         return torch.cat([x + y, weights], 2)
 
 
-class Chunks(nn.Module):
-    """Recomputed in two pieces that are no units."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.chain = nn.Sequential(*(block() for _ in range(4)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = checkpoint_sequential(self.chain, 2, x, use_reentrant=False)  # type: ignore[no-untyped-call]  # of torch
-        return y
-
-
-class Routes(nn.Module):
-    """An expert per batch, chosen by a number that all ranks have; others rest."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList([block() for _ in range(3)])
-        self.gate, self.calls = nn.Linear(WIDTH, 3), 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        at = self.calls // 2 % 3
-        y: Tensor = self.experts[at](x) * self.gate(x).softmax(-1)[:, at : at + 1]
-        return y
-
-
 def chain(first: nn.Module) -> nn.Module:
     return nn.Sequential(first, nn.ReLU(), nn.Linear(WIDTH, WIDTH))
 
@@ -137,8 +109,6 @@ class Case(NamedTuple):
 CASES = {
     "packed sequences": Case(Packed, ("first", "last"), (4, WIDTH)),
     "attention weights": Case(Attends, ("first",), (4, WIDTH)),
-    "recomputed chunks": Case(Chunks, ("chain.0", "chain.1", "chain.3")),
-    "routed experts": Case(Routes, ("experts.0", "experts.1", "experts.2")),
     "weight norm": Case(lambda: chain(parametrizations.weight_norm(square()))),
     "orthogonal weights": Case(lambda: chain(parametrizations.orthogonal(square()))),
     "spectral norm by hooks": Case(lambda: chain(nn.utils.spectral_norm(square()))),

@@ -25,26 +25,20 @@ from composable_fsdp import (
     set_modules_to_forward_prefetch,
 )
 from composable_fsdp.errors import CompositionError
-from composable_fsdp.phases import Residency
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.runtime.events import (
-    EncoderDecoder,
     Event,
     block,
     gpt_steps,
     most_live,
-    steps_of,
     units_of,
     unused,
 )
-from tests.runtime.parity import trains_as
 from tests.support.models import tiny_mlp
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     PATHS,
-    adamw,
     apply_units,
-    wide_input,
 )
 from tests.support.world import World
 
@@ -261,25 +255,6 @@ def test_units_are_gathered_when_the_modes_say(
     assert (most_live(forward), most_live([("gather", ""), *whole])) == live
 
 
-@pytest.mark.req("S2-01", "S2-02")
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("mode", [PRE, POST, None])
-@on_ranks(2)
-def test_no_all_gather_is_wasted_where_units_hold_units(
-    world: World, mode: BackwardPrefetch | None, ahead: bool
-) -> None:
-    """Each unit is gathered once each way and used, also with a memory that several
-    units read; the numbers are those of the plain model."""
-    options: dict[str, Any] = {"backward_prefetch": mode, "forward_prefetch": ahead}
-    make, everyone = wide_input(6), sorted(EncoderDecoder.UNITS)
-    model = apply_units(EncoderDecoder(), EncoderDecoder.UNITS, **options)
-    trains_as(world, model, EncoderDecoder(), make, adamw)
-    for forward, whole in steps_of(model, [make(at, world.rank) for at in range(3)]):
-        assert unused(forward) == unused(whole) == []
-        assert sorted(units_of(forward, "gather")) == ["", *everyone]
-        assert sorted(units_of(whole, "gather")) == everyone
-
-
 def list_ahead(model: nn.Module) -> None:
     """Blocks 0 and 3 gather two blocks ahead each, forward and backward."""
     first, second, third, last = (block(model, i) for i in range(4))
@@ -311,46 +286,6 @@ def test_listed_units_are_gathered_at_once_nearest_first(
             assert moment(forward, "gather", ahead) < moment(forward, "use", BLOCKS[0])
             assert moment(whole, "gather", ahead) < moment(whole, "free", BLOCKS[3])
     assert run(arrange=take_back) == without != steps
-
-
-class Fork(nn.Module):
-    """Three layers, which eval mode runs the other way round, or just one of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.one, self.two, self.three = (nn.Linear(4, 4) for _ in range(3))
-        self.short = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        layers = [self.one, self.two, self.three][:: 1 if self.training else -1]
-        for layer in layers[:1] if self.short else layers:
-            x = layer(x)
-        return x
-
-
-@pytest.mark.req("S1-06")
-@on_ranks(2)
-def test_each_mode_has_its_order_and_what_is_not_used_is_freed(world: World) -> None:
-    """Eval is prefetched in eval's order; a forward that ends early frees what it
-    gathered ahead."""
-    model = Fork()
-    sharded = apply_units(model, ["one", "two", "three"], forward_prefetch=True)
-    there = ["one", "two", "three"]
-    for at, training in enumerate((True, False, True, False)):
-        sharded.train(training)
-        ((forward, _),) = steps_of(sharded, [torch.ones(2, 4)])
-        order = there if training else there[::-1]
-        assert units_of(forward, "gather") == order
-        ahead = moment(forward, "gather", order[1]) < moment(forward, "use", order[0])
-        assert ahead == (at > 1)
-        assert unused(forward) == []
-
-    model.short = True
-    ((forward, _),) = steps_of(sharded, [torch.ones(2, 4)])
-    assert unused(forward) == ["two"]
-    inner = _get_fsdp_handles(sharded)[1:]
-    assert {handle.residency for handle in inner} == {Residency.SHARDED}
 
 
 def test_lists_take_units_of_one_tree_only(one_rank: World) -> None:

@@ -45,6 +45,7 @@ from tests.support.world import World
 OPTIMIZERS: list[Optimize] = [sgd, adamw]
 
 
+@pytest.mark.few(8)
 @pytest.mark.req("S2-10")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("optimize", OPTIMIZERS)

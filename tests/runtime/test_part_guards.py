@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from composable_fsdp import (
     PhaseError,
@@ -21,12 +20,8 @@ from composable_fsdp import (
     fully_shard,
     register_forward_method,
     replicate,
-    reshard,
-    unshard,
-    unshard_params,
 )
 from composable_fsdp.comm.collectives import record
-from composable_fsdp.flat.part_guards import REFUSE
 from composable_fsdp.phases import Residency
 from composable_fsdp.tree.traversal import _get_fsdp_handles, _get_fsdp_states
 from property_tests.live import batches, examples
@@ -171,35 +166,6 @@ def test_outputs_that_compute_later_are_refused(world: World, path: str) -> None
         model(torch.ones(4, 4)).sum().backward()
 
 
-@pytest.mark.req("P-12")
-@on_ranks(2)
-def test_parts_that_see_whole_values_may_be_called(world: World) -> None:
-    """Inside ``unshard_params``, after ``unshard``, by ``functional_call``."""
-    x = torch.randn(2, 8, generator=generator())
-    plain = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-    for parameter in plain.parameters():
-        nn.init.normal_(parameter, generator=generator())
-    part, expected = copy.deepcopy(plain), plain[0](x)
-    model = fully_shard(part)
-    given = {name: p.detach() for name, p in plain[0].named_parameters()}
-
-    assert torch.equal(functional_call(model[0], given, (x,)), expected)
-    with unshard_params(model):
-        assert torch.equal(model[0](x), expected)
-    with unshard_params(model, offload_to_cpu=True):
-        assert torch.equal(model[0](x), expected)
-    unshard(model)
-    assert torch.equal(model[0](x), expected)
-    reshard(model)
-    with pytest.raises(PhaseError, match="Linear '0' was called"):
-        model[0](x)
-    model[1](x)  # holds no parameters
-    model[0]._forward_pre_hooks.clear()
-    model(x).sum().backward()
-    with pytest.raises(PhaseError, match="Linear '0' was called"):
-        model[0](x)
-
-
 def uncut(how: str) -> Any:
     """``Causal`` whose weights are whole on both ranks; blocks are units."""
     model, strategy = Causal(), ShardingStrategy.NO_SHARD
@@ -238,60 +204,6 @@ def test_parts_of_units_that_are_not_cut_would_train_on_one_rank(
     model.lm_head(hidden)
     register_forward_method(model, "encode")
     assert torch.equal(model.encode(tokens), plain_of(model).encode(tokens))
-
-
-class Holder(nn.Module):
-    """Holds a parameter, and computes nothing."""
-
-    def __init__(self, *sizes: int) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.full(sizes, 0.5))
-
-
-class Mix(nn.Module):
-    """Reads parameters of containers, of which none is ever called."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        # Two elements over two ranks: a rank's one would be broadcast.
-        values = [torch.tensor([0.4, 0.5]), torch.tensor([0.6, 0.7])]
-        made: dict[str, Callable[[], nn.Module]] = {
-            "list": lambda: nn.ParameterList(values),
-            "nested": lambda: nn.ModuleList([nn.ModuleList([Holder(2)])]),
-        }
-        self.kind, self.inner = kind, made[kind]()
-
-    def forward(self, x: Tensor) -> Tensor:
-        for parameter in self.inner.parameters():
-            x = x * parameter
-        return x
-
-
-KINDS = {"list": "0", "nested": "0.0.scale"}
-
-
-@pytest.mark.few(1)
-@pytest.mark.req("P-12")
-@pytest.mark.parametrize("path", PATHS)
-@on_ranks(2)
-def test_the_module_that_reads_a_container_is_the_part(world: World, path: str) -> None:
-    """Lists and dicts of parameters, and modules without a forward, also nested."""
-    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
-        reason = ROWS if strategy is ShardingStrategy.FULL_SHARD else GRADIENT
-        for kind, key in KINDS.items():
-            plain = nn.Sequential(nn.Sequential(Mix(kind)), Mix(kind))
-            made = copy.deepcopy(plain)
-            model: Any = apply_units(made, ["1"], path=path, strategy=strategy)
-            core = getattr(model, "module", model)
-            x, part = torch.ones(3, 2), core[0][0]
-            given = {name: torch.ones(2) for name, _ in part.named_parameters()}
-            for _ in range(2):
-                named = "Mix '0.0' was called", f" of '0.0.inner.{key}'"
-                refused(world, partial(part, x), *named, reason=reason)
-                functional_call(part, given, (x,))
-                trains_as(world, model, plain, wide_input(2))
-            # The unit's own module gathers, whatever it reads.
-            assert REFUSE not in getattr(core[1], "module", core[1])._forward_pre_hooks
 
 
 def parts_of(model: nn.Module) -> list[nn.Module]:

@@ -23,8 +23,9 @@ from composable_fsdp import (
 )
 from composable_fsdp.comm.compute_device import resolve_device
 from composable_fsdp.comm.groups import RankLayout
+from composable_fsdp.features.passages.containers import Given
+from composable_fsdp.features.passages.full import moving_to
 from composable_fsdp.flat.handle import find_leaf
-from composable_fsdp.runtime.nested_tensors import to_device
 from tests.runtime.corners import OPEN, WRAPS
 from tests.runtime.parity import trains_as
 from tests.support.models import TinyGPT, tiny_mlp
@@ -131,19 +132,21 @@ def test_ranks_of_a_node_do_not_meet_on_its_first_gpu(
 
 
 @pytest.mark.req("B-05")
-@pytest.mark.parametrize("kind", [kind for kind in WRAPS if kind != "object"])
+@pytest.mark.parametrize("kind", WRAPS)
 def test_inputs_are_moved_at_any_depth(kind: str) -> None:
-    """A gradient flows back through a move; nothing is built anew that is in place."""
-    x, kept = torch.ones(2, requires_grad=True), object()
-    moved = to_device((WRAPS[kind](x), kept), {"k": x, "n": 3}, META)
+    """A gradient flows back through a move, and the caller's containers come back."""
+    x, kept, given = torch.ones(2, requires_grad=True), object(), Given()
+    argument = WRAPS[kind](x)
+    (value, last), kwargs = given.replace(
+        ((argument, kept), {"k": x, "n": 3}), moving_to(META)
+    )
 
-    assert moved is not None
-    (value, last), kwargs = moved
     assert OPEN[kind](value).is_meta
     assert last is kept
     assert kwargs["n"] == 3
     assert kwargs["k"].grad_fn is not None
-    assert to_device((WRAPS[kind](x),), {"k": x}, x.device) is None
+    given.give_back()
+    assert not OPEN[kind](argument).is_meta
 
 
 @pytest.mark.req("B-07")

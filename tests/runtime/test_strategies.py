@@ -12,14 +12,12 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import (
     CustomPolicy,
-    MixedPrecision,
     PlanError,
     ShardingStrategy,
     clip_grad_norm_,
@@ -33,7 +31,6 @@ from tests.support.on_ranks import on_ranks
 from tests.support.recording import record_steps
 from tests.support.reference import (
     PATHS,
-    STRATEGIES,
     adamw,
     apply_units,
     assert_same_training,
@@ -127,6 +124,7 @@ FORMS = [
 ]
 
 
+@pytest.mark.few(12)
 @pytest.mark.req("D-07", "B-04", "B-19")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("strategy", ShardingStrategy, ids=lambda s: s.name)
@@ -150,63 +148,6 @@ def test_every_strategy_on_every_form_of_ranks_equals_the_reference(
     expected = sent_in(strategy, pool.world_size, share)
     assert sent == [expected] * pool.world_size
     assert bool(expected) == (pool.world_size > 1)
-
-
-# ---- bytes of mixed precision ------------------------------------------------
-
-
-def send_low(
-    world: World,
-    shape: tuple[int, int],
-    strategy: ShardingStrategy,
-    low: MixedPrecision,
-) -> list[Counts]:
-    """What each of two steps sends with mixed precision."""
-    model = TinyGPT()
-    options = ranks_of("mesh", shape)
-    sharded = apply_units(
-        model, gpt_units(model), strategy=strategy, mixed_precision=low, **options
-    )
-    steps = []
-    for step in range(2):
-        with record_steps() as calls:
-            backward(loss_of(sharded, gpt_input(step, world.rank)))
-        steps.append(counts(calls))
-    return steps
-
-
-@pytest.mark.parametrize("strategy", [*STRATEGIES, *HYBRID], ids=lambda s: s.name)
-@pytest.mark.parametrize("shape", [(1, 2), (2, 1), (2, 2)], ids=str)
-@pytest.mark.parametrize(
-    "low",
-    [
-        MixedPrecision(torch.bfloat16, torch.float32),
-        MixedPrecision(torch.bfloat16, keep_low_precision_grads=True),
-        MixedPrecision(reduce_dtype=torch.bfloat16),
-    ],
-    ids=["both", "kept", "reduce"],
-)
-def test_mixed_precision_sends_the_bytes_of_its_dtypes(
-    ranks: Callable[[int], RankPool],
-    shape: tuple[int, int],
-    strategy: ShardingStrategy,
-    low: MixedPrecision,
-) -> None:
-    """Gathers count in the compute dtype, reductions in the reduce dtype."""
-    pool = ranks(shape[0] * shape[1])
-    model = TinyGPT()
-    blocks = CustomPolicy(lambda m: any(m is block for block in model.blocks))
-    expected = plan(
-        model,
-        world_size=pool.world_size,
-        shard_world_size=shape[1],
-        policy=blocks,
-        strategy=strategy,
-        mixed_precision=low,
-    )
-
-    for steps in pool.run(send_low, shape, strategy, low):
-        assert steps == [planned(expected)] * 2
 
 
 # ---- within a node -----------------------------------------------------------

@@ -156,36 +156,6 @@ def test_a_change_of_weights_between_forward_and_backward_raises_as_in_plain_tor
     assert_same_training(model, plain, [], [], tolerance=1e-5)
 
 
-@pytest.mark.req("P-11")
-@pytest.mark.parametrize("kind", [{"foreach": True}, {"fused": True}])
-@on_ranks(2)
-def test_ranks_that_hold_nothing_of_a_weight_raise_with_the_others(
-    world: World, kind: dict[str, bool]
-) -> None:
-    """With an empty gradient or none, which optimizers pass by."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 1), nn.Linear(1, 1), nn.Linear(1, 3))
-    apply_units(model, ["0", "1", "2"])
-    options: dict[str, Any] = dict(kind)
-    optimizer = torch.optim.AdamW(model.parameters(), **options)
-    x = torch.ones(2, 3)
-    for kept in (True, False):
-        backward(model(x).sum())
-        loss = model(x).sum()
-        for parameter in model.parameters():
-            if not kept and not parameter.numel():
-                parameter.grad = None
-        optimizer.step()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            backward(loss)
-        # Cleared gradients step on no rank.
-        optimizer.zero_grad()
-        loss = model(x).sum()
-        optimizer.step()
-        backward(loss)
-        optimizer.zero_grad()
-
-
 # ---- units that give out their own weights ----
 
 SHOWN: dict[str, Callable[[nn.Linear], Tensor]] = {
@@ -238,21 +208,6 @@ def test_a_weight_that_a_unit_returns_is_one_to_compute_with(world: World) -> No
         with torch.no_grad():
             x = torch.ones(1, 4)
             assert torch.allclose(model(x), plain(x))
-
-
-@on_ranks(2)
-def test_a_weight_in_an_object_that_cannot_be_made_anew_is_refused(
-    world: World,
-) -> None:
-    """The unit and the ways out are named, and the model trains on."""
-    torch.manual_seed(0)
-    model = Penalised("parameter", "object")
-    apply_units(model, ["inner"])
-    match = r"'inner' returned its own weight.*weight.clone\(\)"
-    with pytest.raises(PhaseError, match=match):
-        model(torch.ones(1, 4))
-    model.inner.container = "tuple"
-    backward(model(torch.ones(1, 4)).sum())
 
 
 RECURRENT: dict[str, Callable[[], nn.Module]] = {

@@ -37,8 +37,8 @@ from composable_fsdp.flat import handle as handle_layer
 from composable_fsdp.flat.region import TrainableRegion
 from composable_fsdp.runtime import (
     backward,
+    grad_hooks,
     graph_task,
-    leaf_streams,
     offload,
     unshard,
 )
@@ -414,7 +414,7 @@ def _of_memory(order: StreamOrder) -> Patches:
 
 def _of_autograd(order: StreamOrder) -> Patches:
     """Nodes of leaves run on the stream they were made on."""
-    arrival, accumulators = backward._make_grad_hook, leaf_streams.accumulators_of
+    arrival, accumulators = backward.make_grad_hook, grad_hooks.accumulators_of
     finish = graph_task.finish_task
     ran: set[FakeStream] = set()
 
@@ -449,7 +449,7 @@ def _of_autograd(order: StreamOrder) -> Patches:
         finish(*args)
 
     return [
-        (backward, "_make_grad_hook", arrival_there),
-        (leaf_streams, "accumulators_of", note_stream),
+        (grad_hooks, "make_grad_hook", arrival_there),
+        (grad_hooks, "accumulators_of", note_stream),
         (graph_task, "finish_task", finish_behind_leaves),
     ]

@@ -15,7 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 from composable_fsdp import fully_shard, replicate, unshard
-from composable_fsdp.tree.late_registration import PENDING
+from composable_fsdp.features.changes.late_registration import PENDING
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     apply_units,

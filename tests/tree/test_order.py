@@ -12,7 +12,7 @@ from composable_fsdp.tree.state import ExecutionOrder
 def recorded(units: str) -> ExecutionOrder[str]:
     order = ExecutionOrder[str]()
     for unit in units:
-        order.record(unit)
+        order.add(unit)
     return order
 
 
@@ -22,7 +22,7 @@ def test_the_first_unit_used_again_keeps_its_first_place() -> None:
     order = recorded("aba")
 
     assert order.uses == ["a", "b", "a"]
-    assert order.record("a") == 3
+    assert order.add("a") == 3
     assert order.before(2) == "b"
     assert order.before(1) == "a"
 

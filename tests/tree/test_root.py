@@ -101,7 +101,7 @@ def test_only_the_root_has_the_caches(one_rank: World, name: str) -> None:
 
 @pytest.mark.req("S1-22")
 def test_units_below_one_root_share_one_context(one_rank: World) -> None:
-    """Whoever asks first, all get the same streams, order and tape."""
+    """Whoever asks first, all get the same streams and order."""
     model = nested()
     states = _get_fsdp_states(model)
 

@@ -27,8 +27,8 @@ from composable_fsdp.features.audit.telling import (
     place_of,
     tell,
 )
+from composable_fsdp.runtime.grad_hooks import accumulators_of
 from composable_fsdp.runtime.graph_task import current_task, run_backward
-from composable_fsdp.runtime.leaf_streams import accumulators_of
 
 _VIEWS = (
     "(Unsafe)?View|ReshapeAlias|Clone|ToCopy|Alias|Cat|Stack|(Uns|S)queeze|T|Transpose|"

@@ -9,7 +9,7 @@ read twice in each step, so a tree is checked only if asked.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from composable_fsdp.comm.debug import DEBUG_VARIABLE, is_debugging
 from composable_fsdp.comm.device import outside_transforms
@@ -19,11 +19,9 @@ from composable_fsdp.flat.param_paths import slot_path
 from composable_fsdp.flat.param_ref import param_refs
 from composable_fsdp.flat.value_hash import hash_values, have_values
 from composable_fsdp.naming import listed, quoted
-from composable_fsdp.runtime.backward import GradientOrder
 from composable_fsdp.runtime.unshard import shard_versions
-from composable_fsdp.runtime.unused_params import CommonOrder
-from composable_fsdp.tree.moments import RECORDS
-from composable_fsdp.tree.state import ForwardRecord, RuntimeContext, _FSDPState
+from composable_fsdp.tree.moments import ORDERS, OWN_ORDERS
+from composable_fsdp.tree.state import RuntimeContext, StepOrder, _FSDPState
 
 
 class _Shards(NamedTuple):
@@ -34,17 +32,17 @@ class _Shards(NamedTuple):
     """By FQN of the parameter."""
 
 
-class _HashedShards(ForwardRecord):
-    """Adds hashes of shards to the class of the record that stands behind."""
+class _HashedShards(StepOrder):
+    """Adds hashes of shards to the class of the order that stands behind."""
 
     # Without slots: of two bases with slots of their own Python makes no class.
     def __init__(self, mode: Hashable = ()) -> None:
         super().__init__(mode)
         self.shards: dict[int, _Shards] = {}
 
-    def record(self, unit: _FSDPState, begin: int = 0) -> int:
+    def add(self, unit: _FSDPState, begin: int = 0) -> int:
         """Append a use, and hash the shards."""
-        index = super().record(unit, begin)
+        index = super().add(unit, begin)
         self.shards[index] = _shards_of(unit.handle)
         return index
 
@@ -60,24 +58,18 @@ class _HashedShards(ForwardRecord):
         super().reach(context, handle, index)
 
 
-class CheckedOrder(_HashedShards, GradientOrder):
-    """``GradientOrder`` with hashes of shards."""
-
-
-class CheckedCommonOrder(_HashedShards, CommonOrder):
-    """``CommonOrder`` with hashes of shards."""
-
-
 def hash_if_debugging(context: RuntimeContext) -> None:
     """Have the shards of a tree hashed if the program is debugged."""
     if is_debugging():
-        RECORDS[context] = _checked_record
+        OWN_ORDERS[context] = _checked_order
 
 
-def _checked_record(mode: Hashable, fills: bool) -> ForwardRecord:
-    """Return a new record of a forward whose shards are hashed."""
-    # A record of its own class, and no test in the steps of programs without debugging.
-    return CheckedCommonOrder(mode) if fills else CheckedOrder(mode)
+def _checked_order(mode: Hashable, fills: bool) -> StepOrder:
+    """Return the order of a forward whose shards are hashed."""
+    # An order of its own class, and no test in the steps of programs without debugging.
+    base: Any = ORDERS[fills]
+    checked: type[StepOrder] = type("CheckedOrder", (_HashedShards, base), {})
+    return checked(mode)
 
 
 # The forward may run inside a transform, where hashes would have no memory.

@@ -52,7 +52,7 @@ def require_initialized(context: RuntimeContext) -> None:
         empty = [name for state in units for name in unfilled_parameters(state)]
         # Without a shard group this rank has whole values, as all its replicas have.
         told = [_Found(rank, empty, [])]
-        if group is not None and any(s.searches.was_on_meta for s in units):
+        if group is not None and any(s.initial.was_on_meta for s in units):
             # A rank may have no rows of a parameter, and must raise with the others.
             drawn = list(chain(*map(_drawn, units)))[:_MOST]
             told = collectives.all_gather_object(_Found(rank, empty, drawn), group)
@@ -65,7 +65,7 @@ def _drawn(state: _FSDPState) -> Iterator[tuple[int, str]]:
     """Yield the starts of a unit's parameters that were seen to be drawn."""
     for ref in in_model_order(state.handle):
         # Values that were written since are not those that were drawn.
-        digest = state.searches.drawn.get(ref.slot.index, 0)
+        digest = state.initial.drawn.get(ref.slot.index, 0)
         if digest and digest == digest_of_start(ref.leaf.detach()):
             yield digest, ref.name
 

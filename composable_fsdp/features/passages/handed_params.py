@@ -8,6 +8,7 @@ stays. ``sys.getrefcount`` tells whether a parameter was kept.
 from __future__ import annotations
 
 from collections import OrderedDict
+from functools import partial
 from sys import getrefcount
 
 import torch
@@ -22,7 +23,7 @@ from composable_fsdp.flat.residency import (
 )
 from composable_fsdp.phases import BACKWARD_PRE
 from composable_fsdp.planning.dtensors import is_dtensor
-from composable_fsdp.runtime.leaf_streams import make_nodes
+from composable_fsdp.runtime.grad_hooks import make_nodes
 
 
 def hand_out(handle: FlatParamHandle) -> None:
@@ -35,10 +36,10 @@ def hand_out(handle: FlatParamHandle) -> None:
         and handle.residency is not UNSHARDED
         and form.handed is None
     ):
-        form.handed = _references(handle)
+        form.handed = partial(_take_back, _references(handle))
 
 
-def take_back(handle: FlatParamHandle) -> bool:
+def _take_back(before: tuple[int, ...], handle: FlatParamHandle) -> bool:
     """Make kept parameters of a unit that is being resharded show the shards.
 
     The modules show the sharded parameters already.
@@ -46,7 +47,7 @@ def take_back(handle: FlatParamHandle) -> bool:
     Returns: whether the memory must stay, because a graph reads parameters that the
     user has kept. A decision of this rank: all ranks gather again alike.
     """
-    kept = _references(handle) != handle.form.handed
+    kept = _references(handle) != before
     if handle.phase is BACKWARD_PRE:
         if kept:
             make_unreadable(handle)

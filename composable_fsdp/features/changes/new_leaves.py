@@ -1,55 +1,31 @@
-"""Detecting and adopting parameters that were changed outside the shard since build.
+"""New regions over parameters that were replaced, cast, moved, frozen or unfrozen.
 
 ``module.to(dtype)``, ``to_empty``, ``load_state_dict(assign=True)`` or an assignment
-gives a module parameters with memory of their own; without detection, training would
-continue with the old values. Every iteration checks once::
-
-    change by the user                 detected by            answer
-    values in other memory, replaced   shards_are_unchanged   require_leaves
-    or cast parameters                 leaves_view_shards
-    frozen or unfrozen parameters      requires_grad_changed  rebuild_for_requires_grad
-    the same, and a graph of before    runtime.backward       rebuild_for_form
-    replaced, and an optimizer holds   optim                  successor
-    the old parameters
-
-A changed parameter is adopted as plain modules do: the parameter that a module shows is
-the parameter from now on, with its dtype. So an optimizer created after the change
-holds the right objects. An optimizer that was created earlier still holds the old
-objects and would step on unused parameters without an error; ``optim`` asks
-``successor`` about these objects. ``runtime.external_changes`` calls this file between
-steps, and knows of streams, reductions and hooks.
+gives a module parameters with memory of their own. A changed parameter is adopted as
+plain modules do: the parameter that a module shows is the parameter from now on, with
+its dtype. ``adopt`` calls this file, and knows of streams, reductions and hooks.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from composable_fsdp.errors import PlanError
+from composable_fsdp.features.changes.user_memory import take_memory
 from composable_fsdp.flat.build import replace_layout
 from composable_fsdp.flat.flat_parameter import rebind_flat_parameters
 from composable_fsdp.flat.gradients import shard_views
-from composable_fsdp.flat.handle import (
-    FlatParamHandle,
-    FullForm,
-    find_leaf,
-    forget_leaves,
-)
+from composable_fsdp.flat.handle import FlatParamHandle, forget_leaves
 from composable_fsdp.flat.param_paths import place_path
 from composable_fsdp.flat.param_ref import param_refs
-from composable_fsdp.flat.precision import take_form
-from composable_fsdp.flat.region import FullBuffer
+from composable_fsdp.flat.replaced_params import record_replaced
 from composable_fsdp.flat.residency import shards_are_unchanged
-from composable_fsdp.flat.user_memory import take_memory
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.planning.dtensors import is_dtensor
-from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.split import split_region
 
 
@@ -63,19 +39,11 @@ def requires_grad_changed(handle: FlatParamHandle) -> bool:
 def require_leaves(handle: FlatParamHandle) -> bool:
     """Adopt leaves that were replaced or changed; return whether full leaves are new.
 
-    The sharded form must be current, and no stream may use the old buffers. New full
-    leaves have no hooks yet. Changes of ``requires_grad`` are left to
-    ``follow_requires_grad``. Nothing is copied before all checks have passed.
+    The sharded form must be current, and no stream may use the old buffers. Nothing is
+    copied before all checks have passed.
 
-    * A parameter that was replaced, cast, or moved from the CPU to a GPU: the new
-      parameter is adopted and the region is rebuilt. Tied places are tied again, to the
-      parameter that the first changed place shows.
-    * A parameter whose ``.data`` only moved to other memory: see ``take_memory``.
-
-    Raises: PlanError, naming the parameter, if a parameter is on meta, has another
-    shape, has another dtype than the other parameters of its region, was replaced by an
-    object that is no parameter, or was moved away from the host although its shard is
-    offloaded; or if gradients of ``no_sync`` wait to be reduced.
+    Raises: PlanError, naming the parameter, if it cannot take its place in the shard,
+    or if gradients of ``no_sync`` wait to be reduced.
     """
     if shards_are_unchanged(handle):
         return False
@@ -214,11 +182,7 @@ def _rebuild_handle(
     *,
     device: torch.device,
 ) -> None:
-    """Rebuild the regions over new leaves, with the same layout.
-
-    The new leaves are registered in the modules and keep their gradients. Full leaves
-    are new and have no hooks.
-    """
+    """Rebuild the regions over new leaves, which keep their gradients."""
     forget_leaves(handle)
     # The layout stays, even if a narrower dtype makes shard boundaries less than
     # 16-byte aligned: another layout would move elements between ranks.
@@ -254,14 +218,8 @@ def _rebuild_handle(
         parameters_of[name] = leaf
 
 
-def rebuild_for_requires_grad(handle: FlatParamHandle) -> bool:
-    """Rebuild the regions, so that regions are trainable or frozen as their leaves are.
-
-    The unit must be idle, sharded and without memory for full parameters. Afterwards
-    the plan describes the new regions, and the new full leaves have no hooks.
-
-    Returns: whether flat parameters were retired.
-    """
+def rebuild_for_requires_grad(handle: FlatParamHandle) -> None:
+    """Rebuild the regions of an idle unit, trainable or frozen as their leaves are."""
     before = handle.layout
     leaves = {ref.slot.index: ref.leaf for ref in param_refs(handle)}
     # Every rank keeps the same elements: regions are only split along the planned
@@ -273,51 +231,6 @@ def rebuild_for_requires_grad(handle: FlatParamHandle) -> bool:
             layout, [leaves[slot.index].requires_grad for slot in layout.parameters]
         )
     )
-    _rearrange(handle, layouts)
-    return rebind_flat_parameters(handle, before.regions)
-
-
-def rebuild_for_form(handle: FlatParamHandle, form: FullForm) -> bool:
-    """Rebuild the regions as they were when ``form`` was current, over its buffers.
-
-    A graph of then holds the full leaves of ``form``. The unit must be idle, sharded
-    and without memory for full parameters. Afterwards ``form`` is current, and its full
-    leaves have the hooks of the old regions.
-
-    Returns: False, with nothing changed, if the unit has other sharded leaves since, or
-        leaves of another dtype or on another device, or flat parameters.
-    """
-    regions = handle.layout.regions
-    leaves = {ref.slot.index: ref.leaf for ref in param_refs(handle)}
-    # A form whose leaves were renewed (``renew_full_leaves``) ended with no layout.
-    if (
-        not form.regions
-        or any(region.flat is not None for region in regions)
-        or set(map(id, form.sharded)) != set(map(id, handle.leaves))
-        or any(full.buffer.device != handle.layout.device for full in form.regions)
-        or any(
-            leaves[slot.index].dtype != layout.dtype
-            for layout in form.plan.regions
-            for slot in layout.parameters
-        )
-    ):
-        return False
-    _rearrange(handle, form.plan.regions, form.regions)
-    take_form(handle, form)
-    return True
-
-
-def _rearrange(
-    handle: FlatParamHandle,
-    layouts: tuple[RegionLayout, ...],
-    fulls: Sequence[FullBuffer] | None = None,
-) -> None:
-    """Rebuild the regions over the same leaves, divided into regions by ``layouts``.
-
-    ``fulls`` is as in ``build_regions``.
-    """
-    before = handle.layout
-    leaves = {ref.slot.index: ref.leaf for ref in param_refs(handle)}
     # Places must be in the order of the new regions.
     order = [slot.index for layout in layouts for slot in layout.parameters]
     at = {index: i for i, index in enumerate(order)}
@@ -333,58 +246,5 @@ def _rearrange(
         tuple(owner for _, owner in placed),
         origin=before.origin,
         device=before.device,
-        fulls=fulls,
     )
-
-
-class _Place(NamedTuple):
-    """The unit and the slot that a replaced parameter had."""
-
-    handle: weakref.ref[FlatParamHandle]
-    slot: int
-    """``ParameterSlot.index``, which stays the same when the unit is rebuilt."""
-
-
-# ``Any``, because torch has no type stubs for this class.
-_places: Any = WeakIdKeyDictionary()
-_times = 0
-
-
-def record_replaced(
-    handle: FlatParamHandle, *leaves: Sequence[Sequence[nn.Parameter]]
-) -> None:
-    """Record the old leaves, given first, that the new leaves of ``handle`` replace."""
-    global _times
-    # Of a DTensor, the first leaf is already another object than the parameter.
-    for region, before, after in zip(handle.layout.regions, *leaves, strict=True):
-        for slot, old, new in zip(region.layout.parameters, before, after, strict=True):
-            if old is not new:
-                _places[old] = _Place(weakref.ref(handle), slot.index)
-                # A parameter that returns is a leaf again. The entry must go, because
-                # ``torch.utils.swap_tensors`` refuses a parameter that has weak
-                # references.
-                _places.pop(new, None)
-                _times += 1
-
-
-def times_replaced() -> int:
-    """Return how many parameters have been replaced so far in this process."""
-    return _times
-
-
-def successor(parameter: nn.Parameter) -> tuple[FlatParamHandle, nn.Parameter] | None:
-    """Return the unit and the leaf that replaced ``parameter``.
-
-    ``None`` if ``parameter`` was not replaced, or is a leaf again.
-    """
-    place = _places.get(parameter)
-    handle = None if place is None else place.handle()
-    if handle is None or find_leaf(parameter) is not None:
-        return None
-    # The parameter was assigned to its place again; the next forward will adopt it.
-    if any(table.get(key) is parameter for table, key, *_ in handle.swaps):
-        return None
-    for ref in param_refs(handle):
-        if ref.slot.index == place.slot:
-            return handle, ref.leaf
-    return None
+    rebind_flat_parameters(handle, before.regions)

@@ -19,9 +19,11 @@ from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_paths import slot_path
 from composable_fsdp.flat.region import FlatParameter, part_of
 from composable_fsdp.flat.residency import accept_versions, set_versions, version_of
-from composable_fsdp.flat.user_memory import write_to_user_memory
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning.dtensors import local_of
+from composable_fsdp.runtime.unshard import shard_versions
+from composable_fsdp.tree import moments
+from composable_fsdp.tree.state import _FSDPState
 
 _COPIED = 1 << 18
 """Number of elements up to which a snapshot is a copy. A copy and a comparison take two
@@ -33,21 +35,36 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtype by element size in bytes."""
 
 
-def was_written(handle: FlatParamHandle) -> bool:
-    """Return whether a full leaf was written in place since ``make_readable``."""
-    now = tuple(map(version_of, handle.form.placed))
-    return now != handle.form.readable and handle.form.readable is not None
+def copy_writes(state: _FSDPState, *, all_values: bool) -> None:
+    """Copy full parameters that the forward wrote to into the shards.
+
+    ``all_values``: the forward may have written through ``.data``.
+
+    Raises: PhaseError, naming the parameter, if the full parameters are copies in
+    another dtype, from which the shard cannot be written without loss.
+    """
+    context, handle = state.context, state.handle
+    assert context is not None
+    now, readable = tuple(map(version_of, handle.form.placed)), handle.form.readable
+    in_place = readable is not None and now != readable
+    if not in_place and not all_values:
+        return
+    before = handle.writes.gathered_at
+    was_current = before and before == shard_versions(handle)
+    if in_place:
+        _copy_writes_to_shards(handle)
+    if all_values:
+        _copy_all_to_shards(handle)
+    if was_current:
+        # The shards changed to what the full parameters are.
+        handle.writes.gathered_at = shard_versions(handle)
+    # The gather stream may gather this unit again in the same forward.
+    context.streams.wait_for_caller()
 
 
 @outside_transforms
-def copy_writes_to_shards(handle: FlatParamHandle) -> None:
-    """Copy full leaves that were written to into the shards, on the current stream.
-
-    Each rank copies its own elements.
-
-    Raises: PhaseError, naming the parameter, if the full leaves are copies in another
-    dtype, from which the shard cannot be written without loss.
-    """
+def _copy_writes_to_shards(handle: FlatParamHandle) -> None:
+    """Copy this rank's elements of full leaves that were written to into the shards."""
     assert handle.form.readable is not None
     written = {
         id(leaf)
@@ -83,7 +100,7 @@ def _copy_write_to_shard(
     if region.full.is_cut or handle.writes.memory.away:
         sharded.copy_(part_of(region, slot, local_of(full), like=sharded))
     # The full leaf's version must equal the sharded leaf's version plus the versions of
-    # flat parameters (``versions.make_readable``).
+    # flat parameters (``residency.make_readable``).
     versions = full._version - sum(map(version_of, handle.writes.flat_parameters))
     set_versions((sharded,), (versions,))
 
@@ -131,12 +148,8 @@ def _bits(full: Tensor) -> Tensor:
 
 @outside_transforms
 @torch.no_grad()
-def copy_all_to_shards(handle: FlatParamHandle) -> None:
-    """Copy this rank's slices of the full parameters into the shards.
-
-    Raises: PhaseError, naming the unit, if the full parameters are copies in another
-    dtype.
-    """
+def _copy_all_to_shards(handle: FlatParamHandle) -> None:
+    """Copy this rank's slices of the full parameters into the shards."""
     # All checks have passed, so either every region is copied or none.
     for region in handle.layout.regions:
         if not region.is_exact:
@@ -156,4 +169,4 @@ def copy_all_to_shards(handle: FlatParamHandle) -> None:
             region.shard.copy_(
                 region.full.buffer[start : start + region.layout.shard_numel]
             )
-    write_to_user_memory(handle)
+    moments.changes.shards_written(handle)

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import (
@@ -30,17 +30,9 @@ from composable_fsdp.tree.root import outermost
 from composable_fsdp.tree.state import OWNERS, RuntimeContext, _FSDPState
 from composable_fsdp.tree.unit_settings import IGNORED
 
-
-class _Place(NamedTuple):
-    """The module and the name of a registration."""
-
-    module: weakref.ref[nn.Module]
-    name: str
-
-
-PENDING: dict[tuple[int, str], _Place] = {}
-"""Registrations in units since the last forward of each tree, by id of the module and
-name. Empty in the steady state, so a step pays only for the look at an empty dict."""
+PENDING: dict[tuple[int, str], weakref.ref[nn.Module]] = {}
+"""Modules of registrations in units since the last forward of each tree, by id of the
+module and name. Empty in the steady state."""
 _watches = False
 
 
@@ -58,59 +50,65 @@ def _note(module: nn.Module, name: str, value: object) -> None:
     if value is not None and OWNERS.get(module) is not None:
         if not PENDING:
             NEXT_FORWARD.append(_warn_in_forward)
-        PENDING[id(module), name] = _Place(weakref.ref(module), name)
+        PENDING[id(module), name] = weakref.ref(module)
 
 
-def warn_of_added(chosen: Callable[[_FSDPState, list[nn.Parameter]], bool]) -> None:
-    """Warn of recorded registrations whose parameters no unit holds.
-
-    ``chosen(state, parameters)`` selects the registrations, given the unit and the
-    parameters in question; other registrations stay recorded.
-    """
+def _warn_of_added(chosen: Callable[[_FSDPState, list[nn.Parameter]], bool]) -> None:
+    """Warn of ``chosen`` registrations whose parameters no unit holds; forget them."""
     # A copy, because entries are removed in the loop.
-    for key, place in list(PENDING.items()):
-        module = place.module()
+    for key, link in list(PENDING.items()):
+        module, name = link(), key[1]
         state = None if module is None else OWNERS.get(module)
         # The module was deleted, or has left the unit.
         if module is None or state is None:
             PENDING.pop(key, None)
             continue
-        found = dict(_unmanaged_below(module, place.name, state))
+        found = _unmanaged(state, module, name)
         if chosen(state, list(found.values())):
             PENDING.pop(key, None)
             if found:
-                _warn(state, module, place.name, list(found))
+                _warn(state, module, name, list(found))
     if not PENDING and _warn_in_forward in NEXT_FORWARD:
         NEXT_FORWARD.remove(_warn_in_forward)
 
 
+def warn_before_step(parameters: list[nn.Parameter]) -> None:
+    """Warn of what an optimizer holds."""
+    if PENDING:
+        held = set(map(id, parameters))
+        _warn_of_added(lambda _, added: any(id(p) in held for p in added))
+
+
 def _warn_in_forward(context: RuntimeContext) -> None:
-    """Call ``warn_of_added`` for the tree whose forward begins."""
-    warn_of_added(lambda state, _: state.context is context)
+    """Warn of the tree whose forward begins."""
+    _warn_of_added(lambda state, _: state.context is context)
 
 
-def _unmanaged_below(
-    module: nn.Module, name: str, state: _FSDPState
-) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield trainable parameters of the registration that no unit holds, with names."""
-    table = module._parameters
-    if name in table:
-        # A new parameter at a place of the unit is adopted, or refused by name, by
-        # ``flat.external_changes``.
-        if not any(
-            each is table and key == name
-            for each, key in zip(
-                state.handle.layout.tables, state.handle.layout.keys, strict=True
-            )
-        ):
-            yield from _own(name, table[name])
-        return
-    added = module._modules.get(name)
-    if added is None:
-        return
-    for path, each in walk.named(added, enter=_is_free, every_path=True):
-        for key, parameter in each._parameters.items():
-            yield from _own(join_name(name, join_name(path, key)), parameter)
+def _unmanaged(
+    state: _FSDPState, module: nn.Module, name: str
+) -> dict[str, nn.Parameter]:
+    """Return trainable parameters of the registration that no unit holds, by name."""
+    added, layout = module._modules.get(name), state.handle.layout
+    found: dict[str, Any] = {}
+    if added is not None:
+        for path, each in walk.named(added, enter=_is_free, every_path=True):
+            for key, parameter in each._parameters.items():
+                found[join_name(name, join_name(path, key))] = parameter
+    # A new parameter at a place of the unit is adopted, or refused by name.
+    elif not any(
+        table is module._parameters and key == name
+        for table, key in zip(layout.tables, layout.keys, strict=True)
+    ):
+        found[name] = module._parameters.get(name)
+    return {
+        name: parameter
+        for name, parameter in found.items()
+        if parameter is not None
+        and parameter.requires_grad
+        and not hasattr(parameter, IGNORED)
+        and find_leaf(parameter) is None
+        and find_flat(parameter) is None
+    }
 
 
 def _is_free(module: nn.Module) -> bool:
@@ -120,24 +118,10 @@ def _is_free(module: nn.Module) -> bool:
     return OWNERS.get(module) is None and not any(other_apis(module))
 
 
-def _own(name: str, parameter: Any) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield ``parameter`` if it is trainable, not ignored, and no leaf of any unit."""
-    if (
-        parameter is not None
-        and parameter.requires_grad
-        and not hasattr(parameter, IGNORED)
-        and find_leaf(parameter) is None
-        and find_flat(parameter) is None
-    ):
-        yield name, parameter
-
-
 def _warn(
     state: _FSDPState, module: nn.Module, name: str, parameters: list[str]
 ) -> None:
     """Warn that no unit holds ``parameters`` of a registration."""
-    # The FQN of the module from the root: the unit's FQN, then the path inside the
-    # unit.
     # A unit of several modules has no module that holds all its parts.
     top, fqn = state.module, state.fqn
     if len(state.modules) > 1:
@@ -147,11 +131,7 @@ def _warn(
     names = listed(quoted(join_name(path, each)) for each in parameters)
     added = module._modules.get(name)
     kind = "Parameter" if added is None else type(added).__name__
-    way = (
-        "put it into a module of its own, and that"
-        if added is None
-        else "give the module"
-    )
+    way = "give the module" if added is not None else "put it into a module, and that"
     warnings.warn(
         f"{kind} {quoted(join_name(path, name))} was registered after fully_shard, in "
         f"the fully sharded module {state.name}, and no unit holds {names}: nothing "

@@ -23,8 +23,8 @@ from composable_fsdp.config import BackwardPrefetch
 from composable_fsdp.flat.gradients import has_arrived
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle, FullForm
 from composable_fsdp.flat.residency import NOT_GATHERED, SHARDED
-from composable_fsdp.runtime.backward import select_form
 from composable_fsdp.runtime.graph_task import parameters_not_requested, will_run
+from composable_fsdp.runtime.precision import select_form
 from composable_fsdp.runtime.reduce import reduce_gradients, unshard_in_backward
 from composable_fsdp.runtime.unshard import (
     keep_full,
@@ -33,11 +33,11 @@ from composable_fsdp.runtime.unshard import (
     reshard,
     wait_unsharded,
 )
-from composable_fsdp.tree.state import ForwardRecord, RuntimeContext, _FSDPState
+from composable_fsdp.tree.state import RuntimeContext, StepOrder, _FSDPState
 
 
-class CommonOrder(ForwardRecord):
-    """A record whose backward goes through all uses, in an order that ranks share."""
+class CommonOrder(StepOrder):
+    """An order whose backward goes through all uses, in an order that ranks share."""
 
     __slots__ = ("accumulates", "begins", "forms", "next", "waiting")
 
@@ -48,7 +48,7 @@ class CommonOrder(ForwardRecord):
         began."""
         self.forms: dict[_FSDPState, FullForm] = {}
         """The full form of each unit in the forward."""
-        # Progress of backward; set when backward reaches the forward of this record.
+        # Progress of backward; set when backward reaches the forward of this order.
         self.next = 0
         """Index of the use that backward has reached last; uses are walked from the
         end."""
@@ -58,23 +58,19 @@ class CommonOrder(ForwardRecord):
         self.waiting: dict[_FSDPState, int] = {}
         """The entries of ``begins`` whose unit is not reduced yet."""
 
-    def record(self, unit: _FSDPState, begin: int = 0) -> int:
+    def add(self, unit: _FSDPState, begin: int = 0) -> int:
         """Append a use whose forward began after ``begin`` uses; return its index."""
         # A unit that runs several times is reduced only before its earliest forward.
         self.begins[unit] = min(begin, self.begins.get(unit, begin))
         self.forms[unit] = unit.handle.form
-        return super().record(unit, begin)
+        return super().add(unit, begin)
 
     def restore_form(self, state: _FSDPState, form: FullForm) -> None:
-        """Make the forms of this forward current in all units, on all ranks alike.
-
-        Raises: PhaseError, as ``take_earlier_form``.
-        Collective: as ``finish_later_forwards``.
-        """
+        """Make the forms of this forward current in all units, on all ranks alike."""
         assert state.context is not None
         self._start(state.context)
         if state.handle.form is not form:
-            select_form(state, form, self)
+            select_form(state, form)
 
     def _start(self, context: RuntimeContext) -> None:
         """Finish later forwards and restore all forms, if this backward is new."""
@@ -82,7 +78,7 @@ class CommonOrder(ForwardRecord):
             finish_later_forwards(context)
             for state, form in self.forms.items():
                 if state.handle.form is not form:
-                    select_form(state, form, self)
+                    select_form(state, form)
 
     def reach(
         self, context: RuntimeContext, handle: FlatParamHandle, index: int
@@ -90,17 +86,13 @@ class CommonOrder(ForwardRecord):
         """Issue the collectives of all uses after ``index`` that were not issued yet.
 
         Raises: DesyncError, if another rank is at another use.
-        Collective: for every skipped use the all-gather of the unit, if the unit is
-            sharded, and any prefetch that the use triggers; for every unit with no uses
-            left, the reduction.
+        Collective: per skipped use the all-gather and the prefetch; per unit with no
+            uses left, the reduction.
         """
         self._issue_until(context, index)
 
     def finish(self, context: RuntimeContext) -> None:
-        """Issue the collectives of all uses that backward has not reached.
-
-        Collective, Raises: as ``reach``.
-        """
+        """Issue the collectives of all uses that backward has not reached."""
         self._issue_until(context, -1)
 
     def _issue_until(self, context: RuntimeContext, index: int) -> None:
@@ -108,7 +100,15 @@ class CommonOrder(ForwardRecord):
         if self not in context.filling:
             self._start(context)
             context.filling.append(self)
-            self._begin(context)
+            self.next, self.waiting = self.count, dict(self.begins)
+            # A backward of ``autograd.grad`` with respect to other tensors reduces
+            # nothing: zeros would become gradients that the user did not ask for. All
+            # ranks must therefore run the same kind of backward.
+            self.accumulates = not parameters_not_requested() or any(
+                will_run(node)
+                for each in context.handles
+                for node in each.form.accumulators
+            )
         while self.next > index:
             self.next -= 1
             at = self.next
@@ -122,25 +122,10 @@ class CommonOrder(ForwardRecord):
             if at > index:
                 _gather_in_turn(context, self, at)
 
-    def _begin(self, context: RuntimeContext) -> None:
-        """Begin a backward of this forward."""
-        self.next = self.count
-        self.waiting = dict(self.begins)
-        # A backward of ``autograd.grad`` with respect to other tensors reduces nothing:
-        # zeros would become gradients that the user did not ask for. All ranks must
-        # therefore run the same kind of backward.
-        self.accumulates = not parameters_not_requested() or any(
-            will_run(node)
-            for each in context.handles
-            for node in each.form.accumulators
-        )
-
     def reduce(self, context: RuntimeContext, handle: FlatParamHandle) -> None:
         """Do nothing: ``reach`` reduces the unit in its turn, equal on all ranks."""
 
-    def prefetch(
-        self, context: RuntimeContext, tape: ForwardRecord, reached: int
-    ) -> None:
+    def prefetch(self, context: RuntimeContext, order: StepOrder, reached: int) -> None:
         """Do nothing: the end of a unit's backward is at another time on each rank."""
 
 
@@ -150,15 +135,15 @@ def finish_later_forwards(context: RuntimeContext) -> None:
     Which units of these forwards are still full differs between ranks, so reshard all
     of them, or keep all that are configured so. Collective: as ``CommonOrder.reach``.
     """
-    for tape in tuple(context.filling):
-        tape.finish(context)
-        for state in dict.fromkeys(tape.uses):
+    for order in tuple(context.filling):
+        order.finish(context)
+        for state in dict.fromkeys(order.uses):
             _free_unused(context, state)
 
 
-def _gather_in_turn(context: RuntimeContext, tape: CommonOrder, at: int) -> None:
+def _gather_in_turn(context: RuntimeContext, order: CommonOrder, at: int) -> None:
     """Unshard the unit of skipped use ``at``, and prefetch as in a normal backward."""
-    state = tape.uses[at]
+    state = order.uses[at]
     handle = state.handle
     if handle.residency in NOT_GATHERED:
         unshard_in_backward(context, handle)
@@ -168,7 +153,7 @@ def _gather_in_turn(context: RuntimeContext, tape: CommonOrder, at: int) -> None
     if state.ahead_in_backward:
         prefetch_listed(context, state, state.ahead_in_backward)
     elif pre and at > 0:
-        prefetch_backward(context, tape, at)
+        prefetch_backward(context, order, at)
 
 
 def _reduce_in_turn(

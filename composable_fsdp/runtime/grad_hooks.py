@@ -1,4 +1,4 @@
-"""The CUDA streams on which gradients of full parameters arrive.
+"""Hooks and AccumulateGrad nodes of full parameters, and the streams of the nodes.
 
 The engine runs an AccumulateGrad node, and the hook with the node, on the stream that
 was current when the node was made. A model is usually built on the default stream, and
@@ -12,13 +12,18 @@ An event per gradient would order the streams, and inside a capture the build st
 would have to wait for an event of the capture, which ends the capture. So a forward on
 another stream than the last one makes the nodes again.
 
-Checked on torch 2.13 and 2.11. Private: ``torch._C._functions.DelayedError``.
+Private, checked on torch 2.13 and 2.11: ``torch._C._functions.DelayedError`` and
+``Tensor._post_accumulate_grad_hooks``.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import chain
+from types import MethodType
 from typing import Any
 
 import torch
@@ -27,11 +32,50 @@ from torch import Tensor, nn
 from composable_fsdp.comm import device
 from composable_fsdp.comm.device import NO_EVENTS, outside_transforms
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.tree.state import RuntimeContext
+from composable_fsdp.runtime.backward import FSDP_HOOK_KEY, make_grad_hook
+from composable_fsdp.tree.state import RuntimeContext, _FSDPState
 
 _AccumulateGradFeeder: Any = torch._C._functions.DelayedError
 _STREAM = "composable_fsdp.stream"
 """Key of the stream in the ``metadata`` of an AccumulateGrad node."""
+
+
+def install_grad_hooks(state: _FSDPState) -> None:
+    """Register the hooks on the full parameters of the current form, once per form."""
+    handle = state.handle
+    # An AccumulateGrad node exists only with gradients enabled; leaving inference mode
+    # enables gradients.
+    grads = torch.is_grad_enabled()
+    with nullcontext() if grads else torch.inference_mode(False):
+        for region in handle.layout.trainable:
+            # Weak references: the garbage collector does not look into the hooks of a
+            # tensor (torch 2.13), so a strong reference would keep the model and the
+            # shards alive for ever.
+            region.reduce.owner, link = weakref.ref(state), weakref.ref(region)
+            for index, leaf in enumerate(region.full.leaves):
+                # The effect of ``register_post_accumulate_grad_hook`` without the
+                # checks and the handle, which took most of the time. Torch numbers
+                # hooks from 0 up, so the key -1 is free.
+                leaf._post_accumulate_grad_hooks = hooks = OrderedDict()
+                hooks[FSDP_HOOK_KEY] = MethodType(make_grad_hook(index), link)
+        if handle.layout.forms:
+            _hook_forms(handle)
+        make_nodes(handle)
+
+
+def _hook_forms(handle: FlatParamHandle) -> None:
+    """Let the hooks of parameters with a form take plain gradients from the form."""
+    for region in handle.layout.trainable:
+        link = weakref.ref(region)
+        for index, (slot, leaf) in enumerate(
+            zip(region.layout.parameters, region.full.leaves, strict=True)
+        ):
+            form = handle.layout.forms.get(slot.index)
+            if form is not None:
+                # Not through the cache, which would keep the mesh of the form alive.
+                arrive = make_grad_hook.__wrapped__(index, form)
+                hooks: Any = leaf._post_accumulate_grad_hooks
+                hooks[FSDP_HOOK_KEY] = MethodType(arrive, link)
 
 
 def accumulators_of(leaves: Sequence[nn.Parameter]) -> tuple[Any, ...]:
@@ -47,10 +91,7 @@ def accumulators_of(leaves: Sequence[nn.Parameter]) -> tuple[Any, ...]:
 
 
 def make_nodes(handle: FlatParamHandle) -> None:
-    """Keep the AccumulateGrad nodes of the unit's full leaves, which may be new.
-
-    Gradients must be enabled.
-    """
+    """Keep the AccumulateGrad nodes of the unit's full leaves, which may be new."""
     # Keep strong references to the nodes: a parameter holds the node only weakly, and
     # ``_will_engine_execute_node`` must be asked about the node that will run.
     handle.form.accumulators = tuple(

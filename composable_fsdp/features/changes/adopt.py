@@ -1,9 +1,12 @@
-"""Adoption of changes that were made to a unit's parameters outside the step.
+"""Takes up changes that were made to a unit's parameters outside the step.
 
 A model that was sharded on meta gets values later, and a model may be moved or cast
-before the first forward. The next use of a unit detects the change. Parameters that
-were frozen or unfrozen are found at the root's forward. ``flat.external_changes`` does
-the same without regard to streams, reductions and hooks.
+before the first forward. The next use of a unit detects the change::
+
+    change by the user                  detected by            answer
+    values in other memory, replaced    shards_are_unchanged   require_leaves
+    or cast parameters                  is_in_shards
+    frozen or unfrozen parameters       follow_flags           rebuild_for_requires_grad
 """
 
 from __future__ import annotations
@@ -14,15 +17,21 @@ import torch
 
 from composable_fsdp.comm.device import outside_transforms
 from composable_fsdp.errors import PhaseError, PlanError
-from composable_fsdp.flat.external_changes import (
+from composable_fsdp.features.changes.new_leaves import (
     rebuild_for_requires_grad,
     require_leaves,
+    requires_grad_changed,
+)
+from composable_fsdp.features.changes.user_memory import (
+    follow_user_memory,
+    leaves_view_shards,
+    take_memory,
+    write_to_user_memory,
 )
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.residency import shards_are_unchanged
-from composable_fsdp.flat.user_memory import follow_user_memory
 from composable_fsdp.naming import join_name, quoted
-from composable_fsdp.runtime.backward import install_grad_hooks
+from composable_fsdp.runtime.grad_hooks import install_grad_hooks
 from composable_fsdp.runtime.meta_values import end_watch
 from composable_fsdp.runtime.offload import (
     finish_d2h_grad_copies,
@@ -31,20 +40,62 @@ from composable_fsdp.runtime.offload import (
 from composable_fsdp.runtime.precision import own_buffers
 from composable_fsdp.runtime.reduce import finish_reduction
 from composable_fsdp.runtime.unshard import free_oldest, release
-from composable_fsdp.tree.root import set_streams, unit_paths
+from composable_fsdp.tree.root import ensure_root, set_streams, unit_paths
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState, root_of
 
 
+class UserChanges:
+    """The ``Changes`` of every program."""
+
+    __slots__ = ()
+
+    def adopt(self, state: _FSDPState, *, values_required: bool = True) -> None:
+        """Make the shards of the sharded unit hold what the modules show.
+
+        Without ``values_required`` all parameters may still be on meta.
+
+        Raises: PlanError, as ``require_leaves``, or if the parameters got values and a
+            buffer is still on meta.
+        Collective: none, except as ``finish_reduction``.
+        """
+        handle = state.handle
+        shown = [parameters.get(name) for parameters, name, _, _ in handle.swaps]
+        if (
+            values_required
+            or not handle.layout.on_meta
+            or any(p is None or not p.is_meta for p in shown)
+        ):
+            _adopt(state)
+
+    def follow_flags(self, state: _FSDPState) -> bool:
+        """Move parameters that were frozen or unfrozen to regions of their kind.
+
+        All ranks must have changed the same parameters.
+
+        Returns: whether any was.
+        Raises: PhaseError, while gradients of the unit wait to be reduced.
+        Collective: none, except as ``finish_reduction``.
+        """
+        changed = requires_grad_changed(state.handle)
+        if changed:
+            _follow_requires_grad(ensure_root(state), state)
+        return changed
+
+    def is_in_shards(self, handle: FlatParamHandle) -> bool:
+        """Return whether the leaves lie in the shards; if not, they do afterwards."""
+        if leaves_view_shards(handle):
+            return True
+        take_memory(handle)
+        return False
+
+    def shards_written(self, handle: FlatParamHandle) -> None:
+        """Copy the shard into leaves that lie in memory of the user."""
+        write_to_user_memory(handle)
+
+
 @outside_transforms
-def adopt_external_changes(state: _FSDPState) -> None:
-    """Make the shards of the unit hold the parameters that the modules show.
-
-    The unit must be sharded.
-
-    Raises: PlanError, as ``require_leaves``, or if the parameters got values and a
-        buffer is still on meta.
-    Collective: none, except as ``finish_reduction``.
-    """
+def _adopt(state: _FSDPState) -> None:
+    """Make the shards of the unit hold the parameters that the modules show."""
     handle, context = state.handle, state.context
     if shards_are_unchanged(handle):
         return
@@ -86,17 +137,6 @@ def _finish_reduction(context: RuntimeContext, handle: FlatParamHandle) -> None:
     finish_reduction(context)
 
 
-def adopt_external_changes_unless_meta(state: _FSDPState) -> None:
-    """Adopt changes, unless all parameters of the unit are still on meta."""
-    shown_now = [parameters.get(name) for parameters, name, _, _ in state.handle.swaps]
-    # Values are required only when the unit is used; until then all parameters may be
-    # on meta.
-    if not state.handle.layout.on_meta or any(
-        p is None or not p.is_meta for p in shown_now
-    ):
-        adopt_external_changes(state)
-
-
 def _place_buffers(state: _FSDPState) -> None:
     """Move buffers that got values together with the parameters to the compute device.
 
@@ -133,14 +173,9 @@ def _move_unit(state: _FSDPState, context: RuntimeContext | None) -> None:
 
 
 @outside_transforms
-def follow_requires_grad(context: RuntimeContext, handle: FlatParamHandle) -> None:
-    """Move parameters that were frozen or unfrozen to regions of their kind.
-
-    All ranks must have changed the same parameters.
-
-    Raises: PhaseError, while gradients of the unit wait to be reduced.
-    Collective: none, except as ``finish_reduction``.
-    """
+def _follow_requires_grad(context: RuntimeContext, state: _FSDPState) -> None:
+    """Move parameters that were frozen or unfrozen to regions of their kind."""
+    handle = state.handle
     finish_reduction(context)
     finish_d2h_grad_copies(context)
     if handle.reduction.due or handle.reduction.held is not None:
@@ -153,6 +188,5 @@ def follow_requires_grad(context: RuntimeContext, handle: FlatParamHandle) -> No
     # Free the full buffers first: the regions are rebuilt below.
     release(context, handle)
     rebuild_for_requires_grad(handle)
-    state = next(s for s in root_of(context)._all_fsdp_states if s.handle is handle)
     # The new regions have new full parameters without hooks.
     install_grad_hooks(state)

@@ -97,7 +97,7 @@ def _strangers(region: FlatParameter) -> list[tuple[nn.Parameter, torch.Tensor]]
         (leaf, home)
         for leaf, home in zip(region.leaves, homes, strict=True)
         if leaf.numel()
-        and not (is_at(leaf, home) and leaf.untyped_storage() is storage)
+        and not (memory.is_at(leaf, home) and leaf.untyped_storage() is storage)
     ]
 
 
@@ -164,16 +164,4 @@ def _is_held(leaves: Sequence[torch.Tensor]) -> bool:
     spans = sorted((leaf.data_ptr(), leaf.data_ptr() + leaf.nbytes) for leaf in leaves)
     return any(end > begin for (_, end), (begin, _) in pairwise(spans)) or not all(
         leaf.is_contiguous() for leaf in leaves
-    )
-
-
-def is_at(leaf: torch.Tensor, home: torch.Tensor) -> bool:
-    """Return whether ``leaf`` is the same view of the same memory as ``home``."""
-    # Strides too: a transposed view has the same address and, if square, the same
-    # shape.
-    return (leaf.data_ptr(), leaf.dtype, leaf.shape, leaf.stride()) == (
-        home.data_ptr(),
-        home.dtype,
-        home.shape,
-        home.stride(),
     )

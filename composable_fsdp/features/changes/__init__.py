@@ -1,0 +1,1 @@
+"""Parameters that a user changes between steps. Seam: ``Moments`` (``Changes``)."""

@@ -1,0 +1,1 @@
+"""Values that enter and leave forwards otherwise than as tensors. Seam: ``Passage``."""

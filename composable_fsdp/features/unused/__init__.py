@@ -1,0 +1,1 @@
+"""Parameters without a gradient on some rank. Seam: the class of ``StepOrder``."""
