@@ -20,6 +20,7 @@ from composable_fsdp.features.guard.debug_shards import hash_if_debugging
 from composable_fsdp.features.guard.foreign_strategies import guard_strategies
 from composable_fsdp.features.guard.initialized import require_initialized
 from composable_fsdp.features.guard.ranks_meet import compare_ranks, meet_to_sync
+from composable_fsdp.features.guard.same_models import compare_models
 from composable_fsdp.features.guard.under_ddp import install_ddp_hook
 from composable_fsdp.features.log_line import log_units
 from composable_fsdp.features.shown_units import show_units
@@ -46,6 +47,7 @@ moments.MODULES_SHARDED.extend(
     )
 )
 moments.TREE_INITIALIZED.append(give_slots)
+moments.MODELS_MEET.append(compare_models)
 moments.RANKS_MEET.append(compare_ranks)
 moments.FIRST_FORWARD.extend(
     (require_initialized, log_units, begin_audit, hash_if_debugging)

@@ -29,7 +29,7 @@ from composable_fsdp.flat.param_form import ParamForm, groups_of
 from composable_fsdp.flat.param_paths import slot_path
 from composable_fsdp.flat.param_ref import param_refs
 from composable_fsdp.flat.value_hash import hash_values
-from composable_fsdp.naming import listed, quoted
+from composable_fsdp.naming import listed, quoted, ranks_text
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.dtensors import (
     is_dtensor,
@@ -38,7 +38,6 @@ from composable_fsdp.planning.dtensors import (
     whole_of,
 )
 from composable_fsdp.storage.manifest import Rectangle, rectangle_of
-from composable_fsdp.tree.fingerprint import ranks_text
 from composable_fsdp.tree.state import _FSDPState
 
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.value_hash import hash_values
-from composable_fsdp.naming import listed, quoted
+from composable_fsdp.naming import listed, quoted, ranks_text
 from composable_fsdp.optim.names import is_absent
 from composable_fsdp.storage.contents import Contents, HeldTensor, is_elementwise
 from composable_fsdp.storage.manifest import Json
@@ -43,7 +43,6 @@ from composable_fsdp.storage.mesh_copies import (
 from composable_fsdp.storage.team import Team
 from composable_fsdp.storage.values import encode
 from composable_fsdp.storage.writer import in_host_memory
-from composable_fsdp.tree.fingerprint import ranks_text
 
 _log = logging.getLogger(__name__)
 
