@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from composable_fsdp.comm.meeting import Call
-from composable_fsdp.comm.operations import round_order
+from composable_fsdp.comm.meeting import Call, history_of
 from property_tests.soak import STEPS, Counts, Soak, action_of, counts, grown, soak
 from tests.support.world import RankPool, World
 
@@ -51,7 +50,7 @@ def test_forwards_that_all_raise_leave_no_key(ranks: RankCount, tmp_path: Path) 
 @pytest.mark.usefixtures("few_objects")
 def test_what_fills_a_bounded_table_is_no_growth(one_rank: World) -> None:
     """A leak beside the table is."""
-    calls = round_order(one_rank.group).calls
+    calls = history_of(one_rank.group).order
     counts(one_rank)  # objects that other tests left may be freed by several passes
     before = counts(one_rank)
     for number in range(20):

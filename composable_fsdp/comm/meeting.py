@@ -11,11 +11,12 @@ and waits for a limited time until every rank has announced an equal call::
     save(keep=3)             nothing               DesyncError after the time limit
 
 Training repeats its calls, so a call that follows the same calls as before can be
-*expected*: with ``always=False`` an expected call visits no store. The argument is that
-of ``sequence``: all ranks have equal histories, so all ranks expect the same call; a
-rank that makes another call announces it, and waits for ranks that do not come. The
-forwards of the trees are part of the history (``call_order.CallOrder``), so a rank that
-leaves an expected call out is noticed at its next forward.
+*expected*: with ``always=False`` an expected call visits no store. All ranks have equal
+histories, so all ranks expect the same call; a rank that makes another call announces
+it, and waits for ranks that do not come. The forwards of the trees are part of the
+history (``call_order.CallOrder``), so a rank that leaves an expected call out is
+noticed at its next forward. A rank that leaves the recorded order of units comes to the
+same meetings (``guard.order_compare``).
 
 A meeting has two keys::
 
@@ -30,23 +31,50 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from composable_fsdp.comm import agreement
+from composable_fsdp.comm.call_order import CallOrder
 from composable_fsdp.comm.groups import GroupRef
-from composable_fsdp.comm.operations import round_order
+from composable_fsdp.comm.operations import operation_log
 from composable_fsdp.comm.watch import StoreWait, agree_on_name
 from composable_fsdp.errors import DesyncError
 from composable_fsdp.naming import ranks_named
 
 _numbers: Counter[str] = Counter()
 """Number of meetings per group that this rank has been at, by the group's name."""
+
+
+class Announced(Protocol):
+    """What a rank comes to a meeting with."""
+
+    @property
+    def told(self) -> str:
+        """What the rank does, for the error of ranks that do something else."""
+
+    @property
+    def facts(self) -> Any:
+        """What else is compared; JSON returns it."""
+
+    @property
+    def predicate(self) -> str:
+        """What the rank does while it waits."""
+
+    @property
+    def way_out(self) -> str:
+        """The last sentences of an error."""
+
+    def alone(self, why: str) -> str:
+        """Return the error of this rank if the others do not come."""
+
+    def unlike(self, here: Mapping[int, tuple[str, Any]]) -> str:
+        """Return the error if ranks differ, by ``told`` and ``facts`` of each."""
 
 
 class Call(NamedTuple):
@@ -70,6 +98,54 @@ class Call(NamedTuple):
         """
         inside = ", ".join(map(str, self.details))
         return f"{self.name}({inside})" + (f" of {self.of}" if self.of else "")
+
+    @property
+    def told(self) -> str:
+        """The call, for ranks that make another one."""
+        return f"calls {self.story}"
+
+    @property
+    def facts(self) -> None:
+        """Nothing that ``told`` does not say."""
+
+    @property
+    def predicate(self) -> str:
+        """The call, for ranks that wait for this one."""
+        return f"is in {self.story}"
+
+    def alone(self, why: str) -> str:
+        """Return the error of this rank if the others do not come."""
+        return alone_text(
+            f"{self.story} was called on this rank, and", why, self.way_out
+        )
+
+    def unlike(self, here: Mapping[int, tuple[str, Any]]) -> str:
+        """Return the error for the ranks that are ``here``, by what each does."""
+        return unlike_text(here)
+
+
+def alone_text(story: str, why: str, way_out: str) -> str:
+    """Return the error of a rank that gives up: ``story``, then ``why``."""
+    if not story.endswith("."):
+        return f"{why}." if "never meet" in why else f"{story} {why}. {way_out}"
+    why = f"{why[:1].upper()}{why[1:]}."
+    return f"{story} {why}" if "never meet" in why else f"{story} {why} {way_out}"
+
+
+def unlike_text(here: Mapping[int, tuple[str, Any]]) -> str:
+    """Return the error for the ranks that are ``here``, by what each does."""
+    ranks: dict[str, list[int]] = {}
+    for rank, (told, _) in sorted(here.items()):
+        ranks.setdefault(told, []).append(rank)
+    calls = "; ".join(
+        f"{'each of ' if len(each) > 1 else ''}{ranks_named(each)} {told}"
+        for told, each in ranks.items()
+    )
+    return (
+        f"Ranks make different calls, and each needs all ranks: {calls}. Nothing "
+        "was sent, and no value was changed. Make the same calls in the same "
+        "order, with equal arguments, on every rank."
+    )
 
 
 def meet(
@@ -103,12 +179,11 @@ def history_of(group: dist.ProcessGroup) -> History:
 class History:
     """The meetings over a group."""
 
-    __slots__ = ("__weakref__", "_group", "_order", "_stale")
+    __slots__ = ("__weakref__", "_group", "_stale", "order")
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = GroupRef(group)
-        self._order = round_order(group).calls
-        self._order.left_out = self.gather
+        self.order = CallOrder()
         self._stale: list[str] = []
         """Prefixes of keys of meetings that have ended."""
 
@@ -116,27 +191,42 @@ class History:
         """Wait for equal calls of all ranks, and note the call; see ``meet``."""
         # An expected call needs no announcement: a rank that makes another call instead
         # announces that call, and waits for this rank.
-        if always or self._order.expected() != call:
+        if always or self.order.expected() != call:
             self.gather(call)
-        self._order.note(call)
+        self.order.note(call)
 
-    def gather(self, call: Call) -> None:
+    def begin_forward(self, number: int, call: Call) -> None:
+        """Note that order log ``number`` begins a round, which is the forward ``call``.
+
+        Meets all ranks if this rank has left an expected call out.
+        Raises: DesyncError, if other ranks have not.
+        """
+        # The order logs compare rounds. Only a call that other ranks are inside, and
+        # wait in for this rank, is compared here.
+        order = self.order
+        if type(order.following.get(order.place, number)) is not int:
+            self.gather(call)
+        order.note(number)
+
+    def gather(self, call: Announced) -> None:
         """Meet all ranks of the group in the store.
 
         Raises: DesyncError.
         """
-        group, usual = self._group.get(), self._order.expected()
-        round_order(group).threads.add(get_ident())
-        if why := agree_on_name(group, f"is in {call.story}"):
+        group, usual = self._group.get(), self.order.expected()
+        operation_log(group).threads.add(get_ident())
+        if why := agree_on_name(group, call.predicate):
             raise _alone(call, why, usual)
         # A caught error on one rank leaves another history there, and such a rank would
         # not expect what the others do. So the ranks compare histories, too.
-        digest = hashlib.blake2b(repr((call.story, self._known())).encode()).digest()
+        digest = hashlib.blake2b(
+            repr((call.told, call.facts, self._known())).encode()
+        ).digest()
         meeting = _Meeting(group, call, int.from_bytes(digest[:8], "big"))
         error: DesyncError | None = None
         try:
             meeting.arrive()
-            with StoreWait(group, f"is in {call.story}", call.way_out) as wait:
+            with StoreWait(group, call.predicate, call.way_out) as wait:
                 # Before all ranks are here: ranks that differ need not wait for others.
                 while not (error := meeting.difference()) and meeting.is_awaited():
                     why = wait.pause(meeting.missing)
@@ -159,7 +249,7 @@ class History:
         if not meeting.is_equal():
             # Only the histories differ, and all ranks forget theirs: they expect alike
             # again, and the next steps meet in the store.
-            self._order.forget()
+            self.order.forget()
         # Every rank is here, so no rank reads keys of a meeting before.
         stale, self._stale = self._stale[:-1], self._stale[-1:]
         # A key each, so that no rank has more requests than the others by two.
@@ -176,7 +266,7 @@ class History:
 
     def _known(self) -> list[Any]:
         """Return the history in the form in which ranks compare it."""
-        order = self._order
+        order = self.order
         pairs = [(*place, event) for place, event in order.following.items()]  # type: ignore[misc]  # places are tuples
         return [tuple(map(_shown, each)) for each in (order.place, *pairs)]
 
@@ -189,17 +279,13 @@ def _shown(part: Any) -> Any:
     return part.story if isinstance(part, Call) else part
 
 
-def _alone(call: Call, why: str, usual: object) -> DesyncError:
+def _alone(call: Announced, why: str, usual: object) -> DesyncError:
     """Return the error of a rank that gives up; ``usual`` is the expected call."""
     # The other ranks may be inside the expected call, which visits no store.
     instead = ""
     if type(usual) is Call and usual != call:
         instead = f" The call that usually comes here is {usual.story}."
-    if "never meet" in why:
-        return DesyncError(f"{why}{instead}")
-    return DesyncError(
-        f"{call.story} was called on this rank, and {why}.{instead} {call.way_out}"
-    )
+    return DesyncError(call.alone(f"{why.rstrip('.')}.{instead}".rstrip(".")))
 
 
 class _Meeting:
@@ -216,7 +302,7 @@ class _Meeting:
         "prefix",
     )
 
-    def __init__(self, group: dist.ProcessGroup, call: Call, digest: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, call: Announced, digest: int) -> None:
         self._group, self._call = group, call
         self.name = agreement.name_in_store(group)
         self.prefix = f"composable_fsdp/meeting/{self.name}/{_numbers[self.name] + 1}"
@@ -267,22 +353,11 @@ class _Meeting:
         """Return the error if ranks have announced different calls."""
         if self.is_equal():
             return None
-        # By the words, which contain all that is compared. In the order of the ranks:
-        # the texts of all ranks are equal.
-        by_story: dict[str, list[int]] = {}
-        for rank, story in sorted(self._present().items()):
-            by_story.setdefault(story, []).append(rank)
-        if len(by_story) < 2:
+        # By what is compared itself: if all do the same, only their histories differ.
+        here = self._present()
+        if len({json.dumps(each) for each in here.values()}) < 2:
             return None
-        calls = "; ".join(
-            f"{ranks_named(ranks)} {'calls' if len(ranks) == 1 else 'call'} {story}"
-            for story, ranks in by_story.items()
-        )
-        return DesyncError(
-            f"Ranks make different calls, and each needs all ranks: {calls}. Nothing "
-            "was sent, and no value was changed. Make the same calls in the same "
-            "order, with equal arguments, on every rank."
-        )
+        return DesyncError(self._call.unlike(here))
 
     def missing(self) -> list[int]:
         """Return the global ranks that have not come, as the store says now."""
@@ -293,22 +368,22 @@ class _Meeting:
         everyone = dist.get_process_group_ranks(self._group)
         return [rank for rank in everyone if rank not in here]
 
-    def _present(self) -> dict[int, str]:
-        """Return the call of each rank that is here, by global rank."""
+    def _present(self) -> dict[int, tuple[str, Any]]:
+        """Return what each rank does that is here, by global rank."""
         store = agreement.key_value_store()
         # In the order of the lines: a rank may give up and come again.
-        found: dict[int, str] = {}
+        found: dict[int, tuple[str, Any]] = {}
         for line in bytes(store.get(f"{self.prefix}/here")).decode().splitlines():
-            rank, story, gave_up = json.loads(line)
+            rank, told, facts, gave_up = json.loads(line)
             if gave_up:
                 found.pop(rank, None)
             else:
-                found[rank] = story
+                found[rank] = told, facts
         return found
 
     def _write(self, *, gave_up: bool) -> None:
         """Append a line about this rank."""
-        line = json.dumps([dist.get_rank(), self._call.story, gave_up])
+        line = json.dumps([dist.get_rank(), self._call.told, self._call.facts, gave_up])
         agreement.key_value_store().append(f"{self.prefix}/here", f"{line}\n")
 
     def _add(self, number: int) -> None:

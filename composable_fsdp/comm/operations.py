@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from composable_fsdp.comm.sequence import Operation, OperationLog, RoundOrder
+from composable_fsdp.comm.sequence import Operation, OperationLog
 from composable_fsdp.errors import CollectiveError, FSDPError
 from composable_fsdp.naming import quoted
 from composable_fsdp.phases import Phase
@@ -211,11 +211,6 @@ def waiting_in(log: OperationLog) -> Operation | None:
     return None
 
 
-def round_order(group: dist.ProcessGroup) -> RoundOrder:
-    """Return the order in which order logs over ``group`` begin their rounds."""
-    return operation_log(group).rounds
-
-
 def begin(
     op: str,
     group: dist.ProcessGroup,
@@ -229,7 +224,7 @@ def begin(
     log = operation_log(group)
     # Threads may send in another order than they number, so what two threads do is no
     # proof of a deadlock (``comm.watch``).
-    log.rounds.threads.add(get_ident())
+    log.threads.add(get_ident())
     return Operation(log, op, None, phase or calling(), tensor)
 
 

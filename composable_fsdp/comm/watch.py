@@ -111,7 +111,7 @@ class GroupWatch(Reporter):
 
     def threads(self) -> list[str]:
         """Return the names of the threads of the program that use the group."""
-        used = self.log.rounds.threads
+        used = self.log.threads
         # Autograd's threads run while a thread of the program waits for them.
         return sorted(
             thread.name

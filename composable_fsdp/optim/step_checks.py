@@ -183,10 +183,10 @@ def require_agreement(
         # The peers of the order log, whose keys are the same on all ranks, whatever
         # optimizers of other models each rank has stepped. Without a log there was no
         # forward, and no gradient.
-        if log is None or not log.comparison.peers:
+        if log is None or not log.peers:
             peers, place = Peers(group, "own state"), "own state"
         else:
-            peers = log.comparison.peers[0]
+            peers = log.peers[0]
             counts = _exchanges.setdefault(peers, Counter())
             counts[handle.name] += 1
             place = f"own state/{handle.name}/{counts[handle.name]}"
