@@ -31,10 +31,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable_fsdp import unshard_params
-from composable_fsdp.comm import agreement, call_order
+from composable_fsdp.comm import agreement
 from composable_fsdp.comm.meeting import Call
 from composable_fsdp.comm.operations import operation_logs
-from composable_fsdp.features.guard import order_log
+from composable_fsdp.features.guard import call_order, order_log
 from property_tests import program_actions, program_states
 from property_tests.program_examples import actions
 from property_tests.program_recipes import Options, Part, Program

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from composable_fsdp.comm.meeting import Call, history_of
+from composable_fsdp.comm.meeting import Call
+from composable_fsdp.features.guard.meetings import history_of
 from property_tests.soak import STEPS, Counts, Soak, action_of, counts, grown, soak
 from tests.support.world import RankPool, World
 

@@ -34,14 +34,17 @@ PATIENCE = timedelta(seconds=2)
 _NO_LIMIT = timedelta(0)  # as ``Work.wait`` takes it
 
 
-class Watcher(Protocol):
-    """The source of words for an operation whose wait is long, or that has failed."""
+class Recorder(Protocol):
+    """What a process group tells of its operations, beyond the log."""
 
-    def proof(self, operation: Operation) -> Exception | None:
-        """Return the error to raise if ``operation`` never ends; None to wait on."""
-
-    def before(self, operation: Operation) -> None:
+    def issued(self, operation: Operation) -> None:
         """Check ``operation`` before it is sent, if the log is ``guarded``."""
+
+    def awaited(self, operation: Operation) -> Exception | None:
+        """Return the error that ends a long wait, if ``operation`` never ends."""
+
+    def raises(self, text: str, *, owes: bool) -> None:
+        """Tell the other ranks that this rank raises ``text``."""
 
     def failed(self, operation: Operation, error: RuntimeError) -> Exception:
         """Return the error of this package for ``error`` of the backend."""
@@ -69,11 +72,11 @@ class OperationLog:
         "number",
         "operations",
         "patience",
+        "recorder",
         "threads",
-        "watcher",
     )
 
-    def __init__(self, group: dist.ProcessGroup, watcher: Watcher) -> None:
+    def __init__(self, group: dist.ProcessGroup, recorder: Recorder) -> None:
         self.name = group.group_name
         """The name of the process group."""
         self.number = 0
@@ -90,17 +93,17 @@ class OperationLog:
         """Whether the group sends CUDA tensors by NCCL."""
         self.patience = PATIENCE if sliced else _NO_LIMIT
         """Limit of a single wait of the host for a collective of CPU tensors."""
-        self.watcher = watcher
-        # Set by ``comm.watch``.
+        self.recorder = recorder
+        # Set by ``guard.watch``.
         self.guarded = False
-        """Whether the watcher checks each operation before it is sent."""
+        """Whether the recorder checks each operation before it is sent."""
         self.threads: set[int] = set()
         """Identities of the threads that have sent over the group."""
         # By event and not by operation: an event that is recorded again stands for the
         # later operation alone. Units write here in every step, without a call.
         self.marks: dict[Mark, int] = {}
         """By CUDA event: the number of the operation behind which it was recorded."""
-        # Set by ``comm.progress``.
+        # Set by ``guard.progress``.
         self.device_done = self.device_runs = 0
         """Numbers of the last operation that the device is known to have ended, and of
         the operation that the device runs; 0 if none is known."""
@@ -158,7 +161,7 @@ class Operation:
         Collective: that of ``start``.
         """
         if self.log.guarded:
-            self.log.watcher.before(self)
+            self.log.recorder.issued(self)
         try:
             # ``with`` costs two calls and the range four, so not without a profiler.
             if profiler._is_profiler_enabled:
@@ -167,7 +170,7 @@ class Operation:
             else:
                 self.work = start(*args)
         except RuntimeError as error:
-            raise self.log.watcher.failed(self, error) from error
+            raise self.log.recorder.failed(self, error) from error
         if async_op:
             return self
         self.wait()
@@ -208,7 +211,7 @@ class Operation:
         began, least = self.waited, 9e8 * self.patience.total_seconds()
         while least and time_ns() - began >= least:
             # After a completion since the limit, the next wait says how, at once.
-            if not work.is_completed() and (never := self.log.watcher.proof(self)):
+            if not work.is_completed() and (never := self.log.recorder.awaited(self)):
                 raise never
             began = time_ns()
             try:
@@ -216,4 +219,4 @@ class Operation:
                 return
             except RuntimeError as later:
                 error = later
-        raise self.log.watcher.failed(self, error) from error
+        raise self.log.recorder.failed(self, error) from error

@@ -35,7 +35,7 @@ from composable_fsdp import (
     unshard_params,
 )
 from composable_fsdp.comm import agreement
-from composable_fsdp.comm.meeting import history_of
+from composable_fsdp.features.guard.meetings import history_of
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import gpt_input, loss_of
 from tests.support.sharded import RankCount, gpt, message_of, step

@@ -6,7 +6,7 @@ Ranks that issue collectives in different orders deadlock or exchange wrong data
     compare         all ranks exchange a checksum by an all-gather of 8 bytes; only if
                     checksums differ, they exchange the facts behind them
     depart          this rank alone leaves the record: it meets the other ranks in the
-                    store (``comm.meeting``), who must have departed to the same use
+                    store (``meetings``), who must have departed to the same use
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from typing import Any, NamedTuple, NoReturn
 from composable_fsdp.comm.agreement import Peers
 from composable_fsdp.comm.device import is_capturing
 from composable_fsdp.comm.groups import GroupRef
-from composable_fsdp.comm.meeting import alone_text, history_of, unlike_text
-from composable_fsdp.comm.watch import leave, require_whole
+from composable_fsdp.comm.meeting import alone_text, unlike_text
+from composable_fsdp.comm.operations import leave
 from composable_fsdp.errors import DesyncError
+from composable_fsdp.features.guard.meetings import history_of
 from composable_fsdp.features.guard.order_facts import (
     AFTER_RAISE,
     RAN,
@@ -32,6 +33,7 @@ from composable_fsdp.features.guard.order_facts import (
     waiting_text,
     way_out,
 )
+from composable_fsdp.features.guard.watch import require_unbroken
 
 
 class LogWords(NamedTuple):
@@ -259,7 +261,7 @@ class OrderComparison:
         said = Said(words.what, words.tree, number, at, fact, {})
         departure = Departure(said, does, cure, words.tell)
         for peers in self.peers:
-            require_whole(peers.group)
+            require_unbroken(peers.group)
         try:
             for peers in self.peers:
                 history_of(peers.group).gather(departure)

@@ -30,10 +30,11 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from composable_fsdp.comm.call_order import keep
-from composable_fsdp.comm.meeting import Call, History
+from composable_fsdp.comm.meeting import Call
 from composable_fsdp.comm.operations import operation_log
 from composable_fsdp.errors import DesyncError
+from composable_fsdp.features.guard.call_order import keep
+from composable_fsdp.features.guard.meetings import History
 
 NOTHING: Sequence[object] = (None,)
 """The record of a round without a record: ``None`` is no use, so no use matches."""

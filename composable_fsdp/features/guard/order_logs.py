@@ -23,8 +23,9 @@ import torch.distributed as dist
 
 from composable_fsdp.comm.agreement import Peers, can_compare
 from composable_fsdp.comm.groups import GroupRef, Groups
-from composable_fsdp.comm.meeting import Call, history_of
-from composable_fsdp.comm.watch import watch
+from composable_fsdp.comm.meeting import Call
+from composable_fsdp.comm.operations import record
+from composable_fsdp.features.guard.meetings import history_of
 from composable_fsdp.features.guard.order_compare import LogWords, OrderComparison
 from composable_fsdp.features.guard.order_facts import (
     AFTER_RAISE,
@@ -77,8 +78,8 @@ def assign_order_logs(context: RuntimeContext, *, replicas: bool) -> None:
     present = dict.fromkeys(g for groups in known for g in groups.present)
     # A replica may evaluate alone, and would wait for the others.
     shards = dict.fromkeys(g.shard for g in known if g.shard is not None)
-    watch(shards, agree=True)
-    watch(present, agree=replicas)
+    record(shards, agree=True)
+    record(present, agree=replicas)
     for log in (*forward.values(), *backward.values()):
         own = [peers.group for peers in log.comparison.peers]
         # Groups of a fake world are not watched, and a log has no peers there.

@@ -34,8 +34,8 @@ from composable_fsdp.comm import collectives
 from composable_fsdp.comm.agreement import can_compare
 from composable_fsdp.comm.device import outside_transforms
 from composable_fsdp.comm.groups import Groups
-from composable_fsdp.comm.meeting import Call, history_of
-from composable_fsdp.comm.watch import leave, watch
+from composable_fsdp.comm.meeting import Call
+from composable_fsdp.comm.operations import leave, record
 from composable_fsdp.errors import DesyncError
 from composable_fsdp.features.guard.fingerprint import (
     UnitFacts,
@@ -44,6 +44,7 @@ from composable_fsdp.features.guard.fingerprint import (
     facts_of,
     first_difference,
 )
+from composable_fsdp.features.guard.meetings import history_of
 from composable_fsdp.features.guard.same_weights import (
     require_same_weights,
     weights_digest,
@@ -211,7 +212,7 @@ def _scopes_of_parts(units: Units) -> list[Scope]:
 def _watch_all(scopes: Sequence[Scope]) -> None:
     """Watch the groups of ``scopes``, so that a difference reaches ranks that wait."""
     for scope in scopes:
-        watch(scope.route, agree=True)
+        record(scope.route, agree=True)
 
 
 def meet_if_used(groups: Iterable[dist.ProcessGroup], call: Call) -> None:

@@ -18,7 +18,7 @@ class CallOrder:
     """The calls over a group, and the calls that followed equal events before.
 
     The events are the forward rounds of the order logs, by number of the log, and the
-    calls that meet (``comm.meeting``).
+    calls that meet (``meetings``).
     """
 
     __slots__ = ("following", "place")
