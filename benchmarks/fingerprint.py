@@ -25,8 +25,8 @@ from benchmarks.null_group import null_world
 from benchmarks.tables import fixed, say_versions, table
 from benchmarks.variants import TinyModel
 from composable_fsdp import fully_shard
+from composable_fsdp.features.guard.same_models import compare_models
 from composable_fsdp.flat.value_hash import hash_values
-from composable_fsdp.tree.same_models import compare_models
 
 GOAL = 0.05
 """The largest part of set-up that the comparison without the hash may take."""

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore, Store
 
 from benchmarks.null_group import DONE, NullGroup, equal_tags, met_in_store
-from composable_fsdp.tree import same_models
+from composable_fsdp.features.guard import same_models
 
 BACKEND = "link"
 

@@ -39,8 +39,8 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]  # stub l
 from composable_fsdp.access import norms
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.agreement import Peers
-from composable_fsdp.comm.meeting import History
 from composable_fsdp.comm.store_names import AgreedName
+from composable_fsdp.features.guard.meetings import History
 
 BACKEND = "null"
 
@@ -163,9 +163,8 @@ def null_world(world_size: int) -> Iterator[None]:
 def met_in_store() -> Iterator[None]:
     """Take the other ranks to answer in the key-value store."""
     # A second model in the group departs from the order of the first.
-    here = mock.patch.object(Peers, "is_open", return_value=True)
     met = mock.patch.object(History, "gather")
-    with here, met, mock.patch.object(AgreedName, "step", _name):
+    with met, mock.patch.object(AgreedName, "step", _name):
         yield
 
 

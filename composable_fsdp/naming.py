@@ -8,7 +8,7 @@ tree passes over the components in ``TRANSPARENT``.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 WRAPPED_MODULE = "_fsdp_wrapped_module"
 """The attribute of ``FullyShardedDataParallel`` that holds the wrapped module."""
@@ -82,6 +82,36 @@ def ranks_named(ranks: Sequence[int]) -> str:
     ('rank 3', 'ranks [2, 3, 4, 5, 6 and 2 more]')
     """
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks [{listed(ranks)}]"
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Return ranks in words.
+
+    >>> ranks_text([0]), ranks_text([0, 1, 2, 5])
+    ('rank 0', 'ranks 0-2, 5')
+    """
+    # Each run of consecutive ranks is its first rank, or its first and last rank.
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    text = ", ".join("-".join(map(str, run)) for run in runs)
+    single = len(runs) == 1 and len(runs[0]) == 1
+    return f"rank {text}" if single else f"ranks {text}"
+
+
+def by_value(values: Mapping[int, object]) -> str:
+    """Return which ranks have which values, in words.
+
+    >>> by_value({0: "(7, 8)", 1: "(8, 7)", 2: "(7, 8)"})
+    '(7, 8) on ranks 0, 2, (8, 7) on rank 1'
+    """
+    ranks: dict[object, list[int]] = {}
+    for rank, value in sorted(values.items()):
+        ranks.setdefault(value, []).append(rank)
+    return ", ".join(f"{value} on {ranks_text(each)}" for value, each in ranks.items())
 
 
 def listed(items: Iterable[object], separator: str = ", ") -> str:

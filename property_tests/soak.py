@@ -31,9 +31,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable_fsdp import unshard_params
-from composable_fsdp.comm import agreement, call_order, order_records, sequence
+from composable_fsdp.comm import agreement
 from composable_fsdp.comm.meeting import Call
 from composable_fsdp.comm.operations import operation_logs
+from composable_fsdp.features.guard import call_order, order_log
 from property_tests import program_actions, program_states
 from property_tests.program_examples import actions
 from property_tests.program_recipes import Options, Part, Program
@@ -137,16 +138,16 @@ class Soak:
 def _tables(each: object) -> list[dict[Any, Any]]:
     """The tables of ``each`` that steps fill, none beyond its bound."""
     tables: list[tuple[dict[Any, Any], int]] = []
-    most = order_records.MOST_MODES
+    most = call_order.MOST_EVENTS
     kind = type(each)  # ``isinstance`` asks some objects of torch, which warn
     if kind is call_order.CallOrder:
         assert isinstance(each, call_order.CallOrder)
         tables = [(each.following, most)]
-    elif kind is sequence.RoundOrder:
-        assert isinstance(each, sequence.RoundOrder)
-        tables = [(each._followers, sequence._MOST_CONTEXTS)]
-    elif kind is sequence.OrderLog:
-        assert isinstance(each, sequence.OrderLog)
+    elif kind is order_log.RoundOrder:
+        assert isinstance(each, order_log.RoundOrder)
+        tables = [(each._followers, order_log._MOST_CONTEXTS)]
+    elif kind is order_log.OrderLog:
+        assert isinstance(each, order_log.OrderLog)
         tables = [(each._records, most), (each._successors, most)]
     for table, most in tables:
         assert len(table) <= most, (type(each).__name__, len(table))
@@ -156,7 +157,7 @@ def _tables(each: object) -> list[dict[Any, Any]]:
 def _held_by_tables(objects: Sequence[object]) -> set[int]:
     """Ids of what is in a table of bounded size, which takes thousands of steps to
     fill: no growth, however many of the objects come with each step."""
-    plain = (tuple, list, dict, Call, order_records.Record)
+    plain = (tuple, list, dict, Call, order_log.Record)
     rest: list[object] = [table for each in objects for table in _tables(each)]
     found: set[int] = set()
     while rest:

@@ -18,7 +18,7 @@ from composable_fsdp.comm import custom
 from composable_fsdp.comm.custom import CustomAllGather, CustomReduceScatter
 from composable_fsdp.comm.groups import GroupRef
 from composable_fsdp.comm.nodes import twin_group
-from composable_fsdp.comm.watch import watch
+from composable_fsdp.comm.operations import record
 from composable_fsdp.config import HYBRID
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.build import set_divisions
@@ -217,8 +217,8 @@ def set_separate_reduce_scatter_group(
         # A unit of a single rank sends nothing.
         if enable and shard is not None:
             group = twin_group(shard, "reductions")
-            # The first forward watches the groups of the units alone.
-            watch([group], agree=True)
+            # The first forward records the groups of the units alone.
+            record([group], agree=True)
             rule.group = GroupRef(group)
 
 

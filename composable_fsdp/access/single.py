@@ -23,8 +23,7 @@ from composable_fsdp.flat.param_ref import ParamRef, find_param, param_refs
 from composable_fsdp.naming import join_name, quoted, strip_wrapper
 from composable_fsdp.planning.layout import ParameterSlot
 from composable_fsdp.runtime.recover import free_all_full_params, require_between_steps
-from composable_fsdp.tree.meeting import meet_over
-from composable_fsdp.tree.same_models import compare_models
+from composable_fsdp.tree.meeting import compare_models, meet_over
 from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
 from composable_fsdp.tree.traversal import require_module, walk_states
 

@@ -5,7 +5,6 @@ two ranks that are about to send different collectives can detect the difference
 before::
 
     say      the first rank at a place writes; later ranks read who wrote which value
-    arrive   count this rank at a place
     tally    wait for all ranks; the number of ranks that have set a flag
     leave    the last rank to leave removes the keys
 
@@ -76,21 +75,19 @@ def can_compare(group: dist.ProcessGroup) -> bool:
 
 
 class PeerMessage(NamedTuple):
-    """The first message at a place: writing rank, value and note, as JSON returns them.
+    """The first message at a place: the rank that wrote it, and the value.
 
-    JSON has lists and no tuples, and its dicts have strings as keys.
+    As JSON returns them, which has lists and no tuples, and strings as keys of dicts.
     """
 
     rank: int
     value: Any
-    note: Any
 
 
 def _parse(text: str) -> PeerMessage:
     """Return the message that ``Peers.say`` has written as ``text``."""
-    value, _, rest = text.partition("\n")
-    rank, note = json.loads(rest)
-    return PeerMessage(rank, json.loads(value), note)
+    value, _, rank = text.partition("\n")
+    return PeerMessage(int(rank), json.loads(value))
 
 
 class Peers:
@@ -141,7 +138,7 @@ class Peers:
         """
         return collectives.all_gather_object(value, self._group.get())
 
-    def say(self, place: str, value: Any, note: Any = None) -> PeerMessage | None:
+    def say(self, place: str, value: Any) -> PeerMessage | None:
         """Write ``value`` at ``place``, unless another rank has written there before.
 
         One round trip to the store; waits for no rank.
@@ -151,7 +148,7 @@ class Peers:
         # Compared as JSON, in which a tuple is a list and NaN equals NaN. JSON has no
         # line feeds, so a line feed separates the value from the rest.
         mine = json.dumps(value)
-        text = f"{mine}\n{json.dumps([self._rank, note])}"
+        text = f"{mine}\n{self._rank}"
         # ``compare_set`` with an empty expected value writes only if the key does not
         # exist, and returns the stored text.
         first = _store().compare_set(self._key(place), "", text).decode()
@@ -164,17 +161,6 @@ class Peers:
         if not store.check([key]):
             return None
         return _parse(store.get(key).decode()).value
-
-    def arrive(self, place: str) -> None:
-        """Count this rank at ``place``; the last rank of the group opens the place.
-
-        Waits for no rank.
-        """
-        store, key = _store(), self._key(place)
-        # The names of the ranks are only for ``missing``; the counter decides.
-        store.append(f"{key}/here", f"{self._rank} ")
-        if store.add(f"{key}/count", 1) == self._group.get().size():
-            store.set(f"{key}/open", "1")
 
     def tally(
         self, place: str, flags: Sequence[bool], within: float
@@ -222,16 +208,6 @@ class Peers:
         """Remove the flags at ``places`` after the next tally over the group."""
         _finished[self._group.get()] += [self._key(place) for place in places]
 
-    def is_open(self, place: str) -> bool:
-        """Return whether all ranks have arrived at ``place``."""
-        return bool(_store().check([f"{self._key(place)}/open"]))
-
-    def absent(self, place: str) -> list[int]:
-        """Return the global ranks that have not arrived at ``place``."""
-        store, key = _store(), f"{self._key(place)}/here"
-        here = set(map(int, store.get(key).split())) if store.check([key]) else set()
-        return [rank for rank in self.ranks if rank not in here]
-
     def leave(self, where: str, places: Iterable[str]) -> None:
         """Declare ``places`` finished on this rank; the last rank removes the keys."""
         store, key = _store(), self._key(where)
@@ -239,16 +215,7 @@ class Peers:
             return
         store.delete_key(f"{key}/left")
         for place in places:
-            self.remove(place)
-
-    def remove(self, place: str) -> None:
-        """Remove the keys of ``place``, to which no rank will come any more."""
-        store, key = _store(), self._key(place)
-        # The key does not exist if ranks only arrived at the place.
-        store.delete_key(key)
-        if store.check([f"{key}/count"]):
-            for part in ("here", "count", "open"):
-                store.delete_key(f"{key}/{part}")
+            store.delete_key(self._key(place))
 
     def _key(self, place: str) -> str:
         """Return the key of ``place``; choose the prefix at the first call."""

@@ -28,8 +28,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from composable_fsdp.comm.progress import note_capture
-
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
@@ -100,7 +98,7 @@ class StreamEvent:
     def __init__(self, device: torch.device) -> None:
         # Created once and recorded again: a wait refers to the latest record that
         # precedes the wait. Two events by turns, so that the event of an operation
-        # (``comm.progress``) stands for this operation until the record after next.
+        # (``guard.progress``) stands for this operation until the record after next.
         self.device = device
         self.event, self._other = _Event(), _Event()
 
@@ -159,6 +157,16 @@ class UnitEvents:
 
 NO_EVENTS = UnitEvents(_NoEvent)
 """The events of every unit on CPU. Never changed."""
+
+
+CAPTURES: list[Callable[..., None]] = []
+"""Called with ``capturing``: whether a CUDA graph is captured from now on."""
+
+
+def _note_capture(*, capturing: bool) -> None:
+    """Call ``CAPTURES``."""
+    for note in CAPTURES:
+        note(capturing=capturing)
 
 
 class Streams:
@@ -266,7 +274,7 @@ class CudaStreams(Streams):
         Returns: whether AccumulateGrad nodes may belong to another stream.
         """
         self.compute = current_stream(self.device)
-        note_capture(capturing=torch.cuda.is_current_stream_capturing())
+        _note_capture(capturing=torch.cuda.is_current_stream_capturing())
         # The optimizer wrote the shards on the caller's stream; the gather stream reads
         # them.
         self.gather.wait_stream(self.compute)
@@ -285,7 +293,7 @@ class CudaStreams(Streams):
         # captures a CUDA graph cannot wait for an event from before the capture, and
         # need not: the stream joined the capture behind that step.
         capturing = torch.cuda.is_current_stream_capturing()
-        note_capture(capturing=capturing)
+        _note_capture(capturing=capturing)
         if self.stepped is not None and not capturing:
             self.gather.wait_event(self.stepped.event)
 

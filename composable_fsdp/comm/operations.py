@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from pathlib import Path
 from threading import get_ident
@@ -13,7 +14,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from composable_fsdp.comm.sequence import Operation, OperationLog, RoundOrder
+from composable_fsdp.comm.sequence import Operation, OperationLog
 from composable_fsdp.errors import CollectiveError, FSDPError
 from composable_fsdp.naming import quoted
 from composable_fsdp.phases import Phase
@@ -151,12 +152,15 @@ def calling() -> str:
 class Reporter:
     """The errors of a process group whose other ranks are not asked."""
 
-    def proof(self, operation: Operation) -> Exception | None:
+    def awaited(self, operation: Operation) -> Exception | None:
         """Return None: this rank does not know what other ranks do."""
         return None
 
-    def before(self, operation: Operation) -> None:
+    def issued(self, operation: Operation) -> None:
         """Do nothing: no other rank can be asked."""
+
+    def raises(self, text: str, *, owes: bool) -> None:
+        """Do nothing: no other rank can be told."""
 
     def last_words(self) -> str:
         """Return what the other ranks said last: nothing."""
@@ -200,6 +204,25 @@ def operation_logs() -> list[OperationLog]:
     return list(_logs.values())
 
 
+RECORDING: list[Callable[..., None]] = []
+"""What ``record`` calls, with its arguments; ``features.defaults`` fills the list."""
+
+
+def record(groups: Iterable[dist.ProcessGroup], *, agree: bool = False) -> None:
+    """Give the logs of ``groups`` the recorder that the program has chosen.
+
+    With ``agree``, waits in the store for all ranks of each group, in the first call.
+    Raises: DesyncError, if they do not come.
+    """
+    for each in RECORDING:
+        each(groups, agree=agree)
+
+
+def leave(group: dist.ProcessGroup, text: str, *, owes: bool = False) -> None:
+    """Tell that this rank raises ``text`` and, if it ``owes``, that none can go on."""
+    operation_log(group).recorder.raises(text, owes=owes)
+
+
 def waiting_in(log: OperationLog) -> Operation | None:
     """Return the operation in which this rank waits; None if it waits in none."""
     # ``list`` of a deque is atomic: the main thread may append meanwhile.
@@ -209,11 +232,6 @@ def waiting_in(log: OperationLog) -> Operation | None:
         if not each.done and (each.waited or each.work is None):
             return each
     return None
-
-
-def round_order(group: dist.ProcessGroup) -> RoundOrder:
-    """Return the order in which order logs over ``group`` begin their rounds."""
-    return operation_log(group).rounds
 
 
 def begin(
@@ -228,8 +246,8 @@ def begin(
     """
     log = operation_log(group)
     # Threads may send in another order than they number, so what two threads do is no
-    # proof of a deadlock (``comm.watch``).
-    log.rounds.threads.add(get_ident())
+    # proof of a deadlock (``guard.watch``).
+    log.threads.add(get_ident())
     return Operation(log, op, None, phase or calling(), tensor)
 
 

@@ -31,7 +31,7 @@ from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.places import REPLICATE
-from composable_fsdp.tree.same_models import compare_models
+from composable_fsdp.tree.meeting import compare_models
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import walk_states
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch.serialization import add_safe_globals
 
 from composable_fsdp.access.grads import NAME_NONFINITE
+from composable_fsdp.comm import device, meeting, operations
 from composable_fsdp.features import engine
 from composable_fsdp.features.arena.slots import give_slots
 from composable_fsdp.features.audit.first_step import (
@@ -26,8 +27,12 @@ from composable_fsdp.features.deepcopy import let_copy
 from composable_fsdp.features.guard.debug_shards import hash_if_debugging
 from composable_fsdp.features.guard.foreign_strategies import guard_strategies
 from composable_fsdp.features.guard.initialized import require_initialized
+from composable_fsdp.features.guard.meetings import meet_in_store
+from composable_fsdp.features.guard.progress import note_capture
 from composable_fsdp.features.guard.ranks_meet import compare_ranks, meet_to_sync
+from composable_fsdp.features.guard.same_models import compare_models
 from composable_fsdp.features.guard.under_ddp import install_ddp_hook
+from composable_fsdp.features.guard.watch import watch
 from composable_fsdp.features.log_line import log_units
 from composable_fsdp.features.nonfinite import name_nonfinite
 from composable_fsdp.features.passages.casts import keep_full_precision
@@ -45,6 +50,9 @@ from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.tree import moments
 from composable_fsdp.tree.changed_settings import changed_settings
 
+operations.RECORDING.append(watch)
+meeting.MEETS.append(meet_in_store)
+device.CAPTURES.append(note_capture)
 moments.BEFORE_SYNC.append(meet_to_sync)
 moments.UNIT_BUILT.extend((install_state_dict_hooks, let_copy, show_units))
 # These are installed once for the process.
@@ -58,6 +66,7 @@ moments.MODULES_SHARDED.extend(
     )
 )
 moments.TREE_INITIALIZED.append(give_slots)
+moments.MODELS_MEET.append(compare_models)
 moments.RANKS_MEET.append(compare_ranks)
 moments.FIRST_FORWARD.extend(
     (require_initialized, log_units, begin_audit, hash_if_debugging)

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from composable_fsdp.comm.device import Waitable, make_events
 from composable_fsdp.comm.groups import Groups
-from composable_fsdp.comm.sequence import OrderLog
 from composable_fsdp.flat.arena import Slot
 from composable_fsdp.flat.param_form import Forms
 from composable_fsdp.flat.reduce_rule import ReduceRule
 from composable_fsdp.flat.region import FlatParameter, FullBuffer, TrainableRegion
+from composable_fsdp.flat.use_order import NO_LOGS
 from composable_fsdp.naming import quoted
 from composable_fsdp.phases import Phase, Residency
 from composable_fsdp.planning.layout import RegionLayout
@@ -174,18 +174,6 @@ class LeafMemory(NamedTuple):
     """Whether a leaf was ever elsewhere; equal on all ranks, unlike ``away``."""
 
 
-class UnitLogs(NamedTuple):
-    """The order logs of a unit; ``None`` if the unit sends no such collective."""
-
-    forward: OrderLog | None = None
-    """Order log of the unit's all-gathers in forward."""
-    backward: OrderLog | None = None
-    """Order log of the unit's all-gathers in backward."""
-    reduce: OrderLog | None = None
-    """Order log of the unit's reductions."""
-
-
-NO_LOGS = UnitLogs()
 NO_PATHS: Mapping[int, str] = MappingProxyType({})
 
 

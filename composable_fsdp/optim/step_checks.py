@@ -38,6 +38,7 @@ from composable_fsdp.flat.param_ref import originals_by_vars, param_ref
 from composable_fsdp.flat.replaced_params import successor
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.phases import Phase
+from composable_fsdp.tree.moments import OPTIMIZER_CHECKED
 from composable_fsdp.tree.unit_settings import IGNORED
 
 _PATIENCE = 5.0
@@ -238,7 +239,7 @@ def require_current(optim: torch.optim.Optimizer) -> None:
             "along."
         )
     for call in OPTIMIZER_CHECKED:
-        call(list(parameters_of(optim)))
+        call([*parameters_of(optim)])
 
 
 def require_agreement(
@@ -260,10 +261,10 @@ def require_agreement(
         # The peers of the order log, whose keys are the same on all ranks, whatever
         # optimizers of other models each rank has stepped. Without a log there was no
         # forward, and no gradient.
-        if log is None or not log.comparison.peers:
+        if log is None or not log.peers:
             peers, place = Peers(group, "own state"), "own state"
         else:
-            peers = log.comparison.peers[0]
+            peers = log.peers[0]
             counts = _exchanges.setdefault(peers, Counter())
             counts[handle.name] += 1
             place = f"own state/{handle.name}/{counts[handle.name]}"

@@ -35,7 +35,7 @@ from composable_fsdp.flat.param_form import groups_of
 from composable_fsdp.flat.param_paths import slot_path
 from composable_fsdp.flat.param_ref import param_refs
 from composable_fsdp.flat.value_hash import hash_values
-from composable_fsdp.naming import listed, quoted
+from composable_fsdp.naming import listed, quoted, ranks_text
 from composable_fsdp.optim.names import is_absent
 from composable_fsdp.storage.codec import Json
 from composable_fsdp.storage.contents import Contents, Held, is_elementwise
@@ -43,7 +43,6 @@ from composable_fsdp.storage.mesh_copies import copies_of
 from composable_fsdp.storage.team import Team
 from composable_fsdp.storage.values import encode
 from composable_fsdp.storage.writer import in_host_memory
-from composable_fsdp.tree.fingerprint import ranks_text
 from composable_fsdp.tree.state import _FSDPState
 
 _log = logging.getLogger(__name__)

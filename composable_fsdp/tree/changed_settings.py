@@ -1,8 +1,8 @@
 """Settings of units that were changed after ranks have compared their models.
 
-``tree.same_models`` compares settings once. A setting that a rank alone changes later
-would move, drop or replace collectives, so changed settings join the mode of a forward,
-which the order logs compare::
+Ranks compare the settings of their models once. A setting that a rank alone changes
+later would move, drop or replace collectives, so changed settings join the mode of a
+forward, which the order logs compare::
 
     set_reshard_after_forward(blocks[1], False)
         note_change      the values before            once per unit
@@ -11,14 +11,37 @@ which the order logs compare::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import Enum
+from functools import partial
 from weakref import WeakKeyDictionary
 
+import torch
+
 from composable_fsdp.flat.changed_flags import ChangedFlag
-from composable_fsdp.naming import quoted
-from composable_fsdp.tree.fingerprint import COMPARED_LATER, setting_values
+from composable_fsdp.naming import listed, quoted
 from composable_fsdp.tree.moments import CHANGED
 from composable_fsdp.tree.state import _FSDPState
+
+COMPARED_LATER = (
+    "reshard_after_forward",
+    "reshard_after_backward",
+    "forward_prefetch",
+    "units to prefetch in forward",
+    "units to prefetch in backward",
+    "gradient divide factor",
+    "all-reduce of gradients over replicas",
+    "reduction of unused parameters",
+    "communication hook",
+    "state of the communication hook",
+    "all-reduce hook",
+    "sums without averaging",
+    "custom all-gather",
+    "custom reduce-scatter",
+    "separate group of reduce-scatters",
+)
+"""What ``setting_values`` returns, by the names that errors tell."""
+_NO_NAMES: Mapping[int, str] = {}
 
 _before: WeakKeyDictionary[_FSDPState, tuple[object, ...]] = WeakKeyDictionary()
 """The settings of each unit before the first change."""
@@ -27,7 +50,7 @@ _before: WeakKeyDictionary[_FSDPState, tuple[object, ...]] = WeakKeyDictionary()
 def note_change(states: Iterable[_FSDPState]) -> None:
     """Note that settings of units are about to change."""
     for state in states:
-        # Before the first forward ``compare_models`` will compare the new values.
+        # Before the first forward ranks will compare the new values.
         if state.context is not None:
             CHANGED.add(state.context)
             if state not in _before:
@@ -45,3 +68,86 @@ def changed_settings(states: Iterable[_FSDPState]) -> Iterator[ChangedFlag]:
             if then != now:
                 text = f"{name}={now} of {quoted(state.fqn)}"
                 yield ChangedFlag(text, None, state.handle.groups.expert_names)
+
+
+def setting_values(
+    state: _FSDPState, names: Mapping[int, str] = _NO_NAMES
+) -> tuple[object, ...]:
+    """Return the values of ``COMPARED_LATER`` of a unit; ``names`` by state."""
+    settings, rule = state.settings, state.handle.rule
+    reshards = settings.reshard_after_forward
+    if reshards is None:  # as lazy initialization will choose
+        reshards = state.parent is not None
+    return (
+        reshards,
+        settings.reshard_after_backward,
+        settings.prefetches_forward,
+        _names(state.ahead_in_forward, names),
+        _names(state.ahead_in_backward, names),
+        rule.factor,
+        # Without replicas the setting has no effect.
+        rule.all_reduce or state.handle.groups.replicas == 1,
+        rule.fill,
+        # Nearly no unit has these: no call for None, in the first step of every unit.
+        None if rule.hook is None else _name(rule.hook),
+        None if rule.hook_state is None else _hook_state(rule.hook_state),
+        None if rule.after_sum is None else _name(rule.after_sum),
+        rule.force_sum,
+        None if rule.all_gather is None else _name(rule.all_gather),
+        None if rule.reduce_scatter is None else _name(rule.reduce_scatter),
+        rule.group is not None,
+    )
+
+
+def _name(function: object) -> str:
+    """Return the name of a function or of its class."""
+    # Names and not the functions, which are other objects on each rank.
+    if isinstance(function, partial):
+        # The function that the package calls, and the object that the user gave.
+        return _name(next(iter(function.args), function.func))
+    return getattr(function, "__qualname__", None) or type(function).__qualname__
+
+
+_HOOK_FACTORS = (
+    "gradient_predivide_factor",
+    "gradient_postdivide_factor",
+    "parameter_type",
+)
+"""Attributes of the states of this package's hooks, and of torch's."""
+
+
+def _hook_state(state: object) -> str:
+    """Return the class of a hook's state, and the factors by which a hook divides."""
+    # No other attributes: a state of the user may hold the rank.
+    known = {n: getattr(state, n) for n in _HOOK_FACTORS if hasattr(state, n)}
+    return f"{type(state).__qualname__}({named_values(known)})"
+
+
+def named_values(values: Mapping[str, object]) -> str:
+    """Return names and values in words.
+
+    >>> named_values({"factor": 2.0, "dtype": torch.float16})
+    'factor=2.0, dtype=float16'
+    """
+    return ", ".join(f"{name}={option_text(value)}" for name, value in values.items())
+
+
+def _names(states: Sequence[_FSDPState], names: Mapping[int, str]) -> str:
+    """Return the names of units in words."""
+    if not states:
+        return ""
+    return listed(quoted(names.get(id(each), each.fqn)) for each in states)
+
+
+def option_text(value: object) -> str:
+    """Return a value of an option in words that are equal on all ranks."""
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    # The text of ``object`` is an address: equal in forked ranks, whatever the values,
+    # and different in ranks of torchrun.
+    if type(value).__repr__ is object.__repr__:
+        held = named_values(getattr(value, "__dict__", {}))
+        return f"{type(value).__qualname__}({held})"
+    return str(value)

@@ -1,7 +1,7 @@
 """Hashes of the values that a rank passed to ``fully_shard``.
 
 ``fully_shard`` hashes whole values, because a rank keeps only its own rows afterwards.
-Before the first gather ``tree.same_weights`` compares the hashes with those of other
+Before the first gather ``guard.same_weights`` compares the hashes with those of other
 ranks. If a parameter was written to in the meantime, for example by a checkpoint that
 was loaded, its hash is not valid any more::
 

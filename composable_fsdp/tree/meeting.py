@@ -1,4 +1,4 @@
-"""Calls about units meet before they send; see ``comm/meeting.py``."""
+"""Calls about units, and models before their first gather, meet before they send."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from composable_fsdp.comm.meeting import Call, meet
 from composable_fsdp.flat.param_form import groups_of
+from composable_fsdp.tree.moments import MODELS_MEET
 from composable_fsdp.tree.state import _FSDPState
 
 
@@ -33,3 +34,17 @@ def meet_over(
         call,
         always=always,
     )
+
+
+def compare_models(state: _FSDPState, *, replicas: bool, written: bool = False) -> None:
+    """Ensure that all ranks have sharded the same model as the tree of ``state``.
+
+    Call before a tree is gathered, at a place where all ranks call; the first call
+    compares. Without ``replicas`` only the ranks of the shard groups are compared;
+    ``written``: the values are about to be written, so weights may differ.
+
+    Collective: in the first call, as ``guard.same_models.compare_models``.
+    Raises: DesyncError with the first difference, on all ranks alike.
+    """
+    for compare in MODELS_MEET:
+        compare(state, replicas=replicas, written=written)

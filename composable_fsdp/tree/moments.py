@@ -4,6 +4,7 @@
 ``fully_shard`` to a step imports none of the layers that it calls::
 
     fully_shard          BEFORE_SYNC       UNIT_BUILT      MODULES_SHARDED
+    first gather         MODELS_MEET
     first forwards       TREE_INITIALIZED  RANKS_MEET      FIRST_FORWARD
     a later forward      NEXT_FORWARD      CHANGED_FLAGS
 """
@@ -25,6 +26,8 @@ MODULES_SHARDED: list[Callable[[], None]] = []
 """After every application."""
 TREE_INITIALIZED: list[Callable[[Any], None]] = []
 """At the end of the lazy initialization of a tree: the context."""
+MODELS_MEET: list[Callable[..., None]] = []
+"""Before the first gather of a tree: as ``tree.meeting.compare_models``."""
 RANKS_MEET: list[Callable[[Any, Any], None]] = []
 """In each forward until the ranks of a tree were compared: the context and the root."""
 FIRST_FORWARD: list[Callable[[Any], None]] = []

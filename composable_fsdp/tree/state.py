@@ -18,12 +18,12 @@ from torch import nn
 
 from composable_fsdp.comm.device import Streams, Waitable
 from composable_fsdp.comm.groups import RankLayout
-from composable_fsdp.comm.sequence import OrderLog
 from composable_fsdp.compose.registry import OwnerMap
 from composable_fsdp.errors import NotRootError
 from composable_fsdp.flat.casts import Precision
 from composable_fsdp.flat.changed_flags import ChangedFlag, backward_mode
 from composable_fsdp.flat.handle import FlatParamHandle, FullForm
+from composable_fsdp.flat.use_order import UseOrder
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.tree.initial_weights import InitialWeights
@@ -107,7 +107,7 @@ class StepOrder(ExecutionOrder["_FSDPState"]):
     ) -> None:
         """Compare with the order log that backward has reached use ``index``.
 
-        Raises: DesyncError, as ``OrderLog.depart``.
+        Raises: DesyncError, as ``UseOrder.depart``.
         """
         log = handle.logs.backward
         if log is not None:
@@ -167,9 +167,9 @@ class RuntimeContext:
         self.changed_flags: tuple[ChangedFlag, ...] = ()
         """The parameters that were frozen or unfrozen since ``fully_shard``, and the
         settings that were changed; part of the mode of a forward."""
-        self.forward_logs: tuple[OrderLog, ...] = ()
+        self.forward_logs: tuple[UseOrder, ...] = ()
         """Order logs of all-gathers in forward."""
-        self.backward_logs: tuple[OrderLog, ...] = ()
+        self.backward_logs: tuple[UseOrder, ...] = ()
         """Order logs of all-gathers and reductions in backward."""
         self.prefetched: list[FlatParamHandle] = []
         """Units prefetched in the current forward, to be resharded at its end if
@@ -213,14 +213,14 @@ class RuntimeContext:
 
     def enter_backward_use(
         self,
-        log: OrderLog,
+        log: UseOrder,
         use: FlatParamHandle | Reduced,
         forward: Hashable = (),
     ) -> None:
         """Call ``log.depart`` for a use in backward.
 
-        Collective: none, as ``OrderLog.depart``.
-        Raises: DesyncError, as ``OrderLog.depart``.
+        Collective: none, as ``UseOrder.depart``.
+        Raises: DesyncError, as ``UseOrder.depart``.
         """
         if log.is_open:
             # Computing the mode reads all units, so this is done once per round.

@@ -35,7 +35,7 @@ from composable_fsdp import (
 from composable_fsdp.comm.call_records import CallRecord
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.comm.operations import operation_log, operation_logs
-from composable_fsdp.comm.watch import GroupWatch
+from composable_fsdp.features.guard.watch import GroupWatch
 from composable_fsdp.tree.traversal import _get_fsdp_handles, _get_fsdp_states
 from tests.support.models import TinyGPT
 from tests.support.on_ranks import on_ranks
@@ -371,7 +371,7 @@ def train_on_two_groups(world: World, strategy: ShardingStrategy) -> None:
     assert members(made) == members(shard)
     assert dist.get_backend(made) == dist.get_backend(shard)
     # A rank that leaves the order is found over either group.
-    assert type(operation_log(made).watcher) is GroupWatch
+    assert type(operation_log(made).recorder) is GroupWatch
 
     # A copy reduces over the same group; False goes back to that of the gathers.
     twin = copy.deepcopy(model)

@@ -32,7 +32,7 @@ def test_only_nccl_is_asked_for_averages(
         (handle,) = _get_fsdp_handles(fully_shard(nn.Linear(4, 4)))
         monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
         log = operation_log(world.group)
-        backend = OperationLog(world.group, log.watcher)
+        backend = OperationLog(world.group, log.recorder)
         monkeypatch.setattr(log, "is_nccl", backend.is_nccl)
         handle.groups = Groups(world.group, None)
         handle.layout = replace(handle.layout, device=torch.device("cuda", 0))

@@ -21,8 +21,9 @@ from composable_fsdp import (
     fully_shard,
     recent_operations,
 )
-from composable_fsdp.comm import collectives, debug, sequence
+from composable_fsdp.comm import collectives, sequence
 from composable_fsdp.comm.operations import operation_log
+from composable_fsdp.features.guard import debug
 from tests.support.world import RankPool, World, fake_world
 
 RankCount = Callable[[int], RankPool]

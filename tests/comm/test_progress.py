@@ -6,14 +6,10 @@ Events are stand-ins. The runtime of CUDA is one, too, where a thread changes it
 from __future__ import annotations
 
 import ctypes
-import os
-import re
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -21,12 +17,12 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_fsdp import fully_shard, recent_operations
-from composable_fsdp.comm import collectives, hang_report, progress, sequence, watch
+from composable_fsdp.comm import collectives, sequence
 from composable_fsdp.comm.operations import operation_log
 from composable_fsdp.comm.sequence import OperationLog
-from tests.support.short_waits import shorten_waits
+from composable_fsdp.features.guard import progress
 from tests.support.streams import FakeEvent, stream_order
-from tests.support.world import RankPool, World, fake_world
+from tests.support.world import RankPool, fake_world
 
 RankCount = Callable[[int], RankPool]
 
@@ -169,43 +165,3 @@ def test_units_on_streams_mark_their_collectives_and_hold_no_work() -> None:
     assert len(held) == 4  # a gather and a reduction, two steps of each
     assert all(isinstance(each, FakeEvent) for each in held)
     assert all(each.work is None for each in sent)
-
-
-def wait_for_a_device(world: World, path: Path) -> str:
-    """The device of rank 0 stays in a gather, and its host in the program."""
-    shorten_waits()
-    progress.QUIET = 0.2
-    os.environ[watch.HANG_VARIABLE] = "0.8"
-    os.environ[hang_report.DIRECTORY_VARIABLE] = str(path)
-    group = dist.new_group()
-    assert group is not None
-    model = fully_shard(nn.Linear(8, 8), process_group=group)
-    for _ in range(2):
-        model(torch.ones(2, 8)).sum().backward()
-    if world.rank == 0:
-        sent = operation_log(group).operations
-        gather = next(each for each in reversed(sent) if each.op == "all_gather")
-        operation_log(group).marks[Event()] = gather.number
-    limit = time.monotonic() + 20
-    with mock.patch.object(watch.LOGGER, "warning") as told:
-        while not list(path.iterdir()) and time.monotonic() < limit:
-            time.sleep(0.1)
-        time.sleep(1)
-    return "".join(str(c.args[0] % c.args[1:]) for c in told.call_args_list)
-
-
-@pytest.mark.req("U-10", "X-17")
-def test_a_device_that_is_stuck_is_reported_although_the_host_waits_for_nothing(
-    ranks: RankCount, tmp_path: Path
-) -> None:
-    """The line names the gather that the device runs, the files say so."""
-    text, other = ranks(2).run(wait_for_a_device, tmp_path, timeout=60, retire=True)
-
-    assert re.match(
-        r"rank 0 has waited for \d+ s: it is in the all-gather of \(root\) "
-        r"\(\w+; operation \d+ of process group '\w+'\)\. ",
-        text,
-    ), text
-    assert other == ""
-    (file,) = tmp_path.iterdir()
-    assert "running on the device" in file.read_text()

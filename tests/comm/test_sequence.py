@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from composable_fsdp.comm.comparison import LogWords, OrderComparison
-from composable_fsdp.comm.order_facts import Fact
-from composable_fsdp.comm.sequence import OrderLog, RoundOrder
+from composable_fsdp.features.guard.order_compare import LogWords, OrderComparison
+from composable_fsdp.features.guard.order_facts import Fact
+from composable_fsdp.features.guard.order_log import OrderLog, RoundOrder
 
 
 class Calls(OrderComparison):
@@ -39,7 +39,7 @@ class Calls(OrderComparison):
 
 def new_log(rounds: RoundOrder | None = None) -> OrderLog:
     """A log that compares with nobody."""
-    return OrderLog("log", rounds or RoundOrder(), Calls())
+    return OrderLog("log", rounds or RoundOrder(set()), Calls())
 
 
 def made(log: OrderLog) -> list[str]:
@@ -134,7 +134,7 @@ def test_an_order_that_varies_is_compared_once_in_a_round() -> None:
 @pytest.mark.req("X-12")
 def test_logs_over_a_group_have_a_common_order_of_rounds() -> None:
     """A schedule of two models is expected once it has run; another one departs."""
-    rounds = RoundOrder()
+    rounds = RoundOrder(set())
     one, two = new_log(rounds), new_log(rounds)
 
     def schedule(order: str) -> list[str]:

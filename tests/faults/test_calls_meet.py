@@ -35,7 +35,7 @@ from composable_fsdp import (
     unshard_params,
 )
 from composable_fsdp.comm import agreement
-from composable_fsdp.comm.operations import round_order
+from composable_fsdp.features.guard.meetings import history_of
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import gpt_input, loss_of
 from tests.support.sharded import RankCount, gpt, message_of, step
@@ -101,7 +101,7 @@ def soon(seconds: float) -> Any:
 
 def alone(world: World, folder: Path) -> dict[str, str]:
     # What earlier tests did on these ranks is not expected here.
-    round_order(world.group).calls.forget()
+    history_of(world.group).order.forget()
     trained = Trained(world, folder)
     texts = {}
     for name, call in CALLS.items():
@@ -131,7 +131,7 @@ def test_a_call_of_one_rank_alone_is_told_and_sends_nothing(
 
 
 def different(world: World, folder: Path) -> list[str]:
-    round_order(world.group).calls.forget()
+    history_of(world.group).order.forget()
     trained, texts = Trained(world, folder), []
     with soon(20):
         for index in range(len(NAMES)):

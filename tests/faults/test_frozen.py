@@ -49,14 +49,12 @@ def freeze_other(
 def test_ranks_that_freeze_other_parameters_raise_by_name(
     ranks: RankCount, strategy: str, steps: int, how: str
 ) -> None:
-    """The parameter, the value on both ranks and the way out are in every error."""
+    """The frozen parameter and the way out are in every error."""
     found = ranks(2).run(freeze_other, strategy, steps, how, timeout=60, retire=True)
 
     for text, took in found:
         assert took < SOON
-        flag = how == "unfreezes"
-        assert f"requires_grad={flag} of 'blocks.1.weight'" in text
-        assert f"requires_grad={not flag} of 'blocks.1.weight'" in text
+        assert "requires_grad=False of 'blocks.1.weight'" in text
         assert "Set requires_grad of the same parameters on every rank" in text
         if how == "another":
             assert "requires_grad=False of 'blocks.2.bias'" in text

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_fsdp import CollectiveError, fully_shard
-from composable_fsdp.comm import hang_report, watch
+from composable_fsdp.features.guard import hang_report, watch
 from tests.support.sharded import RankCount
 from tests.support.short_waits import shorten_waits
 from tests.support.world import World

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import signal
@@ -14,11 +13,10 @@ from unittest import mock
 import pytest
 
 from composable_fsdp import save
-from composable_fsdp.comm import agreement, nodes, watch
+from composable_fsdp.comm import nodes
 from composable_fsdp.storage import save as saving
 from tests.faults.launch import launch
 from tests.support.sharded import RankCount, gpt, message_of
-from tests.support.short_waits import shorten_waits
 from tests.support.world import World
 
 
@@ -28,50 +26,6 @@ def stop_this_process(seconds: float) -> None:
     with subprocess.Popen(["sh", "-c", wake]) as waker:
         os.kill(os.getpid(), signal.SIGSTOP)
         waker.wait()
-
-
-class Lines(logging.Handler):
-    """Keeps the lines of the log, and their levels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[tuple[int, str]] = []
-        watch.LOGGER.addHandler(self)
-        watch.LOGGER.setLevel(logging.INFO)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep a line."""
-        self.lines.append((record.levelno, record.getMessage()))
-
-
-def stopped_before(world: World, folder: Path) -> tuple[str, list[tuple[int, str]]]:
-    shorten_waits()
-    watch.NOTICE_AFTER = 0.1
-    model, log, text = gpt("composable"), Lines(), ""
-    with mock.patch.dict(os.environ, {agreement.TIMEOUT_VARIABLE: "0.8"}):
-        if world.rank == 1:
-            stop_this_process(1.5)
-        else:
-            text = message_of(lambda: save(folder / "alone", model))
-    save(folder / "both", model)
-    return text, log.lines
-
-
-@pytest.mark.req("X-12")
-def test_a_rank_that_is_stopped_before_a_save_is_named(
-    ranks: RankCount, tmp_path: Path
-) -> None:
-    """First by a neutral line of the log, at the end by the error; afterwards both
-    ranks save."""
-    (text, told), _ = ranks(2).run(stopped_before, tmp_path, retire=True)
-
-    assert text.startswith("DesyncError: save() was called on this rank, and rank 1 ")
-    assert "did not come within 0.8 s" in text
-    assert "Call save on every rank, outside of any 'if rank == 0'." in text
-    waits = (logging.INFO, "still waiting for [1]: this rank is in save()")
-    assert set(told) <= {waits}
-    assert waits in told
-    assert sorted(os.listdir(tmp_path)) == ["both"]
 
 
 def stopped_inside(world: World, folder: Path) -> str:

@@ -35,8 +35,9 @@ from composable_fsdp import (
     save,
     unshard_params,
 )
-from composable_fsdp.comm import agreement, sequence, watch
+from composable_fsdp.comm import agreement, sequence
 from composable_fsdp.comm.operations import operation_logs
+from composable_fsdp.features.guard import watch
 from tests.faults.test_calls_meet import CALLS, Trained
 from tests.faults.test_missing_ranks import stop_this_process
 from tests.support.sharded import RankCount
@@ -489,7 +490,6 @@ def quiet() -> Iterator[None]:
             warnings.catch_warnings(),
             mock.patch.object(watch, "TICK", LATE / 10),
             mock.patch.object(watch, "SLOW", LATE / 5),
-            mock.patch.object(watch, "NOTICE_AFTER", LATE / 3),
             mock.patch.object(sequence, "PATIENCE", soon),
         ):
             warnings.simplefilter("error")

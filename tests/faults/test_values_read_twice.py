@@ -27,7 +27,7 @@ from composable_fsdp import (
     set_reduce_scatter_unused_params,
     unshard_params,
 )
-from composable_fsdp.comm.debug import DEBUG_VARIABLE
+from composable_fsdp.features.guard.debug import DEBUG_VARIABLE
 from tests.support.on_ranks import on_ranks
 from tests.support.sharded import message_of
 from tests.support.world import World

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from benchmarks.store_load import first_step
 from composable_fsdp import no_sync
-from composable_fsdp.comm import agreement, collectives, meeting, watch
+from composable_fsdp.comm import agreement, collectives
+from composable_fsdp.features.guard import meetings, watch
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     PATHS,
@@ -191,8 +192,7 @@ def counted_store() -> Iterator[Callable[[], int]]:
 
     with (
         mock.patch.object(agreement, "_store", spy),
-        uncounted(meeting._Meeting, "look"),
-        uncounted(agreement.Peers, "is_open"),
+        uncounted(meetings._Meeting, "look"),
         uncounted(watch.StoreWait, "pause"),
     ):
         yield since

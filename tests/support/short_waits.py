@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from datetime import timedelta
 from unittest import mock
 
-from composable_fsdp.comm import sequence, watch
+from composable_fsdp.comm import sequence
+from composable_fsdp.features.guard import watch
 from composable_fsdp.optim import step_checks
 
 LONG = 0.4

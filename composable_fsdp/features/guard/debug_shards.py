@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
-from composable_fsdp.comm.debug import DEBUG_VARIABLE, is_debugging
 from composable_fsdp.comm.device import outside_transforms
 from composable_fsdp.errors import PhaseError
+from composable_fsdp.features.guard.debug import DEBUG_VARIABLE, is_debugging
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_paths import slot_path
 from composable_fsdp.flat.param_ref import param_refs

@@ -1,6 +1,6 @@
 """Before the first forward of a model made on meta: values missing, or drawn twice.
 
-``tree.same_models`` has told all ranks that shards were on meta. The ranks of a shard
+``guard.same_models`` has told all ranks that shards were on meta. The ranks of a shard
 group exchange their findings, and raise alike.
 """
 

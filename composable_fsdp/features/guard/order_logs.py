@@ -16,20 +16,29 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
 from composable_fsdp.comm.agreement import Peers, can_compare
-from composable_fsdp.comm.comparison import LogWords, OrderComparison
 from composable_fsdp.comm.groups import GroupRef, Groups
 from composable_fsdp.comm.meeting import Call
-from composable_fsdp.comm.operations import round_order
-from composable_fsdp.comm.order_facts import AFTER_RAISE, RAN, REDUCE, Fact, Note
-from composable_fsdp.comm.sequence import OrderLog
-from composable_fsdp.comm.watch import watch
-from composable_fsdp.flat.handle import NO_LOGS, FlatParamHandle, UnitLogs
+from composable_fsdp.comm.operations import record
+from composable_fsdp.features.guard.meetings import history_of
+from composable_fsdp.features.guard.order_compare import LogWords, OrderComparison
+from composable_fsdp.features.guard.order_facts import (
+    AFTER_RAISE,
+    RAN,
+    REDUCE,
+    Fact,
+    Waiting,
+    flag_text,
+)
+from composable_fsdp.features.guard.order_log import OrderLog, round_order
+from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_paths import slot_path
+from composable_fsdp.flat.use_order import NO_LOGS, UnitLogs
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.tree.state import RuntimeContext, root_of
 
@@ -42,7 +51,7 @@ def assign_order_logs(context: RuntimeContext, *, replicas: bool) -> None:
     """
     forward: dict[tuple[str, ...], OrderLog] = {}
     backward: dict[tuple[str, ...], OrderLog] = {}
-    waiting = _WaitingNote(context)
+    waiting = partial(_waiting_units, weakref.ref(context))
     root = root_of(context)
     tree = type(root.module).__name__
     call = Call("forward", root.title)
@@ -69,8 +78,8 @@ def assign_order_logs(context: RuntimeContext, *, replicas: bool) -> None:
     present = dict.fromkeys(g for groups in known for g in groups.present)
     # A replica may evaluate alone, and would wait for the others.
     shards = dict.fromkeys(g.shard for g in known if g.shard is not None)
-    watch(shards, agree=True)
-    watch(present, agree=replicas)
+    record(shards, agree=True)
+    record(present, agree=replicas)
     for log in (*forward.values(), *backward.values()):
         own = [peers.group for peers in log.comparison.peers]
         # Groups of a fake world are not watched, and a log has no peers there.
@@ -86,7 +95,7 @@ def _log(
     what: str,
     tree: str,
     groups: Sequence[dist.ProcessGroup],
-    note: Callable[[], Note],
+    waiting: Callable[[], Waiting],
     call: Call | None = None,
 ) -> OrderLog | None:
     """Return the log for ``groups``, created at the first call; None without groups."""
@@ -95,18 +104,18 @@ def _log(
     # Units may have equal groups in different ``Groups`` objects.
     key = tuple(group.group_name for group in groups)
     if key not in logs:
-        rounds = round_order(groups[0]).over(key)
+        rounds = round_order(groups)
         name = f"a {what} of {tree} (order log {len(rounds.logs)})"
         is_forward = what == "forward"
         use = _forward_use if is_forward else _backward_use
         mode = _forward_mode if is_forward else _backward_mode
         # All ranks come here, and some may use the store later without the others.
         peers = [Peers(g, what).name() for g in groups if can_compare(g)]
-        words = LogWords(what, name, use, mode, _words, note)
+        words = LogWords(what, name, use, mode, _words, waiting)
+        comparison = OrderComparison(peers, words)
         # Without ranks to compare with, no call meets.
-        logs[key] = OrderLog(
-            name, rounds, OrderComparison(peers, words), call if peers else None
-        )
+        calls = history_of(groups[0]) if call is not None and peers else None
+        logs[key] = OrderLog(name, rounds, comparison, call, calls)
     return logs[key]
 
 
@@ -136,7 +145,8 @@ def _backward_use(use: object) -> Fact:
     if structure != handle.layout.structure:
         return Fact("reduce old regions", handle.name)
     missing = without_gradient(handle, arrived)
-    return Fact(REDUCE, handle.name, missing=tuple(missing))
+    named = tuple(f"no gradient for {quoted(name)}" for name in missing)
+    return Fact(REDUCE, handle.name, named=named)
 
 
 def _forward_mode(mode: Hashable) -> Fact:
@@ -149,11 +159,11 @@ def _forward_mode(mode: Hashable) -> Fact:
 
 def _with_flags(fact: Fact, changed: Sequence[Sequence[Any]]) -> Fact:
     """Return ``fact`` with the entries of ``RuntimeContext.changed_flags``."""
-    frozen, unfrozen, settings = (
-        tuple(name for name, trains, *_ in changed if trains is flag)
-        for flag in (False, True, None)
+    texts = (
+        name if trains is None else flag_text(name, trains)
+        for name, trains, *_ in changed
     )
-    return fact._replace(frozen=frozen, unfrozen=unfrozen, settings=settings)
+    return fact._replace(named=tuple(texts))
 
 
 def _backward_mode(mode: Hashable) -> Fact:
@@ -200,62 +210,28 @@ def _words(fact: Fact) -> str:
     if fact.action == AFTER_RAISE:
         return _WORDS[AFTER_RAISE].format(fact.details)
     text = _WORDS[fact.action].format(*fact.details, unit=fact.unit)
-    if fact.missing:
-        text += f", with none for {listed(map(quoted, fact.missing))}"
     if fact.action in ("begin backward", "begin backward alone"):
         *_, off, rebuilt, digest = fact.details
         text += _REDUCTIONS_OFF[str(off)]
-        if rebuilt and not fact.trains:
+        if rebuilt and not fact.named:
             text += f", with requires_grad changed in {rebuilt} units ({digest:08x})"
-    for names, trains in ((fact.frozen, False), (fact.unfrozen, True)):
-        if names:
-            text += f", with requires_grad={trains} of {listed(map(quoted, names))}"
-    if fact.settings:
-        text += f", with {listed(fact.settings)}"
-    return text
+    return text + (f", with {listed(fact.named)}" if fact.named else "")
 
 
-class _WaitingNote:
-    """Describes the units that are in backward and wait for gradients.
-
-    Called for each use of a recorded round.
-    """
-
-    def __init__(self, context: RuntimeContext) -> None:
-        # Walking the whole tree at each use would be quadratic. Units join a graph task
-        # one after another, and most have all gradients soon, so each call examines
-        # only new units and those that waited before.
-        self._context = weakref.ref(context)
-        self._seen: dict[int, int] = {}
-        """Per graph task: the number of units examined so far."""
-        self._open: dict[int, list[FlatParamHandle]] = {}
-        """Per graph task: the examined units that waited for gradients."""
-
-    def __call__(self) -> Note:
-        """Return the waiting units, each with the parameters that lack a gradient."""
-        context = self._context()
-        tasks = context.tasks if context is not None else {}
-        (before, self._open), (seen, self._seen) = (self._open, {}), (self._seen, {})
-        found: dict[str, list[str]] = {}
-        for task, states in tasks.items():
-            known = before.get(task, [])
-            opened = self._open[task] = []
-            self._seen[task] = len(states)
-            for handle in known + [s.handle for s in states[seen.get(task, 0) :]]:
-                # The unit may have joined another graph task since.
-                if handle.backward.task == task and (missing := _missing(handle)):
-                    opened.append(handle)
+def _waiting_units(ref: weakref.ref[RuntimeContext]) -> Waiting:
+    """Return the units in backward that wait for gradients, with the parameters."""
+    context = ref()
+    tasks = context.tasks if context is not None else {}
+    found: dict[str, list[str]] = {}
+    for task, states in tasks.items():
+        for handle in [state.handle for state in states]:
+            # The unit may have joined another graph task since.
+            if handle.backward.task == task and handle.reduction.due:
+                regions = handle.layout.trainable
+                arrived = [region.reduce.arrived for region in regions]
+                if missing := without_gradient(handle, arrived):
                     found.setdefault(handle.name, missing)
-        return found
-
-
-def _missing(handle: FlatParamHandle) -> list[str]:
-    """Return the parameters whose gradients the unit waits for."""
-    if not handle.reduction.due:
-        return []
-    return without_gradient(
-        handle, [region.reduce.arrived for region in handle.layout.trainable]
-    )
+    return found
 
 
 def without_gradient(

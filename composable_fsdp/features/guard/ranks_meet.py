@@ -8,8 +8,8 @@ from torch import nn
 from composable_fsdp.comm.groups import RankLayout
 from composable_fsdp.comm.meeting import Call
 from composable_fsdp.features.guard.order_logs import assign_order_logs
+from composable_fsdp.features.guard.same_models import compare_models, meet_if_used
 from composable_fsdp.tree.initial_weights import ALL_RANKS
-from composable_fsdp.tree.same_models import compare_models, meet_if_used
 from composable_fsdp.tree.state import RuntimeContext, _RootFSDPState
 
 _SYNC_EVERYWHERE = (

@@ -14,17 +14,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from enum import Enum
-from functools import partial
 from typing import NamedTuple, TypeAlias
-
-import torch
 
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_paths import slot_paths
-from composable_fsdp.naming import join_name, listed, quoted
+from composable_fsdp.naming import join_name, quoted, ranks_text
 from composable_fsdp.planning.options import UnitOptions, in_force, precision_fields
 from composable_fsdp.planning.walk import modules, named
+from composable_fsdp.tree.changed_settings import (
+    COMPARED_LATER,
+    option_text,
+    setting_values,
+)
 from composable_fsdp.tree.state import OWNERS, _FSDPState
 
 ParameterFacts: TypeAlias = tuple[
@@ -178,7 +179,7 @@ def _parameter_facts(
         slot.index: (
             tuple(slot_paths(handle, slot)) if several else slot.fqns,
             slot.shape,
-            _text(region.dtype),
+            option_text(region.dtype),
             region.trainable,
             (number, slot.offset, *(slot.strides or ())),
         )
@@ -196,27 +197,9 @@ def _option_facts(options: UnitOptions) -> Options:
         (f"mixed_precision.{name}", value)
         for name, value in precision_fields(options).items()
     )
-    return tuple((name, _text(value)) for name, value in found.items())
+    return tuple((name, option_text(value)) for name, value in found.items())
 
 
-COMPARED_LATER = (
-    "reshard_after_forward",
-    "reshard_after_backward",
-    "forward_prefetch",
-    "units to prefetch in forward",
-    "units to prefetch in backward",
-    "gradient divide factor",
-    "all-reduce of gradients over replicas",
-    "reduction of unused parameters",
-    "communication hook",
-    "state of the communication hook",
-    "all-reduce hook",
-    "sums without averaging",
-    "custom all-gather",
-    "custom reduce-scatter",
-    "separate group of reduce-scatters",
-)
-"""What ``setting_values`` returns, by the names that errors tell."""
 _SETTINGS = (
     "ranks per shard group",
     "number of replicas",
@@ -225,7 +208,6 @@ _SETTINGS = (
     *COMPARED_LATER,
 )
 """What ``_facts_of_settings`` returns."""
-_NO_NAMES: Mapping[int, str] = {}
 
 
 def _facts_of_settings(
@@ -242,89 +224,6 @@ def _facts_of_settings(
         state.settings.sync_gradients,
         *setting_values(state, names),
     )
-
-
-def setting_values(
-    state: _FSDPState, names: Mapping[int, str] = _NO_NAMES
-) -> tuple[object, ...]:
-    """Return the values of ``COMPARED_LATER`` of a unit; ``names`` by state."""
-    settings, rule = state.settings, state.handle.rule
-    reshards = settings.reshard_after_forward
-    if reshards is None:  # as lazy initialization will choose
-        reshards = state.parent is not None
-    return (
-        reshards,
-        settings.reshard_after_backward,
-        settings.prefetches_forward,
-        _names(state.ahead_in_forward, names),
-        _names(state.ahead_in_backward, names),
-        rule.factor,
-        # Without replicas the setting has no effect.
-        rule.all_reduce or state.handle.groups.replicas == 1,
-        rule.fill,
-        # Nearly no unit has these: no call for None, in the first step of every unit.
-        None if rule.hook is None else _name(rule.hook),
-        None if rule.hook_state is None else _hook_state(rule.hook_state),
-        None if rule.after_sum is None else _name(rule.after_sum),
-        rule.force_sum,
-        None if rule.all_gather is None else _name(rule.all_gather),
-        None if rule.reduce_scatter is None else _name(rule.reduce_scatter),
-        rule.group is not None,
-    )
-
-
-def _name(function: object) -> str:
-    """Return the name of a function or of its class."""
-    # Names and not the functions, which are other objects on each rank.
-    if isinstance(function, partial):
-        # The function that the package calls, and the object that the user gave.
-        return _name(next(iter(function.args), function.func))
-    return getattr(function, "__qualname__", None) or type(function).__qualname__
-
-
-_HOOK_FACTORS = (
-    "gradient_predivide_factor",
-    "gradient_postdivide_factor",
-    "parameter_type",
-)
-"""Attributes of the states of this package's hooks, and of torch's."""
-
-
-def _hook_state(state: object) -> str:
-    """Return the class of a hook's state, and the factors by which a hook divides."""
-    # No other attributes: a state of the user may hold the rank.
-    known = {n: getattr(state, n) for n in _HOOK_FACTORS if hasattr(state, n)}
-    return f"{type(state).__qualname__}({named_values(known)})"
-
-
-def named_values(values: Mapping[str, object]) -> str:
-    """Return names and values in words.
-
-    >>> named_values({"factor": 2.0, "dtype": torch.float16})
-    'factor=2.0, dtype=float16'
-    """
-    return ", ".join(f"{name}={_text(value)}" for name, value in values.items())
-
-
-def _names(states: Sequence[_FSDPState], names: Mapping[int, str]) -> str:
-    """Return the names of units in words."""
-    if not states:
-        return ""
-    return listed(quoted(names.get(id(each), each.fqn)) for each in states)
-
-
-def _text(value: object) -> str:
-    """Return a value of an option in words that are equal on all ranks."""
-    if isinstance(value, Enum):
-        return value.name
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    # The text of ``object`` is an address: equal in forked ranks, whatever the values,
-    # and different in ranks of torchrun.
-    if type(value).__repr__ is object.__repr__:
-        held = named_values(getattr(value, "__dict__", {}))
-        return f"{type(value).__qualname__}({held})"
-    return str(value)
 
 
 def first_difference(facts: Mapping[int, Sequence[UnitFacts]]) -> Difference | None:
@@ -409,33 +308,3 @@ def _names_in(units: Iterable[UnitFacts], is_unit: bool) -> set[str]:
         for names, *_ in unit.parameters
         for path in unit.paths(names)
     }
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """Return ranks in words.
-
-    >>> ranks_text([0]), ranks_text([0, 1, 2, 5])
-    ('rank 0', 'ranks 0-2, 5')
-    """
-    # Each run of consecutive ranks is its first rank, or its first and last rank.
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1][1:] = [rank]
-        else:
-            runs.append([rank])
-    text = ", ".join("-".join(map(str, run)) for run in runs)
-    single = len(runs) == 1 and len(runs[0]) == 1
-    return f"rank {text}" if single else f"ranks {text}"
-
-
-def by_value(values: Mapping[int, object]) -> str:
-    """Return which ranks have which values, in words.
-
-    >>> by_value({0: "(7, 8)", 1: "(8, 7)", 2: "(7, 8)"})
-    '(7, 8) on ranks 0, 2, (8, 7) on rank 1'
-    """
-    ranks: dict[object, list[int]] = {}
-    for rank, value in sorted(values.items()):
-        ranks.setdefault(value, []).append(rank)
-    return ", ".join(f"{value} on {ranks_text(each)}" for value, each in ranks.items())

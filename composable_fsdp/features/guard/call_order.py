@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Any
+from collections.abc import Hashable
+from typing import TypeVar
 
-from composable_fsdp.comm.order_records import keep
+K = TypeVar("K")
+V = TypeVar("V")
 
+MOST_EVENTS = 64
+"""Number of places that a ``CallOrder`` keeps. The oldest goes first."""
 START = (None, 0, None)
 """The place in a ``CallOrder`` before the first event."""
 
@@ -15,36 +18,21 @@ class CallOrder:
     """The calls over a group, and the calls that followed equal events before.
 
     The events are the forward rounds of the order logs, by number of the log, and the
-    calls that meet (``comm.meeting``).
+    calls that meet (``meetings``).
     """
 
-    __slots__ = ("following", "left_out", "place")
+    __slots__ = ("following", "place")
 
     def __init__(self) -> None:
         self.following: dict[Hashable, Hashable] = {}
         """By ``place``: the event that followed last time."""
         self.place: tuple[Hashable, int, Hashable] = START
         """The last event, how often it came in a row, and the other event before."""
-        self.left_out: Callable[[Any], None] | None = None
-        """Meets all ranks in the store. None until a call meets (``comm.meeting``)."""
 
     def expected(self) -> Hashable:
         """Return the call that is expected next; None if no call is."""
         event = self.following.get(self.place)
         return None if type(event) is int else event
-
-    def begin_forward(self, number: int, call: Hashable) -> None:
-        """Note that log ``number`` begins a round, which is the forward ``call``.
-
-        Meets all ranks if this rank has left an expected call out.
-        Raises: DesyncError, if other ranks have not.
-        """
-        # The order logs compare rounds. Only a call that other ranks are inside, and
-        # wait in for this rank, is compared here.
-        if type(self.following.get(self.place, number)) is not int:
-            assert self.left_out is not None
-            self.left_out(call)
-        self.note(number)
 
     def note(self, event: Hashable) -> None:
         """Append ``event``, which all ranks share, to the history."""
@@ -63,3 +51,11 @@ class CallOrder:
         """Forget all events."""
         self.following.clear()
         self.place = START
+
+
+def keep(table: dict[K, V], key: K, value: V, *, most: int = MOST_EVENTS) -> None:
+    """Make an entry the newest of a table, and remove the oldest entry if needed."""
+    table.pop(key, None)
+    table[key] = value
+    if len(table) > most:
+        del table[next(iter(table))]

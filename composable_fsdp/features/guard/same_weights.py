@@ -27,8 +27,7 @@ from torch import Tensor
 from composable_fsdp.errors import DesyncError
 from composable_fsdp.flat.param_paths import slot_paths
 from composable_fsdp.flat.value_hash import hash_values
-from composable_fsdp.naming import quoted
-from composable_fsdp.tree.fingerprint import ranks_text
+from composable_fsdp.naming import quoted, ranks_text
 from composable_fsdp.tree.initial_weights import sharded_leaves
 from composable_fsdp.tree.state import _FSDPState
 

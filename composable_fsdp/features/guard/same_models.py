@@ -34,27 +34,29 @@ from composable_fsdp.comm import collectives
 from composable_fsdp.comm.agreement import can_compare
 from composable_fsdp.comm.device import outside_transforms
 from composable_fsdp.comm.groups import Groups
-from composable_fsdp.comm.meeting import Call, history_of
-from composable_fsdp.comm.watch import leave, watch
+from composable_fsdp.comm.meeting import Call
+from composable_fsdp.comm.operations import leave, record
 from composable_fsdp.errors import DesyncError
+from composable_fsdp.features.guard.fingerprint import (
+    UnitFacts,
+    buffer_names,
+    digest_of,
+    facts_of,
+    first_difference,
+)
+from composable_fsdp.features.guard.meetings import history_of
+from composable_fsdp.features.guard.same_weights import (
+    require_same_weights,
+    weights_digest,
+)
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_form import groups_of
 from composable_fsdp.flat.param_ref import ParamRef, in_model_order
 from composable_fsdp.flat.start_digest import WAY_OUT, digest_of_start
 from composable_fsdp.flat.step_counts import written
-from composable_fsdp.naming import quoted
-from composable_fsdp.tree.fingerprint import (
-    UnitFacts,
-    buffer_names,
-    by_value,
-    digest_of,
-    facts_of,
-    first_difference,
-    ranks_text,
-)
+from composable_fsdp.naming import by_value, quoted, ranks_text
 from composable_fsdp.tree.initial_weights import ALL_RANKS, SHARD_RANKS
 from composable_fsdp.tree.root import outermost, set_param_paths
-from composable_fsdp.tree.same_weights import require_same_weights, weights_digest
 from composable_fsdp.tree.state import _FSDPState, _RootFSDPState
 from composable_fsdp.tree.traversal import walk_states
 
@@ -210,7 +212,7 @@ def _scopes_of_parts(units: Units) -> list[Scope]:
 def _watch_all(scopes: Sequence[Scope]) -> None:
     """Watch the groups of ``scopes``, so that a difference reaches ranks that wait."""
     for scope in scopes:
-        watch(scope.route, agree=True)
+        record(scope.route, agree=True)
 
 
 def meet_if_used(groups: Iterable[dist.ProcessGroup], call: Call) -> None:

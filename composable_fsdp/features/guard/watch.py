@@ -32,11 +32,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from composable_fsdp.comm import agreement, hang_report
-from composable_fsdp.comm.debug import is_debugging, require_same_operation
+from composable_fsdp.comm import agreement
 from composable_fsdp.comm.device import is_capturing
 from composable_fsdp.comm.groups import GroupRef
-from composable_fsdp.comm.hang_report import SAME_CALLS, never_meet
 from composable_fsdp.comm.nodes import group_timeout
 from composable_fsdp.comm.operations import (
     UNEVEN,
@@ -45,10 +43,13 @@ from composable_fsdp.comm.operations import (
     operation_log,
     waiting_in,
 )
-from composable_fsdp.comm.progress import running_in, waited_for
 from composable_fsdp.comm.sequence import Operation
 from composable_fsdp.comm.store_names import pauses
 from composable_fsdp.errors import DesyncError, FSDPError
+from composable_fsdp.features.guard import hang_report
+from composable_fsdp.features.guard.debug import is_debugging, require_same_operation
+from composable_fsdp.features.guard.hang_report import SAME_CALLS, never_meet
+from composable_fsdp.features.guard.progress import running_in, waited_for
 from composable_fsdp.naming import listed, ranks_named
 
 HANG_VARIABLE = "COMPOSABLE_FSDP_HANG_AFTER"
@@ -61,8 +62,6 @@ TICK = 1.0
 """Seconds between two looks of the thread, and two questions of a rank in the store."""
 SLOW = 2.0
 """Seconds after which a wait is long."""
-NOTICE_AFTER = 10.0
-"""Seconds after which a rank that waits in the store says so in the log."""
 PROBE_AFTER = 2.0
 """Seconds after which a rank that waits in the store asks gloo who has died."""
 _QUIET = 30.0
@@ -82,7 +81,7 @@ class GroupWatch(Reporter):
         asked = float(os.environ.get(HANG_VARIABLE) or 60)
         self.report_after = min(asked, limit / 2)
         self.quiet = min(_QUIET, limit / 4)
-        self.torn = ""
+        self.broken = ""
         """Why no later collective over the group can pair; empty while all can."""
         self._away = ""
         """The key by which this rank has told that it sends no more; else empty."""
@@ -111,7 +110,7 @@ class GroupWatch(Reporter):
 
     def threads(self) -> list[str]:
         """Return the names of the threads of the program that use the group."""
-        used = self.log.rounds.threads
+        used = self.log.threads
         # Autograd's threads run while a thread of the program waits for them.
         return sorted(
             thread.name
@@ -148,21 +147,21 @@ class GroupWatch(Reporter):
                 both = {dist.get_rank(): record.predicate, rank: predicate}
                 self._proof = waits.number, never_meet(both, more or advice)
 
-    def proof(self, operation: Operation) -> DesyncError | None:
+    def awaited(self, operation: Operation) -> DesyncError | None:
         """Return the error that ends the wait for ``operation``, if it never ends."""
         number, text = self._proof
         if number != operation.number:
             return None
-        self.tear(text)
+        self.mark_broken(text)
         # Ranks of the other groups of a hybrid model wait for this rank there.
         for other in _WATCH.groups():
-            if not other.torn and other.threads() == self.threads():
+            if not other.broken and other.threads() == self.threads():
                 other.leave(f"raised: {text}")
         return DesyncError(text)
 
-    def tear(self, text: str) -> None:
+    def mark_broken(self, text: str) -> None:
         """Note that a collective over the group was left, or will not be sent."""
-        self.torn, self.log.guarded = text, True
+        self.broken, self.log.guarded = text, True
 
     def leave(self, predicate: str, advice: str = "", kind: str = "left") -> None:
         """Tell ranks that wait in the next operation that this rank will not send it.
@@ -177,8 +176,15 @@ class GroupWatch(Reporter):
             self._away = key if first.decode() == mine else ""
         # Else this rank has issued nothing: if all ranks catch the error, they go on.
         if kind != "left":
-            self.tear(f"Rank {dist.get_rank()} {predicate}.")
+            self.mark_broken(f"Rank {dist.get_rank()} {predicate}.")
         self.log.guarded = True
+
+    def raises(self, text: str, *, owes: bool) -> None:
+        """Tell that this rank raises ``text``; see ``comm.operations.leave``."""
+        with suppress(RuntimeError):
+            if not self.broken:
+                kind = "owes" if owes else "left"
+                self.leave(f"raised: {text.rstrip('.')}", kind=kind)
 
     def elsewhere(self) -> tuple[int, str] | None:
         """Return a rank that waits in the next operation over the group, and which.
@@ -187,12 +193,12 @@ class GroupWatch(Reporter):
         """
         store, names = agreement.key_value_store(), self.threads()
         key = f"{self.keys}/op/{self.log.number + 1}"
-        if self.torn or not self.keys or not store.check([key]):
+        if self.broken or not self.keys or not store.check([key]):
             return None
         rank, _, predicate, theirs, _ = json.loads(store.get(key))
         return (rank, predicate) if theirs == names and len(names) < 2 else None
 
-    def before(self, operation: Operation) -> None:
+    def issued(self, operation: Operation) -> None:
         """Check ``operation`` before this rank sends it.
 
         Collective: with ``COMPOSABLE_FSDP_DEBUG=1`` an all-gather of 8 bytes; if the
@@ -200,7 +206,7 @@ class GroupWatch(Reporter):
         Raises: DesyncError, if the group is torn, or if another rank is about to send
             another operation.
         """
-        self.require_whole()
+        self.require_unbroken()
         if self._away:
             self._come_back()
         # The comparison sends operations of its own.
@@ -217,13 +223,13 @@ class GroupWatch(Reporter):
             agreement.key_value_store().delete_key(self._away)
         self._away, self.log.guarded = "", self.compares
 
-    def require_whole(self) -> None:
+    def require_unbroken(self) -> None:
         """Raise DesyncError if a collective over the group was left."""
-        if self.torn:
+        if self.broken:
             raise DesyncError(
                 f"Process group {self.log.name!r} was left in the middle of a "
-                f"collective, and no later collective can pair: {self.torn} Save with "
-                "composable_fsdp.save, which does not use this process group, and "
+                f"collective, and no later collective can pair: {self.broken} Save "
+                "with composable_fsdp.save, which does not use this process group, and "
                 "start the program again, or shard a model over a new process group."
             )
 
@@ -233,7 +239,7 @@ class GroupWatch(Reporter):
         # sockets then close: the cause is worth more than the sockets.
         with suppress(Exception):
             self.look(agreement.key_value_store(), operation)
-            if (found := self.proof(operation)) is not None:
+            if (found := self.awaited(operation)) is not None:
                 return found
         return super().failed(operation, error)
 
@@ -275,7 +281,6 @@ class StoreWait:
         self.start = time.monotonic()
         self._limit = agreement.seconds_to_wait(group)
         self._question, self._probe = min(SLOW, self._limit), PROBE_AFTER
-        self._told = False
         self._watch = _WATCH.group(group)
 
     def __enter__(self) -> StoreWait:
@@ -306,9 +311,6 @@ class StoreWait:
         # A question takes a round trip per missing rank.
         self._question = waited + max(TICK, self._group.size() / 256)
         missing = absent()
-        if missing and waited > NOTICE_AFTER and not self._told:
-            self._told = True
-            LOGGER.info("still waiting for %s: this rank %s", missing, self.predicate)
         if waited >= self._probe:
             self._probe = 1.25 * waited
             lost = {rank: how for rank in missing if (how := self._lost(rank))}
@@ -361,7 +363,7 @@ class _Watch:
             return
         log = operation_log(group)
         # The log decides about a wait, so the hot path reads a single attribute.
-        log.watcher = self._groups[group] = found = GroupWatch(group)
+        log.recorder = self._groups[group] = found = GroupWatch(group)
         log.guarded = found.compares
         world = dist.group.WORLD
         assert world is not None
@@ -485,15 +487,7 @@ def agree_on_name(group: dist.ProcessGroup, predicate: str) -> str:
     return ""
 
 
-def require_whole(group: dist.ProcessGroup) -> None:
+def require_unbroken(group: dist.ProcessGroup) -> None:
     """Raise DesyncError if a collective over ``group`` was left."""
     if (found := _WATCH.group(group)) is not None:
-        found.require_whole()
-
-
-def leave(group: dist.ProcessGroup, text: str, *, owes: bool = False) -> None:
-    """Tell that this rank raises ``text`` and, if it ``owes``, that none can go on."""
-    found = _WATCH.group(group)
-    with suppress(RuntimeError):
-        if found is not None and not found.torn:
-            found.leave(f"raised: {text.rstrip('.')}", kind="owes" if owes else "left")
+        found.require_unbroken()

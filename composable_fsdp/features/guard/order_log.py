@@ -1,0 +1,317 @@
+"""The order in which a tree uses its units, on this rank.
+
+A *round* is a forward or a backward. The first round of a mode (training or evaluation,
+...) records the uses of units. Later rounds are compared with the record::
+
+    if log.expected[log.position] is unit:
+        log.position += 1
+    else:
+        log.depart(unit, mode)
+
+``RoundOrder`` expects the order in which the logs of a group (of several models) begin
+their rounds. Only a rank without a matching entry communicates (``order_compare``)::
+
+    this rank              its next use    action
+    follows the record     as recorded     nothing is sent, no wait
+    follows the record     another use     depart: meet all ranks in the store, who must
+                                           have departed to the same use
+    records                any             exchange a checksum of the use with all ranks
+    varies (departed       any             exchange a checksum of all uses at the end
+    twice before)                          of the round
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import get_ident
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from composable_fsdp.comm.meeting import Call
+from composable_fsdp.comm.operations import operation_log
+from composable_fsdp.errors import DesyncError
+from composable_fsdp.features.guard.call_order import keep
+from composable_fsdp.features.guard.meetings import History
+
+NOTHING: Sequence[object] = (None,)
+"""The record of a round without a record: ``None`` is no use, so no use matches."""
+_STEADY = 4
+"""Number of equal rounds after which a mode whose order varied is recorded again."""
+_CONTEXTS = (4, 2)
+"""Numbers of rounds after which the next log is known, the longest first."""
+_MOST_CONTEXTS = 256
+"""Number of contexts that ``RoundOrder`` remembers."""
+
+
+class RoundOrder:
+    """The order in which the order logs over process groups begin their rounds."""
+
+    __slots__ = ("_expected", "_followers", "_history", "logs", "raised", "threads")
+
+    def __init__(self, threads: set[int]) -> None:
+        self.threads = threads
+        self.logs: list[str] = []
+        """The names of all order logs over the first group, by number of the log."""
+        self.raised: dict[int, tuple[int, int]] = {}
+        """By number of the log: the round that was abandoned, and the number of its
+        uses, if other ranks may wait in collectives that this rank has left out."""
+        self._expected: int | None = None
+        self._history: tuple[int, ...] = ()
+        """The last rounds: a hash of log and mode each."""
+        self._followers: dict[tuple[int, ...], int] = {}
+        """By the last rounds: the number of the log that began the next round."""
+
+    def expected(self) -> int | None:
+        """Return the log that will begin a round next; None without experience."""
+        known = (self._followers.get(self._history[-n:]) for n in _CONTEXTS)
+        self._expected = next((log for log in known if log is not None), None)
+        return self._expected
+
+    def begin(self, number: int, mode: Hashable) -> None:
+        """Note that log ``number`` begins a round in ``mode``, after ``expected``."""
+        if self._expected != number:
+            for n in _CONTEXTS:
+                keep(self._followers, self._history[-n:], number, most=_MOST_CONTEXTS)
+        self._history = (*self._history[1 - _CONTEXTS[0] :], hash((number, mode)))
+
+
+_orders: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ...], RoundOrder]] = (
+    WeakKeyDictionary()
+)
+
+
+def round_order(groups: Sequence[dist.ProcessGroup]) -> RoundOrder:
+    """Return the order of the logs over ``groups``."""
+    # An order for each choice of groups: all ranks that compare must have the same
+    # experience, and a replica may evaluate alone, or freeze what others train.
+    found = _orders.setdefault(groups[0], {})
+    key = tuple([group.group_name for group in groups])
+    if key not in found:
+        made = RoundOrder(operation_log(groups[0]).threads)
+        for first in found.values():
+            made.logs, made.raised = first.logs, first.raised
+        found[key] = made
+    return found[key]
+
+
+class Record:
+    """The order of a mode."""
+
+    __slots__ = ("departures", "equal", "since", "uses")
+
+    def __init__(self) -> None:
+        self.uses: list[object] | None = None
+        """The recorded uses, then ``None``; None before the first round has ended."""
+        self.since = 0
+        """The round in which the record was made."""
+        self.departures = 0
+        """Number of departures, on all ranks alike. From 2 on the order varies."""
+        self.equal = 0
+        """Number of equal rounds in a row, while the order varies."""
+
+    def count_departure(self) -> None:
+        """Count a departure from the recorded uses."""
+        self.departures += 1
+
+    def update(self, uses: list[object], number: int, *, varies: bool) -> None:
+        """Make the uses of a round the recorded uses."""
+        if varies:
+            self.equal = self.equal + 1 if uses == self.uses else 0
+            if self.equal >= _STEADY:
+                self.departures = self.equal = 0
+        self.uses, self.since = uses, number
+
+
+class OrderLog:
+    """The order of uses in a direction (forward or backward) over process groups."""
+
+    # All logs over the first group share ``rounds``.
+
+    __slots__ = (
+        "_entries",
+        "_last",
+        "_open",
+        "_record",
+        "_recording",
+        "_records",
+        "_run",
+        "_successors",
+        "_varies",
+        "call",
+        "calls",
+        "comparison",
+        "expected",
+        "number",
+        "position",
+        "round",
+        "rounds",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        rounds: RoundOrder,
+        comparison: Any,
+        call: Call | None = None,
+        calls: History | None = None,
+    ) -> None:
+        self.rounds, self.comparison = rounds, comparison  # an ``OrderComparison``
+        self.call, self.calls = call, calls
+        """A round as a call, and the calls over the group; None in backward."""
+        self.number = len(rounds.logs)
+        """The number of this log among the logs over its group."""
+        rounds.logs.append(name)
+        self.round = 0
+        """Number of the current round, or of the last round."""
+        self.expected: Sequence[object] = NOTHING
+        """The recorded uses of this round, then ``None``."""
+        self.position = 0
+        """Index of the next use in ``expected``."""
+        self._open = self._recording = self._varies = False
+        self._entries: list[object] = []
+        """Uses of this round, while this rank records."""
+        self._records: dict[Hashable, Record] = {}
+        """The record of each mode."""
+        self._record = Record()
+        """The record of the mode of this round."""
+        self._last: Hashable = None
+        """The mode of the current round, or of the last round."""
+        self._run = 0
+        """Number of consecutive rounds with mode ``_last``."""
+        self._successors: dict[tuple[Hashable, int], Hashable] = {}
+        """By mode and length of its run: the mode that followed."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a round is in progress."""
+        return self._open
+
+    @property
+    def peers(self) -> Sequence[Any]:
+        """The ranks of each group, a ``Peers`` each."""
+        peers: Sequence[Any] = self.comparison.peers
+        return peers
+
+    def depart(self, use: object, mode: Hashable) -> None:
+        """Record a use that is not the expected use; call before its collective.
+
+        The first use of a round always calls this method, which begins the round.
+        ``mode`` is read only then.
+
+        Collective: while a round is recorded, one all-gather of 8 bytes. If a record is
+            left, none: waits for the other ranks in the store, for a limited time.
+        Raises: DesyncError, if another rank does something else.
+        """
+        # The first use of a round has no record to compare with until the mode is
+        # known.
+        if not self._open:
+            self._begin(mode)
+            if self.expected[self.position] == use:
+                self.position += 1
+                return
+        if not self._recording:
+            # From here on this rank records; the uses so far equal the old record.
+            wanted = self.expected[self.position]
+            self._entries = list(self.expected[: self.position])
+            self.expected, self.position, self._recording = NOTHING, 0, True
+            index = len(self._entries)
+            self.comparison.depart(self.round, index, use, wanted, self._record.since)
+            self._record.count_departure()
+        elif not self._varies:
+            # ``_alike``, inlined: the first round comes here at every use.
+            try:
+                self.comparison.compare(self.round, len(self._entries), use)
+            except DesyncError:
+                self._close()
+                raise
+        self._entries.append(use)
+
+    @contextmanager
+    def _alike(self) -> Iterator[None]:
+        """Close the round if the block raises, which it does on all ranks or none."""
+        # No rank waits for another then, so that the next round needs no meeting.
+        try:
+            yield
+        except DesyncError:
+            self._close()
+            raise
+
+    def end(self) -> None:
+        """End the round, if a round is in progress.
+
+        Fewer uses than recorded are a departure, too.
+
+        Collective: as ``depart``.
+        Raises: DesyncError, as ``depart``.
+        """
+        if not self._open:
+            return
+        if self._recording or self.expected[self.position] is not None:
+            self.depart(None, None)
+            if self._varies:
+                with self._alike():
+                    self.comparison.compare_round(self.round, self._entries)
+            self._record.update(self._entries, self.round, varies=self._varies)
+            keep(self._records, self._last, self._record)
+        self._close()
+
+    def drop(self) -> None:
+        """Abandon the round in progress, if any; the records stay as they were.
+
+        If the round has further uses, the next round over the group begins by a meeting
+        of all ranks.
+        """
+        # The number of further uses is not known while this rank records.
+        if self._recording or (self._open and self.expected[self.position] is not None):
+            uses = len(self._entries) if self._recording else self.position
+            self.rounds.raised[self.number] = self.round, uses
+        self._close()
+
+    def _close(self) -> None:
+        """Leave the round that has ended or was abandoned."""
+        self._open = self._recording = self._varies = False
+        self.expected, self.position = NOTHING, 0
+
+    def _begin(self, mode: Hashable) -> None:
+        """Begin a round: compare its begin with the expected begin, find the record."""
+        rounds = self.rounds
+        rounds.threads.add(get_ident())
+        if self.call is not None and self.calls is not None:
+            self.calls.begin_forward(self.number, self.call)
+        self.round += 1
+        self._open = True
+        if rounds.raised:
+            self.comparison.meet_after_raise(self.round, rounds.raised)
+            rounds.raised.clear()
+        # The mode of a round is predicted from the mode before, and from how many
+        # rounds in a row had that mode: an evaluation after every 100 steps is
+        # predicted from the second time on. Without experience, a mode that ran twice
+        # is expected again.
+        usual = self._last if self._run > 1 else None
+        predicted = self._successors.get((self._last, self._run), usual)
+        number = rounds.expected()
+        # All ranks have the same experience. Without experience, all ranks compare.
+        if number is None or (number == self.number and predicted is None):
+            with self._alike():
+                self.comparison.compare_begin(self.round, mode)
+        # Ranks whose prediction comes true send nothing, so this rank has to wait for
+        # all ranks to begin the same round.
+        elif number != self.number or predicted != mode:
+            other = rounds.logs[number] if number != self.number else ""
+            self.comparison.depart_begin(
+                self.round, mode, other=other, wanted=predicted
+            )
+        rounds.begin(self.number, mode)
+        if predicted != mode:
+            keep(self._successors, (self._last, self._run), mode)
+        self._run = self._run + 1 if mode == self._last else 1
+        self._last = mode
+        self._entries = []
+        self._record = record = self._records.get(mode) or Record()
+        self._varies = record.departures > 1
+        self._recording = record.uses is None or self._varies
+        self.expected = NOTHING if self._recording else record.uses or NOTHING
+        self.position = 0
