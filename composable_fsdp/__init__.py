@@ -81,9 +81,7 @@ if TYPE_CHECKING:
     )
     from composable_fsdp.doors.open_wrapped_params import open_wrapped_params
     from composable_fsdp.doors.wrapper import FullyShardedDataParallel
-    from composable_fsdp.entries.checkpoint import checkpoint
     from composable_fsdp.entries.fully_shard import fully_shard
-    from composable_fsdp.entries.plan import plan
     from composable_fsdp.entries.replicate import replicate
     from composable_fsdp.errors import (
         CheckpointError,
@@ -96,6 +94,7 @@ if TYPE_CHECKING:
         PlanError,
     )
     from composable_fsdp.features.audit.first_step import audit
+    from composable_fsdp.features.checkpoint import checkpoint
     from composable_fsdp.features.comm_hooks.hooks import (
         DefaultState,
         LowPrecisionState,
@@ -130,13 +129,11 @@ if TYPE_CHECKING:
         size_based_auto_wrap_policy,
         transformer_auto_wrap_policy,
     )
-    from composable_fsdp.planning.plan import ShardingPlan
     from composable_fsdp.planning.policies import (
         CustomPolicy,
         ModuleWrapPolicy,
         SizePolicy,
     )
-    from composable_fsdp.planning.replan import replan
     from composable_fsdp.state_dict.settings import (
         get_state_dict_type,
         set_state_dict_type,
@@ -167,6 +164,9 @@ if TYPE_CHECKING:
     )
     from composable_fsdp.tools.activations import Activations, measure_activations
     from composable_fsdp.tools.forecast import Forecast, forecast
+    from composable_fsdp.tools.plan import plan
+    from composable_fsdp.tools.replan import replan
+    from composable_fsdp.tools.sharding_plan import ShardingPlan
     from composable_fsdp.tools.simulate import simulate
     from composable_fsdp.tools.simulated_world import Machine
     from composable_fsdp.tools.simulation import Simulation
@@ -208,9 +208,9 @@ _HOMES = {
     ),
     "doors.open_wrapped_params": "open_wrapped_params",
     "doors.wrapper": "FullyShardedDataParallel",
-    "entries.checkpoint": "checkpoint",
+    "features.checkpoint": "checkpoint",
     "entries.fully_shard": "fully_shard",
-    "entries.plan": "plan",
+    "tools.plan": "plan",
     "entries.replicate": "replicate",
     "errors": (
         "CheckpointError CollectiveError CompositionError DesyncError FSDPError "
@@ -237,9 +237,9 @@ _HOMES = {
         "always_wrap_policy lambda_auto_wrap_policy size_based_auto_wrap_policy "
         "transformer_auto_wrap_policy"
     ),
-    "planning.plan": "ShardingPlan",
+    "tools.sharding_plan": "ShardingPlan",
     "planning.policies": "CustomPolicy ModuleWrapPolicy SizePolicy",
-    "planning.replan": "replan",
+    "tools.replan": "replan",
     "state_dict.settings": "get_state_dict_type set_state_dict_type state_dict_type",
     "state_dict.sharded": "ShardedValue",
     "storage.async_save": "async_save free_save_memory",

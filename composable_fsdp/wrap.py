@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from composable_fsdp.doors.wrapping import enable_wrap, wrap
 from composable_fsdp.planning.callables import (
     _or_policy,
     always_wrap_policy,
@@ -15,7 +16,6 @@ from composable_fsdp.planning.policies import (
     Policy,
     SizePolicy,
 )
-from composable_fsdp.planning.wrapping import enable_wrap, wrap
 
 __all__ = [
     "CustomPolicy",

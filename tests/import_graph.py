@@ -26,9 +26,8 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"state_dict", "optim"}),
     frozenset({"storage"}),
     frozenset({"entries"}),
-    frozenset({"features"}),
+    frozenset({"tools", "features"}),
     frozenset({"doors"}),
-    frozenset({"tools"}),
     frozenset({"inspection", "integrations"}),
 )
 """Parts of the package, lowest first; a part imports from its own layer or lower."""

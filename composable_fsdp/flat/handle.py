@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from composable_fsdp.comm.device import Waitable, make_events
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.comm.sequence import OrderLog
-from composable_fsdp.flat.arena import Slot
+from composable_fsdp.flat.memory import FullMemory
 from composable_fsdp.flat.param_form import Forms
 from composable_fsdp.flat.reduce_rule import ReduceRule
 from composable_fsdp.flat.region import FlatParameter, FullBuffer, TrainableRegion
@@ -85,8 +85,8 @@ class FullForm(_Referable):
     """AccumulateGrad nodes of the trainable full leaves."""
     regions: tuple[FullBuffer, ...] = ()
     """The full buffer of each region, once the unit has two forms or another layout."""
-    slot: Slot | None = None
-    """Where the full leaves lie, if the unit has an arena (``flat.arena``)."""
+    slot: FullMemory | None = None
+    """Where the full leaves lie, if not in storages of their own."""
 
 
 RETAINED = 1 << 30
@@ -258,7 +258,7 @@ class ReductionProgress:
 
     due: bool = False
     """Whether gradients are expected, or have arrived, that no reduction has taken."""
-    slot: Slot | None = None
+    slot: FullMemory | None = None
     """The arena's slot for reductions; ``home``: its memory, if buffers lie there."""
     home: Tensor | None = None
     has_memory: bool = False

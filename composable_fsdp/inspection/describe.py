@@ -30,7 +30,7 @@ from composable_fsdp.storage.manifest import Local, SavedTensor
 from composable_fsdp.storage.native import NativeSource
 from composable_fsdp.storage.opening import NATIVE, find_checkpoint, open_source
 from composable_fsdp.storage.source import Source
-from composable_fsdp.tree.plan_in_force import unit_plan
+from composable_fsdp.tools.plan_in_force import unit_plan
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import walk_states
 

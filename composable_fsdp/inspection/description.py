@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from composable_fsdp.naming import printable, size_text
-from composable_fsdp.planning.fold import Fold, fold_units
 from composable_fsdp.planning.layout import ParameterSlot, RegionLayout
 from composable_fsdp.planning.unit_plan import UnitPlan
+from composable_fsdp.tools.fold import Fold, fold_units
 
 _RANKS = 4
 """Most ranks in a line of the text; ``as_dict`` has all."""

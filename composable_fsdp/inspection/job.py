@@ -12,9 +12,9 @@ from contextlib import contextmanager
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_fsdp.entries.tensor_parallel import check_sizes, job_mesh
 from composable_fsdp.tools.simulated_meshes import simulated_meshes
 from composable_fsdp.tools.simulated_world import Machine, simulated_world
+from composable_fsdp.tools.tensor_parallel import check_sizes, job_mesh
 from composable_fsdp.tools.timetable import Timetable
 
 

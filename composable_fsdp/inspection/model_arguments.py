@@ -24,8 +24,8 @@ from composable_fsdp.errors import FSDPError
 from composable_fsdp.inspection.plan_models import Model, UsageError, is_sharded
 from composable_fsdp.inspection.sizes import byte_size, count
 from composable_fsdp.planning import walk
-from composable_fsdp.planning.model_units import guess_units
 from composable_fsdp.planning.policies import SizePolicy
+from composable_fsdp.tools.model_units import guess_units
 
 DTYPES = {
     "float32": torch.float32,

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_fsdp.entries.plan import plan
 from composable_fsdp.inspection.job import data_ranks, job
 from composable_fsdp.inspection.model_arguments import (
     add_model_arguments,
@@ -32,10 +31,11 @@ from composable_fsdp.inspection.plan_report import KEY, Report, report_of
 from composable_fsdp.inspection.plan_text import parts_of, print_parts
 from composable_fsdp.inspection.progress import waiting
 from composable_fsdp.inspection.sizes import count
-from composable_fsdp.planning.plan import ShardingPlan
 from composable_fsdp.tools.activations import Activations, measure_activations
 from composable_fsdp.tools.forecast import forecast
 from composable_fsdp.tools.optimizers import OPTIMIZERS
+from composable_fsdp.tools.plan import plan
+from composable_fsdp.tools.sharding_plan import ShardingPlan
 
 DOES_NOT_FIT = 1
 """Exit status if ``--gpu-memory`` is given and the plan needs more."""

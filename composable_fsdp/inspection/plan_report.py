@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from composable_fsdp.planning.plan import ShardingPlan, owner_lines
-from composable_fsdp.planning.unit_costs import Traffic
 from composable_fsdp.tools.fit import Fit, at_world_size, fit
 from composable_fsdp.tools.forecast import Forecast, UnitRow
+from composable_fsdp.tools.sharding_plan import ShardingPlan, owner_lines
+from composable_fsdp.tools.unit_costs import Traffic
 
 Report = dict[str, Any]
 """The numbers of a plan, as JSON has them."""

@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_fsdp.entries.tensor_parallel import without_arguments
 from composable_fsdp.inspection.job import job
 from composable_fsdp.inspection.model_arguments import (
     add_model_arguments,
@@ -30,10 +29,11 @@ from composable_fsdp.inspection.plan_models import (
 from composable_fsdp.inspection.progress import waiting
 from composable_fsdp.inspection.sizes import bound
 from composable_fsdp.naming import size_text
-from composable_fsdp.planning.chosen import unit_names
 from composable_fsdp.planning.options import UnitOptions
+from composable_fsdp.tools.chosen import unit_names
 from composable_fsdp.tools.simulate import DEVICE_TYPES, OPTIMIZERS, simulate
 from composable_fsdp.tools.simulation import Simulation
+from composable_fsdp.tools.tensor_parallel import without_arguments
 
 TOO_LARGE = 1
 """Exit status if ``--gpu-memory`` is given and the step needs more."""

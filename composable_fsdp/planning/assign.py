@@ -30,11 +30,13 @@ from composable_fsdp.planning.checks import (
     refuse_parameter,
     share_storage,
 )
-from composable_fsdp.planning.chosen import Chosen
 from composable_fsdp.planning.options import UnitOptions, as_keywords, override
 from composable_fsdp.planning.places import API, REPLICATE
 from composable_fsdp.planning.policies import evaluate_policy
 from composable_fsdp.planning.precision import with_full_precision
+
+Chosen = Mapping[nn.Module, tuple[nn.Module, ...]]
+"""Per unit, its first module in walking order, and all its modules."""
 
 
 class PlanRequest(NamedTuple):

@@ -35,7 +35,6 @@ from composable_fsdp.flat.residency import (
 )
 from composable_fsdp.planning.options import RETIRING_LIMIT, RETIRING_UNLIMITED
 from composable_fsdp.runtime.handed_params import take_back
-from composable_fsdp.runtime.slots import find_previous, is_vacant
 from composable_fsdp.runtime.wires import decode_full, drop_encoded, encode_shards
 from composable_fsdp.tree.state import ForwardRecord, RuntimeContext, _FSDPState
 
@@ -65,9 +64,7 @@ def unshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
     # Before the memory is taken: a unit that has to give way releases its slot, on CUDA
     # behind its last reader.
     if handle.form.slot is not None:
-        previous = find_previous(context, handle)
-        if previous is not None:
-            release(context, previous)
+        handle.form.slot.make_way(context, handle)
     if not handle.form.needs_gather:
         residency.hold_full(handle)
     elif context.streams.host_waits:
@@ -347,7 +344,8 @@ def prefetch_backward(
     if state is None or state.handle.residency not in NOT_GATHERED:
         return
     # A prefetch waits for its turn if another unit is in the slot of the arena.
-    if state.handle.form.slot is None or is_vacant(state.handle):
+    slot = state.handle.form.slot
+    if slot is None or slot.is_vacant(state.handle):
         unshard(context, state.handle)
 
 
@@ -384,10 +382,11 @@ def prefetch_listed(
 
 def _gather_ahead(context: RuntimeContext, handle: FlatParamHandle) -> None:
     """Unshard the unit if needed, and remember the unit until the forward ends."""
+    slot = handle.form.slot
     if (
         handle.form.needs_gather
         and handle.residency in NOT_GATHERED
-        and (handle.form.slot is None or is_vacant(handle))
+        and (slot is None or slot.is_vacant(handle))
     ):
         # On CUDA the prefetched unit takes the place of a resharded unit whose memory
         # is not freed: the all-gather waits for the last reader of that unit and

@@ -27,8 +27,8 @@ from composable_fsdp.errors import PlanError
 from composable_fsdp.naming import join_name
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.dtensors import like_dtensor, local_of
-from composable_fsdp.planning.plan import ShardingPlan
 from composable_fsdp.tools.fake_values import FakeValues
+from composable_fsdp.tools.sharding_plan import ShardingPlan
 from composable_fsdp.tools.storages import Block, StorageMode, parts_of
 
 FAKE_LOG = "torch._subclasses.fake_tensor"

@@ -16,8 +16,8 @@ from composable_fsdp.config import (
     MixedPrecision,
     ShardingStrategy,
 )
-from composable_fsdp.planning.replan import replan
 from composable_fsdp.tools.forecast import Forecast
+from composable_fsdp.tools.replan import replan
 
 MOST_RANKS = 1 << 17
 """The largest world size that ``smallest_world_size`` tries."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from composable_fsdp.naming import ROOT_NAME, size_text
-from composable_fsdp.planning.plan import ShardingPlan
+from composable_fsdp.tools.sharding_plan import ShardingPlan
 from composable_fsdp.tools.simulated_memory import LiveMemory, Moment
 from composable_fsdp.tools.simulated_world import Machine
 from composable_fsdp.tools.timetable import COMPUTE, SEND, Timetable

@@ -18,7 +18,7 @@ from composable_fsdp.flat.handle import LEAVES, FlatParamHandle, find_leaf
 from composable_fsdp.phases import Residency
 from composable_fsdp.planning.assign import PlanRequest
 from composable_fsdp.planning.options import UnitOptions
-from composable_fsdp.planning.plan import plan_modules
+from composable_fsdp.tools.sharding_plan import plan_modules
 from tests.planning.trees import linears, units
 from tests.support.models import tiny_mlp
 

@@ -12,10 +12,10 @@ from composable_fsdp.config import (
     Block,
     ShardingStrategy,
 )
-from composable_fsdp.entries.plan import plan
-from composable_fsdp.planning.memory import PeakMemory
-from composable_fsdp.planning.plan import ShardingPlan
-from composable_fsdp.planning.unit_costs import Traffic
+from composable_fsdp.tools.plan import plan
+from composable_fsdp.tools.sharding_plan import ShardingPlan
+from composable_fsdp.tools.step_memory import PeakMemory
+from composable_fsdp.tools.unit_costs import Traffic
 from tests.planning.trees import linears, units
 
 MATRIX = 16 * 4

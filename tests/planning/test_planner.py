@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_fsdp.compose.registry import set_state
-from composable_fsdp.entries.plan import plan
 from composable_fsdp.planning.assign import PlanRequest, lowest_common_ancestor
 from composable_fsdp.planning.options import UnitOptions
-from composable_fsdp.planning.plan import plan_modules
 from composable_fsdp.planning.policies import ModuleWrapPolicy
+from composable_fsdp.tools.plan import plan
+from composable_fsdp.tools.sharding_plan import plan_modules
 from tests.planning.trees import linears, names_of, snapshot, units
 from tests.support.models import TinyBlock, TinyGPT
 

@@ -12,9 +12,9 @@ import pytest
 from torch import nn
 from torch.distributed.fsdp import wrap as fsdp1
 
+from composable_fsdp.doors.wrapping import post_order_apply
 from composable_fsdp.errors import PlanError
 from composable_fsdp.planning.policies import evaluate_policy
-from composable_fsdp.planning.wrapping import post_order_apply
 from composable_fsdp.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,

@@ -16,11 +16,11 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from composable_fsdp import CustomPolicy, fully_shard
 from composable_fsdp.compose.registry import set_state
-from composable_fsdp.entries.plan import plan
 from composable_fsdp.errors import FSDPError, PlanError
 from composable_fsdp.planning.assign import PlanRequest
 from composable_fsdp.planning.options import UnitOptions
-from composable_fsdp.planning.plan import plan_modules
+from composable_fsdp.tools.plan import plan
+from composable_fsdp.tools.sharding_plan import plan_modules
 from tests.planning.trees import linears, names_of, snapshot, units
 from tests.support.models import TinyGPT
 from tests.support.sharded import message_of

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import composable_fsdp as cf
 from composable_fsdp.flat import forward_writes, value_hash
-from composable_fsdp.planning import save_parts
 from composable_fsdp.storage import (
     blocks,
     file_bytes,
@@ -22,6 +21,7 @@ from composable_fsdp.storage import (
     new_file,
     part,
     planned,
+    save_parts,
     source,
 )
 from tests.real_sizes.operations import TOKENS, WIDTH, same

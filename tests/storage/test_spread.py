@@ -21,8 +21,7 @@ from composable_fsdp import (
     save,
     verify,
 )
-from composable_fsdp.planning import save_parts
-from composable_fsdp.storage import part
+from composable_fsdp.storage import part, save_parts
 from composable_fsdp.storage.contents import contents_of
 from composable_fsdp.storage.native import NativeSource
 from tests.storage.training import everything, make, optimizer_of, same, step

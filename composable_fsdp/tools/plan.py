@@ -28,19 +28,19 @@ from composable_fsdp.errors import PlanError
 from composable_fsdp.naming import WRAPPED_MODULE
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.assign import PlanRequest
-from composable_fsdp.planning.chosen import chosen_units
 from composable_fsdp.planning.options import GroupBy, UnitOptions
 from composable_fsdp.planning.places import API
-from composable_fsdp.planning.plan import ShardingPlan, plan_modules
 from composable_fsdp.planning.planner import (
     as_list,
     check_tied,
     expand_ignored,
     ignored_parameters,
 )
-from composable_fsdp.planning.replan import replan
 from composable_fsdp.planning.unit_plan import UnitPlan
-from composable_fsdp.tree.plan_in_force import unit_plan
+from composable_fsdp.tools.chosen import chosen_units
+from composable_fsdp.tools.plan_in_force import unit_plan
+from composable_fsdp.tools.replan import replan
+from composable_fsdp.tools.sharding_plan import ShardingPlan, plan_modules
 from composable_fsdp.tree.traversal import walk_states
 
 _NAMES = {

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from composable_fsdp.comm.int8_exchange import Int8Exchange, int8_exchange
 from composable_fsdp.naming import ROOT_NAME
-from composable_fsdp.planning.memory import ReductionMemory, UnitMemory
 from composable_fsdp.planning.options import RETIRING_LIMIT, RETIRING_UNLIMITED
-from composable_fsdp.planning.slots import slot_bytes
 from composable_fsdp.planning.unit_plan import UnitPlan
+from composable_fsdp.tools.slots import slot_bytes
+from composable_fsdp.tools.step_memory import ReductionMemory, UnitMemory
 
 
 @dataclass(frozen=True, slots=True)
