@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from composable_fsdp.access.block import block
 from composable_fsdp.access.nonfinite import collect_nonfinite
 from composable_fsdp.access.norms import Norm, as_norms, is_chosen, norm_of
+from composable_fsdp.access.other_parts import route_of
 from composable_fsdp.access.schedule import set_reshard
 from composable_fsdp.access.settings import set_sync, units_of
-from composable_fsdp.flat.experts import route_of
 from composable_fsdp.flat.param_ref import param_refs
 from composable_fsdp.naming import listed
 

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from composable_fsdp.access.other_parts import count_common, require_one_world, route_of
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.meeting import Call, meet
-from composable_fsdp.flat.experts import count_common, require_one_world, route_of
 from composable_fsdp.flat.flat_parameter import find_flat, leaf_gradients
 from composable_fsdp.flat.handle import LEAVES, FlatParamHandle
 from composable_fsdp.flat.param_ref import originals_by_vars, param_refs

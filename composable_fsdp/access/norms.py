@@ -17,16 +17,16 @@ from composable_fsdp.access.nonfinite import (
     parameters_given,
     units_and_others,
 )
-from composable_fsdp.comm import collectives
-from composable_fsdp.comm.agreement import can_compare
-from composable_fsdp.comm.meeting import Call, meet
-from composable_fsdp.errors import DesyncError
-from composable_fsdp.flat.experts import (
+from composable_fsdp.access.other_parts import (
     Route,
     count_common,
     require_one_world,
     route_of,
 )
+from composable_fsdp.comm import collectives
+from composable_fsdp.comm.agreement import can_compare
+from composable_fsdp.comm.meeting import Call, meet
+from composable_fsdp.errors import DesyncError
 from composable_fsdp.flat.flat_parameter import (
     add_own_gradients,
     grad_of,

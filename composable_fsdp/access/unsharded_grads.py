@@ -126,8 +126,7 @@ def unshard_grads(
             full_leaves, views, flags, region.layout.parameters, strict=True
         ):
             # A DTensor takes no plain tensor as ``.grad``.
-            form = handle.layout.forms.get(slot.index)
-            whole = view if form is None else form.shown(view)
+            whole = handle.layout.forms[slot.index].shown(view)
             leaf.grad = whole if flag else None
     return shown
 
@@ -173,8 +172,7 @@ def _full_gradient(
     for leaf, view, slot in zip(leaves, views, region.layout.parameters, strict=True):
         if leaf.grad is not None:
             # The block may have set a gradient of other placements.
-            form = handle.layout.forms.get(slot.index)
-            given = leaf.grad if form is None else form.gradient(leaf.grad)
+            given = handle.layout.forms[slot.index].gradient(leaf.grad)
             # A sparse gradient is converted: an exception here would leave the other
             # ranks waiting.
             view.copy_(given.to_dense())

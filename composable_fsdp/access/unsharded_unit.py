@@ -18,7 +18,7 @@ from composable_fsdp.access.gather import gather_flat_values, spread_flat_values
 from composable_fsdp.access.unsharded_grads import UnshardedGrads, unshard_grads
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import part_guards, residency
-from composable_fsdp.flat.build_region import full_leaves_in_form, full_views
+from composable_fsdp.flat.build_region import full_leaves, full_views
 from composable_fsdp.flat.gradients import shard_views
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_paths import place_path
@@ -252,7 +252,7 @@ def _block_leaves(handle: FlatParamHandle, fulls: list[Tensor]) -> list[nn.Param
     ]
     if not handle.block_leaves:
         for region, parts in zip(handle.layout.regions, pieces, strict=True):
-            handle.block_leaves += full_leaves_in_form(
+            handle.block_leaves += full_leaves(
                 region.layout,
                 parts,
                 region.leaves,

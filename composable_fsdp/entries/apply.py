@@ -23,7 +23,6 @@ from composable_fsdp.comm.groups import RankLayout, resolve_ranks
 from composable_fsdp.comm.registered_memory import refuse_without_nccl
 from composable_fsdp.entries.initial_values import prepare_values
 from composable_fsdp.errors import CompositionError, PlanError
-from composable_fsdp.flat.dtensor_params import refuse_shared_ranks
 from composable_fsdp.flat.handle import LEAVES, find_leaf
 from composable_fsdp.naming import WRAPPED_MODULE, join_name, quoted
 from composable_fsdp.planning.assign import PlanRequest
@@ -42,7 +41,12 @@ from composable_fsdp.runtime.build import build_units
 from composable_fsdp.runtime.materialize import Init
 from composable_fsdp.runtime.meta_values import mark_meta_buffers, watch_shards
 from composable_fsdp.runtime.precision import keep_full_precision
-from composable_fsdp.tree.moments import BEFORE_SYNC, MODULES_SHARDED, UNIT_BUILT
+from composable_fsdp.tree.moments import (
+    BEFORE_SYNC,
+    MODULES_SHARDED,
+    UNIT_BUILT,
+    UNITS_PLANNED,
+)
 from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
 from composable_fsdp.tree.traversal import walk_states
 from composable_fsdp.tree.unit_settings import mark_ignored
@@ -314,7 +318,8 @@ def _refuse_ranks(
 
     Raises: PlanError.
     """
-    refuse_shared_ranks(targets, ranks)
+    for check in UNITS_PLANNED:
+        check(targets, ranks)
     # Other ranks would wait for this rank where they exchange names and norms.
     if ranks.experts is not None and not parameters:
         raise PlanError(

@@ -22,6 +22,11 @@ from composable_fsdp.features.guard.initialized import require_initialized
 from composable_fsdp.features.guard.ranks_meet import compare_ranks, meet_to_sync
 from composable_fsdp.features.guard.under_ddp import install_ddp_hook
 from composable_fsdp.features.log_line import log_units
+from composable_fsdp.features.parallel.dtensor_form import (
+    refuse_shared_ranks,
+    with_plain_parameters,
+)
+from composable_fsdp.features.parallel.experts import count_expert_ranks
 from composable_fsdp.features.shown_units import show_units
 from composable_fsdp.flat.user_hooks import HOOK_WATCHES
 from composable_fsdp.optim.state_dict_hooks import prepare_for_dcp
@@ -33,6 +38,9 @@ from composable_fsdp.tree import moments
 from composable_fsdp.tree.changed_settings import changed_settings
 from composable_fsdp.tree.late_registration import watch_registrations
 
+moments.UNITS_PLANNED.append(refuse_shared_ranks)
+moments.FORMS_TAKEN.append(with_plain_parameters)
+moments.TREE_FOUND.append(count_expert_ranks)
 moments.BEFORE_SYNC.append(meet_to_sync)
 moments.UNIT_BUILT.extend((install_state_dict_hooks, let_copy, show_units))
 # These are installed once for the process.

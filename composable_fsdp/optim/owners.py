@@ -27,13 +27,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from composable_fsdp.access.other_parts import refuse_forms
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.comm.meeting import Call, meet
 from composable_fsdp.comm.sequence import Operation
 from composable_fsdp.comm.watch import leave
 from composable_fsdp.errors import CompositionError, FSDPError
-from composable_fsdp.flat.dtensor_params import refuse_forms
 from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.param_ref import ParamRef, find_param
 from composable_fsdp.optim.owner_choice import Candidate, Owner, choose_owners

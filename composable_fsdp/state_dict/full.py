@@ -67,9 +67,7 @@ def _whole(handle: FlatParamHandle, index: int, held: Tensor) -> Tensor:
     Collective: over tensor-parallel ranks, if the parameter is cut.
     """
     # Inside a block the modules show DTensors, whole over the data ranks alone.
-    form = handle.layout.forms.get(index)
-    value = held.clone()
-    return value if form is None else form.whole(local_of(value))
+    return handle.layout.forms[index].whole(local_of(held.clone()))
 
 
 @torch.no_grad()
@@ -105,38 +103,18 @@ def gather_unit(
     fulls = gather_flat_values(handle, shards, first_only=first_only)
     if not fulls:
         return {}
-    if handle.layout.forms:
-        return _whole_values(handle, fulls, to_cpu)
-    return {
-        # Copied, so that the caller's tensors do not keep the full buffer alive.
-        slot.index: _copy(
-            full[slot.offset : slot.offset + slot.numel].view(slot.shape),
-            to_cpu,
-            slot.strides,
-        )
-        for region, full in zip(handle.layout.regions, fulls, strict=True)
-        for slot in region.layout.parameters
-    }
-
-
-def _whole_values(
-    handle: FlatParamHandle, fulls: list[Tensor], to_cpu: bool
-) -> dict[int, Tensor]:
-    """Return the values by slot index, of which tensor parallelism cuts some.
-
-    Collective: per parameter that is cut an all-gather over the ranks that cut it.
-    """
-    own = {
-        slot.index: full[slot.offset : slot.offset + slot.numel].view(slot.shape)
+    held = {
+        slot.index: (full[slot.offset : slot.offset + slot.numel], slot)
         for region, full in zip(handle.layout.regions, fulls, strict=True)
         for slot in region.layout.parameters
     }
     made: dict[int, Tensor] = {}
     # By index: the ranks that cut may have other regions, and must send alike.
-    for index in sorted(own):
-        form = handle.layout.forms.get(index)
-        value = own[index] if form is None else form.whole(own[index])
-        made[index] = _copy(value, to_cpu)
+    for index in sorted(held):
+        part, slot = held[index]
+        whole = handle.layout.forms[index].whole(part.view(slot.shape))
+        # Copied, so that the caller's tensors do not keep the full buffer alive.
+        made[index] = _copy(whole, to_cpu, slot.strides)
     return made
 
 

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from composable_fsdp.errors import PlanError
 from composable_fsdp.naming import join_name
 from composable_fsdp.planning import walk
-from composable_fsdp.planning.dtensors import like_dtensor, local_of
+from composable_fsdp.planning.dtensors import is_dtensor, local_of
 from composable_fsdp.tools.fake_values import FakeValues
 from composable_fsdp.tools.sharding_plan import ShardingPlan
 from composable_fsdp.tools.storages import Block, StorageMode, parts_of
@@ -128,7 +128,7 @@ def _stand_in(value: Tensor, dtype: torch.dtype, values: FakeValues) -> Tensor:
     # Sizes of a rank's part of a DTensor; the whole has no memory on any rank.
     made = torch.empty(local.shape, dtype=dtype, device="cpu")
     values.know(made, local)
-    return like_dtensor(made, value).requires_grad_(value.requires_grad)
+    return _like_dtensor(made, value).requires_grad_(value.requires_grad)
 
 
 class Inputs:
@@ -329,3 +329,21 @@ class StepLog(StorageMode):  # type: ignore[no-untyped-call]  # torch has no typ
 
 LIVE, HELD, GRADIENTS = "live", "held", "gradients"
 """Kinds of a block: tensors of the step; parameters and buffers; their gradients."""
+
+
+def _like_dtensor(local: Tensor, tensor: Tensor) -> Tensor:
+    """Return a DTensor placed as ``tensor``, of ``local``; ``local`` if it is none."""
+    if not is_dtensor(tensor):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    dtensor: Any = tensor
+    made: Tensor = DTensor.from_local(
+        local,
+        dtensor.device_mesh,
+        dtensor.placements,
+        run_check=False,
+        shape=dtensor.shape,
+        stride=dtensor.stride(),
+    )
+    return made

@@ -456,6 +456,30 @@ def test_experts_without_a_word_are_refused(world: World) -> None:
 
 
 @on_ranks(4)
+def test_experts_of_a_rank_alone_have_the_state_of_plain_modules(world: World) -> None:
+    """Sharded over one rank without an expert_mesh: each rank keeps its own."""
+    model = apart(world, replace(LISTED, ep=4), expert_mesh=False)
+    optimizer = adamw(model)
+    backward(loss_of(model, batch(0, world.rank)))
+    optimizer.step()
+    own = {n: p.detach() for n, p in model.named_parameters() if ".each." in n}
+    for kind in (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT):
+        set_state_dict_type(model, kind)
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        moments = optim_state_dict(model, optimizer)
+
+        assert own.keys() < state.keys() == moments["state"].keys()
+        values = {name: value.clone() for name, value in own.items()}
+        for name, value in own.items():
+            assert torch.equal(state[name], value)
+            value.zero_()
+        model.load_state_dict(state)
+        optim_state_dict_to_load(model, optimizer, moments, load_directly=True)
+        for name, value in values.items():
+            assert torch.equal(own[name], value)
+
+
+@on_ranks(4)
 def test_units_over_other_groups_of_the_same_ranks(world: World) -> None:
     """A hybrid unit beside one over all ranks: the data are the same, and the norm."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
