@@ -48,10 +48,8 @@ if TYPE_CHECKING:
         set_full_param,
     )
     from composable_fsdp.access.unshard_params import unshard_params
-    from composable_fsdp.comm.int8_exchange import int8_all_to_all_hook
     from composable_fsdp.comm.operations import OperationRecord, recent_operations
     from composable_fsdp.comm.wire_format import WireFormat, WireLayout
-    from composable_fsdp.comm.wires import Float8Wire, Int8Wire
     from composable_fsdp.compose.contract import contract
     from composable_fsdp.config import (
         Arena,
@@ -71,6 +69,11 @@ if TYPE_CHECKING:
         StateDictConfig,
         StateDictSettings,
         StateDictType,
+    )
+    from composable_fsdp.doors.auto_wrap import (
+        always_wrap_policy,
+        lambda_auto_wrap_policy,
+        transformer_auto_wrap_policy,
     )
     from composable_fsdp.doors.checkpoint_wrapper import (
         CheckpointImpl,
@@ -105,7 +108,9 @@ if TYPE_CHECKING:
         reduce_scatter_hook,
         replica_hook,
     )
+    from composable_fsdp.features.comm_hooks.int8_exchange import int8_all_to_all_hook
     from composable_fsdp.features.training.even_batches import even_batches
+    from composable_fsdp.features.wires.formats import Float8Wire, Int8Wire
     from composable_fsdp.flat.region import FlatParameter
     from composable_fsdp.inspection.describe import describe
     from composable_fsdp.inspection.description import Description
@@ -123,12 +128,7 @@ if TYPE_CHECKING:
     )
     from composable_fsdp.optim.save import optim_state_dict
     from composable_fsdp.optim.single import get_full_optim_state, set_full_optim_state
-    from composable_fsdp.planning.callables import (
-        always_wrap_policy,
-        lambda_auto_wrap_policy,
-        size_based_auto_wrap_policy,
-        transformer_auto_wrap_policy,
-    )
+    from composable_fsdp.planning.callables import size_based_auto_wrap_policy
     from composable_fsdp.planning.policies import (
         CustomPolicy,
         ModuleWrapPolicy,
@@ -190,10 +190,10 @@ _HOMES = {
     ),
     "access.single": "get_full_grad get_full_param set_full_grad set_full_param",
     "access.unshard_params": "unshard_params",
-    "comm.int8_exchange": "int8_all_to_all_hook",
+    "features.comm_hooks.int8_exchange": "int8_all_to_all_hook",
     "comm.operations": "OperationRecord recent_operations",
     "comm.wire_format": "WireFormat WireLayout",
-    "comm.wires": "Float8Wire Int8Wire",
+    "features.wires.formats": "Float8Wire Int8Wire",
     "compose.contract": "contract",
     "config": (
         "Arena BackwardPrefetch Block CPUOffload FullOptimStateDictConfig "
@@ -201,6 +201,9 @@ _HOMES = {
         "MixedPrecision OptimStateDictConfig OptimStateKeyType "
         "ShardedOptimStateDictConfig ShardedStateDictConfig ShardingStrategy "
         "StateDictConfig StateDictSettings StateDictType"
+    ),
+    "doors.auto_wrap": (
+        "always_wrap_policy lambda_auto_wrap_policy transformer_auto_wrap_policy"
     ),
     "doors.checkpoint_wrapper": (
         "CheckpointImpl CheckpointWrapper apply_activation_checkpointing "
@@ -233,10 +236,7 @@ _HOMES = {
     "optim.replicas": "load_replica_state_dict replica_state_dict",
     "optim.save": "optim_state_dict",
     "optim.single": "get_full_optim_state set_full_optim_state",
-    "planning.callables": (
-        "always_wrap_policy lambda_auto_wrap_policy size_based_auto_wrap_policy "
-        "transformer_auto_wrap_policy"
-    ),
+    "planning.callables": "size_based_auto_wrap_policy",
     "tools.sharding_plan": "ShardingPlan",
     "planning.policies": "CustomPolicy ModuleWrapPolicy SizePolicy",
     "tools.replan": "replan",

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from composable_fsdp.access import manual, schedule, settings
 from composable_fsdp.access.init_weights import apply_whole
 from composable_fsdp.access.manual import UnshardHandle
-from composable_fsdp.comm.custom import CustomAllGather, CustomReduceScatter
 from composable_fsdp.errors import CompositionError
+from composable_fsdp.features.wires import custom
+from composable_fsdp.features.wires.custom import CustomAllGather, CustomReduceScatter
 
 
 class FSDPModule(nn.Module):
@@ -238,7 +239,7 @@ class FSDPModule(nn.Module):
         Collective: none; in a step a call of ``comm`` per region, with a copy before
         and a copy after.
         """
-        settings.set_custom_all_gather(self, comm)
+        custom.set_custom_all_gather(self, comm)
 
     def set_custom_reduce_scatter(self, comm: CustomReduceScatter) -> None:
         """Reduce-scatter by ``comm``, in buffers that ``comm`` allocates.
@@ -246,7 +247,7 @@ class FSDPModule(nn.Module):
         Collective: none; in backward a call of ``comm`` per region, with a copy before
         and a copy after.
         """
-        settings.set_custom_reduce_scatter(self, comm)
+        custom.set_custom_reduce_scatter(self, comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Refuse buffers in memory of the process group; accept False."""

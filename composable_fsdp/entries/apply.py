@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ from composable_fsdp.planning.planner import (
     ignored_parameters,
     plan_targets,
 )
+from composable_fsdp.planning.policies import evaluate_policy
 from composable_fsdp.planning.precision import ignored_classes, overridden_classes
 from composable_fsdp.runtime.build import build_units
 from composable_fsdp.runtime.materialize import Init
@@ -98,7 +100,7 @@ def prepare(
         options=options,
         world_size=ranks.world_size,
         sizes=ranks.sizes,
-        policy=policy,
+        policy=None if policy is None else partial(evaluate_policy, policy),
         ignored_modules=expand_ignored(ignored_modules, ignored_states),
         ignored_parameters=ignored_parameters(ignored_states),
         tied_params=check_tied(tied_params),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.gradients import new_shard, shard_views, show_on_leaves
-from composable_fsdp.flat.param_form import NO_FORMS, Forms
+from composable_fsdp.flat.param_form import NO_FORMS, PLAIN, Forms
 from composable_fsdp.flat.region import (
     FlatParameter,
     FullBuffer,
@@ -247,8 +247,9 @@ def full_leaves(
 ) -> list[nn.Parameter]:
     """Return the full leaves of a region, each in the form of its parameter."""
     return [
-        # By index and not by name: a unit may hold a name twice.
-        forms[slot.index].full_leaf(part, leaf, trainable=trains)
+        # By index and not by name: a unit may hold a name twice. ``get`` saves a call
+        # per parameter.
+        forms.get(slot.index, PLAIN).full_leaf(part, leaf, trainable=trains)
         for slot, part, leaf, trains in zip(
             layout.parameters, parts, leaves, trainable, strict=True
         )

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from composable_fsdp.comm.wires import Float8Wire, Int8Wire
 from composable_fsdp.config import (
     BackwardPrefetch,
     Block,
@@ -21,6 +20,7 @@ from composable_fsdp.config import (
     ShardingStrategy,
 )
 from composable_fsdp.errors import FSDPError
+from composable_fsdp.features.wires.formats import Float8Wire, Int8Wire
 from composable_fsdp.inspection.plan_models import Model, UsageError, is_sharded
 from composable_fsdp.inspection.sizes import byte_size, count
 from composable_fsdp.planning import walk

@@ -35,7 +35,7 @@ from composable_fsdp.flat.residency import (
 )
 from composable_fsdp.planning.options import RETIRING_LIMIT, RETIRING_UNLIMITED
 from composable_fsdp.runtime.handed_params import take_back
-from composable_fsdp.runtime.wires import decode_full, drop_encoded, encode_shards
+from composable_fsdp.runtime.wires import decoding, encode_shards
 from composable_fsdp.tree.state import ForwardRecord, RuntimeContext, _FSDPState
 
 
@@ -74,28 +74,28 @@ def unshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         _unshard_on_stream(context, context.streams, handle)
 
 
-def _gather(handle: FlatParamHandle, *, async_op: bool) -> Operation | None:
+def _gather(handle: FlatParamHandle, *, async_op: bool) -> Waitable | None:
     """Copy cast or offloaded shards into their slices of ``full``, then all-gather."""
     full, shards = handle.form.gather_lists
     if handle.form.wired:
         encode_shards(handle)
     for own_slice, shard in handle.form.fills:
         copy_async(own_slice, shard)
-    ref = handle.groups.shard_ref
-    if ref is None:
-        return None
-    group = ref.ref() or ref.get()  # ``get`` raises if the group was destroyed
-    # An object of the user stands in through the door of FSDP2.
-    gather = handle.rule.all_gather or collectives.all_gather_flat
-    return gather(
-        full,
-        shards,
-        group,
-        async_op=async_op,
-        operation=Operation(
-            ref.operations, "all_gather", handle.full_fqn, handle.phase, full[0]
-        ),
-    )
+    work, ref = None, handle.groups.shard_ref
+    if ref is not None:
+        group = ref.ref() or ref.get()  # ``get`` raises if the group was destroyed
+        # An object of the user stands in through the door of FSDP2.
+        gather = handle.rule.all_gather or collectives.all_gather_flat
+        work = gather(
+            full,
+            shards,
+            group,
+            async_op=async_op,
+            operation=Operation(
+                ref.operations, "all_gather", handle.full_fqn, handle.phase, full[0]
+            ),
+        )
+    return decoding(handle, work) if handle.form.wired else work
 
 
 def _unshard_on_stream(
@@ -113,9 +113,6 @@ def _unshard_on_stream(
         else:
             residency.allocate_full(handle)
         _gather(handle, async_op=False)
-        if handle.form.wired:
-            # On this stream, so that the event covers the decoding.
-            decode_full(handle)
         handle.events.gather.record(streams.gather)
         if (ref := handle.groups.shard_ref) is not None:
             ref.operations.marks[handle.events.gather.event] = ref.operations.number
@@ -166,8 +163,6 @@ def wait_unsharded(handle: FlatParamHandle) -> None:
             raise
         finally:
             handle.ready = None
-    if handle.form.wired:
-        decode_full(handle)
     if handle.residency is not UNSHARDED:
         residency.use_full(handle)
     handle.writes.make_readable(handle)
@@ -198,8 +193,6 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
     handle.kept_full = False
     if handle.residency is UNSHARDED or handle.residency is COPIES_SHOWN:
         residency.use_sharded(handle)
-    if handle.form.wired:
-        drop_encoded(handle)
     if handle.residency in NOT_GATHERED or handle.kept:
         return
     if handle.form.handed is not None and take_back(handle):
