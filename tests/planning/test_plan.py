@@ -51,13 +51,6 @@ def test_a_step_gathers_each_unit_and_again_what_was_resharded(
     )
 
 
-def test_without_sharding_a_step_only_averages_gradients() -> None:
-    """NO_SHARD gathers nothing and all-reduces each unit's gradients whole."""
-    assert three_units(ShardingStrategy.NO_SHARD).traffic == Traffic(
-        all_reduce_calls=3, all_reduce_bytes=3 * MATRIX
-    )
-
-
 def test_hybrid_sharding_reduces_within_a_group_and_averages_its_shards() -> None:
     """Two replicas of two shards: half of each gradient is averaged across replicas."""
     result = plan(
