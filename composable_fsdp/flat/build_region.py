@@ -246,10 +246,14 @@ def full_leaves(
     trainable: Sequence[bool],
 ) -> list[nn.Parameter]:
     """Return the full leaves of a region, each in the form of its parameter."""
+    if not forms:  # saves a look-up per parameter
+        return [
+            PLAIN.full_leaf(part, leaf, trainable=trains)
+            for part, leaf, trains in zip(parts, leaves, trainable, strict=True)
+        ]
     return [
-        # By index and not by name: a unit may hold a name twice. ``get`` saves a call
-        # per parameter.
-        forms.get(slot.index, PLAIN).full_leaf(part, leaf, trainable=trains)
+        # By index and not by name: a unit may hold a name twice.
+        forms[slot.index].full_leaf(part, leaf, trainable=trains)
         for slot, part, leaf, trains in zip(
             layout.parameters, parts, leaves, trainable, strict=True
         )

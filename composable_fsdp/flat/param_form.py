@@ -132,4 +132,4 @@ def mesh_groups(forms: Iterable[ParamForm]) -> list[dist.ProcessGroup]:
 def groups_of(forms: Forms) -> list[dist.ProcessGroup]:
     """Return the groups of a unit's forms, in an order equal on all their ranks."""
     # By index, because tensor-parallel ranks may have other regions.
-    return mesh_groups(forms[index] for index in sorted(forms))
+    return mesh_groups(forms[index] for index in sorted(forms)) if forms else []

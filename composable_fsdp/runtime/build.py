@@ -49,9 +49,12 @@ def build_units(
         # The flat buffers hold plain tensors; forms know how compute sees each.
         given = target.parameters
         forms = NO_FORMS
-        if not all(layout.is_plain for layout in target.plan.regions):
-            for take in FORMS_TAKEN:
-                target, forms = take(target)
+        # A loop, because ``all`` of a generator would cost calls in every unit.
+        for layout in target.plan.regions:
+            if not layout.is_plain:
+                for take in FORMS_TAKEN:
+                    target, forms = take(target)
+                break
         # Hashed while this rank still has whole values.
         initial = _hash_weights(target, groups, synced=synced)
         handle = build_handle(target, groups=groups, device=device, forms=forms)
