@@ -184,16 +184,22 @@ GRAD_OP = ShardingStrategy.SHARD_GRAD_OP
 ONE_BY_ONE = partial(Chain, 4096, 2048, 512, 256)
 """Its first unit, the largest, is done at the end of backward alone."""
 CASES: list[tuple[Callable[[], nn.Module], int, dict[str, Any]]] = [
+    (unequal, 1, {}),
     (unequal, 1, {"mixed_precision": LOW}),
     (equal, 2, {"strategy": GRAD_OP}),
+    (unequal, 8, {"mixed_precision": LOW, "strategy": GRAD_OP}),
     (unequal, 64, {"mixed_precision": LOWER}),
     (unequal, 8, {"backward_prefetch": POST, "forward_prefetch": True}),
     (unequal, 8, {"backward_prefetch": None}),
     (frozen, 8, {"forward_prefetch": True}),
     (ONE_BY_ONE, 8, {"backward_prefetch": PRE}),
+    (ONE_BY_ONE, 8, {"backward_prefetch": None}),
     (equal, 8, {"limit_all_gathers": False}),
     (unequal, 1, {"cpu_offload": OFFLOAD, "mixed_precision": LOWER}),
+    (unequal, 2, {"cpu_offload": OFFLOAD, "backward_prefetch": POST}),
+    (unequal, 8, {"cpu_offload": OFFLOAD, "mixed_precision": LOW}),
     (unequal, 8, {"cpu_offload": OFFLOAD, "mixed_precision": LOWER_KEPT}),
+    (Images, 1, {"mixed_precision": LOW}),
     (Images, 8, {}),
     *(
         (unequal, 8, {"strategy": s, "shard_world_size": 4, "mixed_precision": LOWER})
