@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from composable_fsdp import CustomPolicy, MixedPrecision, fully_shard, plan
-from composable_fsdp.planning.memory import PeakMemory
+from composable_fsdp.tools.step_memory import PeakMemory
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.support import seam
 from tests.support.memory import LiveBytes

@@ -28,13 +28,13 @@ from torch import nn
 from benchmarks.tables import fixed, say_versions, table
 from composable_fsdp import CustomPolicy, plan
 from composable_fsdp.naming import join_name
-from composable_fsdp.planning.plan import ShardingPlan
 from composable_fsdp.storage.codec import to_json
 from composable_fsdp.storage.manifest import File, block_size
 from composable_fsdp.storage.merge import FilePart, TensorPart, merge
 from composable_fsdp.storage.native import manifest_bytes
 from composable_fsdp.storage.validate import parse
 from composable_fsdp.storage.values import encode
+from composable_fsdp.tools.sharding_plan import ShardingPlan
 
 Result = TypeVar("Result")
 STATES = ("exp_avg", "exp_avg_sq")

@@ -36,7 +36,7 @@ from composable_fsdp import Block, ModuleWrapPolicy, fully_shard, plan
 from composable_fsdp.comm.call_records import CallRecord
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.planning.layout import ParameterSpec, plan_regions, row_block
-from composable_fsdp.planning.unit_costs import Traffic
+from composable_fsdp.tools.unit_costs import Traffic
 from tests.support.tiny import TinyBlock
 from tests.support.world import fake_world
 

@@ -43,10 +43,8 @@ if TYPE_CHECKING:
         set_full_param,
     )
     from composable_fsdp.access.unshard_params import unshard_params
-    from composable_fsdp.comm.int8_exchange import int8_all_to_all_hook
     from composable_fsdp.comm.operations import OperationRecord, recent_operations
     from composable_fsdp.comm.wire_format import WireFormat, WireLayout
-    from composable_fsdp.comm.wires import Float8Wire, Int8Wire
     from composable_fsdp.compose.contract import contract
     from composable_fsdp.config import (
         Arena,
@@ -67,6 +65,11 @@ if TYPE_CHECKING:
         StateDictSettings,
         StateDictType,
     )
+    from composable_fsdp.doors.auto_wrap import (
+        always_wrap_policy,
+        lambda_auto_wrap_policy,
+        transformer_auto_wrap_policy,
+    )
     from composable_fsdp.doors.checkpoint_wrapper import (
         CheckpointImpl,
         CheckpointWrapper,
@@ -76,9 +79,7 @@ if TYPE_CHECKING:
     )
     from composable_fsdp.doors.open_wrapped_params import open_wrapped_params
     from composable_fsdp.doors.wrapper import FullyShardedDataParallel
-    from composable_fsdp.entries.checkpoint import checkpoint
     from composable_fsdp.entries.fully_shard import fully_shard
-    from composable_fsdp.entries.plan import plan
     from composable_fsdp.entries.replicate import replicate
     from composable_fsdp.errors import (
         CheckpointError,
@@ -91,6 +92,7 @@ if TYPE_CHECKING:
         PlanError,
     )
     from composable_fsdp.features.audit.first_step import audit
+    from composable_fsdp.features.checkpoint import checkpoint
     from composable_fsdp.features.comm_hooks.hooks import (
         DefaultState,
         LowPrecisionState,
@@ -120,19 +122,12 @@ if TYPE_CHECKING:
     from composable_fsdp.optim.load import optim_state_dict_to_load
     from composable_fsdp.optim.save import optim_state_dict
     from composable_fsdp.optim.single import get_full_optim_state, set_full_optim_state
-    from composable_fsdp.planning.callables import (
-        always_wrap_policy,
-        lambda_auto_wrap_policy,
-        size_based_auto_wrap_policy,
-        transformer_auto_wrap_policy,
-    )
-    from composable_fsdp.planning.plan import ShardingPlan
+    from composable_fsdp.planning.callables import size_based_auto_wrap_policy
     from composable_fsdp.planning.policies import (
         CustomPolicy,
         ModuleWrapPolicy,
         SizePolicy,
     )
-    from composable_fsdp.planning.replan import replan
     from composable_fsdp.state_dict.settings import (
         get_state_dict_type,
         set_state_dict_type,
@@ -162,6 +157,9 @@ if TYPE_CHECKING:
     from composable_fsdp.tools.activations import Activations, measure_activations
     from composable_fsdp.tools.describe import Description, describe
     from composable_fsdp.tools.forecast import Forecast, forecast
+    from composable_fsdp.tools.plan import plan
+    from composable_fsdp.tools.replan import replan
+    from composable_fsdp.tools.sharding_plan import ShardingPlan
     from composable_fsdp.tools.simulate import simulate
     from composable_fsdp.tools.simulated_world import Machine
     from composable_fsdp.tools.simulation import Simulation
@@ -187,10 +185,10 @@ _HOMES = {
     ),
     "access.single": "get_full_grad get_full_param set_full_grad set_full_param",
     "access.unshard_params": "unshard_params",
-    "comm.int8_exchange": "int8_all_to_all_hook",
+    "features.comm_hooks.int8_exchange": "int8_all_to_all_hook",
     "comm.operations": "OperationRecord recent_operations",
     "comm.wire_format": "WireFormat WireLayout",
-    "comm.wires": "Float8Wire Int8Wire",
+    "features.wires.formats": "Float8Wire Int8Wire",
     "compose.contract": "contract",
     "config": (
         "Arena BackwardPrefetch Block CPUOffload FullOptimStateDictConfig "
@@ -199,15 +197,18 @@ _HOMES = {
         "ShardedOptimStateDictConfig ShardedStateDictConfig ShardingStrategy "
         "StateDictConfig StateDictSettings StateDictType"
     ),
+    "doors.auto_wrap": (
+        "always_wrap_policy lambda_auto_wrap_policy transformer_auto_wrap_policy"
+    ),
     "doors.checkpoint_wrapper": (
         "CheckpointImpl CheckpointWrapper apply_activation_checkpointing "
         "checkpoint_wrapper offload_wrapper"
     ),
     "doors.open_wrapped_params": "open_wrapped_params",
     "doors.wrapper": "FullyShardedDataParallel",
-    "entries.checkpoint": "checkpoint",
+    "features.checkpoint": "checkpoint",
     "entries.fully_shard": "fully_shard",
-    "entries.plan": "plan",
+    "tools.plan": "plan",
     "entries.replicate": "replicate",
     "errors": (
         "CheckpointError CollectiveError CompositionError DesyncError FSDPError "
@@ -228,13 +229,10 @@ _HOMES = {
     "features.replicas": "load_replica_state_dict replica_state_dict",
     "optim.save": "optim_state_dict",
     "optim.single": "get_full_optim_state set_full_optim_state",
-    "planning.callables": (
-        "always_wrap_policy lambda_auto_wrap_policy size_based_auto_wrap_policy "
-        "transformer_auto_wrap_policy"
-    ),
-    "planning.plan": "ShardingPlan",
+    "planning.callables": "size_based_auto_wrap_policy",
+    "tools.sharding_plan": "ShardingPlan",
     "planning.policies": "CustomPolicy ModuleWrapPolicy SizePolicy",
-    "planning.replan": "replan",
+    "tools.replan": "replan",
     "state_dict.settings": "get_state_dict_type set_state_dict_type state_dict_type",
     "state_dict.sharded": "ShardedValue",
     "storage.async_save": "async_save free_save_memory",

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from composable_fsdp.planning.callables import (
+from composable_fsdp.doors.auto_wrap import (
     _or_policy,
     always_wrap_policy,
     lambda_auto_wrap_policy,
-    size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
+from composable_fsdp.doors.wrapping import enable_wrap, wrap
+from composable_fsdp.planning.callables import size_based_auto_wrap_policy
 from composable_fsdp.planning.policies import (
     CustomPolicy,
     ModuleWrapPolicy,
     Policy,
     SizePolicy,
 )
-from composable_fsdp.planning.wrapping import enable_wrap, wrap
 
 __all__ = [
     "CustomPolicy",

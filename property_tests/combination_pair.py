@@ -34,9 +34,9 @@ from composable_fsdp import (
     replicate,
     set_reduce_scatter_unused_params,
 )
+from composable_fsdp.doors.wrapping import post_order_apply
 from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.planning.layout import ParameterSlot
-from composable_fsdp.planning.wrapping import post_order_apply
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
 from property_tests.casting import named

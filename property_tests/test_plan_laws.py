@@ -13,10 +13,10 @@ from torch import nn
 
 from composable_fsdp.compose.registry import set_state
 from composable_fsdp.config import Block
-from composable_fsdp.entries.plan import plan
 from composable_fsdp.errors import PlanError
-from composable_fsdp.planning.plan import ShardingPlan
-from composable_fsdp.planning.unit_costs import Traffic, traffic_of
+from composable_fsdp.tools.plan import plan
+from composable_fsdp.tools.sharding_plan import ShardingPlan
+from composable_fsdp.tools.unit_costs import Traffic, traffic_of
 from property_tests.test_policy_laws import snapshot
 from tests.support.models import build, module_at
 from tests.support.recipes import ModelRecipe, ModuleRecipe

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.fsdp import wrap as fsdp1
 
+from composable_fsdp.doors.wrapping import post_order_apply
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.policies import (
     CustomPolicy,
@@ -21,7 +22,6 @@ from composable_fsdp.planning.policies import (
     Targets,
     evaluate_policy,
 )
-from composable_fsdp.planning.wrapping import post_order_apply
 from composable_fsdp.wrap import always_wrap_policy, size_based_auto_wrap_policy
 from tests.support.models import Node, build, module_at
 from tests.support.recipes import ModelRecipe

@@ -26,9 +26,9 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"state_dict", "optim"}),
     frozenset({"storage"}),
     frozenset({"entries"}),
-    frozenset({"features"}),
+    frozenset({"tools", "features"}),
     frozenset({"doors"}),
-    frozenset({"tools", "integrations"}),
+    frozenset({"integrations"}),
 )
 """Parts of the package, lowest first; a part imports from its own layer or lower."""
 

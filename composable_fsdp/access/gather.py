@@ -60,7 +60,7 @@ def gather_slot(ref: ParamRef, part: Tensor) -> Tensor:
         parallelism cuts, an all-gather over its ranks.
     """
     handle, slot = ref.handle, ref.slot
-    group, form = handle.groups.shard, ref.form
+    group = handle.groups.shard
     if part.is_meta:
         return part.new_empty(ref.shape)
     if group is None:
@@ -73,7 +73,7 @@ def gather_slot(ref: ParamRef, part: Tensor) -> Tensor:
         # The plain model's memory format.
         own = own.new_empty_strided(slot.shape, slot.strides).copy_(own)
     # The data ranks hold equal rectangles; the last step joins the rectangles.
-    return own if form is None else form.whole(own)
+    return ref.form.whole(own)
 
 
 @torch.no_grad()

@@ -13,16 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from composable_fsdp.comm import collectives
-from composable_fsdp.comm.agreement import can_compare
-from composable_fsdp.comm.meeting import Call, meet
-from composable_fsdp.errors import DesyncError
-from composable_fsdp.flat.experts import (
+from composable_fsdp.access.other_parts import (
     Route,
     count_common,
     require_one_world,
     route_of,
 )
+from composable_fsdp.comm import collectives
+from composable_fsdp.comm.agreement import can_compare
+from composable_fsdp.comm.meeting import Call, meet
+from composable_fsdp.errors import DesyncError
 from composable_fsdp.flat.flat_parameter import (
     add_own_gradients,
     find_flat,

@@ -14,8 +14,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp.comm import custom
-from composable_fsdp.comm.custom import CustomAllGather, CustomReduceScatter
 from composable_fsdp.comm.groups import GroupRef
 from composable_fsdp.comm.nodes import twin_group
 from composable_fsdp.comm.operations import record
@@ -222,40 +220,6 @@ def set_separate_reduce_scatter_group(
             rule.group = GroupRef(group)
 
 
-def set_custom_all_gather(module: nn.Module, comm: CustomAllGather) -> None:
-    """Gather the unit ``module`` in forward and backward by ``comm``; as in FSDP2.
-
-    Collective: none; in a step the collectives of ``comm``.
-    Raises: CompositionError, if ``module`` is no fully sharded module; TypeError, if
-        ``comm`` cannot be called or does not allocate.
-    """
-    _require_comm("set_custom_all_gather", comm)
-    for state in changed_units(module, "set_custom_all_gather", recurse=False):
-        state.handle.rule.all_gather = partial(custom.all_gather, comm)
-
-
-def set_custom_reduce_scatter(module: nn.Module, comm: CustomReduceScatter) -> None:
-    """Reduce the gradients of the unit ``module`` by ``comm``; as in FSDP2.
-
-    Collective: none; in backward the collectives of ``comm``.
-    Raises: as ``set_custom_all_gather``.
-    """
-    _require_comm("set_custom_reduce_scatter", comm)
-    for state in changed_units(module, "set_custom_reduce_scatter", recurse=False):
-        state.handle.rule.reduce_scatter = partial(custom.reduce_scatter, comm)
-
-
-def _require_comm(name: str, comm: object) -> None:
-    """Raise TypeError unless ``comm`` can be called and can allocate."""
-    # By its methods: torch's base classes belong to FSDP2.
-    if not callable(comm) or not callable(getattr(comm, "allocate", None)):
-        raise TypeError(
-            f"{name} expects an object with the methods allocate and __call__, got "
-            f"{type(comm).__name__}. Derive its class from FSDP2's AllGather or "
-            "ReduceScatter, or write both methods."
-        )
-
-
 def _on_stream(
     hook: Callable[[Tensor], None], stream: torch.cuda.Stream, sums: Tensor
 ) -> None:
@@ -340,6 +304,7 @@ def register_comm_hook(
     note_change(units)
     for unit in units:
         unit.handle.rule.hook, unit.handle.rule.hook_state = hook, state
+        set_divisions(unit.handle)
 
 
 def require_flag(name: str, value: object) -> None:

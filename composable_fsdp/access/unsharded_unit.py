@@ -19,7 +19,7 @@ from composable_fsdp.access.gather import gather_flat_values, spread_flat_values
 from composable_fsdp.comm import collectives
 from composable_fsdp.errors import DesyncError, PhaseError
 from composable_fsdp.flat import memory, part_guards, residency
-from composable_fsdp.flat.build_region import full_leaves_in_form, full_views
+from composable_fsdp.flat.build_region import full_leaves, full_views
 from composable_fsdp.flat.flat_parameter import leaf_gradients, set_leaf_gradient
 from composable_fsdp.flat.gradients import shard_views
 from composable_fsdp.flat.handle import FlatParamHandle
@@ -250,7 +250,7 @@ def _block_leaves(handle: FlatParamHandle, fulls: list[Tensor]) -> list[nn.Param
     ]
     if not handle.block_leaves:
         for region, parts in zip(handle.layout.regions, pieces, strict=True):
-            handle.block_leaves += full_leaves_in_form(
+            handle.block_leaves += full_leaves(
                 region.layout,
                 parts,
                 region.leaves,
@@ -350,7 +350,7 @@ def unshard_grads(
     fulls = gather_flat_values(handle, shards, first_only=rank0_only)
     if not leaves:
         return shown
-    for (region, flags), (_, full_leaves), full in zip(
+    for (region, flags), (_, shown_leaves), full in zip(
         _by_region(handle, wanted), _by_region(handle, leaves), fulls, strict=True
     ):
         if not any(flags):
@@ -358,11 +358,10 @@ def unshard_grads(
         # As the full parameters with offload_to_cpu, the gradients live in host memory.
         views, _ = full_views(region.layout, full.cpu() if to_cpu else full)
         for leaf, view, flag, slot in zip(
-            full_leaves, views, flags, region.layout.parameters, strict=True
+            shown_leaves, views, flags, region.layout.parameters, strict=True
         ):
             # A DTensor takes no plain tensor as ``.grad``.
-            form = handle.layout.forms.get(slot.index)
-            whole = view if form is None else form.shown(view)
+            whole = handle.layout.forms[slot.index].shown(view)
             leaf.grad = whole if flag else None
     return shown
 
@@ -422,8 +421,7 @@ def _full_gradient(
     for leaf, view, slot in zip(leaves, views, region.layout.parameters, strict=True):
         if leaf.grad is not None:
             # The block may have set a gradient of other placements.
-            form = handle.layout.forms.get(slot.index)
-            given = leaf.grad if form is None else form.gradient(leaf.grad)
+            given = handle.layout.forms[slot.index].gradient(leaf.grad)
             # A sparse gradient is converted: an exception here would leave the other
             # ranks waiting.
             view.copy_(given.to_dense())

@@ -1,6 +1,7 @@
 """``WireFormat``: what a user derives to encode the shards that an all-gather sends.
 
-A region is seen as a ``WireLayout``. ``comm.wires`` has the formats of this package.
+A region is seen as a ``WireLayout``. The package's own formats are in
+``features.wires``.
 """
 
 from __future__ import annotations

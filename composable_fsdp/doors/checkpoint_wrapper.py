@@ -18,12 +18,12 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from composable_fsdp.entries.checkpoint import run_checkpointed
+from composable_fsdp.doors.wrapping import post_order_apply
+from composable_fsdp.features.checkpoint import run_checkpointed
 from composable_fsdp.naming import CHECKPOINTED_MODULE, strip_wrapper
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.options import by_name
 from composable_fsdp.planning.policies import evaluate_policy
-from composable_fsdp.planning.wrapping import post_order_apply
 from composable_fsdp.state_dict.wrapper_keys import install_wrapper_hooks
 
 __all__ = [

@@ -36,6 +36,7 @@ from composable_fsdp.config import (
     ShardingStrategy,
 )
 from composable_fsdp.doors.wrapper_attributes import Attributes, attribute_of
+from composable_fsdp.doors.wrapping import post_order_apply
 from composable_fsdp.entries.fully_shard import fully_shard, unknown_text
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.features.init_weights import apply_whole
@@ -44,7 +45,6 @@ from composable_fsdp.naming import WRAPPED_MODULE, strip_wrapper, strip_wrapper_
 from composable_fsdp.optim import keys, legacy, load, save
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.places import API
-from composable_fsdp.planning.wrapping import post_order_apply
 from composable_fsdp.runtime.materialize import reset_parameters
 from composable_fsdp.state_dict import settings
 from composable_fsdp.state_dict.wrapper_keys import install_wrapper_hooks

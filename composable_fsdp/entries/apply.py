@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -23,7 +24,6 @@ from composable_fsdp.comm.groups import RankLayout, resolve_ranks
 from composable_fsdp.comm.registered_memory import refuse_without_nccl
 from composable_fsdp.entries.initial_values import prepare_values
 from composable_fsdp.errors import CompositionError, PlanError
-from composable_fsdp.flat.dtensor_params import refuse_shared_ranks
 from composable_fsdp.flat.handle import LEAVES, find_leaf
 from composable_fsdp.naming import WRAPPED_MODULE, join_name, quoted
 from composable_fsdp.planning.assign import PlanRequest
@@ -37,6 +37,7 @@ from composable_fsdp.planning.planner import (
     ignored_parameters,
     plan_targets,
 )
+from composable_fsdp.planning.policies import evaluate_policy
 from composable_fsdp.planning.precision import ignored_classes, overridden_classes
 from composable_fsdp.runtime.build import build_units
 from composable_fsdp.runtime.materialize import Init
@@ -93,7 +94,7 @@ def prepare(
         options=options,
         world_size=ranks.world_size,
         sizes=ranks.sizes,
-        policy=policy,
+        policy=None if policy is None else partial(evaluate_policy, policy),
         ignored_modules=expand_ignored(ignored_modules, ignored_states),
         ignored_parameters=ignored_parameters(ignored_states),
         tied_params=check_tied(tied_params),
@@ -314,7 +315,8 @@ def _refuse_ranks(
 
     Raises: PlanError.
     """
-    refuse_shared_ranks(targets, ranks)
+    for check in moments.UNITS_PLANNED:
+        check(targets, ranks)
     # Other ranks would wait for this rank where they exchange names and norms.
     if ranks.experts is not None and not parameters:
         raise PlanError(

@@ -225,18 +225,10 @@ def unknown_text(
     translated: Mapping[str, str] = FSDP2_NAMES,
     origin: str = _ORIGIN,
 ) -> str:
-    """Return the error text for unknown arguments; translate names of torch's FSDP.
+    """Return the error text for unknown arguments ``names`` of ``api``.
 
-    Args:
-        names: the unknown names.
-        own: the names that the function takes.
-        api: the name of the function. Default "fully_shard".
-        translated: torch's names with the names of this package. Default: those of
-            ``fully_shard``.
-        origin: where the translated names come from; ``{}`` stands for the names with
-            their translations. Default: torch's FSDP.
-
-    Returns: the text.
+    ``own`` are the names that ``api`` takes. ``origin`` says where the names in
+    ``translated`` come from; ``{}`` stands for these names with their translations.
     """
     hints = [f"{n} (here: {translated[n]})" for n in names if n in translated]
     rest = [n for n in names if n not in translated]

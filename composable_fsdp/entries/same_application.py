@@ -9,9 +9,7 @@ from torch import nn
 
 from composable_fsdp.comm.compute_device import resolve_device
 from composable_fsdp.comm.groups import RankLayout
-from composable_fsdp.comm.nodes import node_parts
 from composable_fsdp.compose.registry import get_state
-from composable_fsdp.config import HYBRID, ShardingStrategy
 from composable_fsdp.entries.apply import Application
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.naming import quoted
@@ -52,8 +50,7 @@ def _difference(
     for name, value in asked.items():
         if has[name] != value:
             return f"it has {name}={has[name]}, this call asks for {value}"
-    here = _members(state.ranks, state.options.strategy)
-    there = _members(application.ranks, state.options.strategy)
+    here, there = _members(state.ranks), _members(application.ranks)
     if here != there:
         return f"it is over {here}, this call asks for {there}"
     # Without device_id any device is accepted: the parameters are on the device of the
@@ -65,21 +62,15 @@ def _difference(
     return ""
 
 
-def _members(ranks: RankLayout, strategy: ShardingStrategy) -> str:
-    """Describe the ranks of the shard group and of the replicate group, in words."""
-    if ranks.replicate is None and strategy in HYBRID:
-        # Not the groups themselves: ``for_strategy`` would create them.
-        shard, copies = (
-            list(next(part for part in parts if dist.get_rank() in part))
-            for parts in node_parts(ranks.world_size)
-        )
-    else:
-        groups = ranks.for_strategy(strategy)
-        shard, copies = (
-            [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
-            for group in (groups.shard, groups.replicate)
-        )
-    others = ranks.experts
-    experts = [] if others is None else dist.get_process_group_ranks(others)
-    apart = f" and other experts on {sorted(experts)}" if experts else ""
-    return f"ranks {sorted(shard)}, with copies on {sorted(copies)}{apart}"
+def _members(ranks: RankLayout) -> str:
+    """Describe the ranks that a caller chose, in words."""
+    named = (
+        ("ranks", ranks.shard),
+        ("copies on", ranks.replicate),
+        ("other experts on", ranks.experts),
+    )
+    return ", ".join(
+        f"{name} {sorted(dist.get_process_group_ranks(group))}"
+        for name, group in named
+        if group is not None
+    )

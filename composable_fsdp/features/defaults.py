@@ -35,6 +35,11 @@ from composable_fsdp.features.guard.under_ddp import install_ddp_hook
 from composable_fsdp.features.guard.watch import watch
 from composable_fsdp.features.log_line import log_units
 from composable_fsdp.features.nonfinite import name_nonfinite
+from composable_fsdp.features.parallel.dtensor_form import (
+    refuse_shared_ranks,
+    with_plain_parameters,
+)
+from composable_fsdp.features.parallel.experts import count_expert_ranks
 from composable_fsdp.features.passages.casts import keep_full_precision
 from composable_fsdp.features.passages.full import FIRST, FULL, MOVING, Searches
 from composable_fsdp.features.passages.handed_params import hand_out
@@ -53,6 +58,9 @@ from composable_fsdp.tree.changed_settings import changed_settings
 operations.RECORDING.append(watch)
 meeting.MEETS.append(meet_in_store)
 device.CAPTURES.append(note_capture)
+moments.UNITS_PLANNED.append(refuse_shared_ranks)
+moments.FORMS_TAKEN.append(with_plain_parameters)
+moments.TREE_FOUND.append(count_expert_ranks)
 moments.BEFORE_SYNC.append(meet_to_sync)
 moments.UNIT_BUILT.extend((install_state_dict_hooks, let_copy, show_units))
 # These are installed once for the process.

@@ -7,7 +7,7 @@ import logging
 import torch.distributed as dist
 
 from composable_fsdp.naming import size_text
-from composable_fsdp.tree.plan_in_force import plan_of_units
+from composable_fsdp.tools.plan_in_force import plan_of_units
 from composable_fsdp.tree.state import RuntimeContext, root_of
 
 LOGGER = logging.getLogger("composable_fsdp")

@@ -16,14 +16,14 @@ from composable_fsdp.access.norms import (
     parameters_given,
     units_and_others,
 )
-from composable_fsdp.comm import collectives
-from composable_fsdp.comm.meeting import Call, meet
-from composable_fsdp.flat.experts import (
+from composable_fsdp.access.other_parts import (
     Route,
     count_common,
     require_one_world,
     route_of,
 )
+from composable_fsdp.comm import collectives
+from composable_fsdp.comm.meeting import Call, meet
 from composable_fsdp.flat.flat_parameter import leaf_gradients
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_ref import ParamRef, in_model_order

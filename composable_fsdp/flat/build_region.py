@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.gradients import new_shard, shard_views, show_on_leaves
-from composable_fsdp.flat.param_form import NO_FORMS, Forms, ParamForm
+from composable_fsdp.flat.param_form import NO_FORMS, PLAIN, Forms
 from composable_fsdp.flat.region import (
     FlatParameter,
     FullBuffer,
@@ -159,22 +159,13 @@ def make_full(
         own_slice = buffer[start : start + layout.shard_numel]
     own_parts = _own_parts(layout, own_slice, rank)
     parts = compute_views(layout, buffer)
-    full_leaves = tuple(
-        [
-            full_leaf(part, leaf, trainable=layout.trainable)
-            for part, leaf in zip(parts, leaves, strict=True)
-        ]
-        if not forms
-        else full_leaves_in_form(
-            layout, parts, leaves, forms, [layout.trainable] * len(leaves)
-        )
-    )
+    made = full_leaves(layout, parts, leaves, forms, [layout.trainable] * len(leaves))
     if is_cut:
         # Views can be created only while the storage has memory. The views stay valid
         # when the storage is resized to 0.
         memory.free(buffer)
-    made = _wire_buffer(layout, rank, device) if wire else None
-    return FullBuffer(buffer, own_slice, is_cut, full_leaves, own_parts, made)
+    encoded = _wire_buffer(layout, rank, device) if wire else None
+    return FullBuffer(buffer, own_slice, is_cut, tuple(made), own_parts, encoded)
 
 
 def _wire_buffer(layout: RegionLayout, rank: int, device: torch.device) -> WireBuffer:
@@ -245,45 +236,26 @@ def fills_of(region: FlatParameter) -> list[tuple[Tensor, Tensor]]:
     return [] if full.own_slice is None else [(full.own_slice, region.shard)]
 
 
-def full_leaf(part: Tensor, leaf: nn.Parameter, *, trainable: bool) -> nn.Parameter:
-    """Turn a view of ``full`` into a parameter with the original's type and attributes.
-
-    Returns: the full leaf, which shares ``__dict__`` with ``leaf``.
-    """
-    made: nn.Parameter
-    if type(leaf) is nn.Parameter:
-        made = part  # type: ignore[assignment]  # from the next line on
-        # Torch's lazy parameters change their class in the same way.
-        # ``nn.Parameter(part)`` would create one more tensor.
-        made.__class__ = nn.Parameter
-        made.requires_grad = trainable
-    else:
-        made = torch.Tensor._make_subclass(type(leaf), part, trainable)
-    # Shared, so that an attribute that a user sets on either leaf is visible on both.
-    made.__dict__ = leaf.__dict__
-    return made
-
-
-def full_leaves_in_form(
+def full_leaves(
     layout: RegionLayout,
     parts: Sequence[Tensor],
     leaves: Sequence[nn.Parameter],
     forms: Forms,
     trainable: Sequence[bool],
 ) -> list[nn.Parameter]:
-    """Return the full leaves of a region, of which some parameters may have a form.
-
-    Returns: the full leaves.
-    """
-    made = []
-    for slot, part, leaf, trains in zip(
-        layout.parameters, parts, leaves, trainable, strict=True
-    ):
+    """Return the full leaves of a region, each in the form of its parameter."""
+    if not forms:  # saves a look-up per parameter
+        return [
+            PLAIN.full_leaf(part, leaf, trainable=trains)
+            for part, leaf, trains in zip(parts, leaves, trainable, strict=True)
+        ]
+    return [
         # By index and not by name: a unit may hold a name twice.
-        form: ParamForm | None = forms.get(slot.index)
-        make = full_leaf if form is None else form.full_leaf
-        made.append(make(part, leaf, trainable=trains))
-    return made
+        forms[slot.index].full_leaf(part, leaf, trainable=trains)
+        for slot, part, leaf, trains in zip(
+            layout.parameters, parts, leaves, trainable, strict=True
+        )
+    ]
 
 
 def _reduce_buffer(

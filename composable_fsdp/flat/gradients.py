@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.region import FlatParameter, TrainableRegion
-from composable_fsdp.flat.slot_use import forget_reduce_slot, take_reduce_slot
 from composable_fsdp.planning.layout import ShardCuts
 
 
@@ -306,7 +305,8 @@ def note_shown(region: FlatParameter, parts: bytes) -> None:
 def allocate_reduce(handle: FlatParamHandle, owner: torch.cuda.Stream | None) -> None:
     """Allocate the reduce buffers on the current stream ``owner``; None on CPU."""
     # Without an arena, or if gradients of another unit wait in its slot.
-    if handle.reduction.slot is None or not take_reduce_slot(handle):
+    slot = handle.reduction.slot
+    if slot is None or not slot.take_reductions(handle):
         for region in handle.layout.trainable:
             buffer = region.reduce.buffer
             # ``memory.allocate``, inlined.
@@ -321,7 +321,7 @@ def free_reduce(handle: FlatParamHandle) -> None:
     """Free the reduce buffers, on the stream that allocated the buffers."""
     if handle.reduction.home is not None:
         assert handle.reduction.slot is not None
-        handle.reduction.slot.release()
+        handle.reduction.slot.give_back()
     else:
         for region in handle.layout.trainable:
             buffer = region.reduce.buffer
@@ -352,7 +352,8 @@ def leave_reduce(handle: FlatParamHandle) -> None:
             _free_gradient(region)
         reduce.temporary = None
     if handle.reduction.home is not None:
-        forget_reduce_slot(handle)
+        assert handle.reduction.slot is not None
+        handle.reduction.slot.leave_reductions(handle)
     free_reduce(handle)
 
 

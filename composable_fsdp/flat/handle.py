@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from composable_fsdp.comm.device import Waitable, make_events
 from composable_fsdp.comm.groups import Groups
-from composable_fsdp.flat.arena import Slot
+from composable_fsdp.flat.memory import FullMemory
 from composable_fsdp.flat.param_form import Forms
 from composable_fsdp.flat.reduce_rule import ReduceRule
 from composable_fsdp.flat.region import FlatParameter, FullBuffer, TrainableRegion
@@ -75,8 +75,8 @@ class FullForm:
     """AccumulateGrad nodes of the trainable full leaves."""
     regions: tuple[FullBuffer, ...] = ()
     """The full buffer of each region, once the unit has two forms."""
-    slot: Slot | None = None
-    """Where the full leaves lie, if the unit has an arena (``flat.arena``)."""
+    slot: FullMemory | None = None
+    """Where the full leaves lie, if not in storages of their own."""
 
 
 @dataclass(slots=True)
@@ -232,7 +232,7 @@ class ReductionProgress:
 
     due: bool = False
     """Whether gradients are expected, or have arrived, that no reduction has taken."""
-    slot: Slot | None = None
+    slot: FullMemory | None = None
     """The arena's slot for reductions; ``home``: its memory, if buffers lie there."""
     home: Tensor | None = None
     has_memory: bool = False

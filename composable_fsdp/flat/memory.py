@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -98,3 +99,39 @@ def is_at(leaf: torch.Tensor, home: torch.Tensor) -> bool:
         home.shape,
         home.stride(),
     )
+
+
+class FullMemory(Protocol):
+    """Memory for full parameters that units use in turn (``features.arena``).
+
+    A unit without one resizes the storages of its full buffers, inline in ``residency``
+    and ``gradients``: the common case costs no call. ``handle`` is that of a unit.
+    """
+
+    def take(self, handle: Any) -> None:
+        """Lay the full parameters into the memory, for an all-gather to fill."""
+        ...
+
+    def give_back(self) -> None:
+        """End the use by the unit that took the memory last."""
+        ...
+
+    def leave(self) -> None:
+        """Leave the memory to a collective that may still write there."""
+        ...
+
+    def is_vacant(self, handle: Any) -> bool:
+        """Return whether no other unit has its full parameters there."""
+        ...
+
+    def make_way(self, context: Any, handle: Any) -> None:
+        """Make room for ``handle``; raise PhaseError if another unit is in use."""
+        ...
+
+    def take_reductions(self, handle: Any) -> bool:
+        """Lay the reduce buffers into the memory; False if gradients wait there."""
+        ...
+
+    def leave_reductions(self, handle: Any) -> None:
+        """Leave the memory to a reduction that may still write there."""
+        ...

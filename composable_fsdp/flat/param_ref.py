@@ -39,15 +39,14 @@ class ParamRef:
         return slot_path(self.handle, self.slot)
 
     @property
-    def form(self) -> ParamForm | None:
-        """Return how compute sees the parameter; None for a plain parameter."""
-        return self.handle.layout.forms.get(self.slot.index)
+    def form(self) -> ParamForm:
+        """Return how compute sees the parameter."""
+        return self.handle.layout.forms[self.slot.index]
 
     @property
     def is_cut(self) -> bool:
         """Return whether other ranks hold elements that this rank does not hold."""
-        form = self.form
-        return self.handle.groups.shard is not None or bool(form and form.cut_over)
+        return self.handle.groups.shard is not None or bool(self.form.cut_over)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -70,9 +69,8 @@ class ParamRef:
 
         The value has the plain model's shape, of which tensor parallelism cuts.
         """
-        form = self.form
-        # First the rectangle of this rank's mesh, of which the shard group cuts rows.
-        own = value if form is None else form.part(value)
+        # First the part of this rank's mesh, of which the shard group cuts rows.
+        own = self.form.part(value)
         return part_of(self.region, self.slot, own, like=self.leaf)
 
 

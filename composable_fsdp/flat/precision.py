@@ -19,7 +19,7 @@ from torch import nn
 from composable_fsdp.flat.build import make_form
 from composable_fsdp.flat.build_region import (
     compute_views,
-    full_leaves_in_form,
+    full_leaves,
     make_full,
 )
 from composable_fsdp.flat.casts import Precision
@@ -109,7 +109,7 @@ def renew_full_leaves(
     found: list[tuple[nn.Parameter, nn.Parameter, nn.Parameter]] = []
     for region in handle.layout.regions:
         full, layout = region.full, region.layout
-        made = full_leaves_in_form(
+        made = full_leaves(
             layout,
             compute_views(layout, full.buffer),
             region.leaves,

@@ -131,10 +131,9 @@ def split_factor(factor: float) -> tuple[float, float]:
 def division(
     rule: ReduceRule, dtype: torch.dtype, *, ranks: int, can_average: bool
 ) -> Division:
-    """Return how to divide sums over ranks.
-
-    Returns: the divisors before and after the sum.
-    """
+    """Return the divisors before and after sums over ranks."""
+    if rule.hook is not None:
+        return NO_DIVISION  # the hook divides
     factor = rule.factor
     # A backend that averages knows of its own ranks alone.
     if factor is None and rule.expert_ranks > 1:

@@ -34,7 +34,6 @@ from composable_fsdp.flat.functional_params import (
 from composable_fsdp.flat.handle import LEAVES, NO_TASK, FlatParamHandle, FullForm
 from composable_fsdp.flat.param_paths import place_path
 from composable_fsdp.flat.part_guards import REFUSE, refuse_part
-from composable_fsdp.flat.slot_use import leave_slot, take_slot
 from composable_fsdp.naming import quoted
 from composable_fsdp.phases import Residency, illegal_move
 from composable_fsdp.planning.dtensors import local_of
@@ -59,7 +58,7 @@ def allocate_full(handle: FlatParamHandle) -> None:
     if GATHERING not in handle.residency.followers:
         raise illegal_move(handle.name, handle.residency, GATHERING)
     if handle.form.slot is not None:
-        take_slot(handle)
+        handle.form.slot.take(handle)
     else:
         for full in handle.form.fulls:
             # ``memory.allocate``, inlined.
@@ -182,7 +181,7 @@ def free_full(handle: FlatParamHandle) -> None:
     # The views, and with them the full leaves, stay valid objects without memory; in a
     # slot they stay views of the slot.
     if handle.form.slot is not None:
-        handle.form.slot.release()
+        handle.form.slot.give_back()
     else:
         for full in handle.form.fulls:
             try:  # ``memory.free``, inlined
@@ -222,7 +221,7 @@ def leave_full(handle: FlatParamHandle) -> None:
     if handle.form.regions:
         handle.form.regions = tuple([region.full for region in handle.layout.regions])
     if handle.form.slot is not None:
-        leave_slot(handle.form.slot)
+        handle.form.slot.leave()
 
 
 def defer_free(handle: FlatParamHandle) -> None:

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.access.gather import gather_flat_values
+from composable_fsdp.access.other_parts import refuse_forms
 from composable_fsdp.access.unshard_params import unshard_params
-from composable_fsdp.flat.dtensor_params import refuse_forms
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.runtime.offload import on_device
 from composable_fsdp.storage.contents import contents_of, units_in

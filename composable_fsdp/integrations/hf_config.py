@@ -27,13 +27,13 @@ from composable_fsdp.config import (
     StateDictType,
 )
 from composable_fsdp.doors.fsdp2_policies import cpu_offload_of, mixed_precision_of
-from composable_fsdp.entries.checkpoint import checkpoint
 from composable_fsdp.entries.fully_shard import fully_shard
+from composable_fsdp.features.checkpoint import checkpoint
 from composable_fsdp.integrations.hf_adapters import has_adapters
 from composable_fsdp.planning import walk
-from composable_fsdp.planning.model_units import NoSplitPolicy
 from composable_fsdp.planning.policies import SizePolicy, evaluate_policy
 from composable_fsdp.state_dict.settings import set_state_dict_type
+from composable_fsdp.tools.model_units import NoSplitPolicy
 
 M = TypeVar("M", bound=nn.Module)
 E = TypeVar("E", bound=Enum)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from composable_fsdp.access.other_parts import refuse_forms
 from composable_fsdp.comm.consensus import require_success_on_all_ranks
 from composable_fsdp.comm.meeting import Call, meet
 from composable_fsdp.config import (
@@ -19,7 +20,6 @@ from composable_fsdp.config import (
     StateDictType,
 )
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.flat.dtensor_params import refuse_forms
 from composable_fsdp.naming import quoted
 from composable_fsdp.optim.broadcast_state import (
     Described,

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from composable_fsdp.access.other_parts import refuse_forms
 from composable_fsdp.comm.meeting import Call
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.flat.dtensor_params import refuse_forms
 from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
 from composable_fsdp.flat.param_ref import ParamRef, find_param

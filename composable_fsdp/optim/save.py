@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from composable_fsdp.access.gather import gather_flat_values
+from composable_fsdp.access.other_parts import require_all_data
 from composable_fsdp.comm.consensus import raise_on_all_ranks
 from composable_fsdp.config import (
     FULL_BY_DEFAULT,
@@ -19,7 +20,6 @@ from composable_fsdp.config import (
     StateDictType,
 )
 from composable_fsdp.flat import memory
-from composable_fsdp.flat.experts import require_all_data
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_ref import ParamRef
 from composable_fsdp.optim.experts import (
@@ -284,7 +284,7 @@ def _gather(
             slot, full = ref.slot, fulls[handle.layout.regions.index(ref.region)]
             part = full[slot.offset : slot.offset + slot.numel].view(slot.shape)
             # All ranks of tensor parallelism that have the first place here join parts.
-            part = part if ref.form is None else ref.form.whole(part)
+            part = ref.form.whole(part)
             # Copy the part: a view would keep the whole buffer alive.
             result[fqn][name] = _copy(part, to_cpu)
 

@@ -71,7 +71,7 @@ def cut_leaf(parameter: object) -> tuple[FlatParamHandle, int] | None:
     found = find_leaf(parameter)
     if found is None or found[0].groups.shard_ref is not None:
         return found
-    return found if found[0].layout.forms and param_ref(*found).is_cut else None
+    return found if param_ref(*found).is_cut else None
 
 
 def leaf_name(handle: FlatParamHandle, index: int) -> str:

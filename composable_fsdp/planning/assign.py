@@ -30,11 +30,12 @@ from composable_fsdp.planning.checks import (
     refuse_parameter,
     share_storage,
 )
-from composable_fsdp.planning.chosen import Chosen
 from composable_fsdp.planning.options import UnitOptions, as_keywords, override
 from composable_fsdp.planning.places import API, REPLICATE
-from composable_fsdp.planning.policies import evaluate_policy
 from composable_fsdp.planning.precision import with_full_precision
+
+Chosen = Mapping[nn.Module, tuple[nn.Module, ...]]
+"""Per unit, its first module in walking order, and all its modules."""
 
 
 class PlanRequest(NamedTuple):
@@ -46,7 +47,8 @@ class PlanRequest(NamedTuple):
         sizes: a function from a strategy to (ranks per shard group, replicas). Default
             None: a single shard group of ``world_size`` ranks.
         api: the API that is applied, ``fully_shard`` (default) or ``replicate``.
-        policy: selects the units below the root. Default None: no units.
+        policy: returns the units below the root, ``policies.evaluate_policy`` of the
+            caller's policy. Default None: no units.
         chosen: the units below the root, instead of ``policy``, with the root's
             options. Default: none.
         ignored_modules: modules whose own parameters stay unsharded; must hold whole
@@ -61,7 +63,7 @@ class PlanRequest(NamedTuple):
     world_size: int
     sizes: Callable[[ShardingStrategy], tuple[int, int]] | None = None
     api: str = API
-    policy: object = None
+    policy: Callable[..., Mapping[nn.Module, Mapping[str, Any]]] | None = None
     chosen: Chosen = {}  # noqa: RUF012  # never changed
     ignored_modules: frozenset[nn.Module] = frozenset()
     ignored_parameters: frozenset[int] = frozenset()
@@ -77,13 +79,9 @@ An entry is (index of the unit, number of characters of the name of its module).
 
 
 class Occurrence(NamedTuple):
-    """A place of a parameter, found on a path from the root.
+    """A place of a parameter: ``module._parameters[name]``, ``fqn`` from the root.
 
-    Args:
-        chain: the enclosing units on this path.
-        fqn: the parameter's name from the root.
-        module: the module that holds the parameter.
-        name: the parameter's key in ``module._parameters``.
+    ``chain`` are the enclosing units on this path.
     """
 
     chain: Chain
@@ -94,28 +92,20 @@ class Occurrence(NamedTuple):
 
 @dataclass(slots=True)
 class Unit:
-    """A unit while the walk collects its parameters.
-
-    Args:
-        fqn: name of the unit's module from the root.
-        modules: the modules passed as this unit.
-        options: the options of this unit.
-        parent: index of the enclosing unit; 0 for the root itself.
-        parameters: each parameter with every place of the parameter.
-        members: the unit's modules and the modules below whose nearest enclosing unit
-            is this unit, in walking order.
-        units_below: states of units of earlier calls directly below this unit.
-    """
+    """A unit while the walk collects its parameters, each with every place."""
 
     fqn: str
     modules: tuple[nn.Module, ...]
     options: UnitOptions
     parent: int = 0
+    """Index of the enclosing unit; 0 for the root itself."""
     parameters: list[tuple[nn.Parameter, list[Occurrence]]] = field(
         default_factory=list
     )
     members: list[nn.Module] = field(default_factory=list)
+    """The modules whose nearest enclosing unit is this unit, in walking order."""
     units_below: list[object] = field(default_factory=list)
+    """States of units of earlier calls directly below this unit."""
 
 
 def assign_units(modules: Sequence[nn.Module], request: PlanRequest) -> list[Unit]:
@@ -200,8 +190,7 @@ def _evaluate(
         m for m in walk.modules(modules[0]) if m is not modules[0] and _is_boundary(m)
     )
     root_kwargs = as_keywords(request.options)
-    targets = evaluate_policy(
-        request.policy,
+    targets = request.policy(
         modules[0],
         ignored_modules=request.ignored_modules,
         ignored_params=request.ignored_parameters,

@@ -28,10 +28,7 @@ AskedPolicy = Callable[..., object]
 class _Visit:
     """A module between the question on the way down and the question on the way up.
 
-    Args:
-        module: the module.
-        pending: the children that the pass has not visited yet.
-        taken: elements in units at or below the children visited so far.
+    ``taken`` are elements in units at or below the children visited so far.
     """
 
     module: nn.Module

@@ -18,7 +18,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from composable_fsdp.errors import PlanError
@@ -51,24 +51,6 @@ def local_of(tensor: Tensor) -> Tensor:
     wait = getattr(local, "wait", None)
     waited: Tensor = local if wait is None else wait()
     return waited
-
-
-def like_dtensor(local: Tensor, tensor: Tensor) -> Tensor:
-    """Return a DTensor placed as ``tensor``, of ``local``; ``local`` if it is none."""
-    if not is_dtensor(tensor):
-        return local
-    from torch.distributed.tensor import DTensor
-
-    dtensor: DTensor = tensor  # type: ignore[assignment]  # as is_dtensor says
-    made: Tensor = DTensor.from_local(
-        local,
-        dtensor.device_mesh,
-        dtensor.placements,
-        run_check=False,
-        shape=dtensor.shape,
-        stride=dtensor.stride(),
-    )
-    return made
 
 
 def whole_of(parameter: Tensor) -> Whole | None:
@@ -146,20 +128,3 @@ def _has_hooks(parameter: Tensor) -> bool:
     # Both are None until the first registration.
     hooks: Any = parameter
     return bool(hooks._backward_hooks or hooks._post_accumulate_grad_hooks)
-
-
-def plain_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    """Return a plain parameter with this rank's rectangle of a DTensor.
-
-    The result shares memory and attributes with ``parameter``.
-    """
-    # Detached: the parameter must not lead into the graph of the DTensor.
-    with torch.no_grad():
-        made = nn.Parameter(
-            local_of(parameter).detach(), requires_grad=parameter.requires_grad
-        )
-    for name, value in vars(parameter).items():
-        # The mark by which torch knows a parameter of another class.
-        if name != "_is_param":
-            setattr(made, name, value)
-    return made

@@ -249,8 +249,6 @@ def _answer(
     root_kwargs: Mapping[str, Any],
 ) -> Mapping[nn.Module, Mapping[str, Any]]:
     """Call ``policy`` in the form that it has, and return its answer as a map."""
-    if policy is None:
-        return {}
     if isinstance(policy, type) or not (callable(policy) or isinstance(policy, Policy)):
         raise TypeError(
             f"A policy expects one of the forms {_FORMS}, got {_named(policy)}. "

@@ -12,13 +12,14 @@ from composable_fsdp.comm.groups import Groups, RankLayout
 from composable_fsdp.comm.nodes import PEERLESS
 from composable_fsdp.compose.registry import set_state
 from composable_fsdp.flat.build import build_handle
-from composable_fsdp.flat.dtensor_params import with_plain_parameters
+from composable_fsdp.flat.param_form import NO_FORMS
 from composable_fsdp.flat.precision import make_precision
 from composable_fsdp.flat.replaced_params import record_replaced
 from composable_fsdp.flat.value_hash import hash_values, have_values
 from composable_fsdp.planning.planner import Target
 from composable_fsdp.runtime.hooks import install_hooks
 from composable_fsdp.tree.initial_weights import InitialWeights, in_slot_order
+from composable_fsdp.tree.moments import FORMS_TAKEN
 from composable_fsdp.tree.state import OWNERS, _FSDPState
 from composable_fsdp.tree.unit_settings import UnitSettings
 
@@ -45,7 +46,13 @@ def build_units(
         groups = ranks.for_strategy(target.plan.options.strategy)
         # The flat buffers hold plain tensors; forms know how compute sees each.
         given = target.parameters
-        target, forms = with_plain_parameters(target)
+        forms = NO_FORMS
+        # A loop, because ``all`` of a generator would cost calls in every unit.
+        for layout in target.plan.regions:
+            if not layout.is_plain:
+                for take in FORMS_TAKEN:
+                    target, forms = take(target)
+                break
         # Hashed while this rank still has whole values.
         initial = _hash_weights(target, groups, synced=synced)
         initial.awaits_buffers = index in awaiting

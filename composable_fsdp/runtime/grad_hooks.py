@@ -70,12 +70,10 @@ def _hook_forms(handle: FlatParamHandle) -> None:
         for index, (slot, leaf) in enumerate(
             zip(region.layout.parameters, region.full.leaves, strict=True)
         ):
-            form = handle.layout.forms.get(slot.index)
-            if form is not None:
-                # Not through the cache, which would keep the mesh of the form alive.
-                arrive = make_grad_hook.__wrapped__(index, form)
-                hooks: Any = leaf._post_accumulate_grad_hooks
-                hooks[FSDP_HOOK_KEY] = MethodType(arrive, link)
+            # Not through the cache, which would keep the mesh of the form alive.
+            arrive = make_grad_hook.__wrapped__(index, handle.layout.forms[slot.index])
+            hooks: Any = leaf._post_accumulate_grad_hooks
+            hooks[FSDP_HOOK_KEY] = MethodType(arrive, link)
 
 
 def accumulators_of(leaves: Sequence[nn.Parameter]) -> tuple[Any, ...]:

@@ -389,7 +389,7 @@ def _issue(reduction: Reduction, *, async_op: bool) -> None:
         before, _, average = regions[0].reduce.division
         buffers = [r.reduce.buffer for r in regions]
         targets = [reduce_target(r) for r in regions]
-        if before != 1 and rule.hook is None:
+        if before != 1:
             torch._foreach_div_(buffers, before)
         if (ref := rule.group or groups.shard_ref) is not None:
             group = ref.ref() or ref.get()  # ``get`` raises if it was destroyed
@@ -445,7 +445,6 @@ def _apply_reduced_gradients(reduction: Reduction) -> None:
     if not reduction.final:
         hold_partial_sums(reduction)
         return
-    by_hook = handle.rule.hook is not None
     hooked: list[nn.Parameter] = []
     for region, arrived in zip(handle.layout.trainable, reduction.arrived, strict=True):
         reduce = region.reduce
@@ -456,7 +455,7 @@ def _apply_reduced_gradients(reduction: Reduction) -> None:
         if handle.rule.after_sum is not None:
             handle.rule.after_sum(target)
         divisor = reduce.division.after
-        if divisor != 1 and target.numel() and not by_hook:
+        if divisor != 1 and target.numel():
             target.div_(divisor)
         if reduce.has_tensor_hooks:
             call_tensor_hooks(region, target, arrived)

@@ -51,8 +51,7 @@ from composable_fsdp.flat.residency import (
     make_unreadable,
 )
 from composable_fsdp.planning.options import RETIRING_LIMIT, RETIRING_UNLIMITED
-from composable_fsdp.runtime.slots import find_previous, is_vacant
-from composable_fsdp.runtime.wires import decode_full, drop_encoded, encode_shards
+from composable_fsdp.runtime.wires import decoding, encode_shards
 from composable_fsdp.tree.state import RuntimeContext, StepOrder, _FSDPState
 
 
@@ -81,9 +80,7 @@ def unshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
     # Before the memory is taken: a unit that has to give way releases its slot, on CUDA
     # behind its last reader.
     if handle.form.slot is not None:
-        previous = find_previous(context, handle)
-        if previous is not None:
-            release(context, previous)
+        handle.form.slot.make_way(context, handle)
     if not handle.form.needs_gather:
         residency.hold_full(handle)
     elif context.streams.host_waits:
@@ -93,28 +90,28 @@ def unshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         _unshard_on_stream(context, context.streams, handle)
 
 
-def _gather(handle: FlatParamHandle, *, async_op: bool) -> Operation | None:
+def _gather(handle: FlatParamHandle, *, async_op: bool) -> Waitable | None:
     """Copy cast or offloaded shards into their slices of ``full``, then all-gather."""
     full, shards = handle.form.gather_lists
     if handle.form.wired:
         encode_shards(handle)
     for own_slice, shard in handle.form.fills:
         copy_async(own_slice, shard)
-    ref = handle.groups.shard_ref
-    if ref is None:
-        return None
-    group = ref.ref() or ref.get()  # ``get`` raises if the group was destroyed
-    # An object of the user stands in through the door of FSDP2.
-    gather = handle.rule.all_gather or collectives.all_gather_flat
-    return gather(
-        full,
-        shards,
-        group,
-        async_op=async_op,
-        operation=Operation(
-            ref.operations, "all_gather", handle.full_fqn, handle.phase, full[0]
-        ),
-    )
+    work, ref = None, handle.groups.shard_ref
+    if ref is not None:
+        group = ref.ref() or ref.get()  # ``get`` raises if the group was destroyed
+        # An object of the user stands in through the door of FSDP2.
+        gather = handle.rule.all_gather or collectives.all_gather_flat
+        work = gather(
+            full,
+            shards,
+            group,
+            async_op=async_op,
+            operation=Operation(
+                ref.operations, "all_gather", handle.full_fqn, handle.phase, full[0]
+            ),
+        )
+    return decoding(handle, work) if handle.form.wired else work
 
 
 def _unshard_on_stream(
@@ -132,9 +129,6 @@ def _unshard_on_stream(
         else:
             residency.allocate_full(handle)
         _gather(handle, async_op=False)
-        if handle.form.wired:
-            # On this stream, so that the event covers the decoding.
-            decode_full(handle)
         handle.events.gather.record(streams.gather)
         if (ref := handle.groups.shard_ref) is not None:
             ref.operations.marks[handle.events.gather.event] = ref.operations.number
@@ -181,8 +175,6 @@ def wait_unsharded(handle: FlatParamHandle) -> None:
             raise
         finally:
             handle.ready = None
-    if handle.form.wired:
-        decode_full(handle)
     if handle.residency is not UNSHARDED:
         residency.use_full(handle)
     handle.writes.make_readable(handle)
@@ -213,8 +205,6 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
     handle.kept_full = False
     if handle.residency is UNSHARDED or handle.residency is COPIES_SHOWN:
         residency.use_sharded(handle)
-    if handle.form.wired:
-        drop_encoded(handle)
     if handle.residency in NOT_GATHERED or handle.kept:
         return
     if handle.form.handed is not None and handle.form.handed(handle):
@@ -344,7 +334,8 @@ def prefetch_backward(context: RuntimeContext, order: StepOrder, reached: int) -
     if state is None or state.handle.residency not in NOT_GATHERED:
         return
     # A prefetch waits for its turn if another unit is in the slot of the arena.
-    if state.handle.form.slot is None or is_vacant(state.handle):
+    slot = state.handle.form.slot
+    if slot is None or slot.is_vacant(state.handle):
         unshard(context, state.handle)
 
 
@@ -381,10 +372,11 @@ def prefetch_listed(
 
 def _gather_ahead(context: RuntimeContext, handle: FlatParamHandle) -> None:
     """Unshard the unit if needed, and remember the unit until the forward ends."""
+    slot = handle.form.slot
     if (
         handle.form.needs_gather
         and handle.residency in NOT_GATHERED
-        and (handle.form.slot is None or is_vacant(handle))
+        and (slot is None or slot.is_vacant(handle))
     ):
         # On CUDA the prefetched unit takes the place of a resharded unit whose memory
         # is not freed: the all-gather waits for the last reader of that unit and

@@ -2,7 +2,7 @@
 
 ::
 
-    CPU     unshard: encode, send          wait_unsharded: wait, decode
+    CPU     unshard: encode, send          wait: wait for the all-gather, decode
     CUDA    gather stream: encode | all-gather | decode | event
 
 The encoded values have memory from the encoding to the decoding.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from composable_fsdp.comm import collectives
-from composable_fsdp.comm.device import outside_transforms
+from composable_fsdp.comm.device import Waitable, outside_transforms
 from composable_fsdp.comm.sequence import Operation
 from composable_fsdp.comm.wire_format import largest_magnitudes
 from composable_fsdp.flat import memory
@@ -64,31 +64,39 @@ def _largest(
     return found
 
 
+def decoding(handle: FlatParamHandle, work: Waitable | None) -> Waitable | None:
+    """Decode when ``work`` has ended: now if it is None, else at the wait for it."""
+    if work is not None:
+        return _Decoding(handle, work)
+    # On CUDA on the stream of the all-gather, whose event covers the decoding.
+    _decode_full(handle)
+    return None
+
+
+class _Decoding:
+    """An all-gather of encoded values; the wait also decodes."""
+
+    __slots__ = ("_handle", "_work")
+
+    def __init__(self, handle: FlatParamHandle, work: Waitable) -> None:
+        self._handle, self._work = handle, work
+
+    def wait(self) -> None:
+        """Wait for the all-gather, and fill the full buffers."""
+        self._work.wait()
+        _decode_full(self._handle)
+
+
 @outside_transforms
 @torch.no_grad()
-def decode_full(handle: FlatParamHandle) -> None:
-    """Fill the full buffers from the encoded values, and free these.
-
-    Nothing happens if the values are decoded already.
-    """
+def _decode_full(handle: FlatParamHandle) -> None:
+    """Fill the full buffers from the encoded values, and free these."""
     for region in handle.layout.regions:
         wire, layout = region.full.wire, region.layout
-        # On CUDA the all-gather's stream has decoded.
-        if wire is None or not memory.is_allocated(wire.buffer):
+        if wire is None:
             continue
         assert layout.wire is not None
         # Autograd saves views of ``full`` only from here on (``make_readable``), so
         # these writes invalidate no saved tensor.
         layout.wire.decode(wire.buffer, region.full.buffer, layout.wire_layout)
         memory.free(wire.buffer)
-
-
-def drop_encoded(handle: FlatParamHandle) -> None:
-    """Free the encoded values of a unit that was gathered ahead and not used.
-
-    The all-gather must have ended.
-    """
-    for region in handle.layout.regions:
-        # Decoded values have freed this memory already, and nothing happens.
-        if region.full.wire is not None:
-            memory.free(region.full.wire.buffer)

@@ -67,9 +67,7 @@ def _whole(handle: FlatParamHandle, index: int, held: Tensor) -> Tensor:
     Collective: over tensor-parallel ranks, if the parameter is cut.
     """
     # Inside a block the modules show DTensors, whole over the data ranks alone.
-    form = handle.layout.forms.get(index)
-    value = held.clone()
-    return value if form is None else form.whole(local_of(value))
+    return handle.layout.forms[index].whole(local_of(held.clone()))
 
 
 @torch.no_grad()
@@ -104,9 +102,8 @@ def gather_unit(
     for ref in in_model_order(handle):
         full, slot = full_of[id(ref.region)], ref.slot
         value = full[slot.offset : slot.offset + slot.numel].view(slot.shape)
-        if ref.form is not None:
-            value = ref.form.whole(value)
-        elif slot.strides:
+        value = ref.form.whole(value)
+        if slot.strides:
             # Values of the plain model have its memory format.
             value = value.new_empty_strided(value.shape, slot.strides).copy_(value)
         # Copied, so that the caller's tensors do not keep the full buffer alive.

@@ -20,9 +20,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from composable_fsdp.access.other_parts import require_all_data
 from composable_fsdp.config import FullStateDictConfig, StateDictSettings, StateDictType
 from composable_fsdp.errors import CompositionError
-from composable_fsdp.flat.experts import require_all_data
 from composable_fsdp.naming import join_name, quoted, strip_wrapper
 from composable_fsdp.runtime.precision import own_buffers
 from composable_fsdp.runtime.recover import require_between_steps

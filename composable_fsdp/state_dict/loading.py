@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from composable_fsdp.access.other_parts import refuse_forms
 from composable_fsdp.config import StateDictType
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.flat.dtensor_params import refuse_forms
 from composable_fsdp.flat.param_ref import ParamRef, param_refs
 from composable_fsdp.naming import listed, quoted, strip_wrapper
 from composable_fsdp.phases import Phase

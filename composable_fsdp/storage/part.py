@@ -30,7 +30,6 @@ from composable_fsdp.optim.original_view import over_originals
 from composable_fsdp.optim.own_state_dict import plain_values
 from composable_fsdp.optim.scalars import is_scalar
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
-from composable_fsdp.planning.save_parts import by_turns, writers_of
 from composable_fsdp.storage.codec import Json, require_storable
 from composable_fsdp.storage.contents import (
     Contents,
@@ -56,6 +55,7 @@ from composable_fsdp.storage.same_on_ranks import (
     tell_tensors,
     text_of,
 )
+from composable_fsdp.storage.save_parts import by_turns, writers_of
 from composable_fsdp.storage.selection import ALL, Patterns, Selection, matcher
 from composable_fsdp.storage.stateful import rng_state, states_of
 from composable_fsdp.storage.values import encode

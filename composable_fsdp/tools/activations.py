@@ -24,8 +24,6 @@ from torch.utils import _pytree as pytree
 from composable_fsdp.errors import PlanError
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.dtensors import is_dtensor
-from composable_fsdp.planning.memory import COMPUTE, Event
-from composable_fsdp.planning.plan import ShardingPlan
 from composable_fsdp.tools.fake_step import (
     FAKE_LOG,
     Step,
@@ -37,6 +35,8 @@ from composable_fsdp.tools.fake_step import (
 )
 from composable_fsdp.tools.fake_values import FakeValues
 from composable_fsdp.tools.model_sends import model_sends
+from composable_fsdp.tools.sharding_plan import ShardingPlan
+from composable_fsdp.tools.step_memory import COMPUTE, Event
 
 
 class UnitActivations(NamedTuple):

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.naming import join_name, printable, size_text
 from composable_fsdp.planning import walk
-from composable_fsdp.planning.fold import fold_units
 from composable_fsdp.planning.layout import ParameterSlot, RegionLayout
 from composable_fsdp.planning.unit_plan import UnitPlan
 from composable_fsdp.storage.manifest import SavedTensor
@@ -31,7 +30,8 @@ from composable_fsdp.storage.native import NativeSource
 from composable_fsdp.storage.opening import NATIVE, find_checkpoint, open_source
 from composable_fsdp.storage.source import Source
 from composable_fsdp.tools.command import counted
-from composable_fsdp.tree.plan_in_force import unit_plan
+from composable_fsdp.tools.fold import fold_units
+from composable_fsdp.tools.plan_in_force import unit_plan
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import walk_states
 

@@ -26,9 +26,9 @@ from torch.utils import _pytree as pytree
 from composable_fsdp.errors import PlanError
 from composable_fsdp.naming import join_name
 from composable_fsdp.planning import walk
-from composable_fsdp.planning.dtensors import like_dtensor, local_of
-from composable_fsdp.planning.plan import ShardingPlan
+from composable_fsdp.planning.dtensors import is_dtensor, local_of
 from composable_fsdp.tools.fake_values import FakeValues
+from composable_fsdp.tools.sharding_plan import ShardingPlan
 from composable_fsdp.tools.storages import Block, StorageMode, parts_of
 
 FAKE_LOG = "torch._subclasses.fake_tensor"
@@ -118,7 +118,7 @@ def stand_ins(
             key = (id(each), name)
             if key not in known:
                 # Sizes of a rank's part of a DTensor; the whole is on no rank.
-                made = like_dtensor(values.like(local_of(value), dtype), value)
+                made = _like_dtensor(values.like(local_of(value), dtype), value)
                 known[key] = made.requires_grad_(value.requires_grad)
             found[fqn] = known[key]
     return found
@@ -315,3 +315,21 @@ class StepLog(StorageMode):  # type: ignore[no-untyped-call]  # torch has no typ
 
 LIVE, HELD, GRADIENTS = "live", "held", "gradients"
 """Kinds of a block: tensors of the step; parameters and buffers; their gradients."""
+
+
+def _like_dtensor(local: Tensor, tensor: Tensor) -> Tensor:
+    """Return a DTensor placed as ``tensor``, of ``local``; ``local`` if it is none."""
+    if not is_dtensor(tensor):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    dtensor: Any = tensor
+    made: Tensor = DTensor.from_local(
+        local,
+        dtensor.device_mesh,
+        dtensor.placements,
+        run_check=False,
+        shape=dtensor.shape,
+        stride=dtensor.stride(),
+    )
+    return made

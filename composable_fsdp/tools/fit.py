@@ -17,9 +17,9 @@ from composable_fsdp.config import (
     MixedPrecision,
     ShardingStrategy,
 )
-from composable_fsdp.planning.replan import replan
 from composable_fsdp.tools.activations import Activations
 from composable_fsdp.tools.forecast import Forecast
+from composable_fsdp.tools.replan import replan
 
 MOST_RANKS = 1 << 17
 """The largest world size that ``smallest_world_size`` tries."""

@@ -14,17 +14,17 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import NamedTuple
 
-from composable_fsdp.planning.fold import Fold, fold_units
-from composable_fsdp.planning.memory import Event
-from composable_fsdp.planning.plan import ShardingPlan
-from composable_fsdp.planning.unit_costs import Traffic
 from composable_fsdp.planning.unit_plan import UnitPlan
 from composable_fsdp.tools.activations import Activations, Held
+from composable_fsdp.tools.fold import Fold, fold_units
 from composable_fsdp.tools.optimizers import (
     OPTIMIZERS,
     OptimizerMemory,
     optimizer_memory,
 )
+from composable_fsdp.tools.sharding_plan import ShardingPlan
+from composable_fsdp.tools.step_memory import Event
+from composable_fsdp.tools.unit_costs import Traffic
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_fsdp.comm.wires import Float8Wire, Int8Wire
 from composable_fsdp.config import (
     BackwardPrefetch,
     Block,
@@ -21,16 +20,17 @@ from composable_fsdp.config import (
     RowBlock,
     ShardingStrategy,
 )
-from composable_fsdp.entries.tensor_parallel import check_sizes, job_mesh
 from composable_fsdp.errors import FSDPError
+from composable_fsdp.features.wires.formats import Float8Wire, Int8Wire
 from composable_fsdp.planning import walk
-from composable_fsdp.planning.model_units import guess_units
 from composable_fsdp.planning.policies import SizePolicy
 from composable_fsdp.tools.command import byte_size, count, words
+from composable_fsdp.tools.model_units import guess_units
 from composable_fsdp.tools.plan_models import Model, UsageError
 from composable_fsdp.tools.simulate import is_sharded
 from composable_fsdp.tools.simulated_meshes import simulated_meshes
 from composable_fsdp.tools.simulated_world import Machine, simulated_world
+from composable_fsdp.tools.tensor_parallel import check_sizes, job_mesh
 from composable_fsdp.tools.timetable import Timetable
 
 DTYPES = {

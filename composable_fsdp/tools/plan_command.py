@@ -10,8 +10,6 @@ from pathlib import Path
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_fsdp.entries.plan import plan
-from composable_fsdp.planning.plan import ShardingPlan
 from composable_fsdp.tools.activations import Activations, measure_activations
 from composable_fsdp.tools.command import BAD, Command, Report, count, progress, words
 from composable_fsdp.tools.forecast import forecast
@@ -25,6 +23,7 @@ from composable_fsdp.tools.model_arguments import (
     options_of,
 )
 from composable_fsdp.tools.optimizers import OPTIMIZERS
+from composable_fsdp.tools.plan import plan
 from composable_fsdp.tools.plan_models import (
     Model,
     UsageError,
@@ -40,6 +39,7 @@ from composable_fsdp.tools.plan_report import (
     text_of,
     text_of_differences,
 )
+from composable_fsdp.tools.sharding_plan import ShardingPlan
 from composable_fsdp.tools.simulate import is_sharded
 
 _EPILOG = f"""\

@@ -27,10 +27,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_fsdp.entries.tensor_parallel import check_cut, without_arguments
 from composable_fsdp.errors import FSDPError, PlanError
 from composable_fsdp.planning import walk
 from composable_fsdp.tools.simulate import is_sharded
+from composable_fsdp.tools.tensor_parallel import check_cut, without_arguments
 
 CONFIG = "config.json"
 """The name of a configuration in a directory of a Hugging Face model."""

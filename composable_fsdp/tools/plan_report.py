@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from composable_fsdp.naming import size_text
-from composable_fsdp.planning.plan import ShardingPlan, owner_lines
-from composable_fsdp.planning.unit_costs import Traffic
 from composable_fsdp.tools.command import Report, counted
 from composable_fsdp.tools.fit import Fit, at_world_size, fit
 from composable_fsdp.tools.forecast import Forecast, UnitRow
+from composable_fsdp.tools.sharding_plan import ShardingPlan, owner_lines
+from composable_fsdp.tools.unit_costs import Traffic
 
 KEY = "composable_fsdp_plan"
 """The key that tells a saved report; the value is the version of the report."""

@@ -26,24 +26,15 @@ from torch.utils import _pytree as pytree
 
 from composable_fsdp.access.grads import clip_grad_norm_
 from composable_fsdp.entries.fully_shard import fully_shard
-from composable_fsdp.entries.plan import plan
-from composable_fsdp.entries.tensor_parallel import (
-    check_cut,
-    check_sizes,
-    data_mesh,
-    first_dtensor,
-    job_mesh,
-    name_of,
-    without_arguments,
-)
 from composable_fsdp.errors import FSDPError, PlanError
 from composable_fsdp.flat.region import FlatParameter, TrainableRegion
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning import walk
-from composable_fsdp.planning.chosen import unit_names
+from composable_fsdp.tools.chosen import unit_names
 from composable_fsdp.tools.fake_step import FAKE_LOG, default_loss, muted
 from composable_fsdp.tools.fake_values import FakeValues
 from composable_fsdp.tools.model_sends import model_sends
+from composable_fsdp.tools.plan import plan
 from composable_fsdp.tools.simulated_memory import MemoryLog
 from composable_fsdp.tools.simulated_meshes import simulated_meshes
 from composable_fsdp.tools.simulated_world import (
@@ -52,6 +43,15 @@ from composable_fsdp.tools.simulated_world import (
     simulated_world,
 )
 from composable_fsdp.tools.simulation import Simulation, operations_of
+from composable_fsdp.tools.tensor_parallel import (
+    check_cut,
+    check_sizes,
+    data_mesh,
+    first_dtensor,
+    job_mesh,
+    name_of,
+    without_arguments,
+)
 from composable_fsdp.tools.timetable import Timetable
 from composable_fsdp.tree.traversal import walk_states
 

@@ -10,10 +10,9 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_fsdp.entries.tensor_parallel import without_arguments
 from composable_fsdp.naming import size_text
-from composable_fsdp.planning.chosen import unit_names
 from composable_fsdp.planning.options import UnitOptions
+from composable_fsdp.tools.chosen import unit_names
 from composable_fsdp.tools.command import BAD, Command, Report, bound, progress
 from composable_fsdp.tools.model_arguments import (
     MODEL_HELP,
@@ -38,6 +37,7 @@ from composable_fsdp.tools.simulate import (
     simulate,
 )
 from composable_fsdp.tools.simulation import Simulation
+from composable_fsdp.tools.tensor_parallel import without_arguments
 
 _EPILOG = f"""\
 examples:

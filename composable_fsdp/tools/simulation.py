@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from composable_fsdp.naming import ROOT_NAME, size_text
-from composable_fsdp.planning.plan import ShardingPlan
 from composable_fsdp.tools.command import counted
+from composable_fsdp.tools.sharding_plan import ShardingPlan
 from composable_fsdp.tools.simulated_memory import SimulatedMoment
 from composable_fsdp.tools.simulated_world import Machine
 from composable_fsdp.tools.timetable import COMPUTE, SEND, Label, Timetable

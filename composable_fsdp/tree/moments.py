@@ -3,9 +3,11 @@
 ``features.defaults`` fills the lists, once for each process. So the path from
 ``fully_shard`` to a step imports none of the layers that it calls::
 
-    fully_shard          BEFORE_SYNC       UNIT_BUILT      MODULES_SHARDED
+    fully_shard          UNITS_PLANNED     BEFORE_SYNC     FORMS_TAKEN
+                         UNIT_BUILT        MODULES_SHARDED
     first gather         MODELS_MEET
-    first forwards       TREE_INITIALIZED  RANKS_MEET      FIRST_FORWARD
+    first forwards       TREE_FOUND        TREE_INITIALIZED
+                         RANKS_MEET        FIRST_FORWARD
     a later forward      NEXT_FORWARD      CHANGED_FLAGS
 """
 
@@ -20,10 +22,17 @@ from torch import nn
 # States and contexts are Any here, because their own module imports this one.
 BEFORE_SYNC: list[Callable[[str, nn.Module, Any], None]] = []
 """Before a broadcast of values: the name of the API, the module, and the ranks."""
+UNITS_PLANNED: list[Callable[[Any, Any], None]] = []
+"""Before any change: the targets and the ranks, to refuse."""
+FORMS_TAKEN: list[Callable[[Any], tuple[Any, Any]]] = []
+"""Of a target with parameters that are not plain: puts plain ones in their places and
+returns the target, and the forms by slot index."""
 UNIT_BUILT: list[Callable[[Any, Iterable[nn.Module]], None]] = []
 """After each unit was built: its state, and all modules of the unit."""
 MODULES_SHARDED: list[Callable[[], None]] = []
 """After every application."""
+TREE_FOUND: list[Callable[[Any, Any], None]] = []
+"""Before a tree is initialized: the handle of its root, and names with handles."""
 TREE_INITIALIZED: list[Callable[[Any], None]] = []
 """At the end of the lazy initialization of a tree: the context."""
 MODELS_MEET: list[Callable[..., None]] = []

@@ -14,10 +14,9 @@ from torch import nn
 
 from composable_fsdp.comm.device import Streams, make_streams
 from composable_fsdp.errors import CompositionError
-from composable_fsdp.flat.experts import count_expert_ranks
 from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.planning.walk import named
-from composable_fsdp.tree.moments import TREE_INITIALIZED
+from composable_fsdp.tree.moments import TREE_FOUND, TREE_INITIALIZED
 from composable_fsdp.tree.state import (
     MarkedUnits,
     RuntimeContext,
@@ -63,7 +62,8 @@ def _initialise(top: _FSDPState) -> None:
     found = list(walk_states(top.module))
     _check_equal([(join_name(top.fqn, fqn), state) for fqn, _, state in found])
     # Only now is the unit known whose ranks are those of all the data.
-    count_expert_ranks(top.handle, [(fqn, state.handle) for fqn, _, state in found])
+    for check in TREE_FOUND:
+        check(top.handle, [(fqn, state.handle) for fqn, _, state in found])
     # The caches are slots of the base class, so only the class changes: every reference
     # to this state, weak ones included, stays good.
     top.__class__ = _RootFSDPState

@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
-import weakref
 from collections.abc import Callable
 
 import pytest
@@ -28,7 +27,6 @@ from composable_fsdp.compose.registry import (
     has_api,
     incompatible_api,
     remove_state,
-    set_state,
 )
 
 
@@ -62,20 +60,6 @@ def test_asking_an_untouched_module_writes_nothing(
     before = dict(module.__dict__)
 
     assert not read(module)
-    assert module.__dict__ == before
-
-
-def test_removing_the_last_state_leaves_no_trace() -> None:
-    """Other APIs keep theirs; after the last the module's ``__dict__`` is as before."""
-    module, kept = nn.Linear(2, 2), State()
-    before = dict(module.__dict__)
-    set_state(module, "mark", State())
-    set_state(module, "kept", kept)
-
-    remove_state(module, "mark")
-    assert dict(get_registry(module)) == {"kept": kept}
-    remove_state(module, "kept")
-
     assert module.__dict__ == before
 
 
@@ -113,20 +97,6 @@ def test_an_owner_entry_vanishes_with_its_state() -> None:
     assert [owners.get(child) for child in modules] == [None, None]
     assert owners.get(modules) is kept_state
     assert len(owners) == 1
-
-
-@pytest.mark.req("S1-30")
-def test_an_owner_set_while_the_last_one_dies_stays() -> None:
-    """The entry that vanishes is the dead state's, not the one put in its place."""
-    owners: OwnerMap[State] = OwnerMap()
-    module, state, heir = nn.Linear(2, 2), State(), State()
-    owners.set(state, module)
-    watcher = weakref.ref(state, lambda _: owners.set(heir, module))
-
-    del state
-
-    assert watcher() is None
-    assert owners.get(module) is heir
 
 
 # ---- torch's own APIs ----------------------------------------------------------

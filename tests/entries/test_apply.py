@@ -12,8 +12,8 @@ from composable_fsdp.flat.build import build_handle
 from composable_fsdp.planning.assign import PlanRequest, assign_units
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.places import API
-from composable_fsdp.planning.plan import plan_modules
 from composable_fsdp.runtime.build import build_units
+from composable_fsdp.tools.sharding_plan import plan_modules
 from composable_fsdp.tree.state import _FSDPState
 from tests.support.world import World
 

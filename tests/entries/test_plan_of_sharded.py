@@ -20,7 +20,7 @@ from composable_fsdp import (
     plan,
     set_reshard_after_forward,
 )
-from composable_fsdp.planning.plan import ShardingPlan
+from composable_fsdp.tools.sharding_plan import ShardingPlan
 from tests.support.tiny import TinyBlock
 from tests.support.world import fake_world
 

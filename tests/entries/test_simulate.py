@@ -29,7 +29,7 @@ from composable_fsdp import (
     simulate,
 )
 from composable_fsdp.comm import device
-from composable_fsdp.planning.unit_costs import Traffic
+from composable_fsdp.tools.unit_costs import Traffic
 from tests.planning.trees import Text
 from tests.support.memory import LiveBytes
 from tests.support.world import World, ranks, single_rank_group

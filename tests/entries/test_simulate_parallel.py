@@ -42,7 +42,7 @@ from composable_fsdp import (
     recent_operations,
     simulate,
 )
-from composable_fsdp.planning.unit_costs import Traffic
+from composable_fsdp.tools.unit_costs import Traffic
 from tests.parallel import experts, models
 from tests.support.memory import LiveBytes
 from tests.support.reference import backward

@@ -22,10 +22,8 @@ from composable_fsdp import (
     register_comm_hook,
     set_gradient_divide_factor,
 )
-from composable_fsdp.access.settings import (
-    set_all_reduce_hook,
-    set_custom_all_gather,
-)
+from composable_fsdp.access.settings import set_all_reduce_hook
+from composable_fsdp.features.wires.custom import set_custom_all_gather
 
 WIDTH = 4
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from composable_fsdp.flat.handle import LEAVES, FlatParamHandle, find_leaf
 from composable_fsdp.phases import Residency
 from composable_fsdp.planning.assign import PlanRequest
 from composable_fsdp.planning.options import UnitOptions
-from composable_fsdp.planning.plan import plan_modules
+from composable_fsdp.planning.policies import evaluate_policy
+from composable_fsdp.tools.sharding_plan import plan_modules
 from tests.planning.trees import linears, units
 from tests.support.models import tiny_mlp
 
@@ -30,7 +32,7 @@ def handles_of(
     request = PlanRequest(
         options=UnitOptions(),
         world_size=world_size,
-        policy=units({name: {} for name in names}),
+        policy=partial(evaluate_policy, units({name: {} for name in names})),
     )
     _, targets = plan_modules([model], request)
     groups = Groups(None, None)
@@ -88,22 +90,6 @@ def test_unsharding_twice_shows_the_same_full_leaves_at_every_place() -> None:
 
     assert shown[0] is shown[1] is not weight
     assert handle.layout.regions[0].full.leaves[1].shape == (4, 4)
-
-
-@pytest.mark.req("S1-01")
-def test_the_table_of_held_parameters_has_its_name() -> None:
-    """``_shard_param_indices`` are the parameters of which a rank holds elements."""
-    spans = [
-        handles_of(tiny_mlp(), world_size=8, rank=rank)[0]._shard_param_indices
-        for rank in range(8)
-    ]
-
-    assert set().union(*spans) == {0, 1, 2, 3}
-    assert all(indices == tuple(sorted(indices)) for indices in spans)
-    for rank in range(8):
-        handle = handles_of(tiny_mlp(), world_size=8, rank=rank)[0]
-        held = {i for i, leaf in enumerate(handle.leaves) if leaf.numel()}
-        assert set(spans[rank]) == held
 
 
 @pytest.mark.req("S1-42")

@@ -8,18 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from composable_fsdp import (
     MixedPrecision,
     fully_shard,
-    no_sync,
-    reshard,
     unshard,
     unshard_params,
 )
-from composable_fsdp.errors import DesyncError
-from composable_fsdp.features.guard.order_logs import without_gradient
 from composable_fsdp.flat.param_paths import slot_paths
 from composable_fsdp.flat.param_ref import param_refs
 from composable_fsdp.tree.traversal import _get_fsdp_handles
@@ -101,29 +96,15 @@ def test_the_path_of_every_parameter_is_its_name_in_the_plain_model(
         assert set(slot_paths(ref.handle, ref.slot)) <= plain[id(ref.leaf)]
 
 
-def asked(model: Twins) -> None:
-    y = model.body["a"](X).sum()
-    torch.autograd.grad(y, [model.b.inner.weight])
-
-
 def full(model: Twins) -> None:
     loss = model(X).sum()
     unshard(model.body["a"])
     torch.autograd.grad(loss, [model.b.inner.weight])
 
 
-def removed(model: Twins) -> None:
-    del model.b.inner._parameters["weight"]
-    model(X)
-
-
 def replaced(model: Twins) -> None:
     with unshard_params(model):
         model.b.inner._parameters["weight"] = nn.Parameter(torch.ones(1))
-
-
-def functional(model: Twins) -> None:
-    functional_call(model, {"body.b.inner.weight": torch.ones(3)}, X)
 
 
 def orthogonal(model: Twins) -> None:
@@ -140,19 +121,8 @@ def apart(model: Twins) -> None:
     model.b.inner(X)
 
 
-def older(model: Twins) -> None:
-    loss = model(X).sum()
-    with torch.no_grad():
-        model.b.inner.weight.mul_(0.5)
-    backward(loss)
-
-
 CASES: dict[str, Callable[[Twins], None]] = {
-    each.__name__: each
-    for each in (
-        *(asked, full, removed, replaced, functional, orthogonal, written, apart),
-        older,
-    )
+    each.__name__: each for each in (full, replaced, orthogonal, written, apart)
 }
 
 
@@ -174,51 +144,3 @@ def test_an_error_names_the_second_module(ranks: RankCount, case: str) -> None:
     for text in ranks(2).run(text_of, case):
         assert "'body.b.inner" in text
         assert "body.a.inner" not in text
-
-
-def unused(world: World) -> list[str]:
-    """The parameters without a gradient after a backward that did not use ``b``."""
-    model = twins(runs=False)
-    model.b.rests = True
-    with no_sync(model):
-        backward(model(X).sum())
-    (handle,) = (h for h in _get_fsdp_handles(model) if len(h.leaves) == 2 and h.paths)
-    reshard(model)
-    return without_gradient(handle, [r.reduce.arrived for r in handle.layout.trainable])
-
-
-def of_ranks(world: World) -> list[str]:
-    """What is told of ranks that have different weights, shapes or block values."""
-    told = []
-    torch.manual_seed(0)
-    model = Twins()
-    with torch.no_grad():
-        model.b.inner.weight.add_(world.rank)
-    fully_shard([model.body["a"], model.body["b"]], check_weights="error")
-    fully_shard(model, check_weights="error")
-    with pytest.raises(DesyncError) as caught:
-        model(X)
-    told.append(str(caught.value))
-    model = Twins()
-    model.b.inner = nn.Linear(4, 4 + world.rank, bias=False)
-    fully_shard([model.body["a"], model.body["b"]])
-    fully_shard(model)
-    with pytest.raises(DesyncError) as caught:
-        model(X)
-    told.append(str(caught.value))
-    model = twins()
-    with pytest.raises(DesyncError) as caught, unshard_params(model, check_same=True):
-        model.b.inner.weight.data.add_(world.rank)
-    told.append(str(caught.value))
-    return told
-
-
-@pytest.mark.req("N-09")
-def test_a_report_names_the_second_module(ranks: RankCount) -> None:
-    """Gradients that are missing; weights, shapes and values that differ by rank."""
-    for names in ranks(2).run(unused):
-        assert names == ["body.b.inner.weight"]
-    for told in ranks(2).run(of_ranks):
-        for text in told:
-            assert "'body.b.inner.weight'" in text
-            assert "body.a.inner" not in text

@@ -91,23 +91,6 @@ def test_shards_of_all_ranks_rebuild_every_parameter(
     assert all(not piece.any() for piece in padding)
 
 
-@pytest.mark.req("B-25")
-@pytest.mark.parametrize("world_size", [2, 3, 7])
-def test_sharded_leaves_of_all_ranks_are_rows_of_the_original(world_size: int) -> None:
-    """Stacking the ranks' leaves along dim 0 gives the parameter, in its own dims."""
-    stacked: list[list[Tensor]] = [[] for _ in SHAPES]
-    for rank in range(world_size):
-        params = parameters()
-        region_of(params, world_size=world_size, rank=rank)
-        for pieces, leaf in zip(stacked, params, strict=True):
-            pieces.append(leaf.detach())
-
-    for pieces, original in zip(stacked, parameters(), strict=True):
-        whole = torch.cat(pieces)
-        assert torch.equal(whole, original.detach().reshape(whole.shape))
-        assert whole.ndim == max(original.ndim, 1)
-
-
 def test_writing_into_full_leaves_the_version_of_full_leaves_alone() -> None:
     """What autograd saved stays valid when a gather writes the same values again."""
     region = region_of(parameters([(4, 2)]), world_size=2)

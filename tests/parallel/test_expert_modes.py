@@ -8,24 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp import (
-    CompositionError,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    StateDictType,
     clip_grad_norm_,
     fully_shard,
     load,
     optim_state_dict,
     save,
-    set_state_dict_type,
 )
 from tests.parallel.experts import Model, Recipe, batch, layers_of, loss_of
 from tests.parallel.test_experts import (
@@ -69,28 +59,6 @@ def require_plain_moments(
             )
 
 
-@pytest.mark.req("M-02")
-@on_ranks(4)
-def test_offloaded_state_is_that_of_the_plain_model(world: World) -> None:
-    """Full state in host memory, of the experts of all ranks."""
-    model, plain = pair(UNEVEN, world)
-    both = adamw(model), adamw(plain)
-    step_gradients(model, plain, world, 0)
-    for each in both:
-        each.step()
-    set_state_dict_type(
-        model,
-        StateDictType.FULL_STATE_DICT,
-        FullStateDictConfig(offload_to_cpu=True),
-        FullOptimStateDictConfig(offload_to_cpu=True),
-    )
-
-    state, moments = model.state_dict(), optim_state_dict(model, both[0])
-
-    require_plain_state(state, plain)
-    require_plain_moments(moments, plain, both[1])
-
-
 def on_meta(recipe: Recipe, mesh: DeviceMesh) -> Model:
     """Return the divided model, sharded without values."""
     model = recipe.divided(mesh["ep"]).to("meta")
@@ -114,19 +82,6 @@ def test_experts_on_meta_train_after_a_load(world: World) -> None:
 
     train(model, plain, world, steps=1)
     require_plain_state(model.state_dict(), plain)
-
-
-@on_ranks(4)
-def test_torchs_full_state_names_the_way_out(world: World) -> None:
-    """get_model_state_dict and get_optimizer_state_dict, on all ranks."""
-    model, plain = pair(LISTED, world)
-    optimizer = train(model, plain, world, steps=1)
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-
-    with pytest.raises(CompositionError, match=r"Call model\.state_dict\(\) and opt"):
-        get_model_state_dict(model, options=options)
-    with pytest.raises(CompositionError, match="optim_state_dict"):
-        get_optimizer_state_dict(model, optimizer, options=options)
 
 
 @on_ranks(4)

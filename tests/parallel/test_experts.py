@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import Partial, Replicate, distribute_tensor
 
@@ -22,14 +20,9 @@ from composable_fsdp import (
     CheckpointError,
     CompositionError,
     DesyncError,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
     FullyShardedDataParallel,
-    PhaseError,
     PlanError,
-    ShardingStrategy,
     StateDictType,
-    apply_activation_checkpointing,
     clip_grad_norm_,
     export_safetensors,
     find_nonfinite,
@@ -42,11 +35,9 @@ from composable_fsdp import (
     optim_state_dict,
     optim_state_dict_to_load,
     save,
-    set_gradient_divide_factor,
     set_state_dict_type,
 )
 from tests.parallel.experts import (
-    Layer,
     Model,
     Recipe,
     batch,
@@ -54,7 +45,6 @@ from tests.parallel.experts import (
     local,
     loss_of,
 )
-from tests.parallel.models import forget_meshes
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import backward
 from tests.support.sharded import message_of
@@ -132,22 +122,6 @@ def require_equal_gradients(model: nn.Module, plain: nn.Module) -> None:
 
 
 @on_ranks(4)
-def test_experts_inside_of_hybrid_sharding(world: World) -> None:
-    """Experts are divided over the shard ranks, and sharded by replicas."""
-    forget_meshes()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = LISTED.sharded(
-        mesh["shard"],
-        mesh["replicate"],
-        mesh,
-        strategy=ShardingStrategy.HYBRID_SHARD,
-        experts={"strategy": ShardingStrategy.FULL_SHARD},
-    )
-
-    train(model, LISTED.plain(), world)
-
-
-@on_ranks(4)
 def test_values_of_the_first_rank_go_to_the_ranks_of_its_experts(world: World) -> None:
     """sync_module_states keeps the experts of other ranks."""
 
@@ -187,34 +161,6 @@ def test_the_norm_counts_each_expert_once(world: World, recipe: Recipe) -> None:
 
 
 @on_ranks(4)
-def test_checkpointed_layers_train_alike(world: World) -> None:
-    """Forward runs twice, all-to-all included."""
-
-    def checkpointed(model: Model) -> None:
-        apply_activation_checkpointing(
-            model, check_fn=lambda module: isinstance(module, Layer)
-        )
-
-    model, plain = pair(STARVED, world, prepare=checkpointed)
-
-    train(model, plain, world)
-
-
-@on_ranks(4)
-def test_frozen_parts_train_alike(world: World) -> None:
-    """One frozen matrix of all experts."""
-
-    def freeze(model: Model) -> None:
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(".up" not in name)
-
-    model, plain = pair(LISTED, world, prepare=freeze)
-    freeze(plain)
-
-    train(model, plain, world)
-
-
-@on_ranks(4)
 def test_training_is_that_of_fsdp2_with_its_factor(world: World) -> None:
     """torch's fully_shard over the same meshes, and the factor that it needs."""
     recipe = MIXTRAL
@@ -244,21 +190,6 @@ def test_training_is_that_of_fsdp2_with_its_factor(world: World) -> None:
 
     for name, value in torchs.named_parameters():
         torch.testing.assert_close(get_full_param(model, name), value.full_tensor())
-
-
-@on_ranks(4)
-def test_a_divide_factor_of_the_user_goes_first(world: World) -> None:
-    """As FSDP2 scripts set for experts: the number of all ranks, or any other."""
-    model, plain = pair(MIXTRAL, world)
-    for layer in layers_of(model):
-        set_gradient_divide_factor(layer.experts, 8.0)
-
-    step_gradients(model, plain, world, 0)
-
-    for name, parameter in plain.named_parameters():
-        assert parameter.grad is not None
-        factor = 0.5 if ".experts." in name else 1.0
-        torch.testing.assert_close(get_full_grad(model, name), factor * parameter.grad)
 
 
 @pytest.mark.req("M-02")
@@ -392,26 +323,6 @@ def test_native_checkpoints_refuse_to_lose_experts(
 
 
 @on_ranks(4)
-def test_a_bad_gradient_of_plain_experts_is_found(world: World) -> None:
-    """The expert that one pair of ranks holds, by its number, on all ranks."""
-    model, plain = pair(LISTED, world)
-    step_gradients(model, plain, world, 0)
-    assert find_nonfinite(model) == ()
-    name = "layers.0.experts.each.3.down.weight"
-    own = dict(model.named_parameters())
-    shown = own[name].grad if name in own else None
-    if shown is not None and shown.numel():
-        shown.view(-1)[0] = float("inf")
-
-    found = find_nonfinite(model)
-
-    assert [each.parameter for each in found] == [name]
-    assert world.all_equal(str(found))
-    with pytest.raises(RuntimeError, match=rf"'{name}' is inf in 1 of"):
-        clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
-
-
-@on_ranks(4)
 def test_different_experts_are_no_different_weights(world: World) -> None:
     """No error for experts that differ by design, an error for replicas of one."""
     model, _ = pair(MIXTRAL, world, check_weights="error")
@@ -456,40 +367,27 @@ def test_experts_without_a_word_are_refused(world: World) -> None:
 
 
 @on_ranks(4)
-def test_units_over_other_groups_of_the_same_ranks(world: World) -> None:
-    """A hybrid unit beside one over all ranks: the data are the same, and the norm."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
-    model = copy.deepcopy(plain)
-    fully_shard(model[0], device_mesh=mesh, strategy=ShardingStrategy.HYBRID_SHARD)
-    fully_shard(model, device_mesh=mesh._flatten("all"))
-    x = torch.randn(4, 2, 5, generator=torch.Generator().manual_seed(1))
+def test_experts_of_a_rank_alone_have_the_state_of_plain_modules(world: World) -> None:
+    """Sharded over one rank without an expert_mesh: each rank keeps its own."""
+    model = apart(world, replace(LISTED, ep=4), expert_mesh=False)
+    optimizer = adamw(model)
+    backward(loss_of(model, batch(0, world.rank)))
+    optimizer.step()
+    own = {n: p.detach() for n, p in model.named_parameters() if ".each." in n}
+    for kind in (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT):
+        set_state_dict_type(model, kind)
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        moments = optim_state_dict(model, optimizer)
 
-    backward(model(x[world.rank]).square().mean())
-    backward(plain(x).square().mean())
-
-    torch.testing.assert_close(
-        clip_grad_norm_(model, 0.1), nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-    )
-
-
-@on_ranks(4)
-def test_units_over_fewer_ranks_are_refused(world: World) -> None:
-    """One unit is averaged over two ranks, and would be clipped by two numbers."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
-    for parameter in model.parameters():
-        nn.init.ones_(parameter)
-    fully_shard(model[0], device_mesh=mesh["b"])
-    fully_shard(model, device_mesh=mesh._flatten("all"))
-    backward(model(torch.ones(2, 5)).sum())
-
-    with pytest.raises(CompositionError, match=r"clip_grad_norm_ got units with grad"):
-        clip_grad_norm_(model, 1.0)
-    # Each alone has a norm of its ranks.
-    assert clip_grad_norm_(model[0], 1e9) > 0
-    assert clip_grad_norm_(model[1], 1e9) > 0
+        assert own.keys() < state.keys() == moments["state"].keys()
+        values = {name: value.clone() for name, value in own.items()}
+        for name, value in own.items():
+            assert torch.equal(state[name], value)
+            value.zero_()
+        model.load_state_dict(state)
+        optim_state_dict_to_load(model, optimizer, moments, load_directly=True)
+        for name, value in values.items():
+            assert torch.equal(own[name], value)
 
 
 def same_experts_apart(world: World) -> Model:
@@ -601,41 +499,6 @@ def _add_bias(module: nn.Module, args: Any, out: Tensor) -> Tensor:
     return shifted
 
 
-@on_ranks(4)
-def test_experts_called_outside_of_their_unit_are_refused(world: World) -> None:
-    """Without the unit's forward nobody would divide the gradients of all tokens."""
-    recipe = Recipe(ep=4)
-    mesh = recipe.mesh(world)
-    model = recipe.divided(mesh["ep"])
-    for layer in layers_of(model):
-        # The experts are a part of the unit, and the unit of a rank alone.
-        layer.experts = nn.Sequential(layer.experts)
-        fully_shard(layer.experts, device_mesh=mesh["edp"])
-    fully_shard(model, device_mesh=data_of(mesh))
-    rows = torch.ones(2, 8, requires_grad=True)
-    with pytest.raises(TypeError):
-        loss_of(model, batch(0, world.rank))  # starts the tree; Sequential takes one
-
-    part = layers_of(model)[0].experts[0]
-    with pytest.raises(PhaseError, match=r"averages gradients over 4 ranks"):
-        part(rows, [2])
-
-
-@on_ranks(4)
-def test_state_dicts_of_torch_hold_all_experts(world: World) -> None:
-    """get_state_dict of torch, sharded and full."""
-    model, plain = pair(DEEPSEEK, world)
-    optimizer = train(model, plain, world, steps=1)
-    state, moments = get_state_dict(model, optimizer)
-    own = set(dict(model.named_parameters()))
-    assert set(state) == set(moments["state"]) == own
-    whole = StateDictOptions(full_state_dict=True)
-    state, _ = get_state_dict(model, optimizer, options=whole)
-
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
-
-
 def listed_model(world: World, **options: Any) -> tuple[Model, DeviceMesh]:
     """Return a model whose experts have the same names on all ranks."""
     recipe = Recipe(listed=True)
@@ -671,28 +534,6 @@ def test_names_of_several_ranks_are_refused(world: World) -> None:
         assert "nn.ModuleList with None in the places of other ranks' experts" in text
     set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
     model.load_state_dict(model.state_dict())
-
-
-@on_ranks(4)
-def test_the_first_rank_alone_gets_and_gives_no_experts(world: World) -> None:
-    """rank0_only names the ways out, on all ranks."""
-    model, plain = pair(LISTED, world)
-    optimizer = train(model, plain, world, steps=1)
-    whole = optim_state_dict(model, optimizer)
-    set_state_dict_type(
-        model,
-        StateDictType.FULL_STATE_DICT,
-        FullStateDictConfig(rank0_only=True),
-        FullOptimStateDictConfig(rank0_only=True),
-    )
-
-    with pytest.raises(CompositionError, match="rank0_only expects experts as DTensor"):
-        model.state_dict()
-    with pytest.raises(CompositionError, match="rank0_only expects no expert_mesh"):
-        optim_state_dict(model, optimizer)
-    given = whole if world.rank == 0 else {}
-    with pytest.raises(CompositionError, match="rank0_only out on all ranks"):
-        optim_state_dict_to_load(model, optimizer, given, load_directly=True)
 
 
 @on_ranks(4)
@@ -741,20 +582,3 @@ def test_the_wrapper_takes_an_expert_mesh(world: World) -> None:
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(state[name], value)
     wrapped.load_state_dict(state)
-
-
-@on_ranks(4)
-def test_each_expert_may_be_a_unit(world: World) -> None:
-    """One expert is gathered at a time; state dicts hold the experts of all ranks."""
-    model, plain = each_a_unit(world, LISTED), LISTED.plain()
-
-    optimizer = train(model, plain, world, steps=1)
-
-    state = model.state_dict()
-    assert set(state) == set(plain.state_dict())
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
-    moments = optim_state_dict(model, optimizer)
-    assert set(moments["state"]) == set(dict(plain.named_parameters()))
-    model.load_state_dict(state)
-    optim_state_dict_to_load(model, optimizer, moments, load_directly=True)

@@ -10,11 +10,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from composable_fsdp import (
-    LoadOptions,
-    SaveOptions,
     ShardingStrategy,
     convert,
     describe,
@@ -209,31 +207,6 @@ def test_copies_that_differ_are_refused(world: World, tmp_path: Path) -> None:
     assert not (tmp_path / "new" / "manifest.json").exists()
 
 
-@on_ranks(4)
-def test_sums_and_values_of_single_ranks_are_refused_by_name(
-    world: World, tmp_path: Path
-) -> None:
-    """DTensors without a rectangle per rank, and DTensors as ``local`` values."""
-    model, _ = with_loose(world, Recipe(), 2)
-    mesh = mesh_of(world, 2)
-    save(tmp_path / "old", model)
-    text = message_of(
-        lambda: save(tmp_path / "new", model, options=SaveOptions(local="matrix"))
-    )
-    assert "'matrix' is a DTensor, of which each rank holds a part; local=[..]" in text
-
-    partial: Any = DTensor.from_local(torch.ones(3), mesh["tp"], [Partial()])
-    model.register_buffer("sums", partial)
-    for call in (
-        lambda: save(tmp_path / "new", model),
-        lambda: load(tmp_path / "old", model),
-    ):
-        text = message_of(call)
-        assert "'sums' is a DTensor placed as P" in text
-        assert "Nothing was done." in text
-    assert not (tmp_path / "new" / "manifest.json").exists()
-
-
 class Columns(nn.Module):
     """A matrix whose columns are cut, of 4 MiB, in a unit."""
 
@@ -271,31 +244,6 @@ def test_no_rank_holds_a_whole_matrix(world: World, tmp_path: Path) -> None:
 
 
 @on_ranks(4)
-def test_a_damaged_block_names_rectangles(world: World, tmp_path: Path) -> None:
-    """On all ranks, with the part of the whole matrix that was asked for."""
-    model = Columns(mesh_of(world, 1), 1)
-    save(tmp_path / "new", model)
-    if world.rank == 0:
-        with NativeSource(tmp_path / "new") as source:
-            (cut,) = source.manifest.tensors
-            place = cut.parts[2]
-            file = source.manifest.files[place.file]
-        path = tmp_path / "new" / file.name
-        data = bytearray(path.read_bytes())
-        data[file.header_nbytes + place.begin + 4 * 512 * 3 + 1] ^= 1
-        path.write_bytes(data)
-    dist.barrier()
-    before = get_full_param(model, "weight").clone()
-
-    text = message_of(lambda: load(tmp_path / "new", model))
-
-    assert text.startswith("CheckpointError: On rank 2: ")
-    assert "hold the rectangle (512, 512) at (0, 1024) of 'weight'" in text
-    assert "It was read for 'weight' [offsets (0, 1024) sizes (512, 512)]" in text
-    assert torch.equal(get_full_param(model, "weight"), before)
-
-
-@on_ranks(4)
 def test_replicas_of_hybrid_sharding_write_each_element_once(
     world: World, tmp_path: Path
 ) -> None:
@@ -319,31 +267,3 @@ def test_replicas_of_hybrid_sharding_write_each_element_once(
     load(tmp_path / "new", *found)
     require_equal(values_of(recipe, found, 4), expected)
     load(tmp_path / "new", model, optim)
-
-
-@on_ranks(4)
-def test_dtypes_are_cast_without_memory_for_a_copy(
-    world: World, tmp_path: Path
-) -> None:
-    """From columns over four ranks into columns over two, and into a tied model."""
-    recipe = Recipe(sequence=True)
-    mesh = mesh_of(world, 1)
-    model = sharded(recipe.parallel(mesh), mesh)
-    weights = dict(recipe.plain().named_parameters())
-    save(tmp_path / "new", model)
-    mesh = mesh_of(world, 2)
-    halves = [sharded(recipe.parallel(mesh).to(torch.bfloat16), mesh)]
-    halves.append(recipe.plain().to(torch.bfloat16))
-
-    for half in halves:
-        load(tmp_path / "new", half, options=LoadOptions(cast=True))
-    mesh = mesh_of(world, 2)
-    tied = sharded(Recipe(tied=True).parallel(mesh), mesh)
-    text = message_of(lambda: load(tmp_path / "new", tied))
-
-    own = dict(halves[1].named_parameters())
-    for name, value in weights.items():
-        expected = value.to(torch.bfloat16)
-        assert torch.equal(get_full_param(halves[0], name), expected), name
-        assert torch.equal(own[name].detach(), expected), name
-    assert "Tied in the model and different in the checkpoint" in text

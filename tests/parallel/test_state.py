@@ -17,9 +17,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from composable_fsdp import (
-    FSDPError,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
     StateDictType,
     fully_shard,
     get_full_param,
@@ -179,22 +176,6 @@ def read(model: nn.Module, optim: torch.optim.Optimizer, folder: str) -> None:
     values, state = get_state_dict(model, optim)
     _dcp.load({"model": values, "optim": state}, checkpoint_id=folder)
     set_state_dict(model, optim, model_state_dict=values, optim_state_dict=state)
-
-
-@on_ranks(4)
-def test_rank_0_alone_cannot_give_the_state(world: World) -> None:
-    """It would send over the data ranks alone."""
-    model, optim, _, _ = trained(world, Recipe(), 2)
-    state = optim_state_dict(model, optim)
-    set_state_dict_type(
-        model,
-        StateDictType.FULL_STATE_DICT,
-        FullStateDictConfig(rank0_only=True),
-        FullOptimStateDictConfig(rank0_only=True),
-    )
-
-    with pytest.raises(FSDPError, match="with rank0_only expects parameters that"):
-        optim_state_dict_to_load(model, optim, state)
 
 
 @on_ranks(4)

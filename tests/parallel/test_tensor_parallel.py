@@ -11,19 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp import (
     CPUOffload,
     FSDPError,
-    FullyShardedDataParallel,
     MixedPrecision,
-    ModuleWrapPolicy,
     OwnerState,
-    ShardingStrategy,
     clip_grad_norm_,
-    find_nonfinite,
     flat_parameters,
     fully_shard,
     get_full_grad,
@@ -35,7 +30,6 @@ from composable_fsdp import (
     unshard_params,
 )
 from tests.parallel.models import (
-    Model,
     Recipe,
     average,
     batch,
@@ -51,59 +45,9 @@ from tests.support.on_ranks import on_ranks
 from tests.support.reference import backward
 from tests.support.world import World
 
-RECIPES = {
-    "tied": Recipe(tied=True),
-    "uneven sequence": Recipe(hidden=9, sequence=True),
-}
-
 
 def adam(model: nn.Module, **how: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, **how)
-
-
-def train(
-    model: nn.Module, plain: Model, mesh: DeviceMesh, steps: int = 2
-) -> list[tuple[float, float]]:
-    """Train both; return the losses side by side."""
-    mine, other = adam(model), adam(plain, foreach=False)
-    losses = []
-    for step in range(steps):
-        ids = batch(step, data_rank(mesh))
-        pairs = [loss_of(each, ids) for each in (model, plain)]
-        for loss in pairs:
-            backward(loss)
-        average(plain, mesh)
-        for each in (mine, other):
-            each.step()
-            each.zero_grad()
-        losses.append((pairs[0].item(), pairs[1].item()))
-    return losses
-
-
-def require_equal(model: nn.Module, plain: Model) -> None:
-    """Every parameter of the plain tensor-parallel model, bit by bit."""
-    for name, parameter in plain.named_parameters(remove_duplicate=False):
-        assert torch.equal(get_full_param(model, name), whole(parameter.detach())), name
-
-
-@pytest.mark.req("M-01")
-@on_ranks(4)
-@pytest.mark.parametrize(("kind", "dp"), [("uneven sequence", 2), ("tied", 4)])
-def test_training_is_that_of_the_plain_tensor_parallel_model(
-    world: World, kind: str, dp: int
-) -> None:
-    """Loss and weights are those of parallelize_module alone, up to dp 2 bitwise."""
-    mesh = mesh_of(world, dp)
-    model, plain = pair(RECIPES[kind], mesh)
-
-    losses = train(model, plain, mesh)
-
-    if dp < 4:
-        assert all(mine == other for mine, other in losses)
-        require_equal(model, plain)
-    else:
-        # A reduce-scatter of four ranks sums in another order than an all-reduce.
-        torch.testing.assert_close(*map(list, zip(*losses, strict=True)))
 
 
 @on_ranks(4)
@@ -150,77 +94,6 @@ def test_training_is_that_of_the_unsharded_model(world: World) -> None:
 
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(get_full_param(model, name), parameter.detach())
-
-
-@on_ranks(8)
-def test_tensor_parallelism_inside_of_hybrid_sharding(world: World) -> None:
-    """Two replicas of two shards of two tensor-parallel ranks."""
-    mesh = mesh_of(world, 2, replicas=2)
-    model, plain = pair(
-        Recipe(sequence=True), mesh, strategy=ShardingStrategy.HYBRID_SHARD
-    )
-
-    losses = train(model, plain, mesh, steps=1)
-
-    assert all(abs(mine - other) < 1e-6 for mine, other in losses)
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(
-            get_full_param(model, name), whole(parameter.detach())
-        )
-
-
-@on_ranks(4)
-def test_clipping_by_the_norm_of_a_rank_is_told(world: World) -> None:
-    """torch's function sees plain parts, and would scale each rank differently."""
-    mesh = mesh_of(world, 2)
-    model, _ = pair(Recipe(sequence=True), mesh)
-    backward(loss_of(model, batch(0, data_rank(mesh))))
-
-    with pytest.warns(
-        UserWarning, match="composable_fsdp: shard taken for the parameter: "
-    ):
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-
-
-@on_ranks(4)
-def test_the_wrapper_trains_a_tensor_parallel_model(world: World) -> None:
-    """FullyShardedDataParallel over the data dimension, as fully_shard."""
-    mesh = mesh_of(world, 2)
-    model, plain = Recipe(sequence=True).parallel(mesh), Recipe(True).parallel(mesh)
-    wrapped = FullyShardedDataParallel(
-        model,
-        device_mesh=mesh["dp"],
-        auto_wrap_policy=ModuleWrapPolicy({type(block_of(model))}),
-    )
-
-    losses = train(wrapped, plain, mesh)
-
-    assert all(mine == other for mine, other in losses)
-    require_equal(wrapped, plain)
-    values = wrapped.state_dict()
-    assert list(values) == list(Recipe().plain().state_dict())
-    for name, parameter in plain.named_parameters():
-        assert torch.equal(values[name], whole(parameter.detach()))
-
-
-@on_ranks(4)
-def test_an_error_names_a_nonfinite_gradient_on_all_ranks(world: World) -> None:
-    """A NaN on one tensor-parallel rank is known on every rank."""
-    mesh = mesh_of(world, 2)
-    model, _ = pair(Recipe(), mesh)
-    backward(loss_of(model, batch(0, data_rank(mesh))))
-    if world.rank == 3:
-        gradient = block_of(model).up.weight.grad
-        assert gradient is not None
-        gradient[0, 0] = float("nan")
-
-    found = find_nonfinite(model)
-
-    assert len(found) == 1
-    assert found[0].ranks == (3,)
-    assert world.all_equal(found)
-    with pytest.raises(RuntimeError, match="is nan in 1 of its elements"):
-        clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
 
 
 @on_ranks(4)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from composable_fsdp import forecast, measure_activations, plan, simulate
-from composable_fsdp.tools.fake_values import FakeValues
 
 EXPERTS, CHOSEN, TOKENS, WIDTH = 4, 2, 64, 32
 
@@ -56,25 +54,3 @@ def test_a_mixture_of_experts_is_planned_and_simulated() -> None:
     layer = whole[0]
     assert isinstance(layer, Experts)
     assert set(layer.sizes) == {TOKENS * CHOSEN // EXPERTS}
-
-
-@pytest.mark.parametrize("masked", [lambda x, m: x[m], torch.masked_select])
-def test_masks_select_by_their_values(masked: object) -> None:
-    """What follows from integers is computed, also behind real numbers."""
-    with FakeTensorMode(), FakeValues():
-        places = torch.arange(10)
-        counts = torch.histc((places % 3).float(), 3, 0, 2).to(torch.int64)
-        x = torch.randn(10, requires_grad=True)
-        mask = (places % 3).eq(0)
-        chosen = masked(x, mask)  # type: ignore[operator]
-        chosen.sum().backward()
-        places[mask] = 7
-
-        assert counts.tolist() == [4, 3, 3]
-        assert chosen.shape == (4,)
-        assert x.grad is not None
-        assert x.grad.shape == (10,)
-        assert places.tolist() == [7, 1, 2, 7, 4, 5, 7, 7, 8, 7]
-        assert bool(torch.isfinite(x).all())
-        assert not bool(torch.isnan(x).any())
-        assert x.sum().item() == 1.0

@@ -12,7 +12,6 @@ from composable_fsdp.planning.layout import (
     row_block,
     sharded_shape,
 )
-from composable_fsdp.planning.partition import EXACT_CLASSES
 
 Shapes = dict[str, tuple[int, ...]]
 WIDE = 10**15
@@ -112,17 +111,3 @@ def test_a_sharded_matrix_keeps_its_trailing_dims(
 ) -> None:
     """Rows keep the dims after the first, elements are flat; alone, all dims stay."""
     assert sharded_shape(shape, numel, rows=rows, world_size=world_size) == expected
-
-
-def test_many_block_classes_are_merged_where_that_saves() -> None:
-    """Above the exact limit the greedy way still joins classes that fit each other."""
-    count = EXACT_CLASSES + 1
-    shapes: Shapes = {f"w{i}": (4, 4 * 2**i) for i in range(count)}
-
-    regions = plan_regions(specs_of(shapes), world_size=2)
-
-    assert sum(len(r.parameters) for r in regions) == count
-    assert len(regions) == 1
-    apart = plan_regions(specs_of(shapes), world_size=2, launch_bytes=-1)
-    assert len(apart) == count
-    assert padding(apart) == 0

@@ -235,14 +235,3 @@ def test_the_planned_peak_is_that_of_a_step(case: int, order: str) -> None:
 
     assert planned == pytest.approx(measured, rel=rel)
     assert planned <= measured or rel > 0.002
-
-
-def test_what_is_gathered_early_or_freed_late_is_in_the_peak() -> None:
-    """In forward a unit ahead stands beside the one that runs, on CUDA in the place of
-    the one before; without the limit, up to four units are not freed yet."""
-    for order in ("cpu", "cuda"):
-        alone, _ = peak_of(frozen, 8, order)
-        ahead, _ = peak_of(frozen, 8, order, forward_prefetch=True)
-        assert ahead > alone if order == "cpu" else ahead == alone
-    limited, _ = peak_of(equal, 8, "cuda")
-    assert peak_of(equal, 8, "cuda", limit_all_gathers=False)[0] > limited

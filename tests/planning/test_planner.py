@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_fsdp.compose.registry import set_state
-from composable_fsdp.entries.plan import plan
-from composable_fsdp.planning.assign import PlanRequest, lowest_common_ancestor
+from composable_fsdp.planning.assign import PlanRequest
 from composable_fsdp.planning.options import UnitOptions
-from composable_fsdp.planning.plan import plan_modules
 from composable_fsdp.planning.policies import ModuleWrapPolicy
+from composable_fsdp.tools.plan import plan
+from composable_fsdp.tools.sharding_plan import plan_modules
 from tests.planning.trees import linears, names_of, snapshot, units
 from tests.support.models import TinyBlock, TinyGPT
 
@@ -82,20 +82,3 @@ def test_a_module_at_two_places_is_counted_once() -> None:
         ("0.bias", "1.0.bias"),
     }
     assert len(targets[0].places) == 2
-
-
-@pytest.mark.parametrize(
-    ("names", "ancestor"),
-    [
-        (["a.b.w", "a.b.v"], "a.b"),
-        (["a.b.w", "a.bc.w"], "a"),
-        (["a.w", "a.b.w"], "a"),
-        (["w", "a.w"], ""),
-        (["a.b.w", "b.b.w"], ""),
-    ],
-)
-def test_common_ancestors_go_by_whole_components(
-    names: list[str], ancestor: str
-) -> None:
-    """A name that begins like another one is not below it."""
-    assert lowest_common_ancestor(names) == ancestor

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping, Set
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -12,9 +10,8 @@ import pytest
 from torch import nn
 from torch.distributed.fsdp import wrap as fsdp1
 
-from composable_fsdp.errors import PlanError
+from composable_fsdp.doors.wrapping import post_order_apply
 from composable_fsdp.planning.policies import evaluate_policy
-from composable_fsdp.planning.wrapping import post_order_apply
 from composable_fsdp.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
@@ -89,22 +86,6 @@ def test_writing_to_one_units_options_reaches_no_other_dict() -> None:
     assert root_kwargs == {"strategy": "R"}
 
 
-@pytest.mark.req("S0-03")
-def test_a_policy_may_walk_the_tree_twice() -> None:
-    """It counts first, and then chooses by what it counted."""
-
-    def larger_than_mean(
-        root: nn.Module, ignored: Set[nn.Module], root_kwargs: Mapping[str, Any]
-    ) -> dict[nn.Module, Options]:
-        numels = {m: sum(p.numel() for p in m.parameters()) for m in root.children()}
-        mean = sum(numels.values()) / len(numels)
-        return {m: {} for m, numel in numels.items() if numel > mean}
-
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(8, 8), nn.Linear(2, 2))
-
-    assert list(units_of(larger_than_mean, model)) == ["1"]
-
-
 @pytest.mark.parametrize("name", ["EXCLUDE_WRAP_MODULES", "FORCE_LEAF_MODULES"])
 def test_defaults_of_the_size_policy_are_those_of_fsdp1(name: str) -> None:
     """The attributes have FSDP1's names and values."""
@@ -144,17 +125,6 @@ def test_depth_is_no_limit(policy: object) -> None:
     assert targets
 
 
-def test_apply_refuses_a_foreign_target_before_anything_is_applied() -> None:
-    """No module is touched when one of the targets cannot be."""
-    model, seen = layers(1), list[nn.Module]()
-    targets: dict[nn.Module, Options] = {model[0]: {}, nn.ReLU(): {}}
-
-    with pytest.raises(PlanError, match="ReLU that is not below the Sequential"):
-        post_order_apply(model, targets, lambda m, _: seen.append(m))
-
-    assert seen == []
-
-
 class Wrapped(nn.Module):
     """Remembers how it was made."""
 
@@ -173,14 +143,3 @@ def test_blocks_of_enable_wrap_nest_and_end_with_exceptions() -> None:
 
     assert [made.options for made in (inner, outer)] == [{"b": 2}, {"a": 1}]
     assert isinstance(wrap(nn.ReLU()), nn.ReLU)
-
-
-def test_a_block_of_enable_wrap_is_not_seen_by_other_threads() -> None:
-    """Threads that build models side by side do not wrap each other's."""
-    made: list[nn.Module] = []
-    with enable_wrap(wrapper_cls=Wrapped):
-        thread = threading.Thread(target=lambda: made.append(wrap(nn.ReLU())))
-        thread.start()
-        thread.join()
-
-    assert isinstance(made[0], nn.ReLU)

@@ -16,12 +16,12 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from composable_fsdp import CustomPolicy, fully_shard
 from composable_fsdp.compose.registry import set_state
-from composable_fsdp.entries.plan import plan
 from composable_fsdp.errors import FSDPError, PlanError
 from composable_fsdp.planning.assign import PlanRequest
 from composable_fsdp.planning.options import UnitOptions
-from composable_fsdp.planning.plan import plan_modules
-from tests.planning.trees import linears, names_of, snapshot, units
+from composable_fsdp.tools.plan import plan
+from composable_fsdp.tools.sharding_plan import plan_modules
+from tests.planning.trees import linears, snapshot, units
 from tests.support.models import TinyGPT
 from tests.support.sharded import message_of
 from tests.support.world import fake_world
@@ -56,15 +56,6 @@ def sparse_parameter() -> nn.Module:
     module = nn.Module()
     module.weight = nn.Parameter(torch.eye(3).to_sparse())
     return inner(module)
-
-
-def hidden_overlap() -> nn.Module:
-    base = torch.zeros(10)
-    model = nn.Module()
-    model.long = nn.Parameter(base)
-    model.short = nn.Parameter(base[:0])  # does not end the search
-    model.last = nn.Parameter(base[8:])
-    return model
 
 
 def two_tensors() -> nn.Module:
@@ -113,7 +104,6 @@ PARAMETERS: dict[str, Build] = {
     "'1.0.weight' is not initialised": lambda: inner(nn.LazyLinear(3)),
     "'1.0.weight' has layout torch.sparse_coo; expected": sparse_parameter,
     "'0.weight' and '1.weight' are different objects that share memory": overlapping,
-    "'long' and 'last' are different objects": hidden_overlap,
     "'weight' is a TwoTensor, a tensor class with": two_tensors,
     r"enable_fsdp_float8_all_gather=False.*wire=Float8Wire\(\)": encoding,
     "Composition.* got a ModuleList.* pass them as a list": nn.ModuleList,
@@ -151,35 +141,6 @@ def test_what_cannot_be_planned_is_refused_by_name(text: str) -> None:
     build = PARAMETERS.get(text, partial(linears, 2))
 
     refused(build(), text, **ARGUMENTS.get(text, {}))
-
-
-@pytest.mark.filterwarnings("ignore:Lazy modules")
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda: inner(nn.Embedding(4, 2, max_norm=1.0)),
-        lambda: inner(nn.Embedding(4, 2, sparse=True)),
-        lambda: inner(nn.LazyLinear(3)),
-        sparse_parameter,
-    ],
-)
-def test_ignoring_the_module_is_a_way_out(build: Build) -> None:
-    """What a message proposes works: without that module the rest is planned."""
-    model = build()
-
-    result = plan(model, world_size=2, ignored_modules=[model.get_submodule("1.0")])
-
-    assert names_of(result) == {"": ["0.bias", "0.weight"]}
-
-
-@pytest.mark.req("X-30")
-def test_neighbours_in_one_storage_are_not_taken_for_overlapping() -> None:
-    """Views that touch and do not overlap are ordinary parameters."""
-    base = torch.zeros(8)
-    model = nn.Module()
-    model.a, model.b = nn.Parameter(base[:4]), nn.Parameter(base[4:])
-
-    assert plan(model, world_size=2).numel == 8
 
 
 @pytest.mark.req("X-30")
@@ -238,24 +199,6 @@ def test_a_weight_tied_across_units_is_refused_with_both_names() -> None:
     assert "'1.2.weight' of unit '1.2'" in text
     assert "Their lowest common ancestor is '1': shard that module" in text
     assert "tied_params='promote'" in text
-
-
-@pytest.mark.req("S0-07", "D-10")
-def test_promotion_keeps_a_tied_weight_in_the_lowest_unit_above_both() -> None:
-    """On request the two units stay, and the weight moves up."""
-    model = nn.Sequential(nn.Linear(2, 2), tie(linears(3, 2)))
-    choice = units({"1": {}, "1.0": {}, "1.2": {}})
-
-    result = plan(model, world_size=2, policy=choice, tied_params="promote")
-
-    assert names_of(result) == {
-        "": ["0.bias", "0.weight"],
-        "1": ["0.weight", "1.weight"],
-        "1.0": [],
-        "1.2": [],
-    }
-    (slot, *_) = result.units[1].regions[0].parameters
-    assert slot.fqns == ("0.weight", "2.weight")
 
 
 @pytest.mark.req("S0-07", "X-29")

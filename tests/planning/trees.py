@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from composable_fsdp.planning.plan import ShardingPlan
+from composable_fsdp.tools.sharding_plan import ShardingPlan
 from tests.support.tiny import TinyBlock
 
 Choice = Mapping[str, Mapping[str, Any]]

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 import composable_fsdp as cf
 from composable_fsdp.features.passages import weight_writes
 from composable_fsdp.flat import value_hash
-from composable_fsdp.planning import save_parts
 from composable_fsdp.storage import (
     blocks,
     manifest,
     part,
     planned,
+    save_parts,
     source,
     writer,
 )

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from composable_fsdp.comm.call_records import CallRecord
-from composable_fsdp.planning.plan import ShardingPlan
+from composable_fsdp.tools.sharding_plan import ShardingPlan
 
 Counts = dict[str, tuple[int, int]]
 """Calls and bytes by kind."""

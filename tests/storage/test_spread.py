@@ -26,8 +26,7 @@ from composable_fsdp import (
     verify,
 )
 from composable_fsdp.comm import collectives
-from composable_fsdp.planning import save_parts
-from composable_fsdp.storage import part
+from composable_fsdp.storage import part, save_parts
 from composable_fsdp.storage import planned as shared_reads
 from composable_fsdp.storage.contents import contents_of
 from composable_fsdp.storage.native import NativeSource

@@ -22,7 +22,7 @@ from composable_fsdp import (
     clip_grad_norm_,
     fully_shard,
 )
-from composable_fsdp.planning.wrapping import post_order_apply
+from composable_fsdp.doors.wrapping import post_order_apply
 from tests.support.models import TinyGPT, module_at
 
 PATHS = ("composable", "wrapper")

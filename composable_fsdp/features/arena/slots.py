@@ -8,8 +8,8 @@ import torch
 
 from composable_fsdp.comm.registered_memory import RegisteredMemory
 from composable_fsdp.config import Arena
-from composable_fsdp.flat.arena import Slot, Slots
-from composable_fsdp.tree.plan_in_force import plan_of_units
+from composable_fsdp.features.arena.slot import Slot, Slots
+from composable_fsdp.tools.plan_in_force import plan_of_units
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState, root_of
 
 _Key = tuple[Arena, torch.device]

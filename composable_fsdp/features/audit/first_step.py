@@ -129,7 +129,12 @@ def note_step(optim: torch.optim.Optimizer) -> None:
     if type(optim).__module__.startswith("torch.optim."):
         # Torch's own step is right on parts, and the mode would double its time.
         _take_off()
-        hook = optim.register_step_post_hook(lambda *_: (hook.remove(), _put_on())[0])
+
+        def put_on_again(*_: object) -> None:
+            hook.remove()
+            _put_on()
+
+        hook = optim.register_step_post_hook(put_on_again)
 
 
 class _Audit:

@@ -132,10 +132,9 @@ def _of_all_parts(
         return ()  # each rank has experts of its own
     forms, found = state.handle.layout.forms, []
     for index, (names, shape, dtype, trains, _) in enumerate(parameters):
-        form = forms.get(index)
         # Regions hold what a rank has, and parts differ in size.
         place = (0, 0)
-        found.append((names, form.shape if form else shape, dtype, trains, place))
+        found.append((names, forms[index].whole_shape(shape), dtype, trains, place))
     return tuple(found)
 
 

@@ -12,7 +12,7 @@ asks whether the event was reached::
 
 Events and not ``Work`` objects: a ``Work`` of NCCL holds the outputs of its collective,
 so that a ``Work`` in the log would keep reduced gradients alive for longer than
-``planning.memory`` counts. An event holds no memory.
+``tools.step_memory`` counts. An event holds no memory.
 
 Not run on a GPU; tested with stand-ins. No private API of torch: the mode of the thread
 is set by the function of the CUDA runtime that torch's own watchdog of NCCL calls.

@@ -167,8 +167,7 @@ def _is_cut(state: _FSDPState, index: int, parts: dist.ProcessGroup) -> bool:
     handle = state.handle
     if handle.groups.experts_ref is not None:
         return True
-    form = handle.layout.forms.get(index)
-    return form is not None and parts in form.cut_over
+    return parts in handle.layout.forms[index].cut_over
 
 
 def _unwritten(state: _FSDPState) -> list[bool]:

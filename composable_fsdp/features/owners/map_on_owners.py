@@ -9,7 +9,7 @@ Here each matrix has an *owner*, a rank that holds a part of the matrix already:
     rank 1 [ 3 4 ]    ---+->  rank 0 [ 0 1 2 3 4 ]  -> f --+->  rank 1 [ 3 4 ]
     rank 2 [ 5 ]      --'              5 ]                 '->  rank 2 [ 5 ]
 
-Owners follow from the plan (``planning.owners``), so ranks agree on owners without
+Owners follow from the plan (``optim.owner_choice``), so ranks agree on owners without
 communication. The exchange of the next unit runs while the owners compute the matrices
 of this unit. The idea is that of Distributed Muon (arXiv:2502.16982). Replicas of
 hybrid sharding share the matrices, too.
@@ -27,17 +27,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from composable_fsdp.access.other_parts import refuse_forms
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.comm.meeting import Call, meet
 from composable_fsdp.comm.operations import leave
 from composable_fsdp.comm.sequence import Operation
 from composable_fsdp.errors import CompositionError, FSDPError
-from composable_fsdp.flat.dtensor_params import refuse_forms
 from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.param_ref import ParamRef, find_param
+from composable_fsdp.optim.owner_choice import Candidate, Owner, choose_owners
 from composable_fsdp.optim.step_checks import flat_name
-from composable_fsdp.planning.owners import Candidate, Owner, choose_owners
 
 WholeFunction = Callable[[Tensor, Tensor], Tensor]
 """``function(whole, parameter)`` returns the whole result."""

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree
 
+from composable_fsdp.access.other_parts import refuse_forms
 from composable_fsdp.comm.meeting import Call, meet
 from composable_fsdp.errors import CheckpointError, CompositionError
 from composable_fsdp.features.owners.map_on_owners import owners_of
-from composable_fsdp.flat.dtensor_params import refuse_forms
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_ref import ParamRef, find_param
 from composable_fsdp.state_dict.other_experts import from_all_ranks

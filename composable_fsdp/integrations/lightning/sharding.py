@@ -31,7 +31,7 @@ from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.flat.part_guards import has_forward
 from composable_fsdp.naming import listed, quoted
-from composable_fsdp.planning.model_units import NoSplitPolicy
+from composable_fsdp.tools.model_units import NoSplitPolicy
 
 AUTO = "auto"
 """The policy that makes repeated layers units."""

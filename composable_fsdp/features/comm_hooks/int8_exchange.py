@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable_fsdp.comm import collectives
-from composable_fsdp.comm.wires import decode_int8, encode_int8, int8_nbytes
+from composable_fsdp.features.wires.formats import decode_int8, encode_int8, int8_nbytes
 
 
 class RanksOfHook(Protocol):

@@ -11,10 +11,8 @@ from torch import nn
 from composable_fsdp.errors import PlanError
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning import walk
+from composable_fsdp.planning.assign import Chosen
 from composable_fsdp.planning.checks import refuse_container
-
-Chosen = Mapping[nn.Module, tuple[nn.Module, ...]]
-"""Per unit, its first module in walking order, and all its modules."""
 
 
 def chosen_units(root: nn.Module, units: Iterable[object]) -> Chosen:

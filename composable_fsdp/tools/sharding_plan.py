@@ -14,14 +14,14 @@ from torch import nn
 from composable_fsdp.config import Block
 from composable_fsdp.naming import ROOT_NAME, size_text
 from composable_fsdp.planning.assign import PlanRequest
-from composable_fsdp.planning.fold import fold_units
 from composable_fsdp.planning.layout import RegionLayout
-from composable_fsdp.planning.memory import PeakMemory, StepMemory, memory_of_step
-from composable_fsdp.planning.owners import OwnerPlan, plan_owners
 from composable_fsdp.planning.planner import Target, plan_targets
-from composable_fsdp.planning.save_parts import save_bytes
-from composable_fsdp.planning.unit_costs import Traffic, memory_of, traffic_of
 from composable_fsdp.planning.unit_plan import UnitPlan
+from composable_fsdp.storage.save_parts import save_bytes
+from composable_fsdp.tools.fold import fold_units
+from composable_fsdp.tools.owner_plan import OwnerPlan, plan_owners
+from composable_fsdp.tools.step_memory import PeakMemory, StepMemory, memory_of_step
+from composable_fsdp.tools.unit_costs import Traffic, memory_of, traffic_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class ShardingPlan:
     ) -> PeakMemory:
         """Return the largest memory that a step needs per rank on the device.
 
-        Activations are not counted. ``planning.memory`` states the assumptions about
+        Activations are not counted. ``tools.step_memory`` states the assumptions about
         the step.
 
         Args:

@@ -20,8 +20,9 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from composable_fsdp.access.settings import changed_units
 from composable_fsdp.comm.sequence import Operation
 from composable_fsdp.comm.works import Works
 
@@ -163,3 +164,37 @@ def reduce_scatter(
         return _CopiedWorks([w for w in works if w is not None], list(shard), results)
 
     return operation.send(start, async_op=async_op)
+
+
+def set_custom_all_gather(module: nn.Module, comm: CustomAllGather) -> None:
+    """Gather the unit ``module`` in forward and backward by ``comm``; as in FSDP2.
+
+    Collective: in a step the collectives of ``comm``.
+    Raises: CompositionError, if ``module`` is no fully sharded module; TypeError, if
+        ``comm`` cannot be called or does not allocate.
+    """
+    _require_comm("set_custom_all_gather", comm)
+    for state in changed_units(module, "set_custom_all_gather", recurse=False):
+        state.handle.rule.all_gather = partial(all_gather, comm)
+
+
+def set_custom_reduce_scatter(module: nn.Module, comm: CustomReduceScatter) -> None:
+    """Reduce the gradients of the unit ``module`` by ``comm``; as in FSDP2.
+
+    Collective: in backward the collectives of ``comm``.
+    Raises: as ``set_custom_all_gather``.
+    """
+    _require_comm("set_custom_reduce_scatter", comm)
+    for state in changed_units(module, "set_custom_reduce_scatter", recurse=False):
+        state.handle.rule.reduce_scatter = partial(reduce_scatter, comm)
+
+
+def _require_comm(name: str, comm: object) -> None:
+    """Raise TypeError unless ``comm`` can be called and can allocate."""
+    # By its methods: torch's base classes belong to FSDP2.
+    if not callable(comm) or not callable(getattr(comm, "allocate", None)):
+        raise TypeError(
+            f"{name} expects an object with the methods allocate and __call__, got "
+            f"{type(comm).__name__}. Derive its class from FSDP2's AllGather or "
+            "ReduceScatter, or write both methods."
+        )

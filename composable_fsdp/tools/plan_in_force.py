@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from composable_fsdp.comm.int8_exchange import int8_all_to_all_hook
 from composable_fsdp.config import ShardingStrategy
+from composable_fsdp.features.comm_hooks.int8_exchange import int8_all_to_all_hook
 from composable_fsdp.planning.options import UnitOptions
-from composable_fsdp.planning.plan import ShardingPlan
 from composable_fsdp.planning.unit_plan import UnitPlan
+from composable_fsdp.tools.sharding_plan import ShardingPlan
 from composable_fsdp.tree.state import _FSDPState
 
 

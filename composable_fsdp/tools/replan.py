@@ -15,8 +15,8 @@ from composable_fsdp.config import HYBRID, ShardingStrategy
 from composable_fsdp.errors import PlanError
 from composable_fsdp.planning.layout import plan_regions
 from composable_fsdp.planning.options import UnitOptions
-from composable_fsdp.planning.plan import ShardingPlan
 from composable_fsdp.planning.unit_plan import UnitPlan, padding_notes
+from composable_fsdp.tools.sharding_plan import ShardingPlan
 
 
 def replan(

@@ -31,12 +31,11 @@ _WAY_OUT = (
 
 
 def check_sizes(
-    world_size: int, shard_world_size: int | None, tensor_parallel_size: int | None
+    world_size: int,
+    shard_world_size: object,
+    tensor_parallel_size: int | None = None,
 ) -> None:
-    """Raise PlanError, unless the sizes of a mesh multiply to ``world_size``.
-
-    Raises: PlanError, with the argument that does not divide.
-    """
+    """Raise PlanError, naming the argument, if a size does not divide the ranks."""
     cut = tensor_parallel_size
     # bool is a subclass of int, and True is a mistake.
     if cut is not None and (

@@ -12,34 +12,17 @@ Both are divided by 4. The norm of all gradients is a sum over ``edp`` and over 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain, combinations
 from math import prod
-from operator import attrgetter
 
-import torch.distributed as dist
-
-from composable_fsdp.errors import CheckpointError, CompositionError
+from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.build import set_divisions
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.naming import join_name, listed, quoted, ranks_named
+from composable_fsdp.naming import join_name, listed, quoted
 
 Units = Sequence[tuple[str, FlatParamHandle]]
 """Units with their names from the outermost unit."""
-
-
-Route = tuple[dist.ProcessGroup, ...]
-"""The groups whose ranks hold other elements of a parameter; none if all are here."""
-
-
-def route_of(handle: FlatParamHandle, slot: int) -> Route:
-    """Return the groups over which the norm of a parameter's gradient is a sum."""
-    cut, form = handle.groups.cut, handle.layout.forms.get(slot)
-    if form is None:
-        return cut
-    # Replicas have equal gradients, as have the ranks of a mesh that does not cut.
-    known = form.mesh_groups
-    return (*(group for group in cut if group not in known), *form.cut_over)
 
 
 def count_expert_ranks(top: FlatParamHandle, units: Units) -> None:
@@ -127,88 +110,3 @@ def _refuse_plain(name: str, handle: FlatParamHandle) -> None:
                     "others. Make it a DTensor over the same mesh (Replicate), or move "
                     "it out of the unit."
                 )
-
-
-def require_one_world(handles: Iterable[FlatParamHandle], what: str) -> None:
-    """Raise CompositionError if units have gradients of the data of other ranks.
-
-    Their norm would be another number on each rank, and no norm of any model.
-
-    Collective: none; groups are alike on all ranks, and so is the result.
-    """
-    # One unit stands for all of its groups.
-    units = list({(h.groups.names, h.data_ranks): h for h in [*handles][::-1]}.values())
-    if len(units) < 2:
-        return
-    first = max(units, key=attrgetter("data_ranks"))
-    for other in units:
-        if not _same_data(first, other):
-            raise CompositionError(
-                f"{what} got units with gradients over different ranks: "
-                f"{_over(first)}, {_over(other)}. No rank has the whole sum. If the "
-                "ranks of the second hold different experts, pass them to fully_shard "
-                "with expert_mesh=mesh['ep'], or as DTensors of "
-                "distribute_tensor(weight, mesh['ep'], [Shard(0)]). Else shard both "
-                f"over the same ranks, or call {what} for each."
-            )
-
-
-def _same_data(first: FlatParamHandle, other: FlatParamHandle) -> bool:
-    """Return whether the gradients of two units are over the data of the same ranks."""
-    # Equal numbers of the same ranks, or of other ranks of a larger world.
-    count = first.data_ranks
-    if count != other.data_ranks:
-        return False
-    if count == dist.get_world_size():
-        return True
-    mine, theirs = first.groups.ranks, other.groups.ranks
-    # Of a grid of ranks only this rank's row and column are known, and of experts only
-    # the ranks with equal ones: both must lie in the ranks of a single group.
-    if len(mine) == count or len(theirs) == count:
-        return mine <= theirs or theirs <= mine
-    return True
-
-
-def _over(handle: FlatParamHandle) -> str:
-    """Return a unit with its ranks, in words."""
-    return f"{handle.name} over {ranks_named(sorted(handle.groups.ranks))}"
-
-
-def count_common(
-    chosen: Mapping[int, object], handles: Iterable[FlatParamHandle]
-) -> int:
-    """Return how many of ``chosen`` are on all ranks: all but those of plain experts.
-
-    Ranks with other experts may hold other numbers of them.
-    """
-    # Clipping calls this in every step; most models have no such unit.
-    own = [
-        leaf
-        for handle in handles
-        if handle.groups.experts_ref is not None
-        for leaf in handle.leaves
-    ]
-    return len(chosen) - sum(id(leaf) in chosen for leaf in own)
-
-
-def require_all_data(handle: FlatParamHandle, top: FlatParamHandle, what: str) -> None:
-    """Raise CheckpointError for a trained unit that ranks outside of it train apart.
-
-    The same names then stand for other values on other ranks, and a state dict would
-    keep those of some ranks.
-
-    Collective: none; numbers of ranks are alike on all ranks.
-    """
-    rule = handle.rule
-    # The DTensors say where a part lies, and hooks may reduce over further ranks.
-    if handle.layout.forms or rule.hook is not None or rule.after_sum is not None:
-        return
-    if handle.layout.trainable and handle.data_ranks < top.data_ranks:
-        raise CheckpointError(
-            f"{what} expects units over the ranks of the model, or experts that say "
-            f"so; {_over(handle)} is trained by {handle.data_ranks} ranks of "
-            f"{top.data_ranks}, so other ranks have other values under the same names "
-            "and would lose them. Pass expert_mesh=mesh['ep'] to fully_shard, or "
-            "DTensors of distribute_tensor(weight, mesh['ep'], [Shard(0)]); or take "
-            "each rank's own under StateDictType.LOCAL_STATE_DICT."
-        )

@@ -74,25 +74,11 @@ class Int8Wire(WireFormat):
         rank: int,
         largest: Tensor | None,
     ) -> None:
-        """Write a shard into the wire; see ``WireFormat``.
-
-        Args:
-            shard: as in ``WireFormat``.
-            out: as in ``WireFormat``.
-            layout: as in ``WireFormat``.
-            rank: unused.
-            largest: unused.
-        """
+        """Write a shard into the wire; see ``WireFormat``."""
         encode_int8(shard[None], out[None], self.block)
 
     def decode(self, wire: Tensor, full: Tensor, layout: WireLayout) -> None:
-        """Write the elements of all ranks; see ``WireFormat``.
-
-        Args:
-            wire: as in ``WireFormat``.
-            full: as in ``WireFormat``.
-            layout: as in ``WireFormat``.
-        """
+        """Write the elements of all ranks; see ``WireFormat``."""
         slices = wire.view(layout.world_size, -1)
         decode_int8(slices, full.view(layout.world_size, -1), self.block)
 
@@ -149,15 +135,7 @@ class Float8Wire(WireFormat):
         rank: int,
         largest: Tensor | None,
     ) -> None:
-        """Write a shard into the wire; see ``WireFormat``.
-
-        Args:
-            shard: as in ``WireFormat``.
-            out: as in ``WireFormat``.
-            layout: as in ``WireFormat``.
-            rank: as in ``WireFormat``.
-            largest: as in ``WireFormat``.
-        """
+        """Write a shard into the wire; see ``WireFormat``."""
         # Padding, and scales of rows that other ranks have more of, are zeros.
         out.zero_()
         values, scales = _split(out, layout.shard_numel, self._number(layout))
@@ -181,13 +159,7 @@ class Float8Wire(WireFormat):
             encoded[begin:end].view(count, width).copy_(rows / scale.view(-1, 1))
 
     def decode(self, wire: Tensor, full: Tensor, layout: WireLayout) -> None:
-        """Write the elements of all ranks; see ``WireFormat``.
-
-        Args:
-            wire: as in ``WireFormat``.
-            full: as in ``WireFormat``.
-            layout: as in ``WireFormat``.
-        """
+        """Write the elements of all ranks; see ``WireFormat``."""
         slices = wire.view(layout.world_size, -1)
         values, scales = _split(slices, layout.shard_numel, self._number(layout))
         # One cast for all ranks; the scales follow in place, in float32 (an operator

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from operator import add
 
-from composable_fsdp.comm.int8_exchange import Int8Exchange, int8_exchange
+from composable_fsdp.features.comm_hooks.int8_exchange import (
+    Int8Exchange,
+    int8_exchange,
+)
 from composable_fsdp.naming import ROOT_NAME
-from composable_fsdp.planning.memory import ReductionMemory, UnitMemory
 from composable_fsdp.planning.options import RETIRING_LIMIT, RETIRING_UNLIMITED
-from composable_fsdp.planning.slots import slot_bytes
 from composable_fsdp.planning.unit_plan import UnitPlan
+from composable_fsdp.tools.slots import slot_bytes
+from composable_fsdp.tools.step_memory import ReductionMemory, UnitMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +36,7 @@ class Traffic:
     all_to_all_bytes: int = 0
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(
-            self.all_gather_calls + other.all_gather_calls,
-            self.all_gather_bytes + other.all_gather_bytes,
-            self.reduce_scatter_calls + other.reduce_scatter_calls,
-            self.reduce_scatter_bytes + other.reduce_scatter_bytes,
-            self.all_reduce_calls + other.all_reduce_calls,
-            self.all_reduce_bytes + other.all_reduce_bytes,
-            self.all_to_all_calls + other.all_to_all_calls,
-            self.all_to_all_bytes + other.all_to_all_bytes,
-        )
+        return Traffic(*map(add, astuple(self), astuple(other)))
 
 
 def traffic_of(unit: UnitPlan, *, is_root: bool, in_backward: bool) -> Traffic:

@@ -28,7 +28,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from composable_fsdp.config import Arena, BackwardPrefetch
-from composable_fsdp.planning.slots import Slot, assign_slots, reduce_slots
+from composable_fsdp.tools.slots import Slot, assign_slots, reduce_slots
 
 
 class ReductionMemory(NamedTuple):

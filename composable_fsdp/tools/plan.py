@@ -28,19 +28,21 @@ from composable_fsdp.errors import PlanError
 from composable_fsdp.naming import WRAPPED_MODULE
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.assign import PlanRequest
-from composable_fsdp.planning.chosen import chosen_units
 from composable_fsdp.planning.options import GroupBy, UnitOptions
 from composable_fsdp.planning.places import API
-from composable_fsdp.planning.plan import ShardingPlan, plan_modules
 from composable_fsdp.planning.planner import (
     as_list,
     check_tied,
     expand_ignored,
     ignored_parameters,
 )
-from composable_fsdp.planning.replan import replan
+from composable_fsdp.planning.policies import evaluate_policy
 from composable_fsdp.planning.unit_plan import UnitPlan
-from composable_fsdp.tree.plan_in_force import unit_plan
+from composable_fsdp.tools.chosen import chosen_units
+from composable_fsdp.tools.plan_in_force import unit_plan
+from composable_fsdp.tools.replan import replan
+from composable_fsdp.tools.sharding_plan import ShardingPlan, plan_modules
+from composable_fsdp.tools.tensor_parallel import check_sizes
 from composable_fsdp.tree.traversal import walk_states
 
 _NAMES = {
@@ -201,7 +203,7 @@ def plan(
         module = wrapped
     sharded = _sharded_units(module)
     ranks = _world_size(world_size, sharded)
-    _check_shard_world_size(shard_world_size, ranks)
+    check_sizes(ranks, shard_world_size)
     if sharded:
         return _plan_of_sharded(module, sharded, ranks, shard_world_size, given)
     return _plan_new(module, ranks, shard_world_size, given)
@@ -225,17 +227,6 @@ def _world_size(given: object, sharded: dict[nn.Module, UnitPlan]) -> int:
     return given
 
 
-def _check_shard_world_size(given: object, world_size: int) -> None:
-    """Raise PlanError, unless ``given`` is None or divides ``world_size``."""
-    if given is not None and (
-        not isinstance(given, int) or given < 1 or world_size % given
-    ):
-        raise PlanError(
-            "shard_world_size expects a number of ranks that divides world_size="
-            f"{world_size}, got {given!r}."
-        )
-
-
 def _plan_new(
     module: nn.Module, world_size: int, shard_world_size: int | None, given: _Options
 ) -> ShardingPlan:
@@ -246,7 +237,9 @@ def _plan_new(
         sizes=partial(
             group_sizes, world_size=world_size, shard_world_size=shard_world_size
         ),
-        policy=given.policy,
+        policy=(
+            None if given.policy is None else partial(evaluate_policy, given.policy)
+        ),
         chosen={} if given.units is None else chosen_units(module, given.units),
         ignored_modules=expand_ignored(given.ignored_modules, given.ignored_states),
         ignored_parameters=ignored_parameters(given.ignored_states),

@@ -1,0 +1,68 @@
+"""FSDP1's policies as functions: ``(module, recurse, nonwrapped_numel) -> bool``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+
+from composable_fsdp.planning.callables import is_named
+
+
+def transformer_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    transformer_layer_cls: set[type[nn.Module]],
+) -> bool:
+    """Return whether ``module`` is an instance of a layer class.
+
+    ``ModuleWrapPolicy`` makes the same decisions.
+
+    Args:
+        module: the module in question.
+        recurse: True on the way down, where the answer is always True.
+        nonwrapped_numel: has no influence; part of FSDP1's signature.
+        transformer_layer_cls: the layer classes.
+
+    Returns: on the way up, whether ``module`` becomes a unit.
+    Raises: PlanError, if the module is a container such as ``nn.ModuleList``.
+    """
+    return recurse or is_named(module, tuple(transformer_layer_cls))
+
+
+def lambda_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    lambda_fn: Callable[[nn.Module], bool],
+) -> bool:
+    """Return ``lambda_fn(module)``; see ``CustomPolicy``.
+
+    Args:
+        module: the module in question.
+        recurse: True on the way down, where the answer is always True.
+        nonwrapped_numel: has no influence; part of FSDP1's signature.
+        lambda_fn: tells whether a module becomes a unit.
+
+    Returns: on the way up, whether ``module`` becomes a unit.
+    """
+    return recurse or lambda_fn(module)
+
+
+def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
+    """Return True: every module becomes a unit."""
+    return True
+
+
+def _or_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    policies: Iterable[Callable[..., bool]],
+) -> bool:
+    """Return whether any of ``policies`` returns True."""
+    # By keyword, as FSDP1 does: a policy may order its parameters differently.
+    ask = {"module": module, "recurse": recurse, "nonwrapped_numel": nonwrapped_numel}
+    return any(policy(**ask) for policy in policies)

@@ -1,0 +1,1 @@
+"""Tensor parallelism and experts: units whose ranks hold other parts of the model."""
