@@ -23,6 +23,7 @@ from torch import nn
 from composable_fsdp.access import manual, schedule, settings
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.features.init_weights import apply_whole
+from composable_fsdp.features.wires import custom
 
 
 class FSDPModule(nn.Module):
@@ -93,8 +94,8 @@ class FSDPModule(nn.Module):
     set_gradient_divide_factor = settings.set_gradient_divide_factor
     set_reduce_scatter_unused_params = settings.set_reduce_scatter_unused_params
     set_separate_reduce_scatter_group = settings.set_separate_reduce_scatter_group
-    set_custom_all_gather = settings.set_custom_all_gather
-    set_custom_reduce_scatter = settings.set_custom_reduce_scatter
+    set_custom_all_gather = custom.set_custom_all_gather
+    set_custom_reduce_scatter = custom.set_custom_reduce_scatter
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Make the next all-gathers wait for ``event``, as the current stream does.
