@@ -27,7 +27,8 @@ from torch._C._distributed_c10d import HashStore
 
 from benchmarks.checkpoint import Block, _values
 from benchmarks.tables import fixed, say, say_versions, table
-from composable_fsdp import async_save, free_save_memory, fully_shard
+from composable_fsdp import async_save, fully_shard
+from composable_fsdp.storage import free_save_memory
 
 
 def seconds(act: Callable[[], object]) -> float:

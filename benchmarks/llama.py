@@ -40,7 +40,8 @@ from benchmarks.device_steps import BF16, Timer, world
 from benchmarks.models import LlamaBlock
 from benchmarks.tables import say, say_versions, table
 from benchmarks.trace import idle_part, record
-from composable_fsdp import Arena, fully_shard
+from composable_fsdp import fully_shard
+from composable_fsdp.features import Arena
 from composable_fsdp.features.captured_step import WARM_UP, capture
 
 PEAK_FLOPS = 989e12

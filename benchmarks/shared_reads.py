@@ -74,7 +74,7 @@ def turn(world: World, folder: str, blocks: int, width: int, rates: list[int]) -
     found: Found = {}
     for rate in [None, *rates]:
         slow = SlowStorage((rate or 0) * 1e6)
-        ours.register_storage("slow", partial(_given, slow))
+        ours.storage.register_storage("slow", partial(_given, slow))
         place = "page cache" if rate is None else f"store, {rate or 'any'} MB/s"
         url = f"{folder}/run" if rate is None else f"slow://{folder}/run"
         for share in (False, True):

@@ -183,7 +183,7 @@ def load_ours() -> Variant:
 
 def load_flat() -> Variant:
     """The same with an optimizer over flat parameters. Raises: as ``load_ours``."""
-    from composable_fsdp import flat_parameters
+    from composable_fsdp.features import flat_parameters
 
     return replace(load_ours(), name="ours flat", parameters=flat_parameters)
 

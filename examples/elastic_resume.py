@@ -37,9 +37,9 @@ from composable_fsdp import (
     clip_grad_norm_,
     fully_shard,
     load,
-    remove_stale,
     save,
 )
+from composable_fsdp.storage import remove_stale
 
 STOP = threading.Event()
 """Set when this rank was told to end."""

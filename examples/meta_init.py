@@ -27,13 +27,8 @@ from lm_text import load_corpus
 from lm_world import World, joined_world
 from torch import nn
 
-from composable_fsdp import (
-    ModuleWrapPolicy,
-    clip_grad_norm_,
-    export_safetensors,
-    fully_shard,
-    load,
-)
+from composable_fsdp import ModuleWrapPolicy, clip_grad_norm_, fully_shard, load
+from composable_fsdp.storage import export_safetensors
 
 Initialize = Callable[[nn.Module], None]
 

@@ -26,14 +26,9 @@ from lm_world import World, joined_world
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from composable_fsdp import (
-    clip_grad_norm_,
-    full_shape,
-    fully_shard,
-    get_full_grad,
-    get_full_param,
-    map_on_owners,
-)
+from composable_fsdp import clip_grad_norm_, fully_shard, get_full_grad, get_full_param
+from composable_fsdp.access import full_shape
+from composable_fsdp.features import map_on_owners
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
 """Of the polynomial that moves singular values towards 1 (Keller Jordan et al.)."""

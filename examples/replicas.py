@@ -35,10 +35,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from composable_fsdp import (
+from composable_fsdp import clip_grad_norm_, fully_shard
+from composable_fsdp.features import (
     ReplicaState,
-    clip_grad_norm_,
-    fully_shard,
     load_replica_state_dict,
     register_comm_hook,
     replica_hook,

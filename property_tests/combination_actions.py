@@ -10,16 +10,14 @@ import copy
 import pytest
 import torch
 
-from composable_fsdp import (
-    PhaseError,
-    reshard,
+from composable_fsdp import reshard, unshard, unshard_params
+from composable_fsdp.access import (
     set_gradient_divide_factor,
     set_modules_to_backward_prefetch,
     set_modules_to_forward_prefetch,
     set_reshard_after_forward,
-    unshard,
-    unshard_params,
 )
+from composable_fsdp.errors import PhaseError
 from composable_fsdp.naming import strip_wrapper
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import _get_module_fsdp_state

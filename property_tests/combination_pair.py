@@ -15,26 +15,30 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_fsdp import (
     BackwardPrefetch,
-    CheckpointImpl,
     CPUOffload,
     CustomPolicy,
-    DefaultState,
     FullyShardedDataParallel,
-    LowPrecisionState,
     MixedPrecision,
     ShardingStrategy,
-    allreduce_hook,
-    apply_activation_checkpointing,
-    bf16_compress_hook,
     checkpoint,
-    checkpoint_wrapper,
     fully_shard,
-    reduce_scatter_hook,
-    register_comm_hook,
     replicate,
-    set_reduce_scatter_unused_params,
+)
+from composable_fsdp.access import set_reduce_scatter_unused_params
+from composable_fsdp.doors.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
 )
 from composable_fsdp.doors.wrapping import post_order_apply
+from composable_fsdp.features import (
+    DefaultState,
+    LowPrecisionState,
+    allreduce_hook,
+    bf16_compress_hook,
+    reduce_scatter_hook,
+    register_comm_hook,
+)
 from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.planning.layout import ParameterSlot
 from composable_fsdp.tree.root import ensure_root

@@ -11,14 +11,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from composable_fsdp import (
-    CompositionError,
-    PlanError,
-    no_sync,
-    set_requires_all_reduce,
-    set_reshard_after_backward,
-)
+from composable_fsdp import no_sync
+from composable_fsdp.access import set_requires_all_reduce, set_reshard_after_backward
 from composable_fsdp.comm.collectives import record
+from composable_fsdp.errors import CompositionError, PlanError
 from composable_fsdp.flat.region import part_of
 from composable_fsdp.phases import Phase, Residency
 from composable_fsdp.tree.root import ensure_root

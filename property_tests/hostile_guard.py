@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from composable_fsdp import CheckpointError, load, verify
+from composable_fsdp import load, verify
+from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage.convert import check_readable, convert
 from composable_fsdp.storage.opening import open_source
 from composable_fsdp.tools.command_line import main

@@ -23,12 +23,14 @@ from composable_fsdp import (
     optim_state_dict,
     optim_state_dict_to_load,
     reshard,
+    unshard,
+    unshard_params,
+)
+from composable_fsdp.access import (
     set_reduce_scatter_unused_params,
     set_requires_gradient_sync,
     set_reshard_after_backward,
     set_reshard_after_forward,
-    unshard,
-    unshard_params,
 )
 from property_tests.casting import named
 from property_tests.program_cores import on_grad

@@ -12,19 +12,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_fsdp import (
-    Arena,
     BackwardPrefetch,
     CPUOffload,
     MixedPrecision,
     ShardedGradScaler,
     ShardingStrategy,
-    WireFormat,
-    WireLayout,
     fully_shard,
     register_forward_method,
+)
+from composable_fsdp.access import (
     set_reduce_scatter_unused_params,
     set_reshard_after_backward,
 )
+from composable_fsdp.features import Arena, WireFormat, WireLayout
 from composable_fsdp.flat.region import part_of
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from property_tests.casting import named

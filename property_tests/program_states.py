@@ -25,7 +25,6 @@ from composable_fsdp import (
     StateDictType,
     async_save,
     get_full_grad,
-    get_full_optim_state,
     get_full_param,
     load,
     optim_state_dict,
@@ -35,6 +34,7 @@ from composable_fsdp import (
     set_full_param,
     state_dict_type,
 )
+from composable_fsdp.optim import get_full_optim_state
 from property_tests.casting import named
 from property_tests.program_side import Side
 

@@ -19,13 +19,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
-from composable_fsdp import (
-    CPUOffload,
-    MixedPrecision,
-    flat_parameters,
-    get_full_optim_state,
-    optim_state_dict,
-)
+from composable_fsdp import CPUOffload, MixedPrecision, optim_state_dict
+from composable_fsdp.features import flat_parameters
+from composable_fsdp.optim import get_full_optim_state
 from property_tests.live import batches, examples
 from tests.support.models import build, legal_units
 from tests.support.place import _same

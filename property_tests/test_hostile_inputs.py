@@ -19,7 +19,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from composable_fsdp import CheckpointError
+from composable_fsdp.errors import CheckpointError
 from property_tests.hostile_guard import (
     Broken,
     Guard,

@@ -1,1 +1,81 @@
-"""Features above the core, each in a folder of its own; ``defaults`` installs them."""
+"""Hooks, wires, flat parameters and records: what a program switches on."""
+
+from typing import TYPE_CHECKING
+
+from composable_fsdp.lazy import resolver
+
+if TYPE_CHECKING:
+    from composable_fsdp.access.settings import register_comm_hook as register_comm_hook
+    from composable_fsdp.comm.operations import OperationRecord as OperationRecord
+    from composable_fsdp.comm.operations import recent_operations as recent_operations
+    from composable_fsdp.comm.wire_format import WireFormat as WireFormat
+    from composable_fsdp.comm.wire_format import WireLayout as WireLayout
+    from composable_fsdp.config import Arena as Arena
+    from composable_fsdp.features.captured_step import CapturedStep as CapturedStep
+    from composable_fsdp.features.captured_step import capture as capture
+    from composable_fsdp.features.comm_hooks.hooks import DefaultState as DefaultState
+    from composable_fsdp.features.comm_hooks.hooks import (
+        LowPrecisionState as LowPrecisionState,
+    )
+    from composable_fsdp.features.comm_hooks.hooks import ReplicaState as ReplicaState
+    from composable_fsdp.features.comm_hooks.hooks import (
+        allreduce_hook as allreduce_hook,
+    )
+    from composable_fsdp.features.comm_hooks.hooks import (
+        bf16_compress_hook as bf16_compress_hook,
+    )
+    from composable_fsdp.features.comm_hooks.hooks import (
+        fp16_compress_hook as fp16_compress_hook,
+    )
+    from composable_fsdp.features.comm_hooks.hooks import (
+        reduce_scatter_hook as reduce_scatter_hook,
+    )
+    from composable_fsdp.features.comm_hooks.hooks import replica_hook as replica_hook
+    from composable_fsdp.features.comm_hooks.int8_exchange import (
+        int8_all_to_all_hook as int8_all_to_all_hook,
+    )
+    from composable_fsdp.features.flat_params import (
+        flat_parameter_groups as flat_parameter_groups,
+    )
+    from composable_fsdp.features.flat_params import flat_parameters as flat_parameters
+    from composable_fsdp.features.nonfinite import NonFinite as NonFinite
+    from composable_fsdp.features.nonfinite import find_nonfinite as find_nonfinite
+    from composable_fsdp.features.owners.map_on_owners import (
+        map_on_owners as map_on_owners,
+    )
+    from composable_fsdp.features.owners.owner_state import OwnerState as OwnerState
+    from composable_fsdp.features.replicas import (
+        load_replica_state_dict as load_replica_state_dict,
+    )
+    from composable_fsdp.features.replicas import (
+        replica_state_dict as replica_state_dict,
+    )
+    from composable_fsdp.features.training.even_batches import (
+        even_batches as even_batches,
+    )
+    from composable_fsdp.features.wires.formats import Float8Wire as Float8Wire
+    from composable_fsdp.features.wires.formats import Int8Wire as Int8Wire
+
+_resolve, __all__ = resolver(
+    {
+        "access.settings": "register_comm_hook",
+        "comm.operations": "OperationRecord recent_operations",
+        "comm.wire_format": "WireFormat WireLayout",
+        "config": "Arena",
+        "features.captured_step": "CapturedStep capture",
+        "features.comm_hooks.hooks": (
+            "DefaultState LowPrecisionState ReplicaState allreduce_hook "
+            "bf16_compress_hook fp16_compress_hook reduce_scatter_hook replica_hook"
+        ),
+        "features.comm_hooks.int8_exchange": "int8_all_to_all_hook",
+        "features.flat_params": "flat_parameter_groups flat_parameters",
+        "features.nonfinite": "NonFinite find_nonfinite",
+        "features.owners.map_on_owners": "map_on_owners",
+        "features.owners.owner_state": "OwnerState",
+        "features.replicas": "load_replica_state_dict replica_state_dict",
+        "features.training.even_batches": "even_batches",
+        "features.wires.formats": "Float8Wire Int8Wire",
+    }
+)
+if not TYPE_CHECKING:
+    __getattr__ = _resolve

@@ -1,1 +1,25 @@
+"""Optimizer state: names beside those of ``composable_fsdp``."""
 
+from typing import TYPE_CHECKING
+
+from composable_fsdp.lazy import resolver
+
+if TYPE_CHECKING:
+    from composable_fsdp.optim.keys import (
+        rekey_optim_state_dict as rekey_optim_state_dict,
+    )
+    from composable_fsdp.optim.single import (
+        get_full_optim_state as get_full_optim_state,
+    )
+    from composable_fsdp.optim.single import (
+        set_full_optim_state as set_full_optim_state,
+    )
+
+_resolve, __all__ = resolver(
+    {
+        "optim.keys": "rekey_optim_state_dict",
+        "optim.single": "get_full_optim_state set_full_optim_state",
+    }
+)
+if not TYPE_CHECKING:
+    __getattr__ = _resolve

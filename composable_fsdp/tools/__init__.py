@@ -1,1 +1,27 @@
-"""What plans, simulates and inspects; the package below imports nothing of it."""
+"""Planning, simulation and reports: names beside those of ``composable_fsdp``."""
+
+from typing import TYPE_CHECKING
+
+from composable_fsdp.lazy import resolver
+
+if TYPE_CHECKING:
+    from composable_fsdp.tools.activations import Activations as Activations
+    from composable_fsdp.tools.activations import (
+        measure_activations as measure_activations,
+    )
+    from composable_fsdp.tools.describe import Description as Description
+    from composable_fsdp.tools.forecast import Forecast as Forecast
+    from composable_fsdp.tools.simulated_world import Machine as Machine
+    from composable_fsdp.tools.simulation import Simulation as Simulation
+
+_resolve, __all__ = resolver(
+    {
+        "tools.activations": "Activations measure_activations",
+        "tools.describe": "Description",
+        "tools.forecast": "Forecast",
+        "tools.simulated_world": "Machine",
+        "tools.simulation": "Simulation",
+    }
+)
+if not TYPE_CHECKING:
+    __getattr__ = _resolve

@@ -16,13 +16,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP1
 from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
 
 import composable_fsdp
-from composable_fsdp import (
-    DefaultState,
-    FullyShardedDataParallel,
-    ShardingStrategy,
-    register_comm_hook,
-)
+from composable_fsdp import FullyShardedDataParallel, ShardingStrategy
 from composable_fsdp.comm.collectives import record
+from composable_fsdp.features import DefaultState, register_comm_hook
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from tests.support.models import TinyGPT
 from tests.support.on_ranks import on_ranks
@@ -66,9 +62,9 @@ def test_the_default_hook_gives_what_no_hook_gives(
     """The same bits and elements sent, also where gradients accumulate."""
     plain = gpt("wrapper", strategy=strategy)
     model = gpt("wrapper", strategy=strategy)
-    hook: Any = composable_fsdp.reduce_scatter_hook
+    hook: Any = composable_fsdp.features.reduce_scatter_hook
     if strategy is ShardingStrategy.NO_SHARD:
-        hook = composable_fsdp.allreduce_hook
+        hook = composable_fsdp.features.allreduce_hook
 
     register(model, DefaultState(group()), hook)
     for batch in range(2):

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable_fsdp import ShardedGradScaler, flat_parameters, fully_shard
+from composable_fsdp import ShardedGradScaler, fully_shard
 from composable_fsdp.comm.collectives import record
+from composable_fsdp.features import flat_parameters
 from tests.support.models import tiny_mlp
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import backward, loss_of, sgd, wide_input

@@ -22,7 +22,8 @@ from composable_fsdp import (
     clip_grad_norm_,
     fully_shard,
     no_sync,
-    recent_operations,
+)
+from composable_fsdp.access import (
     set_gradient_divide_factor,
     set_is_last_backward,
     set_reduce_scatter_unused_params,
@@ -35,6 +36,7 @@ from composable_fsdp import (
 from composable_fsdp.comm.call_records import CallRecord
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.comm.operations import operation_log, operation_logs
+from composable_fsdp.features import recent_operations
 from composable_fsdp.features.guard.watch import GroupWatch
 from composable_fsdp.tree.traversal import _get_fsdp_handles, _get_fsdp_states
 from tests.support.models import TinyGPT

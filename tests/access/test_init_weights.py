@@ -9,14 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp import (
-    CompositionError,
-    FullyShardedDataParallel,
-    PlanError,
-    fsdp2,
-    fully_shard,
-    init_weights,
-)
+from composable_fsdp import FullyShardedDataParallel, fsdp2, fully_shard, init_weights
+from composable_fsdp.errors import CompositionError, PlanError
 from tests.runtime.metas import on_meta
 from tests.support.on_ranks import on_ranks
 from tests.support.sharded import is_full

@@ -14,17 +14,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from composable_fsdp import (
-    CompositionError,
-    PhaseError,
     fully_shard,
     is_sharded,
     register_forward_method,
     reshard,
-    set_reshard_after_forward,
     unshard,
     unshard_params,
 )
+from composable_fsdp.access import set_reshard_after_forward
 from composable_fsdp.access.manual import UnshardHandle
+from composable_fsdp.errors import CompositionError, PhaseError
 from composable_fsdp.phases import Residency
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from property_tests.live import examples

@@ -17,16 +17,15 @@ from composable_fsdp import (
     ShardingStrategy,
     fully_shard,
     get_full_grad,
-    get_full_optim_state,
     get_full_param,
     no_sync,
     set_full_grad,
-    set_full_optim_state,
     set_full_param,
-    set_reshard_after_backward,
     unshard,
     unshard_params,
 )
+from composable_fsdp.access import set_reshard_after_backward
+from composable_fsdp.optim import get_full_optim_state, set_full_optim_state
 from tests.optim.models import Mixed, by_name, mixed, train_plain, train_sharded
 from tests.support.models import TinyGPT, tiny_mlp
 from tests.support.on_ranks import on_ranks

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from composable_fsdp import (
     FullyShardedDataParallel,
-    PhaseError,
     fully_shard,
     optim_state_dict,
     unshard_params,
 )
 from composable_fsdp.access.unshard_params import _unshard_params_recurse
 from composable_fsdp.access.unsharded_unit import _unshard_state
+from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from tests.support.models import TinyGPT, tiny_mlp

@@ -18,13 +18,13 @@ from composable_fsdp import (
     CustomPolicy,
     FullyShardedDataParallel,
     ModuleWrapPolicy,
-    PlanError,
     fully_shard,
     plan,
-    transformer_auto_wrap_policy,
     unshard_params,
 )
+from composable_fsdp.errors import PlanError
 from composable_fsdp.tree.traversal import walk_states
+from composable_fsdp.wrap import transformer_auto_wrap_policy
 from tests.architectures.zoo import (
     ARCHITECTURES,
     Built,

@@ -14,15 +14,11 @@ import torch.distributed as dist
 from torch import nn
 
 import composable_fsdp
-from composable_fsdp import (
-    CollectiveError,
-    DesyncError,
-    FSDPError,
-    fully_shard,
-    recent_operations,
-)
+from composable_fsdp import FSDPError, fully_shard
 from composable_fsdp.comm import collectives, sequence
 from composable_fsdp.comm.operations import operation_log
+from composable_fsdp.errors import CollectiveError, DesyncError
+from composable_fsdp.features import recent_operations
 from composable_fsdp.features.guard import debug
 from tests.support.world import RankPool, World, fake_world
 

@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable_fsdp import fully_shard, recent_operations
+from composable_fsdp import fully_shard
 from composable_fsdp.comm import collectives, sequence
 from composable_fsdp.comm.operations import operation_log
 from composable_fsdp.comm.sequence import OperationLog
+from composable_fsdp.features import recent_operations
 from composable_fsdp.features.guard import progress
 from tests.support.streams import FakeEvent, stream_order
 from tests.support.world import RankPool, fake_world

@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from composable_fsdp import Arena, fully_shard, plan
+from composable_fsdp import fully_shard, plan
 from composable_fsdp.comm import registered_memory
 from composable_fsdp.entries import apply
+from composable_fsdp.features import Arena
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import apply_units, backward, gpt_input, gpt_units, loss_of
 from tests.support.sharded import message_of

@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from composable_fsdp import Float8Wire, Int8Wire, WireFormat
 from composable_fsdp.comm.wire_format import largest_magnitudes
+from composable_fsdp.features import Float8Wire, Int8Wire, WireFormat
 from composable_fsdp.planning.layout import (
     ParameterSpec,
     RegionLayout,

@@ -14,15 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torchs
 
 import composable_fsdp
-from composable_fsdp import (
+from composable_fsdp import checkpoint, fully_shard
+from composable_fsdp.comm.collectives import record
+from composable_fsdp.doors.checkpoint_wrapper import (
     CheckpointImpl,
-    CompositionError,
-    checkpoint,
     checkpoint_wrapper,
-    fully_shard,
     offload_wrapper,
 )
-from composable_fsdp.comm.collectives import record
+from composable_fsdp.errors import CompositionError
 from composable_fsdp.naming import TRANSPARENT
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from tests.support.models import TinyBlock, TinyGPT

@@ -40,10 +40,10 @@ def program(world: World, path: str, folder: Path, inside: Any) -> list[Any]:
             found += [loss.detach(), cf.clip_grad_norm_(model, 1.0)]
             optim.step()
         grad = cf.get_full_grad(model, "head.weight")
-        found += [grad, cf.find_nonfinite(model)]
+        found += [grad, cf.features.find_nonfinite(model)]
         optim.zero_grad()
-        state = cf.get_full_optim_state(model, optim, "head.weight")
-        cf.set_full_optim_state(model, optim, "head.weight", state)
+        state = cf.optim.get_full_optim_state(model, optim, "head.weight")
+        cf.optim.set_full_optim_state(model, optim, "head.weight", state)
         found += [state, model.state_dict()]
         model.load_state_dict(found[-1])
         saved = cf.optim_state_dict(model, optim)
@@ -53,7 +53,7 @@ def program(world: World, path: str, folder: Path, inside: Any) -> list[Any]:
         cf.load(folder / "a", model, optim)
         cf.async_save(folder / "b", model, optim).result()
         cf.load(folder / "b", model, optim)
-        cf.export_safetensors(folder / "c", model)
+        cf.storage.export_safetensors(folder / "c", model)
         cf.load(folder / "c", model)
         for kind in cf.StateDictType:
             with cf.state_dict_type(model, kind):

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp import (
-    DesyncError,
     FullyShardedDataParallel,
     clip_grad_norm_,
-    even_batches,
     fully_shard,
     get_full_param,
 )
 from composable_fsdp.comm import collectives
+from composable_fsdp.errors import DesyncError
+from composable_fsdp.features import even_batches
 from tests.support.on_ranks import on_ranks
 from tests.support.world import World
 

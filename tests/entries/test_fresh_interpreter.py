@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from composable_fsdp import MixedPrecision, ShardedValue
+from composable_fsdp import MixedPrecision
+from composable_fsdp.state_dict import ShardedValue
 
 SCRIPT = Path(__file__).with_name("fresh_programs.py")
 TAKEN = "composable_fsdp: shard taken for the parameter: "

@@ -16,11 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import composable_fsdp
-from composable_fsdp import (
-    CompositionError,
-    PhaseError,
-    fsdp2,
-)
+from composable_fsdp import fsdp2
+from composable_fsdp.errors import CompositionError, PhaseError
 from composable_fsdp.state_dict.sharded import ShardedValue
 from tests.support.models import TinyGPT, tiny_mlp
 from tests.support.on_ranks import on_ranks

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable_fsdp import CheckpointError, fsdp2, fully_shard
+from composable_fsdp import fsdp2, fully_shard
 from composable_fsdp.comm.collectives import record
+from composable_fsdp.errors import CheckpointError
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import backward, loss_of, wide_input
 from tests.support.sharded import RankCount

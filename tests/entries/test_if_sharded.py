@@ -15,19 +15,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from composable_fsdp import (
     BackwardPrefetch,
     Block,
-    CompositionError,
     CPUOffload,
     CustomPolicy,
     FullyShardedDataParallel,
     MixedPrecision,
     ModuleWrapPolicy,
     ShardingStrategy,
-    SizePolicy,
     fully_shard,
-    lambda_auto_wrap_policy,
 )
 from composable_fsdp.comm.collectives import record
+from composable_fsdp.errors import CompositionError
 from composable_fsdp.tree.traversal import _get_fsdp_states
+from composable_fsdp.wrap import SizePolicy, lambda_auto_wrap_policy
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import gpt_input
 from tests.support.sharded import both_paths, message_of

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp import (
-    apply_activation_checkpointing,
-    register_forward_method,
+from composable_fsdp import register_forward_method
+from composable_fsdp.access import (
     set_modules_to_forward_prefetch,
     set_reshard_after_forward,
 )
+from composable_fsdp.doors.checkpoint_wrapper import apply_activation_checkpointing
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from tests.support.on_ranks import on_ranks

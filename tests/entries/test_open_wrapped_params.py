@@ -14,10 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp import (
-    CompositionError,
     MixedPrecision,
     ModuleWrapPolicy,
-    PlanError,
     ShardingStrategy,
     checkpoint,
     fully_shard,
@@ -28,6 +26,7 @@ from composable_fsdp import (
     save,
     unshard_params,
 )
+from composable_fsdp.errors import CompositionError, PlanError
 from tests.storage.test_wrappers import Forgetful, Rows
 from tests.support.on_ranks import on_ranks
 from tests.support.place import World

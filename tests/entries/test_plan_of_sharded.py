@@ -10,16 +10,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import (
-    CompositionError,
     FullyShardedDataParallel,
     MixedPrecision,
     ModuleWrapPolicy,
-    PlanError,
     ShardingStrategy,
     fully_shard,
     plan,
-    set_reshard_after_forward,
 )
+from composable_fsdp.access import set_reshard_after_forward
+from composable_fsdp.errors import CompositionError, PlanError
 from composable_fsdp.tools.sharding_plan import ShardingPlan
 from tests.support.tiny import TinyBlock
 from tests.support.world import fake_world

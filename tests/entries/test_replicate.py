@@ -13,13 +13,13 @@ from torch.distributed._composable.replicate import replicate as torchs
 from torch.nn.parallel import DistributedDataParallel
 
 from composable_fsdp import (
-    CompositionError,
     FullyShardedDataParallel,
     ModuleWrapPolicy,
     fully_shard,
     no_sync,
     replicate,
 )
+from composable_fsdp.errors import CompositionError
 from tests.support.models import TinyBlock, TinyGPT, module_at, tiny_mlp
 from tests.support.on_ranks import on_ranks
 from tests.support.recording import record_steps

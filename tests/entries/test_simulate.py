@@ -17,18 +17,16 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import (
     CPUOffload,
-    Machine,
     MixedPrecision,
-    PhaseError,
-    PlanError,
-    Simulation,
     clip_grad_norm_,
     forecast,
     fully_shard,
-    recent_operations,
     simulate,
 )
 from composable_fsdp.comm import device
+from composable_fsdp.errors import PhaseError, PlanError
+from composable_fsdp.features import recent_operations
+from composable_fsdp.tools import Machine, Simulation
 from composable_fsdp.tools.unit_costs import Traffic
 from tests.planning.trees import Text
 from tests.support.memory import LiveBytes

@@ -30,18 +30,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable_fsdp import (
     MixedPrecision,
-    PlanError,
     ShardingStrategy,
-    Simulation,
-    apply_activation_checkpointing,
     clip_grad_norm_,
     forecast,
     fully_shard,
-    measure_activations,
     plan,
-    recent_operations,
     simulate,
 )
+from composable_fsdp.doors.checkpoint_wrapper import apply_activation_checkpointing
+from composable_fsdp.errors import PlanError
+from composable_fsdp.features import recent_operations
+from composable_fsdp.tools import Simulation, measure_activations
 from composable_fsdp.tools.unit_costs import Traffic
 from tests.parallel import experts, models
 from tests.support.memory import LiveBytes

@@ -81,8 +81,8 @@ def an_operator(m: Any, path: Path) -> object:
 
 
 def export_twice(m: Any, path: Path) -> None:
-    cf.export_safetensors(path / "out", cf.fully_shard(m))
-    cf.export_safetensors(path / "out", m)
+    cf.storage.export_safetensors(path / "out", cf.fully_shard(m))
+    cf.storage.export_safetensors(path / "out", m)
 
 
 def another_dtype(m: Any, path: Path) -> None:
@@ -131,7 +131,7 @@ REFUSED: dict[str, Wrong] = {
         lambda m, p: api.fully_shard(m, policy=one_argument)
     ),
     r"bind them with functools\.partial": (
-        lambda m, p: api.fully_shard(m, policy=api.transformer_auto_wrap_policy)
+        lambda m, p: api.fully_shard(m, policy=api.wrap.transformer_auto_wrap_policy)
     ),
     r"TypeError: ignored_modules expects a list, got a Linear\. Pass \[it\]\.": (
         lambda m, p: api.fully_shard(m, ignored_modules=m[0])
@@ -159,18 +159,20 @@ REFUSED: dict[str, Wrong] = {
         lambda m, p: api.CustomPolicy(3)
     ),
     r"SizePolicy expects min_numel >= 0, got 'big'\.": (
-        lambda m, p: api.SizePolicy("big")
+        lambda m, p: api.wrap.SizePolicy("big")
     ),
     r"CPUOffload\(offload_params=\.\.\.\) expects True or False, got 'yes'": (
         lambda m, p: api.CPUOffload("yes")
     ),
     r"expects a list of modules, got one Sequential\. Pass \[module\];": (
-        lambda m, p: api.set_modules_to_forward_prefetch(sharded(), m)
+        lambda m, p: api.access.set_modules_to_forward_prefetch(sharded(), m)
     ),
     r"expects a model and its optimizer, got a SGD and a Sequ": (
         lambda m, p: api.optim_state_dict(torch.optim.SGD(m.parameters()), m)
     ),
-    r"OptimStateKeyType\.PARAM_NAME": lambda m, p: api.rekey_optim_state_dict({}, 1, m),
+    r"OptimStateKeyType\.PARAM_NAME": (
+        lambda m, p: api.optim.rekey_optim_state_dict({}, 1, m)
+    ),
     r"clip_grad_norm_ expects a module or parameters, got a NoneType\.": (
         lambda m, p: api.clip_grad_norm_(None, 1.0)
     ),
@@ -178,13 +180,15 @@ REFUSED: dict[str, Wrong] = {
         lambda m, p: api.clip_grad_norm_(sharded(), "1")
     ),
     r"looks at the gradients of parameters.*torch\.isfinite\(tensor\)": (
-        lambda m, p: api.find_nonfinite(sharded()(torch.ones(2, 8)).sum())
+        lambda m, p: api.features.find_nonfinite(sharded()(torch.ones(2, 8)).sum())
     ),
     r"TypeError: CheckpointWrapper expects a module, got a NoneType\.": (
-        lambda m, p: api.checkpoint_wrapper(None)
+        lambda m, p: api.doors.checkpoint_wrapper.checkpoint_wrapper(None)
     ),
     r"checkpoint_impl expects one of CheckpointImpl\.REENTRANT": (
-        lambda m, p: api.checkpoint_wrapper(m, checkpoint_impl="fast")
+        lambda m, p: api.doors.checkpoint_wrapper.checkpoint_wrapper(
+            m, checkpoint_impl="fast"
+        )
     ),
     r"whose parameter '.*is fully sharded.*torchrun": (
         lambda m, p: nn.DataParallel(sharded())
@@ -235,7 +239,9 @@ VERBS: dict[str, Callable[[Any], object]] = {
         lambda m: cf.unshard_params(m, recurse=False).__enter__()
     ),
     "no_sync": lambda m: cf.no_sync(m).__enter__(),
-    "set_requires_gradient_sync": lambda m: cf.set_requires_gradient_sync(m, True),
+    "set_requires_gradient_sync": (
+        lambda m: cf.access.set_requires_gradient_sync(m, True)
+    ),
     "register_forward_method('forward')": (
         lambda m: cf.register_forward_method(m, "forward")
     ),
@@ -289,7 +295,7 @@ def test_a_pair_of_groups_that_is_no_grid_is_refused() -> None:
     with fake_world(2) as world:
         pair = (world.group, world.group)
         with pytest.raises(
-            cf.PlanError, match=r"one rank in common; got ranks \[0, 1\]"
+            cf.errors.PlanError, match=r"one rank in common; got ranks \[0, 1\]"
         ):
             cf.fully_shard(tiny_mlp(), process_group=pair)
 
@@ -312,4 +318,4 @@ def test_names_of_fsdp2_stay_unknown_to_questions() -> None:
     A method of ``FSDPModule`` that is no function here has no way out to tell.
     """
     assert not hasattr(cf, "FSDPModule")
-    assert set(cf.__all__) & set(vars(FSDPModule)) == FUNCTIONS
+    assert {*cf.__all__, *cf.access.__all__} & set(vars(FSDPModule)) == FUNCTIONS

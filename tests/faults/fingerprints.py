@@ -13,16 +13,15 @@ from composable_fsdp import (
     BackwardPrefetch,
     Block,
     CPUOffload,
-    DesyncError,
     FullyShardedDataParallel,
-    Int8Wire,
     MixedPrecision,
     ShardingStrategy,
     fully_shard,
-    register_comm_hook,
-    set_gradient_divide_factor,
 )
+from composable_fsdp.access import set_gradient_divide_factor
 from composable_fsdp.access.settings import set_all_reduce_hook
+from composable_fsdp.errors import DesyncError
+from composable_fsdp.features import Int8Wire, register_comm_hook
 from composable_fsdp.features.wires.custom import set_custom_all_gather
 
 WIDTH = 4

@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
 from torch.utils.hooks import RemovableHandle
 
-from composable_fsdp import Arena, DesyncError, ShardingStrategy, fully_shard
+from composable_fsdp import ShardingStrategy, fully_shard
 from composable_fsdp.comm import collectives
+from composable_fsdp.errors import DesyncError
+from composable_fsdp.features import Arena
 from composable_fsdp.runtime.recover import recover
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.support.sharded import RankCount

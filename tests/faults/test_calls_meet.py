@@ -19,9 +19,7 @@ import torch
 from composable_fsdp import (
     FullyShardedDataParallel,
     clip_grad_norm_,
-    export_safetensors,
     get_full_grad,
-    get_full_optim_state,
     get_full_param,
     load,
     optim_state_dict,
@@ -29,13 +27,14 @@ from composable_fsdp import (
     reshard,
     save,
     set_full_grad,
-    set_full_optim_state,
     set_full_param,
     unshard,
     unshard_params,
 )
 from composable_fsdp.comm import agreement
 from composable_fsdp.features.guard.meetings import history_of
+from composable_fsdp.optim import get_full_optim_state, set_full_optim_state
+from composable_fsdp.storage import export_safetensors
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import gpt_input, loss_of
 from tests.support.sharded import RankCount, gpt, message_of, step

@@ -18,9 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import (
     FullyShardedDataParallel,
-    PlanError,
     ShardingStrategy,
-    flat_parameters,
     fully_shard,
     get_full_param,
     replicate,
@@ -28,6 +26,8 @@ from composable_fsdp import (
     unshard_params,
 )
 from composable_fsdp.comm import collectives
+from composable_fsdp.errors import PlanError
+from composable_fsdp.features import flat_parameters
 from tests.faults.fingerprints import (
     OPTIONS,
     SETTINGS,

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable_fsdp import CollectiveError, fully_shard
+from composable_fsdp import fully_shard
+from composable_fsdp.errors import CollectiveError
 from composable_fsdp.features.guard import hang_report, watch
 from tests.support.sharded import RankCount
 from tests.support.short_waits import shorten_waits

@@ -9,15 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from composable_fsdp import (
-    NonFinite,
-    ShardingStrategy,
-    clip_grad_norm_,
-    find_nonfinite,
-    fully_shard,
-    no_sync,
-)
+from composable_fsdp import ShardingStrategy, clip_grad_norm_, fully_shard, no_sync
 from composable_fsdp.comm.collectives import record
+from composable_fsdp.features import NonFinite, find_nonfinite
 from tests.support.on_ranks import on_ranks
 from tests.support.sharded import message_of
 from tests.support.world import World

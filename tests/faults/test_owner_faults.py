@@ -8,13 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp import (
-    DesyncError,
-    FSDPError,
-    OwnerState,
-    fully_shard,
-    map_on_owners,
-)
+from composable_fsdp import FSDPError, fully_shard
+from composable_fsdp.errors import DesyncError
+from composable_fsdp.features import OwnerState, map_on_owners
 from tests.faults.blocks import SOON
 from tests.support.on_ranks import on_ranks
 from tests.support.sharded import RankCount

@@ -12,12 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from composable_fsdp import (
-    DesyncError,
-    FSDPError,
-    load,
-    save,
-)
+from composable_fsdp import FSDPError, load, save
+from composable_fsdp.errors import DesyncError
 from tests.faults.blocks import SOON, Blocks, sharded, steps_of
 from tests.support.sharded import RankCount
 from tests.support.short_waits import LONG, shorten_waits

@@ -31,12 +31,12 @@ from composable_fsdp import (
     fully_shard,
     load,
     no_sync,
-    recent_operations,
     save,
     unshard_params,
 )
 from composable_fsdp.comm import agreement, sequence
 from composable_fsdp.comm.operations import operation_logs
+from composable_fsdp.features import recent_operations
 from composable_fsdp.features.guard import watch
 from tests.faults.test_calls_meet import CALLS, Trained
 from tests.faults.test_missing_ranks import stop_this_process

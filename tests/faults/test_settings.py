@@ -13,11 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from composable_fsdp import (
-    DefaultState,
-    FSDPError,
-    int8_all_to_all_hook,
-    register_comm_hook,
+from composable_fsdp import FSDPError
+from composable_fsdp.access import (
     set_gradient_divide_factor,
     set_modules_to_backward_prefetch,
     set_modules_to_forward_prefetch,
@@ -26,6 +23,11 @@ from composable_fsdp import (
     set_reshard_after_backward,
     set_reshard_after_forward,
     set_separate_reduce_scatter_group,
+)
+from composable_fsdp.features import (
+    DefaultState,
+    int8_all_to_all_hook,
+    register_comm_hook,
 )
 from tests.faults.blocks import SOON, Blocks, sharded, steps_of
 from tests.support.on_ranks import on_ranks

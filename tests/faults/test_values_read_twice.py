@@ -24,9 +24,9 @@ from composable_fsdp import (
     fully_shard,
     no_sync,
     set_full_param,
-    set_reduce_scatter_unused_params,
     unshard_params,
 )
+from composable_fsdp.access import set_reduce_scatter_unused_params
 from composable_fsdp.features.guard.debug import DEBUG_VARIABLE
 from tests.support.on_ranks import on_ranks
 from tests.support.sharded import message_of

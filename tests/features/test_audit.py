@@ -22,20 +22,19 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.overrides import TorchFunctionMode
 
 from composable_fsdp import (
-    CompositionError,
     ShardedGradScaler,
     audit,
     clip_grad_norm_,
-    flat_parameters,
     fsdp2,
-    full_shape,
     fully_shard,
     get_full_param,
     grad_norm,
-    map_on_owners,
     no_sync,
     param_norm,
 )
+from composable_fsdp.access import full_shape
+from composable_fsdp.errors import CompositionError
+from composable_fsdp.features import flat_parameters, map_on_owners
 from composable_fsdp.features.audit import first_step, graphs, rules
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import PATHS, apply_units, backward

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from composable_fsdp import PhaseError
 from composable_fsdp.comm.groups import Groups
+from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import memory, residency
 from composable_fsdp.flat.build import build_handle
 from composable_fsdp.flat.handle import LEAVES, FlatParamHandle, find_leaf

@@ -26,26 +26,30 @@ from composable_fsdp import (
     ShardedGradScaler,
     ShardingStrategy,
     StateDictType,
-    bf16_compress_hook,
     checkpoint,
     clip_grad_norm_,
-    flat_parameters,
     fully_shard,
     get_full_grad,
     get_full_param,
     no_sync,
     optim_state_dict,
-    register_comm_hook,
     reshard,
+    state_dict_type,
+    unshard,
+    unshard_params,
+)
+from composable_fsdp.access import (
     set_modules_to_backward_prefetch,
     set_modules_to_forward_prefetch,
     set_reduce_scatter_unused_params,
     set_requires_all_reduce,
     set_reshard_after_backward,
     set_reshard_after_forward,
-    state_dict_type,
-    unshard,
-    unshard_params,
+)
+from composable_fsdp.features import (
+    bf16_compress_hook,
+    flat_parameters,
+    register_comm_hook,
 )
 from composable_fsdp.features.comm_hooks.hooks import LowPrecisionState
 from tests.goldens.model import UNITS, Net, Trace, note, sines

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from composable_fsdp import Block, open_source, verify
+from composable_fsdp import Block, verify
+from composable_fsdp.storage import open_source
 from tests.goldens import checkpoints, checkpoints_cut, checkpoints_own
 from tests.goldens.checkpoints import EXTRA, FOLDER, WORLD_SIZES, State, name_of
 from tests.goldens.recorded import RankCount

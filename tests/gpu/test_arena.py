@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from benchmarks.device_steps import BF16, Chain, world
-from composable_fsdp import Arena, fully_shard
+from composable_fsdp import fully_shard
+from composable_fsdp.features import Arena
 from tests.gpu.counts import NEEDS_NCCL
 from tests.runtime.test_arena import addresses
 from tests.support.models import TinyGPT

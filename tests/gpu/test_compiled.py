@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from benchmarks.device_steps import BF16, world
-from composable_fsdp import Arena, MixedPrecision, ShardedGradScaler
+from composable_fsdp import MixedPrecision, ShardedGradScaler
+from composable_fsdp.features import Arena
 from tests.gpu.counts import NEEDS_NCCL
 from tests.gpu.late import gpt
 

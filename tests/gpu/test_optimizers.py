@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn, optim
 
-from composable_fsdp import MixedPrecision, reshard, set_reshard_after_backward
+from composable_fsdp import MixedPrecision, reshard
+from composable_fsdp.access import set_reshard_after_backward
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from tests.gpu.counts import NEEDS_NCCL
 from tests.optim.models import Mixed, train_plain

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp import CPUOffload, PlanError, fully_shard
+from composable_fsdp import CPUOffload, fully_shard
+from composable_fsdp.errors import PlanError
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.gpu.counts import NEEDS_NCCL
 from tests.support.on_ranks import on_ranks

@@ -12,15 +12,15 @@ from composable_fsdp import (
     BackwardPrefetch,
     CPUOffload,
     MixedPrecision,
-    PlanError,
     ShardingStrategy,
-    SizePolicy,
     StateDictType,
     checkpoint,
-    get_state_dict_type,
     plan,
 )
+from composable_fsdp.errors import PlanError
 from composable_fsdp.hugging_face import NoSplitPolicy, from_hf_config
+from composable_fsdp.state_dict import get_state_dict_type
+from composable_fsdp.wrap import SizePolicy
 from tests.architectures.zoo import ARCHITECTURES, build, needs_transformers
 from tests.support.on_ranks import on_ranks
 from tests.support.world import World

@@ -19,7 +19,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from composable_fsdp import CheckpointError, fully_shard, unshard_params
+from composable_fsdp import fully_shard, unshard_params
+from composable_fsdp.errors import CheckpointError
 from composable_fsdp.hugging_face import (
     NoSplitPolicy,
     load_pretrained,

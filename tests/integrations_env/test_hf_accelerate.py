@@ -17,7 +17,8 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from composable_fsdp import CompositionError, fully_shard
+from composable_fsdp import fully_shard
+from composable_fsdp.errors import CompositionError
 from composable_fsdp.hugging_face.trainer import ShardedAccelerator
 from composable_fsdp.integrations.hf_accelerate import _require_known_engine
 from composable_fsdp.storage.contents import units_in

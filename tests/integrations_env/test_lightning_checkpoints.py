@@ -11,7 +11,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
 
-from composable_fsdp import CheckpointError, verify
+from composable_fsdp import verify
+from composable_fsdp.errors import CheckpointError
 from composable_fsdp.integrations.lightning import checkpoints
 from composable_fsdp.lightning import ComposableFSDPStrategy, consolidate
 from composable_fsdp.storage.writer import write_file

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from composable_fsdp import CheckpointError
+from composable_fsdp.errors import CheckpointError
 from composable_fsdp.lightning import ComposableFSDPFabricStrategy
 from tests.integrations_env.lightning_world import (
     QUIET,

@@ -11,7 +11,8 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from composable_fsdp import CompositionError, ShardedGradScaler
+from composable_fsdp import ShardedGradScaler
+from composable_fsdp.errors import CompositionError
 from composable_fsdp.lightning import (
     ComposableFSDPFabricStrategy,
     ComposableFSDPStrategy,

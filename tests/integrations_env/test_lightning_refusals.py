@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import (
     ModelParallelStrategy,
 )
 
-from composable_fsdp import CompositionError
+from composable_fsdp.errors import CompositionError
 from tests.integrations_env.lightning_world import (
     QUIET,
     Lit,

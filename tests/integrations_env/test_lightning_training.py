@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
-from composable_fsdp import CompositionError, ShardingStrategy
+from composable_fsdp import ShardingStrategy
+from composable_fsdp.errors import CompositionError
 from composable_fsdp.lightning import ComposableFSDPStrategy
 from tests.integrations_env.lightning_world import (
     CLASSES,

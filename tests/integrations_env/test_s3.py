@@ -13,15 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from composable_fsdp import (
-    SaveOptions,
-    async_save,
-    checkpoints,
-    load,
-    remove_stale,
-    save,
-    verify,
-)
+from composable_fsdp import SaveOptions, async_save, checkpoints, load, save, verify
+from composable_fsdp.storage import remove_stale
 from composable_fsdp.storage.storages import storage_of
 from tests.storage.training import everything, make, optimizer_of, same, step
 from tests.support.sharded import message_of

@@ -18,15 +18,15 @@ from torch import Tensor, nn
 pytest.importorskip("torchao")
 
 from composable_fsdp import (
-    Float8Wire,
     MixedPrecision,
-    PlanError,
     fully_shard,
     load,
     open_wrapped_params,
     save,
     unshard_params,
 )
+from composable_fsdp.errors import PlanError
+from composable_fsdp.features import Float8Wire
 from tests.support.on_ranks import on_ranks
 from tests.support.page_names import page_names
 from tests.support.place import World

@@ -34,13 +34,10 @@ from composable_fsdp import (
     FullOptimStateDictConfig,
     FullyShardedDataParallel,
     OptimStateKeyType,
-    ShardedValue,
     ShardingStrategy,
     StateDictType,
     async_save,
-    flat_parameters,
     fully_shard,
-    get_full_optim_state,
     load,
     optim_state_dict,
     optim_state_dict_to_load,
@@ -48,8 +45,11 @@ from composable_fsdp import (
     set_state_dict_type,
     state_dict_type,
 )
+from composable_fsdp.features import flat_parameters
+from composable_fsdp.optim import get_full_optim_state
 from composable_fsdp.optim.names import is_absent
 from composable_fsdp.optim.own_state_dict import local_state_dict
+from composable_fsdp.state_dict import ShardedValue
 from tests.optim.models import by_name
 from tests.runtime.test_empty_shard_grads import INPUT, Narrow, narrow, once
 from tests.support.models import TinyGPT, tiny_mlp

@@ -10,15 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from composable_fsdp import (
-    flat_parameter_groups,
-    fully_shard,
-    load,
-    optim_state_dict,
-    plan,
-    save,
-)
+from composable_fsdp import fully_shard, load, optim_state_dict, plan, save
 from composable_fsdp.comm.collectives import record
+from composable_fsdp.features import flat_parameter_groups
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.support.models import TinyGPT
 from tests.support.on_ranks import on_ranks

@@ -14,13 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import (
-    CompositionError,
     CPUOffload,
     MixedPrecision,
     ShardedGradScaler,
     ShardingStrategy,
     clip_grad_norm_,
-    flat_parameters,
     fully_shard,
     get_full_grad,
     no_sync,
@@ -28,6 +26,8 @@ from composable_fsdp import (
     set_full_grad,
     unshard_params,
 )
+from composable_fsdp.errors import CompositionError
+from composable_fsdp.features import flat_parameters
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.optim.models import INPUT, mixed
 from tests.support.models import TinyGPT, tiny_mlp

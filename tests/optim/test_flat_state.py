@@ -18,19 +18,18 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from composable_fsdp import (
-    CheckpointError,
     StateDictType,
     async_save,
-    flat_parameters,
     fully_shard,
-    get_full_optim_state,
     load,
     optim_state_dict,
     optim_state_dict_to_load,
     save,
-    set_full_optim_state,
     state_dict_type,
 )
+from composable_fsdp.errors import CheckpointError
+from composable_fsdp.features import flat_parameters
+from composable_fsdp.optim import get_full_optim_state, set_full_optim_state
 from composable_fsdp.optim.own_state_dict import local_state_dict
 from composable_fsdp.optim.scalars import is_scalar
 from tests.optim.models import INPUT, mixed

@@ -13,18 +13,13 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 from composable_fsdp import (
-    CheckpointError,
     FullOptimStateDictConfig,
     FullyShardedDataParallel,
     OptimStateKeyType,
-    PhaseError,
     ShardingStrategy,
     StateDictType,
-    flat_parameters,
-    get_full_optim_state,
     optim_state_dict,
     optim_state_dict_to_load,
-    rekey_optim_state_dict,
     reshard,
     set_state_dict_type,
     state_dict_type,
@@ -32,6 +27,9 @@ from composable_fsdp import (
     unshard_params,
 )
 from composable_fsdp.comm.collectives import record
+from composable_fsdp.errors import CheckpointError, PhaseError
+from composable_fsdp.features import flat_parameters
+from composable_fsdp.optim import get_full_optim_state, rekey_optim_state_dict
 from composable_fsdp.optim.own_state_dict import local_state_dict
 from tests.optim.models import mixed, train_sharded, two_groups
 from tests.support.models import TinyGPT, tiny_mlp

@@ -19,21 +19,19 @@ from composable_fsdp import (
     Block,
     CPUOffload,
     FullyShardedDataParallel,
-    OwnerState,
     ShardingStrategy,
-    flat_parameters,
-    full_shape,
     fully_shard,
     get_full_grad,
     get_full_param,
     load,
-    map_on_owners,
     optim_state_dict,
     plan,
     save,
 )
+from composable_fsdp.access import full_shape
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.config import RowBlock
+from composable_fsdp.features import OwnerState, flat_parameters, map_on_owners
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.runtime.traffic import counts
 from tests.support.on_ranks import on_ranks

@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp import (
-    CheckpointError,
+from composable_fsdp import fully_shard, get_full_grad
+from composable_fsdp.errors import CheckpointError
+from composable_fsdp.features import (
     ReplicaState,
-    fully_shard,
-    get_full_grad,
     load_replica_state_dict,
     register_comm_hook,
     replica_hook,

@@ -11,13 +11,13 @@ from torch import nn
 from composable_fsdp import (
     StateDictType,
     async_save,
-    flat_parameters,
     load,
     optim_state_dict,
     optim_state_dict_to_load,
     save,
     state_dict_type,
 )
+from composable_fsdp.features import flat_parameters
 from tests.support.models import tiny_mlp
 from tests.support.on_ranks import on_ranks
 from tests.support.place import _same

@@ -18,16 +18,16 @@ from torch import Tensor, nn, optim
 from composable_fsdp import (
     MixedPrecision,
     ShardingStrategy,
-    flat_parameters,
     fully_shard,
     optim_state_dict,
     optim_state_dict_to_load,
     replicate,
     reshard,
-    set_reshard_after_backward,
     unshard,
     unshard_params,
 )
+from composable_fsdp.access import set_reshard_after_backward
+from composable_fsdp.features import flat_parameters
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from tests.optim.models import INPUT, Mixed, by_name, mixed, train_plain, train_sharded
 from tests.optim.test_every_optimizer import made

@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from composable_fsdp import (
     FullyShardedDataParallel,
     ModuleWrapPolicy,
-    PlanError,
     clip_grad_norm_,
     fully_shard,
 )
+from composable_fsdp.errors import PlanError
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.support.on_ranks import on_ranks
 from tests.support.world import World, fake_world

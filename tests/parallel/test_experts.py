@@ -17,26 +17,27 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import Partial, Replicate, distribute_tensor
 
 from composable_fsdp import (
-    CheckpointError,
-    CompositionError,
-    DesyncError,
     FullyShardedDataParallel,
-    PlanError,
     StateDictType,
     clip_grad_norm_,
-    export_safetensors,
-    find_nonfinite,
     fully_shard,
     get_full_grad,
     get_full_param,
     load,
     no_sync,
-    open_source,
     optim_state_dict,
     optim_state_dict_to_load,
     save,
     set_state_dict_type,
 )
+from composable_fsdp.errors import (
+    CheckpointError,
+    CompositionError,
+    DesyncError,
+    PlanError,
+)
+from composable_fsdp.features import find_nonfinite
+from composable_fsdp.storage import export_safetensors, open_source
 from tests.parallel.experts import (
     Model,
     Recipe,

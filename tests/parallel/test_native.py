@@ -16,15 +16,14 @@ from composable_fsdp import (
     ShardingStrategy,
     convert,
     describe,
-    export_safetensors,
     fully_shard,
     get_full_param,
     load,
-    open_source,
     optim_state_dict,
     save,
     verify,
 )
+from composable_fsdp.storage import export_safetensors, open_source
 from composable_fsdp.storage.native import NativeSource
 from composable_fsdp.tools.checkpoint_diff import compare
 from tests.parallel.models import (

@@ -17,18 +17,16 @@ from composable_fsdp import (
     CPUOffload,
     FSDPError,
     MixedPrecision,
-    OwnerState,
     clip_grad_norm_,
-    flat_parameters,
     fully_shard,
     get_full_grad,
     get_full_param,
-    map_on_owners,
     optim_state_dict,
     set_full_grad,
     set_full_param,
     unshard_params,
 )
+from composable_fsdp.features import OwnerState, flat_parameters, map_on_owners
 from tests.parallel.models import (
     Recipe,
     average,

@@ -18,14 +18,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from composable_fsdp import (
-    PlanError,
-    get_full_grad,
-    get_full_param,
-    load,
-    save,
-    set_full_param,
-)
+from composable_fsdp import get_full_grad, get_full_param, load, save, set_full_param
+from composable_fsdp.errors import PlanError
 from tests.parallel.models import (
     Model,
     Recipe,

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp import forecast, measure_activations, plan, simulate
+from composable_fsdp import forecast, plan, simulate
+from composable_fsdp.tools import measure_activations
 
 EXPERTS, CHOSEN, TOKENS, WIDTH = 4, 2, 64, 32
 

@@ -21,10 +21,10 @@ from composable_fsdp import (
     checkpoint,
     forecast,
     fully_shard,
-    measure_activations,
     plan,
     replan,
 )
+from composable_fsdp.tools import measure_activations
 from composable_fsdp.tools.fit import fit, smallest_world_size
 from composable_fsdp.tools.sharding_plan import ShardingPlan
 from composable_fsdp.tools.unit_costs import Traffic

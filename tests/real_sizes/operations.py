@@ -287,8 +287,8 @@ def one_state(p: Pair) -> None:
         for name, value in named(p.plain).items():
             if value.requires_grad:
                 state = p.plain_optim.state[value]
-                cf.set_full_optim_state(p.model, p.optim, name, state)
-                found = cf.get_full_optim_state(p.model, p.optim, name)
+                cf.optim.set_full_optim_state(p.model, p.optim, name, state)
+                found = cf.optim.get_full_optim_state(p.model, p.optim, name)
                 same(found, state, name)
 
 
@@ -329,7 +329,7 @@ def async_save(p: Pair) -> None:
 
 
 def export_and_convert(p: Pair) -> None:
-    cf.export_safetensors(p.folder / "exported", p.model, max_shard_bytes=10**7)
+    cf.storage.export_safetensors(p.folder / "exported", p.model, max_shard_bytes=10**7)
     if p.world.rank == 0:
         for to in ("dcp", "torch", "safetensors"):
             cf.convert(p.folder / "later", p.folder / to, to)
@@ -365,13 +365,13 @@ def average_and_copy(p: Pair) -> None:
 
 
 def nonfinite(p: Pair) -> None:
-    assert cf.find_nonfinite(p.model) == ()
+    assert cf.features.find_nonfinite(p.model) == ()
     gradient = cf.get_full_grad(p.model, "odd.wide")
     assert gradient is not None
     broken = gradient.clone()
     broken[2, LONG - 1] = float("nan")
     cf.set_full_grad(p.model, "odd.wide", broken)
-    (found,) = cf.find_nonfinite(p.model)
+    (found,) = cf.features.find_nonfinite(p.model)
     assert (found.parameter, found.kind, found.elements) == ("odd.wide", "nan", 1)
     cf.set_full_grad(p.model, "odd.wide", gradient)
 
@@ -380,7 +380,7 @@ def on_owners(p: Pair) -> None:
     """Whole matrices, each on a rank, as Muon's step."""
     models: tuple[Any, Any] = p.model, p.plain
     pairs = [(m.odd.wide, m.middle.weight) for m in models]
-    got = cf.map_on_owners(
+    got = cf.features.map_on_owners(
         pairs[0], [w.detach() for w in pairs[0]], lambda each, _: each.cumsum(1)
     )
     with p.lost(), torch.no_grad():

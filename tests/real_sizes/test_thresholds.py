@@ -70,7 +70,7 @@ def test_integers_carry_weights(world: World) -> None:
     """``Int8Wire`` over weights that fill no block of elements."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(WIDTH, TOKENS), nn.Linear(TOKENS, WIDTH))
-    model = apply_units(copy.deepcopy(plain), ("0",), wire=cf.Int8Wire())
+    model = apply_units(copy.deepcopy(plain), ("0",), wire=cf.features.Int8Wire())
     x = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)
 
     with torch.no_grad():
@@ -158,7 +158,7 @@ def _read_in_slices(path: Path, want: dict[str, Tensor]) -> None:
     for to in ("torch", "dcp", "safetensors"):
         cf.convert(path, path.with_name(f"{path.name}.{to}"), to)
     for file in (path, *(path.with_name(f"{path.name}.{t}") for t in ("torch", "dcp"))):
-        with cf.open_source(file) as opened:
+        with cf.storage.open_source(file) as opened:
             for name, value in want.items():
                 end = value.numel()
                 for start, stop in ((0, end), (1, end // 2), (end // 2 - 1, end)):

@@ -11,10 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp import (
-    Arena,
     BackwardPrefetch,
     CPUOffload,
-    Float8Wire,
     MixedPrecision,
     ShardingStrategy,
     checkpoint,
@@ -22,6 +20,7 @@ from composable_fsdp import (
     no_sync,
     unshard_params,
 )
+from composable_fsdp.features import Arena, Float8Wire
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.planning.test_peak_memory import Nested, equal, peak_of, text, unequal
 from tests.support.on_ranks import on_ranks

@@ -11,11 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp import (
-    PhaseError,
-    ShardingStrategy,
-    flat_parameters,
-)
+from composable_fsdp import ShardingStrategy
+from composable_fsdp.errors import PhaseError
+from composable_fsdp.features import flat_parameters
 from composable_fsdp.flat.region import part_of
 from composable_fsdp.naming import join_name
 from composable_fsdp.phases import Phase, Residency

@@ -8,11 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from composable_fsdp import (
-    PhaseError,
-    ShardingStrategy,
-    unshard_params,
-)
+from composable_fsdp import ShardingStrategy, unshard_params
+from composable_fsdp.errors import PhaseError
 from tests.runtime.parity import trains_as
 from tests.support.models import TinyGPT
 from tests.support.on_ranks import on_ranks

@@ -12,14 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP1
 from torch.distributed.fsdp import fully_shard as torch_fsdp2
 
-from composable_fsdp import (
-    CompositionError,
-    FullyShardedDataParallel,
-    PhaseError,
-    PlanError,
-    fully_shard,
-    unshard_params,
-)
+from composable_fsdp import FullyShardedDataParallel, fully_shard, unshard_params
+from composable_fsdp.errors import CompositionError, PhaseError, PlanError
 from tests.support.models import TinyGPT, tiny_mlp
 from tests.support.reference import backward
 from tests.support.world import World

@@ -13,12 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp import (
-    CompositionError,
-    ShardingStrategy,
-    reshard,
-    unshard,
-)
+from composable_fsdp import ShardingStrategy, reshard, unshard
+from composable_fsdp.errors import CompositionError
 from composable_fsdp.features.passages import weight_writes as forward_writes
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import (

@@ -15,8 +15,8 @@ from composable_fsdp import (
     ShardingStrategy,
     fully_shard,
     no_sync,
-    set_reduce_scatter_unused_params,
 )
+from composable_fsdp.access import set_reduce_scatter_unused_params
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.phases import Residency

@@ -18,11 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 from composable_fsdp import (
     MixedPrecision,
-    PhaseError,
     fully_shard,
     register_forward_method,
     unshard_params,
 )
+from composable_fsdp.errors import PhaseError
 from composable_fsdp.runtime import forward
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import (

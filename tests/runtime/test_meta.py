@@ -16,13 +16,13 @@ from composable_fsdp import (
     CPUOffload,
     FullyShardedDataParallel,
     ModuleWrapPolicy,
-    PlanError,
     ShardingStrategy,
     fsdp2,
     fully_shard,
     init_weights,
     unshard_params,
 )
+from composable_fsdp.errors import PlanError
 from tests.runtime.metas import (
     call_counts,
     fill_from_meta,

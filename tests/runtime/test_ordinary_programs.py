@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, rnn
 
 from composable_fsdp import (
-    Arena,
     Block,
     CPUOffload,
-    Int8Wire,
     ShardingStrategy,
     fully_shard,
     get_full_param,
@@ -25,6 +23,7 @@ from composable_fsdp import (
     save,
     unshard_params,
 )
+from composable_fsdp.features import Arena, Int8Wire
 from tests.runtime.parity import trains_as
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import (

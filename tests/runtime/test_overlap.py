@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from benchmarks.link_group import link_world
 from benchmarks.schedule import Schedule, on_streams, seconds
-from composable_fsdp import (
-    BackwardPrefetch,
-    fully_shard,
+from composable_fsdp import BackwardPrefetch, fully_shard
+from composable_fsdp.access import (
     set_modules_to_backward_prefetch,
     set_modules_to_forward_prefetch,
 )

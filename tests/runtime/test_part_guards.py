@@ -15,13 +15,13 @@ from hypothesis import given
 from torch import Tensor, nn
 
 from composable_fsdp import (
-    PhaseError,
     ShardingStrategy,
     fully_shard,
     register_forward_method,
     replicate,
 )
 from composable_fsdp.comm.collectives import record
+from composable_fsdp.errors import PhaseError
 from composable_fsdp.phases import Residency
 from composable_fsdp.tree.traversal import _get_fsdp_handles, _get_fsdp_states
 from property_tests.live import batches, examples

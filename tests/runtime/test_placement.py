@@ -15,14 +15,10 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from composable_fsdp import (
-    CPUOffload,
-    PlanError,
-    fully_shard,
-    no_sync,
-)
+from composable_fsdp import CPUOffload, fully_shard, no_sync
 from composable_fsdp.comm.compute_device import resolve_device
 from composable_fsdp.comm.groups import RankLayout
+from composable_fsdp.errors import PlanError
 from composable_fsdp.features.passages.containers import Given
 from composable_fsdp.features.passages.full import moving_to
 from composable_fsdp.flat.handle import find_leaf

@@ -18,12 +18,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import (
     CustomPolicy,
-    PlanError,
     ShardingStrategy,
     clip_grad_norm_,
     fully_shard,
     plan,
 )
+from composable_fsdp.errors import PlanError
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.runtime.traffic import Counts, counts, planned
 from tests.support.models import TinyGPT, module_at

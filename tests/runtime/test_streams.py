@@ -19,29 +19,29 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_fsdp import (
-    Arena,
     BackwardPrefetch,
     CPUOffload,
     MixedPrecision,
-    PhaseError,
-    PlanError,
     ShardingStrategy,
     checkpoint,
     clip_grad_norm_,
     fully_shard,
     no_sync,
-    register_comm_hook,
     reshard,
+    unshard,
+    unshard_params,
+)
+from composable_fsdp.access import (
     set_is_last_backward,
     set_modules_to_backward_prefetch,
     set_modules_to_forward_prefetch,
     set_reduce_scatter_unused_params,
     set_requires_all_reduce,
     set_reshard_after_backward,
-    unshard,
-    unshard_params,
 )
 from composable_fsdp.comm import collectives
+from composable_fsdp.errors import PhaseError, PlanError
+from composable_fsdp.features import Arena, register_comm_hook
 from composable_fsdp.features.comm_hooks.hooks import (
     DefaultState,
     LowPrecisionState,

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from composable_fsdp import (
     FSDPError,
     MixedPrecision,
-    PhaseError,
     ShardingStrategy,
     fully_shard,
     reshard,
@@ -25,6 +24,7 @@ from composable_fsdp import (
     unshard_params,
 )
 from composable_fsdp.config import BackwardPrefetch
+from composable_fsdp.errors import PhaseError
 from tests.runtime.corners import OPEN, WRAPS
 from tests.runtime.parity import trains_as
 from tests.support.on_ranks import on_ranks

@@ -12,22 +12,24 @@ from torch import Tensor, nn
 from composable_fsdp import (
     Block,
     CPUOffload,
-    DefaultState,
-    Float8Wire,
-    Int8Wire,
     MixedPrecision,
-    PlanError,
     ShardingStrategy,
-    WireFormat,
     fully_shard,
     get_full_grad,
-    int8_all_to_all_hook,
     plan,
-    register_comm_hook,
     unshard_params,
 )
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.comm.wire_format import WireLayout
+from composable_fsdp.errors import PlanError
+from composable_fsdp.features import (
+    DefaultState,
+    Float8Wire,
+    Int8Wire,
+    WireFormat,
+    int8_all_to_all_hook,
+    register_comm_hook,
+)
 from tests.runtime.traffic import counts, planned
 from tests.support.on_ranks import on_ranks
 from tests.support.recording import record_steps

@@ -28,7 +28,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import (
     Block,
-    CheckpointError,
     ShardingStrategy,
     StateDictType,
     fully_shard,
@@ -37,6 +36,7 @@ from composable_fsdp import (
     state_dict_type,
 )
 from composable_fsdp.comm.collectives import record
+from composable_fsdp.errors import CheckpointError
 from composable_fsdp.optim.own_state_dict import local_state_dict
 from composable_fsdp.state_dict import dcp_caller
 from composable_fsdp.state_dict.sharded import ShardedValue

@@ -16,15 +16,15 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from composable_fsdp import (
-    CheckpointError,
     FullStateDictConfig,
-    ShardedValue,
     StateDictType,
-    checkpoint_wrapper,
     state_dict_type,
     unshard_params,
 )
 from composable_fsdp.comm.collectives import record
+from composable_fsdp.doors.checkpoint_wrapper import checkpoint_wrapper
+from composable_fsdp.errors import CheckpointError
+from composable_fsdp.state_dict import ShardedValue
 from property_tests.live import batches, examples
 from tests.support.models import TinyGPT, build, legal_units, module_at
 from tests.support.on_ranks import on_ranks

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import (
-    CompositionError,
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalOptimStateDictConfig,
@@ -25,7 +24,6 @@ from composable_fsdp import (
     ShardingStrategy,
     StateDictType,
     fully_shard,
-    get_state_dict_type,
     optim_state_dict,
     optim_state_dict_to_load,
     set_state_dict_type,
@@ -34,6 +32,8 @@ from composable_fsdp import (
 )
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.config import FULL_BY_DEFAULT
+from composable_fsdp.errors import CompositionError
+from composable_fsdp.state_dict import get_state_dict_type
 from composable_fsdp.state_dict.sharded import ShardedValue
 from tests.support.models import TinyGPT, tiny_mlp
 from tests.support.on_ranks import on_ranks

@@ -14,21 +14,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp import (
-    CustomPolicy,
-    async_save,
-    free_save_memory,
-    load,
-    open_source,
-    plan,
-    remove_stale,
-    save,
-)
+from composable_fsdp import CustomPolicy, async_save, load, plan, save
 from composable_fsdp.comm.nodes import private_group
 from composable_fsdp.naming import size_text
 from composable_fsdp.storage import async_save as snapshot
+from composable_fsdp.storage import (
+    free_save_memory,
+    open_source,
+    remove_stale,
+    staging,
+    writer,
+)
 from composable_fsdp.storage import save as saving
-from composable_fsdp.storage import staging, writer
 from composable_fsdp.storage.commit import newest_in
 from composable_fsdp.storage.native import NativeSource
 from composable_fsdp.tools.forecast import forecast

@@ -8,13 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from composable_fsdp import (
-    LoadOptions,
-    LoadReport,
-    fully_shard,
-    load,
-    save,
-)
+from composable_fsdp import LoadOptions, fully_shard, load, save
+from composable_fsdp.storage import LoadReport
 from tests.support.sharded import RankCount, message_of
 from tests.support.world import World
 

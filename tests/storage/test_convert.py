@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from composable_fsdp import CheckpointError, convert, load, save
+from composable_fsdp import convert, load, save
+from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage.opening import open_source
 from tests.storage.samples import everything, same, sample, saved
 from tests.support.sharded import RankCount

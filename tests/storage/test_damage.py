@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from composable_fsdp import load, open_source, save, verify
+from composable_fsdp import load, save, verify
+from composable_fsdp.storage import open_source
 from composable_fsdp.storage.native import NativeSource
 from tests.storage.training import everything, make, optimizer_of, same, step
 from tests.support.sharded import RankCount, message_of

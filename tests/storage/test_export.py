@@ -9,17 +9,10 @@ import torch
 from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
 
-from composable_fsdp import (
-    Block,
-    convert,
-    export_safetensors,
-    fully_shard,
-    open_source,
-    optim_state_dict,
-    save,
-)
+from composable_fsdp import Block, convert, fully_shard, optim_state_dict, save
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.planning.boxes import interval_boxes
+from composable_fsdp.storage import export_safetensors, open_source
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.storage.samples import everything, same
 from tests.support.models import TinyGPT

@@ -16,19 +16,11 @@ import pytest
 import torch
 from torch import nn
 
-from composable_fsdp import (
-    LoadOptions,
-    SaveOptions,
-    async_save,
-    export_safetensors,
-    load,
-    save,
-    verify,
-)
+from composable_fsdp import LoadOptions, SaveOptions, async_save, load, save, verify
 from composable_fsdp.comm import agreement
 from composable_fsdp.comm.nodes import private_group
+from composable_fsdp.storage import export_safetensors, opening
 from composable_fsdp.storage import load as loading
-from composable_fsdp.storage import opening
 from composable_fsdp.storage.native import NativeSource
 from composable_fsdp.storage.source import Copy, Source
 from tests.storage.training import everything, make, optimizer_of, same, step

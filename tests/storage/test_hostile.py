@@ -21,7 +21,8 @@ from torch.distributed.checkpoint import metadata as metadata_classes
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
-from composable_fsdp import CheckpointError, convert
+from composable_fsdp import convert
+from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage.convert import check_readable
 from composable_fsdp.storage.opening import open_source
 from tests.storage.samples import sample, saved

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn, optim
 
 from composable_fsdp import (
-    CheckpointError,
     LoadOptions,
     SaveOptions,
     async_save,
     convert,
     fully_shard,
     load,
-    open_source,
     save,
     verify,
 )
+from composable_fsdp.errors import CheckpointError
+from composable_fsdp.storage import open_source
 from tests.support.on_ranks import on_ranks
 from tests.support.place import _same
 from tests.support.sharded import RankCount, message_of

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composable_fsdp import CheckpointError
+from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage.codec import to_json
 from composable_fsdp.storage.validate import parse
 from composable_fsdp.storage.values import decode, encode

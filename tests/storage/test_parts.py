@@ -16,13 +16,12 @@ from composable_fsdp import (
     LoadOptions,
     SaveOptions,
     async_save,
-    export_safetensors,
     fully_shard,
     load,
-    open_source,
     save,
     verify,
 )
+from composable_fsdp.storage import export_safetensors, open_source
 from composable_fsdp.storage.formats.safetensors_files import SafetensorsSource
 from tests.storage.training import everything
 from tests.support.on_ranks import on_ranks

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import nn
 
-from composable_fsdp import fully_shard, load, open_source, save, verify
+from composable_fsdp import fully_shard, load, save, verify
+from composable_fsdp.storage import open_source, writer
 from composable_fsdp.storage import save as saving
-from composable_fsdp.storage import writer
 from composable_fsdp.storage.manifest import BLOCK
 from composable_fsdp.storage.writer import BUFFER, NewFile
 from tests.storage.training import everything, make, optimizer_of, same, step

@@ -18,18 +18,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
-from composable_fsdp import (
-    SaveOptions,
+from composable_fsdp import SaveOptions, async_save, checkpoints, load, save, verify
+from composable_fsdp.storage import (
     Storage,
     StoredObject,
     Upload,
-    async_save,
-    checkpoints,
-    load,
     register_storage,
     remove_stale,
-    save,
-    verify,
 )
 from composable_fsdp.storage import async_save as saving_behind
 from composable_fsdp.storage import storages as fsspec_storage

@@ -19,16 +19,16 @@ import torch
 from torch import nn
 
 from composable_fsdp import (
-    CheckpointError,
     LoadOptions,
     SaveOptions,
     async_save,
     checkpoints,
     load,
-    remove_stale,
     save,
     verify,
 )
+from composable_fsdp.errors import CheckpointError
+from composable_fsdp.storage import remove_stale
 from composable_fsdp.storage import save as saving
 from composable_fsdp.storage.commit import newest_in
 from tests.storage.training import everything, make, optimizer_of, same, step

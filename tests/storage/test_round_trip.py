@@ -14,15 +14,14 @@ from torch import Tensor, nn
 from composable_fsdp import (
     Block,
     CPUOffload,
-    Int8Wire,
     MixedPrecision,
-    flat_parameters,
     fully_shard,
     load,
     save,
     verify,
 )
 from composable_fsdp.comm.collectives import record
+from composable_fsdp.features import Int8Wire, flat_parameters
 from composable_fsdp.storage.codec import CODES
 from composable_fsdp.storage.native import NativeSource
 from composable_fsdp.tree.traversal import _get_fsdp_handles

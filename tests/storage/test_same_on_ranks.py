@@ -15,7 +15,6 @@ from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import (
-    CheckpointError,
     SaveOptions,
     ShardingStrategy,
     async_save,
@@ -25,6 +24,7 @@ from composable_fsdp import (
     verify,
 )
 from composable_fsdp.comm import collectives
+from composable_fsdp.errors import CheckpointError
 from tests.storage.test_spread import options_of
 from tests.storage.test_wrappers import Half
 from tests.support.on_ranks import on_ranks

@@ -18,15 +18,13 @@ from composable_fsdp import (
     LoadOptions,
     ShardingStrategy,
     async_save,
-    free_save_memory,
     fully_shard,
     load,
-    register_storage,
     save,
     verify,
 )
 from composable_fsdp.comm import collectives
-from composable_fsdp.storage import part, save_parts
+from composable_fsdp.storage import free_save_memory, part, register_storage, save_parts
 from composable_fsdp.storage import planned as shared_reads
 from composable_fsdp.storage.contents import contents_of
 from composable_fsdp.storage.native import NativeSource

@@ -16,16 +16,15 @@ from torch import nn, optim
 from torch.optim import lr_scheduler
 
 from composable_fsdp import (
-    CheckpointError,
     LoadOptions,
-    LoadReport,
     SaveOptions,
     async_save,
     fully_shard,
     load,
-    open_source,
     save,
 )
+from composable_fsdp.errors import CheckpointError
+from composable_fsdp.storage import LoadReport, open_source
 from composable_fsdp.storage.values import decode
 from tests.support.on_ranks import on_ranks
 from tests.support.sharded import RankCount, message_of

@@ -10,13 +10,8 @@ import torch
 from torch import Tensor, nn, optim
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from composable_fsdp import (
-    export_safetensors,
-    fully_shard,
-    load,
-    optim_state_dict,
-    save,
-)
+from composable_fsdp import fully_shard, load, optim_state_dict, save
+from composable_fsdp.storage import export_safetensors
 from composable_fsdp.storage.native import NativeSource
 from tests.support.models import tiny_mlp
 from tests.support.reference import backward

@@ -12,7 +12,9 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from composable_fsdp import CheckpointError, convert, export_safetensors, fully_shard
+from composable_fsdp import convert, fully_shard
+from composable_fsdp.errors import CheckpointError
+from composable_fsdp.storage import export_safetensors
 from tests.storage.samples import sample, saved
 from tests.support.on_ranks import on_ranks
 from tests.support.scripts import Run

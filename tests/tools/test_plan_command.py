@@ -11,13 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from composable_fsdp import (
-    MixedPrecision,
-    forecast,
-    measure_activations,
-    plan,
-)
+from composable_fsdp import MixedPrecision, forecast, plan
 from composable_fsdp.naming import size_text
+from composable_fsdp.tools import measure_activations
 from composable_fsdp.tools.plan_models import load_model
 from composable_fsdp.tools.plan_report import KINDS
 from tests.architectures.zoo import ARCHITECTURES, needs_transformers

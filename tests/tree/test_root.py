@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from composable_fsdp import NotRootError, fully_shard
-from composable_fsdp.errors import CompositionError
+from composable_fsdp import fully_shard
+from composable_fsdp.errors import CompositionError, NotRootError
 from composable_fsdp.flat.handle import LEAVES
 from composable_fsdp.tree import root as roots
 from composable_fsdp.tree import traversal
