@@ -61,14 +61,14 @@ def capture(
 
     Example::
 
-        >>> def step(tokens):
-        ...     loss = model(tokens[:, :-1]).square().mean()
+        >>> def step(x):
+        ...     loss = loss_of(x)
         ...     loss.backward()
         ...     optimizer.step()
         ...     optimizer.zero_grad()
         ...     return loss.detach()
         >>> train_step = capture(step)
-        >>> losses = [float(train_step(batch)) for batch in loader]
+        >>> losses = [float(train_step(x)) for x in loader]
     """
     captured = CapturedStep(step, max_graphs)
     if example_inputs:

@@ -7,7 +7,6 @@ import logging
 import torch.distributed as dist
 
 from composable_fsdp.naming import size_text
-from composable_fsdp.tools.plan_in_force import plan_of_units
 from composable_fsdp.tree.state import RuntimeContext, root_of
 
 LOGGER = logging.getLogger("composable_fsdp")
@@ -25,6 +24,9 @@ def log_units(context: RuntimeContext) -> None:
     # A plan of a thousand units takes milliseconds to add up.
     if not LOGGER.isEnabledFor(level):
         return
+    # Here, so that a program without the line loads nothing of the tools.
+    from composable_fsdp.tools.plan_in_force import plan_of_units
+
     root = root_of(context)
     plan = plan_of_units((state.fqn, state) for state in root._root_states)
     peak = plan.peak(device_type=root.device.type)

@@ -15,7 +15,6 @@ import warnings
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any, Final
 
@@ -52,10 +51,10 @@ _REASONS: Final = {
 """Optimizers of torch, whose calls the audit passes by. Subclasses are refused, too."""
 
 
-def parameters_of(optim: Any) -> Iterator[nn.Parameter]:
-    """Yield the parameters of all groups, in order."""
-    for group in getattr(optim, "param_groups", ()):
-        yield from group["params"]
+def parameters_of(optim: Any) -> list[nn.Parameter]:
+    """Return the parameters of all groups, in order."""
+    # A list, not a generator: the hook after each step asks, and each ``yield`` counts.
+    return [p for group in getattr(optim, "param_groups", ()) for p in group["params"]]
 
 
 def handles_of(optim: torch.optim.Optimizer) -> list[FlatParamHandle]:
@@ -118,8 +117,8 @@ def require_elementwise(optim: object) -> None:
         raise CompositionError(
             f"{type(optim).__name__} {reason}, and {part}: its step would not be that "
             "of the whole model. Use an element-wise optimizer (SGD, Adam, AdamW, ...) "
-            "for it, or give this one original parameters that are kept whole: "
-            "replicate(module), strategy=ShardingStrategy.NO_SHARD, or ignored_states."
+            "for it, or keep it whole: replicate(module), "
+            "strategy=ShardingStrategy.NO_SHARD, or ignored_states."
         )
 
 
@@ -239,7 +238,7 @@ def require_current(optim: torch.optim.Optimizer) -> None:
             "along."
         )
     for call in OPTIMIZER_CHECKED:
-        call([*parameters_of(optim)])
+        call(parameters_of(optim))
 
 
 def require_agreement(
@@ -397,7 +396,7 @@ def compare_unmanaged(optim: torch.optim.Optimizer) -> None:
     ranks. If no unit holds some of the parameters: two round trips to the key-value
     store, which wait for no other rank.
     """
-    parameters = list(parameters_of(optim))
+    parameters = parameters_of(optim)
     owners = [find_leaf(p) or find_flat(p) for p in parameters]
     shards = (owner[0].groups.shard for owner in owners if owner)
     group = next((shard for shard in shards if shard is not None), None)

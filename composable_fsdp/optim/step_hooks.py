@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import increment_version
@@ -58,7 +58,7 @@ have passed (``features.defaults``)."""
 class _KnownOptimizer:
     """Facts about an optimizer, valid while ``at`` is unchanged."""
 
-    __slots__ = ("at", "handles", "has_empty", "looks", "uncounted")
+    __slots__ = ("at", "empty", "handles", "looks", "uncounted")
 
     def __init__(self, at: object, optim: torch.optim.Optimizer) -> None:
         self.at = at
@@ -68,11 +68,9 @@ class _KnownOptimizer:
         # Weak references: the record must not keep the handles of a deleted model
         # alive.
         self.handles = tuple([weakref.ref(handle) for handle in handles_of(optim)])
-        self.has_empty = any(
-            not p.numel() and find_param(p) is not None for p in parameters_of(optim)
-        )
-        """Whether elements of some parameters are all on other ranks, whose steps move
-        the versions of these parameters."""
+        self.empty = _empty_leaves(optim)
+        """Parameters whose elements are all on other ranks, whose steps move the
+        versions of these parameters."""
         self.uncounted = _writes_uncounted(optim)
         """Whether the step may write without moving version counters."""
         self.looks = 0
@@ -135,7 +133,7 @@ def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             # nothing.
             refused = error
         met = _KnownOptimizer(at, optim)
-        _any_counts = _any_counts or met.uncounted or met.has_empty
+        _any_counts = _any_counts or met.uncounted or bool(met.empty)
     elif met.looks == _LOOKED_AT:
         return
     require_elementwise(optim)
@@ -186,7 +184,7 @@ def _after_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             else:
                 count_step(met.handles)
                 _hide_old_values(met.handles)
-        if met.uncounted or met.has_empty:
+        if met.uncounted or met.empty:
             _count_writes(optim, met)
 
 
@@ -227,29 +225,55 @@ def _count_writes(optim: torch.optim.Optimizer, met: _KnownOptimizer) -> None:
     Backward would otherwise use the new weights, or the old, by strategy, or would
     raise on the ranks alone that hold elements.
     """
-    held = set(map(id, parameters_of(optim)))
     written: list[torch.Tensor] = []
-    for handle in filter(None, (link() for link in met.handles)):
+    for handle in filter(None, (link() for link in met.handles if met.uncounted)):
         # Backward must not refuse after a step that has changed no value.
-        if met.uncounted and (
-            handle.phase is not BACKWARD_PRE or _only_creates_state(optim)
-        ):
+        if handle.phase is not BACKWARD_PRE or _only_creates_state(optim):
             continue
         for region in handle.layout.trainable:
             flat = region.flat is not None and region.flat.grad is not None
-            # An optimizer passes by parameters without a gradient. For a parameter
-            # without elements here, ``shown`` tells of the other ranks: it is as the
-            # last reduction set it, and ``zero_grad`` on this rank does not clear it.
-            written += [
-                leaf
-                for leaf, shown in zip(
-                    region.leaves, region.gradient.shown, strict=True
-                )
-                if (met.uncounted and (flat or leaf.grad is not None))
-                or (shown and not leaf.numel() and id(leaf) in held)
-            ]
+            # An optimizer passes by parameters without a gradient.
+            written += [p for p in region.leaves if flat or p.grad is not None]
+    for link, epoch, leaves in met.empty:
+        unit = link()
+        if unit is None:
+            continue
+        if unit.layout.epoch != epoch:
+            met.empty = _empty_leaves(optim)
+            return _count_writes(optim, met)
+        # ``shown`` tells of the other ranks: it is as the last reduction set it, and
+        # ``zero_grad`` on this rank does not clear it.
+        written += [
+            leaf
+            for leaf, region, index in leaves
+            if unit.layout.regions[region].gradient.shown[index]
+        ]
     if written and _may_have_stepped(optim, met.handles):
         increment_version(written)
+
+
+class _EmptyLeaves(NamedTuple):
+    """Parameters of a unit whose elements are all on other ranks."""
+
+    handle: weakref.ref[FlatParamHandle]
+    epoch: int
+    """The handle's epoch; a later epoch has other regions."""
+    leaves: list[tuple[torch.Tensor, int, int]]
+    """Per parameter: the tensor, the region's number, the number inside the region."""
+
+
+def _empty_leaves(optim: torch.optim.Optimizer) -> list[_EmptyLeaves]:
+    """Return, per unit, the parameters of ``optim`` without elements on this rank."""
+    found: dict[int, _EmptyLeaves] = {}
+    for leaf in parameters_of(optim):
+        place = None if leaf.numel() else find_param(leaf)
+        if place is not None:
+            handle = place.handle
+            unit = _EmptyLeaves(weakref.ref(handle), handle.layout.epoch, [])
+            number = handle.layout.regions.index(place.region)
+            row = leaf, number, place.index
+            found.setdefault(id(handle), unit).leaves.append(row)
+    return list(found.values())
 
 
 def _hide_old_values(handles: Sequence[weakref.ref[FlatParamHandle]]) -> None:

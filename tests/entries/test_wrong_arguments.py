@@ -152,7 +152,7 @@ REFUSED: dict[str, Wrong] = {
         lambda m, p: api.plan([m], world_size=2)
     ),
     r"policy \(here: auto_wrap_policy\)": lambda m, p: wrapped(m, policy=None),
-    r"composable_fsdp\.set_requires_gradient_sync\(model, \.\.\.\)": (
+    r"composable_fsdp\.access\.set_requires_gradient_sync\(model, \.\.\.\)": (
         lambda m, p: wrapped(tiny_mlp()).set_requires_gradient_sync(True)
     ),
     r"TypeError: CustomPolicy expects a function of a module, got a int\.": (

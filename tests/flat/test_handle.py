@@ -166,3 +166,12 @@ def test_leaves_can_be_swapped_by_torch() -> None:
     swap(leaf, nn.Parameter(torch.ones(3)))
 
     assert leaf.shape == (3,)
+
+
+@pytest.mark.req("S1-01")
+def test_the_table_of_held_parameters_has_its_name() -> None:
+    """``_shard_param_indices`` are the parameters of which a rank holds elements."""
+    for rank in range(8):
+        handle = handles_of(tiny_mlp(), world_size=8, rank=rank)[0]
+        held = [i for i, leaf in enumerate(handle.leaves) if leaf.numel()]
+        assert list(handle._shard_param_indices) == held

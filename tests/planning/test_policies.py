@@ -143,3 +143,17 @@ def test_blocks_of_enable_wrap_nest_and_end_with_exceptions() -> None:
 
     assert [made.options for made in (inner, outer)] == [{"b": 2}, {"a": 1}]
     assert isinstance(wrap(nn.ReLU()), nn.ReLU)
+
+
+@pytest.mark.req("S0-03")
+def test_a_policy_may_walk_the_tree_twice() -> None:
+    """It counts first, and then chooses by what it counted."""
+
+    def larger_than_mean(root: nn.Module, ignored: Any, kwargs: Any) -> Any:
+        numels = {m: sum(p.numel() for p in m.parameters()) for m in root.children()}
+        mean = sum(numels.values()) / len(numels)
+        return {m: {} for m, numel in numels.items() if numel > mean}
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(8, 8), nn.Linear(2, 2))
+
+    assert list(units_of(larger_than_mean, model)) == ["1"]

@@ -9,7 +9,6 @@ import torch
 from composable_fsdp.comm.registered_memory import RegisteredMemory
 from composable_fsdp.config import Arena
 from composable_fsdp.features.arena.slot import Slot, Slots
-from composable_fsdp.tools.plan_in_force import plan_of_units
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState, root_of
 
 _Key = tuple[Arena, torch.device]
@@ -26,6 +25,9 @@ def give_slots(context: RuntimeContext) -> None:
             members.setdefault(key, []).append(state)
     if not members:
         return
+    # Here, so that a program without an arena loads nothing of the tools.
+    from composable_fsdp.tools.plan_in_force import plan_of_units
+
     arenas = {key: Slots(*key, _source(*key, found)) for key, found in members.items()}
     plan = plan_of_units([(state.fqn, state) for state in states])
     kind = "cpu" if context.streams.host_waits else "cuda"
