@@ -146,5 +146,5 @@ def _require_real_gradients(optimizer: torch.optim.Optimizer) -> None:
             raise TypeError(
                 f"ShardedGradScaler got the gradient of parameter {quoted(ref.name)} "
                 f"of dtype {ref.leaf.dtype}, and torch unscales real gradients only. "
-                "Step complex parameters with an optimizer of their own, without a scaler."
+                "Step complex parameters by an optimizer of their own, unscaled."
             )
