@@ -113,8 +113,9 @@ class HFSharding:
             return []
         # The policy must see what ``fully_shard`` lets the policy see.
         ignored = set(options.get("ignored_modules") or ())
-        units = evaluate_policy(
-            options.get("policy"), model, ignored_modules=ignored, root_kwargs={}
+        policy = options.get("policy")
+        units = policy and evaluate_policy(
+            policy, model, ignored_modules=ignored, root_kwargs={}
         )
         if not units:
             raise ValueError(

@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP1
 from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
 
-import composable_fsdp
-from composable_fsdp import FullyShardedDataParallel, ShardingStrategy
+from composable_fsdp import FullyShardedDataParallel, ShardingStrategy, features
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.features import DefaultState, register_comm_hook
 from composable_fsdp.tree.traversal import _get_fsdp_states
@@ -62,9 +61,9 @@ def test_the_default_hook_gives_what_no_hook_gives(
     """The same bits and elements sent, also where gradients accumulate."""
     plain = gpt("wrapper", strategy=strategy)
     model = gpt("wrapper", strategy=strategy)
-    hook: Any = composable_fsdp.features.reduce_scatter_hook
+    hook: Any = features.reduce_scatter_hook
     if strategy is ShardingStrategy.NO_SHARD:
-        hook = composable_fsdp.features.allreduce_hook
+        hook = features.allreduce_hook
 
     register(model, DefaultState(group()), hook)
     for batch in range(2):
@@ -131,7 +130,7 @@ def test_low_precision_hooks_give_the_bits_of_fsdp1(
             sharding_strategy=TorchStrategy[strategy.name],
             device_id=torch.device("cpu"),
         )
-    source: Any = torchs if origin == "torch" else composable_fsdp
+    source: Any = torchs if origin == "torch" else features
     state = source.LowPrecisionState(group())
 
     register_comm_hook(model, state, getattr(source, name))

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torchs
 
-import composable_fsdp
 from composable_fsdp import checkpoint, fully_shard
 from composable_fsdp.comm.collectives import record
+from composable_fsdp.doors import checkpoint_wrapper as wrappers
 from composable_fsdp.doors.checkpoint_wrapper import (
     CheckpointImpl,
     checkpoint_wrapper,
@@ -255,7 +255,7 @@ def test_wrappers_have_the_signatures_of_torch(name: str) -> None:
     """Names, order and kinds of the arguments, and defaults that are plain values."""
     ours, theirs = (
         inspect.signature(getattr(where, name)).parameters.values()
-        for where in (composable_fsdp, torchs)
+        for where in (wrappers, torchs)
     )
 
     assert [(p.name, p.kind) for p in ours] == [(p.name, p.kind) for p in theirs]
@@ -285,7 +285,7 @@ def test_the_chosen_modules_are_those_that_torch_chooses(
     options: dict[str, Any],
 ) -> None:
     """``check_fn`` and policies wrap the same modules, and never the root."""
-    assert wrapped_by(composable_fsdp, **options) == wrapped_by(torchs, **options)
+    assert wrapped_by(wrappers, **options) == wrapped_by(torchs, **options)
 
 
 def fqns(model: nn.Module) -> list[str]:
