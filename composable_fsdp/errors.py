@@ -88,6 +88,9 @@ class CheckpointError(FSDPError, RuntimeError):
 class DesyncError(FSDPError, RuntimeError):
     """Ranks disagree on the collectives or the calls that they make."""
 
+    is_known_to_all = False
+    """Whether all ranks of the process group have raised the error, too."""
+
 
 class CollectiveError(FSDPError, RuntimeError):
     """A collective failed in the backend; the cause is the error of the backend."""

@@ -89,8 +89,10 @@ class Norm(NamedTuple):
     handles: Sequence[FlatParamHandle]
     chosen: dict[int, Tensor]
     """The parameters by id."""
+    routes: tuple[Route, ...]
+    """The sets of groups that share parameters."""
     parts: list[Tensor]
-    """The power of the norm per set of ranks that share parameters."""
+    """Per route: the power of the norm."""
 
 
 def norm_of(
@@ -136,7 +138,7 @@ def norm_of(
     stacked = torch.stack(parts)
     infinite = norm_type == math.inf
     total = stacked.amax() if infinite else stacked.sum() ** (1.0 / norm_type)
-    return Norm(total, tensors, handles, chosen, parts[1:])
+    return Norm(total, tensors, handles, chosen, tuple(sharded), parts[1:])
 
 
 def _device_and_dtype(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -94,7 +93,7 @@ def find_nonfinite(
     chosen = dict(zip(map(id, parameters), parameters, strict=True))
     handles, others = units_and_others(chosen)
     require_one_world(handles, "find_nonfinite")
-    routes = _routes(handles, chosen)
+    routes = _routes(handles, chosen, replicas=True)
     call = Call("find_nonfinite", f"{count_common(chosen, handles)} parameters")
     meet(dict.fromkeys(g for route in routes for g in route), call, always=False)
     found = _found(routes)
@@ -110,12 +109,13 @@ def name_nonfinite(norm: Norm) -> str:
 
     Collective: an all-gather of objects over each group whose norm is not finite.
     """
-    routes = _routes(norm.handles, norm.chosen)
-    # The norm over a group is equal on the group's ranks, so all ranks decide alike.
-    if all(part.isfinite() for part in norm.parts):
-        # Units without a shard group hold whole gradients, equal on all ranks.
-        routes = {(): refs} if (refs := [*chain(*routes.values())]) else {}
-    found = sorted(_found(routes))
+    # The norm over a group is equal on the group's ranks, so they decide alike. Other
+    # replicas may have a finite norm, and send nothing.
+    pairs = zip(norm.routes, norm.parts, strict=True)
+    bad = [route for route, part in pairs if not part.isfinite()]
+    routes = _routes(norm.handles, norm.chosen, replicas=False)
+    # Units without a shard group hold whole gradients, equal on all ranks.
+    found = sorted(_found({r: refs for r, refs in routes.items() if not r or r in bad}))
     # Finite gradients may have a norm that is too large for the dtype of the sum.
     if not found:
         return (
@@ -125,7 +125,7 @@ def name_nonfinite(norm: Norm) -> str:
 
 
 def _routes(
-    handles: Iterable[FlatParamHandle], chosen: dict[int, Tensor]
+    handles: Iterable[FlatParamHandle], chosen: dict[int, Tensor], *, replicas: bool
 ) -> dict[Route, list[ParamRef]]:
     """Return the chosen parameters by the groups over which findings travel."""
     routes: dict[Route, list[ParamRef]] = {}
@@ -133,8 +133,9 @@ def _routes(
         # By index: ranks of tensor parallelism may have other regions.
         for ref in in_model_order(handle):
             if is_chosen(ref, chosen):
-                held_by = route_of(handle, ref.slot.index)
-                route = tuple(dict.fromkeys((*handle.groups.present, *held_by)))
+                route = route_of(handle, ref.slot.index)
+                if replicas:
+                    route = tuple(dict.fromkeys((*handle.groups.present, *route)))
                 routes.setdefault(route, []).append(ref)
     return routes
 

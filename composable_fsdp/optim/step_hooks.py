@@ -246,7 +246,8 @@ def _count_writes(optim: torch.optim.Optimizer, met: _KnownOptimizer) -> None:
         written += [
             leaf
             for leaf, region, index in leaves
-            if unit.layout.regions[region].gradient.shown[index]
+            # DCP's step that creates state gives these gradients, too.
+            if leaf.grad is None and unit.layout.regions[region].gradient.shown[index]
         ]
     if written and _may_have_stepped(optim, met.handles):
         increment_version(written)
@@ -263,9 +264,13 @@ class _EmptyLeaves(NamedTuple):
 
 
 def _empty_leaves(optim: torch.optim.Optimizer) -> list[_EmptyLeaves]:
-    """Return, per unit, the parameters of ``optim`` without elements on this rank."""
+    """Return, per unit, the parameters of ``optim`` without elements on this rank.
+
+    Groups with ``fused`` are left out: fused kernels do not move version counters.
+    """
     found: dict[int, _EmptyLeaves] = {}
-    for leaf in parameters_of(optim):
+    groups = [group for group in optim.param_groups if not group.get("fused")]
+    for leaf in [p for group in groups for p in group["params"]]:
         place = None if leaf.numel() else find_param(leaf)
         if place is not None:
             handle = place.handle

@@ -208,7 +208,14 @@ class _Mode(TorchFunctionMode):
         if call is not None and call.wrong:
             self._tell(*call.wrong, call)
             call = None
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except RuntimeError as error:
+            text = _of_other_sizes(call) if call and "size" in str(error) else ""
+            # A subclass, as an error of memory, is told by its class.
+            if not text or type(error) is not RuntimeError:
+                raise
+            raise RuntimeError(f"{error}. {text}") from error
         if call is not None:
             for wrong in self._follow(call, result) or ():
                 self._tell(*wrong, call)
@@ -330,6 +337,26 @@ _TEXTS = {
     rules.DECIDES: "a rank that finds an infinity would skip the step while others "
     "step. composable_fsdp.ShardedGradScaler takes the same arguments.",
 }
+
+
+def _of_other_sizes(call: _Call) -> str:
+    """Return what a call that has failed met, if a part and a tensor of another size.
+
+    As with an average of a model whose units are others: equal parameters lie there at
+    other rows.
+    """
+    parts = {id(tensor) for tensor, _ in call.given}
+    others = [v for v in (*call.values, *call.named.values()) if isinstance(v, Tensor)]
+    for _, part in call.given:
+        for other in others:
+            if id(other) not in parts and other.shape not in ((), part.shape):
+                return (
+                    f"{call.name} takes parameter {part.name}, or its gradient, of "
+                    f"which this rank has a part {tuple(part.shape)} only, and a "
+                    f"tensor of {tuple(other.shape)}. Shard both models by the same "
+                    "units, or compute inside unshard_params(model) of both."
+                )
+    return ""
 
 
 def _has_gradients(context: RuntimeContext) -> bool:

@@ -167,6 +167,8 @@ class History:
         # this meeting, raises the same error, and is then at the next meeting, too.
         self._end(meeting)
         if error is not None:
+            # Where all ranks raise, a program that catches the error may go on.
+            error.is_known_to_all = not meeting.is_awaited()
             raise error
         if not meeting.is_equal():
             # Only the histories differ, and all ranks forget theirs: they expect alike

@@ -264,12 +264,14 @@ class OrderComparison:
             require_unbroken(peers.group)
         try:
             for peers in self.peers:
-                history_of(peers.group).gather(departure)
+                met = peers.group
+                history_of(met).gather(departure)
         except DesyncError as error:
             text = str(error.args[0])
             # Other ranks may follow the record and wait in a collective for this rank.
             for peers in self.peers:
-                leave(peers.group, text)
+                if not (error.is_known_to_all and peers.group is met):
+                    leave(peers.group, text)
             self._raise(text)
 
     def _raise(self, text: str) -> NoReturn:

@@ -193,7 +193,14 @@ class GroupWatch(Reporter):
         """
         store, names = agreement.key_value_store(), self.threads()
         key = f"{self.keys}/op/{self.log.number + 1}"
-        if self.broken or not self.keys or not store.check([key]):
+        if self.broken or not self.keys:
+            return None
+        # A rank that has left sends no more from any thread.
+        if store.check([f"{key}/unlike"]):
+            rank, (kind, _), predicate, _, _ = json.loads(store.get(f"{key}/unlike"))
+            if kind == "left" and rank != dist.get_rank():
+                return rank, predicate
+        if not store.check([key]):
             return None
         rank, _, predicate, theirs, _ = json.loads(store.get(key))
         return (rank, predicate) if theirs == names and len(names) < 2 else None
