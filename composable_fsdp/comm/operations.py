@@ -118,8 +118,8 @@ PHASES = {
 """The phase of a unit as records and messages name it."""
 
 UNEVEN = (
-    "If ranks have different numbers of batches, even_batches(loader, model) gives "
-    "them the same number of steps."
+    "If ranks have different numbers of batches, composable_fsdp.features."
+    "even_batches(loader, model) gives them the same number of steps."
 )
 """The way out of the most frequent wait in a forward."""
 

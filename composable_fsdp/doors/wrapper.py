@@ -138,7 +138,7 @@ class FullyShardedDataParallel(Attributes, nn.Module):
             warnings.warn(
                 "use_orig_params=False is taken as True: composable_fsdp always keeps "
                 "the original parameters. Drop the argument; an optimizer over flat "
-                "parameters is made of flat_parameters(model).",
+                "ones is made of composable_fsdp.features.flat_parameters(model).",
                 stacklevel=2,
             )
         # __new__ returns an existing wrapper, which reaches __init__ here: compare with

@@ -157,11 +157,11 @@ def _shard(
             compared by a hash. ``sync_module_states`` makes them equal instead; values
             on meta are left out.
         wire: The format in which all-gathers send matrices: ``Int8Wire()``,
-            ``Float8Wire()``, or a ``WireFormat`` of your own. Forward and backward
-            compute with the decoded values; shards, and with them the optimizer, state
-            dicts and checkpoints, are exact. Default None: the compute dtype.
-        arena: ``Arena()`` keeps memory for the full parameters, whose addresses are
-            then the same in every step, as CUDA graphs and registered memory need.
+            ``Float8Wire()``, or your ``WireFormat`` (``composable_fsdp.features``).
+            Forward and backward compute with decoded values; shards, optimizer, state
+            dicts and checkpoints are exact. Default None: the compute dtype.
+        arena: ``composable_fsdp.features.Arena()`` keeps memory for full parameters at
+            the same addresses in every step, as graphs and registered memory need.
             Default None: memory is allocated at each all-gather.
         use_orig_params: An argument of FSDP1. False gives a warning and is treated as
             True, the default: parameters stay the original objects.

@@ -293,7 +293,7 @@ def make_form(
 ) -> FullForm:
     """Return the full form over the regions' full buffers and leaves.
 
-    Returns: the form. ``runtime.backward.install_grad_hooks`` adds hooks and
+    Returns: the form. ``runtime.grad_hooks.install_grad_hooks`` adds hooks and
         AccumulateGrad nodes.
     """
     if unreadable is None:

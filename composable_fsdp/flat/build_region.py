@@ -123,7 +123,7 @@ def _make_sharded_leaves(
             # accepts.
             parameter.grad = None
         # All empty views have address 0, so only the storage can show that a user
-        # replaced ``.data`` of an empty leaf (``external_changes``).
+        # replaced ``.data`` of an empty leaf (``features.changes``).
         parameter.data = view if stop > start else torch.empty_like(view)
         # Without ``grad_dtype``, torch refuses a ``.grad`` whose dtype differs from the
         # parameter's dtype.

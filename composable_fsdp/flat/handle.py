@@ -189,7 +189,7 @@ class ShardWrites:
     """Allows autograd to read the full leaves: ``flat.residency.make_readable``, or its
     counterpart for a unit with ``flat_parameters``."""
     gathered_at: tuple[int, ...] | None = None
-    """``flat.residency.shard_versions`` when the last all-gather read the shards. If
+    """``runtime.unshard.shard_versions`` when the last all-gather read the shards. If
     the versions differ later, the shards were written to (for example by an optimizer
     step). Empty before the first all-gather; ``None`` as long as the unit is never kept
     unsharded, so that other units pay nothing."""

@@ -258,8 +258,8 @@ def make_readable(handle: FlatParamHandle) -> None:
     # The version of a readable full leaf is the version of its sharded leaf: an
     # optimizer step, a load or a write between forward and backward raises the same
     # error as in plain torch. If the version differs afterwards, the full leaf was
-    # written to (``forward_writes``). Read at every wait: a parent's forward may write
-    # to its children's shards.
+    # written to (``passages.weight_writes``). Read at every wait: a parent's forward
+    # may write to its children's shards.
     now = tuple(map(version_of, handle.layout.sharded_placed))
     if now != handle.form.readable:
         set_versions(handle.form.placed, now)

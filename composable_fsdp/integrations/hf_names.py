@@ -2,7 +2,7 @@
 
 Some models of transformers hold weights in another form than their files: a file of
 Mixtral has two matrices per expert, the model a single tensor for all experts.
-transformers has a table of such conversions per model. ``FileForm`` applies the table
+transformers has a table of such conversions per model. This module applies the table
 to a part of the weights at a time::
 
     model.layers.0.mlp.experts.gate_up_proj (8, 28672, 4096)      of the model

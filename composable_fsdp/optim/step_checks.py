@@ -210,8 +210,8 @@ def require_no_flat_originals(optim: torch.optim.Optimizer) -> None:
                 f"{type(optim).__name__} holds {leaf_name(*found)}, of which "
                 "flat_parameters(module) has handed out the flat parameter: that gets "
                 "the gradient, and this optimizer would step on nothing, or on the "
-                "same elements again. Make it of flat_parameters(module), or of "
-                "module.parameters() and never call flat_parameters."
+                "same elements again. Make it of features.flat_parameters(module), or "
+                "of module.parameters() and never call flat_parameters."
             )
 
 
@@ -320,7 +320,7 @@ def _compare_options(
         f"{listed(f'{value} on rank {each}' for each, value in told)}. Each rank would "
         "train its rows of a parameter with settings of its own. p.shape and p.numel() "
         "of a sharded parameter are those of this rank's rows: choose groups and rates "
-        "by name, by full_shape(p), or before fully_shard."
+        "by name, by composable_fsdp.access.full_shape(p), or before fully_shard."
     )
 
 

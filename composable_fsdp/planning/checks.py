@@ -119,8 +119,8 @@ def _way_out(wrapper: nn.Parameter) -> str:
     if hasattr(wrapper, "fsdp_pre_all_gather") and wrapper.requires_grad:
         return (
             "It encodes itself in the all-gathers of FSDP2. With torchao, convert with "
-            "enable_fsdp_float8_all_gather=False, and pass wire=Float8Wire() to send "
-            "one byte per element."
+            "enable_fsdp_float8_all_gather=False, and pass wire=Float8Wire() of "
+            "composable_fsdp.features to send one byte per element."
         )
     return (
         "Call open_wrapped_params(model) first, which shards the tensors inside of "

@@ -166,8 +166,8 @@ class UnitOptions:
             return
         if not isinstance(self.wire, WireFormat):
             raise TypeError(
-                "wire expects None or a WireFormat such as Int8Wire() or Float8Wire(), "
-                f"got {self.wire!r}."
+                "wire expects None or a WireFormat such as Int8Wire() or Float8Wire() "
+                f"of composable_fsdp.features, got {self.wire!r}."
             )
         if self.wire.needs_rows and not self.keeps_rows:
             raise PlanError(

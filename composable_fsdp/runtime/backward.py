@@ -283,7 +283,7 @@ def pre_backward(call: UnitForward, aliases: tuple[Any, ...], _: object = None) 
     if call.aliased:
         handle.backward.expected_calls += 1
     else:
-        # Read if another unit needs the slot of an arena (``runtime.slots``).
+        # Read if another unit needs the slot of an arena (``features.arena``).
         handle.backward.endless = True
     if order not in handle.backward.orders:
         # First call of this order in this graph task: add the open calls of

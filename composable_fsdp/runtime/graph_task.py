@@ -318,7 +318,7 @@ def finish_task(context: RuntimeContext, task: int) -> None:
     Raises: DesyncError, if another rank reduces more units.
     Collective: the reductions of units with gradients that no pre-backward announced,
         and of gradients that ``no_sync`` or a delayed all-reduce left; all-gathers and
-        reductions of ``unused_params.CommonOrder``.
+        reductions of ``common_order.CommonOrder``.
     """
     if context.filling and len(context.tasks) == 1:
         for order in tuple(context.filling):

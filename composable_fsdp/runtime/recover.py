@@ -204,9 +204,9 @@ def require_current_full_params(handle: FlatParamHandle) -> bool:
         raise PhaseError(
             f"The shards of fully sharded module {handle.name} were written to while "
             "its full parameters were kept (an optimizer step, most likely), so the "
-            "next forward would use old values. Before the step call "
-            "reshard(module), or set_reshard_after_backward(module, True) before the "
-            "backward that comes before the step."
+            "next forward would use old values. Before the step call reshard(module), "
+            "or composable_fsdp.access.set_reshard_after_backward(module, True) before "
+            "the backward that comes before the step."
         )
     good = shards_are_unchanged(handle) and not handle.writes.memory.moved
     good = good and moments.changes.is_in_shards(handle)

@@ -147,8 +147,8 @@ def _require_shown(source: Source) -> None:
     if hidden:
         raise CheckpointError(
             f"{getattr(source, 'path', 'the checkpoint')} has values of "
-            f"{listed(map(quoted, hidden))} per rank (SaveOptions.local). Open it "
-            "(open_source), choose a rank (source.on_rank(0)), and pass the source."
+            f"{listed(map(quoted, hidden))} per rank (SaveOptions.local). Open it by "
+            "storage.open_source, and pass the source of a rank, source.on_rank(0)."
         )
 
 

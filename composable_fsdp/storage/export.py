@@ -252,8 +252,8 @@ class _Writing:
                 raise CheckpointError(
                     f"{region.handle.name} has an expert_mesh, and this rank its own "
                     "experts alone; an export gathers over the ranks of a unit. Call "
-                    "save(path, model), and then export_safetensors(files, path) in a "
-                    "single process."
+                    "save(path, model), and then storage.export_safetensors(files, "
+                    "path) in a single process."
                 )
         # Gathered values arrive by slot index; the file needs names.
         self._names = {

@@ -386,8 +386,8 @@ def other_experts(team: Team, module: object) -> frozenset[str]:
 def other_ranks_text(names: Sequence[str], saved: int, loading: int) -> str:
     """Return the difference of a load of single ranks' values at another world size."""
     return (
-        f"{listed(map(quoted, names))} were saved per rank (local=) by {saved} ranks, "
-        f"and {loading} load: pass LoadOptions(local=[..]) with their names, if rank r "
-        "is to get what rank r saved, and ranks beyond the saved ones are to keep "
-        "their own"
+        f"{listed(map(quoted, names))} were saved per rank (SaveOptions.local) by "
+        f"{saved} ranks, and {loading} load: pass LoadOptions(local=[..]) with their "
+        "names, if rank r is to get what rank r saved, and ranks beyond the saved ones "
+        "are to keep their own"
     )

@@ -336,8 +336,8 @@ def _require_same_state(parts: Written) -> None:
             f"the save and {theirs} on rank {other_rank}, which hold parts of the "
             "parameter; a checkpoint has such state once. Nothing was committed. Step "
             "the same optimizer on every rank, and make its scalars equal (all-reduce "
-            f"them in the step), or pass local=[{name!r}], which saves each rank's own "
-            "scalars."
+            f"them in the step), or pass local=[{name!r}] in SaveOptions, which saves "
+            "each rank's own scalars."
         )
 
 

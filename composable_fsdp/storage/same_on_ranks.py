@@ -66,7 +66,7 @@ class _Kind(NamedTuple):
 
 
 _LOCAL = (
-    "local=[{first}] (names, or patterns such as 'experts.*' or '*._extra_state'), "
+    "local=[{first}] in SaveOptions (names, or patterns as 'experts.*'), "
     "which saves each rank's own"
 )
 _KINDS = {
@@ -115,8 +115,8 @@ _KINDS = {
     ),
     "copies": _Kind(
         "The optimizer's {name} is {who}, which hold copies of the parameter; a "
-        "checkpoint has it once. Nothing was written. Step the optimizers of all "
-        "replicas alike, or pass local=[{first}], which saves each rank's own scalars.",
+        "checkpoint has it once. Nothing was written. Step optimizers of all replicas "
+        "alike, or pass local=[{first}] in SaveOptions, which saves each rank's own.",
         is_shown=True,
     ),
 }
@@ -305,8 +305,8 @@ def require_same_values(team: Team, facts: Facts, groups: Sequence[Group]) -> st
         _log.info(
             f"Buffers differ over ranks: {listed(map(quoted, unlike))}. "
             f"The checkpoint has those of rank {team.ranks[0]}, and load gives them to "
-            "all ranks. Broadcast them before the save, or pass local=[..] with their "
-            "names, which saves each rank's own."
+            "all ranks. Broadcast them before the save, or SaveOptions(local=[..]) "
+            "with their names saves each rank's own."
         )
     return _told_of_replicas(by_rank)
 

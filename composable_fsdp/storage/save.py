@@ -107,7 +107,7 @@ class SaveOptions:
             raise TypeError(
                 "save expects per_rank=None or a dict, got a "
                 f"{type(self.per_rank).__name__}. Pass the values of this rank by "
-                'name: per_rank={"loader": loader}.'
+                'name: SaveOptions(per_rank={"loader": loader}).'
             )
 
 

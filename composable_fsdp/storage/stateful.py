@@ -295,5 +295,5 @@ def _give(state: dict[str, Any], where: str, *, is_trial: bool) -> None:
     ) as error:
         raise CheckpointError(
             f"{where}: a random state is of another kind than this version of Python "
-            f"and torch takes ({error}). Pass rng=False to leave the generators alone."
+            f"and torch takes ({error}). LoadOptions(rng=False) leaves them alone."
         ) from error

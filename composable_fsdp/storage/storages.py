@@ -176,7 +176,7 @@ class FsspecStorage(Storage):
         except ImportError as error:
             raise CheckpointError(
                 f"{scheme}:// needs fsspec, which is not installed. Run: pip install "
-                "fsspec s3fs, or register_storage a class of your own."
+                "fsspec s3fs, or call storage.register_storage with your own class."
             ) from error
         try:
             # Other ranks and jobs write, too: a list that was kept would be old.
@@ -187,9 +187,9 @@ class FsspecStorage(Storage):
             self._is_object_store = bool(getattr(self._files, "async_impl", False))
         except (ImportError, ValueError) as error:
             raise CheckpointError(
-                f"{scheme}:// cannot be opened: {error}. Install the "
-                "package of the scheme (s3fs for S3, gcsfs for gs://), or call "
-                f"register_storage({scheme!r}, ..) with a class of your own."
+                f"{scheme}:// cannot be opened: {error}. Install the package of the "
+                "scheme (s3fs for S3, gcsfs for gs://), or call "
+                f"storage.register_storage({scheme!r}, ..) with a class of your own."
             ) from error
 
     def create(self, name: str) -> Upload:

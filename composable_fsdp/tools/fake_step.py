@@ -36,7 +36,7 @@ FAKE_LOG = "torch._subclasses.fake_tensor"
 
 
 class Window(NamedTuple):
-    """A stretch of a step, with the names that ``memory.Event`` has.
+    """A stretch of a step, with the names that ``step_memory.Event`` has.
 
     Args:
         phase: "forward" or "backward".

@@ -197,7 +197,7 @@ class RuntimeContext:
         # The end of backward, or the backward of an earlier forward, sends the
         # reductions of these forwards that no gradient has triggered.
         self.filling: list[StepOrder] = []
-        """Forwards with ``unused_params.CommonOrder`` whose backward is running."""
+        """Forwards with ``common_order.CommonOrder`` whose backward is running."""
         self.retiring: deque[FlatParamHandle] = deque()
         """Units that are resharded on the CPU while the GPU may still read ``full``;
         oldest first."""

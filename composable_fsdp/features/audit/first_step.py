@@ -322,8 +322,8 @@ _MODE = _Mode()
 around_hook = _MODE.around_hook
 
 _WHOLE = (
-    "get_full_param and get_full_grad give the whole, map_on_owners steps on it, and "
-    "works_on_shards = True on an optimizer says that its step is right on parts."
+    "get_full_param and get_full_grad give the whole, features.map_on_owners steps on "
+    "it, and works_on_shards = True on an optimizer: its step is right on parts."
 )
 _TEXTS = {
     rules.REDUCES: "each rank gets another result. clip_grad_norm_, grad_norm and "

@@ -6,9 +6,9 @@ end. So a call that needs all ranks of a group announces itself in the key-value
 and waits for a limited time until every rank has announced an equal call::
 
     this rank announces      the others            result
-    save(keep=3)             save(keep=3)          the calls go on
-    save(keep=3)             load()                DesyncError on all that have come
-    save(keep=3)             nothing               DesyncError after the time limit
+    save()                   save()                the calls go on
+    save()                   load()                DesyncError on all that have come
+    save()                   nothing               DesyncError after the time limit
 
 Training repeats its calls, so a call that follows the same calls as before can be
 *expected*: with ``always=False`` an expected call visits no store. All ranks have equal

@@ -21,9 +21,9 @@ RAN = "ran"
 """Action of a fact: the uses of a whole round."""
 
 _SAME_UNITS = (
-    "Every rank must run the same units in the same order: take decisions in the model "
-    "from what is equal on all ranks. If ranks use different parameters on purpose, "
-    "set_reduce_scatter_unused_params(module, True) reduces zeros for the unused ones."
+    "Every rank must run the same units in the same order: decide in the model by what "
+    "is equal on all ranks. If ranks use other parameters on purpose, composable_fsdp."
+    "access.set_reduce_scatter_unused_params(module, True) reduces zeros for the rest."
 )
 SAME_CALLS = (
     "Call the model and backward on every rank equally often and in the same mode "
