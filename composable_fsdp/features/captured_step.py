@@ -24,6 +24,8 @@ from composable_fsdp.flat.handle import find_leaf
 _log = logging.getLogger("composable_fsdp")
 P = ParamSpec("P")
 T = TypeVar("T")
+_MOST_KEYS = 64
+"""Shapes of inputs that are remembered."""
 WARM_UP = 3
 """Eager steps before a capture, as many as torch's own ``make_graphed_callables``."""
 
@@ -114,6 +116,7 @@ class CapturedStep(Generic[P, T]):
             return self.step(*args, **kwargs)
         graph = self._graphs.get(key)
         if graph is not None and self._is_ready(graph):
+            graph.inputs = graph.inputs or [torch.empty_like(t) for t in tensors]
             with torch.no_grad():
                 for static, tensor in zip(graph.inputs, tensors, strict=True):
                     static.copy_(tensor, non_blocking=True)
@@ -124,7 +127,11 @@ class CapturedStep(Generic[P, T]):
                 output: T = _copied(graph.output)
                 return output
         elif graph is None and self.reason is None:
-            self._graphs[key] = _Graph([torch.empty_like(t) for t in tensors])
+            # Memory for the inputs comes with the capture: not all shapes come again.
+            self._graphs[key] = _Graph([])
+            if len(self._graphs) > _MOST_KEYS:
+                old = (k for k, each in self._graphs.items() if each.replay is None)
+                del self._graphs[next(old)]
         if self.reason is not None:
             return self.step(*args, **kwargs)
         return self._warm_up(args, kwargs)

@@ -64,6 +64,7 @@ def copy_state(state: _FSDPState, memo: Memo) -> _FSDPState:
         settings=state.settings.copy(),
     )
     made.copier = copy_state
+    made.searches.writes_data = state.searches.writes_data
     install_grad_hooks(made)
     for top in state.modules:
         for module in walk.modules(top):

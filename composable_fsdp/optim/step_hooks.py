@@ -232,8 +232,15 @@ def _count_writes(optim: torch.optim.Optimizer, met: _KnownOptimizer) -> None:
             continue
         for region in handle.layout.trainable:
             flat = region.flat is not None and region.flat.grad is not None
-            # An optimizer passes by parameters without a gradient.
-            written += [p for p in region.leaves if flat or p.grad is not None]
+            # An optimizer passes by parameters without a gradient. For a parameter
+            # without elements here, ``shown`` tells of the other ranks.
+            written += [
+                leaf
+                for leaf, shown in zip(
+                    region.leaves, region.gradient.shown, strict=True
+                )
+                if flat or leaf.grad is not None or (shown and not leaf.numel())
+            ]
     for link, epoch, leaves in met.empty:
         unit = link()
         if unit is None:

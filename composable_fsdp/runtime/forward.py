@@ -237,7 +237,8 @@ def _begin_call(
         recomputing and handle.backward.task != NO_TASK
     )
     if not has_graph:
-        passage = QUIET if passage is PLAIN else passage.without_graph(state)
+        passage = passage if passage is PLAIN else passage.without_graph(state)
+        passage = QUIET if passage is PLAIN else passage
     call: UnitForward | QuietPassage = QUIET
     if passage is not QUIET:
         # A recomputed forward has a graph and an order of its own.

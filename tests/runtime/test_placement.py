@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
-from composable_fsdp import CPUOffload, fully_shard, no_sync
+from composable_fsdp import CPUOffload, MixedPrecision, fully_shard, no_sync
 from composable_fsdp.comm.compute_device import resolve_device
 from composable_fsdp.comm.groups import RankLayout
 from composable_fsdp.errors import PlanError
@@ -226,3 +227,37 @@ def test_changes_that_cannot_be_taken_up_are_refused(
 
     with pytest.raises(PlanError, match=match):
         model(gpt_input(0, 0))
+
+
+def test_forwards_without_a_graph_may_come_first(one_rank: World) -> None:
+    """Of a unit that is called with a tensor that requires grad."""
+    model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    x = torch.ones(2, 4, requires_grad=True)
+    with torch.no_grad():
+        losses = [float(model(x).sum()) for _ in range(4)]
+
+    assert losses == [float(model(x).detach().sum())] * 4
+
+
+class _Recomputes(nn.Module):
+    """Calls its layers in a checkpoint, with a dict of the caller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> Any:
+        return checkpoint(
+            lambda given: self.layer(given["x"]).relu(), batch, use_reentrant=False
+        )
+
+
+def test_a_recomputation_inside_a_unit_finds_the_cast_inputs(one_rank: World) -> None:
+    """In the dict that the checkpoint keeps; the caller's dict is as it was."""
+    bf16 = MixedPrecision(param_dtype=torch.bfloat16)
+    model = fully_shard(_Recomputes(), mixed_precision=bf16)
+    for _ in range(4):
+        batch = {"x": torch.ones(2, 4)}
+        backward(model(batch).float().sum())
+
+        assert batch["x"].dtype is torch.float32

@@ -5,12 +5,14 @@ mapping or list; other objects in outputs by attributes. A tensor that is missed
 cause an error in backward.
 
 If a tensor in a list of the caller requires grad, is on another device or must be cast,
-the forward gets another tensor in its place. The list stays the same object, because
-the forward may append to it, or set an item of a cache, to return a value::
+the forward gets a copy of the list with another tensor: what recomputes in backward
+keeps the list, and must find that tensor there. The forward may append to the list, or
+set an item of a cache, to return a value, so changes of the copy are applied to the
+caller's list afterwards::
 
-    before the forward    [h]
-    in the forward        [h']  [h', aux]    h' stands for h
-    after the forward     [h, aux]
+    given    [h]        the caller's           caller's afterwards  [h, aux]
+    before   [h']       the copy at first
+    copy     [h', aux]  after forward          h' stands for h wherever it is now
 """
 
 from __future__ import annotations
@@ -130,6 +132,14 @@ def _set_item(container: Any, key: Any, item: Any) -> None:
         object.__setattr__(container, key, item)
 
 
+def _delete_item(container: Any, key: Any) -> None:
+    """Remove an item or an attribute, if present."""
+    if isinstance(container, MutableMapping):
+        container.pop(key, None)
+    elif hasattr(container, key):
+        object.__delattr__(container, key)
+
+
 class CastInput(NamedTuple):
     """A tensor of the caller, and the cast copy that the forward gets."""
 
@@ -139,14 +149,21 @@ class CastInput(NamedTuple):
     """Version counter of the copy at the start of the forward."""
 
 
+class ContainerCopy(NamedTuple):
+    """A container of the caller, and its copy with the items at the start."""
+
+    original: Any
+    copy: Any
+    before: dict[Any, Any]
+
+
 class Given:
     """The arguments that a forward gets, and what the caller gave in their place."""
 
-    __slots__ = ("_containers", "_originals", "casts", "held", "since")
+    __slots__ = ("_copies", "_originals", "casts", "held", "since")
 
     def __init__(self) -> None:
-        self._containers: list[Any] = []
-        """Containers of the caller in which a tensor was replaced."""
+        self._copies: list[ContainerCopy] = []
         self._originals: dict[int, tuple[Any, Any]] = {}
         """By id of what the forward gets: that object, and the caller's."""
         self.casts: list[CastInput] = []
@@ -158,9 +175,9 @@ class Given:
     def replace(self, arguments: Arguments, change: Change) -> Arguments:
         """Return the arguments with ``change(tensor)`` for each tensor.
 
-        Containers of the caller are changed in place, until ``give_back``.
+        Containers with other tensors are copies, until ``give_back``.
         """
-        seen: set[int] = set()
+        seen: dict[int, Any] = {}
         args = tuple([_replaced(v, change, self, seen) for v in arguments[0]])
         kwargs = {k: _replaced(v, change, self, seen) for k, v in arguments[1].items()}
         return args, kwargs
@@ -170,9 +187,9 @@ class Given:
         # With ``made``, so that its id stays its own.
         self._originals[id(made)] = made, given
 
-    def note_container(self, container: Any) -> None:
-        """Note that items of a container of the caller were replaced."""
-        self._containers.append(container)
+    def note_copy(self, container: Any, made: Any, items: dict[Any, Any]) -> None:
+        """Note a copy of a container of the caller, and its items."""
+        self._copies.append(ContainerCopy(container, made, items))
 
     def write_casts_back(self) -> None:
         """Copy in-place writes of the forward to cast inputs into the originals.
@@ -187,18 +204,58 @@ class Given:
             ):
                 original.copy_(made)
 
-    def give_back(self) -> None:
-        """Put the caller's tensors back into the caller's containers."""
-        for container in self._containers:
-            for key, item in (_items_of(container) or {}).items():
-                own = item
-                # Several steps: a tensor may have been cast, and then aliased.
-                while id(own) in self._originals:
-                    own = self._originals[id(own)][1]
-                if own is not item:
-                    _set_item(container, key, own)
-        self._containers.clear()
+    def give_back(self, output: Any = None) -> Any:
+        """Apply changes of the copies to the caller's containers.
+
+        Returns: ``output`` with the caller's containers in place of copies.
+        """
+        # A copy of a copy (cast, then aliased) was appended after the first copy.
+        for each in reversed(self._copies):
+            self._apply(each)
+        copies = {id(each.copy) for each in self._copies}
+        output = self._restored(output, copies) if copies else output
+        self._copies.clear()
         self._originals.clear()
+        return output
+
+    def _own(self, item: Any) -> Any:
+        """Return the caller's object for ``item``, or ``item``."""
+        # Several steps: a tensor may have been cast, and then aliased.
+        while id(item) in self._originals:
+            item = self._originals[id(item)][1]
+        return item
+
+    def _apply(self, copied: ContainerCopy) -> None:
+        """Apply the changes of a copy to the original container."""
+        original, made, before = copied
+        now = _items_of(made) or {}
+        if isinstance(original, MutableSequence):
+            items, earlier = list(now.values()), list(before.values())
+            # If the forward only appended, extend the original; else replace all.
+            kept = len(items) >= len(earlier) and all(map(is_, items, earlier))
+            if not kept:
+                original.clear()
+            original.extend(map(self._own, items[len(earlier) :] if kept else items))
+            return
+        # Mappings and objects: only what was removed, added or replaced changes.
+        for key in before.keys() - now.keys():
+            _delete_item(original, key)
+        for key, item in now.items():
+            if key not in before or before[key] is not item:
+                _set_item(original, key, self._own(item))
+
+    def _restored(self, value: Any, copies: set[int]) -> Any:
+        """Return ``value`` with the caller's containers in place of copies."""
+        if id(value) in copies:
+            return self._own(value)
+        if isinstance(value, (list, dict)):
+            for key, item in (_items_of(value) or {}).items():
+                new = self._restored(item, copies)
+                if new is not item:
+                    value[key] = new
+        elif isinstance(value, tuple):
+            return _with_items(value, [self._restored(i, copies) for i in value])
+        return value
 
 
 def map_tensors(value: Any, change: Change) -> Any:
@@ -206,11 +263,13 @@ def map_tensors(value: Any, change: Change) -> Any:
 
     Containers in which no tensor changes stay the same objects; others are copied.
     """
-    return _replaced(value, change, None, set())
+    return _replaced(value, change, None, {})
 
 
-def _replaced(value: Any, change: Change, given: Given | None, seen: set[int]) -> Any:
-    """Return ``value`` with other tensors; containers of ``given`` change in place."""
+def _replaced(
+    value: Any, change: Change, given: Given | None, seen: dict[int, Any]
+) -> Any:
+    """Return ``value`` with other tensors; ``seen`` has containers by id, as made."""
     if isinstance(value, Tensor):
         made: Any = change(value)
     elif isinstance(value, _PLAIN):
@@ -222,10 +281,11 @@ def _replaced(value: Any, change: Change, given: Given | None, seen: set[int]) -
         if items is None:
             made = _map_node(value, change, given, seen)
         elif id(value) in seen:
-            return value
+            return seen[id(value)]
         else:
-            seen.add(id(value))
+            seen[id(value)] = value  # a container inside itself
             made = _replace_items(value, items, change, given, seen)
+            seen[id(value)] = made
     if given is not None and made is not value:
         given.note(value, made)
     return made
@@ -236,28 +296,28 @@ def _replace_items(
     items: dict[Any, Any],
     change: Change,
     given: Given | None,
-    seen: set[int],
+    seen: dict[int, Any],
 ) -> Any:
-    """Return the container with other tensors: itself, or a copy without ``given``."""
+    """Return the container, or a copy with other tensors."""
     new = {key: _replaced(item, change, given, seen) for key, item in items.items()}
     if all(map(is_, new.values(), items.values())):
         # A type that only pytree knows may hold tensors outside the attributes.
         known = isinstance(value, (MutableMapping, MutableSequence))
         plain = known or is_dataclass(value)
         return value if plain else _map_node(value, change, given, seen)
-    made = value
-    if given is None:
-        # A shallow copy keeps the type and all other attributes of the container.
-        made = copy.copy(value)
-    else:
-        given.note_container(value)
+    # A shallow copy keeps the type and all other attributes of the container.
+    made = copy.copy(value)
     for key, item in new.items():
         if item is not items[key]:
             _set_item(made, key, item)
+    if given is not None:
+        given.note_copy(value, made, new)
     return made
 
 
-def _map_node(value: Any, change: Change, given: Given | None, seen: set[int]) -> Any:
+def _map_node(
+    value: Any, change: Change, given: Given | None, seen: dict[int, Any]
+) -> Any:
     """Replace tensors in a container of pytree; return any other object as is."""
     # ``is_leaf`` stops the traversal below the first level; ``_replaced`` goes on.
     parts, spec = pytree.tree_flatten(value, is_leaf=lambda each: each is not value)

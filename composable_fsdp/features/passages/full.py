@@ -136,7 +136,9 @@ class FullPassage(Passage):
             raise _lazy_output(state, output)
         since = -1 if given is None else given.since
         searches_now = call.has_graph and _count_down(searches.scans, call.module)
-        if searches_now or searches.before is not None:
+        # A forward that checks for writes searches in ``keep_writes``.
+        checks = searches.before is not None and len(state.handle.running.calls) == 1
+        if searches_now and not checks:
             searches.found_at = escapes.find_places(state, since, searches.found_at)
         self.keep_writes(state, call)
         tensors = tensors_in(output)
@@ -151,7 +153,7 @@ class FullPassage(Passage):
         if given is not None:
             if given.held is not None:
                 tensors += escapes.made_since(tensors_in(given.held), since)
-            given.give_back()
+            output = given.give_back(output)
             call.given = None
         if self is FIRST:
             state.passage = _choose(state, has_graph=True)
@@ -175,6 +177,9 @@ class FullPassage(Passage):
         # compare all values; if either finds a write, every later forward copies all.
         before = searches.before
         if before is not None and len(handle.running.calls) == 1:
+            # Also of a forward that raised: attributes may keep views of weights.
+            since = -1 if call.given is None else call.given.since
+            searches.found_at = escapes.find_places(state, since, searches.found_at)
             searches.before = None
             searches.writes_data |= not weight_writes.is_unchanged(handle, before)
         escapes.copy_kept_weights(handle, searches.found_at)
