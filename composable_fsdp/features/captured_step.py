@@ -173,14 +173,8 @@ class CapturedStep(Generic[P, T]):
         groups = [g for o in self._optimizers.values() for g in o.param_groups]
         parameters = [p for group in groups for p in group["params"]]
         leaves, spec = _pytree.tree_flatten((args, kwargs))
-        found = [leaf[0] for p in parameters if (leaf := find_leaf(p)) is not None]
-        if not _on_gpu(parameters):
-            self._give_up("the optimizers' parameters are not on a GPU")
-        elif any(handle.layout.offload for handle in found):
-            self._give_up("a unit keeps its parameters in host memory (CPUOffload)")
-        elif any(isinstance(v, Tensor) and v.requires_grad for v in leaves):
-            self._give_up("an input requires a gradient, which would not reach it")
-        if self.reason is not None:
+        if hindrance := _hindrance(parameters, leaves):
+            self._give_up(hindrance)
             return
         static = iter(graph.inputs)
         leaves = [next(static) if isinstance(v, Tensor) else v for v in leaves]
@@ -200,6 +194,18 @@ class CapturedStep(Generic[P, T]):
         """Capture nothing more; calls that have a graph go on to replay it."""
         self.reason = reason
         _log.warning("capture: steps without a graph run eagerly: %s.", reason)
+
+
+def _hindrance(parameters: list[Tensor], inputs: list[Any]) -> str:
+    """Return why a step of the parameters cannot be captured; empty if it may be."""
+    found = [leaf[0] for p in parameters if (leaf := find_leaf(p)) is not None]
+    if not _on_gpu(parameters):
+        return "the optimizers' parameters are not on a GPU"
+    if any(handle.layout.offload for handle in found):
+        return "a unit keeps its parameters in host memory (CPUOffload)"
+    if any(isinstance(value, Tensor) and value.requires_grad for value in inputs):
+        return "an input requires a gradient, which would not reach it"
+    return ""
 
 
 def _key(args: Any, kwargs: Any) -> tuple[Hashable, list[Tensor]]:

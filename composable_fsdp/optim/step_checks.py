@@ -307,6 +307,8 @@ def _compare_options(
     # Numbers as JSON returns them, without tuples.
     ours = json.loads(mine)
     theirs = json.loads(zlib.decompress(bytes.fromhex(other.value)))
+    if ours == theirs:  # 1 and 1.0
+        return None
     what = "the same parameters"
     pair: tuple[Any, ...] = (f"{len(ours)} parameters", "others")
     if ours.keys() == theirs.keys():

@@ -225,8 +225,31 @@ def _count_writes(optim: torch.optim.Optimizer, met: _KnownOptimizer) -> None:
     Backward would otherwise use the new weights, or the old, by strategy, or would
     raise on the ranks alone that hold elements.
     """
+    # Lists: this runs in every step, where each item of a generator is a call.
+    if [1 for each in met.empty if each.is_old()]:
+        met.empty = _empty_leaves(optim)
+    written = _uncounted(optim, met) if met.uncounted else []
+    for link, _, leaves in met.empty:
+        if (unit := link()) is not None:
+            # ``shown`` tells of the other ranks: it is as the last reduction set it,
+            # and ``zero_grad`` on this rank does not clear it. DCP's step that creates
+            # state gives these parameters gradients, too.
+            written += [
+                leaf
+                for leaf, region, index in leaves
+                if leaf.grad is None
+                and unit.layout.regions[region].gradient.shown[index]
+            ]
+    if written and _may_have_stepped(optim, met.handles):
+        increment_version(written)
+
+
+def _uncounted(
+    optim: torch.optim.Optimizer, met: _KnownOptimizer
+) -> list[torch.Tensor]:
+    """Return what a step between forward and backward may have written uncounted."""
     written: list[torch.Tensor] = []
-    for handle in filter(None, (link() for link in met.handles if met.uncounted)):
+    for handle in filter(None, (link() for link in met.handles)):
         # Backward must not refuse after a step that has changed no value.
         if handle.phase is not BACKWARD_PRE or _only_creates_state(optim):
             continue
@@ -241,23 +264,7 @@ def _count_writes(optim: torch.optim.Optimizer, met: _KnownOptimizer) -> None:
                 )
                 if flat or leaf.grad is not None or (shown and not leaf.numel())
             ]
-    for link, epoch, leaves in met.empty:
-        unit = link()
-        if unit is None:
-            continue
-        if unit.layout.epoch != epoch:
-            met.empty = _empty_leaves(optim)
-            return _count_writes(optim, met)
-        # ``shown`` tells of the other ranks: it is as the last reduction set it, and
-        # ``zero_grad`` on this rank does not clear it.
-        written += [
-            leaf
-            for leaf, region, index in leaves
-            # DCP's step that creates state gives these gradients, too.
-            if leaf.grad is None and unit.layout.regions[region].gradient.shown[index]
-        ]
-    if written and _may_have_stepped(optim, met.handles):
-        increment_version(written)
+    return written
 
 
 class _EmptyLeaves(NamedTuple):
@@ -268,6 +275,11 @@ class _EmptyLeaves(NamedTuple):
     """The handle's epoch; a later epoch has other regions."""
     leaves: list[tuple[torch.Tensor, int, int]]
     """Per parameter: the tensor, the region's number, the number inside the region."""
+
+    def is_old(self) -> bool:
+        """Return whether the unit has other regions now."""
+        unit = self.handle()
+        return unit is not None and unit.layout.epoch != self.epoch
 
 
 def _empty_leaves(optim: torch.optim.Optimizer) -> list[_EmptyLeaves]:

@@ -583,6 +583,9 @@ def test_groups_and_rates_from_local_shapes_are_refused_on_all_ranks(
     assert "full_shape(p)" in told
     assert all(map(torch.equal, before, model.parameters()))
 
+    # Numbers of another type are no other numbers.
+    train(build(path, 7), optim.SGD, lr=(0, 0.0)[world.rank % 2])
+
 
 @pytest.mark.req("R-09")
 @on_ranks(2)

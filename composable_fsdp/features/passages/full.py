@@ -147,12 +147,11 @@ class FullPassage(Passage):
             tensors = tensors_in(output)
         # Backward may enter by an input that was changed in place.
         tensors += escapes.written_in_place(call.inputs, first_number(call.aliases))
-        if call.has_graph:
-            for table, key in searches.found_at:
-                tensors += escapes.made_since(tensors_in(table.get(key)), since)
+        kept = [table.get(key) for table, key in searches.found_at if call.has_graph]
         if given is not None:
-            if given.held is not None:
-                tensors += escapes.made_since(tensors_in(given.held), since)
+            kept.append(given.held)
+        tensors += escapes.made_since(tensors_in(kept), since)
+        if given is not None:
             output = given.give_back(output)
             call.given = None
         if self is FIRST:
