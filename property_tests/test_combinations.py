@@ -129,6 +129,7 @@ def legal(combination: Combination, world_size: int) -> Combination:
     if made.model.replicated_paths():
         # No backward comes by a replicated tree that was not used.
         made = replace(made, steps=tuple(map(_without_bypass, made.steps)))
+    made = replace(made, steps=tuple(map(_one_backward_if_unsharded, made.steps)))
     if not made.is_exact(world_size):
         # Then in float64, and a cast makes a step of the last bit.
         made = replace(
@@ -149,6 +150,16 @@ def _without_filling(step: Step) -> Step:
     micro = tuple(replace(m, by_rank=False) for m in step.micro)
     kept = tuple(a for a in step.actions if a[0] != "fill")
     return replace(step, micro=micro, actions=kept)
+
+
+def _one_backward_if_unsharded(step: Step) -> Step:
+    # A unit that was unsharded by hand, and whose parameters something refers to, has
+    # other full parameters after the first backward. A second backward through the
+    # same forward is refused, on that rank alone: a known fault.
+    if not any(action[0].startswith("unshard") for action in step.actions):
+        return step
+    micro = tuple(replace(m, forwards=1, backward="joint") for m in step.micro)
+    return replace(step, micro=micro)
 
 
 def _without_bypass(step: Step) -> Step:

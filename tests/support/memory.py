@@ -53,7 +53,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
     @property
     def now(self) -> int:
         """Bytes that are alive."""
-        alive = (reference() for reference in self._storages.values())
+        alive = (reference() for reference in list(self._storages.values()))
         return sum(storage.nbytes() for storage in alive if storage is not None)
 
     def reset(self) -> None:
