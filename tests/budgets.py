@@ -16,18 +16,18 @@ import composable_fsdp
 from tests.import_graph import PACKAGE, Module, inner_edges, reached_from
 
 BUDGETS: dict[str, int] = {
-    "lines": 65818,
+    "lines": 65837,
     "lines of files": 1132,
     "lines of access": 2818,
     "lines of comm": 3467,
     "lines of compose": 641,
     "lines of doors": 2055,
     "lines of entries": 1083,
-    "lines of features": 10780,
+    "lines of features": 10785,
     "lines of flat": 4157,
     "lines of hugging_face": 21,
     "lines of integrations": 3416,
-    "lines of optim": 4280,
+    "lines of optim": 4294,
     "lines of planning": 3307,
     "lines of runtime": 3777,
     "lines of state_dict": 2475,
@@ -42,7 +42,7 @@ BUDGETS: dict[str, int] = {
     "lines reached from tree.traversal": 7010,
     "longest chain of imports": 37,
     "imports out of the core": 0,
-    "branching functions": 14,
+    "branching functions": 11,
     "names": 60,
     "modules that fully_shard loads": 191,
 }
