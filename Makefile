@@ -56,7 +56,7 @@ test-gpu: ## run the CUDA tests with the system's python3
 gpu-report: ## run the CUDA tests and benchmarks, and write benchmarks/reports/DATE-cuda.md
 	$(PYTHON) -m benchmarks.cuda
 
-examples: $(DEV) ## run every example twice, and on 1, 2 and 3 ranks
+examples: $(DEV) ## run every example on 2 ranks, and a short form on 1 and 3
 	$(PY) examples/run_all.py
 
 examples-integrations: $(INTEGRATIONS)/.stamp ## run the examples that need further packages

@@ -1,11 +1,11 @@
-"""Run every example twice, on several numbers of ranks: `make examples`.
+"""Run every example on 2 ranks, then a short form of it on 1 and on 3: `make examples`.
 
     python examples/run_all.py                 # all, in a temporary folder
     python examples/run_all.py train_lm.py     # some
 
 Each example has comments that say how to run it:
 
-    # example: --steps 60    arguments, for two runs in a row on 2 ranks
+    # example: --steps 60    arguments, for a run on 2 ranks
     # quick: --steps 3       arguments, for runs on 1 rank and on 3 ranks, and for tests
     # needs: transformers    packages; without them the example is left out, aloud
     # launch: python         without torchrun: the program starts ranks itself
@@ -71,11 +71,11 @@ class Example:
         return [sys.executable, *agent, "--nproc-per-node", str(ranks), *program]
 
     def runs(self) -> list[tuple[list[str], int]]:
-        """Return arguments and ranks of the runs, in order."""
+        """Return arguments and ranks of the runs, in order, all in one folder."""
+        # The later runs find the files of those before them, as a user's second run does.
         if self.launch == "python":
             return [(self.arguments, 2), (self.arguments, 2)]
-        long = [(self.arguments, 2), (self.arguments, 2)]
-        return [*long, (self.quick, 1), (self.quick, 3)]
+        return [(self.arguments, 2), (self.quick, 1), (self.quick, 3)]
 
 
 def examples() -> list[Example]:
