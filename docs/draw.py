@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/understand: `python docs/draw.py` writes them as SVG.
+"""Draw the pictures of the README and of docs/understand, as SVG: `python docs/draw.py`.
 
 Each picture has a light background of its own, so it reads the same on light and dark
 pages. Colors are those of Okabe and Ito, which color-blind readers can tell apart.
@@ -6,6 +6,7 @@ pages. Colors are those of Okabe and Ito, which color-blind readers can tell apa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from torch import nn
 from composable_fsdp import fully_shard, simulate
 
 FOLDER = Path(__file__).parent / "_static"
+REPORT = Path(__file__).parents[1] / "benchmarks" / "reports" / "2026-11-26-cpu.md"
 RANKS = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7")
 """The colors of ranks 0 to 3."""
 DPI = 72
@@ -265,6 +267,31 @@ def memory() -> None:
     picture.write("memory.svg")
 
 
+def host() -> None:
+    """The host time that sharding adds to a layer, from the newest report."""
+    cells = re.findall(
+        r"^  (\d+) parameters +\d+ +(\d+) +(\d+) ", REPORT.read_text(), re.M
+    )
+    rows = cells[len(cells) // 2 :]
+    picture = Picture(760, 60 + 74 * len(rows) + 30, "Host time that sharding adds")
+    picture.title(20, 32, "CPU time that sharding adds to a layer, per training step")
+    widest = max(int(fsdp2) for _, fsdp2, _ in rows)
+    for i, (number, *times) in enumerate(rows):
+        y = 56 + 74 * i
+        picture.text(20, y + 36, f"{number} parameters")
+        for j, (name, time) in enumerate(zip(("FSDP2", "ours"), times, strict=True)):
+            width = 440 * int(time) / widest
+            picture.box(140, y + 28 * j, width, 24, RANKS[1 + j])
+            picture.text(148 + width, y + 17 + 28 * j, f"{name}  {time} µs", fill=SOFT)
+    picture.text(
+        20,
+        60 + 74 * len(rows) + 12,
+        f"64 layers, 8 ranks, two CPU cores, torch 2.13, {REPORT.name[:10]}.",
+        fill=SOFT,
+    )
+    picture.write("host.svg")
+
+
 if __name__ == "__main__":
-    for draw in (block, layout, step, memory, checkpoint):
+    for draw in (block, layout, step, memory, checkpoint, host):
         draw()

@@ -151,22 +151,6 @@ def test_figures_are_at_their_budgets(package: dict[str, Module], loaded: int) -
     assert budgets.off_budget(found) == []
 
 
-def test_few_fields_are_written_from_several_files(package: dict[str, Module]) -> None:
-    """Most fields are written from a single file."""
-    shared = field_rules.shared_fields(package)
-    print("\n".join(shared))
-
-    assert len(shared) <= field_rules.MAX_SHARED_FIELDS
-
-
-def test_the_layout_of_a_unit_is_never_changed(package: dict[str, Module]) -> None:
-    """A layout is replaced as a whole."""
-    written = {cls for cls, _ in field_rules.written_fields(package)}
-
-    assert "FlatParamHandle" in written
-    assert "UnitLayout" not in written
-
-
 BROKEN: list[tuple[Rule, str, str, str]] = [
     (
         import_graph.layer_violations,
