@@ -1,4 +1,4 @@
-"""Draw the pictures of the README and of docs/understand, as SVG: `python docs/draw.py`.
+"""Draw the pictures of README and docs/understand as SVG: `python docs/draw.py`.
 
 Each picture has a light background of its own, so it reads the same on light and dark
 pages. Colors are those of Okabe and Ito, which color-blind readers can tell apart.

@@ -72,7 +72,7 @@ class Example:
 
     def runs(self) -> list[tuple[list[str], int]]:
         """Return arguments and ranks of the runs, in order, all in one folder."""
-        # The later runs find the files of those before them, as a user's second run does.
+        # The later runs find the files of those before them.
         if self.launch == "python":
             return [(self.arguments, 2), (self.arguments, 2)]
         return [(self.arguments, 2), (self.quick, 1), (self.quick, 3)]
