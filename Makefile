@@ -25,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo examples examples-integrations test test-integrations lint check \
-	test-gpu gpu-report bench bench-full docs long clean
+	test-gpu test-newest gpu-report bench bench-full docs long clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -53,6 +53,13 @@ check: lint ## lint, format, types and the fast tests
 test-gpu: ## run the CUDA tests with the system's python3
 	$(PYTHON) -m pytest -m gpu -rs -W default
 
+# A report and no gate: what fails there is what a new version of torch has changed.
+test-newest: ## run the everyday tests on the newest torch of the package index
+	@$(PYTHON) -m venv .venv-newest
+	@.venv-newest/bin/python -m pip install --quiet --upgrade torch -e '.[dev,cli]'
+	-.venv-newest/bin/python -m pytest tests/test_torch_names.py
+	-.venv-newest/bin/python -m pytest $(SHARED)
+
 gpu-report: ## run the CUDA tests and benchmarks, and write benchmarks/reports/DATE-cuda.md
 	$(PYTHON) -m benchmarks.cuda
 
@@ -79,7 +86,7 @@ long: $(DEV) ## the property tests with the long random profile, and a soak
 	exit $$failed
 
 clean: ## remove the environment, caches and built documentation
-	rm -rf $(VENV) $(INTEGRATIONS) docs/_build .mypy_cache .pytest_cache .ruff_cache \
+	rm -rf $(VENV) $(INTEGRATIONS) .venv-newest docs/_build .mypy_cache .pytest_cache .ruff_cache \
 		.hypothesis
 
 $(PY) $(INTEGRATIONS)/bin/python:

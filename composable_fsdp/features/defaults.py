@@ -45,6 +45,7 @@ from composable_fsdp.features.passages.full import FIRST, FULL, MOVING, Searches
 from composable_fsdp.features.passages.handed_params import hand_out
 from composable_fsdp.features.shown_units import show_units
 from composable_fsdp.features.unused.common_order import CommonOrder
+from composable_fsdp.features.versions import tell_untested
 from composable_fsdp.flat.user_hooks import HOOK_WATCHES
 from composable_fsdp.optim.state_dict_hooks import prepare_for_dcp
 from composable_fsdp.optim.step_hooks import FIRST_STEPS, install_step_hooks
@@ -71,6 +72,7 @@ moments.MODULES_SHARDED.extend(
         guard_strategies,
         watch_registrations,
         install_ddp_hook,
+        tell_untested,
     )
 )
 moments.TREE_INITIALIZED.append(give_slots)

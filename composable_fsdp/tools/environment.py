@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from composable_fsdp.features.versions import untested
 from composable_fsdp.tools.command import Command, Report
 
 PACKAGE = "composable-fsdp"
@@ -108,6 +109,8 @@ def _versions() -> dict[str, str]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             found[name] = "not installed"
+    if outside := untested():
+        found["not tested on"] = outside
     return found
 
 
