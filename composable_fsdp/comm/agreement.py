@@ -11,8 +11,7 @@ before::
 Ranks that come to the same place anyway exchange tags and objects by collectives, which
 need no store: ``gather_tags``, ``gather_objects``.
 
-Private names, checked on torch 2.13 and 2.11: ``distributed_c10d._get_default_store``,
-``ProcessGroup._get_backend`` and ``_device_types``, ``options._timeout`` of a backend.
+Private name, checked on torch 2.13 and 2.11: ``distributed_c10d._get_default_store``.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d
@@ -46,8 +44,6 @@ Default: 0.9 times the group's timeout, so that a DesyncError is raised before t
 backend aborts a collective that waits for a missing rank."""
 
 _store = default_store
-_PROBE = (1 << 30) + 7
-"""The tag of messages that nobody sends (``is_lost``)."""
 _SHARE = 0.9
 """Default wait as a fraction of the group's timeout."""
 _finished: WeakKeyDictionary[dist.ProcessGroup, list[str]] = WeakKeyDictionary()
@@ -290,21 +286,3 @@ def is_there(store: Any) -> bool:
     except OSError:
         return False
     return True
-
-
-def is_lost(group: dist.ProcessGroup, rank: int) -> bool:
-    """Return whether gloo has seen the connection to the global ``rank`` closed."""
-    try:
-        backend: Any = group._get_backend(torch.device("cpu"))
-    except RuntimeError:
-        return False
-    if type(backend).__name__ != "ProcessGroupGloo":
-        return False
-    # A receive over a closed connection is refused at once. Another one is forgotten
-    # together with its buffer; to wait for it and give up would close the connection.
-    try:
-        index = dist.get_group_rank(group, rank)
-        backend.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], index, _PROBE)
-    except RuntimeError:
-        return True
-    return False

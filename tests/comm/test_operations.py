@@ -19,7 +19,7 @@ from composable_fsdp.comm import collectives, sequence
 from composable_fsdp.comm.operations import operation_log
 from composable_fsdp.errors import CollectiveError, DesyncError
 from composable_fsdp.features import recent_operations
-from composable_fsdp.features.guard import debug
+from composable_fsdp.features.guard.compare import DEBUG_VARIABLE
 from tests.support.world import RankPool, World, fake_world
 
 RankCount = Callable[[int], RankPool]
@@ -154,7 +154,7 @@ def test_a_collective_that_ends_with_the_limit_of_a_wait_has_not_failed() -> Non
 
 def send_another(world: World) -> tuple[str, str]:
     """Under debugging, rank 1 sends something else; then a step trains."""
-    os.environ[debug.DEBUG_VARIABLE] = "1"
+    os.environ[DEBUG_VARIABLE] = "1"
     group = dist.new_group()
     assert group is not None
     model = fully_shard(nn.Linear(8, 8), process_group=group)
@@ -177,7 +177,8 @@ def test_every_collective_is_compared_under_debugging(ranks: RankCount) -> None:
     """Another kind and size, which would end the process in gloo; nothing was sent."""
     for rank, (text, op) in enumerate(ranks(2).run(send_another, retire=True)):
         assert (
-            "rank 0: all_reduce (all_reduce, 2 x float32); rank 1: all_gather" in text
+            "rank 0 sends all_reduce (all_reduce, 2 x float32); rank 1 sends all_gather"
+            in text
         )
         assert "COMPOSABLE_FSDP_DEBUG=1" in text
         assert op == ("all_gather" if rank else "all_reduce")

@@ -34,7 +34,7 @@ from composable_fsdp import (
     save,
     unshard_params,
 )
-from composable_fsdp.comm import agreement, sequence
+from composable_fsdp.comm import sequence
 from composable_fsdp.comm.operations import operation_logs
 from composable_fsdp.features import recent_operations
 from composable_fsdp.features.guard import watch
@@ -405,15 +405,6 @@ def torch_between(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) -> 
         train(model, 1)
 
 
-def probes(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) -> None:
-    """A rank asks the backend many times whether the other lives."""
-    model = layers(one)
-    for _ in range(3):
-        assert not any(agreement.is_lost(one, 1 - rank) for _ in range(20))
-        train(model, 1)
-        dist.all_reduce(torch.ones(2), group=one)
-
-
 def readers(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) -> None:
     """A thread reads the operations all the time."""
     model, done = layers(one), threading.Event()
@@ -459,7 +450,7 @@ PROGRAMS: dict[str, Callable[..., None]] = {
             *(two_threads, thread_meets_later, main_in_barrier, thread_saves),
             *(same_group_meets, messages, asynchronous, wait_tensor, pipeline, stalls),
             *(signals, stopped, made_again, other_order, one_rank_writes),
-            *(torch_between, probes, readers, models_come_and_go, reports),
+            *(torch_between, readers, models_come_and_go, reports),
         )
     },
     **{f"caught_in_{w}": caught(w) for w in ("forward", "backward", "unshard_params")},

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,20 +26,19 @@ from composable_fsdp.comm.groups import GroupRef, Groups
 from composable_fsdp.comm.meeting import Call
 from composable_fsdp.comm.operations import record
 from composable_fsdp.features.guard.meetings import history_of
-from composable_fsdp.features.guard.order_compare import LogWords, OrderComparison
-from composable_fsdp.features.guard.order_facts import (
-    AFTER_RAISE,
-    RAN,
-    REDUCE,
+from composable_fsdp.features.guard.order_compare import (
+    BEGINS,
+    REDUCES,
     Fact,
+    LogWords,
+    OrderComparison,
     Waiting,
-    flag_text,
 )
 from composable_fsdp.features.guard.order_log import OrderLog, round_order
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_paths import slot_path
 from composable_fsdp.flat.use_order import NO_LOGS, UnitLogs
-from composable_fsdp.naming import listed, quoted
+from composable_fsdp.naming import quoted
 from composable_fsdp.tree.state import RuntimeContext, root_of
 
 
@@ -108,10 +107,10 @@ def _log(
         name = f"a {what} of {tree} (order log {len(rounds.logs)})"
         is_forward = what == "forward"
         use = _forward_use if is_forward else _backward_use
-        mode = _forward_mode if is_forward else _backward_mode
+        mode = _forward_begin if is_forward else _backward_begin
         # All ranks come here, and some may use the store later without the others.
         peers = [Peers(g, what).name() for g in groups if can_compare(g)]
-        words = LogWords(what, name, use, mode, _words, waiting)
+        words = LogWords(what, name, use, mode, waiting)
         comparison = OrderComparison(peers, words)
         # Without ranks to compare with, no call meets.
         calls = history_of(groups[0]) if call is not None and peers else None
@@ -119,103 +118,69 @@ def _log(
     return logs[key]
 
 
-def _forward_use(use: object) -> Fact:
+def _forward_use(use: FlatParamHandle | None) -> Fact:
     """Return the fact of a use in forward."""
-    if not isinstance(use, FlatParamHandle):
-        return Fact("end forward")
+    if use is None:
+        return Fact("has no further unit to run")
     # The size lets ranks with models of different shapes raise before a collective.
-    numel = sum(region.layout.padded_numel for region in use.layout.regions)
-    if len(use.layout.regions) < 2:
-        return Fact("run", use.name, (numel,))
-    # ``group_by`` may return different groups on different ranks (for example ``hash``
-    # of a string); the sizes may be equal in spite of that.
-    members = [[s.fqns for s in r.layout.parameters] for r in use.layout.regions]
-    digest = zlib.crc32(repr(members).encode())
-    return Fact("run regions", use.name, (numel, len(members), digest))
+    regions = use.layout.regions
+    numel = sum(region.layout.padded_numel for region in regions)
+    does = f"runs {use.name} of {numel:,} elements"
+    if len(regions) > 1:
+        # ``group_by`` may return different groups on different ranks (for example
+        # ``hash`` of a string); the sizes may be equal in spite of that.
+        members = [[s.fqns for s in r.layout.parameters] for r in regions]
+        digest = zlib.crc32(repr(members).encode())
+        does += f" in {len(regions)} regions (grouping {digest:08x})"
+    return Fact(does)
 
 
-def _backward_use(use: object) -> Fact:
+def _backward_use(use: Any) -> Fact:
     """Return the fact of a use in backward."""
+    if use is None:
+        return Fact("has no further backward or reduction")
     if isinstance(use, FlatParamHandle):
-        return Fact("run backward", use.name)
-    if not isinstance(use, tuple):
-        return Fact("end backward")
+        return Fact(f"runs the backward of {use.name}")
     handle, structure, arrived = use
+    does = f"reduces the gradients of {handle.name}"
     # The unit was rebuilt since, so the flags no longer match its regions.
     if structure != handle.layout.structure:
-        return Fact("reduce old regions", handle.name)
+        return Fact(f"{does}, grouped as they were")
     missing = without_gradient(handle, arrived)
-    named = tuple(f"no gradient for {quoted(name)}" for name in missing)
-    return Fact(REDUCE, handle.name, named=named)
+    named = tuple([f"no gradient for {quoted(name)}" for name in missing])
+    return Fact(does, REDUCES, handle.name, named)
 
 
-def _forward_mode(mode: Hashable) -> Fact:
-    """Return the fact of the mode of a forward."""
-    assert isinstance(mode, tuple)
+def _forward_begin(mode: Any) -> Fact:
+    """Return the fact of the begin of a forward."""
     fqn, training, grads, changed = mode
     how = "training" if training else "eval", "with" if grads else "without"
-    return _with_flags(Fact("begin forward", quoted(fqn), how), changed)
+    of = f"a forward of {quoted(fqn)} in {how[0]} mode {how[1]} gradients"
+    return Fact(f"begins {of}", BEGINS, of, _flags(changed))
 
 
-def _with_flags(fact: Fact, changed: Sequence[Sequence[Any]]) -> Fact:
-    """Return ``fact`` with the entries of ``RuntimeContext.changed_flags``."""
-    texts = (
-        name if trains is None else flag_text(name, trains)
-        for name, trains, *_ in changed
-    )
-    return fact._replace(named=tuple(texts))
-
-
-def _backward_mode(mode: Hashable) -> Fact:
-    """Return the fact of the mode of a backward."""
-    assert isinstance(mode, tuple)
+def _backward_begin(mode: Any) -> Fact:
+    """Return the fact of the begin of a backward."""
     forward, syncs, structures, changed = mode
+    of = _forward_begin(forward).of if forward else "no forward"
+    does = f"begins the backward of {of}"
     # Without a root there are no units, and no reductions.
-    off = "all" if not any(syncs) else "none" if all(syncs) else "some"
-    rebuilt = [each for each in structures if each]
-    ends = off, len(rebuilt), zlib.crc32(repr(structures).encode()) if rebuilt else 0
-    if not forward:
-        return _with_flags(Fact("begin backward alone", details=ends), changed)
-    of = _forward_mode(forward)
-    begin = Fact("begin backward", of.unit, (*of.details, *ends))
-    return _with_flags(begin, changed)
+    if not all(syncs) or not syncs:
+        does += f", reductions off{' for some units' if any(syncs) else ''}"
+    if rebuilt := sum(map(bool, structures)):
+        digest = zlib.crc32(repr(structures).encode())
+        does += f", with requires_grad changed in {rebuilt} units ({digest:08x})"
+    return Fact(does, BEGINS, of, _flags(changed))
 
 
-_WORDS = {
-    "run": "runs {unit} of {:,} elements",
-    "run regions": "runs {unit} of {:,} elements in {} regions (grouping {:08x})",
-    "end forward": "has no further unit to run",
-    "run backward": "runs the backward of {unit}",
-    REDUCE: "reduces the gradients of {unit}",
-    "reduce old regions": "reduces the gradients of {unit}, grouped as they were",
-    "end backward": "has no further backward or reduction",
-    "begin forward": "begins a forward of {unit} in {} mode {} gradients",
-    "begin backward": "begins the backward of a forward of {unit} in {} mode {} "
-    "gradients",
-    "begin backward alone": "begins the backward of no forward",
-    AFTER_RAISE: "begins after an exception that ended rounds (log, number, uses) {}",
-    RAN: "{}",
-}
-"""By action: the text, with the unit and the details."""
-
-_REDUCTIONS_OFF = {
-    "none": "",
-    "some": ", reductions off for some units",
-    "all": ", reductions off",
-}
-
-
-def _words(fact: Fact) -> str:
-    """Tell a fact in words, for an error."""
-    if fact.action == AFTER_RAISE:
-        return _WORDS[AFTER_RAISE].format(fact.details)
-    text = _WORDS[fact.action].format(*fact.details, unit=fact.unit)
-    if fact.action in ("begin backward", "begin backward alone"):
-        *_, off, rebuilt, digest = fact.details
-        text += _REDUCTIONS_OFF[str(off)]
-        if rebuilt and not fact.named:
-            text += f", with requires_grad changed in {rebuilt} units ({digest:08x})"
-    return text + (f", with {listed(fact.named)}" if fact.named else "")
+def _flags(changed: Iterable[Sequence[Any]]) -> tuple[str, ...]:
+    """Return the entries of ``RuntimeContext.changed_flags`` in words."""
+    return tuple(
+        [
+            name if trains is None else f"requires_grad={trains} of {quoted(name)}"
+            for name, trains, *_ in changed
+        ]
+    )
 
 
 def _waiting_units(ref: weakref.ref[RuntimeContext]) -> Waiting:

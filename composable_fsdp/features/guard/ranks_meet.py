@@ -19,10 +19,7 @@ _SYNC_EVERYWHERE = (
 
 
 def meet_to_sync(api: str, module: nn.Module, ranks: RankLayout) -> None:
-    """Wait for all ranks before a broadcast, if they train another model already.
-
-    Raises: DesyncError, if another rank does something else.
-    """
+    """Wait for all ranks before a broadcast, if they train another model already."""
     details = ("sync_module_states=True",)
     call = Call(api, type(module).__name__, details, _SYNC_EVERYWHERE)
     groups = [g for g in (ranks.shard, ranks.replicate) if g is not None]

@@ -1,0 +1,122 @@
+"""Ranks compare facts: digests first, and the facts themselves only if digests differ.
+
+Over two transports, with one wording of what differs, by groups of ranks::
+
+    collective   ranks that come to the same place anyway
+    store        ranks that may never come (``meetings``)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from typing import Any
+
+import torch.distributed as dist
+
+from composable_fsdp.comm import collectives
+from composable_fsdp.comm.meeting import who_does
+from composable_fsdp.comm.operations import OperationRecord
+from composable_fsdp.comm.sequence import Operation
+from composable_fsdp.errors import DesyncError
+from composable_fsdp.naming import by_value
+
+DEBUG_VARIABLE = "COMPOSABLE_FSDP_DEBUG"
+"""Environment variable: 1 compares every collective across ranks before it is sent."""
+
+SAME_CALLS = "Make the same calls in the same order on every rank."
+
+
+def digest_of(facts: object) -> bytes:
+    """Return 16 bytes that are equal on ranks with equal plain ``facts``."""
+    # ``hash`` differs from rank to rank; ``repr`` takes a quarter of the time of JSON.
+    return hashlib.blake2b(repr(facts).encode(), digest_size=16).digest()
+
+
+def tag_of(facts: object) -> int:
+    """Return the digest of ``facts`` as an integer of 63 bits."""
+    return int.from_bytes(digest_of(facts)[:8], "big") >> 1  # tags are signed
+
+
+def gather(facts: object, route: Iterable[dist.ProcessGroup]) -> dict[int, Any]:
+    """Return the facts of all ranks by global rank; not for the steady state.
+
+    Collective: an all-gather of objects over each group of ``route`` in turn.
+    """
+    told = [(dist.get_rank(), facts)]
+    for group in route:
+        told = list(chain(*collectives.all_gather_object(told, group)))
+    return dict(told)
+
+
+def first_difference(
+    facts: Mapping[int, Mapping[Any, tuple[str, str]]],
+) -> str | None:
+    """Return the first fact in which ranks differ, in words; None if there is none.
+
+    ``facts``: by rank and by sortable key, what the fact is about and its value.
+
+    >>> first_difference({0: {1: ("the size", "2")}, 1: {1: ("the size", "3")}, 2: {}})
+    'the size: 2 on rank 0, 3 on rank 1, nothing on rank 2'
+    """
+    for key in sorted(set().union(*facts.values())):
+        found = {rank: each.get(key) for rank, each in facts.items()}
+        values = {r: "nothing" if e is None else e[1] for r, e in found.items()}
+        if len(set(values.values())) > 1:
+            what = next(each[0] for each in found.values() if each is not None)
+            return f"{what}: {by_value(values)}"
+    return None
+
+
+def disagreement(
+    told: Mapping[int, str], places: Mapping[int, tuple[str, ...]], way_out: str
+) -> str:
+    """Return the error of ranks that do different things, at the same place or not."""
+    if len(set(places.values())) == 1 and (place := next(iter(places.values()))):
+        return f"Ranks disagree in {place[0]}: {who_does(told)}. {way_out}"
+    where = {rank: " in " + " of ".join(each) for rank, each in places.items() if each}
+    told = {rank: text + where.get(rank, "") for rank, text in told.items()}
+    return (
+        f"Ranks make different calls, and each needs all ranks: {who_does(told)}. "
+        "Nothing was sent, and no value was changed. Make the same calls in the same "
+        "order, with equal arguments, on every rank."
+    )
+
+
+def never_meet(predicates: Mapping[int, str], advice: str = "") -> str:
+    """Return the error of ranks that wait for each other; ``advice``: the way out.
+
+    >>> never_meet({1: "is in save()", 0: "is in the all-gather of blocks.3"})[:69]
+    'Rank 0 is in the all-gather of blocks.3; rank 1 is in save(). They wi'
+    """
+    told = who_does(predicates)
+    return f"{told[:1].upper()}{told[1:]}. They will never meet. {advice or SAME_CALLS}"
+
+
+def is_debugging() -> bool:
+    """Return whether the program runs with ``COMPOSABLE_FSDP_DEBUG=1``."""
+    return os.environ.get(DEBUG_VARIABLE) == "1"
+
+
+def require_same_operation(operation: Operation, group: dist.ProcessGroup) -> None:
+    """Compare ``operation`` with the operations that all ranks are about to send.
+
+    Collective: an all-gather of 8 bytes; if the ranks differ, an all-gather of objects.
+    Raises: DesyncError, on all ranks alike.
+    """
+    record = OperationRecord.of(operation)
+    # Without the number and the times: what pairs is what is sent at the same time.
+    told = f"sends {' '.join(filter(None, [record.op, record.unit]))}"
+    told += f" ({record.phase}, {record.numel:,} x {record.dtype})"
+    if len(set(collectives.all_gather_tag(tag_of(told), group))) == 1:
+        return
+    raise DesyncError(
+        f"Ranks are about to send different collectives over process group "
+        f"{group.group_name!r}, found by {DEBUG_VARIABLE}=1: "
+        f"{who_does(gather(told, [group]))}. Nothing was sent. {SAME_CALLS}",
+        unit=record.unit,
+        op=record.op,
+        phase=record.phase,
+    )
