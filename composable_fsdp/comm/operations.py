@@ -124,16 +124,7 @@ UNEVEN = (
 """The way out of the most frequent wait in a forward."""
 
 
-class _Ours(dict[str, bool]):
-    """By file name: whether the file is in this package."""
-
-    def __missing__(self, name: str) -> bool:
-        found = self[name] = Path(name).is_relative_to(_ROOT)
-        return found
-
-
-_ROOT = Path(__file__).parents[1]
-_ours = _Ours()
+_ROOT = str(Path(__file__).parents[1])
 
 
 def calling() -> str:
@@ -143,7 +134,7 @@ def calling() -> str:
     # Hooks of torch may lie between functions of this package, so all frames are read.
     # Only collectives outside the common step come here.
     while frame is not None:
-        if _ours[frame.f_code.co_filename]:
+        if frame.f_code.co_filename.startswith(_ROOT):
             name = frame.f_code.co_name
         frame = frame.f_back
     return name
@@ -168,8 +159,7 @@ class Reporter:
 
     def failed(self, operation: Operation, error: RuntimeError) -> FSDPError:
         """Return the error of this package for ``error`` of the backend."""
-        # The raw error names sockets or streams and no parameter, so the text begins
-        # with what the user knows: the unit and the phase. The raw error is the cause.
+        # The raw error names sockets or streams, so begin with what the user knows.
         record = OperationRecord.of(operation)
         uneven = f" {UNEVEN}" if record.phase == "forward" else ""
         return CollectiveError(
@@ -240,10 +230,7 @@ def begin(
     tensor: Tensor | None = None,
     phase: str | None = None,
 ) -> Operation:
-    """Return a new operation that is not about a single unit.
-
-    Returns: the operation, in the log of ``group``.
-    """
+    """Return a new operation that is not about a single unit, in the group's log."""
     log = operation_log(group)
     # Threads may send in another order than they number, so what two threads do is no
     # proof of a deadlock (``guard.watch``).

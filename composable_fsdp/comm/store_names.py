@@ -31,13 +31,12 @@ _MOST_VISITS = 4096
 def pauses(ranks: int) -> Iterator[float]:
     """Yield the seconds between visits of one of ``ranks`` that waits in the store.
 
-    The pauses grow: at first the rank must not lose time, and a rank that waits long
-    must not keep the store busy, which serves all ranks of the job, one after another.
-
     >>> from itertools import islice
     >>> [list(islice(pauses(ranks), 20))[-1] for ranks in (8, 1024)]
     [0.05, 0.25]
     """
+    # They grow: at first the rank must not lose time, and a rank that waits long must
+    # not keep the store busy, which serves all ranks of the job, one after another.
     pause, longest = 0.0005, max(0.05, ranks / _MOST_VISITS)
     while True:
         yield pause

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
+from composable_fsdp.comm import collectives
 from composable_fsdp.comm.agreement import Peers
 from composable_fsdp.comm.device import is_capturing
 from composable_fsdp.comm.groups import GroupRef
@@ -132,7 +133,7 @@ class OrderComparison:
         for peers in self.peers:
             # After a difference in a group, this rank sends another tag to the next, so
             # that the ranks there raise, too, and do not wait for this rank.
-            tags = peers.gather_tags(~tag if unlike else tag)
+            tags = collectives.all_gather_tag(~tag if unlike else tag, peers.group)
             if tags.count(tags[0]) != len(tags):
                 unlike.append(peers)
         if not unlike:

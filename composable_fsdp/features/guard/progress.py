@@ -2,17 +2,9 @@
 
 On CUDA the host issues a collective long before the GPU runs the collective, and waits
 for none. A unit records an event behind each all-gather and reduction for its own
-streams; the log knows the event (``OperationLog.marks``), and the watch thread
-asks whether the event was reached::
-
-    state      host                       event
-    issued     has sent the collective    not reached, and neither is an earlier event
-    running    has sent the collective    the first that is not reached
-    done       has waited, on CPU         reached, or a later event is
-
-Events and not ``Work`` objects: a ``Work`` of NCCL holds the outputs of its collective,
-so that a ``Work`` in the log would keep reduced gradients alive for longer than
-``tools.step_memory`` counts. An event holds no memory.
+streams; the log knows the event (``OperationLog.marks``), and the watch thread asks
+whether the event was reached. Events and not ``Work`` objects: a ``Work`` of NCCL holds
+the outputs of its collective, and an event holds no memory.
 
 Not run on a GPU; tested with stand-ins. No private API of torch: the mode of the thread
 is set by the function of the CUDA runtime that torch's own watchdog of NCCL calls.
@@ -59,8 +51,8 @@ def note_capture(*, capturing: bool) -> None:
 def running_in(log: OperationLog) -> Operation | None:
     """Return the operation that the device runs; None if unknown, or none runs.
 
-    Asks the device only after ``QUIET`` seconds without a new collective: a host that
-    issues collectives is not stuck. Called by the watch thread.
+    Asks the device only after ``QUIET`` seconds without a new collective. Called by the
+    watch thread.
     """
     oldest = log.number - MOST_OPERATIONS
     # ``list`` of a dict is atomic: the main thread may write meanwhile. Events of units
@@ -77,10 +69,8 @@ def running_in(log: OperationLog) -> Operation | None:
         with _beside_captures() as allowed:
             if allowed:
                 _ask(log)
-    if not log.device_runs:
-        return None
-    found = [each for each in list(log.operations) if each.number == log.device_runs]
-    return found[0] if found else None
+    running = (each for each in list(log.operations) if each.number == log.device_runs)
+    return next(running, None)
 
 
 def _ask(log: OperationLog) -> None:
@@ -108,10 +98,7 @@ def waited_for(operation: Operation) -> float:
 
 @contextmanager
 def _beside_captures() -> Iterator[bool]:
-    """Let this thread ask for events while another thread captures a CUDA graph.
-
-    Yields: whether the thread may ask.
-    """
+    """Let this thread ask for events while another captures; yield whether it may."""
     # In the default mode, a question of any thread ends the capture of any other, such
     # as a capture of a model that this package knows nothing of.
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch
