@@ -176,67 +176,54 @@ def _groups_of_mesh(
             "with torch.distributed.device_mesh.init_device_mesh."
         )
     names = mesh.mesh_dim_names or ()
-    if mesh.ndim > 2:
-        return _groups_by_name(mesh, names)
+    if mesh.ndim == 2:
+        first, second = names or ("", "")
+        # A mesh with the dims in the other order would silently shard over the
+        # replicas.
+        if "shard" in first or "replicate" in second:
+            raise PlanError(
+                "A 2-D device_mesh expects dimension 0 to replicate and dimension 1 to "
+                f"shard; got dimensions named {first!r} and {second!r}. Make it as "
+                "init_device_mesh(..., mesh_dim_names=('replicate', 'shard'))."
+            )
+        _refuse_others(mesh, [name for name in names if name not in MODEL_PARALLEL])
+        return _member(mesh.get_group(1)), _member(mesh.get_group(0))
     if mesh.ndim == 1:
         if mesh._get_root_mesh().ndim > 1:
-            _refuse_model_parallel(mesh, names)
+            _refuse_others(mesh, [name for name in names if name not in MODEL_PARALLEL])
         return _member(mesh.get_group()), None
-    first, second = names or ("", "")
-    # A mesh with the dims in the other order would silently shard over the replicas.
-    if "shard" in first or "replicate" in second:
-        raise PlanError(
-            "A 2-D device_mesh expects dimension 0 to replicate and dimension 1 to "
-            f"shard; got dimensions named {first!r} and {second!r}. Make it as "
-            "init_device_mesh(..., mesh_dim_names=('replicate', 'shard'))."
-        )
-    _refuse_model_parallel(mesh, names)
-    return _member(mesh.get_group(1)), _member(mesh.get_group(0))
-
-
-def _groups_by_name(
-    mesh: DeviceMesh, names: Sequence[str]
-) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
-    """Return the groups of all dims that shard and of all that replicate."""
-    shard = [name for name in names if name in SHARD]
-    replicate = [name for name in names if name in REPLICATE]
-    others = [name for name in names if name not in SHARD + REPLICATE]
-    # Unknown names are refused and not guessed: a wrong guess would average
-    # gradients of different parameters.
-    if not shard or others:
-        told = f"dims named {', '.join(map(quoted, names))}" if names else "no names"
-        # The dims that may stay, if other dims are cut off.
-        kept = ", ".join(map(quoted, (n for n in names if n not in others)))
-        rest = f" Of this mesh pass mesh[{kept}]." if shard else ""
-        raise PlanError(
-            "device_mesh expects a 1-D mesh, a 2-D mesh (replicate, shard), or more "
-            f"dims with mesh_dim_names {', '.join(SHARD)}, which "
-            f"shard, and {', '.join(REPLICATE)}, which replicate; got "
-            f"{mesh.ndim}-D, {told}: {mesh}. Dims whose ranks hold different parts of "
-            f"the model (tp, ep, pp) must not be passed.{rest}"
-        )
+    shard = tuple(name for name in names if name in SHARD)
+    replicate = tuple(name for name in names if name in REPLICATE)
+    # Unknown names are refused and not guessed: a wrong guess would average gradients
+    # of different parameters.
+    _refuse_others(mesh, [name for name in names if name in SHARD + REPLICATE])
+    if not shard:
+        _refuse_others(mesh, None)
     # torch keeps a flattened mesh, so that all units get the same process group.
-    found = [
-        _member(
-            (mesh[dims[0]] if len(dims) == 1 else mesh[dims]._flatten()).get_group()
-        )
-        for dims in (tuple(shard), tuple(replicate))
+    meshes = [
+        mesh[dims[0]] if len(dims) == 1 else mesh[dims]._flatten()
+        for dims in (shard, replicate)
         if dims
     ]
-    return found[0], found[1] if replicate else None
+    groups = [_member(each.get_group()) for each in meshes]
+    return groups[0], groups[1] if replicate else None
 
 
-def _refuse_model_parallel(mesh: DeviceMesh, names: Sequence[str]) -> None:
-    """Raise PlanError if a dim is named for ranks that hold other layers or rows."""
+def _refuse_others(mesh: DeviceMesh, known: Sequence[str] | None) -> None:
+    """Raise PlanError if the mesh has dims other than ``known``."""
+    names = mesh.mesh_dim_names or ()
+    if known is not None and len(known) == len(names):
+        return
     # Ranks of such a dim compute other values: as shard ranks they would silently
     # average gradients of different parameters.
-    parallel = [name for name in names if name in MODEL_PARALLEL]
-    if parallel:
-        others = [name for name in names if name not in MODEL_PARALLEL]
-        rest = f"mesh[{others[0]!r}]" if others else "a mesh of data-parallel ranks"
-        raise PlanError(
-            "device_mesh expects dimensions that replicate and shard; got a "
-            f"dimension named {parallel[0]!r}, whose ranks hold different parts of the "
-            f"model: {mesh}. Pass {rest}. If its ranks hold equal parameters (context "
-            "parallelism), flatten: mesh['dp', 'cp']._flatten('dp_cp')."
-        )
+    told = f"dims named {', '.join(map(quoted, names))}" if names else "no names"
+    kept = ", ".join(map(quoted, known or ()))
+    rest = f" Of this mesh pass mesh[{kept}]." if kept else ""
+    raise PlanError(
+        "device_mesh expects a 1-D mesh, a 2-D mesh (replicate, shard), or more dims "
+        f"with mesh_dim_names {', '.join(SHARD)}, which shard, and "
+        f"{', '.join(REPLICATE)}, which replicate; got {mesh.ndim}-D, {told}: {mesh}. "
+        f"Dims whose ranks hold different parts of the model (tp, ep, pp) must not be "
+        f"passed.{rest} If ranks hold equal parameters (context parallelism), flatten: "
+        "mesh['dp', 'cp']._flatten('dp_cp')."
+    )

@@ -61,9 +61,8 @@ class OperationLog:
     """The collectives of a process group on this rank, in the order of issue."""
 
     __slots__ = (
-        *("__weakref__", "device_done", "device_moved", "device_runs", "guarded"),
-        *("is_nccl", "marks", "name", "number", "operations", "patience", "recorder"),
-        "threads",
+        *("__weakref__", "guarded", "is_nccl", "marks", "name", "number"),
+        *("operations", "patience", "recorder", "threads"),
     )
 
     def __init__(self, group: dist.ProcessGroup, recorder: Recorder) -> None:
@@ -90,11 +89,6 @@ class OperationLog:
         # later operation alone. Units write here in every step, without a call.
         self.marks: dict[Mark, int] = {}
         """By CUDA event: the number of the operation behind which it was recorded."""
-        # Set by ``guard.progress``: numbers, 0 if unknown.
-        self.device_done = self.device_runs = 0
-        """The last operation that the device has ended, and the one that it runs."""
-        self.device_moved = 0
-        """Time in nanoseconds when ``device_done`` has last grown."""
 
 
 class Operation:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
-from composable_fsdp.features.guard import compare
+from composable_fsdp.features.guard.compare import tag_of
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_paths import slot_paths
 from composable_fsdp.naming import join_name, quoted
@@ -106,8 +106,8 @@ def _of_all_parts(
     )
 
 
-def digest_of(facts: Sequence[UnitFacts]) -> bytes:
-    """Return 16 bytes that are equal for equal facts, on every rank."""
+def fingerprint_of(facts: Sequence[UnitFacts]) -> int:
+    """Return a tag that is equal for equal facts, on every rank."""
     # ``repr`` of the parts that units share is computed once. Equal texts have the same
     # number: whether units share a part is no fact.
     numbers: dict[str, int] = {}
@@ -118,7 +118,7 @@ def digest_of(facts: Sequence[UnitFacts]) -> bytes:
             if id(part) not in known:
                 known[id(part)] = numbers.setdefault(repr(part), len(numbers))
         rows.append((name, known[id(parameters)], known[id(options)], buffers))
-    return compare.digest_of((rows, list(numbers)))
+    return tag_of((rows, list(numbers)))
 
 
 def buffer_names(top: _FSDPState) -> dict[int, list[str]]:

@@ -38,7 +38,8 @@ def guard_strategies() -> None:
     """Guard the strategies of the distributions of Lightning that are imported."""
     for place, method in _PLACES.items():
         # A look-up and no import: sharding must work without Lightning.
-        strategies = sys.modules.get(place)
+        if (strategies := sys.modules.get(place)) is None:
+            continue
         for name in REFUSED:
             # Older or newer versions may lack a strategy.
             kind = getattr(strategies, name, None)

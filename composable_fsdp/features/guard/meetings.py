@@ -37,7 +37,7 @@ from composable_fsdp.comm.groups import GroupRef
 from composable_fsdp.comm.meeting import Announcement, Call
 from composable_fsdp.comm.operations import operation_log
 from composable_fsdp.errors import DesyncError
-from composable_fsdp.features.guard.compare import digest_of, disagreement
+from composable_fsdp.features.guard.compare import disagreement, tag_of
 from composable_fsdp.features.guard.watch import StoreWait, agree_on_name
 
 K = TypeVar("K")
@@ -229,7 +229,7 @@ class _Line(NamedTuple):
     rank: int
     told: str
     place: list[str]
-    digest: str
+    digest: int
     """Of all that is compared: the facts themselves may be long."""
     gave_up: bool
 
@@ -250,12 +250,12 @@ class _Meeting:
         self.prefix = f"composable_fsdp/meeting/{self.name}/{_numbers[self.name] + 1}"
         told, place = announced.told, list(announced.place)
         facts = told if announced.facts is None else announced.facts
-        digest = digest_of((place, facts)).hex()
+        digest = tag_of((place, facts))
         self._line = _Line(dist.get_rank(), told, place, digest, gave_up=False)
         # The low bits of the sum count the ranks; the sum of all digests must fit into
         # the other bits of the store's integers, which have 63 and a sign.
         self._shift = group.size().bit_length()
-        whole = int.from_bytes(digest_of((digest, history))[:8], "big")
+        whole = tag_of((digest, history))
         self._one = 1 + (whole % (1 << (62 - 2 * self._shift)) << self._shift)
         self._sum, self._announced = 0, False
 

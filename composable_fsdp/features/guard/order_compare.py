@@ -24,14 +24,14 @@ from composable_fsdp.errors import DesyncError
 from composable_fsdp.features.guard.compare import disagreement, gather, tag_of
 from composable_fsdp.features.guard.meetings import history_of
 from composable_fsdp.features.guard.watch import require_unbroken
-from composable_fsdp.naming import listed, quoted
+from composable_fsdp.naming import listed
 
 BEGIN, END = "its beginning", "its end"
 """Places in a round; uses are between them."""
 
-USE, REDUCES, BEGINS, RAISED, RAN = "use", "reduces", "begins", "raised", "ran"
-"""Kinds of facts: a use of a unit, a reduction, the begin of a round, the begin after
-rounds that an exception has ended, and all uses of a round."""
+USE, BEGINS, RAISED, RAN = "use", "begins", "raised", "ran"
+"""Kinds of facts: a use of a unit, the begin of a round, the begin after rounds that an
+exception has ended, and all uses of a round."""
 
 _SAME_UNITS = (
     "Every rank must run the same units in the same order: decide in the model by what "
@@ -63,7 +63,7 @@ class Fact(NamedTuple):
     """As ``"runs 'blocks.2'"``."""
     kind: str = USE
     of: str = ""
-    """The unit, or the forward that begins."""
+    """The forward that begins."""
     named: tuple[str, ...] = ()
     """Texts of which usually few differ: parameters without a gradient; at the begin of
     a round, changed flags and settings; the uses of a whole round."""
@@ -72,16 +72,12 @@ class Fact(NamedTuple):
         return self.does + (f", with {listed(self.named)}" if self.named else "")
 
 
-Waiting = Mapping[str, Sequence[str]]
-"""Units that wait for gradients, each with the parameters that lack a gradient."""
-
-
 class Said(NamedTuple):
     """What a rank tells of a fact that differs."""
 
     fact: Fact
     place: tuple[str, ...]
-    waiting: Waiting
+    waiting: str
 
 
 class LogWords(NamedTuple):
@@ -95,8 +91,8 @@ class LogWords(NamedTuple):
     """Return a use as a fact; ``None`` is the end of the round."""
     mode: Callable[[Any], Fact]
     """Return the begin of a round in a mode as a fact."""
-    waiting: Callable[[], Waiting] = dict
-    """Return the units that still wait for gradients, for errors only."""
+    waiting: Callable[[], str] = str
+    """Return which gradients units wait for, for errors."""
 
 
 class OrderComparison:
@@ -180,8 +176,8 @@ class OrderComparison:
         else:
             mine, recorded = contrast([fact, self._fact(at, wanted)])
             does = (
-                f"{mine}{waiting_text(words.waiting(), [recorded])}, where the order "
-                f"recorded in {words.what} {since} has: {recorded}"
+                f"{mine}{words.waiting()}, where the order recorded in {words.what} "
+                f"{since} has: {recorded}"
             )
             cure = way_out(mine, recorded)
         self._meet(number, at, fact, does, cure)
@@ -260,7 +256,7 @@ def difference(said: Mapping[int, Said]) -> str:
         at = f"use {index} (found at its end)"
         places = {r: (p.replace(END, at), tree) for r, (p, tree) in places.items()}
     told = {
-        rank: f"{fact}{waiting_text(each.waiting, facts)}"
+        rank: f"{fact}{each.waiting}"
         for (rank, each), fact in zip(said.items(), facts, strict=True)
     }
     other = next((each for each in facts if each != facts[0]), facts[0])
@@ -279,19 +275,6 @@ def contrast(facts: Sequence[Fact]) -> list[Fact]:
         each._replace(named=tuple(name for name in each.named if name not in common))
         for each in facts
     ]
-
-
-def waiting_text(waiting: Waiting, facts: Sequence[Fact]) -> str:
-    """Return why a rank does not send one of the reductions: missing gradients.
-
-    >>> waiting_text({"'a'": ["a.x"]}, [Fact("reduces 'a'", REDUCES, "'a'")])
-    " and has no gradient yet for 'a.x'"
-    """
-    for each in facts:
-        if each.kind == REDUCES and each.of in waiting:
-            names = listed(map(quoted, waiting[each.of]))
-            return f" and has no gradient yet for {names}"
-    return ""
 
 
 def way_out(mine: Fact, theirs: Fact) -> str:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from composable_fsdp.comm.agreement import Peers, can_compare
@@ -28,21 +29,41 @@ from composable_fsdp.comm.operations import record
 from composable_fsdp.features.guard.meetings import history_of
 from composable_fsdp.features.guard.order_compare import (
     BEGINS,
-    REDUCES,
     Fact,
     LogWords,
     OrderComparison,
-    Waiting,
 )
 from composable_fsdp.features.guard.order_log import OrderLog, round_order
+from composable_fsdp.features.guard.same_models import compare_models
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_paths import slot_path
 from composable_fsdp.flat.use_order import NO_LOGS, UnitLogs
-from composable_fsdp.naming import quoted
-from composable_fsdp.tree.state import RuntimeContext, root_of
+from composable_fsdp.naming import listed, quoted
+from composable_fsdp.tree.initial_weights import ALL_RANKS
+from composable_fsdp.tree.state import RuntimeContext, _RootFSDPState
 
 
-def assign_order_logs(context: RuntimeContext, *, replicas: bool) -> None:
+def compare_ranks(context: RuntimeContext, root: _RootFSDPState) -> None:
+    """Compare the ranks of a tree; begin the order logs.
+
+    Collective, Raises: as ``compare_models``.
+    """
+    before = root.initial.compared
+    # If a forward gathers nothing, a rank may run the forward alone, also with
+    # gradients that are not reduced (``no_sync``). So replicas are compared in the
+    # first forward that leads to a reduction.
+    reduces = any(unit.settings.sync_gradients for unit in root._root_states)
+    compare_models(root, replicas=reduces and torch.is_grad_enabled())
+    after = root.initial.compared
+    if not context.is_checked or after != before:
+        # Not before the comparison: other models may have other logs, and the ranks
+        # would number all later logs otherwise.
+        _assign_order_logs(context, root, replicas=after == ALL_RANKS)
+
+
+def _assign_order_logs(
+    context: RuntimeContext, root: _RootFSDPState, *, replicas: bool
+) -> None:
     """Assign the order logs of each unit of a tree; collect all logs in ``context``.
 
     Ranks number the logs of a group, so the ranks of a log must have compared their
@@ -50,8 +71,7 @@ def assign_order_logs(context: RuntimeContext, *, replicas: bool) -> None:
     """
     forward: dict[tuple[str, ...], OrderLog] = {}
     backward: dict[tuple[str, ...], OrderLog] = {}
-    waiting = partial(_waiting_units, weakref.ref(context))
-    root = root_of(context)
+    waiting = partial(_missing_gradients, weakref.ref(context))
     tree = type(root.module).__name__
     call = Call("forward", root.title)
     known: dict[Groups, UnitLogs] = {}
@@ -66,7 +86,7 @@ def assign_order_logs(context: RuntimeContext, *, replicas: bool) -> None:
         if handle.groups not in known:
             shard = handle.groups.shard
             gathers = [] if shard is None else [shard]
-            in_forward = _log(forward, "forward", tree, gathers, dict, call)
+            in_forward = _log(forward, "forward", tree, gathers, str, call)
             both = handle.groups.present
             in_backward = _log(backward, "backward", tree, both, waiting)
             # Without a shard group there is no all-gather, but gradients are reduced
@@ -94,7 +114,7 @@ def _log(
     what: str,
     tree: str,
     groups: Sequence[dist.ProcessGroup],
-    waiting: Callable[[], Waiting],
+    waiting: Callable[[], str],
     call: Call | None = None,
 ) -> OrderLog | None:
     """Return the log for ``groups``, created at the first call; None without groups."""
@@ -148,7 +168,7 @@ def _backward_use(use: Any) -> Fact:
         return Fact(f"{does}, grouped as they were")
     missing = without_gradient(handle, arrived)
     named = tuple([f"no gradient for {quoted(name)}" for name in missing])
-    return Fact(does, REDUCES, handle.name, named)
+    return Fact(does, named=named)
 
 
 def _forward_begin(mode: Any) -> Fact:
@@ -183,20 +203,16 @@ def _flags(changed: Iterable[Sequence[Any]]) -> tuple[str, ...]:
     )
 
 
-def _waiting_units(ref: weakref.ref[RuntimeContext]) -> Waiting:
-    """Return the units in backward that wait for gradients, with the parameters."""
-    context = ref()
-    tasks = context.tasks if context is not None else {}
-    found: dict[str, list[str]] = {}
-    for task, states in tasks.items():
+def _missing_gradients(ref: weakref.ref[RuntimeContext]) -> str:
+    """Return for which gradients the units in backward wait, for errors."""
+    context, missing = ref(), list[str]()
+    for task, states in context.tasks.items() if context is not None else ():
         for handle in [state.handle for state in states]:
             # The unit may have joined another graph task since.
             if handle.backward.task == task and handle.reduction.due:
-                regions = handle.layout.trainable
-                arrived = [region.reduce.arrived for region in regions]
-                if missing := without_gradient(handle, arrived):
-                    found.setdefault(handle.name, missing)
-    return found
+                arrived = [region.reduce.arrived for region in handle.layout.trainable]
+                missing += without_gradient(handle, arrived)
+    return f" and has no gradient yet for {listed(map(quoted, missing))}" * any(missing)
 
 
 def without_gradient(

@@ -60,40 +60,23 @@ def running_in(log: OperationLog) -> Operation | None:
     for event, number in list(log.marks.items()):
         if number <= oldest:
             log.marks.pop(event, None)
-    log.device_runs = 0
-    if not log.marks or time_ns() - log.operations[-1].issued < QUIET * 1e9:
+    if not log.marks or quiet_for(log) < QUIET:
         return None
-    with _asking:
-        if _capturing:
-            return None
-        with _beside_captures() as allowed:
-            if allowed:
-                _ask(log)
-    running = (each for each in list(log.operations) if each.number == log.device_runs)
-    return next(running, None)
+    running = 0
+    with _asking, _beside_captures() as allowed:
+        # The collectives of a communicator run in the order of issue, so that an event
+        # which was reached answers for all earlier operations.
+        newest = sorted(log.marks.items(), key=lambda pair: pair[1], reverse=True)
+        for event, number in newest if allowed and not _capturing else ():
+            if event.query():
+                break
+            running = number
+    return next((each for each in list(log.operations) if each.number == running), None)
 
 
-def _ask(log: OperationLog) -> None:
-    """Ask for the events from the newest on, until a reached event is found."""
-    # The collectives of a communicator run in the order of issue, so that an event
-    # which was reached answers for all earlier operations.
-    newest = sorted(log.marks.items(), key=lambda pair: pair[1], reverse=True)
-    for event, number in newest:
-        if number <= log.device_done:
-            break
-        if event.query():
-            log.device_done, log.device_moved = number, time_ns()
-            break
-        log.device_runs = number
-
-
-def waited_for(operation: Operation) -> float:
-    """Return the seconds since the host waits, or since the device made progress."""
-    begin = operation.waited or operation.issued
-    # The host is behind this operation; the device came as far at ``device_moved``.
-    if operation.done:
-        begin = max(operation.issued, operation.log.device_moved)
-    return (time_ns() - begin) / 1e9
+def quiet_for(log: OperationLog) -> float:
+    """Return the seconds since the last operation; 0 before the first."""
+    return (time_ns() - log.operations[-1].issued) / 1e9 if log.operations else 0.0
 
 
 @contextmanager

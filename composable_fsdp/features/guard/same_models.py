@@ -18,22 +18,21 @@ from __future__ import annotations
 
 import logging
 import pickle
-import struct
 import warnings
 import weakref
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from operator import itemgetter
 from typing import NamedTuple
 
 import torch.distributed as dist
+from torch import nn
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.agreement import can_compare
 from composable_fsdp.comm.device import outside_transforms
-from composable_fsdp.comm.groups import Groups
+from composable_fsdp.comm.groups import Groups, RankLayout
 from composable_fsdp.comm.meeting import Call
 from composable_fsdp.comm.operations import leave, record
 from composable_fsdp.errors import DesyncError
@@ -41,18 +40,18 @@ from composable_fsdp.features.guard.compare import first_difference, gather, tag
 from composable_fsdp.features.guard.fingerprint import (
     UnitFacts,
     buffer_names,
-    digest_of,
     facts_of,
+    fingerprint_of,
     told_facts,
 )
 from composable_fsdp.features.guard.meetings import history_of
 from composable_fsdp.features.guard.same_weights import (
     require_same_weights,
-    weights_digest,
+    weights_tag,
 )
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_form import groups_of
-from composable_fsdp.flat.param_ref import ParamRef, in_model_order
+from composable_fsdp.flat.param_ref import ParamRef, find_param
 from composable_fsdp.flat.start_digest import WAY_OUT, digest_of_start
 from composable_fsdp.flat.step_counts import written
 from composable_fsdp.naming import quoted, ranks_text
@@ -64,9 +63,6 @@ from composable_fsdp.tree.traversal import walk_states
 LOGGER = logging.getLogger("composable_fsdp")
 _MOST_MODELS = 8
 """Number of different models whose facts are exchanged; further models are counted."""
-_SENT = struct.Struct("<q16s16sqqq")
-"""The fields of ``_Said``."""
-
 _WAY_OUT = (
     "Build the same model on every rank, and call fully_shard (or replicate) in the "
     "same order with the same arguments. No parameter has been sent yet."
@@ -93,19 +89,11 @@ class Scope(NamedTuple):
 
 
 def compare_models(state: _FSDPState, *, replicas: bool, written: bool = False) -> None:
-    """Ensure that all ranks have sharded the same model as the tree of ``state``.
+    """Do as ``tree.meeting.compare_models``.
 
-    The first call for a tree compares; later calls return at once. Call before a tree
-    is gathered, at a place where all ranks call. Units of a single rank or over a fake
-    group are not compared.
-
-    Collective: in the first call an all-gather of 64 bytes over the ranks of the tree:
-        over the default group if these are all ranks, else over the shard group and
-        then over the replicate group; all ranks must call. Units over other ranks than
-        the first unit's add the same over their ranks, as does each group whose ranks
-        hold other parts or experts. If models or weights differ, or
-        if replicas were written to, up to two all-gathers of objects more. Waits in
-        the store for all ranks before, if an earlier tree has used the groups.
+    Collective: in the first call an all-gather of 64 bytes over each scope; if models
+        or weights differ, or if replicas were written to, all-gathers of objects more.
+        Waits in the store before, if an earlier tree has used the groups.
     Raises: DesyncError with the first difference, on all ranks alike.
     Warns: if weights differ and ``check_weights`` is "warn".
     """
@@ -146,7 +134,7 @@ def _compare_scopes(
         parts = scope.parts is not None
         facts = facts_of(scope.units, buffers, 0 if parts else experts, parts=parts)
         try:
-            due.append(_compare(scope, facts))
+            due.append(_compare(top, scope, facts))
         except DesyncError as error:
             # Ranks outside of this scope found no difference, and wait for this rank in
             # the next scope or in the first forward.
@@ -241,49 +229,64 @@ def meet_if_used(groups: Iterable[dist.ProcessGroup], call: Call) -> None:
 _used: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 """The groups over which a tree was compared, and those of its units."""
 
+_SYNC_EVERYWHERE = (
+    "The values of the first rank are broadcast: shard the model on every rank, "
+    "outside of any 'if rank == 0'."
+)
+
+
+def meet_to_sync(api: str, module: nn.Module, ranks: RankLayout) -> None:
+    """Wait for all ranks before a broadcast, if they train another model already."""
+    details = ("sync_module_states=True",)
+    call = Call(api, type(module).__name__, details, _SYNC_EVERYWHERE)
+    groups = [g for g in (ranks.shard, ranks.replicate) if g is not None]
+    meet_if_used(groups, call)
+
 
 class _Said(NamedTuple):
-    """What a rank sends in the first exchange."""
+    """What a rank sends in the first exchange: integers, which every backend sends."""
 
     rank: int
-    facts: bytes
-    """The digest of the facts."""
-    weights: bytes
-    """The digest of the hashes of weights."""
+    facts: int
+    weights: int
+    written: int
+    """Whether replicated parameters were written to since ``fully_shard``."""
     shared: int
-    """A tag of the ranks of the shard groups."""
+    """The tag of the ranks of the shard groups."""
     sharing: int
     """Number of ranks that are in all shard groups of this rank; 0 without any."""
-    flags: int
-
-
-_WRITTEN, _ON_META = 1, 2
-"""``_Said.flags``: replicated parameters were written to since ``fully_shard``; shards
-were on meta then. The other bits are those of ``_written_start``."""
+    on_meta: int
+    """Whether shards were on meta then."""
+    start: int
+    """As ``_written_start`` returns it."""
 
 
 # The first forward may run inside a transform, where hashes would have no memory.
 @outside_transforms
-def _compare(scope: Scope, facts: Sequence[UnitFacts]) -> str | None:
+def _compare(top: _FSDPState, scope: Scope, facts: Sequence[UnitFacts]) -> str | None:
     """Compare the units of ``scope``; return the text of a warning that is due.
 
     Collective, Raises: as ``compare_models``.
     """
     # Shard groups of other parts are other groups.
     shared = [] if scope.parts else _shard_groups(scope.units)
-    hashes, was_written = weights_digest(scope.units, scope.parts)
     handles = [state.handle for _, state in scope.units]
-    # One start is enough: each rank's first draw under a seed has the same numbers.
-    start, of = next(filter(itemgetter(0), map(_written_start, handles)), (0, None))
-    on_meta = any(each.writes.at_build == -1 for each in handles)
-    sharing = len(set.intersection(*map(set, shared))) if shared else 0
-    flags = _WRITTEN * was_written | _ON_META * on_meta | start << 2
-    digest, tag = digest_of(facts), tag_of(shared)
-    told = _exchange(
-        _Said(dist.get_rank(), digest, hashes, tag, sharing, flags), scope.route
+    start, of = _written_start(top, handles)
+    said = _Said(
+        dist.get_rank(),
+        fingerprint_of(facts),
+        *weights_tag(scope.units, scope.parts),
+        tag_of(shared),
+        len(set.intersection(*map(set, shared))) if shared else 0,
+        any(each.writes.at_build == -1 for each in handles),
+        start,
     )
+    sent: Sequence[int] = said
+    for group in scope.route:
+        sent = collectives.all_gather_digests(sent, group)
+    told = [_Said(*sent[i : i + len(said)]) for i in range(0, len(sent), len(said))]
     for _, state in scope.units:
-        state.initial.was_on_meta |= any(each.flags & _ON_META for each in told)
+        state.initial.was_on_meta |= any(each.on_meta for each in told)
     if len({each.facts for each in told}) > 1:
         raise DesyncError(_difference(told, facts, scope.route))
     # Ranks with the same shard groups are those that share all of them. A rank whose
@@ -294,8 +297,7 @@ def _compare(scope: Scope, facts: Sequence[UnitFacts]) -> str | None:
         raise DesyncError(_other_groups(gather(shared, scope.route)))
     if of is not None:
         _log_equal_start(told, start, of)
-    is_written = any(each.flags & _WRITTEN for each in told)
-    if len({each.weights for each in told}) == 1 and not is_written:
+    if len({each.weights for each in told}) == 1 and not any(e.written for e in told):
         return None
     return require_same_weights(scope.units, scope.route, scope.parts)
 
@@ -307,12 +309,22 @@ def _shard_groups(units: Units) -> list[tuple[int, ...]]:
     return [tuple(dist.get_process_group_ranks(shard)) for shard in shards]
 
 
-def _written_start(handle: FlatParamHandle) -> tuple[int, ParamRef | None]:
+def _written_start(
+    top: _FSDPState, handles: Sequence[FlatParamHandle]
+) -> tuple[int, ParamRef | None]:
     """Return the start of the first shard that was written to since ``fully_shard``."""
-    cut = handle.groups.shard is not None
-    if cut and written(handle.layout) != handle.writes.at_build:
-        # An initialiser draws in this order, whatever the order in the flat buffer.
-        for ref in in_model_order(handle):
+    changed = {
+        each
+        for each in handles
+        if each.groups.shard is not None
+        and written(each.layout) != each.writes.at_build
+    }
+    # One start is enough: each rank's first draw under a seed has the same numbers. An
+    # initialiser draws in this order, whatever the order in the flat buffer.
+    for module in top.modules if changed else ():
+        for ref in map(find_param, module.parameters()):
+            if ref is None or ref.handle not in changed:
+                continue
             if digest := digest_of_start(ref.leaf.detach()):
                 return digest, ref
     return 0, None
@@ -322,7 +334,7 @@ def _log_equal_start(told: Sequence[_Said], start: int, of: ParamRef) -> None:
     """Log that an earlier rank of the shard group has an equal start."""
     group = of.handle.groups.shard
     peers = () if group is None else dist.get_process_group_ranks(group)
-    equal = [e.rank for e in told if e.flags >> 2 == start and e.rank in peers]
+    equal = [e.rank for e in told if e.start == start and e.rank in peers]
     # Not an error: values of a checkpoint may repeat.
     if min(equal) < dist.get_rank():
         LOGGER.warning(
@@ -334,16 +346,6 @@ def _log_equal_start(told: Sequence[_Said], start: int, of: ParamRef) -> None:
         )
 
 
-def _exchange(said: _Said, route: Iterable[dist.ProcessGroup]) -> list[_Said]:
-    """Return what each rank says. Collective: an all-gather over each group."""
-    # Integers, which every backend sends.
-    told: Sequence[int] = struct.unpack(f"<{_SENT.size // 8}q", _SENT.pack(*said))
-    for group in route:
-        told = collectives.all_gather_digests(told, group)
-    sent = struct.pack(f"<{len(told)}q", *told)
-    return [_Said(*each) for each in _SENT.iter_unpack(sent)]
-
-
 def _difference(
     told: Sequence[_Said],
     facts: Sequence[UnitFacts],
@@ -353,7 +355,7 @@ def _difference(
 
     Collective: an all-gather of objects over the groups of ``route``.
     """
-    alike: dict[bytes, list[int]] = {}
+    alike: dict[int, list[int]] = {}
     for each in sorted(told, key=lambda said: said.rank):
         alike.setdefault(each.facts, []).append(each.rank)
     models = list(alike.values())

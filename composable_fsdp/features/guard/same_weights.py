@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable_fsdp.errors import DesyncError
-from composable_fsdp.features.guard.compare import digest_of, gather
+from composable_fsdp.features.guard.compare import gather, tag_of
 from composable_fsdp.features.guard.fingerprint import Units
 from composable_fsdp.flat.param_paths import slot_paths
 from composable_fsdp.flat.value_hash import hash_values
@@ -43,22 +43,16 @@ class _Unit(NamedTuple):
     """Which parameters have hashes of whole values; equal kinds are compared."""
     replica: int
     whole: Any
-    """The hashes of whole values by slot index, or a digest of them."""
+    """The hashes of whole values by slot index."""
     shard_rank: int
     shard: Any
-    """The hashes of the shards, or a digest of them; None without replicas."""
-
-    def digest(self) -> _Unit:
-        """Return the same with digests in the place of hashes."""
-        kind, whole = digest_of(self.kind), digest_of(self.whole)
-        shard = self.shard and digest_of(self.shard)
-        return self._replace(kind=kind, whole=whole, shard=shard)
+    """The hashes of the shards; None without replicas."""
 
 
-def weights_digest(
+def weights_tag(
     units: Units, parts: dist.ProcessGroup | None = None
-) -> tuple[bytes, bool]:
-    """Return a digest of the values, and whether shards with replicas were written to.
+) -> tuple[int, bool]:
+    """Return a tag of the values, and whether shards with replicas were written to.
 
     Hashes units that are not cut. One copy of all hashes to the host.
     """
@@ -69,7 +63,7 @@ def weights_digest(
     written = parts is None and any(
         _has_replicas(state) and not all(_unwritten(state)) for _, state in units
     )
-    return digest_of(_initial_hashes(units, parts)), written
+    return tag_of(_initial_hashes(units, parts)), written
 
 
 def require_same_weights(
@@ -80,33 +74,25 @@ def require_same_weights(
     """Find the first parameter whose values differ between ranks.
 
     Returns: the text of a warning; None if no values differ that can be compared.
-    Collective: one or two all-gathers of objects over each group of ``route``.
+    Collective: an all-gather of objects over each group of ``route``.
     Raises: DesyncError, if the unit's ``check_weights`` is "error".
     """
     values = _initial_hashes(units, parts)
-    exact = [
+    told = [
         _unit_of(state, each, parts)
         for (_, state), each in zip(units, values, strict=True)
     ]
-    # A digest per unit first, to find the unit.
-    every = gather([each.digest() for each in exact], route)
+    every = gather(told, route)
     unlike = [
-        i
-        for i in range(len(units))
-        if any(
-            len(set(values.values())) > 1
-            for values in _comparable({rank: rows[i] for rank, rows in every.items()})
-        )
+        (name, state, _comparable({rank: rows[i] for rank, rows in every.items()}))
+        for i, (name, state) in enumerate(units)
     ]
+    unlike = [unit for unit in unlike if any(len(set(v.values())) > 1 for v in unit[2])]
+    # An error goes before a warning; all ranks have the same options.
+    strict = [unit for unit in unlike if unit[1].options.check_weights == "error"]
     if not unlike:
         return None
-    # An error goes before a warning; all ranks have the same options.
-    strict = [i for i in unlike if units[i][1].options.check_weights == "error"]
-    worst = (strict or unlike)[0]
-    # Hashes per parameter are sent for this unit only: those of all parameters, from
-    # all ranks, would be many megabytes.
-    said = gather(exact[worst], route)
-    text = _text(*units[worst], said, len(unlike), parts)
+    text = _text(*(strict or unlike)[0], len(unlike), parts)
     if strict:
         raise DesyncError(text)
     return text
@@ -195,7 +181,7 @@ def _comparable(said: Mapping[int, _Unit]) -> list[dict[int, Any]]:
 def _text(
     name: str,
     state: _FSDPState,
-    said: Mapping[int, _Unit],
+    comparable: Sequence[Mapping[int, Any]],
     units: int,
     parts: dist.ProcessGroup | None,
 ) -> str:
@@ -206,7 +192,7 @@ def _text(
     index, values = min(
         (
             (i, {rank: row[i] for rank, row in rows.items()})
-            for rows in _comparable(said)
+            for rows in comparable
             for i in range(len(next(iter(rows.values()))))
             if len({row[i] for row in rows.values()}) > 1
         ),

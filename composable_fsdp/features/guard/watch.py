@@ -27,7 +27,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -53,8 +52,8 @@ from composable_fsdp.features.guard.compare import (
     never_meet,
     require_same_operation,
 )
-from composable_fsdp.features.guard.progress import running_in, waited_for
-from composable_fsdp.naming import listed, ranks_text
+from composable_fsdp.features.guard.progress import quiet_for, running_in
+from composable_fsdp.naming import LISTED, listed, ranks_text
 
 HANG_VARIABLE = "COMPOSABLE_FSDP_HANG_AFTER"
 """Environment variable: seconds after which a wait is reported; 0 for never.
@@ -68,8 +67,6 @@ SLOW = 2.0
 """Seconds after which a wait is long."""
 _QUIET = 30.0
 """Seconds without an operation after which a rank says what its last one was."""
-_MOST_RANKS = 32
-"""Number of other ranks whose last operations are read at most."""
 _LEFT, _OWES = ["left", ""], ["owes", ""]
 """``_Note.does`` of a rank that has raised: it may go on later, or it cannot."""
 
@@ -96,25 +93,18 @@ class GroupWatch(Reporter):
         self._name = agreement.agreed_name(group)
         self._ranks = dist.get_process_group_ranks(group)
         limit = group_timeout(group)
-        asked = float(os.environ.get(HANG_VARIABLE) or 60)
-        self.report_after = min(asked, limit / 2)
-        self.quiet = min(_QUIET, limit / 4)
+        self._report_after = min(float(os.environ.get(HANG_VARIABLE) or 60), limit / 2)
+        self._quiet = min(_QUIET, limit / 4)
         self.broken = ""
         """Why no later collective over the group can pair; empty while all can."""
         self._away = ""
         """The key by which this rank has told that it sends no more; else empty."""
-        self.compares = is_debugging()
-        """Whether every collective is compared before it is sent."""
-        self.store_wait: StoreWait | None = None
-        """The wait of a thread in the store."""
-        self._told: list[Any] = []
-        """What ``last/R`` says."""
-        self._reported: object = None
-        """The wait that was reported last."""
-        self._said = ""
-        """The key of the operation that this rank has told last."""
-        self._proof = 0, ""
-        """Number of the operation that never ends, and why."""
+        self.compares = is_debugging()  # every collective before it is sent
+        self.store_wait: StoreWait | None = None  # the wait of a thread in the store
+        self._told: list[Any] = []  # what ``last/R`` says
+        self._reported: object = None  # the wait that was reported last
+        self._said = ""  # the key of the operation that this rank has told last
+        self._proof = 0, ""  # the number of the operation that never ends, and why
 
     @property
     def keys(self) -> str:
@@ -124,21 +114,19 @@ class GroupWatch(Reporter):
 
     def threads(self) -> list[str]:
         """Return the names of the threads of the program that use the group."""
-        used = self.log.threads
         # Autograd's threads run while a thread of the program waits for them.
         return sorted(
-            thread.name
-            for thread in threading.enumerate()
-            if thread.ident in used and type(thread) is not threading._DummyThread
+            each.name
+            for each in threading.enumerate()
+            if each.ident in self.log.threads
+            and type(each) is not threading._DummyThread
         )
 
     def look(self, store: Any) -> None:
         """Look at the wait of this rank over the group, if it is long."""
         seconds, wait, told = self._wait()
         log = self.log
-        last = log.operations[-1].issued if log.operations else time.time_ns()
-        quiet = time.time() - last / 1e9
-        if seconds < SLOW and (quiet < self.quiet or self._told == told):
+        if seconds < SLOW and (quiet_for(log) < self._quiet or self._told == told):
             return
         if not agreement.is_there(store):
             raise ConnectionError("the host of the store has ended")
@@ -149,8 +137,7 @@ class GroupWatch(Reporter):
         # Where the device alone waits, this rank may still come to another place.
         if (host := waiting_in(log)) is not None:
             self._look_for_proof(store, host)
-        late = self.report_after and seconds > self.report_after
-        if late and self._reported is not wait:
+        if 0 < self._report_after < seconds and self._reported is not wait:
             self._reported = wait
             path = hang_report.write(f"rank {dist.get_rank()} {told[1]}")
             LOGGER.warning(
@@ -165,7 +152,10 @@ class GroupWatch(Reporter):
         waits = waiting_in(log) or running_in(log)
         if waits is not None:
             told = [waits.number, OperationRecord.of(waits).predicate]
-            return waited_for(waits), waits, told
+            # The host is behind the operation that the device is in.
+            since = waits.waited or waits.issued
+            seconds = quiet_for(log) if waits.done else (time.time_ns() - since) / 1e9
+            return seconds, waits, told
         if inside is not None:
             return inside.waited, inside, [log.number, inside.predicate]
         if not log.operations:
@@ -212,16 +202,12 @@ class GroupWatch(Reporter):
         number, text = self._proof
         if number != operation.number:
             return None
-        self._break(text)
+        self.broken, self.log.guarded = text, True
         # Ranks of the other groups of a hybrid model wait for this rank there.
-        for other in _WATCH.groups():
+        for other in list(_WATCH.groups.values()):
             if not other.broken and other.threads() == self.threads():
                 other.leave(f"raised: {text}")
         return DesyncError(text)
-
-    def _break(self, text: str) -> None:
-        """Note that a collective over the group was left, or will not be sent."""
-        self.broken, self.log.guarded = text, True
 
     def leave(
         self,
@@ -244,7 +230,7 @@ class GroupWatch(Reporter):
             self._away = key if first.decode() == mine else ""
         # Else this rank has issued nothing: if all ranks catch the error, they go on.
         if does is not _LEFT:
-            self._break(f"Rank {dist.get_rank()} {predicate}.")
+            self.broken = f"Rank {dist.get_rank()} {predicate}."
         self.log.guarded = True
 
     def raises(self, text: str, *, owes: bool) -> None:
@@ -321,9 +307,10 @@ class GroupWatch(Reporter):
         with suppress(Exception):
             store = agreement.key_value_store()
             for rank in self._ranks if self.keys else ():
-                if rank == dist.get_rank() or len(behind) == _MOST_RANKS:
-                    continue
                 key = f"{self.keys}/last/{rank}"
+                # A message lists a few ranks.
+                if rank == dist.get_rank() or len(behind) > LISTED:
+                    continue
                 if how := self.ended(rank):
                     behind.append(f"rank {rank} {how}")
                 elif store.check([key]):
@@ -342,10 +329,7 @@ class GroupWatch(Reporter):
 
 
 class StoreWait:
-    """The wait of this rank in the store for other ranks of ``group``; a context.
-
-    ``predicate`` says what this rank does, as "is in save()", ``advice`` the way out.
-    """
+    """The wait of this rank in the store for other ranks of ``group``; a context."""
 
     def __init__(
         self, group: dist.ProcessGroup, predicate: str, advice: str = ""
@@ -355,19 +339,14 @@ class StoreWait:
         self._start = time.monotonic()
         self._limit = agreement.seconds_to_wait(group)
         self._question = min(SLOW, self._limit)
-        self._watch = _WATCH.group(group)
+        self._watch = _WATCH.groups.get(group)
 
     def __enter__(self) -> StoreWait:
         if self._watch is not None:
             self._watch.store_wait = self
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._watch is not None:
             self._watch.store_wait = None
 
@@ -420,7 +399,7 @@ class _Watch:
     """The thread of this process, and the groups that it watches."""
 
     def __init__(self) -> None:
-        self._groups: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupWatch] = (
+        self.groups: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupWatch] = (
             weakref.WeakKeyDictionary()
         )
         self._stop = threading.Event()
@@ -431,11 +410,11 @@ class _Watch:
 
     def add(self, group: dist.ProcessGroup) -> None:
         """Watch ``group``; start the thread at the first call for a default group."""
-        if group in self._groups:
+        if group in self.groups:
             return
         log = operation_log(group)
         # The log decides about a wait, so the hot path reads a single attribute.
-        log.recorder = self._groups[group] = found = GroupWatch(group)
+        log.recorder = self.groups[group] = found = GroupWatch(group)
         log.guarded = found.compares
         world = dist.group.WORLD
         assert world is not None
@@ -447,14 +426,6 @@ class _Watch:
                 target=self._run, args=(store,), name="composable_fsdp", daemon=True
             )
             self._thread.start()
-
-    def groups(self) -> list[GroupWatch]:
-        """Return the watches over all groups."""
-        return list(self._groups.values())
-
-    def group(self, group: dist.ProcessGroup) -> GroupWatch | None:
-        """Return the watch over ``group``, if there is one."""
-        return self._groups.get(group)
 
     def stop(self) -> None:
         """End the thread, and say that the program ends; called at exit."""
@@ -472,7 +443,7 @@ class _Watch:
         error = getattr(sys, "last_value", None)
         how = "" if error is None else f" with {type(error).__name__}: {error}"
         with suppress(Exception):
-            for each in filter(lambda each: each.keys, self.groups()):
+            for each in filter(lambda each: each.keys, list(self.groups.values())):
                 store.set(f"{each.keys}/ended/{dist.get_rank()}", how)
 
     def _run(self, store: Any) -> None:
@@ -483,7 +454,7 @@ class _Watch:
                 return
             # Whatever happens here, the program goes on.
             try:
-                for each in self.groups():
+                for each in list(self.groups.values()):
                     each.look(store)
             except Exception as error:
                 LOGGER.debug("the watch over waits has ended: %r", error)
@@ -524,5 +495,5 @@ def agree_on_name(group: dist.ProcessGroup, predicate: str) -> str:
 
 def require_unbroken(group: dist.ProcessGroup) -> None:
     """Raise DesyncError if a collective over ``group`` was left."""
-    if (found := _WATCH.group(group)) is not None:
+    if (found := _WATCH.groups.get(group)) is not None:
         found.require_unbroken()
