@@ -9,7 +9,6 @@ Over two transports, with one wording of what differs, by groups of ranks::
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any
@@ -18,13 +17,7 @@ import torch.distributed as dist
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.meeting import who_does
-from composable_fsdp.comm.operations import OperationRecord
-from composable_fsdp.comm.sequence import Operation
-from composable_fsdp.errors import DesyncError
 from composable_fsdp.naming import by_value
-
-DEBUG_VARIABLE = "COMPOSABLE_FSDP_DEBUG"
-"""Environment variable: 1 compares every collective across ranks before it is sent."""
 
 SAME_CALLS = "Make the same calls in the same order on every rank."
 
@@ -89,30 +82,3 @@ def never_meet(predicates: Mapping[int, str], advice: str = "") -> str:
     """
     told = who_does(predicates)
     return f"{told[:1].upper()}{told[1:]}. They will never meet. {advice or SAME_CALLS}"
-
-
-def is_debugging() -> bool:
-    """Return whether the program runs with ``COMPOSABLE_FSDP_DEBUG=1``."""
-    return os.environ.get(DEBUG_VARIABLE) == "1"
-
-
-def require_same_operation(operation: Operation, group: dist.ProcessGroup) -> None:
-    """Compare ``operation`` with the operations that all ranks are about to send.
-
-    Collective: an all-gather of 8 bytes; if the ranks differ, an all-gather of objects.
-    Raises: DesyncError, on all ranks alike.
-    """
-    record = OperationRecord.of(operation)
-    # Without the number and the times: what pairs is what is sent at the same time.
-    told = f"sends {' '.join(filter(None, [record.op, record.unit]))}"
-    told += f" ({record.phase}, {record.numel:,} x {record.dtype})"
-    if len(set(collectives.all_gather_tag(tag_of(told), group))) == 1:
-        return
-    raise DesyncError(
-        f"Ranks are about to send different collectives over process group "
-        f"{group.group_name!r}, found by {DEBUG_VARIABLE}=1: "
-        f"{who_does(gather(told, [group]))}. Nothing was sent. {SAME_CALLS}",
-        unit=record.unit,
-        op=record.op,
-        phase=record.phase,
-    )

@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from composable_fsdp.comm import agreement
-from composable_fsdp.comm.device import is_capturing
 from composable_fsdp.comm.groups import GroupRef
 from composable_fsdp.comm.nodes import group_timeout
 from composable_fsdp.comm.operations import (
@@ -46,12 +45,7 @@ from composable_fsdp.comm.sequence import Operation
 from composable_fsdp.comm.store_names import pauses
 from composable_fsdp.errors import DesyncError, FSDPError
 from composable_fsdp.features.guard import hang_report
-from composable_fsdp.features.guard.compare import (
-    SAME_CALLS,
-    is_debugging,
-    never_meet,
-    require_same_operation,
-)
+from composable_fsdp.features.guard.compare import SAME_CALLS, never_meet
 from composable_fsdp.features.guard.progress import quiet_for, running_in
 from composable_fsdp.naming import LISTED, listed, ranks_text
 
@@ -99,7 +93,6 @@ class GroupWatch(Reporter):
         """Why no later collective over the group can pair; empty while all can."""
         self._away = ""
         """The key by which this rank has told that it sends no more; else empty."""
-        self.compares = is_debugging()  # every collective before it is sent
         self.store_wait: StoreWait | None = None  # the wait of a thread in the store
         self._told: list[Any] = []  # what ``last/R`` says
         self._reported: object = None  # the wait that was reported last
@@ -259,25 +252,13 @@ class GroupWatch(Reporter):
         return (other.rank, other.predicate) if ordered else None
 
     def issued(self, operation: Operation) -> None:
-        """Check ``operation`` before this rank sends it.
-
-        Collective: with ``COMPOSABLE_FSDP_DEBUG=1`` as ``require_same_operation``.
-        Raises: DesyncError, if the group is torn, or if another rank is about to send
-            another operation.
-        """
+        """Raise DesyncError before ``operation`` is sent, if the group is torn."""
         self.require_unbroken()
-        if self._away:
-            # The program goes on after its error: what ``leave`` has told is over.
-            with suppress(Exception):
+        # The program goes on after its error: what ``leave`` has told is over.
+        with suppress(Exception):
+            if self._away:
                 agreement.key_value_store().delete_key(self._away)
-            self._away, self.log.guarded = "", self.compares
-        # The comparison sends operations of its own.
-        if self.compares and not is_capturing():
-            self.compares = False
-            try:
-                require_same_operation(operation, self._group.get())
-            finally:
-                self.compares = True
+        self._away, self.log.guarded = "", False
 
     def require_unbroken(self) -> None:
         """Raise DesyncError if a collective over the group was left."""
@@ -412,10 +393,8 @@ class _Watch:
         """Watch ``group``; start the thread at the first call for a default group."""
         if group in self.groups:
             return
-        log = operation_log(group)
         # The log decides about a wait, so the hot path reads a single attribute.
-        log.recorder = self.groups[group] = found = GroupWatch(group)
-        log.guarded = found.compares
+        operation_log(group).recorder = self.groups[group] = GroupWatch(group)
         world = dist.group.WORLD
         assert world is not None
         if self._world is None or self._world() is not world:
