@@ -37,7 +37,7 @@ _store = default_store
 _SHARE = 0.9
 """Default wait as a fraction of the group's timeout."""
 _peers: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
-"""Number of ``Peers`` objects per group and topic that have a number."""
+"""Number of ``Peers`` objects per group and topic."""
 
 
 def can_compare(group: dist.ProcessGroup) -> bool:
@@ -66,28 +66,16 @@ class PeerMessage(NamedTuple):
 
 
 class Peers:
-    """The ranks of a group, for messages about ``topic``."""
+    """The ranks of a group, which all make this object, for messages on ``topic``."""
 
-    __slots__ = ("__weakref__", "_group", "_number", "_prefix", "_rank", "_topic")
+    __slots__ = ("__weakref__", "_group", "_topic")
 
     def __init__(self, group: dist.ProcessGroup, topic: str) -> None:
         self._group = GroupRef(group)
-        self._topic = topic
-        # The number is chosen at the first use of the store: at that time all ranks are
-        # on the way to the same collective, so the n-th ``Peers`` object of a group and
-        # topic is the same on each rank.
-        self._number, self._prefix, self._rank = 0, "", dist.get_rank()
-
-    def name(self) -> Peers:
-        """Choose the number of this object now; return this object.
-
-        For a caller that all ranks enter, whether or not they use the store later.
-        """
-        # The name of the group would wait for ranks that may not use the store yet.
-        counts = _peers.setdefault(self._group.get(), Counter())
-        counts[self._topic] += 1
-        self._number = counts[self._topic]
-        return self
+        # The n-th object of a group and topic is the same on each rank.
+        counts = _peers.setdefault(group, Counter())
+        counts[topic] += 1
+        self._topic = f"{topic}/{counts[topic]}"
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -97,14 +85,13 @@ class Peers:
     def say(self, place: str, value: Any) -> PeerMessage | None:
         """Write ``value`` at ``place``, unless another rank has written there before.
 
-        One round trip to the store; waits for no rank.
-
-        Returns: the message of the first rank if its value differs; else None.
+        One round trip to the store, which waits for no rank. Returns the message of the
+        first rank if its value differs; else None.
         """
         # Compared as JSON, in which a tuple is a list and NaN equals NaN. JSON has no
         # line feeds, so a line feed separates the value from the rest.
         mine = json.dumps(value)
-        text = f"{mine}\n{self._rank}"
+        text = f"{mine}\n{dist.get_rank()}"
         # ``compare_set`` with an empty expected value writes only if the key does not
         # exist, and returns the stored text.
         first = _store().compare_set(self._key(place), "", text).decode()
@@ -117,17 +104,13 @@ class Peers:
         store, key = _store(), self._key(where)
         if store.add(f"{key}/left", 1) < self._group.get().size():
             return
-        store.delete_key(f"{key}/left")
-        for place in places:
-            store.delete_key(self._key(place))
+        for each in (f"{key}/left", *map(self._key, places)):
+            store.delete_key(each)
 
     def _key(self, place: str) -> str:
-        """Return the key of ``place``; choose the prefix at the first call."""
-        if not self._prefix:
-            number = self._number or self.name()._number
-            name = name_in_store(self._group.get())
-            self._prefix = f"composable_fsdp/{name}/{self._topic}/{number}"
-        return f"{self._prefix}/{place}"
+        return (
+            f"composable_fsdp/{name_in_store(self._group.get())}/{self._topic}/{place}"
+        )
 
 
 def name_in_store(group: dist.ProcessGroup) -> str:

@@ -130,16 +130,12 @@ def private_group(
     """
     if len(ranks) == 1:
         return None
-    group = _known(ranks, purpose)
-    if group is None:
-        assert dist.group.WORLD is not None
-        # torch's own default of 30 minutes would outlive the model's groups.
-        told = os.environ.get(TIMEOUT_VARIABLE) or timeout
-        limit = timedelta(seconds=float(told or group_timeout(dist.group.WORLD)))
-        described = f"composable_fsdp {purpose}"
-        group = _new_group(ranks, described, limit, "gloo")
-        _made[ranks, purpose] = weakref.ref(group)
-    return group
+    assert dist.group.WORLD is not None
+    # torch's own default of 30 minutes would outlive the model's groups.
+    told = os.environ.get(TIMEOUT_VARIABLE) or timeout
+    return _own_group(
+        ranks, purpose, "gloo", float(told or group_timeout(dist.group.WORLD))
+    )
 
 
 def twin_group(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
@@ -150,27 +146,25 @@ def twin_group(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
         default group, all ranks of which must then make a group at the same time.
     """
     ranks = tuple(dist.get_process_group_ranks(group))
-    backend = dist.get_backend(group)
-    # A gloo and an NCCL group of the same ranks have different twins.
-    found = _known(ranks, f"{purpose} {backend}")
-    if found is None:
-        limit = timedelta(seconds=group_timeout(group))
-        found = _new_group(ranks, f"composable_fsdp {purpose}", limit, backend)
-        _made[ranks, f"{purpose} {backend}"] = weakref.ref(found)
-    return found
+    return _own_group(ranks, purpose, dist.get_backend(group), group_timeout(group))
 
 
-def _new_group(
-    ranks: tuple[int, ...], described: str, timeout: timedelta, backend: str
+def _own_group(
+    ranks: tuple[int, ...], purpose: str, backend: str, seconds: float
 ) -> dist.ProcessGroup:
-    """Create a group of some ranks of the default group."""
+    """Return a group of some ranks of the default group, made at the first call."""
+    key = f"{purpose} {backend}"
+    known = _known(ranks, key)
+    if known is not None:
+        return known
+    described = f"composable_fsdp {purpose}"
     # ``new_group(use_local_synchronization=True)`` derives the name from the number of
     # groups that a process knows, which differs between ranks, and torch's other names
     # are in the store of torchrun already after a restart.
     if backend in PEERLESS:
         name = f"{described} {len(distributed_c10d._world.pg_names)}"
     else:
-        name = AgreedName(described, ranks).agree(timeout.total_seconds())
+        name = AgreedName(described, ranks).agree(seconds)
     group: dist.ProcessGroup
     group, _ = distributed_c10d._new_process_group_helper(
         len(ranks),
@@ -179,13 +173,14 @@ def _new_group(
         dist.Backend(backend),
         distributed_c10d._get_default_store(),
         name,  # type: ignore[arg-type]  # torch's GroupName
-        timeout=timeout,
+        timeout=timedelta(seconds=seconds),
         group_desc=described,
     )
     # ``_new_process_group_helper`` does not register the ranks of the group;
     # ``new_group`` does so after the helper.
     places = {rank: i for i, rank in enumerate(ranks)}
     distributed_c10d._world.pg_group_ranks[group] = places
+    _made[ranks, key] = weakref.ref(group)
     return group
 
 

@@ -129,7 +129,7 @@ def _log(
         use = _forward_use if is_forward else _backward_use
         mode = _forward_begin if is_forward else _backward_begin
         # All ranks come here, and some may use the store later without the others.
-        peers = [Peers(g, what).name() for g in groups if can_compare(g)]
+        peers = [Peers(g, what) for g in groups if can_compare(g)]
         words = LogWords(what, name, use, mode, waiting)
         comparison = OrderComparison(peers, words)
         # Without ranks to compare with, no call meets.
