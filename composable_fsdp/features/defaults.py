@@ -27,7 +27,7 @@ from composable_fsdp.features.deepcopy import let_copy
 from composable_fsdp.features.guard.foreign_strategies import guard_strategies
 from composable_fsdp.features.guard.initialized import require_initialized
 from composable_fsdp.features.guard.meetings import meet_in_store
-from composable_fsdp.features.guard.order_logs import compare_ranks
+from composable_fsdp.features.guard.order_log import compare_ranks
 from composable_fsdp.features.guard.progress import note_capture
 from composable_fsdp.features.guard.same_models import compare_models, meet_to_sync
 from composable_fsdp.features.guard.under_ddp import install_ddp_hook

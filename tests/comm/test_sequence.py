@@ -8,7 +8,6 @@ from composable_fsdp.features.guard.order_compare import (
     BEGIN,
     END,
     Fact,
-    LogWords,
     OrderComparison,
 )
 from composable_fsdp.features.guard.order_log import OrderLog, RoundOrder
@@ -18,7 +17,7 @@ class Calls(OrderComparison):
     """Notes the comparisons that the log asks for, and makes none."""
 
     def __init__(self) -> None:
-        super().__init__((), LogWords("forward", "tree", Fact, Fact))
+        super().__init__((), "forward", "tree", Fact, Fact)
         self.made: list[str] = []
 
     def compare(self, number: int, at: str, value: object) -> None:

@@ -32,7 +32,6 @@ from composable_fsdp import (
 )
 from composable_fsdp.comm import sequence
 from composable_fsdp.comm.operations import operation_logs
-from composable_fsdp.features import recent_operations
 from composable_fsdp.features.guard import watch
 from tests.faults.test_calls_meet import CALLS, Trained
 from tests.faults.test_missing_ranks import stop_this_process
@@ -240,10 +239,7 @@ def caught(where: str) -> Callable[..., None]:
         train(model)
         part = model.get_submodule("0")
         with suppress(Interrupted):
-            if where == "forward":
-                hook = part.register_forward_pre_hook(refuse, prepend=True)
-                model(torch.ones(2, 8))
-            elif where == "backward":
+            if where == "backward":
                 hook = part.register_full_backward_pre_hook(refuse)
                 model(torch.ones(2, 8)).sum().backward()
             else:
@@ -280,57 +276,15 @@ def other_order(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) -> No
     train(model)
 
 
-def torch_between(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) -> None:
-    """Collectives of torch over the group of the model, and a rank late in each."""
-    model, x = layers(one), torch.ones(2)
-    train(model)
-    objects: list[Any] = [None, None]
-    calls: tuple[Callable[[], Any], ...] = (
-        lambda: dist.all_reduce(x, group=one),
-        lambda: dist.broadcast(x, 0, group=one),
-        lambda: dist.all_gather_object(objects, rank, group=one),
-        lambda: dist.barrier(one),
-    )
-    for call in calls:
-        late(rank)
-        call()
-        train(model, 1)
-
-
-def readers(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) -> None:
-    """A thread reads the operations all the time."""
-    model, done = layers(one), threading.Event()
-
-    def read() -> None:
-        while not done.is_set():
-            recent_operations()
-
-    def main() -> None:
-        late(rank)
-        train(model, 5)
-        done.set()
-
-    beside(read, main)
-
-
-def models_come_and_go(
-    rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup
-) -> None:
-    """Models over the same group, one after another, and late ranks."""
-    for turn in range(4):
-        late(rank, turn % 2)
-        train(layers(one), 2)
-
-
 PROGRAMS: dict[str, Callable[..., None]] = {
     **{
         each.__name__: each
         for each in (
             *(two_threads, thread_saves, same_group_meets, stalls, signals, stopped),
-            *(made_again, other_order, torch_between, readers, models_come_and_go),
+            *(made_again, other_order),
         )
     },
-    **{f"caught_in_{w}": caught(w) for w in ("forward", "backward", "unshard_params")},
+    **{f"caught_in_{w}": caught(w) for w in ("backward", "unshard_params")},
     "interrupted_state_dict": interrupted(lambda m: m.state_dict()),
     "interrupted_by_ctrl_c": interrupted(lambda m: m.state_dict(), KeyboardInterrupt),
 }

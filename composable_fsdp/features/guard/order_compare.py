@@ -11,7 +11,9 @@ Ranks that issue collectives in different orders deadlock or exchange wrong data
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from composable_fsdp.comm import collectives
@@ -24,7 +26,10 @@ from composable_fsdp.errors import DesyncError
 from composable_fsdp.features.guard.compare import disagreement, gather, tag_of
 from composable_fsdp.features.guard.meetings import history_of
 from composable_fsdp.features.guard.watch import require_unbroken
-from composable_fsdp.naming import listed
+from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.param_paths import slot_path
+from composable_fsdp.naming import listed, quoted
+from composable_fsdp.tree.state import RuntimeContext
 
 BEGIN, END = "its beginning", "its end"
 """Places in a round; uses are between them."""
@@ -80,21 +85,6 @@ class Said(NamedTuple):
     waiting: str
 
 
-class LogWords(NamedTuple):
-    """How the uses and modes of an order log are told to other ranks."""
-
-    what: str
-    """The direction: ``"forward"`` or ``"backward"``."""
-    tree: str
-    """The class of the root, and the number of the order log."""
-    use: Callable[[Any], Fact]
-    """Return a use as a fact; ``None`` is the end of the round."""
-    mode: Callable[[Any], Fact]
-    """Return the begin of a round in a mode as a fact."""
-    waiting: Callable[[], str] = str
-    """Return which gradients units wait for, for errors."""
-
-
 class OrderComparison:
     """Compares an order log over the ranks of ``peers``: a ``Peers`` per group.
 
@@ -102,10 +92,21 @@ class OrderComparison:
     the number of the log's round and ``at`` the place in the round.
     """
 
-    __slots__ = ("_words", "elsewhere", "peers")
+    __slots__ = ("_mode", "_tree", "_use", "_waiting", "_what", "elsewhere", "peers")
 
-    def __init__(self, peers: Sequence[Peers], words: LogWords) -> None:
-        self.peers, self._words = tuple(peers), words
+    def __init__(
+        self,
+        peers: Sequence[Peers],
+        what: str,
+        tree: str,
+        use: Callable[[Any], Fact],
+        mode: Callable[[Any], Fact],
+        waiting: Callable[[], str] = str,
+    ) -> None:
+        self.peers = tuple(peers)
+        self._what, self._tree = what, tree  # "forward", and the name of the log
+        self._use, self._mode = use, mode  # as facts; the use ``None`` ends the round
+        self._waiting = waiting  # for which gradients units wait, for errors
         self.elsewhere: tuple[GroupRef, ...] = ()
         """The other groups of the tree, whose ranks would wait for this rank."""
 
@@ -118,13 +119,13 @@ class OrderComparison:
         """
         if not self.peers:
             return
-        fact, words = self._fact(at, value), self._words
+        fact = self._fact(at, value)
         # The host cannot read a tag during the capture of a CUDA graph.
         if is_capturing():
             self._meet(number, at, fact, str(fact), way_out(fact, Fact("")))
             return
         # ``tree`` tells trees apart that share the group and the names of units.
-        tag = tag_of((words.what, words.tree, at, *fact))
+        tag = tag_of((self._what, self._tree, at, *fact))
         unlike: list[Peers] = []
         for peers in self.peers:
             # After a difference in a group, this rank sends another tag to the next, so
@@ -135,7 +136,7 @@ class OrderComparison:
         if not unlike:
             return
         # All ranks of these groups have seen the difference, so all exchange objects.
-        mine = Said(fact, self._place(number, at), words.waiting())
+        mine = Said(fact, self._place(number, at), self._waiting())
         told = [gather(mine, [peers.group]) for peers in unlike]
         # The rounds of ranks may have other numbers.
         found = [
@@ -169,14 +170,14 @@ class OrderComparison:
         """
         if not self.peers:
             return
-        fact, words = self._fact(at, value), self._words
+        fact = self._fact(at, value)
         if other:
             does = f"{fact}, where the order of earlier rounds has {other}"
             cure = SAME_ROUNDS
         else:
             mine, recorded = contrast([fact, self._fact(at, wanted)])
             does = (
-                f"{mine}{words.waiting()}, where the order recorded in {words.what} "
+                f"{mine}{self._waiting()}, where the order recorded in {self._what} "
                 f"{since} has: {recorded}"
             )
             cure = way_out(mine, recorded)
@@ -193,23 +194,22 @@ class OrderComparison:
         # next collective of this rank would pair.
         if not self.peers:
             return
-        what = self._words.what
-        ended = " and ".join(f"{what} {r} at use {uses}" for r, uses in raised.values())
+        what, logs = self._what, sorted(raised.items())
+        ended = " and ".join(f"{what} {r} at use {uses}" for _, (r, uses) in logs)
         does = f"begins {what} {number} after an exception that ended {ended}"
-        fact = Fact(f"{does} {sorted(raised.items())}", RAISED)
-        self._meet(number, BEGIN, fact, does, _ONE_RANK_RAISED)
+        self._meet(number, BEGIN, Fact(repr(logs), RAISED), does, _ONE_RANK_RAISED)
 
     def _fact(self, at: str, value: Any) -> Fact:
         """Return the fact of a use or a mode."""
         if at == BEGIN:
-            return self._words.mode(value)
+            return self._mode(value)
         if at == END:
-            uses = tuple([str(self._words.use(each)) for each in value])
+            uses = tuple([str(self._use(each)) for each in value])
             return Fact("ran", RAN, named=uses)
-        return self._words.use(value)
+        return self._use(value)
 
     def _place(self, number: int, at: str) -> tuple[str, str]:
-        return f"{self._words.what} {number}, at {at}", self._words.tree
+        return f"{self._what} {number}, at {at}", self._tree
 
     def _meet(self, number: int, at: str, fact: Fact, does: str, cure: str) -> None:
         """Wait until every rank has come to the place with the same fact, too.
@@ -287,3 +287,94 @@ def way_out(mine: Fact, theirs: Fact) -> str:
     # The same call of the model: only flags and settings tell the two apart.
     is_same_call = mine.of == theirs.of
     return _SAME_SETTINGS if is_same_call or mine.named or theirs.named else SAME_ROUNDS
+
+
+def forward_use(use: FlatParamHandle | None) -> Fact:
+    """Return the fact of a use in forward."""
+    if use is None:
+        return Fact("has no further unit to run")
+    # The size lets ranks with models of different shapes raise before a collective.
+    regions = use.layout.regions
+    numel = sum(region.layout.padded_numel for region in regions)
+    does = f"runs {use.name} of {numel:,} elements"
+    if len(regions) > 1:
+        # ``group_by`` may return different groups on different ranks (for example
+        # ``hash`` of a string); the sizes may be equal in spite of that.
+        members = [[s.fqns for s in r.layout.parameters] for r in regions]
+        digest = zlib.crc32(repr(members).encode())
+        does += f" in {len(regions)} regions (grouping {digest:08x})"
+    return Fact(does)
+
+
+def backward_use(use: Any) -> Fact:
+    """Return the fact of a use in backward."""
+    if use is None:
+        return Fact("has no further backward or reduction")
+    if isinstance(use, FlatParamHandle):
+        return Fact(f"runs the backward of {use.name}")
+    handle, structure, arrived = use
+    does = f"reduces the gradients of {handle.name}"
+    # The unit was rebuilt since, so the flags no longer match its regions.
+    if structure != handle.layout.structure:
+        return Fact(f"{does}, grouped as they were")
+    missing = _without_gradient(handle, arrived)
+    named = tuple([f"no gradient for {quoted(name)}" for name in missing])
+    return Fact(does, named=named)
+
+
+def forward_begin(mode: Any) -> Fact:
+    """Return the fact of the begin of a forward."""
+    fqn, training, grads, changed = mode
+    how = "training" if training else "eval", "with" if grads else "without"
+    of = f"a forward of {quoted(fqn)} in {how[0]} mode {how[1]} gradients"
+    return Fact(f"begins {of}", BEGINS, of, _flags(changed))
+
+
+def backward_begin(mode: Any) -> Fact:
+    """Return the fact of the begin of a backward."""
+    forward, syncs, structures, changed = mode
+    of = forward_begin(forward).of if forward else "no forward"
+    does = f"begins the backward of {of}"
+    # Without a root there are no units, and no reductions.
+    if not all(syncs) or not syncs:
+        does += f", reductions off{' for some units' if any(syncs) else ''}"
+    if rebuilt := sum(map(bool, structures)):
+        digest = zlib.crc32(repr(structures).encode())
+        does += f", with requires_grad changed in {rebuilt} units ({digest:08x})"
+    return Fact(does, BEGINS, of, _flags(changed))
+
+
+def _flags(changed: Iterable[Sequence[Any]]) -> tuple[str, ...]:
+    """Return the entries of ``RuntimeContext.changed_flags`` in words."""
+    return tuple(
+        [
+            name if trains is None else f"requires_grad={trains} of {quoted(name)}"
+            for name, trains, *_ in changed
+        ]
+    )
+
+
+def missing_gradients(ref: weakref.ref[RuntimeContext]) -> str:
+    """Return for which gradients the units in backward wait, for errors."""
+    context, missing = ref(), list[str]()
+    for task, states in context.tasks.items() if context is not None else ():
+        for handle in [state.handle for state in states]:
+            # The unit may have joined another graph task since.
+            if handle.backward.task == task and handle.reduction.due:
+                arrived = [region.reduce.arrived for region in handle.layout.trainable]
+                missing += _without_gradient(handle, arrived)
+    return f" and has no gradient yet for {listed(map(quoted, missing))}" * any(missing)
+
+
+def _without_gradient(
+    handle: FlatParamHandle, arrived: Sequence[bytes | bytearray]
+) -> list[str]:
+    """Return the FQNs from the root of parameters without a gradient on this rank."""
+    return [
+        slot_path(handle, slot)
+        for region, hits in zip(handle.layout.trainable, arrived, strict=True)
+        # Usually every gradient has arrived; then the parameters are not visited.
+        if 0 in hits
+        for slot, hit in zip(region.layout.parameters, hits, strict=True)
+        if not hit
+    ]

@@ -18,23 +18,46 @@ their rounds. Only a rank without a matching entry communicates (``order_compare
     records                any             exchange a tag of the use with all ranks
     varies (departed       any             exchange a tag of all uses at the end of the
     twice), or captures                    round
+
+Units that send over the same process groups share a log, because the order of
+collectives matters within a group: in forward all-gathers (over the shard group), in
+backward all-gathers and reductions (over both). A unit that sends nothing in a
+direction has no log there, so if forward sends nothing, a rank may evaluate alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from threading import get_ident
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
+from composable_fsdp.comm.agreement import Peers, can_compare
 from composable_fsdp.comm.device import is_capturing
+from composable_fsdp.comm.groups import GroupRef, Groups
 from composable_fsdp.comm.meeting import Call
-from composable_fsdp.comm.operations import operation_log
+from composable_fsdp.comm.operations import operation_log, record
 from composable_fsdp.errors import DesyncError
-from composable_fsdp.features.guard.meetings import History, keep
-from composable_fsdp.features.guard.order_compare import BEGIN, END
+from composable_fsdp.features.guard.meetings import History, history_of, keep
+from composable_fsdp.features.guard.order_compare import (
+    BEGIN,
+    END,
+    OrderComparison,
+    backward_begin,
+    backward_use,
+    forward_begin,
+    forward_use,
+    missing_gradients,
+)
+from composable_fsdp.features.guard.same_models import compare_models
+from composable_fsdp.flat.use_order import NO_LOGS, UnitLogs
+from composable_fsdp.tree.initial_weights import ALL_RANKS
+from composable_fsdp.tree.state import RuntimeContext, _RootFSDPState
 
 NOTHING: Sequence[object] = (None,)
 """The record of a round without a record: ``None`` is no use, so no use matches."""
@@ -295,3 +318,97 @@ class OrderLog:
             since = self.round - 1
             self.comparison.depart(self.round, BEGIN, mode, predicted, since=since)
         return predicted
+
+
+def compare_ranks(context: RuntimeContext, root: _RootFSDPState) -> None:
+    """Compare the ranks of a tree; begin the order logs.
+
+    Collective, Raises: as ``compare_models``.
+    """
+    before = root.initial.compared
+    # If a forward gathers nothing, a rank may run the forward alone, also with
+    # gradients that are not reduced (``no_sync``). So replicas are compared in the
+    # first forward that leads to a reduction.
+    reduces = any(unit.settings.sync_gradients for unit in root._root_states)
+    compare_models(root, replicas=reduces and torch.is_grad_enabled())
+    after = root.initial.compared
+    if not context.is_checked or after != before:
+        # Not before the comparison: other models may have other logs, and the ranks
+        # would number all later logs otherwise.
+        _assign_order_logs(context, root, replicas=after == ALL_RANKS)
+
+
+def _assign_order_logs(
+    context: RuntimeContext, root: _RootFSDPState, *, replicas: bool
+) -> None:
+    """Assign the order logs of each unit of a tree; collect all logs in ``context``.
+
+    Ranks number the logs of a group, so the ranks of a log must have compared their
+    models before. Without ``replicas`` units that are not cut have no logs yet.
+    """
+    forward: dict[tuple[str, ...], OrderLog] = {}
+    backward: dict[tuple[str, ...], OrderLog] = {}
+    waiting = partial(missing_gradients, weakref.ref(context))
+    tree = type(root.module).__name__
+    call = Call("forward", root.title)
+    known: dict[Groups, UnitLogs] = {}
+    for handle in context.handles:
+        # A unit without elements sends no collective.
+        if not any(region.layout.padded_numel for region in handle.layout.regions):
+            handle.logs = NO_LOGS
+            continue
+        if handle.groups.shard is None and not replicas:
+            continue
+        # Units with the same ``Groups`` object share the logs without another lookup.
+        if handle.groups not in known:
+            shard = handle.groups.shard
+            gathers = [] if shard is None else [shard]
+            in_forward = _log(forward, "forward", tree, gathers, str, call)
+            both = handle.groups.present
+            in_backward = _log(backward, "backward", tree, both, waiting)
+            # Without a shard group there is no all-gather, but gradients are reduced
+            # over the replicate group.
+            gathered = in_backward if gathers else None
+            known[handle.groups] = UnitLogs(in_forward, gathered, in_backward)
+        handle.logs = known[handle.groups]
+    present = dict.fromkeys(g for groups in known for g in groups.present)
+    # A replica may evaluate alone, and would wait for the others.
+    shards = dict.fromkeys(g.shard for g in known if g.shard is not None)
+    record(shards, agree=True)
+    record(present, agree=replicas)
+    for log in (*forward.values(), *backward.values()):
+        own = [peers.group for peers in log.comparison.peers]
+        # Groups of a fake world are not watched, and a log has no peers there.
+        log.comparison.elsewhere = tuple(
+            GroupRef(group) for group in present if own and group not in own
+        )
+    context.forward_logs = tuple(forward.values())
+    context.backward_logs = tuple(backward.values())
+
+
+def _log(
+    logs: dict[tuple[str, ...], OrderLog],
+    what: str,
+    tree: str,
+    groups: Sequence[dist.ProcessGroup],
+    waiting: Callable[[], str],
+    call: Call | None = None,
+) -> OrderLog | None:
+    """Return the log for ``groups``, created at the first call; None without groups."""
+    if not groups:
+        return None
+    # Units may have equal groups in different ``Groups`` objects.
+    key = tuple(group.group_name for group in groups)
+    if key not in logs:
+        rounds = round_order(groups)
+        name = f"a {what} of {tree} (order log {len(rounds.logs)})"
+        is_forward = what == "forward"
+        use = forward_use if is_forward else backward_use
+        mode = forward_begin if is_forward else backward_begin
+        # All ranks come here, and some may use the store later without the others.
+        peers = [Peers(g, what) for g in groups if can_compare(g)]
+        comparison = OrderComparison(peers, what, name, use, mode, waiting)
+        # Without ranks to compare with, no call meets.
+        calls = history_of(groups[0]) if call is not None and peers else None
+        logs[key] = OrderLog(name, rounds, comparison, call, calls)
+    return logs[key]

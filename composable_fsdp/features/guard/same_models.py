@@ -23,7 +23,6 @@ import weakref
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import chain
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -61,8 +60,7 @@ from composable_fsdp.tree.state import _FSDPState, _RootFSDPState
 from composable_fsdp.tree.traversal import walk_states
 
 LOGGER = logging.getLogger("composable_fsdp")
-_MOST_MODELS = 8
-"""Number of different models whose facts are exchanged; further models are counted."""
+
 _WAY_OUT = (
     "Build the same model on every rank, and call fully_shard (or replicate) in the "
     "same order with the same arguments. No parameter has been sent yet."
@@ -358,23 +356,19 @@ def _difference(
     alike: dict[int, list[int]] = {}
     for each in sorted(told, key=lambda said: said.rank):
         alike.setdefault(each.facts, []).append(each.rank)
-    models = list(alike.values())
     # One rank per model sends, compressed: a gather gives every rank room for the
     # longest message of each rank.
-    first = [ranks[0] for ranks in models[:_MOST_MODELS]]
-    speaks = dist.get_rank() in first
+    speaks = dist.get_rank() in [ranks[0] for ranks in alike.values()]
     sent = zlib.compress(pickle.dumps(tuple(facts))) if speaks else b""
     received = gather(sent, route)
     known = {
         each: told_facts(pickle.loads(zlib.decompress(received[ranks[0]])))
-        for ranks in models[:_MOST_MODELS]
+        for ranks in alike.values()
         for each in ranks
     }
-    rest = list(chain(*models[_MOST_MODELS:]))
-    more = f" ({ranks_text(rest)}: other models still)" if rest else ""
     return (
         "Ranks have sharded different models. They differ first in "
-        f"{first_difference(known)}{more}. {_WAY_OUT}"
+        f"{first_difference(known)}. {_WAY_OUT}"
     )
 
 

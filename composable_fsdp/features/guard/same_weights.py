@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import islice
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,19 +34,6 @@ from composable_fsdp.tree.state import _FSDPState
 
 _MOST_NAMED = 4
 """Number of different values of a parameter whose ranks are listed one by one."""
-
-
-class _Unit(NamedTuple):
-    """What a rank tells of the values of a unit."""
-
-    kind: Hashable
-    """Which parameters have hashes of whole values; equal kinds are compared."""
-    replica: int
-    whole: Any
-    """The hashes of whole values by slot index."""
-    shard_rank: int
-    shard: Any
-    """The hashes of the shards; None without replicas."""
 
 
 def weights_tag(
@@ -77,17 +64,20 @@ def require_same_weights(
     Collective: an all-gather of objects over each group of ``route``.
     Raises: DesyncError, if the unit's ``check_weights`` is "error".
     """
-    values = _initial_hashes(units, parts)
+    hashes = _initial_hashes(units, parts)
     told = [
-        _unit_of(state, each, parts)
-        for (_, state), each in zip(units, values, strict=True)
+        _values_of(state, each, parts)
+        for (_, state), each in zip(units, hashes, strict=True)
     ]
     every = gather(told, route)
-    unlike = [
-        (name, state, _comparable({rank: rows[i] for rank, rows in every.items()}))
-        for i, (name, state) in enumerate(units)
-    ]
-    unlike = [unit for unit in unlike if any(len(set(v.values())) > 1 for v in unit[2])]
+    unlike = []
+    for i, (name, state) in enumerate(units):
+        found: dict[Hashable, dict[int, tuple[int, ...]]] = {}
+        for rank, units_there in every.items():
+            for key, values in units_there[i].items():
+                found.setdefault(key, {})[rank] = values
+        if rows := [each for each in found.values() if len(set(each.values())) > 1]:
+            unlike.append((name, state, rows))
     # An error goes before a warning; all ranks have the same options.
     strict = [unit for unit in unlike if unit[1].options.check_weights == "error"]
     if not unlike:
@@ -98,19 +88,23 @@ def require_same_weights(
     return text
 
 
-def _unit_of(
-    state: _FSDPState, values: Sequence[int | None], parts: dist.ProcessGroup | None
-) -> _Unit:
-    """Return the values of a unit on this rank, parameter by parameter."""
-    kind = tuple([value is None for value in values])
+def _values_of(
+    state: _FSDPState, hashes: Sequence[int | None], parts: dist.ProcessGroup | None
+) -> dict[Hashable, tuple[int | None, ...]]:
+    """Return the values of a unit by what tells with which ranks they are compared."""
     groups = state.handle.groups
-    replica, shards = 0, None
     # Replicas of a cut unit are compared shard by shard.
-    if groups.replicate is not None and groups.shard is not None:
-        replica = groups.replicate.rank()
+    copies = None if groups.shard is None else groups.replicate
+    replica = 0 if copies is None else copies.rank()
+    # Ranks that wrote to other parameters since are not compared: nothing is known of
+    # the initial values of the written ones.
+    kind = tuple([value is None for value in hashes])
+    found: dict[Hashable, tuple[int | None, ...]]
+    found = {("whole", kind, replica): tuple(hashes)}
     if parts is None and _has_replicas(state):
-        shards = tuple(hash_values(sharded_leaves(state.handle.layout)).tolist())
-    return _Unit(kind, replica, tuple(values), groups.rank, shards)
+        shards = hash_values(sharded_leaves(state.handle.layout)).tolist()
+        found["shard", groups.rank] = tuple(shards)
+    return found
 
 
 def _initial_hashes(
@@ -166,22 +160,10 @@ def _has_replicas(state: _FSDPState) -> bool:
     )
 
 
-def _comparable(said: Mapping[int, _Unit]) -> list[dict[int, Any]]:
-    """Return the values of ranks that must be equal, by rank."""
-    found: dict[Hashable, dict[int, Any]] = {}
-    for rank, unit in said.items():
-        # Ranks that wrote to other parameters since are not compared: nothing is known
-        # of the initial values of the written ones.
-        found.setdefault(("whole", unit.kind, unit.replica), {})[rank] = unit.whole
-        if unit.shard is not None:
-            found.setdefault(("shard", unit.shard_rank), {})[rank] = unit.shard
-    return list(found.values())
-
-
 def _text(
     name: str,
     state: _FSDPState,
-    comparable: Sequence[Mapping[int, Any]],
+    unlike: Sequence[Mapping[int, Sequence[int | None]]],
     units: int,
     parts: dist.ProcessGroup | None,
 ) -> str:
@@ -192,7 +174,7 @@ def _text(
     index, values = min(
         (
             (i, {rank: row[i] for rank, row in rows.items()})
-            for rows in comparable
+            for rows in unlike
             for i in range(len(next(iter(rows.values()))))
             if len({row[i] for row in rows.values()}) > 1
         ),

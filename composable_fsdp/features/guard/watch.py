@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from composable_fsdp.comm import agreement
-from composable_fsdp.comm.groups import GroupRef
 from composable_fsdp.comm.nodes import group_timeout
 from composable_fsdp.comm.operations import (
     UNEVEN,
@@ -83,7 +82,7 @@ class GroupWatch(Reporter):
     """The watch over a process group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self.log = GroupRef(group), operation_log(group)
+        self.log = operation_log(group)
         self._name = agreement.agreed_name(group)
         self._ranks = dist.get_process_group_ranks(group)
         limit = group_timeout(group)
@@ -167,17 +166,17 @@ class GroupWatch(Reporter):
         key, record = f"{self.keys}/op/{waits.number}", OperationRecord.of(waits)
         advice = UNEVEN if record.phase == "forward" else ""
         mine = self._note([waits.op, waits.unit], record.predicate, advice)
-        own, text = _Note(*json.loads(mine)), []
+        own, found = _Note(*json.loads(mine)), []
         if self._said != key:
             if self._said:
                 store.delete_key(self._said)
             first = store.compare_set(key, "", mine)
             self._said = key if first.decode() == mine else ""
-            text.append(first)
+            found.append(first)
         if store.check([f"{key}/unlike"]):
-            text.append(store.get(f"{key}/unlike"))
-        for found in text:
-            other = _Note(*json.loads(found))
+            found.append(store.get(f"{key}/unlike"))
+        for text in found:
+            other = _Note(*json.loads(text))
             ordered = other.threads == own.threads and len(own.threads) < 2
             # A rank that has left sends no more from any thread.
             if other.does != own.does and (ordered or other.does in (_LEFT, _OWES)):
@@ -290,7 +289,7 @@ class GroupWatch(Reporter):
             for rank in self._ranks if self.keys else ():
                 key = f"{self.keys}/last/{rank}"
                 # A message lists a few ranks.
-                if rank == dist.get_rank() or len(behind) > LISTED:
+                if rank == dist.get_rank() or len(behind) == LISTED:
                     continue
                 if how := self.ended(rank):
                     behind.append(f"rank {rank} {how}")
