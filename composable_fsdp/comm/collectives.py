@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,6 @@ from torch import Tensor
 # torch.distributed exports the options of the other collectives, not these.
 from torch._C._distributed_c10d import AllgatherOptions
 
-from composable_fsdp.comm.call_records import CallRecord, require_sizes
 from composable_fsdp.comm.device import outside_transforms
 from composable_fsdp.comm.operations import begin
 from composable_fsdp.comm.sequence import Operation
@@ -59,6 +59,27 @@ _AS_IS = frozenset(
 """Dtypes that every backend can send; buffers of other dtypes are sent as bytes."""
 
 
+@dataclass(frozen=True, slots=True)
+class CallRecord:
+    """A collective as this rank sent it, for tests and benchmarks."""
+
+    op: str
+    """The kind: the name of the function here, without ``_flat``."""
+    numel: tuple[int, ...]
+    """Elements per buffer: of the full buffer (``padded_numel``) for all_gather and
+    reduce_scatter, of the shard for gather and scatter, of the tensor for all_reduce
+    and broadcast; empty for objects."""
+    dtype: tuple[torch.dtype, ...]
+    """Dtype per buffer; empty for objects."""
+    world_size: int
+    """Number of ranks of the group."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers that ``numel`` counts."""
+        return sum(n * d.itemsize for n, d in zip(self.numel, self.dtype, strict=True))
+
+
 _recorder: list[CallRecord] | None = None
 
 
@@ -66,12 +87,9 @@ _recorder: list[CallRecord] | None = None
 def record() -> Iterator[list[CallRecord]]:
     """Collect the collectives that this process sends inside the block, in order.
 
-    Inside the block, all_gather_flat and reduce_scatter_flat also check sizes and
-    dtypes, and raise FSDPError. Outside, only the backend checks. A nested block hides
-    its collectives from the outer block.
+    A nested block hides its collectives from the outer block.
     """
     global _recorder
-    # A nested block replaces the recording, so the outer block misses its calls.
     outer, _recorder = _recorder, []
     try:
         yield _recorder
@@ -101,10 +119,7 @@ def all_gather_flat(
     operation: Operation | None = None,
 ) -> Operation | None:
     """Fill each full buffer with the shards of all ranks, in rank order."""
-    # The sizes are checked only while recording, as in tests; in training the backend
-    # checks.
-    if _recorder is not None:
-        require_sizes(full, shard, group.size())
+    if _recorder is not None:  # no call in a step
         _note("all_gather", full, group)
     operation = operation or begin("all_gather", group, full[0])
     options = AllgatherOptions()
@@ -139,7 +154,6 @@ def reduce_scatter_flat(
 ) -> Operation | None:
     """Sum (or average) each full buffer over the ranks; rank *r* keeps slice *r*."""
     if _recorder is not None:
-        require_sizes(full, shard, group.size())
         _note("reduce_scatter", full, group)
     operation = operation or begin("reduce_scatter", group, full[0])
     options = dist.ReduceScatterOptions()
@@ -298,14 +312,9 @@ def all_gather_tag(tag: int, group: dist.ProcessGroup) -> list[int]:
 def all_gather_digests(digest: Sequence[int], group: dist.ProcessGroup) -> list[int]:
     """Return the integers ``digest`` of all ranks, one rank after the other."""
     own = torch.tensor(digest, device=_device_of_numbers(group))
-    if _recorder is not None:
-        size = (own.numel() * group.size(),)
-        _recorder.append(
-            CallRecord("all_gather_digests", size, (own.dtype,), group.size())
-        )
-    return _all_gather_numbers(
-        own, group, "all_gather_digests", "comparison of the models"
-    )
+    _note("all_gather_digests", [own.repeat(group.size())], group)
+    why = "comparison of the models"
+    return _all_gather_numbers(own, group, "all_gather_digests", why)
 
 
 def _device_of_numbers(group: dist.ProcessGroup) -> torch.device:

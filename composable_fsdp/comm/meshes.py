@@ -192,21 +192,24 @@ def _groups_of_mesh(
         if mesh._get_root_mesh().ndim > 1:
             _refuse_others(mesh, [name for name in names if name not in MODEL_PARALLEL])
         return _member(mesh.get_group()), None
-    shard = tuple(name for name in names if name in SHARD)
-    replicate = tuple(name for name in names if name in REPLICATE)
     # Unknown names are refused and not guessed: a wrong guess would average gradients
     # of different parameters.
     _refuse_others(mesh, [name for name in names if name in SHARD + REPLICATE])
-    if not shard:
+    shard, replicate = _one_dim(mesh, SHARD), _one_dim(mesh, REPLICATE)
+    if shard is None:
         _refuse_others(mesh, None)
+    assert shard is not None
+    return shard, replicate
+
+
+def _one_dim(mesh: DeviceMesh, kind: Sequence[str]) -> dist.ProcessGroup | None:
+    """Return the group of all dims with a name in ``kind``; None without any."""
+    dims = tuple(name for name in mesh.mesh_dim_names or () if name in kind)
+    if not dims:
+        return None
     # torch keeps a flattened mesh, so that all units get the same process group.
-    meshes = [
-        mesh[dims[0]] if len(dims) == 1 else mesh[dims]._flatten()
-        for dims in (shard, replicate)
-        if dims
-    ]
-    groups = [_member(each.get_group()) for each in meshes]
-    return groups[0], groups[1] if replicate else None
+    found = mesh[dims[0]] if len(dims) == 1 else mesh[dims]._flatten()
+    return _member(found.get_group())
 
 
 def _refuse_others(mesh: DeviceMesh, known: Sequence[str] | None) -> None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from composable_fsdp.errors import CollectiveError, DesyncError
-from composable_fsdp.naming import ranks_named
+from composable_fsdp.naming import ranks_text
 
 _MOST_VISITS = 4096
 """Visits to the store per second that all waiting ranks of a group make at most."""
@@ -101,7 +101,7 @@ class AgreedName:
             if time.monotonic() - start > limit:
                 raise DesyncError(
                     f"Rank {dist.get_rank()} uses process group {self._label!r} for "
-                    f"the first time, and {ranks_named(self.missing())} did not come "
+                    f"the first time, and {ranks_text(self.missing())} did not come "
                     f"within {limit:g} s. Make the same calls in the same order on "
                     "every rank."
                 )

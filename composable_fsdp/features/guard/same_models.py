@@ -259,6 +259,21 @@ class _Said(NamedTuple):
     """As ``_written_start`` returns it."""
 
 
+def _said(
+    scope: Scope, facts: Sequence[UnitFacts], shared: Sequence[tuple[int, ...]]
+) -> _Said:
+    """Return what this rank sends, without a start."""
+    return _Said(
+        dist.get_rank(),
+        fingerprint_of(facts),
+        *weights_tag(scope.units, scope.parts),
+        tag_of(shared),
+        len(set.intersection(*map(set, shared))) if shared else 0,
+        any(state.handle.writes.at_build == -1 for _, state in scope.units),
+        0,
+    )
+
+
 # The first forward may run inside a transform, where hashes would have no memory.
 @outside_transforms
 def _compare(top: _FSDPState, scope: Scope, facts: Sequence[UnitFacts]) -> str | None:
@@ -268,31 +283,17 @@ def _compare(top: _FSDPState, scope: Scope, facts: Sequence[UnitFacts]) -> str |
     """
     # Shard groups of other parts are other groups.
     shared = [] if scope.parts else _shard_groups(scope.units)
-    handles = [state.handle for _, state in scope.units]
-    start, of = _written_start(top, handles)
-    said = _Said(
-        dist.get_rank(),
-        fingerprint_of(facts),
-        *weights_tag(scope.units, scope.parts),
-        tag_of(shared),
-        len(set.intersection(*map(set, shared))) if shared else 0,
-        any(each.writes.at_build == -1 for each in handles),
-        start,
-    )
-    sent: Sequence[int] = said
+    start, of = _written_start(top, [state.handle for _, state in scope.units])
+    sent: Sequence[int] = _said(scope, facts, shared)._replace(start=start)
+    size = len(sent)
     for group in scope.route:
         sent = collectives.all_gather_digests(sent, group)
-    told = [_Said(*sent[i : i + len(said)]) for i in range(0, len(sent), len(said))]
+    told = [_Said(*sent[i : i + size]) for i in range(0, len(sent), size)]
     for _, state in scope.units:
         state.initial.was_on_meta |= any(each.on_meta for each in told)
     if len({each.facts for each in told}) > 1:
         raise DesyncError(_difference(told, facts, scope.route))
-    # Ranks with the same shard groups are those that share all of them. A rank whose
-    # peers name other groups finds too few. Counted once: to count for each rank takes
-    # the square of the number of ranks.
-    alike = Counter(each.shared for each in told)
-    if any(alike[each.shared] < each.sharing for each in told):
-        raise DesyncError(_other_groups(gather(shared, scope.route)))
+    _require_same_groups(told, shared, scope.route)
     if of is not None:
         _log_equal_start(told, start, of)
     if len({each.weights for each in told}) == 1 and not any(e.written for e in told):
@@ -372,8 +373,19 @@ def _difference(
     )
 
 
-def _other_groups(told: dict[int, Sequence[tuple[int, ...]]]) -> str:
-    """Return which ranks name which shard groups, in words."""
+def _require_same_groups(
+    said: Sequence[_Said],
+    shared: Sequence[tuple[int, ...]],
+    route: tuple[dist.ProcessGroup, ...],
+) -> None:
+    """Raise DesyncError, on all ranks alike, if ranks name other shard groups."""
+    # Ranks with the same shard groups are those that share all of them. A rank whose
+    # peers name other groups finds too few. Counted once: to count for each rank takes
+    # the square of the number of ranks.
+    alike = Counter(each.shared for each in said)
+    if all(alike[each.shared] >= each.sharing for each in said):
+        return
+    told = gather(shared, route)
     rank, ranks, peer = next(
         (rank, ranks, peer)
         for rank in sorted(told)
@@ -382,7 +394,7 @@ def _other_groups(told: dict[int, Sequence[tuple[int, ...]]]) -> str:
         if ranks not in told.get(peer, ())
     )
     theirs = " and over ".join(map(ranks_text, told.get(peer, ())))
-    return (
+    raise DesyncError(
         f"Ranks disagree on who shares parameters: rank {rank} shards over "
         f"{ranks_text(ranks)}, rank {peer} over {theirs or 'no group'}. Pass the same "
         "process_group or device_mesh on all ranks. No parameter has been sent yet."
