@@ -38,7 +38,6 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]  # stub l
 
 from composable_fsdp.access import norms
 from composable_fsdp.comm import collectives
-from composable_fsdp.comm.agreement import Peers
 from composable_fsdp.comm.store_names import AgreedName
 from composable_fsdp.features.guard.meetings import History
 
@@ -149,11 +148,10 @@ def null_world(world_size: int) -> Iterator[None]:
     if BACKEND.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(BACKEND, _create, devices=["cpu"])
     dist.init_process_group(BACKEND, store=HashStore(), rank=0, world_size=world_size)
-    tally = mock.patch.multiple(Peers, tally=_tally, drop_later=mock.DEFAULT)
     # A sum over this group is the number of one rank.
     clip = mock.patch.object(norms, "can_compare", return_value=False)
     try:
-        with tally, clip, met_in_store(), equal_tags():
+        with clip, met_in_store(), equal_tags():
             yield
     finally:
         dist.destroy_process_group()
@@ -174,21 +172,16 @@ def _name(agreed: AgreedName) -> bool:
     return True
 
 
-def _tally(peers: Peers, place: str, flags: Sequence[bool], within: float) -> list[int]:
-    """Return the flags of this rank alone."""
-    return [*map(int, flags)]
-
-
 @contextmanager
 def equal_tags() -> Iterator[None]:
     """Take the other ranks to send this rank's tags; fake tensors have no values."""
 
-    def tags(peers: Peers, tag: int) -> list[int]:
-        return [tag] * peers.group.size()
+    def tags(tag: int, group: dist.ProcessGroup) -> list[int]:
+        return [tag] * group.size()
 
     def digests(digest: Sequence[int], group: dist.ProcessGroup) -> list[int]:
         return [*digest] * group.size()
 
     same = mock.patch.object(collectives, "all_gather_digests", digests)
-    with mock.patch.object(Peers, "gather_tags", tags), same:
+    with mock.patch.object(collectives, "all_gather_tag", tags), same:
         yield

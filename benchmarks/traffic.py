@@ -33,8 +33,7 @@ from benchmarks.floor import floor_shard
 from benchmarks.models import Gpt
 from benchmarks.tables import say, say_versions, table
 from composable_fsdp import Block, ModuleWrapPolicy, fully_shard, plan
-from composable_fsdp.comm.call_records import CallRecord
-from composable_fsdp.comm.collectives import record
+from composable_fsdp.comm.collectives import CallRecord, record
 from composable_fsdp.planning.layout import ParameterSpec, plan_regions, row_block
 from composable_fsdp.tools.unit_costs import Traffic
 from tests.support.tiny import TinyBlock

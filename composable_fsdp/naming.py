@@ -8,7 +8,7 @@ tree passes over the components in ``TRANSPARENT``.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 WRAPPED_MODULE = "_fsdp_wrapped_module"
 """The attribute of ``FullyShardedDataParallel`` that holds the wrapped module."""
@@ -73,15 +73,6 @@ def printable(text: str) -> str:
 def quoted(name: str) -> str:
     """Return ``name`` quoted for a message; ``ROOT_NAME`` for the root."""
     return repr(name) if name else ROOT_NAME
-
-
-def ranks_named(ranks: Sequence[int]) -> str:
-    """Return at most ``LISTED`` ranks in words, and the number of the others.
-
-    >>> ranks_named([3]), ranks_named(range(2, 9))
-    ('rank 3', 'ranks [2, 3, 4, 5, 6 and 2 more]')
-    """
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks [{listed(ranks)}]"
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

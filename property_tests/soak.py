@@ -34,7 +34,7 @@ from composable_fsdp import unshard_params
 from composable_fsdp.comm import agreement
 from composable_fsdp.comm.meeting import Call
 from composable_fsdp.comm.operations import operation_logs
-from composable_fsdp.features.guard import call_order, order_log
+from composable_fsdp.features.guard import meetings, order_log
 from property_tests import program_actions, program_states
 from property_tests.program_examples import actions
 from property_tests.program_recipes import Options, Part, Program
@@ -138,10 +138,10 @@ class Soak:
 def _tables(each: object) -> list[dict[Any, Any]]:
     """The tables of ``each`` that steps fill, none beyond its bound."""
     tables: list[tuple[dict[Any, Any], int]] = []
-    most = call_order.MOST_EVENTS
+    most = meetings.MOST_EVENTS
     kind = type(each)  # ``isinstance`` asks some objects of torch, which warn
-    if kind is call_order.CallOrder:
-        assert isinstance(each, call_order.CallOrder)
+    if kind is meetings.CallOrder:
+        assert isinstance(each, meetings.CallOrder)
         tables = [(each.following, most)]
     elif kind is order_log.RoundOrder:
         assert isinstance(each, order_log.RoundOrder)

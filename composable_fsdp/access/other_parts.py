@@ -10,7 +10,7 @@ import torch.distributed as dist
 from composable_fsdp.errors import CheckpointError, CompositionError, PlanError
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_paths import slot_path
-from composable_fsdp.naming import quoted, ranks_named
+from composable_fsdp.naming import quoted, ranks_text
 
 Route = tuple[dist.ProcessGroup, ...]
 """The groups whose ranks hold other elements of a parameter; none if all are here."""
@@ -64,7 +64,7 @@ def _same_data(first: FlatParamHandle, other: FlatParamHandle) -> bool:
 
 def _over(handle: FlatParamHandle) -> str:
     """Return a unit with its ranks, in words."""
-    return f"{handle.name} over {ranks_named(sorted(handle.groups.ranks))}"
+    return f"{handle.name} over {ranks_text(sorted(handle.groups.ranks))}"
 
 
 def count_common(

@@ -1,9 +1,11 @@
 """The only module that calls collectives of torch.distributed; calls can be recorded.
 
-Each function sends a single collective (regions that are issued together count as a
-single collective); the ``_object`` functions send the sizes first. With
-``async_op=True`` a function returns an ``Operation`` whose ``wait`` must be called
-before the result is read; otherwise the current stream is ordered after the collective.
+Each function sends a single collective over ``group``, whose ranks must all call
+(regions that are issued together count as a single collective); the ``_object``
+functions send the sizes first, and are not for the steady state. With ``async_op=True``
+a function returns an ``Operation`` whose ``wait`` must be called before the result is
+read; otherwise the current stream is ordered after the collective. All raise
+CollectiveError if the backend raises.
 
 Names of ``ProcessGroup`` methods were checked on torch 2.11 and 2.13, which renamed the
 methods; this module chooses the names at import.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,7 +26,6 @@ from torch import Tensor
 # torch.distributed exports the options of the other collectives, not these.
 from torch._C._distributed_c10d import AllgatherOptions
 
-from composable_fsdp.comm.call_records import CallRecord, require_sizes
 from composable_fsdp.comm.device import outside_transforms
 from composable_fsdp.comm.operations import begin
 from composable_fsdp.comm.sequence import Operation
@@ -57,6 +59,27 @@ _AS_IS = frozenset(
 """Dtypes that every backend can send; buffers of other dtypes are sent as bytes."""
 
 
+@dataclass(frozen=True, slots=True)
+class CallRecord:
+    """A collective as this rank sent it, for tests and benchmarks."""
+
+    op: str
+    """The kind: the name of the function here, without ``_flat``."""
+    numel: tuple[int, ...]
+    """Elements per buffer: of the full buffer (``padded_numel``) for all_gather and
+    reduce_scatter, of the shard for gather and scatter, of the tensor for all_reduce
+    and broadcast; empty for objects."""
+    dtype: tuple[torch.dtype, ...]
+    """Dtype per buffer; empty for objects."""
+    world_size: int
+    """Number of ranks of the group."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers that ``numel`` counts."""
+        return sum(n * d.itemsize for n, d in zip(self.numel, self.dtype, strict=True))
+
+
 _recorder: list[CallRecord] | None = None
 
 
@@ -64,12 +87,9 @@ _recorder: list[CallRecord] | None = None
 def record() -> Iterator[list[CallRecord]]:
     """Collect the collectives that this process sends inside the block, in order.
 
-    Inside the block, all_gather_flat and reduce_scatter_flat also check sizes and
-    dtypes, and raise FSDPError. Outside, only the backend checks. A nested block hides
-    its collectives from the outer block.
+    A nested block hides its collectives from the outer block.
     """
     global _recorder
-    # A nested block replaces the recording, so the outer block misses its calls.
     outer, _recorder = _recorder, []
     try:
         yield _recorder
@@ -98,17 +118,8 @@ def all_gather_flat(
     async_op: bool = False,
     operation: Operation | None = None,
 ) -> Operation | None:
-    """Fill each full buffer with the shards of all ranks of ``group``, in rank order.
-
-    Returns: the operation if ``async_op``, else None.
-    Raises: CollectiveError, if the backend raises.
-    Collective: an all-gather over ``group`` (several buffers are coalesced); every
-    rank must call.
-    """
-    # The sizes are checked only while recording, as in tests; in training the backend
-    # checks.
-    if _recorder is not None:
-        require_sizes(full, shard, group.size())
+    """Fill each full buffer with the shards of all ranks, in rank order."""
+    if _recorder is not None:  # no call in a step
         _note("all_gather", full, group)
     operation = operation or begin("all_gather", group, full[0])
     options = AllgatherOptions()
@@ -141,15 +152,8 @@ def reduce_scatter_flat(
     async_op: bool = False,
     operation: Operation | None = None,
 ) -> Operation | None:
-    """Sum (or average) each full buffer over the ranks; rank *r* keeps slice *r*.
-
-    Returns: the operation if ``async_op``, else None.
-    Raises: CollectiveError, if the backend raises.
-    Collective: a reduce-scatter over ``group`` (several buffers are coalesced); every
-    rank must call.
-    """
+    """Sum (or average) each full buffer over the ranks; rank *r* keeps slice *r*."""
     if _recorder is not None:
-        require_sizes(full, shard, group.size())
         _note("reduce_scatter", full, group)
     operation = operation or begin("reduce_scatter", group, full[0])
     options = dist.ReduceScatterOptions()
@@ -193,13 +197,7 @@ def all_reduce(
     async_op: bool = False,
     operation: Operation | None = None,
 ) -> Operation | None:
-    """Sum each tensor over the ranks, in place; or take the maximum or the average.
-
-    Returns: the operation if ``async_op``, else None.
-    Raises: CollectiveError, if the backend raises.
-    Collective: an all-reduce over ``group`` (NCCL coalesces several tensors); every
-    rank must call.
-    """
+    """Sum each tensor over the ranks, in place; or take the maximum or the average."""
     given: Any = [tensors] if isinstance(tensors, Tensor) else tensors
     _note("all_reduce", given, group)
     operation = operation or begin("all_reduce", group, given[0])
@@ -219,10 +217,7 @@ def all_reduce(
 
 
 def gather_flat(full: Tensor | None, shard: Tensor, group: dist.ProcessGroup) -> None:
-    """Fill ``full`` on the first rank with the shards of all ranks, in rank order.
-
-    Collective: a gather over ``group``; every rank must call.
-    """
+    """Fill ``full`` on the first rank with the shards of all ranks, in rank order."""
     _note("gather", [shard], group)
     # torch.distributed expects the global rank of the receiver.
     first = dist.get_global_rank(group, 0)
@@ -234,10 +229,7 @@ def gather_flat(full: Tensor | None, shard: Tensor, group: dist.ProcessGroup) ->
 
 
 def scatter_flat(shard: Tensor, full: Tensor | None, group: dist.ProcessGroup) -> None:
-    """Give every rank its slice of the full buffer of the first rank.
-
-    Collective: a scatter over ``group``; every rank must call.
-    """
+    """Give every rank its slice of the full buffer of the first rank."""
     _note("scatter", [shard], group)
     # torch.distributed expects the global rank of the sender.
     first = dist.get_global_rank(group, 0)
@@ -262,11 +254,7 @@ def all_to_all(
     *,
     async_op: bool = False,
 ) -> Operation | None:
-    """Send a piece of ``sent`` to each rank, and receive a piece from each rank.
-
-    Returns: the operation if ``async_op``, else None.
-    Collective: an all-to-all over ``group``; every rank must call.
-    """
+    """Send a piece of ``sent`` to each rank, and receive a piece from each rank."""
     _note("all_to_all", [sent], group)
     output, pieces = received.view(torch.uint8), sent.view(torch.uint8)
     theirs, ours = ([n * sent.itemsize for n in each] for each in sizes)
@@ -281,10 +269,7 @@ def all_to_all(
 
 
 def broadcast(tensor: Tensor, group: dist.ProcessGroup, *, rank: int = 0) -> None:
-    """Copy ``tensor`` of a single rank to every rank, in place.
-
-    Collective: a broadcast over ``group``; every rank must call.
-    """
+    """Copy ``tensor`` of a single rank to every rank, in place."""
     _note("broadcast", [tensor], group)
     first = dist.get_global_rank(group, rank)
     sent = tensor
@@ -300,13 +285,7 @@ def broadcast(tensor: Tensor, group: dist.ProcessGroup, *, rank: int = 0) -> Non
 # A first forward may run inside ``torch.func.vjp``, whose tensors gloo cannot read.
 @outside_transforms
 def broadcast_object(value: object, group: dist.ProcessGroup) -> Any:
-    """Return the picklable ``value`` of the first rank on every rank.
-
-    Not for the steady state.
-
-    Collective: a broadcast of the size and a broadcast of the bytes over ``group``;
-    every rank must call.
-    """
+    """Return the picklable ``value`` of the first rank on every rank."""
     _note("broadcast_object", (), group)
     # Every rank must pass a list of the same length; the contents of the other ranks
     # are overwritten.
@@ -324,9 +303,6 @@ def all_gather_tag(tag: int, group: dist.ProcessGroup) -> list[int]:
     """Return every rank's ``tag``, an integer of 64 bits, in group rank order.
 
     ``record`` leaves this collective out, because it moves no data of the model.
-
-    Collective: an all-gather of 8 bytes over ``group``; every rank must call. The host
-    waits for the result.
     """
     own = torch.tensor([tag], device=_device_of_numbers(group))
     return _all_gather_numbers(own, group, "all_gather_tag", "comparison of the order")
@@ -334,20 +310,11 @@ def all_gather_tag(tag: int, group: dist.ProcessGroup) -> list[int]:
 
 @outside_transforms
 def all_gather_digests(digest: Sequence[int], group: dist.ProcessGroup) -> list[int]:
-    """Return the integers ``digest`` of all ranks, one rank after the other.
-
-    Collective: an all-gather over ``group``; every rank must call. The host waits for
-    the result.
-    """
+    """Return the integers ``digest`` of all ranks, one rank after the other."""
     own = torch.tensor(digest, device=_device_of_numbers(group))
-    if _recorder is not None:
-        size = (own.numel() * group.size(),)
-        _recorder.append(
-            CallRecord("all_gather_digests", size, (own.dtype,), group.size())
-        )
-    return _all_gather_numbers(
-        own, group, "all_gather_digests", "comparison of the models"
-    )
+    _note("all_gather_digests", [own.repeat(group.size())], group)
+    why = "comparison of the models"
+    return _all_gather_numbers(own, group, "all_gather_digests", why)
 
 
 def _device_of_numbers(group: dist.ProcessGroup) -> torch.device:
@@ -371,13 +338,7 @@ def _all_gather_numbers(
 
 @outside_transforms
 def all_gather_object(value: object, group: dist.ProcessGroup) -> list[Any]:
-    """Return every rank's picklable ``value``, in group rank order.
-
-    Not for the steady state.
-
-    Collective: an all-gather of the sizes and an all-gather of the bytes over
-    ``group``; every rank must call.
-    """
+    """Return every rank's picklable ``value``, in group rank order."""
     _note("all_gather_object", (), group)
     values: list[Any] = [None] * group.size()
     _send(
@@ -389,14 +350,7 @@ def all_gather_object(value: object, group: dist.ProcessGroup) -> list[Any]:
 
 @outside_transforms
 def gather_object(value: object, group: dist.ProcessGroup) -> list[Any] | None:
-    """Return the picklable values of all ranks on the first rank.
-
-    Not for the steady state.
-
-    Returns: the values in group rank order on the first rank; None on the other ranks.
-    Collective: an all-gather of the sizes and a gather of the bytes over ``group``;
-    every rank must call.
-    """
+    """Return the picklable values of all ranks on the first, None on the others."""
     _note("gather_object", (), group)
     # Only the receiver may pass an output list.
     values: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
@@ -421,10 +375,7 @@ def _send(
     *,
     async_op: bool = False,
 ) -> Operation | None:
-    """Call ``start(async_op)``; wait for the work unless the caller will.
-
-    Raises: CollectiveError, if the backend raises.
-    """
+    """Call ``start(async_op)``; wait for the work unless the caller will."""
     # A wait of the host goes through ``Operation.wait``, which can end early.
     later = async_op or bool(operation.patience)
     return operation.send(start, later, async_op=async_op)

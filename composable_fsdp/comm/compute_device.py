@@ -1,4 +1,4 @@
-"""The compute device of a unit: the first rule that applies, and the index of a GPU."""
+"""The compute device of a unit."""
 
 from __future__ import annotations
 
@@ -18,18 +18,12 @@ def resolve_device(
     parameters: Sequence[torch.Tensor],
     below: Sequence[torch.device] = (),
 ) -> torch.device:
-    """Return the compute device of a unit.
+    """Return the compute device of a unit, with an index if CUDA.
 
     The first rule that applies: ``device_id``; a device of the mesh's device type; a
     CUDA device if the group uses NCCL; the device of the parameters; the device of the
-    units below; the CPU (for parameters on meta, which may get values on another device
-    later).
-
-    Among CUDA devices: the device of the parameters or of the units below; the device
-    that the group is bound to; the current device. If no GPU was used yet, the current
-    device is first set to ``LOCAL_RANK`` of torchrun, for the rest of the process.
-
-    Returns: the device, with an index if CUDA.
+    units below; the CPU. Among CUDA devices: the device of the parameters or of the
+    units below; the device that the group is bound to; the current device.
     """
     if device_id is not None:
         if isinstance(device_id, int):

@@ -89,10 +89,9 @@ def exchange(
 ) -> list[Outcome]:
     """Return every rank's outcome in rank order; raise nothing.
 
-    Returns: the outcomes of all ranks, so that all ranks can decide alike.
     Collective: one all-gather of objects over ``group``; all its ranks must call.
     """
-    said = Outcome(Failure.of(error, _own_rank(group)), value)
+    said = Outcome(Failure.of(error, dist.get_rank()), value)
     return collectives.all_gather_object(said, group)
 
 
@@ -100,8 +99,7 @@ def exchange(
 def raise_on_all_ranks(groups: Sequence[dist.ProcessGroup]) -> Iterator[None]:
     """If the block raises, send the error to the ranks that wait in ``exchange``.
 
-    Collective: none if the block succeeds; else one ``exchange`` per group, which pairs
-    with the exchanges of the ranks that succeeded.
+    Collective: only if the block raises, one ``exchange`` per group.
     """
     try:
         yield
@@ -114,14 +112,11 @@ def raise_on_all_ranks(groups: Sequence[dist.ProcessGroup]) -> Iterator[None]:
 
 @contextmanager
 def require_success_on_all_ranks(groups: Sequence[dist.ProcessGroup]) -> Iterator[None]:
-    """If the block raises on any rank, raise on all ranks.
-
-    ``groups`` are groups over which, in turn, a message reaches all ranks: the first
-    tells the ranks of a shard group, the second tells the other replicas.
+    """If the block raises on any rank, raise on all that ``groups`` reach in turn.
 
     Collective: one all-gather of objects over each of ``groups``.
     Raises: the exception of the block; on the other ranks the error of the first rank
-    that failed.
+        that failed.
     """
     own: Exception | None = None
     try:
@@ -130,7 +125,7 @@ def require_success_on_all_ranks(groups: Sequence[dist.ProcessGroup]) -> Iterato
         own = error
     # The result over the first group is what this rank tells in the next, so that a
     # failure crosses from a shard group to all replicas.
-    told = Failure.of(own, _own_rank(groups[0])) if groups else None
+    told = Failure.of(own, dist.get_rank()) if groups else None
     for group in groups:
         told = first_failure(collectives.all_gather_object(told, group))
     # This rank's own error has its traceback, and goes before that of an earlier rank.
@@ -140,20 +135,13 @@ def require_success_on_all_ranks(groups: Sequence[dist.ProcessGroup]) -> Iterato
         raise told.rebuilt()
 
 
-def _own_rank(group: dist.ProcessGroup) -> int:
-    """Return the global rank of this process, a member of ``group``."""
-    return dist.get_global_rank(group, group.rank())
-
-
 def send_failure(groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
     """Tell the ranks that wait in ``failed_rank`` that this rank raised.
 
-    Collective: as ``failed_rank``, but asynchronous: the call returns before the other
-    ranks have entered.
+    Collective: as ``failed_rank``, without a wait for the other ranks.
     """
     for group in groups:
-        # async_op, so that this rank's exception is raised at once, whatever the other
-        # ranks do.
+        # async_op: this rank's exception is raised at once, whatever the others do.
         flag = _flag(dist.get_rank() + 1, device)
         sent = collectives.all_reduce(flag, group, maximum=True, async_op=True)
         assert sent is not None

@@ -1,16 +1,14 @@
 """CUDA streams and events of a root; on CPU, null objects in their place.
 
-Communication overlaps with compute on three side streams: all-gathers run on the gather
-stream, reduce-scatters on the reduce stream, and the all-reduces of hybrid units on the
-all-reduce stream. On CPU, collectives are issued with
-``async_op=True`` and the CPU waits for the ``Work`` at the points where CUDA waits for
-an event. The CPU waits for the GPU only if shards are offloaded: at the end of backward
-(``Streams.synchronize``), and before an optimizer step that no backward precedes.
+Communication overlaps with compute on three side streams, for all-gathers, for
+reduce-scatters, and for all-reduces of hybrid units. On CPU, collectives are issued
+with ``async_op=True`` and the CPU waits for the ``Work`` where CUDA waits for an event.
+The CPU waits for the GPU only if shards are offloaded.
 
 Checked on torch 2.13 (CPU) and 2.11 (CUDA). Private: ``torch._C._cuda_getDevice``,
 ``_cuda_getCurrentStream`` and ``_cuda_setStream`` (``torch.cuda`` calls them after more
-Python than the launch of a kernel takes),
-``torch._C._functorch.peek_interpreter_stack`` and ``torch._C._DisableFuncTorch``.
+Python than the launch of a kernel takes), ``peek_interpreter_stack`` and
+``_DisableFuncTorch`` of functorch.
 """
 
 from __future__ import annotations
@@ -37,11 +35,8 @@ _Stream: Callable[..., torch.cuda.Stream] = torch.cuda.Stream
 
 
 def as_cuda() -> bool:
-    """Return whether units and roots on CPU get streams and events, too.
-
-    True only in a thread that simulates a step in the order of CUDA
-    (``tools.simulated_world`` puts another function here).
-    """
+    """Return whether units and roots on CPU get streams and events, too."""
+    # ``tools.simulated_world`` puts another function here.
     return False
 
 
@@ -84,7 +79,7 @@ class use_stream:  # in lower case as ``torch.cuda.stream``
 
 
 class Waitable(Protocol):
-    """The result of an issued collective; call ``wait`` before reading the output."""
+    """The result of an issued collective."""
 
     def wait(self) -> object:
         """Order all later work behind the collective."""
@@ -131,12 +126,7 @@ class UnitEvents:
     """The events and streams of a unit. Each event is recorded again in every step."""
 
     __slots__ = (
-        "all_reduce",
-        "free",
-        "gather",
-        "leaf_streams",
-        "reduce",
-        "reduce_owner",
+        *("all_reduce", "free", "gather", "leaf_streams", "reduce", "reduce_owner"),
     )
 
     def __init__(self, new_event: Callable[[], StreamEvent]) -> None:
@@ -163,29 +153,20 @@ CAPTURES: list[Callable[..., None]] = []
 """Called with ``capturing``: whether a CUDA graph is captured from now on."""
 
 
-def _note_capture(*, capturing: bool) -> None:
-    """Call ``CAPTURES``."""
+def _note_capture() -> bool:
+    """Call ``CAPTURES``; return whether the current stream captures."""
+    capturing: bool = torch.cuda.is_current_stream_capturing()
     for note in CAPTURES:
         note(capturing=capturing)
+    return capturing
 
 
 class Streams:
-    """The streams of a root on CPU: one order of work, so nothing waits for anything.
-
-    ``CudaStreams`` stands in the place of this null object on CUDA.
-    """
+    """The streams of a root on CPU: one order of work, so nothing waits."""
 
     __slots__ = (
-        "__weakref__",
-        "all_reduce",
-        "armed",
-        "compute",
-        "device",
-        "gather",
-        "host_waits",
-        "reads_host",
-        "reduce",
-        "stepped",
+        *("__weakref__", "all_reduce", "armed", "compute", "device", "gather"),
+        *("host_waits", "reads_host", "reduce", "stepped"),
     )
 
     gather: torch.cuda.Stream
@@ -213,7 +194,7 @@ class Streams:
         the first step."""
 
     def begin_iteration(self) -> bool:
-        """Make the gather stream wait for the stream of the caller of the forward.
+        """Make the gather stream wait for the caller of the forward.
 
         Returns: whether AccumulateGrad nodes may belong to another stream.
         """
@@ -269,12 +250,9 @@ class CudaStreams(Streams):
         _watch_steps(self)
 
     def begin_iteration(self) -> bool:
-        """Make the gather stream wait for the stream of the caller of the forward.
-
-        Returns: whether AccumulateGrad nodes may belong to another stream.
-        """
+        """Make the gather stream wait for the caller of the forward."""
         self.compute = current_stream(self.device)
-        _note_capture(capturing=torch.cuda.is_current_stream_capturing())
+        _note_capture()
         # The optimizer wrote the shards on the caller's stream; the gather stream reads
         # them.
         self.gather.wait_stream(self.compute)
@@ -292,9 +270,7 @@ class CudaStreams(Streams):
         # stream instead would also wait for all compute since the step. A stream that
         # captures a CUDA graph cannot wait for an event from before the capture, and
         # need not: the stream joined the capture behind that step.
-        capturing = torch.cuda.is_current_stream_capturing()
-        _note_capture(capturing=capturing)
-        if self.stepped is not None and not capturing:
+        if not _note_capture() and self.stepped is not None:
             self.gather.wait_event(self.stepped.event)
 
     def synchronize(self) -> None:
@@ -306,12 +282,10 @@ class CudaStreams(Streams):
         self.all_reduce.synchronize()
 
     def users(self, events: UnitEvents) -> list[torch.cuda.Stream]:
-        """Return the streams that write reduce buffers and ``.grad``, current first.
-
-        Usually a single stream. Several streams occur because AccumulateGrad hooks run
-        on the stream of the first forward whose graph is alive, other backward hooks on
-        the stream of the matching forward, and the final callback on the caller's.
-        """
+        """Return the streams that write reduce buffers and ``.grad``, current first."""
+        # Several, because AccumulateGrad hooks run on the stream of the first forward
+        # whose graph is alive, other backward hooks on the stream of the matching
+        # forward, and the final callback on the caller's.
         found = [current_stream(self.device)]
         for stream in (self.compute, *events.leaf_streams, events.reduce_owner):
             if stream is not None and stream not in found:
@@ -325,11 +299,9 @@ _watching = False
 
 
 def live_streams() -> weakref.WeakSet[Streams]:
-    """Return the streams of this thread's process; those of a simulation have others.
-
-    ``tools.simulated_world`` puts another function here for the thread that simulates,
-    so that optimizer steps of other threads never meet a stand-in.
-    """
+    """Return the streams of this process."""
+    # ``tools.simulated_world`` puts another function here for the thread that
+    # simulates, so that optimizer steps of other threads never meet a stand-in.
     return _live
 
 
@@ -381,8 +353,7 @@ def is_capturing() -> bool:
 def copy_async(target: Tensor, source: Tensor) -> None:
     """Issue a copy on the current stream; the CPU does not wait.
 
-    Between pinned host memory and a device, ``source`` must not change until the
-    current stream has reached the copy. A change of dtype happens on the device.
+    ``source`` must not change until the stream has reached the copy.
     """
     try:
         target.copy_(source, non_blocking=True)
@@ -399,11 +370,9 @@ def copy_async(target: Tensor, source: Tensor) -> None:
 def outside_transforms(
     function: Callable[Parameters, Result],
 ) -> Callable[Parameters, Result]:
-    """Decorate a function that makes or replaces tensors of this package.
-
-    Inside a transform of torch.func (``jvp``, ``vjp``, ``vmap``) such tensors would be
-    wrappers that are dead after the transform.
-    """
+    """Decorate a function that makes or replaces tensors of this package."""
+    # Inside a transform of torch.func (``jvp``, ``vjp``, ``vmap``) such tensors would
+    # be wrappers that are dead after the transform.
 
     @wraps(function)
     def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from itertools import chain
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
-from composable_fsdp.comm.mesh_names import divide_mesh, refuse_model_parallel
 from composable_fsdp.comm.nodes import PEERLESS, node_groups, node_size
 from composable_fsdp.comm.operations import operation_log
 from composable_fsdp.config import HYBRID, ShardingStrategy
-from composable_fsdp.errors import CompositionError, PhaseError, PlanError
+from composable_fsdp.errors import PhaseError, PlanError
 
 
 class GroupRef:
@@ -46,6 +42,10 @@ class GroupRef:
         return self
 
 
+def _ref(group: dist.ProcessGroup | None) -> GroupRef | None:
+    return None if group is None else GroupRef(group)
+
+
 class Groups:
     """The process groups of a unit. A group of a single rank is ``None``.
 
@@ -57,16 +57,8 @@ class Groups:
     """
 
     __slots__ = (
-        "can_average",
-        "expert_ranks",
-        "experts_ref",
-        "has_peers",
-        "names",
-        "rank",
-        "replicas",
-        "replicate_ref",
-        "shard_ref",
-        "shard_world_size",
+        *("can_average", "expert_ranks", "experts_ref", "has_peers", "names", "rank"),
+        *("replicas", "replicate_ref", "shard_ref", "shard_world_size"),
     )
 
     def __init__(
@@ -75,28 +67,23 @@ class Groups:
         replicate: dist.ProcessGroup | None,
         experts: dist.ProcessGroup | None = None,
     ) -> None:
-        # A group of a single rank sends nothing, so the rest of the code sees no group.
-        self.shard_world_size = shard.size() if shard is not None else 1
-        self.replicas = replicate.size() if replicate is not None else 1
         self.rank = shard.rank() if shard is not None else 0
-        alone = shard is None or self.shard_world_size == 1
-        self.shard_ref = None if alone or shard is None else GroupRef(shard)
-        alone = replicate is None or self.replicas == 1
-        self.replicate_ref = None if alone or replicate is None else GroupRef(replicate)
-        self.expert_ranks = 1 if experts is None else experts.size()
-        alone = experts is None or self.expert_ranks == 1
-        self.experts_ref = None if alone or experts is None else GroupRef(experts)
-        self.can_average = all(
-            each.operations.is_nccl
-            for each in (self.shard_ref, self.replicate_ref)
-            if each
-        )
+        given = (shard, replicate, experts)
+        sizes = [1 if group is None else group.size() for group in given]
+        self.shard_world_size, self.replicas, self.expert_ranks = sizes
+        # A group of a single rank sends nothing, so the rest of the code sees no group.
+        refs = [
+            None if size == 1 else _ref(group)
+            for group, size in zip(given, sizes, strict=True)
+        ]
+        self.shard_ref, self.replicate_ref, self.experts_ref = refs
+        sending = [ref for ref in refs[:2] if ref is not None]
+        self.can_average = all(ref.operations.is_nccl for ref in sending)
         """Whether collectives of GPU tensors can average; gloo can only sum."""
         self.has_peers = any(
-            dist.get_backend(each) not in PEERLESS for each in self.present
+            dist.get_backend(ref.get()) not in PEERLESS for ref in sending
         )
         """Whether there are other ranks; a fake group has none."""
-        refs = (self.shard_ref, self.replicate_ref, self.experts_ref)
         self.names = tuple([each.get().group_name if each else "" for each in refs])
         """Equal for units over the same ranks; ``Groups`` may be several objects."""
 
@@ -204,15 +191,8 @@ class RankLayout:
     """
 
     __slots__ = (
-        "_experts",
-        "_groups",
-        "_replicate",
-        "_shard",
-        "by_node",
-        "device_type",
-        "is_nccl",
-        "replicas",
-        "shard_world_size",
+        *("_experts", "_groups", "_replicate", "_shard", "by_node", "device_type"),
+        *("is_nccl", "replicas", "shard_world_size"),
     )
 
     def __init__(
@@ -225,8 +205,7 @@ class RankLayout:
         experts: dist.ProcessGroup | None = None,
     ) -> None:
         self._shard = GroupRef(shard)
-        self._experts = None if experts is None else GroupRef(experts)
-        self._replicate = None if replicate is None else GroupRef(replicate)
+        self._replicate, self._experts = _ref(replicate), _ref(experts)
         self.device_type = device_type
         """Device type of the mesh, or ``None`` without a mesh."""
         self.by_node = by_node
@@ -264,7 +243,14 @@ class RankLayout:
         """
         size = None
         if strategy is ShardingStrategy.NO_SHARD:
-            self._require_everyone()
+            group = self._everyone()
+            if group is not None and group.size() != self.world_size:
+                raise PlanError(
+                    "NO_SHARD averages over all ranks in one group; the two that were "
+                    f"given hold {self.world_size} ranks together, the default group "
+                    f"{group.size()}. Pass one group, or a 1-D mesh, of the "
+                    f"{self.world_size} ranks."
+                )
         elif self.replicate is not None:
             size = self.shard_world_size
         elif strategy in HYBRID:
@@ -281,8 +267,7 @@ class RankLayout:
         """Return the groups of a unit with ``strategy``; units share equal groups.
 
         Collective: creates the groups of the nodes at the first call for a hybrid
-        strategy without given groups; all ranks of the default group must call. Else
-        none.
+            strategy without given groups; all ranks of the default group must call.
         Raises: PlanError, as ``sizes``.
         """
         if strategy not in self._groups:
@@ -291,12 +276,10 @@ class RankLayout:
                 # Not cached: the groups of the nodes may be destroyed before the
                 # default group.
                 return Groups(*node_groups(self.world_size))
-            if strategy is ShardingStrategy.NO_SHARD:
-                everyone = self._everyone()
-                self._groups[strategy] = Groups(None, everyone, self.experts)
-            else:
-                made = Groups(self.shard, self.replicate, self.experts)
-                self._groups[strategy] = made
+            whole = strategy is ShardingStrategy.NO_SHARD
+            shard = None if whole else self.shard
+            copies = self._everyone() if whole else self.replicate
+            self._groups[strategy] = Groups(shard, copies, self.experts)
         return self._groups[strategy]
 
     def _everyone(self) -> dist.ProcessGroup | None:
@@ -305,179 +288,3 @@ class RankLayout:
         if replicate is None or replicate.size() == 1:
             return shard
         return replicate if shard.size() == 1 else dist.group.WORLD
-
-    def _require_everyone(self) -> None:
-        """Raise PlanError if no single group holds all ranks, which NO_SHARD needs."""
-        group = self._everyone()
-        if group is not None and group.size() != self.world_size:
-            raise PlanError(
-                "NO_SHARD averages over all ranks in one group; the two that were "
-                f"given hold {self.world_size} ranks together, the default group "
-                f"{group.size()}. Pass one group, or a 1-D mesh, of the "
-                f"{self.world_size} ranks."
-            )
-
-
-def require_process_group(api: str) -> None:
-    """Raise CompositionError, naming ``api``, without an initialised process group."""
-    if not dist.is_available() or not dist.is_initialized():
-        raise CompositionError(
-            f"{api} needs a process group and torch.distributed is not initialised. "
-            "Start the script with torchrun and call "
-            "torch.distributed.init_process_group() first; "
-            "composable_fsdp.plan(module, world_size=...) needs neither."
-        )
-
-
-def resolve_ranks(
-    process_group: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None,
-    device_mesh: DeviceMesh | None,
-    api: str,
-    expert_mesh: DeviceMesh | None = None,
-) -> RankLayout:
-    """Turn the caller's groups and meshes into a ``RankLayout``.
-
-    A 1-D mesh shards. A 2-D mesh replicates over dim 0 and shards over dim 1; a mesh
-    whose dims are named in the other order is refused.
-
-    Returns: the layout.
-    Collective: none; creates no group.
-    Raises: PlanError, for any other mesh, for both a mesh and a group, or if this rank
-    is not in the group; CompositionError, if torch.distributed is not initialised.
-    """
-    found = _data_ranks(process_group, device_mesh, api)
-    if expert_mesh is None:
-        return found
-    experts = _expert_group(expert_mesh, found)
-    return RankLayout(found.shard, found.replicate, found.device_type, experts=experts)
-
-
-def _data_ranks(
-    process_group: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None,
-    device_mesh: DeviceMesh | None,
-    api: str,
-) -> RankLayout:
-    """Return the layout without experts; see ``resolve_ranks``."""
-    require_process_group(api)
-    if process_group is not None and device_mesh is not None:
-        raise PlanError(
-            "Pass process_group or device_mesh, not both: each names the ranks."
-        )
-    if device_mesh is not None:
-        return _from_mesh(device_mesh)
-    if isinstance(process_group, (tuple, list)):
-        if len(process_group) != 2:
-            raise PlanError(
-                "A tuple of process groups is (shard group, replicate group); got "
-                f"{len(process_group)} groups."
-            )
-        shard, replicate = _member(process_group[0]), _member(process_group[1])
-        _refuse_overlap(shard, replicate)
-        return RankLayout(shard, replicate, None)
-    group = _member(process_group if process_group is not None else dist.group.WORLD)
-    # Only the default group may be divided by node: the caller's own group is used as
-    # given.
-    by_node = process_group is None
-    # Units of the same group share a layout, so that they also share ``Groups``
-    # objects.
-    layouts = _layouts.setdefault(group, {})
-    if by_node not in layouts:
-        layouts[by_node] = RankLayout(group, None, None, by_node=by_node)
-    return layouts[by_node]
-
-
-# Layouts by group; the key is whether the caller gave no group. A layout references its
-# group weakly (``GroupRef``), so that the entry is deleted together with the group.
-_layouts: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[bool, RankLayout]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def _expert_group(mesh: object, ranks: RankLayout) -> dist.ProcessGroup:
-    """Return the group of ranks with other experts.
-
-    Raises: PlanError, if a rank of the mesh also shares the unit; TypeError.
-    """
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(
-            f"expert_mesh expects a 1-D DeviceMesh, got {type(mesh).__name__}. Pass "
-            "the dimension whose ranks hold other experts, such as mesh['ep']."
-        )
-    if mesh.ndim != 1:
-        raise PlanError(
-            f"expert_mesh expects a 1-D mesh, got {mesh.ndim}-D: {mesh}. Pass the "
-            "dimension whose ranks hold other experts, such as mesh['ep']."
-        )
-    group = _member(mesh.get_group())
-    pairs = (ranks.shard, ranks.replicate)
-    data = [dist.get_process_group_ranks(each) for each in pairs if each is not None]
-    shared = set(chain(*data)) & set(dist.get_process_group_ranks(group))
-    # Ranks that share the unit hold the same experts.
-    if shared != {dist.get_rank()}:
-        raise PlanError(
-            "expert_mesh expects ranks that hold other experts; of its ranks "
-            f"{sorted(shared)} also share or copy this unit. Make one mesh of all data "
-            "ranks, (edp, ep), and pass device_mesh=mesh['edp'], "
-            "expert_mesh=mesh['ep']."
-        )
-    return group
-
-
-def _refuse_overlap(shard: dist.ProcessGroup, replicate: dist.ProcessGroup) -> None:
-    """Raise PlanError unless this rank is the only rank in both groups."""
-    first, second = map(dist.get_process_group_ranks, (shard, replicate))
-    # The two groups must be a row and a column of a grid of ranks.
-    if len(set(first) & set(second)) > 1:
-        raise PlanError(
-            "A tuple of process groups expects (shard group, replicate group) that "
-            f"have one rank in common; got ranks {sorted(first)} and {sorted(second)}. "
-            "Make them the rows and columns of a grid, or pass a 2-D device_mesh."
-        )
-
-
-def _member(group: object) -> dist.ProcessGroup:
-    """Return ``group``; raise if ``group`` is no process group of this rank."""
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise PlanError(
-            f"Rank {dist.get_rank()} is not in the process group it was given. Call "
-            "fully_shard only on the ranks of the group."
-        )
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(
-            "process_group expects a torch.distributed.ProcessGroup, got "
-            f"{type(group).__name__}."
-        )
-    return group
-
-
-def _from_mesh(mesh: DeviceMesh) -> RankLayout:
-    """Return the layout of a 1-D mesh, a 2-D mesh (replicate, shard), or by names."""
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(
-            f"device_mesh expects a DeviceMesh, got {type(mesh).__name__}. Make one "
-            "with torch.distributed.device_mesh.init_device_mesh."
-        )
-    if mesh.ndim == 1:
-        if mesh._get_root_mesh().ndim > 1:
-            refuse_model_parallel(mesh, *(mesh.mesh_dim_names or ()))
-        return RankLayout(_member(mesh.get_group()), None, mesh.device_type)
-    if mesh.ndim == 2:
-        first, second = mesh.mesh_dim_names or ("", "")
-        # A mesh with the dims in the other order would silently shard over the
-        # replicas.
-        if "shard" in first or "replicate" in second:
-            raise PlanError(
-                "A 2-D device_mesh expects dimension 0 to replicate and dimension 1 to "
-                f"shard; got dimensions named {first!r} and {second!r}. Make it as "
-                "init_device_mesh(..., mesh_dim_names=('replicate', 'shard'))."
-            )
-        refuse_model_parallel(mesh, first, second)
-        return RankLayout(
-            _member(mesh.get_group(1)), _member(mesh.get_group(0)), mesh.device_type
-        )
-    shard, replicate = divide_mesh(mesh)
-    return RankLayout(
-        _member(shard.get_group()),
-        None if replicate is None else _member(replicate.get_group()),
-        mesh.device_type,
-    )

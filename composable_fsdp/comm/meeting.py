@@ -8,14 +8,39 @@ collective of the other ranks. So such a call meets the other ranks before it se
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 
-from composable_fsdp.naming import ranks_named
+from composable_fsdp.naming import ranks_text
 
 MEETS: list[Callable[..., None]] = []
 """What ``meet`` calls, with its arguments; ``features.defaults`` fills the list."""
+
+
+class Announcement(NamedTuple):
+    """What a rank comes to a meeting with."""
+
+    told: str
+    """What the rank does, for the error of ranks that do something else."""
+    predicate: str
+    """What the rank does while it waits."""
+    opening: str
+    """The begin of this rank's error if the others do not come."""
+    way_out: str
+    """The last sentences of an error."""
+    place: tuple[str, ...] = ()
+    """Where in the order of units; empty for a call of the user."""
+    facts: object = None
+    """What else is compared."""
+
+    def alone(self, why: str) -> str:
+        """Return the error of this rank, which gives up because of ``why``."""
+        is_whole = self.opening.endswith(".")
+        if "never meet" in why:  # with a way out of its own
+            return f"{self.opening} {why}." if is_whole else f"{why}."
+        why = f"{why[:1].upper()}{why[1:]}" if is_whole else why
+        return f"{self.opening} {why}. {self.way_out}"
 
 
 class Call(NamedTuple):
@@ -41,51 +66,25 @@ class Call(NamedTuple):
         return f"{self.name}({inside})" + (f" of {self.of}" if self.of else "")
 
     @property
-    def told(self) -> str:
-        """The call, for ranks that make another one."""
-        return f"calls {self.story}"
-
-    @property
-    def facts(self) -> None:
-        """Nothing that ``told`` does not say."""
-
-    @property
-    def predicate(self) -> str:
-        """The call, for ranks that wait for this one."""
-        return f"is in {self.story}"
-
-    def alone(self, why: str) -> str:
-        """Return the error of this rank if the others do not come."""
-        return alone_text(
-            f"{self.story} was called on this rank, and", why, self.way_out
-        )
-
-    def unlike(self, here: Mapping[int, tuple[str, Any]]) -> str:
-        """Return the error for the ranks that are ``here``, by what each does."""
-        return unlike_text(here)
+    def announced(self) -> Announcement:
+        """The call as this rank announces it."""
+        story = self.story
+        opening = f"{story} was called on this rank, and"
+        return Announcement(f"calls {story}", f"is in {story}", opening, self.way_out)
 
 
-def alone_text(story: str, why: str, way_out: str) -> str:
-    """Return the error of a rank that gives up: ``story``, then ``why``."""
-    if not story.endswith("."):
-        return f"{why}." if "never meet" in why else f"{story} {why}. {way_out}"
-    why = f"{why[:1].upper()}{why[1:]}."
-    return f"{story} {why}" if "never meet" in why else f"{story} {why} {way_out}"
+def who_does(texts: Mapping[int, str]) -> str:
+    """Return which ranks do what, in words.
 
-
-def unlike_text(here: Mapping[int, tuple[str, Any]]) -> str:
-    """Return the error for the ranks that are ``here``, by what each does."""
+    >>> who_does({0: "calls save()", 1: "calls load()", 2: "calls load()"})
+    'rank 0 calls save(); each of ranks 1-2 calls load()'
+    """
     ranks: dict[str, list[int]] = {}
-    for rank, (told, _) in sorted(here.items()):
-        ranks.setdefault(told, []).append(rank)
-    calls = "; ".join(
-        f"{'each of ' if len(each) > 1 else ''}{ranks_named(each)} {told}"
-        for told, each in ranks.items()
-    )
-    return (
-        f"Ranks make different calls, and each needs all ranks: {calls}. Nothing "
-        "was sent, and no value was changed. Make the same calls in the same "
-        "order, with equal arguments, on every rank."
+    for rank, text in sorted(texts.items()):
+        ranks.setdefault(text, []).append(rank)
+    return "; ".join(
+        f"{'each of ' if len(each) > 1 else ''}{ranks_text(each)} {text}"
+        for text, each in ranks.items()
     )
 
 

@@ -19,11 +19,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-# The functions of this module have the default group of the first import as a default
-# argument for ever. The first optimizer of a process imports the module, and then a
-# gloo group has threads at the exit of the process, which now and then abort it
-# ("terminate called without an active exception"). Before any group exists the default
-# is None.
+# The functions of this module keep the default group of the first import as a default
+# argument for ever, whose threads now and then abort the process at its exit. Before
+# any group exists the default is None.
 import torch.distributed.nn.functional  # noqa: F401  # for its time of import
 from torch.distributed import distributed_c10d
 
@@ -55,36 +53,15 @@ def node_size(world_size: int) -> int:
     if world_size == 1:
         return 1
     text = os.environ.get(VARIABLE, "")
-    if not text.isdecimal() or int(text) < 1:
+    size = int(text) if text.isdecimal() else 0
+    if not size or world_size % size:
         raise PlanError(
             "HYBRID_SHARD without process_group and device_mesh shards within a node, "
-            f"and expects the node's number of ranks in {VARIABLE}, which is "
-            f"{text or 'not set'}. Start the script with torchrun, which sets it, or "
-            "pass a 2-D device_mesh (replicate, shard)."
-        )
-    size = int(text)
-    if world_size % size:
-        raise PlanError(
-            f"HYBRID_SHARD without process_group and device_mesh expects nodes of "
-            f"equal size; {VARIABLE}={size} does not divide the world size "
-            f"{world_size}. Pass a 2-D device_mesh (replicate, shard)."
+            f"and expects in {VARIABLE} the node's number of ranks, which divides the "
+            f"world size {world_size}; got {text or 'nothing'}. Start the script with "
+            "torchrun, which sets it, or pass a 2-D device_mesh (replicate, shard)."
         )
     return size
-
-
-def node_parts(world_size: int) -> tuple[list[range], list[range]]:
-    """Return the ranks of all shard groups, and of all replicate groups.
-
-    Ranks of a node are consecutive, as torchrun numbers the ranks.
-
-    Raises: PlanError, as ``node_size``.
-    """
-    size = node_size(world_size)
-    starts = range(0, world_size, size)
-    return (
-        [range(start, start + size) for start in starts],
-        [range(i, world_size, size) for i in range(size)],
-    )
 
 
 def node_groups(
@@ -92,12 +69,17 @@ def node_groups(
 ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
     """Return this rank's (shard, replicate) groups; ``None`` for a single rank.
 
-    Collective: creates the groups at the first call in a process, none later; all ranks
-    of the default group must call.
+    Collective: creates the groups at the first call in a process; all ranks of the
+        default group must call.
     Raises: PlanError, as ``node_size``.
     """
-    nodes, across = node_parts(world_size)
-    return _group_among(nodes), _group_among(across)
+    # Ranks of a node are consecutive, as torchrun numbers the ranks.
+    size = node_size(world_size)
+    starts = range(0, world_size, size)
+    return (
+        _group_among([range(start, start + size) for start in starts]),
+        _group_among([range(i, world_size, size) for i in range(size)]),
+    )
 
 
 def _group_among(parts: Sequence[range]) -> dist.ProcessGroup | None:
@@ -137,64 +119,52 @@ def _known(ranks: tuple[int, ...], purpose: str) -> dist.ProcessGroup | None:
 def private_group(
     ranks: tuple[int, ...], purpose: str, timeout: float | None = None
 ) -> dist.ProcessGroup | None:
-    """Return a gloo group of the global ranks ``ranks`` for ``purpose``.
+    """Return a gloo group of the global ``ranks`` for ``purpose``; None for one rank.
 
     No other code sends on the group, so the group can be used at the same time as
     collectives of training, and by another thread if the thread has a purpose of its
     own.
 
-    Returns: the group; None if ``ranks`` has a single rank.
-
-    Collective: creates the group at the first call, none later; all of ``ranks`` must
-    call, other ranks need not.
+    Collective: creates the group at the first call; all of ``ranks`` must call, other
+        ranks need not.
     """
-    # A single rank has nothing to exchange, and no group to wait in.
     if len(ranks) == 1:
         return None
-    group = _known(ranks, purpose)
-    if group is None:
-        assert dist.group.WORLD is not None
-        # torch's own default of 30 minutes would outlive the model's groups.
-        told = os.environ.get(TIMEOUT_VARIABLE) or timeout
-        limit = timedelta(seconds=float(told or group_timeout(dist.group.WORLD)))
-        described = f"composable_fsdp {purpose}"
-        group = _new_group(ranks, described, limit, "gloo")
-        _made[ranks, purpose] = weakref.ref(group)
-    return group
+    assert dist.group.WORLD is not None
+    # torch's own default of 30 minutes would outlive the model's groups.
+    told = os.environ.get(TIMEOUT_VARIABLE) or timeout
+    return _own_group(
+        ranks, purpose, "gloo", float(told or group_timeout(dist.group.WORLD))
+    )
 
 
 def twin_group(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
     """Return another group of the same ranks, backend and timeout, for ``purpose``.
 
-    Collective: creates the group at the first call, none later; all ranks of ``group``
-    must call. NCCL with ``init_process_group(device_id=...)`` divides the communicator
-    of the default group, all ranks of which must then make a group at the same time.
+    Collective: creates the group at the first call; all ranks of ``group`` must call.
+        NCCL with ``init_process_group(device_id=...)`` divides the communicator of the
+        default group, all ranks of which must then make a group at the same time.
     """
     ranks = tuple(dist.get_process_group_ranks(group))
-    backend = dist.get_backend(group)
-    # A gloo and an NCCL group of the same ranks have different twins.
-    found = _known(ranks, f"{purpose} {backend}")
-    if found is None:
-        limit = timedelta(seconds=group_timeout(group))
-        found = _new_group(ranks, f"composable_fsdp {purpose}", limit, backend)
-        _made[ranks, f"{purpose} {backend}"] = weakref.ref(found)
-    return found
+    return _own_group(ranks, purpose, dist.get_backend(group), group_timeout(group))
 
 
-def _new_group(
-    ranks: tuple[int, ...], described: str, timeout: timedelta, backend: str
+def _own_group(
+    ranks: tuple[int, ...], purpose: str, backend: str, seconds: float
 ) -> dist.ProcessGroup:
-    """Create a group of some ranks of the default group.
-
-    Private names of torch, checked on 2.13.
-    """
+    """Return a group of some ranks of the default group, made at the first call."""
+    key = f"{purpose} {backend}"
+    known = _known(ranks, key)
+    if known is not None:
+        return known
+    described = f"composable_fsdp {purpose}"
     # ``new_group(use_local_synchronization=True)`` derives the name from the number of
     # groups that a process knows, which differs between ranks, and torch's other names
     # are in the store of torchrun already after a restart.
     if backend in PEERLESS:
         name = f"{described} {len(distributed_c10d._world.pg_names)}"
     else:
-        name = AgreedName(described, ranks).agree(timeout.total_seconds())
+        name = AgreedName(described, ranks).agree(seconds)
     group: dist.ProcessGroup
     group, _ = distributed_c10d._new_process_group_helper(
         len(ranks),
@@ -203,13 +173,14 @@ def _new_group(
         dist.Backend(backend),
         distributed_c10d._get_default_store(),
         name,  # type: ignore[arg-type]  # torch's GroupName
-        timeout=timeout,
+        timeout=timedelta(seconds=seconds),
         group_desc=described,
     )
     # ``_new_process_group_helper`` does not register the ranks of the group;
     # ``new_group`` does so after the helper.
     places = {rank: i for i, rank in enumerate(ranks)}
     distributed_c10d._world.pg_group_ranks[group] = places
+    _made[ranks, key] = weakref.ref(group)
     return group
 
 

@@ -47,8 +47,7 @@ class OperationRecord(NamedTuple):
     """Time when the wait ended: on CPU, the collective has ended; on CUDA, the current
     stream was ordered behind the collective. None before."""
     state: str
-    """``"issued"``, ``"running"`` or ``"done"``. On CUDA, as the watch last saw the
-    device, which the watch asks while this rank issues no collective."""
+    """``"issued"``, ``"running"`` (this rank waits) or ``"done"``, as ``done`` says."""
 
     def __str__(self) -> str:
         about = " ".join(filter(None, [self.op, self.unit]))
@@ -56,8 +55,7 @@ class OperationRecord(NamedTuple):
         size = f", {self.numel:,} x {self.dtype}" if self.numel else ""
         end = "not waited for" if self.waited is None else "waiting"
         if self.done is not None and self.waited is not None:
-            waited = f", waited {1e3 * (self.done - self.waited):.3g} ms"
-            end = self.state + (waited if self.state == "done" else " on the device")
+            end = f"done, waited {1e3 * (self.done - self.waited):.3g} ms"
         return f"{self.number} {about} ({self.phase}{size}): issued {at}, {end}"
 
     @classmethod
@@ -94,17 +92,11 @@ class OperationRecord(NamedTuple):
 
 
 def _state(operation: Operation) -> str:
-    """Return the state of a collective, as far as this rank knows."""
-    log = operation.log
-    if operation.number == log.device_runs:
-        return "running"
-    # Without events of a device the host has waited for the end.
-    if operation.number <= log.device_done or (operation.done and not log.marks):
+    """Return the state of a collective, as the host knows it."""
+    if operation.done:
         return "done"
-    # The device has not been asked, or has ended no later collective. A collective
-    # without a ``Work`` blocks while it is issued.
-    blocks = operation.waited or operation.work is None
-    return "running" if blocks and not operation.done else "issued"
+    # A collective without a ``Work`` blocks while it is issued.
+    return "running" if operation.waited or operation.work is None else "issued"
 
 
 # A unit is IDLE in the step only while it is prefetched by the forward of another unit.
@@ -128,11 +120,10 @@ class _Ours(dict[str, bool]):
     """By file name: whether the file is in this package."""
 
     def __missing__(self, name: str) -> bool:
-        found = self[name] = Path(name).is_relative_to(_ROOT)
+        found = self[name] = Path(name).is_relative_to(Path(__file__).parents[1])
         return found
 
 
-_ROOT = Path(__file__).parents[1]
 _ours = _Ours()
 
 
@@ -168,8 +159,7 @@ class Reporter:
 
     def failed(self, operation: Operation, error: RuntimeError) -> FSDPError:
         """Return the error of this package for ``error`` of the backend."""
-        # The raw error names sockets or streams and no parameter, so the text begins
-        # with what the user knows: the unit and the phase. The raw error is the cause.
+        # The raw error names sockets or streams, so begin with what the user knows.
         record = OperationRecord.of(operation)
         uneven = f" {UNEVEN}" if record.phase == "forward" else ""
         return CollectiveError(
@@ -226,12 +216,8 @@ def leave(group: dist.ProcessGroup, text: str, *, owes: bool = False) -> None:
 def waiting_in(log: OperationLog) -> Operation | None:
     """Return the operation in which this rank waits; None if it waits in none."""
     # ``list`` of a deque is atomic: the main thread may append meanwhile.
-    for each in reversed(list(log.operations)):
-        # Without a wait the program goes on. A collective without a ``Work`` blocks
-        # while it is issued.
-        if not each.done and (each.waited or each.work is None):
-            return each
-    return None
+    last = reversed(list(log.operations))
+    return next((each for each in last if _state(each) == "running"), None)
 
 
 def begin(
@@ -240,10 +226,7 @@ def begin(
     tensor: Tensor | None = None,
     phase: str | None = None,
 ) -> Operation:
-    """Return a new operation that is not about a single unit.
-
-    Returns: the operation, in the log of ``group``.
-    """
+    """Return a new operation that is not about a single unit, in the group's log."""
     log = operation_log(group)
     # Threads may send in another order than they number, so what two threads do is no
     # proof of a deadlock (``guard.watch``).

@@ -7,17 +7,15 @@ ranges in its trace::
         composable_fsdp::all_gather (blocks.0)
         composable_fsdp::all_gather_wait (blocks.0)
     composable_fsdp::backward (blocks.0)
-    composable_fsdp::reduce_scatter (blocks.0)
 
-Without a profiler, a step reads two variables per range and makes no call: callers ask
-``profiler._is_profiler_enabled`` before they open a range, and ``OPEN`` before they
-close a range. ``_is_profiler_enabled`` is private; read only by callers of this module,
-checked on torch 2.13.
+Without one, a step reads two variables per range: callers ask
+``profiler._is_profiler_enabled`` (private, checked on torch 2.13) before they open a
+range, and ``OPEN`` before they close a range.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -26,17 +24,10 @@ from composable_fsdp.naming import ROOT_NAME
 profiler: Any = torch.autograd.profiler
 """The module whose ``_is_profiler_enabled`` tells whether a profiler runs."""
 
-
-class Range(NamedTuple):
-    """An open range: the name of the unit, and torch's ``record_function``."""
-
-    unit: str
-    record: Any
-
-
-OPEN: dict[tuple[str, int], list[Range]] = {}
+OPEN: dict[tuple[str, int], list[tuple[str, Any]]] = {}
 """The open ranges by kind ("forward" or "backward") and id of the tree's context, the
-innermost last. Empty, so false, if no range is open."""
+innermost last: the name of the unit, and torch's ``record_function``. Empty, so false,
+if no range is open."""
 
 
 def running_unit(stage: str) -> str | None:
@@ -45,7 +36,7 @@ def running_unit(stage: str) -> str | None:
     for kind in dict.fromkeys((stage, "forward", "backward")):
         for (each, _), ranges in OPEN.items():
             if each == kind and ranges:
-                return ranges[-1].unit
+                return ranges[-1][0]
     return None
 
 
@@ -66,26 +57,26 @@ def collective_range(op: str, unit: str | None) -> Any:
 
 
 def begin_range(kind: str, tree: object, unit: str) -> None:
-    """Open the range of a unit's forward or backward.
+    """Open the range of a unit's forward or backward, nested as the units are.
 
-    Ranges of a tree are nested as the units are: the range of a unit beside ``unit`` is
-    closed. Ranges of units below are closed, and opened again inside the new range.
+    The range of a unit beside ``unit`` is closed. Ranges of units below are closed, and
+    opened again inside the new range.
     """
     opened = OPEN.setdefault((kind, id(tree)), [])
     below: list[str] = []
-    while opened and not _is_at_or_below(unit, opened[-1].unit):
-        last = opened.pop()
-        last.record.__exit__(None, None, None)
+    while opened and not _is_at_or_below(unit, opened[-1][0]):
+        name, record = opened.pop()
+        record.__exit__(None, None, None)
         # The output of the last unit of a model is an output of the root, too, and the
         # hook of the root runs right after that of the unit, which is empty so far.
-        if _is_at_or_below(last.unit, unit):
-            below.append(last.unit)
+        if _is_at_or_below(name, unit):
+            below.append(name)
     for each in (unit, *reversed(below)):
         # Torch's own ranges of a backward are those of nodes, so a range over several
         # nodes begins inside a node's range and ends inside another.
         record = profiler.record_function(range_name(kind, each))
         record.__enter__()
-        opened.append(Range(each, record))
+        opened.append((each, record))
 
 
 def _is_at_or_below(unit: str, above: str) -> bool:
@@ -97,10 +88,10 @@ def end_range(kind: str, tree: object, unit: str) -> None:
     """Close the innermost range of the unit, if any, and the ranges inside."""
     opened = OPEN.get((kind, id(tree)), [])
     # The profiler may have started after the begin.
-    while any(each.unit == unit for each in opened):
-        last = opened.pop()
-        last.record.__exit__(None, None, None)
-        if last.unit == unit:
+    while any(name == unit for name, _ in opened):
+        name, record = opened.pop()
+        record.__exit__(None, None, None)
+        if name == unit:
             break
     # An empty table tells callers that nothing is left to close.
     if not opened:
@@ -111,5 +102,5 @@ def end_all_ranges(tree: object) -> None:
     """Close all ranges of a tree, which an error may have left open."""
     # The innermost first, as torch expects of ranges on a thread.
     for kind in ("forward", "backward"):
-        for each in reversed(OPEN.pop((kind, id(tree)), [])):
-            each.record.__exit__(None, None, None)
+        for _, record in reversed(OPEN.pop((kind, id(tree)), [])):
+            record.__exit__(None, None, None)

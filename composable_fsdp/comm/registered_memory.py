@@ -1,12 +1,8 @@
 """Memory that the NCCL backend allocates, and registers with its communicators.
 
-NCCL then sends from and into the memory without copies through buffers of its own
-("user buffers"; in-network reduction and copy engines need them). All ranks must
+NCCL then sends from and into the memory without copies ("user buffers"). All ranks must
 allocate and register in the same order, as arenas do, whose slots follow from the plan.
-
-``Backend.mem_allocator``, ``eager_connect_single_device`` and ``register_mem_pool`` of
-a process group's backend are private in parts of torch; used only here, with the names
-and arguments of torch 2.13 and 2.11.
+Methods of the backend that are private in parts of torch are used as in 2.13 and 2.11.
 """
 
 from __future__ import annotations
@@ -45,8 +41,6 @@ class RegisteredMemory:
 
     def register(self) -> None:
         """Register the pool with the communicator of each group, in order.
-
-        Memory that is allocated in the pool later is registered by torch.
 
         Collective: all ranks of each group create the communicator, if there is none.
         """

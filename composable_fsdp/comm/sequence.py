@@ -35,7 +35,7 @@ _NO_LIMIT = timedelta(0)  # as ``Work.wait`` takes it
 
 
 class Recorder(Protocol):
-    """What a process group tells of its operations, beyond the log."""
+    """The seam at which ``features.guard`` sees the operations of a group."""
 
     def issued(self, operation: Operation) -> None:
         """Check ``operation`` before it is sent, if the log is ``guarded``."""
@@ -61,19 +61,8 @@ class OperationLog:
     """The collectives of a process group on this rank, in the order of issue."""
 
     __slots__ = (
-        "__weakref__",
-        "device_done",
-        "device_moved",
-        "device_runs",
-        "guarded",
-        "is_nccl",
-        "marks",
-        "name",
-        "number",
-        "operations",
-        "patience",
-        "recorder",
-        "threads",
+        *("__weakref__", "guarded", "is_nccl", "marks", "name", "number"),
+        *("operations", "patience", "recorder", "threads"),
     )
 
     def __init__(self, group: dist.ProcessGroup, recorder: Recorder) -> None:
@@ -82,16 +71,13 @@ class OperationLog:
         self.number = 0
         """Number of collectives issued so far."""
         self.operations: deque[Operation] = deque(maxlen=MOST_OPERATIONS)
-        # Only gloo's ``Work`` can be waited for in slices: with NCCL, a limit makes the
-        # host wait for the GPU.
-        # ``init_process_group()`` without a backend, or with ``"cpu:gloo,cuda:nccl"``,
-        # creates a group with a backend per device. The name of such a group is neither
-        # "nccl" nor "gloo", so the backend of the device is looked up.
+        # By device: ``"cpu:gloo,cuda:nccl"`` makes a group that is neither of the two.
         backends = dist.get_backend_config(group)
-        sliced = "cpu:gloo" in backends
         self.is_nccl = "cuda:nccl" in backends
         """Whether the group sends CUDA tensors by NCCL."""
-        self.patience = PATIENCE if sliced else _NO_LIMIT
+        # Only gloo's ``Work`` can be waited for in slices: with NCCL, a limit makes the
+        # host wait for the GPU.
+        self.patience = PATIENCE if "cpu:gloo" in backends else _NO_LIMIT
         """Limit of a single wait of the host for a collective of CPU tensors."""
         self.recorder = recorder
         # Set by ``guard.watch``.
@@ -103,30 +89,14 @@ class OperationLog:
         # later operation alone. Units write here in every step, without a call.
         self.marks: dict[Mark, int] = {}
         """By CUDA event: the number of the operation behind which it was recorded."""
-        # Set by ``guard.progress``.
-        self.device_done = self.device_runs = 0
-        """Numbers of the last operation that the device is known to have ended, and of
-        the operation that the device runs; 0 if none is known."""
-        self.device_moved = 0
-        """Time in nanoseconds when ``device_done`` has last grown."""
 
 
 class Operation:
     """A collective that this rank has issued, and the ``Work`` to wait for."""
 
     __slots__ = (
-        "done",
-        "dtype",
-        "issued",
-        "log",
-        "number",
-        "op",
-        "patience",
-        "phase",
-        "shape",
-        "unit",
-        "waited",
-        "work",
+        *("done", "dtype", "issued", "log", "number", "op", "patience", "phase"),
+        *("shape", "unit", "waited", "work"),
     )
 
     def __init__(
@@ -154,12 +124,7 @@ class Operation:
     def send(
         self, start: Callable[..., Any], *args: Any, async_op: bool
     ) -> Operation | None:
-        """Call ``start(*args)``, which hands the collective to the backend.
-
-        Returns: the operation if ``async_op``, else None.
-        Raises: CollectiveError, if the backend raises.
-        Collective: that of ``start``.
-        """
+        """Call ``start(*args)``, which hands the collective to the backend."""
         if self.log.guarded:
             self.log.recorder.issued(self)
         try:
@@ -179,8 +144,7 @@ class Operation:
     def wait(self) -> None:
         """Wait for the collective: the host on CPU, the current stream on CUDA.
 
-        Raises: CollectiveError, if the backend raises; DesyncError, if another rank
-            never sends this collective.
+        Raises: CollectiveError; DesyncError, if another rank never sends it.
         """
         self.waited = time_ns()
         # The work keeps the buffers alive, and the log must not.

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from composable_fsdp.errors import CollectiveError, DesyncError
-from composable_fsdp.naming import ranks_named
+from composable_fsdp.naming import ranks_text
 
 _MOST_VISITS = 4096
 """Visits to the store per second that all waiting ranks of a group make at most."""
@@ -31,13 +31,12 @@ _MOST_VISITS = 4096
 def pauses(ranks: int) -> Iterator[float]:
     """Yield the seconds between visits of one of ``ranks`` that waits in the store.
 
-    The pauses grow: at first the rank must not lose time, and a rank that waits long
-    must not keep the store busy, which serves all ranks of the job, one after another.
-
     >>> from itertools import islice
     >>> [list(islice(pauses(ranks), 20))[-1] for ranks in (8, 1024)]
     [0.05, 0.25]
     """
+    # They grow: at first the rank must not lose time, and a rank that waits long must
+    # not keep the store busy, which serves all ranks of the job, one after another.
     pause, longest = 0.0005, max(0.05, ranks / _MOST_VISITS)
     while True:
         yield pause
@@ -102,7 +101,7 @@ class AgreedName:
             if time.monotonic() - start > limit:
                 raise DesyncError(
                     f"Rank {dist.get_rank()} uses process group {self._label!r} for "
-                    f"the first time, and {ranks_named(self.missing())} did not come "
+                    f"the first time, and {ranks_text(self.missing())} did not come "
                     f"within {limit:g} s. Make the same calls in the same order on "
                     "every rank."
                 )

@@ -20,10 +20,7 @@ class Works:
         self._works = works
 
     def wait(self, limit: timedelta) -> None:
-        """Wait for the calls, at most ``limit`` for each.
-
-        Raises: RuntimeError, after ``limit`` or if the backend raises.
-        """
+        """Wait for the calls, at most ``limit`` for each; RuntimeError after it."""
         for work in self._works:
             work.wait(limit)
 
@@ -44,11 +41,7 @@ def one_call_per_buffer(
 
 
 class ReducedSlices(Works):
-    """The reduce-scatter of gloo: all-reduces, of which every rank keeps its slice.
-
-    Unlike torch's reduce-scatter over gloo, a wait ends at its limit, and a completed
-    reduction says so.
-    """
+    """The reduce-scatter of gloo: all-reduces, of which every rank keeps its slice."""
 
     __slots__ = ("_outputs", "_slices")
 
@@ -62,10 +55,7 @@ class ReducedSlices(Works):
         self._slices, self._outputs = slices, outputs
 
     def wait(self, limit: timedelta) -> None:
-        """Wait for the all-reduces, at most ``limit`` for each, and copy the slices.
-
-        Raises: RuntimeError, after ``limit`` or if the backend raises.
-        """
+        """Wait for the all-reduces, at most ``limit`` for each, and copy the slices."""
         super().wait(limit)
         torch._foreach_copy_(self._outputs, self._slices)
 
@@ -75,10 +65,7 @@ def all_reduce_each(
     tensors: Sequence[Tensor],
     options: dist.AllreduceOptions,
 ) -> Works | dist.Work:
-    """All-reduce several tensors by a call each.
-
-    Returns: the works, to be waited for as one. Collective: the all-reduces.
-    """
+    """All-reduce several tensors by a call each."""
     # gloo adds coalesced tensors in another order: a sum would depend on the number of
     # regions.
     works = [start([tensor], options) for tensor in tensors]
@@ -93,10 +80,7 @@ def all_reduce_slices(
     op: Any,
     overwrite: bool,
 ) -> ReducedSlices:
-    """Reduce-scatter by an all-reduce of each full buffer.
-
-    Returns: the works, to be waited for as one. Collective: the all-reduces.
-    """
+    """Reduce-scatter by an all-reduce of each full buffer."""
     # torch's reduce-scatter over gloo copies the input, all-reduces the copy, and
     # returns a ``Work`` that ignores the limit of a wait and never completes.
     options = dist.AllreduceOptions()

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from composable_fsdp.access.grads import clip_grad_norm_, no_sync
 from composable_fsdp.access.settings import register_comm_hook
 from composable_fsdp.access.unshard_params import unshard_params
-from composable_fsdp.comm.groups import require_process_group
+from composable_fsdp.comm.meshes import require_process_group
 from composable_fsdp.comm.wire_format import WireFormat
 from composable_fsdp.compose.registry import get_state
 from composable_fsdp.config import (

@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from composable_fsdp.comm.compute_device import resolve_device
-from composable_fsdp.comm.groups import RankLayout, resolve_ranks
+from composable_fsdp.comm.groups import RankLayout
+from composable_fsdp.comm.meshes import resolve_ranks
 from composable_fsdp.comm.registered_memory import refuse_without_nccl
 from composable_fsdp.entries.initial_values import prepare_values
 from composable_fsdp.errors import CompositionError, PlanError

@@ -97,7 +97,7 @@ def _shard(
             (LOCAL_WORLD_SIZE ranks) and replicate across nodes.
         device_mesh: The ranks as a mesh instead of ``process_group``: a 1-D mesh
             shards, a 2-D mesh is (replicate, shard), and dims of a larger mesh are
-            taken by their names (``comm.mesh_names``).
+            taken by their names (``comm.meshes``).
         expert_mesh: The ranks that hold other experts in the place of ``module``, as a
             1-D mesh, for experts that are plain parameters. Gradients are divided by
             the ranks of both meshes, norms are over both, and state dicts hold the

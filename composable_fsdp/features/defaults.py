@@ -24,13 +24,12 @@ from composable_fsdp.features.changes.late_registration import (
 )
 from composable_fsdp.features.comm_hooks.reduction import reduce_by_hook
 from composable_fsdp.features.deepcopy import let_copy
-from composable_fsdp.features.guard.debug_shards import hash_if_debugging
 from composable_fsdp.features.guard.foreign_strategies import guard_strategies
 from composable_fsdp.features.guard.initialized import require_initialized
 from composable_fsdp.features.guard.meetings import meet_in_store
+from composable_fsdp.features.guard.order_log import compare_ranks
 from composable_fsdp.features.guard.progress import note_capture
-from composable_fsdp.features.guard.ranks_meet import compare_ranks, meet_to_sync
-from composable_fsdp.features.guard.same_models import compare_models
+from composable_fsdp.features.guard.same_models import compare_models, meet_to_sync
 from composable_fsdp.features.guard.under_ddp import install_ddp_hook
 from composable_fsdp.features.guard.watch import watch
 from composable_fsdp.features.log_line import log_units
@@ -78,9 +77,7 @@ moments.MODULES_SHARDED.extend(
 moments.TREE_INITIALIZED.append(give_slots)
 moments.MODELS_MEET.append(compare_models)
 moments.RANKS_MEET.append(compare_ranks)
-moments.FIRST_FORWARD.extend(
-    (require_initialized, log_units, begin_audit, hash_if_debugging)
-)
+moments.FIRST_FORWARD.extend((require_initialized, log_units, begin_audit))
 moments.CHANGED_FLAGS.append(changed_settings)
 moments.PASSAGES.update(first=FIRST, full=FULL, moving=MOVING, searches=Searches)
 moments.HANDED_OUT.append(hand_out)

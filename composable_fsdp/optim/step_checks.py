@@ -1,19 +1,14 @@
 """What is checked before a step: whole parameters, their state, and their gradients.
 
-An element-wise optimizer may step on any part of a parameter. An optimizer that uses
-whole matrices, norms, or all parameters at once would silently compute something else:
-those of torch are refused here by name, and the audit of the first step tells of others
-by what they call. Parameters that every rank holds whole (``NO_SHARD``, ``replicate``,
-ignored parameters, a single rank) may be trained by any optimizer.
+Torch's optimizers of whole matrices or norms are refused by name; the audit of the
+first step tells of others. Parameters that every rank holds whole take any optimizer.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import warnings
 import weakref
-import zlib
 from collections import Counter
 from operator import attrgetter
 from typing import Any, Final
@@ -24,7 +19,7 @@ from torch import Tensor, nn
 
 from composable_fsdp.access.unsharded_unit import UNSHARDED
 from composable_fsdp.comm.agreement import Peers, can_compare
-from composable_fsdp.errors import CompositionError, FSDPError, PhaseError
+from composable_fsdp.errors import CompositionError, PhaseError
 from composable_fsdp.flat.flat_parameter import (
     FlatParamRecord,
     find_flat,
@@ -40,8 +35,6 @@ from composable_fsdp.phases import Phase
 from composable_fsdp.tree.moments import OPTIMIZER_CHECKED
 from composable_fsdp.tree.unit_settings import IGNORED
 
-_PATIENCE = 5.0
-"""Seconds to wait for ranks that do not step."""
 _REASONS: Final = {
     "Muon": "orthogonalises whole matrices",
     "Adafactor": "scales by means over rows, columns and whole parameters",
@@ -53,7 +46,7 @@ _REASONS: Final = {
 
 def parameters_of(optim: Any) -> list[nn.Parameter]:
     """Return the parameters of all groups, in order."""
-    # A list, not a generator: the hook after each step asks, and each ``yield`` counts.
+    # A list: the hook after each step asks, and each ``yield`` would be a call.
     return [p for group in getattr(optim, "param_groups", ()) for p in group["params"]]
 
 
@@ -85,10 +78,7 @@ def flat_name(handle: FlatParamHandle, flat: FlatParamRecord) -> str:
 
 
 def needs_whole_params(optim: object) -> str:
-    """Return why ``optim`` cannot step on shards; empty if no reason is known.
-
-    A class with ``works_on_shards = True`` is accepted.
-    """
+    """Return why ``optim`` cannot step on shards; empty if no reason is known."""
     if getattr(optim, "works_on_shards", False):
         return ""
     names = (kind.__name__ for kind in type(optim).__mro__)
@@ -96,14 +86,10 @@ def needs_whole_params(optim: object) -> str:
 
 
 def require_elementwise(optim: object) -> None:
-    """Refuse an optimizer that needs whole parameters and holds sharded parameters.
-
-    Raises: CompositionError, on all ranks alike.
-    """
+    """Refuse an optimizer that needs whole parameters and holds sharded parameters."""
     reason = needs_whole_params(optim)
     for parameter in parameters_of(optim) if reason else ():
-        # Refuse a flat parameter also on a single rank, because a flat parameter joins
-        # several parameters in a vector.
+        # A flat parameter also on a single rank: it joins several in a vector.
         flat, leaf = find_flat(parameter), cut_leaf(parameter)
         if flat is None and leaf is None:
             continue
@@ -125,10 +111,8 @@ def require_elementwise(optim: object) -> None:
 def require_outside_unshard_params(optim: torch.optim.Optimizer) -> None:
     """Refuse a step on sharded parameters while ``unshard_params`` shows the full ones.
 
-    Raises: PhaseError, on all ranks alike, before any parameter has changed.
+    Raises: PhaseError.
     """
-    # The end of the block writes the full values into the shards and would undo the
-    # step.
     for parameter in parameters_of(optim) if UNSHARDED else ():
         leaf, flat = find_leaf(parameter), find_flat(parameter)
         found = leaf or flat
@@ -145,15 +129,10 @@ def require_outside_unshard_params(optim: torch.optim.Optimizer) -> None:
 def steps_on_full_params(optim: torch.optim.Optimizer) -> bool:
     """Return whether ``optim`` steps on full parameters that have gradients.
 
-    ``unshard_params(module, with_grads=True)`` shows such parameters, and the end of
-    the block keeps their new values. Other full parameters never get a gradient.
-
-    Raises: CompositionError, on the ranks that hold some, before any parameter has
-        changed.
+    Raises: CompositionError, for full parameters that get none.
     """
     strangers = [p for p in parameters_of(optim) if not (find_leaf(p) or find_flat(p))]
-    # Full and sharded parameter share a ``__dict__``, for every dtype and for every
-    # block of ``unshard_params``.
+    # Full and sharded parameter share a ``__dict__``.
     originals = originals_by_vars() if strangers else {}
     found = [
         (p, *originals[key])
@@ -162,7 +141,7 @@ def steps_on_full_params(optim: torch.optim.Optimizer) -> bool:
     ]
     if not found:
         return False
-    # Only a block with ``with_grads=True`` gives gradients to full parameters.
+    # A block with ``with_grads=True`` gives gradients, and keeps the step at its end.
     if all(handle.phase is Phase.SUMMON for _, handle, _ in found) and any(
         p.grad is not None for p, *_ in found
     ):
@@ -185,8 +164,7 @@ def prepare_flats(optim: torch.optim.Optimizer) -> None:
     flats = flats_in(optim.param_groups)
     for flat in flats:
         handle = flat()
-        # A flat parameter without a region is retired: the unit was laid out anew,
-        # after some of its parameters were frozen or unfrozen.
+        # Without a region it is retired.
         if flat.region is None and handle is not None:
             raise CompositionError(
                 f"{type(optim).__name__} holds {flat_name(handle, flat)}, of which "
@@ -199,10 +177,7 @@ def prepare_flats(optim: torch.optim.Optimizer) -> None:
 
 
 def require_no_flat_originals(optim: torch.optim.Optimizer) -> None:
-    """Refuse original parameters whose gradients go to a flat parameter.
-
-    Raises: CompositionError.
-    """
+    """Refuse original parameters whose gradients go to a flat parameter."""
     for parameter in parameters_of(optim):
         found = find_leaf(parameter)
         if found is not None and param_ref(*found).region.flat is not None:
@@ -216,19 +191,12 @@ def require_no_flat_originals(optim: torch.optim.Optimizer) -> None:
 
 
 def require_current(optim: torch.optim.Optimizer) -> None:
-    """Refuse parameters that were replaced in their module, unless both are held.
-
-    Raises: CompositionError, on all ranks alike, before any parameter has changed.
-    """
+    """Refuse parameters that were replaced in their module, unless both are held."""
     held = set(map(id, parameters_of(optim)))
-    gone = []
-    for found in map(successor, parameters_of(optim)):
-        # ``found[1]`` is the parameter that is now in the place of the old parameter.
-        if found is None or id(found[1]) in held or not found[1].requires_grad:
-            continue
-        known = find_leaf(found[1])
-        assert known is not None
-        gone.append(leaf_name(*known))
+    # Each with the parameter that is in its place now.
+    replaced = [found[1] for p in parameters_of(optim) if (found := successor(p))]
+    new = [p for p in replaced if id(p) not in held and p.requires_grad]
+    gone = [leaf_name(*leaf) for leaf in map(find_leaf, new) if leaf is not None]
     if gone:
         raise CompositionError(
             f"{type(optim).__name__} holds what {listed(gone)} were "
@@ -241,74 +209,66 @@ def require_current(optim: torch.optim.Optimizer) -> None:
         call(parameters_of(optim))
 
 
-def require_agreement(
-    optim: torch.optim.Optimizer, refused: FSDPError | None, *, is_first: bool
-) -> None:
-    """Refuse state that does not fit the shards, and groups that differ by rank.
+def compare_ranks(optim: torch.optim.Optimizer) -> None:
+    """Refuse options that differ between ranks; warn of gradients that nothing reduces.
 
-    A rank may not see by shapes what another one refuses, so ranks tell each other
-    through the key-value store, and wait for each other at most ``_PATIENCE`` seconds.
+    The first rank of a group writes what it holds to the key-value store, and the
+    others compare: a round trip, which waits for no rank.
 
-    Raises: CompositionError, on all ranks.
+    Raises: CompositionError, on the rank that sees the difference.
     """
-    # Of the class that the other ranks raise.
-    own = refused and CompositionError(str(refused.args[0]))
-    own = own or _other_shapes(optim)
-    told = None
+    plain = _unmanaged(optim)
     for group, handle in _groups_of(optim).items():
         log = handle.logs.reduce
-        # The peers of the order log, whose keys are the same on all ranks, whatever
-        # optimizers of other models each rank has stepped. Without a log there was no
-        # forward, and no gradient.
+        # Without a log there was no forward, and no gradient. Its keys are the same on
+        # all ranks, whatever optimizers of other models each rank has stepped.
         if log is None or not log.peers:
-            peers, place = Peers(group, "own state"), "own state"
-        else:
-            peers = log.peers[0]
-            counts = _exchanges.setdefault(peers, Counter())
-            counts[handle.name] += 1
-            place = f"own state/{handle.name}/{counts[handle.name]}"
-        if is_first and own is None:
-            own = _compare_options(optim, group, peers, f"{place}/groups")
-        if own is not None:
-            peers.say(f"{place}/refused", str(own.args[0]))
-        refusals = peers.tally(place, [own is not None], _PATIENCE)
-        if refusals is not None and is_first:
-            peers.drop_later(f"{place}/groups")
-        # Usually no rank refuses, and nothing is read.
-        if refusals is not None and refusals[0]:
-            told = peers.heard(f"{place}/refused") or told
-            peers.drop_later(f"{place}/refused")
-    if own is not None:
-        raise own
-    if told is not None:
-        raise CompositionError(f"On another rank: {told}")
+            continue
+        peers = log.peers[0]
+        counts = _compared.setdefault(peers, Counter())
+        counts[handle.name] += 1
+        place = f"optimizer/{handle.name}/{counts[handle.name]}"
+        ours, gradients = _options(optim, group), _fingerprint(plain)
+        other = peers.say(place, [ours, gradients])
+        # The last rank to leave removes the key.
+        peers.leave(f"{place}/left", [place])
+        if other is not None:
+            theirs, their_gradients = other.value
+            _require_equal(optim, ours, theirs, other.rank)
+            if gradients != their_gradients:
+                _warn_of_unreduced(optim, plain, other.rank)
 
 
-_exchanges: weakref.WeakKeyDictionary[Peers, Counter[str]] = weakref.WeakKeyDictionary()
-"""Number of exchanges of the ranks of an order log, by the unit with the least name."""
+_compared: weakref.WeakKeyDictionary[Peers, Counter[str]] = weakref.WeakKeyDictionary()
+"""Number of comparisons over an order log, by the unit with the least name."""
 
 
-def _compare_options(
-    optim: torch.optim.Optimizer, group: dist.ProcessGroup, peers: Peers, place: str
-) -> CompositionError | None:
-    """Return the error of ranks that step a parameter with different options."""
+def _options(optim: torch.optim.Optimizer, group: dist.ProcessGroup) -> dict[str, Any]:
+    """Return the numbers among the options of each parameter in units of ``group``."""
     held: dict[str, Any] = {}
     # By name, because the order of the groups may differ.
     for each in optim.param_groups:
-        numbers = {k: v for k, v in each.items() if _is_number(v)}
+        # As JSON returns them, which has no tuples.
+        numbers = {
+            k: list(v) if isinstance(v, tuple) else v
+            for k, v in each.items()
+            if _is_number(v)
+        }
         leaves = filter(None, map(find_leaf, each["params"]))
         names = (param_path(*leaf) for leaf in leaves if leaf[0].groups.shard is group)
         held |= dict.fromkeys(names, numbers)
-    # Compressed: all ranks send the names to one store.
-    mine = json.dumps(held, sort_keys=True)
-    other = peers.say(place, zlib.compress(mine.encode()).hex())
-    if other is None:
-        return None
-    # Numbers as JSON returns them, without tuples.
-    ours = json.loads(mine)
-    theirs = json.loads(zlib.decompress(bytes.fromhex(other.value)))
+    return dict(sorted(held.items()))
+
+
+def _require_equal(
+    optim: torch.optim.Optimizer,
+    ours: dict[str, Any],
+    theirs: dict[str, Any],
+    rank: int,
+) -> None:
+    """Refuse options that another rank has otherwise. Raises: CompositionError."""
     if ours == theirs:  # 1 and 1.0
-        return None
+        return
     what = "the same parameters"
     pair: tuple[Any, ...] = (f"{len(ours)} parameters", "others")
     if ours.keys() == theirs.keys():
@@ -316,8 +276,8 @@ def _compare_options(
         one, two = ours[name], theirs[name]
         key = min(k for k in {**one, **two} if one.get(k) != two.get(k))
         what, pair = f"one {key!r} for {quoted(name)}", (one.get(key), two.get(key))
-    told = sorted(zip((dist.get_rank(), other.rank), pair, strict=True))
-    return CompositionError(
+    told = sorted(zip((dist.get_rank(), rank), pair, strict=True))
+    raise CompositionError(
         f"{type(optim).__name__} expects on all ranks {what}, got "
         f"{listed(f'{value} on rank {each}' for each, value in told)}. Each rank would "
         "train its rows of a parameter with settings of its own. p.shape and p.numel() "
@@ -349,8 +309,8 @@ def _groups_of(
     return firsts
 
 
-def _other_shapes(optim: torch.optim.Optimizer) -> CompositionError | None:
-    """Return the error for state whose shapes do not fit this rank's shards."""
+def require_shapes(optim: torch.optim.Optimizer) -> None:
+    """Refuse state whose shapes do not fit this rank's shards."""
     for parameter, values in optim.state.items():
         flat, leaf = find_flat(parameter), cut_leaf(parameter)
         if isinstance(values, dict) and (flat or leaf):
@@ -364,8 +324,7 @@ def _other_shapes(optim: torch.optim.Optimizer) -> CompositionError | None:
                 ):
                     name = flat_name(*flat) if flat else leaf and leaf_name(*leaf)
                     who = f"{type(optim).__name__}'s state {key!r} of {name}"
-                    return _misfit(who, value, parameter, whole)
-    return None
+                    raise _misfit(who, value, parameter, whole)
 
 
 def _misfit(
@@ -391,63 +350,30 @@ def _misfit(
     )
 
 
-def compare_unmanaged(optim: torch.optim.Optimizer) -> None:
-    """Warn of gradients that differ between ranks, of parameters outside units.
-
-    Gradients that something else reduces (DDP, a hook of the user) are equal on all
-    ranks. If no unit holds some of the parameters: two round trips to the key-value
-    store, which wait for no other rank.
-    """
-    parameters = parameters_of(optim)
-    owners = [find_leaf(p) or find_flat(p) for p in parameters]
-    shards = (owner[0].groups.shard for owner in owners if owner)
-    group = next((shard for shard in shards if shard is not None), None)
-    # Select by ``requires_grad`` and not by ``.grad``: all ranks must select the same
-    # parameters, and the presence of gradients may differ between ranks.
-    plain = [
+def _unmanaged(optim: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Return the trainable parameters that no unit holds and no option leaves out."""
+    # By ``requires_grad`` and not by ``.grad``, which may differ between ranks.
+    return [
         p
-        for p, owner in zip(parameters, owners, strict=True)
-        if owner is None and p.requires_grad and not hasattr(p, IGNORED)
+        for p in parameters_of(optim)
+        if p.requires_grad
+        and not hasattr(p, IGNORED)
+        and not (find_leaf(p) or find_flat(p))
     ]
-    if group is None or not plain or not can_compare(group):
-        return
-    peers = Peers(group, "unheld")
-    said = peers.say("step", _fingerprint(plain))
-    shapes = listed(tuple(p.shape) for p in plain)
-    text = (
+
+
+def _warn_of_unreduced(
+    optim: torch.optim.Optimizer, plain: list[nn.Parameter], rank: int
+) -> None:
+    """Warn of gradients, of parameters outside units, that differ between ranks."""
+    warnings.warn(
         f"{type(optim).__name__} steps {len(plain)} parameters that no unit holds, of "
-        f"shapes {shapes}; expected equal gradients on all ranks, and those of "
-        "ranks {0} and {1} differ: nothing reduces them, and "
-        "the ranks drift apart. Call fully_shard on the whole model after its parts, "
-        "or replicate on what is left, or name them in ignored_states."
+        f"shapes {listed(tuple(p.shape) for p in plain)}; expected equal gradients on "
+        f"all ranks, and those of ranks {dist.get_rank()} and {rank} differ: nothing "
+        "reduces them, and the ranks drift apart. Call fully_shard on the whole model "
+        "after its parts, replicate what is left, or name them in ignored_states.",
+        stacklevel=5,
     )
-    if said is None:
-        _unwarned[optim] = peers, text
-    else:
-        ranks = dist.get_rank(), said.rank
-        # This key stays in the store, once per program that trains wrongly.
-        peers.say("differ", ranks)
-        warnings.warn(text.format(*ranks), stacklevel=4)
-    # The last rank to leave removes the keys.
-    peers.leave("left", ["step"])
-
-
-_unwarned: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[Peers, str]] = (
-    weakref.WeakKeyDictionary()
-)
-"""The text of ranks that came before the rank that could compare."""
-
-
-def warn_of_unmanaged(optim: torch.optim.Optimizer) -> None:
-    """Warn in the second step on the ranks that have seen no difference in the first.
-
-    Rank 0 mostly steps first, and many users read the log of rank 0 alone. Every rank
-    has begun another forward meanwhile, and so made its first step.
-    """
-    peers, text = _unwarned.pop(optim, (None, ""))
-    ranks = peers and peers.heard("differ")
-    if ranks:
-        warnings.warn(text.format(*ranks), stacklevel=4)
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from composable_fsdp.errors import CheckpointError, FSDPError
+from composable_fsdp.errors import CheckpointError, CompositionError
 from composable_fsdp.flat import residency
 from composable_fsdp.flat.gradients import has_arrived
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
@@ -29,17 +29,16 @@ from composable_fsdp.flat.step_counts import count_step, is_counting_steps
 from composable_fsdp.naming import listed
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.optim.step_checks import (
-    compare_unmanaged,
+    compare_ranks,
     handles_of,
     parameters_of,
     prepare_flats,
-    require_agreement,
     require_current,
     require_elementwise,
     require_no_flat_originals,
     require_outside_unshard_params,
+    require_shapes,
     steps_on_full_params,
-    warn_of_unmanaged,
 )
 from composable_fsdp.phases import BACKWARD_PRE
 from composable_fsdp.runtime.unshard import shard_versions
@@ -93,8 +92,8 @@ _any_counts = False
 def install_step_hooks() -> None:
     """Register the global step hooks and have every optimizer checked again."""
     global _applications
-    # torch's global hooks also run for optimizers that exist already. Those that have
-    # stepped are checked again, because their parameters may just have been sharded.
+    # Optimizers that have stepped are checked again: their parameters may just have
+    # been sharded.
     if not _applications:
         register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_after_step)
@@ -102,10 +101,7 @@ def install_step_hooks() -> None:
 
 
 def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Check ``optim`` before its step; the global pre-hook.
-
-    Raises: CompositionError or PhaseError, before any parameter has changed.
-    """
+    """Check ``optim`` before its step; the global pre-hook."""
     global _any_counts
     if torch.compiler.is_compiling():
         return
@@ -113,50 +109,38 @@ def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         _note_unwritten(optim)
     prepare_flats(optim)
     require_outside_unshard_params(optim)
-    # Compare identity and length of the lists instead of all parameters: this line runs
-    # in every step.
+    # Not all parameters: this line runs in every step.
     lists = [group["params"] for group in optim.param_groups]
     at = (_applications, times_replaced(), [(id(each), len(each)) for each in lists])
-    refused: FSDPError | None = None
     met = _known.get(optim)
     if met is None or met.at != at:
         if steps_on_full_params(optim):
-            # The step is valid while ``unshard_params`` shows the full parameters. The
-            # optimizer is not remembered, so that each of its steps is checked again.
+            # Not remembered, so that each of its steps is checked.
             return
-        # Install the hooks before the checks below: the hooks cut state that was loaded
-        # earlier into this rank's parts, and the checks expect parts.
+        # First, so that state that was loaded earlier is cut into parts.
         try:
             install_optimizer_hooks(optim)
         except CheckpointError as error:
-            # All ranks raise below: a rank that holds nothing of the parameter has seen
-            # nothing.
-            refused = error
+            raise CompositionError(str(error.args[0])) from error
         met = _KnownOptimizer(at, optim)
         _any_counts = _any_counts or met.uncounted or bool(met.empty)
     elif met.looks == _LOOKED_AT:
         return
     require_elementwise(optim)
     require_no_flat_originals(optim)
-    require_agreement(optim, refused, is_first=not met.looks)
+    require_shapes(optim)
     if not met.looks:
         require_current(optim)
-        compare_unmanaged(optim)
+        compare_ranks(optim)
         _warn_of_unreduced(optim, met.handles)
         for look in FIRST_STEPS:
             look(optim)
-    else:
-        warn_of_unmanaged(optim)
     met.looks += 1
     _known[optim] = met
 
 
 def _note_unwritten(optim: torch.optim.Optimizer) -> None:
-    """Note units that stay valid in a step that only creates state.
-
-    ``torch.distributed.checkpoint.state_dict`` calls ``step`` with zero gradients and a
-    learning rate of zero for that, and the version counters change.
-    """
+    """Note units that stay valid in a step that only creates state."""
     # An entry is here if such a step raised before the hook after the step.
     _unwritten.pop(optim, None)
     if _only_creates_state(optim):
@@ -222,8 +206,7 @@ def _writes_uncounted(optim: torch.optim.Optimizer) -> bool:
 def _count_writes(optim: torch.optim.Optimizer, met: _KnownOptimizer) -> None:
     """Move versions that the step has not moved, as other steps and ranks do.
 
-    Backward would otherwise use the new weights, or the old, by strategy, or would
-    raise on the ranks alone that hold elements.
+    Backward would else use the new weights, or raise on the ranks that hold elements.
     """
     # Lists: this runs in every step, where each item of a generator is a call.
     if [1 for each in met.empty if each.is_old()]:
@@ -285,7 +268,7 @@ class _EmptyLeaves(NamedTuple):
 def _empty_leaves(optim: torch.optim.Optimizer) -> list[_EmptyLeaves]:
     """Return, per unit, the parameters of ``optim`` without elements on this rank.
 
-    Groups with ``fused`` are left out: fused kernels do not move version counters.
+    Fused kernels do not move version counters, so their groups are left out.
     """
     found: dict[int, _EmptyLeaves] = {}
     groups = [group for group in optim.param_groups if not group.get("fused")]
@@ -318,13 +301,11 @@ def _may_have_stepped(
     optim: torch.optim.Optimizer, handles: Sequence[weakref.ref[FlatParamHandle]]
 ) -> bool:
     """Return whether the step may have changed parameters, on this or another rank."""
-    # If this rank's own gradients were cleared before the step, the gradients on other
-    # ranks were cleared, too. Only a parameter that the last reduction gave a gradient
-    # tells: a frozen or unused one has none in any case. A rank that holds elements of
-    # no such parameter cannot tell.
+    # If this rank's gradients were cleared before the step, so were those of other
+    # ranks. Only a parameter that the last reduction gave a gradient tells; a rank that
+    # holds elements of none cannot.
     stepped = set(map(id, parameters_of(optim)))
-    # One after the other: usually the first has a gradient, and the hook runs in every
-    # step.
+    # Lazily: usually the first has a gradient, and the hook runs in every step.
     found = (
         each.grad is not None
         for link in handles

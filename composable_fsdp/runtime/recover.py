@@ -159,8 +159,7 @@ def _new_order(context: RuntimeContext, state: _FSDPState) -> StepOrder:
     # buffers of other sizes, which aborts the process.
     mode = (state.fqn, training, torch.is_grad_enabled(), context.changed_flags)
     fills = any(map(_fills, context.handles))
-    make = moments.OWN_ORDERS.get(context)
-    order: StepOrder = make(mode, fills) if make else moments.ORDERS[fills](mode)
+    order: StepOrder = moments.ORDERS[fills](mode)
     return order
 
 

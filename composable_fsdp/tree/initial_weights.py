@@ -41,7 +41,6 @@ class InitialWeights:
         "_versions",
         "awaits_buffers",
         "compared",
-        "drawn",
         "hashes",
         "is_checked",
         "synced",
@@ -67,8 +66,6 @@ class InitialWeights:
         """On the outermost unit of a tree: with which ranks the tree was compared."""
         self.awaits_buffers = False
         """Whether buffers of the unit were on meta and may still have no values."""
-        self.drawn: dict[int, int] = {}
-        """By slot index: the start of random numbers that were drawn into a shard."""
         self.was_on_meta = False
         """Whether shards of the model were on meta on any rank; known from the first
         gather."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 from torch import nn
 
@@ -63,9 +63,6 @@ without a gradient."""
 
 CHANGED: WeakSet[Any] = WeakSet()
 """Contexts with a setting that was changed since the last forward began."""
-OWN_ORDERS: WeakKeyDictionary[Any, Callable[..., Any]] = WeakKeyDictionary()
-"""By context: makes the order of a forward from its mode, and from whether parameters
-without a gradient are reduced; for trees that need other orders than the default."""
 
 
 class Changes(Protocol):

@@ -33,8 +33,7 @@ from composable_fsdp.access import (
     set_reshard_after_forward,
     set_separate_reduce_scatter_group,
 )
-from composable_fsdp.comm.call_records import CallRecord
-from composable_fsdp.comm.collectives import record
+from composable_fsdp.comm.collectives import CallRecord, record
 from composable_fsdp.comm.operations import operation_log, operation_logs
 from composable_fsdp.features import recent_operations
 from composable_fsdp.features.guard.watch import GroupWatch

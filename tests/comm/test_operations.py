@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Callable
@@ -17,9 +16,8 @@ import composable_fsdp
 from composable_fsdp import FSDPError, fully_shard
 from composable_fsdp.comm import collectives, sequence
 from composable_fsdp.comm.operations import operation_log
-from composable_fsdp.errors import CollectiveError, DesyncError
+from composable_fsdp.errors import CollectiveError
 from composable_fsdp.features import recent_operations
-from composable_fsdp.features.guard import debug
 from tests.support.world import RankPool, World, fake_world
 
 RankCount = Callable[[int], RankPool]
@@ -150,34 +148,3 @@ def test_a_collective_that_ends_with_the_limit_of_a_wait_has_not_failed() -> Non
             operations[1].wait()
 
     assert operations[0].done
-
-
-def send_another(world: World) -> tuple[str, str]:
-    """Under debugging, rank 1 sends something else; then a step trains."""
-    os.environ[debug.DEBUG_VARIABLE] = "1"
-    group = dist.new_group()
-    assert group is not None
-    model = fully_shard(nn.Linear(8, 8), process_group=group)
-    model(torch.ones(2, 8)).sum().backward()
-
-    def send() -> None:
-        if world.rank:
-            collectives.all_gather_flat([torch.ones(64)], [torch.ones(32)], group)
-        else:
-            collectives.all_reduce(torch.ones(2), group)
-
-    with pytest.raises(DesyncError) as caught:
-        send()
-    model(torch.ones(2, 8)).sum().backward()
-    return str(caught.value), caught.value.op
-
-
-@pytest.mark.req("D-16")
-def test_every_collective_is_compared_under_debugging(ranks: RankCount) -> None:
-    """Another kind and size, which would end the process in gloo; nothing was sent."""
-    for rank, (text, op) in enumerate(ranks(2).run(send_another, retire=True)):
-        assert (
-            "rank 0: all_reduce (all_reduce, 2 x float32); rank 1: all_gather" in text
-        )
-        assert "COMPOSABLE_FSDP_DEBUG=1" in text
-        assert op == ("all_gather" if rank else "all_reduce")

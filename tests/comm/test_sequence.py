@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from composable_fsdp.features.guard.order_compare import LogWords, OrderComparison
-from composable_fsdp.features.guard.order_facts import Fact
+from composable_fsdp.features.guard.order_compare import (
+    BEGIN,
+    END,
+    Fact,
+    OrderComparison,
+)
 from composable_fsdp.features.guard.order_log import OrderLog, RoundOrder
 
 
@@ -13,28 +17,16 @@ class Calls(OrderComparison):
     """Notes the comparisons that the log asks for, and makes none."""
 
     def __init__(self) -> None:
-        super().__init__((), LogWords("forward", "tree", _fact, _fact, str))
+        super().__init__((), "forward", "tree", Fact, Fact)
         self.made: list[str] = []
 
-    def compare_begin(self, *_: object) -> None:
-        """A round begins that no rank expects."""
-        self.made.append("begin")
+    def compare(self, number: int, at: str, value: object) -> None:
+        """All ranks come here."""
+        self.made.append({BEGIN: "begin", END: "round"}.get(at, "use"))
 
-    def depart_begin(self, *_: object, **__: object) -> None:
-        """A round begins where another is expected."""
-        self.made.append("depart begin")
-
-    def compare(self, *_: object) -> None:
-        """A use is recorded."""
-        self.made.append("use")
-
-    def depart(self, *_: object) -> None:
-        """A use is not the expected use."""
-        self.made.append("depart")
-
-    def compare_round(self, *_: object) -> None:
-        """A round of an order that varies has ended."""
-        self.made.append("round")
+    def depart(self, number: int, at: str, *_: object, **__: object) -> None:
+        """A use or a begin is not the expected one."""
+        self.made.append("depart begin" if at == BEGIN else "depart")
 
 
 def new_log(rounds: RoundOrder | None = None) -> OrderLog:
@@ -48,10 +40,6 @@ def made(log: OrderLog) -> list[str]:
     assert isinstance(calls, Calls)
     found, calls.made = calls.made, []
     return found
-
-
-def _fact(use: object) -> Fact:
-    return Fact(str(use))
 
 
 def run(log: OrderLog, uses: str, mode: str = "train") -> list[bool]:

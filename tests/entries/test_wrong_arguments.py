@@ -201,7 +201,7 @@ REFUSED: dict[str, Wrong] = {
     r"no fully sharded module; there are such modules below it": (
         lambda m, p: api.unshard(nn.Sequential(sharded()))
     ),
-    r"dimension named 'tp'.*Pass a mesh of data-parallel ranks": tensor_parallel_mesh,
+    r"got 1-D, dims named 'tp'.*must not be passed": tensor_parallel_mesh,
     r"unshard_params\(\.\.\.\) without `with` did nothing": block_without_with,
     r"exists already.*another name": export_twice,
     r"Of another dtype: '0\.weight'.*cast=True\) converts dtypes": another_dtype,

@@ -43,8 +43,8 @@ def test_the_time_to_shard_is_linear_in_the_number_of_units() -> None:
 
 
 @pytest.mark.req("X-31")
-def test_one_unit_of_ten_thousand_modules_trains() -> None:
-    """20,000 parameters; a first step that looks at each gradient takes linear time."""
+def test_one_unit_of_thousands_of_modules_trains() -> None:
+    """4,000 parameters; a first step that looks at each gradient takes linear time."""
 
     def train(count: int) -> None:
         model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(count)])
@@ -56,8 +56,8 @@ def test_one_unit_of_ten_thousand_modules_trains() -> None:
 
     with fake_world(2):
         train(10)
-        few = seconds(lambda: train(1000))
-        many = seconds(lambda: train(10_000))
+        few = seconds(lambda: train(200))
+        many = seconds(lambda: train(2000))
 
     assert many < 30 * few, (few, many)
 

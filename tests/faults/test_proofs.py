@@ -106,6 +106,48 @@ def test_a_rank_in_a_reduce_scatter_has_the_proof_soon(ranks: RankCount) -> None
         assert "he reduce-scatter of 'blocks.1' (backward" in text
 
 
+def disagree_in_a_replica(world: World) -> float:
+    """Rank 0 of four alone keeps the order of blocks; the time to each rank's error."""
+    shorten_waits()
+    model = sharded("HYBRID_SHARD")
+    steps_of(model, 4)
+    if world.rank:
+        model.route = [2, 1, 0]
+    start = time.monotonic()
+    with pytest.raises(FSDPError):
+        steps_of(model)
+    return time.monotonic() - start
+
+
+@pytest.mark.req("X-12", "D-07")
+def test_the_other_replica_does_not_wait_for_ranks_that_have_raised(
+    ranks: RankCount,
+) -> None:
+    """Its ranks have seen no difference, and wait in the reductions over replicas."""
+    assert max(ranks(4).run(disagree_in_a_replica, timeout=60, retire=True)) < SOON
+
+
+def catch_and_go_on(world: World) -> bool:
+    """Both ranks catch the error of another mode; one comes late to the next step."""
+    shorten_waits()
+    model = sharded()
+    steps_of(model, 5)
+    model.train(world.rank > 0)
+    with pytest.raises(DesyncError), torch.set_grad_enabled(world.rank == 0):
+        model(torch.ones(2, 4))
+    model.train()
+    if world.rank:
+        time.sleep(4 * LONG)
+    steps_of(model, 3)
+    return True
+
+
+@pytest.mark.req("X-06")
+def test_ranks_that_have_all_caught_an_error_go_on(ranks: RankCount) -> None:
+    """No rank is in a collective then, so the group can be used."""
+    assert all(ranks(2).run(catch_and_go_on, timeout=60, retire=True))
+
+
 def come_late(world: World) -> bool:
     """All ranks change the order; the last comes when the others wait for long."""
     shorten_waits()

@@ -6,28 +6,21 @@ others (a fused step, a write through ``.data``, which nobody can see).
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as activations
 
 from composable_fsdp import (
     CPUOffload,
     MixedPrecision,
     ShardingStrategy,
     fully_shard,
-    no_sync,
     set_full_param,
     unshard_params,
 )
-from composable_fsdp.access import set_reduce_scatter_unused_params
-from composable_fsdp.features.guard.debug import DEBUG_VARIABLE
 from tests.support.on_ranks import on_ranks
 from tests.support.sharded import message_of
 from tests.support.world import World
@@ -138,78 +131,3 @@ def assert_gradients_of(model: nn.Module, x: Tensor) -> None:
             assert ours.grad is not None
             assert theirs.grad is not None
             torch.testing.assert_close(ours.grad, theirs.grad)
-
-
-@contextmanager
-def debugging() -> Iterator[None]:
-    """Models whose first forward runs inside have their shards hashed."""
-    with mock.patch.dict(os.environ, {DEBUG_VARIABLE: "1"}):
-        yield
-
-
-@pytest.mark.req("X-32")
-@on_ranks(2)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_write_that_nobody_can_see_is_refused_in_debug_mode(
-    world: World, kind: str
-) -> None:
-    """Through ``.data``, by name; the next step is right again."""
-    with debugging():
-        model = plain()
-        fully_shard(model[2], **KINDS[kind])
-        fully_shard(model, **KINDS[kind])
-        x = torch.ones(2, 4)
-        loss = model(x).square().sum()
-        for name in ("2.weight", "0.bias"):
-            model.get_parameter(name).data.add_(1.0)
-
-        text = message_of(loss.backward)
-
-        assert text.startswith("PhaseError: This rank's elements of '2.weight' have")
-        assert f"{DEBUG_VARIABLE}=1" in text
-        model(x).square().sum().backward()
-        assert_gradients_of(model, x)
-
-
-def accumulate(model: nn.Module) -> None:
-    with no_sync(model):
-        model(torch.ones(2, 4)).sum().backward()
-    model(torch.ones(2, 4)).sum().backward()
-
-
-def recompute(model: nn.Module) -> None:
-    x = torch.ones(2, 4, requires_grad=True)
-    activations(model, x, use_reentrant=False).sum().backward()
-
-
-def twice(model: nn.Module) -> None:
-    first, second = model(torch.ones(2, 4)), model(torch.zeros(2, 4))
-    (first + second).sum().backward()
-
-
-HARMLESS: dict[str, Callable[[nn.Module], None]] = {
-    "accumulate": accumulate,
-    "recompute": recompute,
-    "twice": twice,
-}
-
-
-@pytest.mark.req("X-32")
-@on_ranks(2)
-@pytest.mark.parametrize("fills", [False, True])
-def test_debug_mode_refuses_no_usual_step(world: World, fills: bool) -> None:
-    """Whatever a step consists of; numbers are those without the hashes."""
-    found = []
-    for mode in (nullcontext, debugging):
-        with mode():
-            model = plain()
-            fully_shard(model[2])
-            fully_shard(model)
-            set_reduce_scatter_unused_params(model, fills)
-            optim = torch.optim.Adam(model.parameters(), lr=0.1)
-            for use in HARMLESS.values():
-                use(model)
-                optim.step()
-                model.zero_grad()
-            found.append(model.state_dict())
-    torch.testing.assert_close(*found, rtol=0, atol=0)

@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from composable_fsdp.comm.call_records import CallRecord
-from composable_fsdp.comm.collectives import record
+from composable_fsdp.comm.collectives import CallRecord, record
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 
 UNITS = ("blocks.0", "blocks.1.down", "blocks.1", "blocks.2")

@@ -171,7 +171,7 @@ REFUSED: dict[Case, tuple[type[Exception], tuple[str, ...]]] = {
     # Given whole, it would average gradients of different rows.
     on_mesh(1, 1, names=("dp", "tp")): (
         ValueError,
-        ("dimension named 'tp'", "Pass mesh['dp']", "_flatten('dp_cp')"),
+        ("dims named 'dp', 'tp'", "pass mesh['dp']", "_flatten('dp_cp')"),
     ),
     foreign_module: (PlanError, ("TinyBlock", "Sequential", "root.modules()")),
     fsdp1_below: (CompositionError, ("'1'", "FSDP1", "one of the two")),

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from benchmarks.store_load import first_step
 from composable_fsdp import no_sync
 from composable_fsdp.comm import agreement, collectives
-from composable_fsdp.features.guard import meetings, watch
+from composable_fsdp.features.guard import meetings, order_compare, order_log, watch
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     PATHS,
@@ -151,8 +151,7 @@ def test_ranks_that_disagree_in_the_first_step_are_told_both_names(
     text = desync(deviate, path, how, 0)
 
     told = text[text.index("DesyncError: Ranks disagree in ") :]
-    assert "this rank " in told
-    assert ", rank " in told
+    assert re.match(r".* in \w+ 1, at [\w ]+: rank 0 .*; rank 1 ", told)
     assert mine in told
     assert others in told
 
@@ -291,6 +290,29 @@ def test_the_first_step_of_many_units_asks_the_store_ten_times(
         requests = [name for part in parts for name in part]
         asked = [name for name in requests if name not in ("get", "check")]
         assert 0 < len(asked) <= 10, " ".join(requests)
+
+
+@on_ranks(2)
+def test_a_captured_first_step_meets_at_the_begin_and_end_of_a_round(
+    world: World,
+) -> None:
+    """The host cannot read tags then, and nothing is sent before the capture ends."""
+    _, sharded = sharded_blocks()
+    captured = [
+        mock.patch.object(each, "is_capturing", return_value=True)
+        for each in (order_log, order_compare)
+    ]
+    gather = mock.patch.object(meetings.History, "gather", autospec=True)
+    real = meetings.History.gather
+    with captured[0], captured[1], gather as met:
+        met.side_effect = real
+        step(sharded, 0, world.rank)
+    places = [call.args[1].place for call in met.call_args_list]
+    told = [place[0] for place in places if place]
+    assert [each.partition(", ")[2] for each in told] == [
+        *("at its beginning", "at its end"),
+        *("at its beginning", "at its end"),
+    ]
 
 
 def evaluate_and_skip(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from composable_fsdp.comm.call_records import CallRecord
+from composable_fsdp.comm.collectives import CallRecord
 from composable_fsdp.tools.sharding_plan import ShardingPlan
 
 Counts = dict[str, tuple[int, int]]

@@ -54,7 +54,6 @@ def serve(place: Place, wire: Connection[Any, Any]) -> None:
     The first answer says that the group stands, or why it does not.
     """
     stacks = _prepare_process(place)
-    seam.count_probes()
     try:
         world = _join(place)
     except Exception:

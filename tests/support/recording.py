@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from composable_fsdp.comm import collectives
-from composable_fsdp.comm.call_records import CallRecord
+from composable_fsdp.comm.collectives import CallRecord
 
 
 @contextmanager

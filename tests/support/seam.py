@@ -13,18 +13,14 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 
-from composable_fsdp.comm import agreement
-
 __all__ = [
     "Store",
     "calls_issued",
-    "count_probes",
     "default_group",
     "destroy_subgroups",
     "fake_store",
@@ -63,27 +59,13 @@ def default_group() -> dist.ProcessGroup:
     return group
 
 
-_probes: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-
-
-def count_probes() -> None:
-    """Leave the probes of ``is_lost``, which gloo numbers, out of ``calls_issued``."""
-    real = agreement.is_lost
-
-    def counted(group: dist.ProcessGroup, rank: int) -> bool:
-        _probes[group] = _probes.get(group, 0) + 1
-        return real(group, rank)
-
-    vars(agreement)["is_lost"] = counted
-
-
 def calls_issued() -> int | None:
     """How many calls the default group has issued; ``None`` where there is none."""
     if not dist.is_initialized():
         return None
     # The method exists in every version, its type stub in none.
     group: Any = default_group()
-    return int(group._get_sequence_number_for_group()) - _probes.get(group, 0)
+    return int(group._get_sequence_number_for_group())
 
 
 def destroy_subgroups() -> None:

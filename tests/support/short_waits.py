@@ -5,14 +5,10 @@ What a rank is told after a long wait does not depend on what counts as long.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
-from unittest import mock
 
 from composable_fsdp.comm import sequence
 from composable_fsdp.features.guard import watch
-from composable_fsdp.optim import step_checks
 
 LONG = 0.4
 """Seconds after which a wait is long, as ``watch.SLOW``."""
@@ -27,10 +23,3 @@ def shorten_waits() -> None:
     """
     watch.TICK, watch.SLOW = OFTEN, LONG
     sequence.PATIENCE = timedelta(seconds=LONG)
-
-
-@contextmanager
-def step_alone() -> Iterator[None]:
-    """Let a step of an optimizer that no other rank takes wait for nobody."""
-    with mock.patch.object(step_checks, "_PATIENCE", 0.1):
-        yield

@@ -52,16 +52,3 @@ def write(waits: str) -> str:
     except OSError as error:
         return f"not written ({error})"
     return path
-
-
-def never_meet(predicates: dict[int, str], advice: str = "") -> str:
-    """Return the error of ranks that wait for each other; ``advice``: the way out.
-
-    >>> never_meet({1: "is in save()", 0: "is in the all-gather of blocks.3"})[:69]
-    'Rank 0 is in the all-gather of blocks.3; rank 1 is in save(). They wi'
-    """
-    told = "; ".join(f"rank {rank} {predicates[rank]}" for rank in sorted(predicates))
-    return f"{told[:1].upper()}{told[1:]}. They will never meet. {advice or SAME_CALLS}"
-
-
-SAME_CALLS = "Make the same calls in the same order on every rank."

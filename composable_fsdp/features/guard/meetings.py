@@ -1,9 +1,7 @@
 """Calls meet before they send: all ranks make the same call, or each raises.
 
-``if rank == 0: save(...)`` would send on one rank: its collective pairs with the next
-collective of the other ranks, which aborts the process, mixes values, or waits without
-end. So a call that needs all ranks of a group announces itself in the key-value store,
-and waits for a limited time until every rank has announced an equal call::
+A call that needs all ranks of a group announces itself in the key-value store, and
+waits for a limited time until every rank has announced an equal call::
 
     this rank announces      the others            result
     save()                   save()                the calls go on
@@ -12,13 +10,9 @@ and waits for a limited time until every rank has announced an equal call::
 
 Training repeats its calls, so a call that follows the same calls as before can be
 *expected*: with ``always=False`` an expected call visits no store. All ranks have equal
-histories, so all ranks expect the same call; a rank that makes another call announces
-it, and waits for ranks that do not come. The forwards of the trees are part of the
-history (``call_order.CallOrder``), so a rank that leaves an expected call out is
-noticed at its next forward. A rank that leaves the recorded order of units comes to the
-same meetings (``order_compare``).
-
-A meeting has two keys::
+histories, so a rank that makes another call announces it, and waits for ranks that do
+not come. The forwards of the trees are part of the history, so a rank that leaves an
+expected call out is noticed at its next forward. A meeting has two keys::
 
     here    a line of JSON per rank that came or gave up
     sum     number of ranks, and the sum of the digests of their calls
@@ -28,53 +22,89 @@ If the sum is that of equal digests, no rank reads ``here``.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable
 from contextlib import suppress
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from composable_fsdp.comm import agreement
 from composable_fsdp.comm.groups import GroupRef
-from composable_fsdp.comm.meeting import Call
+from composable_fsdp.comm.meeting import Announcement, Call
 from composable_fsdp.comm.operations import operation_log
 from composable_fsdp.errors import DesyncError
-from composable_fsdp.features.guard.call_order import CallOrder
+from composable_fsdp.features.guard.compare import disagreement, tag_of
 from composable_fsdp.features.guard.watch import StoreWait, agree_on_name
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+MOST_EVENTS = 64
+"""Number of places that a ``CallOrder`` keeps. The oldest goes first."""
+START = (None, 0, None)
+"""The place in a ``CallOrder`` before the first event."""
 
 _numbers: Counter[str] = Counter()
 """Number of meetings per group that this rank has been at, by the group's name."""
 
 
-class Announced(Protocol):
-    """What a rank comes to a meeting with."""
+class CallOrder:
+    """The calls over a group, and the calls that followed equal events before.
 
-    @property
-    def told(self) -> str:
-        """What the rank does, for the error of ranks that do something else."""
+    Events are the rounds of forwards, by number of their order log, and calls that
+    meet.
+    """
 
-    @property
-    def facts(self) -> Any:
-        """What else is compared; JSON returns it."""
+    __slots__ = ("following", "place")
 
-    @property
-    def predicate(self) -> str:
-        """What the rank does while it waits."""
+    def __init__(self) -> None:
+        self.following: dict[Hashable, Hashable] = {}
+        """By ``place``: the event that followed last time."""
+        self.place: tuple[Hashable, int, Hashable] = START
+        """The last event, how often it came in a row, and the other event before."""
 
-    @property
-    def way_out(self) -> str:
-        """The last sentences of an error."""
+    def expected(self) -> Hashable:
+        """Return the call that is expected next; None if no call is."""
+        event = self.following.get(self.place)
+        return None if type(event) is int else event
 
-    def alone(self, why: str) -> str:
-        """Return the error of this rank if the others do not come."""
+    def note(self, event: Hashable) -> None:
+        """Append ``event``, which all ranks share, to the history."""
+        # The number of equal events in a row is a part of the place, so a loop that
+        # clips after every fourth forward is expected to do so. The other event before
+        # tells loops apart that share an event.
+        place = last, count, before = self.place
+        # Only a changed entry is written again, and becomes the newest: a steady step
+        # changes no table.
+        if self.following.get(place) != event:
+            keep(self.following, place, event)
+        self.place = (event, count + 1, before) if event == last else (event, 1, last)
 
-    def unlike(self, here: Mapping[int, tuple[str, Any]]) -> str:
-        """Return the error if ranks differ, by ``told`` and ``facts`` of each."""
+    def forget(self) -> None:
+        """Forget all events."""
+        self.following.clear()
+        self.place = START
+
+    def told(self) -> list[Any]:
+        """Return the history in the form in which ranks compare it."""
+        pairs = [(*place, event) for place, event in self.following.items()]  # type: ignore[misc]  # places are tuples
+        return [tuple(map(_shown, each)) for each in (self.place, *pairs)]
+
+
+def keep(table: dict[K, V], key: K, value: V, *, most: int = MOST_EVENTS) -> None:
+    """Make an entry the newest of a table, and remove the oldest entry if needed."""
+    table.pop(key, None)
+    table[key] = value
+    if len(table) > most:
+        del table[next(iter(table))]
+
+
+def _shown(part: Any) -> Any:
+    return part.story if isinstance(part, Call) else part
 
 
 def meet_in_store(
@@ -114,47 +144,40 @@ class History:
         # An expected call needs no announcement: a rank that makes another call instead
         # announces that call, and waits for this rank.
         if always or self.order.expected() != call:
-            self.gather(call)
+            self.gather(call.announced)
         self.order.note(call)
 
     def begin_forward(self, number: int, call: Call) -> None:
         """Note that order log ``number`` begins a round, which is the forward ``call``.
 
-        Meets all ranks if this rank has left an expected call out.
-        Raises: DesyncError, if other ranks have not.
+        Raises: DesyncError, if this rank has left an expected call out.
         """
         # The order logs compare rounds. Only a call that other ranks are inside, and
         # wait in for this rank, is compared here.
         order = self.order
         if type(order.following.get(order.place, number)) is not int:
-            self.gather(call)
+            self.gather(call.announced)
         order.note(number)
 
-    def gather(self, call: Announced) -> None:
-        """Meet all ranks of the group in the store.
-
-        Raises: DesyncError.
-        """
-        group, usual = self._group.get(), self.order.expected()
+    def gather(self, announced: Announcement) -> None:
+        """Meet all ranks of the group in the store. Raises: DesyncError."""
+        group = self._group.get()
         operation_log(group).threads.add(get_ident())
-        if why := agree_on_name(group, call.predicate):
-            raise _alone(call, why, usual)
+        if why := agree_on_name(group, announced.predicate):
+            raise self._alone(announced, why)
         # A caught error on one rank leaves another history there, and such a rank would
         # not expect what the others do. So the ranks compare histories, too.
-        digest = hashlib.blake2b(
-            repr((call.told, call.facts, self._known())).encode()
-        ).digest()
-        meeting = _Meeting(group, call, int.from_bytes(digest[:8], "big"))
+        meeting = _Meeting(group, announced, self.order.told())
         error: DesyncError | None = None
         try:
             meeting.arrive()
-            with StoreWait(group, call.predicate, call.way_out) as wait:
+            with StoreWait(group, announced.predicate, announced.way_out) as wait:
                 # Before all ranks are here: ranks that differ need not wait for others.
                 while not (error := meeting.difference()) and meeting.is_awaited():
                     why = wait.pause(meeting.missing)
                     # The last rank may have come in between.
                     if why and meeting.gives_up():
-                        raise _alone(call, why, usual)
+                        raise self._alone(announced, why)
                     meeting.look()
         # What was announced is taken back on any exception, as Ctrl-C: other ranks must
         # not rely on this one.
@@ -188,52 +211,52 @@ class History:
         _numbers[meeting.name] += 1
         self._stale.append(meeting.prefix)
 
-    def _known(self) -> list[Any]:
-        """Return the history in the form in which ranks compare it."""
-        order = self.order
-        pairs = [(*place, event) for place, event in order.following.items()]  # type: ignore[misc]  # places are tuples
-        return [tuple(map(_shown, each)) for each in (order.place, *pairs)]
+    def _alone(self, announced: Announcement, why: str) -> DesyncError:
+        """Return the error of this rank, which gives up."""
+        # The other ranks may be inside the expected call, which visits no store.
+        usual, instead = self.order.expected(), ""
+        if isinstance(usual, Call) and usual.announced.told != announced.told:
+            instead = f". The call that usually comes here is {usual.story}"
+        return DesyncError(announced.alone(f"{why.rstrip('.')}{instead}"))
 
 
 _histories: WeakKeyDictionary[dist.ProcessGroup, History] = WeakKeyDictionary()
 
 
-def _shown(part: Any) -> Any:
-    """Return a part of a history as ranks compare it."""
-    return part.story if isinstance(part, Call) else part
+class _Line(NamedTuple):
+    """What a rank writes at a meeting."""
 
-
-def _alone(call: Announced, why: str, usual: object) -> DesyncError:
-    """Return the error of a rank that gives up; ``usual`` is the expected call."""
-    # The other ranks may be inside the expected call, which visits no store.
-    instead = ""
-    if type(usual) is Call and usual != call:
-        instead = f" The call that usually comes here is {usual.story}."
-    return DesyncError(call.alone(f"{why.rstrip('.')}.{instead}".rstrip(".")))
+    rank: int
+    told: str
+    place: list[str]
+    digest: int
+    """Of all that is compared: the facts themselves may be long."""
+    gave_up: bool
 
 
 class _Meeting:
     """The keys of one meeting, and what this rank knows of them."""
 
     __slots__ = (
-        "_announced",
-        "_call",
-        "_group",
-        "_one",
-        "_shift",
-        "_sum",
-        "name",
-        "prefix",
+        *("_announced", "_group", "_line", "_one", "_shift", "_sum", "_way_out"),
+        *("name", "prefix"),
     )
 
-    def __init__(self, group: dist.ProcessGroup, call: Announced, digest: int) -> None:
-        self._group, self._call = group, call
+    def __init__(
+        self, group: dist.ProcessGroup, announced: Announcement, history: list[Any]
+    ) -> None:
+        self._group, self._way_out = group, announced.way_out
         self.name = agreement.name_in_store(group)
         self.prefix = f"composable_fsdp/meeting/{self.name}/{_numbers[self.name] + 1}"
+        told, place = announced.told, list(announced.place)
+        facts = told if announced.facts is None else announced.facts
+        digest = tag_of((place, facts))
+        self._line = _Line(dist.get_rank(), told, place, digest, gave_up=False)
         # The low bits of the sum count the ranks; the sum of all digests must fit into
         # the other bits of the store's integers, which have 63 and a sign.
         self._shift = group.size().bit_length()
-        self._one = 1 + (digest % (1 << (62 - 2 * self._shift)) << self._shift)
+        whole = tag_of((digest, history))
+        self._one = 1 + (whole % (1 << (62 - 2 * self._shift)) << self._shift)
         self._sum, self._announced = 0, False
 
     def arrive(self) -> None:
@@ -277,11 +300,13 @@ class _Meeting:
         """Return the error if ranks have announced different calls."""
         if self.is_equal():
             return None
-        # By what is compared itself: if all do the same, only their histories differ.
         here = self._present()
-        if len({json.dumps(each) for each in here.values()}) < 2:
+        # If all do the same, only their histories differ.
+        if len({each.digest for each in here.values()}) < 2:
             return None
-        return DesyncError(self._call.unlike(here))
+        told = {rank: each.told for rank, each in here.items()}
+        places = {rank: tuple(each.place) for rank, each in here.items()}
+        return DesyncError(disagreement(told, places, self._way_out))
 
     def missing(self) -> list[int]:
         """Return the global ranks that have not come, as the store says now."""
@@ -292,22 +317,22 @@ class _Meeting:
         everyone = dist.get_process_group_ranks(self._group)
         return [rank for rank in everyone if rank not in here]
 
-    def _present(self) -> dict[int, tuple[str, Any]]:
-        """Return what each rank does that is here, by global rank."""
+    def _present(self) -> dict[int, _Line]:
+        """Return the lines of the ranks that are here, by global rank."""
         store = agreement.key_value_store()
         # In the order of the lines: a rank may give up and come again.
-        found: dict[int, tuple[str, Any]] = {}
-        for line in bytes(store.get(f"{self.prefix}/here")).decode().splitlines():
-            rank, told, facts, gave_up = json.loads(line)
-            if gave_up:
-                found.pop(rank, None)
+        found: dict[int, _Line] = {}
+        for text in bytes(store.get(f"{self.prefix}/here")).decode().splitlines():
+            line = _Line(*json.loads(text))
+            if line.gave_up:
+                found.pop(line.rank, None)
             else:
-                found[rank] = told, facts
+                found[line.rank] = line
         return found
 
     def _write(self, *, gave_up: bool) -> None:
         """Append a line about this rank."""
-        line = json.dumps([dist.get_rank(), self._call.told, self._call.facts, gave_up])
+        line = json.dumps(self._line._replace(gave_up=gave_up))
         agreement.key_value_store().append(f"{self.prefix}/here", f"{line}\n")
 
     def _add(self, number: int) -> None:

@@ -3,269 +3,228 @@
 Ranks that issue collectives in different orders deadlock or exchange wrong data. A
 ``DesyncError`` names both orders before that happens::
 
-    compare         all ranks exchange a checksum by an all-gather of 8 bytes; only if
-                    checksums differ, they exchange the facts behind them
+    compare         all ranks exchange a tag by an all-gather of 8 bytes; only if tags
+                    differ, they exchange the facts behind them
     depart          this rank alone leaves the record: it meets the other ranks in the
                     store (``meetings``), who must have departed to the same use
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
+from composable_fsdp.comm import collectives
 from composable_fsdp.comm.agreement import Peers
 from composable_fsdp.comm.device import is_capturing
 from composable_fsdp.comm.groups import GroupRef
-from composable_fsdp.comm.meeting import alone_text, unlike_text
-from composable_fsdp.comm.operations import leave
+from composable_fsdp.comm.meeting import Announcement
+from composable_fsdp.comm.operations import UNEVEN, leave
 from composable_fsdp.errors import DesyncError
+from composable_fsdp.features.guard.compare import disagreement, gather, tag_of
 from composable_fsdp.features.guard.meetings import history_of
-from composable_fsdp.features.guard.order_facts import (
-    AFTER_RAISE,
-    RAN,
-    SAME_CALLS,
-    Fact,
-    Waiting,
-    contrast,
-    waiting_text,
-    way_out,
-)
 from composable_fsdp.features.guard.watch import require_unbroken
+from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.param_paths import slot_path
+from composable_fsdp.naming import listed, quoted
+from composable_fsdp.tree.state import RuntimeContext
+
+BEGIN, END = "its beginning", "its end"
+"""Places in a round; uses are between them."""
+
+USE, BEGINS, RAISED, RAN = "use", "begins", "raised", "ran"
+"""Kinds of facts: a use of a unit, the begin of a round, the begin after rounds that an
+exception has ended, and all uses of a round."""
+
+_SAME_UNITS = (
+    "Every rank must run the same units in the same order: decide in the model by what "
+    "is equal on all ranks. If ranks use other parameters on purpose, composable_fsdp."
+    "access.set_reduce_scatter_unused_params(module, True) reduces zeros for the rest."
+)
+SAME_ROUNDS = (
+    "Call the model and backward on every rank equally often and in the same mode "
+    "(train or eval, with or without gradients), outside of any 'if rank == 0'. "
+    f"{UNEVEN}"
+)
+_SAME_SETTINGS = (
+    "Set requires_grad of the same parameters on every rank, and change settings of "
+    "units (no_sync, set_requires_gradient_sync, register_comm_hook, ..) on every "
+    "rank, to the same values and before the same forward."
+)
+_ONE_RANK_RAISED = (
+    "If a rank catches an exception of a forward or a backward and goes on, every rank "
+    "has to leave the same forward or backward at the same place: let the ranks agree "
+    "(an all-reduce of a flag) whether a sample is skipped before they call the model, "
+    "or let the exception end the program."
+)
 
 
-class LogWords(NamedTuple):
-    """How the uses and modes of an order log are told to other ranks."""
+class Fact(NamedTuple):
+    """An action of a rank in words, in the form in which ranks compare it."""
 
-    what: str
-    """The direction: ``"forward"`` or ``"backward"``."""
-    tree: str
-    """The class of the root, and the number of the order log."""
-    use: Callable[[object], Fact]
-    """Return a use as a fact; ``None`` is the end of the round."""
-    mode: Callable[[Hashable], Fact]
-    """Return the begin of a round in a mode as a fact."""
-    tell: Callable[[Fact], str]
-    """Return a fact in words."""
-    waiting: Callable[[], Waiting] = dict
-    """Return the units that still wait for gradients, for error messages only."""
+    does: str
+    """As ``"runs 'blocks.2'"``."""
+    kind: str = USE
+    of: str = ""
+    """The forward that begins."""
+    named: tuple[str, ...] = ()
+    """Texts of which usually few differ: parameters without a gradient; at the begin of
+    a round, changed flags and settings; the uses of a whole round."""
+
+    def __str__(self) -> str:
+        return self.does + (f", with {listed(self.named)}" if self.named else "")
 
 
 class Said(NamedTuple):
-    """A message of a rank about a fact."""
+    """What a rank tells of a fact that differs."""
 
-    what: str
-    tree: str
-    number: int
-    """The round."""
-    at: str
-    """The place in the round."""
     fact: Fact
-    waiting: Waiting
-    """Not compared."""
-
-
-class Departure(NamedTuple):
-    """A place at which a rank leaves the record, as it meets other ranks there."""
-
-    said: Said
-    does: str
-    """What this rank does, as "runs 'blocks.2'", with what is recorded instead."""
-    way_out: str
-    tell: Callable[[Fact], str]
-
-    @property
-    def told(self) -> str:
-        """The fact in words, for ranks that make another call."""
-        return f"{self.tell(self.said.fact)} in {self.said.what} {self.said.number}"
-
-    @property
-    def facts(self) -> object:
-        """What is compared, as JSON returns it."""
-        return json.loads(json.dumps(self.said[:-1]))
-
-    @property
-    def predicate(self) -> str:
-        """What this rank does, for ranks that wait for it."""
-        return self.does
-
-    def alone(self, why: str) -> str:
-        """Return the error of this rank if the others do not come."""
-        said = self.said
-        story = f"In {said.what} {said.number}, at {said.at}, this rank {self.does}."
-        return alone_text(story, why, self.way_out)
-
-    def unlike(self, here: Mapping[int, tuple[str, Any]]) -> str:
-        """Return the error for the ranks that are ``here``, by what each does."""
-        for rank, (_, facts) in sorted(here.items()):
-            if facts is not None and self.facts != facts:
-                what, tree, number, at, fact = facts
-                theirs = Said(what, tree, number, at, Fact.of(fact), {})
-                return difference(self.said, theirs, rank, self.tell)
-        return unlike_text(here)
+    place: tuple[str, ...]
+    waiting: str
 
 
 class OrderComparison:
     """Compares an order log over the ranks of ``peers``: a ``Peers`` per group.
 
     ``peers`` is empty if a comparison is not possible. In the methods, ``number`` is
-    the number of the log's round, ``index`` that of the use in the round.
+    the number of the log's round and ``at`` the place in the round.
     """
 
-    __slots__ = ("_words", "elsewhere", "peers")
+    __slots__ = ("_mode", "_tree", "_use", "_waiting", "_what", "elsewhere", "peers")
 
-    def __init__(self, peers: Sequence[Peers], words: LogWords) -> None:
-        self.peers, self._words = tuple(peers), words
+    def __init__(
+        self,
+        peers: Sequence[Peers],
+        what: str,
+        tree: str,
+        use: Callable[[Any], Fact],
+        mode: Callable[[Any], Fact],
+        waiting: Callable[[], str] = str,
+    ) -> None:
+        self.peers = tuple(peers)
+        self._what, self._tree = what, tree  # "forward", and the name of the log
+        self._use, self._mode = use, mode  # as facts; the use ``None`` ends the round
+        self._waiting = waiting  # for which gradients units wait, for errors
         self.elsewhere: tuple[GroupRef, ...] = ()
         """The other groups of the tree, whose ranks would wait for this rank."""
 
-    def compare_begin(self, number: int, mode: Hashable) -> None:
-        """Compare the begin of a round, which no rank could expect.
+    def compare(self, number: int, at: str, value: Any) -> None:
+        """Compare a use, a mode (at ``BEGIN``) or all uses (at ``END``).
 
-        Collective: as ``compare``.
-        Raises: DesyncError, as ``compare``.
-        """
-        if self.peers:
-            self._exchange(number, "its beginning", self._words.mode(mode))
-
-    def compare(self, number: int, index: int, use: object) -> None:
-        """Compare a use of a round that all ranks record.
-
-        Collective: an all-gather of 8 bytes over each group of ``peers``; if checksums
+        Collective: an all-gather of 8 bytes over each group of ``peers``; if tags
             differ, an all-gather of objects.
         Raises: DesyncError, on every rank of a group whose ranks differ.
         """
-        if self.peers:
-            self._exchange(number, f"use {index}", self._words.use(use))
-
-    def compare_round(self, number: int, uses: Sequence[object]) -> None:
-        """Compare all uses of a round that has ended.
-
-        Collective: as ``compare``.
-        Raises: DesyncError, as ``compare``.
-        """
-        if self.peers:
-            told = [self._words.tell(self._words.use(use)) for use in uses]
-            self._exchange(number, "its end", Fact(RAN, details=tuple(told)))
-
-    def depart_begin(
-        self, number: int, mode: Hashable, *, other: str, wanted: Hashable
-    ) -> None:
-        """Compare the begin of a round that is not the expected begin.
-
-        Waits for the other ranks in the store, for a limited time.
-        Raises: DesyncError, if another rank begins another round.
-        """
         if not self.peers:
             return
-        words = self._words
-        fact = words.mode(mode)
-        if other:
-            # Without a prediction of this tree, another tree was to begin.
-            recorded, cure = f"the order of earlier rounds has {other}", SAME_CALLS
-            mine = fact
-        else:
-            mine, expected = contrast(fact, words.mode(wanted))
-            recorded = (
-                f"the order recorded in {words.what} {number - 1} has: "
-                f"{words.tell(expected)}"
-            )
-            cure = way_out(mine, expected)
-        does = f"{words.tell(mine)}, where {recorded}"
-        self._meet(number, "its beginning", fact, does, cure)
+        fact = self._fact(at, value)
+        # The host cannot read a tag during the capture of a CUDA graph.
+        if is_capturing():
+            self._meet(number, at, fact, str(fact), way_out(fact, Fact("")))
+            return
+        # ``tree`` tells trees apart that share the group and the names of units.
+        tag = tag_of((self._what, self._tree, at, *fact))
+        unlike: list[Peers] = []
+        for peers in self.peers:
+            # After a difference in a group, this rank sends another tag to the next, so
+            # that the ranks there raise, too, and do not wait for this rank.
+            tags = collectives.all_gather_tag(~tag if unlike else tag, peers.group)
+            if tags.count(tags[0]) != len(tags):
+                unlike.append(peers)
+        if not unlike:
+            return
+        # All ranks of these groups have seen the difference, so all exchange objects.
+        mine = Said(fact, self._place(number, at), self._waiting())
+        told = [gather(mine, [peers.group]) for peers in unlike]
+        # The rounds of ranks may have other numbers.
+        found = [
+            said
+            for said in told
+            if len({(each.fact, each.place[1]) for each in said.values()}) > 1
+        ]
+        self._raise(
+            difference(found[0])
+            if found
+            else f"Ranks of another process group disagree in {mine.place[0]}: see the "
+            "error of the other ranks."
+        )
 
     def depart(
-        self, number: int, index: int, use: object, wanted: object, since: int
+        self,
+        number: int,
+        at: str,
+        value: Any,
+        wanted: Any = None,
+        *,
+        since: int = 0,
+        other: str = "",
     ) -> None:
-        """Compare a use that is not the recorded use.
+        """Compare a use or a mode that is not ``wanted``, recorded in round ``since``.
 
-        Waits for the other ranks in the store, for a limited time.
+        ``other``: the log that was to begin instead. Waits in the store, for a limited
+        time.
+
         Raises: DesyncError, if another rank does something else.
         """
         if not self.peers:
             return
-        words = self._words
-        fact = words.use(use)
-        mine, recorded = contrast(fact, words.use(wanted))
-        does = (
-            f"{words.tell(mine)}{waiting_text(words.waiting(), recorded)}, where the "
-            f"order recorded in {words.what} {since} has: {words.tell(recorded)}"
-        )
-        self._meet(number, f"use {index}", fact, does, way_out(mine, recorded))
+        fact = self._fact(at, value)
+        if other:
+            does = f"{fact}, where the order of earlier rounds has {other}"
+            cure = SAME_ROUNDS
+        else:
+            mine, recorded = contrast([fact, self._fact(at, wanted)])
+            does = (
+                f"{mine}{self._waiting()}, where the order recorded in {self._what} "
+                f"{since} has: {recorded}"
+            )
+            cure = way_out(mine, recorded)
+        self._meet(number, at, fact, does, cure)
 
     def meet_after_raise(
         self, number: int, raised: Mapping[int, tuple[int, int]]
     ) -> None:
         """Wait until every rank has abandoned the same rounds at the same uses, too.
 
-        A rank that has not would be in a collective of such a round, with which the
-        next collective of this rank would pair.
-
-        Waits for the other ranks in the store, for a limited time.
         Raises: DesyncError, if a rank went on, or stopped at another use.
         """
+        # A rank that has not would be in a collective of such a round, with which the
+        # next collective of this rank would pair.
         if not self.peers:
             return
-        details = tuple(n for log in sorted(raised) for n in (log, *raised[log]))
-        fact = Fact(AFTER_RAISE, details=details)
-        what = self._words.what
-        ended = " and ".join(f"{what} {r} at use {uses}" for r, uses in raised.values())
+        what, logs = self._what, sorted(raised.items())
+        ended = " and ".join(f"{what} {r} at use {uses}" for _, (r, uses) in logs)
         does = f"begins {what} {number} after an exception that ended {ended}"
-        self._meet(number, "its beginning", fact, does, way_out(fact, fact))
+        self._meet(number, BEGIN, Fact(repr(logs), RAISED), does, _ONE_RANK_RAISED)
 
-    def _exchange(self, number: int, at: str, fact: Fact) -> None:
-        """Compare ``fact`` by checksums, and by value on groups whose ranks differ."""
-        words = self._words
-        # The host cannot read a checksum during the capture of a CUDA graph, so the
-        # ranks compare in the store.
-        if is_capturing():
-            self._meet(number, at, fact, words.tell(fact), way_out(fact, fact))
-            return
-        # ``tree`` tells trees apart that share the group and the names of units.
-        tag = checksum((words.what, words.tree, at, *fact))
-        groups: list[Peers] = []
-        for peers in self.peers:
-            # After a difference in a group, this rank sends another checksum to the
-            # next, so that the ranks there raise, too, and do not wait for this rank.
-            tags = peers.gather_tags(~tag if groups else tag)
-            if tags.count(tags[0]) != len(tags):
-                groups.append(peers)
-        if not groups:
-            return
-        # All ranks of these groups have seen the difference, so all exchange objects.
-        # The names are sent only now: a fact of many parameters is long.
-        mine = Said(words.what, words.tree, number, at, fact, words.waiting())
-        errors = [
-            difference(mine, theirs, rank, words.tell)
-            for peers in groups
-            for rank, theirs in zip(
-                peers.ranks, peers.gather_objects(mine), strict=True
-            )
-            if theirs[:-1] != mine[:-1]
-        ]
-        self._raise(
-            errors[0]
-            if errors
-            else f"Ranks of another process group disagree in {words.what} {number}, "
-            f"at {at}: see the error of the other ranks."
-        )
+    def _fact(self, at: str, value: Any) -> Fact:
+        """Return the fact of a use or a mode."""
+        if at == BEGIN:
+            return self._mode(value)
+        if at == END:
+            uses = tuple([str(self._use(each)) for each in value])
+            return Fact("ran", RAN, named=uses)
+        return self._use(value)
+
+    def _place(self, number: int, at: str) -> tuple[str, str]:
+        return f"{self._what} {number}, at {at}", self._tree
 
     def _meet(self, number: int, at: str, fact: Fact, does: str, cure: str) -> None:
         """Wait until every rank has come to the place with the same fact, too.
 
         Raises: DesyncError, if a rank does something else, or does not come in time.
         """
-        words = self._words
-        said = Said(words.what, words.tree, number, at, fact, {})
-        departure = Departure(said, does, cure, words.tell)
+        place = self._place(number, at)
+        opening = f"In {place[0]}, this rank {does}."
+        announced = Announcement(does, does, opening, cure, place, tuple(fact))
         for peers in self.peers:
             require_unbroken(peers.group)
         try:
             for peers in self.peers:
                 met = peers.group
-                history_of(met).gather(departure)
+                history_of(met).gather(announced)
         except DesyncError as error:
             text = str(error.args[0])
             # Other ranks may follow the record and wait in a collective for this rank.
@@ -284,34 +243,138 @@ class OrderComparison:
         raise DesyncError(text) from None
 
 
-def difference(mine: Said, theirs: Said, rank: int, tell: Callable[[Fact], str]) -> str:
-    """Return the error text for global rank ``rank``, which says ``theirs``."""
-    here, there = contrast(mine.fact, theirs.fact)
-    if here.action == there.action == RAN:
-        pairs = enumerate(zip(here.details, there.details, strict=False))
+def difference(said: Mapping[int, Said]) -> str:
+    """Return the error of ranks that have ``said`` different things at a place."""
+    facts = contrast([each.fact for each in said.values()])
+    places = {rank: each.place for rank, each in said.items()}
+    if {each.kind for each in facts} == {RAN}:
+        orders = [each.fact.named for each in said.values()]
         # The end of a round is a use, too, so one order is no part of the other.
-        index, (one, other) = next(p for p in pairs if p[1][0] != p[1][1])
+        pairs = enumerate(zip(*orders, strict=False))
+        index = next(i for i, uses in pairs if len(set(uses)) > 1)
+        facts = [Fact(uses[index]) for uses in orders]
         at = f"use {index} (found at its end)"
-        here, there = Fact(RAN, details=(one,)), Fact(RAN, details=(other,))
-        mine, theirs = mine._replace(at=at), theirs._replace(at=at)
-    own = f"this rank {tell(here)}{waiting_text(mine.waiting, there)}"
-    peer = f"rank {rank} {tell(there)}{waiting_text(theirs.waiting, here)}"
-    place = f"{mine.what} {mine.number}, at {mine.at}"
-    if mine[:2] == theirs[:2] and mine.at == theirs.at:
-        text = f"Ranks disagree in {place}: {own}, {peer}"
-    else:
-        text = (
-            f"Ranks disagree: in {place} of {mine.tree}, {own}; in {theirs.what} "
-            f"{theirs.number}, at {theirs.at} of {theirs.tree}, {peer}"
-        )
-    # Of two trees, the facts may be equal.
-    cure = way_out(here, there) if mine.tree == theirs.tree else SAME_CALLS
-    return f"{text}. {cure}"
+        places = {r: (p.replace(END, at), tree) for r, (p, tree) in places.items()}
+    told = {
+        rank: f"{fact}{each.waiting}"
+        for (rank, each), fact in zip(said.items(), facts, strict=True)
+    }
+    other = next((each for each in facts if each != facts[0]), facts[0])
+    return disagreement(told, places, way_out(facts[0], other))
 
 
-def checksum(value: tuple[object, ...]) -> int:
-    """Return a checksum of plain tuples of strings and integers, in 63 bits."""
-    # 63 bits, because the tag is a signed integer; ``hash`` differs from rank to rank.
-    # ``repr`` takes a quarter of the time of JSON.
-    text = repr(value).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+def contrast(facts: Sequence[Fact]) -> list[Fact]:
+    """Return the facts without the texts that all of them name.
+
+    >>> facts = [Fact("reduces a", named=("x", "y")), Fact("reduces a", named=("y",))]
+    >>> [str(fact) for fact in contrast(facts)]
+    ['reduces a, with x', 'reduces a']
+    """
+    common = set.intersection(*(set(each.named) for each in facts))
+    return [
+        each._replace(named=tuple(name for name in each.named if name not in common))
+        for each in facts
+    ]
+
+
+def way_out(mine: Fact, theirs: Fact) -> str:
+    """Return the last sentences of a ``DesyncError``: the way to equal facts."""
+    kinds = {mine.kind, theirs.kind}
+    if RAISED in kinds:
+        return _ONE_RANK_RAISED
+    if BEGINS not in kinds:
+        return _SAME_UNITS
+    # The same call of the model: only flags and settings tell the two apart.
+    is_same_call = mine.of == theirs.of
+    return _SAME_SETTINGS if is_same_call or mine.named or theirs.named else SAME_ROUNDS
+
+
+def forward_use(use: FlatParamHandle | None) -> Fact:
+    """Return the fact of a use in forward."""
+    if use is None:
+        return Fact("has no further unit to run")
+    # The size lets ranks with models of different shapes raise before a collective.
+    regions = use.layout.regions
+    numel = sum(region.layout.padded_numel for region in regions)
+    does = f"runs {use.name} of {numel:,} elements"
+    if len(regions) > 1:
+        # ``group_by`` may return different groups on different ranks (for example
+        # ``hash`` of a string); the sizes may be equal in spite of that.
+        members = [[s.fqns for s in r.layout.parameters] for r in regions]
+        digest = zlib.crc32(repr(members).encode())
+        does += f" in {len(regions)} regions (grouping {digest:08x})"
+    return Fact(does)
+
+
+def backward_use(use: Any) -> Fact:
+    """Return the fact of a use in backward."""
+    if use is None:
+        return Fact("has no further backward or reduction")
+    if isinstance(use, FlatParamHandle):
+        return Fact(f"runs the backward of {use.name}")
+    handle, structure, arrived = use
+    does = f"reduces the gradients of {handle.name}"
+    # The unit was rebuilt since, so the flags no longer match its regions.
+    if structure != handle.layout.structure:
+        return Fact(f"{does}, grouped as they were")
+    missing = _without_gradient(handle, arrived)
+    named = tuple([f"no gradient for {quoted(name)}" for name in missing])
+    return Fact(does, named=named)
+
+
+def forward_begin(mode: Any) -> Fact:
+    """Return the fact of the begin of a forward."""
+    fqn, training, grads, changed = mode
+    how = "training" if training else "eval", "with" if grads else "without"
+    of = f"a forward of {quoted(fqn)} in {how[0]} mode {how[1]} gradients"
+    return Fact(f"begins {of}", BEGINS, of, _flags(changed))
+
+
+def backward_begin(mode: Any) -> Fact:
+    """Return the fact of the begin of a backward."""
+    forward, syncs, structures, changed = mode
+    of = forward_begin(forward).of if forward else "no forward"
+    does = f"begins the backward of {of}"
+    # Without a root there are no units, and no reductions.
+    if not all(syncs) or not syncs:
+        does += f", reductions off{' for some units' if any(syncs) else ''}"
+    if rebuilt := sum(map(bool, structures)):
+        digest = zlib.crc32(repr(structures).encode())
+        does += f", with requires_grad changed in {rebuilt} units ({digest:08x})"
+    return Fact(does, BEGINS, of, _flags(changed))
+
+
+def _flags(changed: Iterable[Sequence[Any]]) -> tuple[str, ...]:
+    """Return the entries of ``RuntimeContext.changed_flags`` in words."""
+    return tuple(
+        [
+            name if trains is None else f"requires_grad={trains} of {quoted(name)}"
+            for name, trains, *_ in changed
+        ]
+    )
+
+
+def missing_gradients(ref: weakref.ref[RuntimeContext]) -> str:
+    """Return for which gradients the units in backward wait, for errors."""
+    context, missing = ref(), list[str]()
+    for task, states in context.tasks.items() if context is not None else ():
+        for handle in [state.handle for state in states]:
+            # The unit may have joined another graph task since.
+            if handle.backward.task == task and handle.reduction.due:
+                arrived = [region.reduce.arrived for region in handle.layout.trainable]
+                missing += _without_gradient(handle, arrived)
+    return f" and has no gradient yet for {listed(map(quoted, missing))}" * any(missing)
+
+
+def _without_gradient(
+    handle: FlatParamHandle, arrived: Sequence[bytes | bytearray]
+) -> list[str]:
+    """Return the FQNs from the root of parameters without a gradient on this rank."""
+    return [
+        slot_path(handle, slot)
+        for region, hits in zip(handle.layout.trainable, arrived, strict=True)
+        # Usually every gradient has arrived; then the parameters are not visited.
+        if 0 in hits
+        for slot, hit in zip(region.layout.parameters, hits, strict=True)
+        if not hit
+    ]

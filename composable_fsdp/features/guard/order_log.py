@@ -15,26 +15,49 @@ their rounds. Only a rank without a matching entry communicates (``order_compare
     follows the record     as recorded     nothing is sent, no wait
     follows the record     another use     depart: meet all ranks in the store, who must
                                            have departed to the same use
-    records                any             exchange a checksum of the use with all ranks
-    varies (departed       any             exchange a checksum of all uses at the end
-    twice before)                          of the round
+    records                any             exchange a tag of the use with all ranks
+    varies (departed       any             exchange a tag of all uses at the end of the
+    twice), or captures                    round
+
+Units that send over the same process groups share a log, because the order of
+collectives matters within a group: in forward all-gathers (over the shard group), in
+backward all-gathers and reductions (over both). A unit that sends nothing in a
+direction has no log there, so if forward sends nothing, a rank may evaluate alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from threading import get_ident
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
+from composable_fsdp.comm.agreement import Peers, can_compare
+from composable_fsdp.comm.device import is_capturing
+from composable_fsdp.comm.groups import GroupRef, Groups
 from composable_fsdp.comm.meeting import Call
-from composable_fsdp.comm.operations import operation_log
+from composable_fsdp.comm.operations import operation_log, record
 from composable_fsdp.errors import DesyncError
-from composable_fsdp.features.guard.call_order import keep
-from composable_fsdp.features.guard.meetings import History
+from composable_fsdp.features.guard.meetings import History, history_of, keep
+from composable_fsdp.features.guard.order_compare import (
+    BEGIN,
+    END,
+    OrderComparison,
+    backward_begin,
+    backward_use,
+    forward_begin,
+    forward_use,
+    missing_gradients,
+)
+from composable_fsdp.features.guard.same_models import compare_models
+from composable_fsdp.flat.use_order import NO_LOGS, UnitLogs
+from composable_fsdp.tree.initial_weights import ALL_RANKS
+from composable_fsdp.tree.state import RuntimeContext, _RootFSDPState
 
 NOTHING: Sequence[object] = (None,)
 """The record of a round without a record: ``None`` is no use, so no use matches."""
@@ -112,13 +135,9 @@ class Record:
         self.equal = 0
         """Number of equal rounds in a row, while the order varies."""
 
-    def count_departure(self) -> None:
-        """Count a departure from the recorded uses."""
-        self.departures += 1
-
-    def update(self, uses: list[object], number: int, *, varies: bool) -> None:
+    def update(self, uses: list[object], number: int) -> None:
         """Make the uses of a round the recorded uses."""
-        if varies:
+        if self.departures > 1:
             self.equal = self.equal + 1 if uses == self.uses else 0
             if self.equal >= _STEADY:
                 self.departures = self.equal = 0
@@ -131,23 +150,9 @@ class OrderLog:
     # All logs over the first group share ``rounds``.
 
     __slots__ = (
-        "_entries",
-        "_last",
-        "_open",
-        "_record",
-        "_recording",
-        "_records",
-        "_run",
-        "_successors",
-        "_varies",
-        "call",
-        "calls",
-        "comparison",
-        "expected",
-        "number",
-        "position",
-        "round",
-        "rounds",
+        *("_at_end", "_entries", "_last", "_open", "_record", "_recording"),
+        *("_records", "_run", "_successors", "call", "calls", "comparison"),
+        *("expected", "number", "position", "round", "rounds"),
     )
 
     def __init__(
@@ -170,7 +175,9 @@ class OrderLog:
         """The recorded uses of this round, then ``None``."""
         self.position = 0
         """Index of the next use in ``expected``."""
-        self._open = self._recording = self._varies = False
+        self._open = self._recording = False
+        self._at_end = False
+        """Whether the uses of this round are compared at its end."""
         self._entries: list[object] = []
         """Uses of this round, while this rank records."""
         self._records: dict[Hashable, Record] = {}
@@ -214,47 +221,37 @@ class OrderLog:
                 return
         if not self._recording:
             # From here on this rank records; the uses so far equal the old record.
-            wanted = self.expected[self.position]
-            self._entries = list(self.expected[: self.position])
+            wanted, index = self.expected[self.position], self.position
+            self._entries = list(self.expected[:index])
             self.expected, self.position, self._recording = NOTHING, 0, True
-            index = len(self._entries)
-            self.comparison.depart(self.round, index, use, wanted, self._record.since)
-            self._record.count_departure()
-        elif not self._varies:
-            # ``_alike``, inlined: the first round comes here at every use.
-            try:
-                self.comparison.compare(self.round, len(self._entries), use)
-            except DesyncError:
-                self._close()
-                raise
+            since = self._record.since
+            self.comparison.depart(self.round, f"use {index}", use, wanted, since=since)
+            self._record.departures += 1
+        elif not self._at_end:
+            self._compare(f"use {len(self._entries)}", use)
         self._entries.append(use)
 
-    @contextmanager
-    def _alike(self) -> Iterator[None]:
-        """Close the round if the block raises, which it does on all ranks or none."""
-        # No rank waits for another then, so that the next round needs no meeting.
+    def _compare(self, at: str, value: object) -> None:
+        """Compare with all ranks, which raise together."""
         try:
-            yield
+            self.comparison.compare(self.round, at, value)
         except DesyncError:
+            # No rank waits for another, so that the next round needs no meeting.
             self._close()
             raise
 
     def end(self) -> None:
         """End the round, if a round is in progress.
 
-        Fewer uses than recorded are a departure, too.
-
-        Collective: as ``depart``.
-        Raises: DesyncError, as ``depart``.
+        Collective, Raises: as ``depart``; fewer uses than recorded are a departure.
         """
         if not self._open:
             return
         if self._recording or self.expected[self.position] is not None:
             self.depart(None, None)
-            if self._varies:
-                with self._alike():
-                    self.comparison.compare_round(self.round, self._entries)
-            self._record.update(self._entries, self.round, varies=self._varies)
+            if self._at_end:
+                self._compare(END, self._entries)
+            self._record.update(self._entries, self.round)
             keep(self._records, self._last, self._record)
         self._close()
 
@@ -272,7 +269,7 @@ class OrderLog:
 
     def _close(self) -> None:
         """Leave the round that has ended or was abandoned."""
-        self._open = self._recording = self._varies = False
+        self._open = self._recording = self._at_end = False
         self.expected, self.position = NOTHING, 0
 
     def _begin(self, mode: Hashable) -> None:
@@ -286,24 +283,7 @@ class OrderLog:
         if rounds.raised:
             self.comparison.meet_after_raise(self.round, rounds.raised)
             rounds.raised.clear()
-        # The mode of a round is predicted from the mode before, and from how many
-        # rounds in a row had that mode: an evaluation after every 100 steps is
-        # predicted from the second time on. Without experience, a mode that ran twice
-        # is expected again.
-        usual = self._last if self._run > 1 else None
-        predicted = self._successors.get((self._last, self._run), usual)
-        number = rounds.expected()
-        # All ranks have the same experience. Without experience, all ranks compare.
-        if number is None or (number == self.number and predicted is None):
-            with self._alike():
-                self.comparison.compare_begin(self.round, mode)
-        # Ranks whose prediction comes true send nothing, so this rank has to wait for
-        # all ranks to begin the same round.
-        elif number != self.number or predicted != mode:
-            other = rounds.logs[number] if number != self.number else ""
-            self.comparison.depart_begin(
-                self.round, mode, other=other, wanted=predicted
-            )
+        predicted = self._compare_begin(mode)
         rounds.begin(self.number, mode)
         if predicted != mode:
             keep(self._successors, (self._last, self._run), mode)
@@ -311,7 +291,124 @@ class OrderLog:
         self._last = mode
         self._entries = []
         self._record = record = self._records.get(mode) or Record()
-        self._varies = record.departures > 1
-        self._recording = record.uses is None or self._varies
+        varies = record.departures > 1
+        self._recording = varies or record.uses is None
+        # What is captured is not sent before the capture has ended.
+        self._at_end = self._recording and (varies or is_capturing())
         self.expected = NOTHING if self._recording else record.uses or NOTHING
         self.position = 0
+
+    def _compare_begin(self, mode: Hashable) -> Hashable:
+        """Compare the begin of a round that was not expected; return what was."""
+        # The mode of a round is predicted from the mode before, and from how many
+        # rounds in a row had that mode: an evaluation after every 100 steps is
+        # predicted from the second time on. Without experience, a mode that ran twice
+        # is expected again.
+        usual = self._last if self._run > 1 else None
+        predicted = self._successors.get((self._last, self._run), usual)
+        number, logs = self.rounds.expected(), self.rounds.logs
+        # All ranks have the same experience. Without experience, all ranks compare.
+        if number is None or (number == self.number and predicted is None):
+            self._compare(BEGIN, mode)
+        # Ranks whose prediction comes true send nothing, so this rank has to wait for
+        # all ranks to begin the same round.
+        elif number != self.number:
+            self.comparison.depart(self.round, BEGIN, mode, other=logs[number])
+        elif predicted != mode:
+            since = self.round - 1
+            self.comparison.depart(self.round, BEGIN, mode, predicted, since=since)
+        return predicted
+
+
+def compare_ranks(context: RuntimeContext, root: _RootFSDPState) -> None:
+    """Compare the ranks of a tree; begin the order logs.
+
+    Collective, Raises: as ``compare_models``.
+    """
+    before = root.initial.compared
+    # If a forward gathers nothing, a rank may run the forward alone, also with
+    # gradients that are not reduced (``no_sync``). So replicas are compared in the
+    # first forward that leads to a reduction.
+    reduces = any(unit.settings.sync_gradients for unit in root._root_states)
+    compare_models(root, replicas=reduces and torch.is_grad_enabled())
+    after = root.initial.compared
+    if not context.is_checked or after != before:
+        # Not before the comparison: other models may have other logs, and the ranks
+        # would number all later logs otherwise.
+        _assign_order_logs(context, root, replicas=after == ALL_RANKS)
+
+
+def _assign_order_logs(
+    context: RuntimeContext, root: _RootFSDPState, *, replicas: bool
+) -> None:
+    """Assign the order logs of each unit of a tree; collect all logs in ``context``.
+
+    Ranks number the logs of a group, so the ranks of a log must have compared their
+    models before. Without ``replicas`` units that are not cut have no logs yet.
+    """
+    forward: dict[tuple[str, ...], OrderLog] = {}
+    backward: dict[tuple[str, ...], OrderLog] = {}
+    waiting = partial(missing_gradients, weakref.ref(context))
+    tree = type(root.module).__name__
+    call = Call("forward", root.title)
+    known: dict[Groups, UnitLogs] = {}
+    for handle in context.handles:
+        # A unit without elements sends no collective.
+        if not any(region.layout.padded_numel for region in handle.layout.regions):
+            handle.logs = NO_LOGS
+            continue
+        if handle.groups.shard is None and not replicas:
+            continue
+        # Units with the same ``Groups`` object share the logs without another lookup.
+        if handle.groups not in known:
+            shard = handle.groups.shard
+            gathers = [] if shard is None else [shard]
+            in_forward = _log(forward, "forward", tree, gathers, str, call)
+            both = handle.groups.present
+            in_backward = _log(backward, "backward", tree, both, waiting)
+            # Without a shard group there is no all-gather, but gradients are reduced
+            # over the replicate group.
+            gathered = in_backward if gathers else None
+            known[handle.groups] = UnitLogs(in_forward, gathered, in_backward)
+        handle.logs = known[handle.groups]
+    present = dict.fromkeys(g for groups in known for g in groups.present)
+    # A replica may evaluate alone, and would wait for the others.
+    shards = dict.fromkeys(g.shard for g in known if g.shard is not None)
+    record(shards, agree=True)
+    record(present, agree=replicas)
+    for log in (*forward.values(), *backward.values()):
+        own = [peers.group for peers in log.comparison.peers]
+        # Groups of a fake world are not watched, and a log has no peers there.
+        log.comparison.elsewhere = tuple(
+            GroupRef(group) for group in present if own and group not in own
+        )
+    context.forward_logs = tuple(forward.values())
+    context.backward_logs = tuple(backward.values())
+
+
+def _log(
+    logs: dict[tuple[str, ...], OrderLog],
+    what: str,
+    tree: str,
+    groups: Sequence[dist.ProcessGroup],
+    waiting: Callable[[], str],
+    call: Call | None = None,
+) -> OrderLog | None:
+    """Return the log for ``groups``, created at the first call; None without groups."""
+    if not groups:
+        return None
+    # Units may have equal groups in different ``Groups`` objects.
+    key = tuple(group.group_name for group in groups)
+    if key not in logs:
+        rounds = round_order(groups)
+        name = f"a {what} of {tree} (order log {len(rounds.logs)})"
+        is_forward = what == "forward"
+        use = forward_use if is_forward else backward_use
+        mode = forward_begin if is_forward else backward_begin
+        # All ranks come here, and some may use the store later without the others.
+        peers = [Peers(g, what) for g in groups if can_compare(g)]
+        comparison = OrderComparison(peers, what, name, use, mode, waiting)
+        # Without ranks to compare with, no call meets.
+        calls = history_of(groups[0]) if call is not None and peers else None
+        logs[key] = OrderLog(name, rounds, comparison, call, calls)
+    return logs[key]

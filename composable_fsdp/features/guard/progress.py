@@ -2,17 +2,9 @@
 
 On CUDA the host issues a collective long before the GPU runs the collective, and waits
 for none. A unit records an event behind each all-gather and reduction for its own
-streams; the log knows the event (``OperationLog.marks``), and the watch thread
-asks whether the event was reached::
-
-    state      host                       event
-    issued     has sent the collective    not reached, and neither is an earlier event
-    running    has sent the collective    the first that is not reached
-    done       has waited, on CPU         reached, or a later event is
-
-Events and not ``Work`` objects: a ``Work`` of NCCL holds the outputs of its collective,
-so that a ``Work`` in the log would keep reduced gradients alive for longer than
-``tools.step_memory`` counts. An event holds no memory.
+streams; the log knows the event (``OperationLog.marks``), and the watch thread asks
+whether the event was reached. Events and not ``Work`` objects: a ``Work`` of NCCL holds
+the outputs of its collective, and an event holds no memory.
 
 Not run on a GPU; tested with stand-ins. No private API of torch: the mode of the thread
 is set by the function of the CUDA runtime that torch's own watchdog of NCCL calls.
@@ -59,8 +51,8 @@ def note_capture(*, capturing: bool) -> None:
 def running_in(log: OperationLog) -> Operation | None:
     """Return the operation that the device runs; None if unknown, or none runs.
 
-    Asks the device only after ``QUIET`` seconds without a new collective: a host that
-    issues collectives is not stuck. Called by the watch thread.
+    Asks the device only after ``QUIET`` seconds without a new collective. Called by the
+    watch thread.
     """
     oldest = log.number - MOST_OPERATIONS
     # ``list`` of a dict is atomic: the main thread may write meanwhile. Events of units
@@ -68,50 +60,28 @@ def running_in(log: OperationLog) -> Operation | None:
     for event, number in list(log.marks.items()):
         if number <= oldest:
             log.marks.pop(event, None)
-    log.device_runs = 0
-    if not log.marks or time_ns() - log.operations[-1].issued < QUIET * 1e9:
+    if not log.marks or quiet_for(log) < QUIET:
         return None
-    with _asking:
-        if _capturing:
-            return None
-        with _beside_captures() as allowed:
-            if allowed:
-                _ask(log)
-    if not log.device_runs:
-        return None
-    found = [each for each in list(log.operations) if each.number == log.device_runs]
-    return found[0] if found else None
+    running = 0
+    with _asking, _beside_captures() as allowed:
+        # The collectives of a communicator run in the order of issue, so that an event
+        # which was reached answers for all earlier operations.
+        newest = sorted(log.marks.items(), key=lambda pair: pair[1], reverse=True)
+        for event, number in newest if allowed and not _capturing else ():
+            if event.query():
+                break
+            running = number
+    return next((each for each in list(log.operations) if each.number == running), None)
 
 
-def _ask(log: OperationLog) -> None:
-    """Ask for the events from the newest on, until a reached event is found."""
-    # The collectives of a communicator run in the order of issue, so that an event
-    # which was reached answers for all earlier operations.
-    newest = sorted(log.marks.items(), key=lambda pair: pair[1], reverse=True)
-    for event, number in newest:
-        if number <= log.device_done:
-            break
-        if event.query():
-            log.device_done, log.device_moved = number, time_ns()
-            break
-        log.device_runs = number
-
-
-def waited_for(operation: Operation) -> float:
-    """Return the seconds since the host waits, or since the device made progress."""
-    begin = operation.waited or operation.issued
-    # The host is behind this operation; the device came as far at ``device_moved``.
-    if operation.done:
-        begin = max(operation.issued, operation.log.device_moved)
-    return (time_ns() - begin) / 1e9
+def quiet_for(log: OperationLog) -> float:
+    """Return the seconds since the last operation; 0 before the first."""
+    return (time_ns() - log.operations[-1].issued) / 1e9 if log.operations else 0.0
 
 
 @contextmanager
 def _beside_captures() -> Iterator[bool]:
-    """Let this thread ask for events while another thread captures a CUDA graph.
-
-    Yields: whether the thread may ask.
-    """
+    """Let this thread ask for events while another captures; yield whether it may."""
     # In the default mode, a question of any thread ends the capture of any other, such
     # as a capture of a model that this package knows nothing of.
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch

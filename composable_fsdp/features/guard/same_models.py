@@ -18,53 +18,48 @@ from __future__ import annotations
 
 import logging
 import pickle
-import struct
 import warnings
 import weakref
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import chain
-from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
+from torch import nn
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.agreement import can_compare
 from composable_fsdp.comm.device import outside_transforms
-from composable_fsdp.comm.groups import Groups
+from composable_fsdp.comm.groups import Groups, RankLayout
 from composable_fsdp.comm.meeting import Call
 from composable_fsdp.comm.operations import leave, record
 from composable_fsdp.errors import DesyncError
+from composable_fsdp.features.guard.compare import first_difference, gather, tag_of
 from composable_fsdp.features.guard.fingerprint import (
     UnitFacts,
     buffer_names,
-    digest_of,
     facts_of,
-    first_difference,
+    fingerprint_of,
+    told_facts,
 )
 from composable_fsdp.features.guard.meetings import history_of
 from composable_fsdp.features.guard.same_weights import (
     require_same_weights,
-    weights_digest,
+    weights_tag,
 )
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_form import groups_of
-from composable_fsdp.flat.param_ref import ParamRef, in_model_order
+from composable_fsdp.flat.param_ref import ParamRef, find_param
 from composable_fsdp.flat.start_digest import WAY_OUT, digest_of_start
 from composable_fsdp.flat.step_counts import written
-from composable_fsdp.naming import by_value, quoted, ranks_text
+from composable_fsdp.naming import quoted, ranks_text
 from composable_fsdp.tree.initial_weights import ALL_RANKS, SHARD_RANKS
 from composable_fsdp.tree.root import outermost, set_param_paths
 from composable_fsdp.tree.state import _FSDPState, _RootFSDPState
 from composable_fsdp.tree.traversal import walk_states
 
 LOGGER = logging.getLogger("composable_fsdp")
-_MOST_MODELS = 8
-"""Number of different models whose facts are exchanged; further models are counted."""
-_SENT = struct.Struct("<q16s16sqqq")
-"""The fields of ``_Said``."""
 
 _WAY_OUT = (
     "Build the same model on every rank, and call fully_shard (or replicate) in the "
@@ -90,31 +85,13 @@ class Scope(NamedTuple):
     parts: dist.ProcessGroup | None = None
     """The group, if its ranks hold other parts of the units."""
 
-    def all_gather_objects(self, value: object) -> list[Any]:
-        """Return the value of each rank. Not for the steady state.
-
-        Collective: an all-gather of objects over each group of ``route``.
-        """
-        told = [value]
-        for group in self.route:
-            told = list(chain(*collectives.all_gather_object(told, group)))
-        return told
-
 
 def compare_models(state: _FSDPState, *, replicas: bool, written: bool = False) -> None:
-    """Ensure that all ranks have sharded the same model as the tree of ``state``.
+    """Do as ``tree.meeting.compare_models``.
 
-    The first call for a tree compares; later calls return at once. Call before a tree
-    is gathered, at a place where all ranks call. Units of a single rank or over a fake
-    group are not compared.
-
-    Collective: in the first call an all-gather of 64 bytes over the ranks of the tree:
-        over the default group if these are all ranks, else over the shard group and
-        then over the replicate group; all ranks must call. Units over other ranks than
-        the first unit's add the same over their ranks, as does each group whose ranks
-        hold other parts or experts. If models or weights differ, or
-        if replicas were written to, up to two all-gathers of objects more. Waits in
-        the store for all ranks before, if an earlier tree has used the groups.
+    Collective: in the first call an all-gather of 64 bytes over each scope; if models
+        or weights differ, or if replicas were written to, all-gathers of objects more.
+        Waits in the store before, if an earlier tree has used the groups.
     Raises: DesyncError with the first difference, on all ranks alike.
     Warns: if weights differ and ``check_weights`` is "warn".
     """
@@ -125,29 +102,45 @@ def compare_models(state: _FSDPState, *, replicas: bool, written: bool = False) 
     # Without replicas all ranks call anyway.
     replicas = replicas or all(u.handle.groups.replicate is None for _, u in units)
     scopes = _scopes(units, replicas=replicas)
-    buffers = buffer_names(top) if scopes else {}
-    experts = sum(state.handle.groups.experts_ref is not None for _, state in units)
-    parts = _scopes_of_parts(units) if replicas else []
-    _watch_all([*scopes, *parts])
-    routes = [group for each in (*scopes, *parts) for group in each.route]
+    if replicas:
+        scopes += _scopes_of_parts(units)
+    # Watched, so that a difference reaches ranks that wait.
+    for each in scopes:
+        record(each.route, agree=True)
+    routes = [group for each in scopes for group in each.route]
     meet_if_used(routes, Call("first_gather", top.title, way_out=_FIRST_GATHER))
     _used.update(routes)
     for groups in {state.handle.groups for _, state in units}:
         _used.update(groups.present)
-    due = [
-        _compare(each, facts_of(each.units, buffers, experts), [*scopes, *parts])
-        for each in scopes
-    ]
-    due += [
-        _compare(each, facts_of(each.units, buffers, parts=True), [*scopes, *parts])
-        for each in parts
-    ]
-    if written and any(due):
+    due = _compare_scopes(top, units, scopes)
+    if written and due:
         return
     # Set before a warning, which the user may have turned into an error.
     top.initial.compared = ALL_RANKS if replicas else SHARD_RANKS
-    for text in filter(None, due):
+    for text in due:
         warnings.warn(text, stacklevel=2)
+
+
+def _compare_scopes(
+    top: _FSDPState, units: Units, scopes: Sequence[Scope]
+) -> list[str]:
+    """Compare the units of each scope; return the texts of warnings that are due."""
+    buffers = buffer_names(top) if scopes else {}
+    experts = sum(state.handle.groups.experts_ref is not None for _, state in units)
+    due = []
+    for scope in scopes:
+        parts = scope.parts is not None
+        facts = facts_of(scope.units, buffers, 0 if parts else experts, parts=parts)
+        try:
+            due.append(_compare(top, scope, facts))
+        except DesyncError as error:
+            # Ranks outside of this scope found no difference, and wait for this rank in
+            # the next scope or in the first forward.
+            for group in dict.fromkeys(g for each in scopes for g in each.route):
+                if group not in scope.route:
+                    leave(group, str(error.args[0]))
+            raise
+    return list(filter(None, due))
 
 
 def _units(top: _FSDPState) -> Units:
@@ -174,20 +167,27 @@ def _scopes(units: Units, *, replicas: bool) -> list[Scope]:
     for name, state in units:
         groups = state.handle.groups
         if groups not in routes:
-            shard = groups.shard
-            if not groups.has_peers:
-                routes[groups] = ()
-            elif replicas:
-                routes[groups] = _route(groups)
-            else:
-                routes[groups] = () if shard is None else (shard,)
-        route = routes[groups]
-        if route:
+            routes[groups] = _route(groups, replicas=replicas)
+        if route := routes[groups]:
             key = tuple([group.group_name for group in route])
             found.setdefault(key, Scope(route, [])).units.append((name, state))
     # The largest first, because ranks with different trees most likely agree in the
     # default group.
     return sorted(found.values(), key=lambda s: -s.units[0][1].handle.groups.world_size)
+
+
+def _route(groups: Groups, *, replicas: bool) -> tuple[dist.ProcessGroup, ...]:
+    """Return the groups over which a message reaches all ranks of ``groups``."""
+    if not groups.has_peers:
+        return ()
+    if not replicas:
+        return () if groups.shard is None else (groups.shard,)
+    everyone = dist.group.WORLD
+    # The default group does not depend on the strategy: a rank with FULL_SHARD and a
+    # rank with HYBRID_SHARD meet there.
+    if everyone is not None and groups.world_size == everyone.size():
+        return (everyone,)
+    return groups.present
 
 
 def _scopes_of_parts(units: Units) -> list[Scope]:
@@ -209,12 +209,6 @@ def _scopes_of_parts(units: Units) -> list[Scope]:
     return scopes
 
 
-def _watch_all(scopes: Sequence[Scope]) -> None:
-    """Watch the groups of ``scopes``, so that a difference reaches ranks that wait."""
-    for scope in scopes:
-        record(scope.route, agree=True)
-
-
 def meet_if_used(groups: Iterable[dist.ProcessGroup], call: Call) -> None:
     """Wait in the store for all ranks, over groups that an earlier tree has used.
 
@@ -227,104 +221,109 @@ def meet_if_used(groups: Iterable[dist.ProcessGroup], call: Call) -> None:
     for group in dict.fromkeys(groups):
         if group in _used and can_compare(group):
             # No ``meet``: these calls come once and are no part of the order of calls.
-            history_of(group).gather(call)
+            history_of(group).gather(call.announced)
 
 
 _used: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 """The groups over which a tree was compared, and those of its units."""
 
+_SYNC_EVERYWHERE = (
+    "The values of the first rank are broadcast: shard the model on every rank, "
+    "outside of any 'if rank == 0'."
+)
 
-def _route(groups: Groups) -> tuple[dist.ProcessGroup, ...]:
-    """Return the groups over which a message reaches all ranks of ``groups``."""
-    everyone = dist.group.WORLD
-    # The default group does not depend on the strategy: a rank with FULL_SHARD and a
-    # rank with HYBRID_SHARD meet there.
-    if everyone is not None and groups.world_size == everyone.size():
-        return (everyone,)
-    return groups.present
+
+def meet_to_sync(api: str, module: nn.Module, ranks: RankLayout) -> None:
+    """Wait for all ranks before a broadcast, if they train another model already."""
+    details = ("sync_module_states=True",)
+    call = Call(api, type(module).__name__, details, _SYNC_EVERYWHERE)
+    groups = [g for g in (ranks.shard, ranks.replicate) if g is not None]
+    meet_if_used(groups, call)
+
+
+class _Said(NamedTuple):
+    """What a rank sends in the first exchange: integers, which every backend sends."""
+
+    rank: int
+    facts: int
+    weights: int
+    written: int
+    """Whether replicated parameters were written to since ``fully_shard``."""
+    shared: int
+    """The tag of the ranks of the shard groups."""
+    sharing: int
+    """Number of ranks that are in all shard groups of this rank; 0 without any."""
+    on_meta: int
+    """Whether shards were on meta then."""
+    start: int
+    """As ``_written_start`` returns it."""
+
+
+def _said(
+    scope: Scope, facts: Sequence[UnitFacts], shared: Sequence[tuple[int, ...]]
+) -> _Said:
+    """Return what this rank sends, without a start."""
+    return _Said(
+        dist.get_rank(),
+        fingerprint_of(facts),
+        *weights_tag(scope.units, scope.parts),
+        tag_of(shared),
+        len(set.intersection(*map(set, shared))) if shared else 0,
+        any(state.handle.writes.at_build == -1 for _, state in scope.units),
+        0,
+    )
 
 
 # The first forward may run inside a transform, where hashes would have no memory.
 @outside_transforms
-def _compare(
-    scope: Scope, facts: Sequence[UnitFacts], scopes: Sequence[Scope]
-) -> str | None:
+def _compare(top: _FSDPState, scope: Scope, facts: Sequence[UnitFacts]) -> str | None:
     """Compare the units of ``scope``; return the text of a warning that is due.
 
-    Collective, Raises: as ``compare_models``. An error reaches the ranks of all
-    ``scopes``.
+    Collective, Raises: as ``compare_models``.
     """
-    try:
-        return _compare_here(scope, facts)
-    except DesyncError as error:
-        # Ranks outside of this scope found no difference, and wait for this rank in the
-        # next scope or in the first forward.
-        for group in dict.fromkeys(g for each in scopes for g in each.route):
-            if group not in scope.route:
-                leave(group, str(error.args[0]))
-        raise
-
-
-def _compare_here(scope: Scope, facts: Sequence[UnitFacts]) -> str | None:
-    """Do as ``_compare``, and tell the ranks of ``scope`` alone."""
     # Shard groups of other parts are other groups.
     shared = [] if scope.parts else _shard_groups(scope.units)
-    rank = dist.get_rank()
-    hashes, was_written = weights_digest(scope.units, scope.parts)
-    handles = [state.handle for _, state in scope.units]
-    # One start is enough: each rank's first draw under a seed has the same numbers.
-    start, of = next(filter(itemgetter(0), map(_written_start, handles)), (0, None))
-    said = _Said(
-        rank,
-        digest_of(facts),
-        hashes,
-        zlib.crc32(repr(shared).encode()),
-        len(set.intersection(*map(set, shared))) if shared else 0,
-        _WRITTEN * was_written
-        | _ON_META * any(each.writes.at_build == -1 for each in handles)
-        | start << 2,
-    )
-    told = _exchange(said, scope)
+    start, of = _written_start(top, [state.handle for _, state in scope.units])
+    sent: Sequence[int] = _said(scope, facts, shared)._replace(start=start)
+    size = len(sent)
+    for group in scope.route:
+        sent = collectives.all_gather_digests(sent, group)
+    told = [_Said(*sent[i : i + size]) for i in range(0, len(sent), size)]
     for _, state in scope.units:
-        state.initial.was_on_meta |= any(each.flags & _ON_META for each in told)
+        state.initial.was_on_meta |= any(each.on_meta for each in told)
     if len({each.facts for each in told}) > 1:
-        raise DesyncError(_difference(told, rank, facts, scope))
-    # Ranks with the same shard groups are those that share all of them. A rank whose
-    # peers name other groups finds too few. Counted once: to count for each rank takes
-    # the square of the number of ranks.
-    alike = Counter(each.shared for each in told)
-    if any(alike[each.shared] < each.sharing for each in told):
-        raise DesyncError(_other_groups(shared, rank, scope))
+        raise DesyncError(_difference(told, facts, scope.route))
+    _require_same_groups(told, shared, scope.route)
     if of is not None:
         _log_equal_start(told, start, of)
-    if len({each.weights for each in told}) == 1 and not any(
-        each.flags & _WRITTEN for each in told
-    ):
+    if len({each.weights for each in told}) == 1 and not any(e.written for e in told):
         return None
-    return require_same_weights(scope.units, scope.all_gather_objects, scope.parts)
+    return require_same_weights(scope.units, scope.route, scope.parts)
 
 
 def _shard_groups(units: Units) -> list[tuple[int, ...]]:
     """Return the ranks of each shard group, in the order of the units."""
-    found: dict[Groups, tuple[int, ...]] = {}
-    for _, state in units:
-        groups = state.handle.groups
-        if groups not in found and groups.shard is not None:
-            found[groups] = tuple(dist.get_process_group_ranks(groups.shard))
-    return list(dict.fromkeys(found.values()))
+    groups = dict.fromkeys(state.handle.groups for _, state in units)
+    shards = dict.fromkeys(each.shard for each in groups if each.shard is not None)
+    return [tuple(dist.get_process_group_ranks(shard)) for shard in shards]
 
 
-_WRITTEN, _ON_META = 1, 2
-"""``_Said.flags``: replicated parameters were written to since ``fully_shard``; shards
-were on meta then. The other bits are those of ``_written_start``."""
-
-
-def _written_start(handle: FlatParamHandle) -> tuple[int, ParamRef | None]:
+def _written_start(
+    top: _FSDPState, handles: Sequence[FlatParamHandle]
+) -> tuple[int, ParamRef | None]:
     """Return the start of the first shard that was written to since ``fully_shard``."""
-    cut = handle.groups.shard is not None
-    if cut and written(handle.layout) != handle.writes.at_build:
-        # An initialiser draws in this order, whatever the order in the flat buffer.
-        for ref in in_model_order(handle):
+    changed = {
+        each
+        for each in handles
+        if each.groups.shard is not None
+        and written(each.layout) != each.writes.at_build
+    }
+    # One start is enough: each rank's first draw under a seed has the same numbers. An
+    # initialiser draws in this order, whatever the order in the flat buffer.
+    for module in top.modules if changed else ():
+        for ref in map(find_param, module.parameters()):
+            if ref is None or ref.handle not in changed:
+                continue
             if digest := digest_of_start(ref.leaf.detach()):
                 return digest, ref
     return 0, None
@@ -334,7 +333,7 @@ def _log_equal_start(told: Sequence[_Said], start: int, of: ParamRef) -> None:
     """Log that an earlier rank of the shard group has an equal start."""
     group = of.handle.groups.shard
     peers = () if group is None else dist.get_process_group_ranks(group)
-    equal = [e.rank for e in told if e.flags >> 2 == start and e.rank in peers]
+    equal = [e.rank for e in told if e.start == start and e.rank in peers]
     # Not an error: values of a checkpoint may repeat.
     if min(equal) < dist.get_rank():
         LOGGER.warning(
@@ -346,74 +345,57 @@ def _log_equal_start(told: Sequence[_Said], start: int, of: ParamRef) -> None:
         )
 
 
-class _Said(NamedTuple):
-    """What a rank sends in the first exchange."""
-
-    rank: int
-    facts: bytes
-    """The digest of the facts."""
-    weights: bytes
-    """The digest of the hashes of weights."""
-    shared: int
-    """A checksum of the ranks of the shard groups."""
-    sharing: int
-    """Number of ranks that are in all shard groups of this rank; 0 without any."""
-    flags: int
-
-
-def _exchange(said: _Said, scope: Scope) -> list[_Said]:
-    """Return what each rank says. Collective: an all-gather over each group."""
-    # Integers, which every backend sends.
-    told: Sequence[int] = struct.unpack(f"<{_SENT.size // 8}q", _SENT.pack(*said))
-    for group in scope.route:
-        told = collectives.all_gather_digests(told, group)
-    sent = struct.pack(f"<{len(told)}q", *told)
-    return [_Said(*each) for each in _SENT.iter_unpack(sent)]
-
-
 def _difference(
-    told: Sequence[_Said], rank: int, facts: Sequence[UnitFacts], scope: Scope
+    told: Sequence[_Said],
+    facts: Sequence[UnitFacts],
+    route: tuple[dist.ProcessGroup, ...],
 ) -> str:
     """Return the first difference between the models in words, equal on all ranks.
 
-    Collective: an all-gather of objects over the ranks of ``scope``.
+    Collective: an all-gather of objects over the groups of ``route``.
     """
-    alike: dict[bytes, list[int]] = {}
+    alike: dict[int, list[int]] = {}
     for each in sorted(told, key=lambda said: said.rank):
         alike.setdefault(each.facts, []).append(each.rank)
-    models = list(alike.values())
     # One rank per model sends, compressed: a gather gives every rank room for the
     # longest message of each rank.
-    first = [ranks[0] for ranks in models[:_MOST_MODELS]]
-    sent = zlib.compress(pickle.dumps(tuple(facts))) if rank in first else b""
-    received = dict(scope.all_gather_objects((rank, sent)))
+    speaks = dist.get_rank() in [ranks[0] for ranks in alike.values()]
+    sent = zlib.compress(pickle.dumps(tuple(facts))) if speaks else b""
+    received = gather(sent, route)
     known = {
-        each: pickle.loads(zlib.decompress(received[ranks[0]]))
-        for ranks in models[:_MOST_MODELS]
+        each: told_facts(pickle.loads(zlib.decompress(received[ranks[0]])))
+        for ranks in alike.values()
         for each in ranks
     }
-    found = first_difference(known)
-    assert found is not None, "different digests of equal facts"
-    rest = list(chain(*models[_MOST_MODELS:]))
-    more = f" ({ranks_text(rest)}: other models still)" if rest else ""
     return (
-        f"Ranks have sharded different models. They differ first in {found.what}: "
-        f"{by_value(found.values)}{more}. {_WAY_OUT}"
+        "Ranks have sharded different models. They differ first in "
+        f"{first_difference(known)}. {_WAY_OUT}"
     )
 
 
-def _other_groups(shared: Sequence[tuple[int, ...]], rank: int, scope: Scope) -> str:
-    """Return which ranks name which shard groups. Collective: as ``_difference``."""
-    told = dict(scope.all_gather_objects((rank, shared)))
-    for rank in sorted(told):
-        for ranks in told[rank]:
-            for peer in ranks:
-                if ranks not in told.get(peer, ()):
-                    theirs = " and over ".join(map(ranks_text, told.get(peer, ())))
-                    return (
-                        f"Ranks disagree on who shares parameters: rank {rank} shards "
-                        f"over {ranks_text(ranks)}, rank {peer} over "
-                        f"{theirs or 'no group'}. Pass the same process_group or "
-                        "device_mesh on all ranks. No parameter has been sent yet."
-                    )
-    raise AssertionError("shard groups agree, but their checksums do not")
+def _require_same_groups(
+    said: Sequence[_Said],
+    shared: Sequence[tuple[int, ...]],
+    route: tuple[dist.ProcessGroup, ...],
+) -> None:
+    """Raise DesyncError, on all ranks alike, if ranks name other shard groups."""
+    # Ranks with the same shard groups are those that share all of them. A rank whose
+    # peers name other groups finds too few. Counted once: to count for each rank takes
+    # the square of the number of ranks.
+    alike = Counter(each.shared for each in said)
+    if all(alike[each.shared] >= each.sharing for each in said):
+        return
+    told = gather(shared, route)
+    rank, ranks, peer = next(
+        (rank, ranks, peer)
+        for rank in sorted(told)
+        for ranks in told[rank]
+        for peer in ranks
+        if ranks not in told.get(peer, ())
+    )
+    theirs = " and over ".join(map(ranks_text, told.get(peer, ())))
+    raise DesyncError(
+        f"Ranks disagree on who shares parameters: rank {rank} shards over "
+        f"{ranks_text(ranks)}, rank {peer} over {theirs or 'no group'}. Pass the same "
+        "process_group or device_mesh on all ranks. No parameter has been sent yet."
+    )

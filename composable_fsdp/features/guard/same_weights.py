@@ -14,121 +14,97 @@ and compared with the other replicas' ::
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import islice
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from composable_fsdp.errors import DesyncError
+from composable_fsdp.features.guard.compare import gather, tag_of
+from composable_fsdp.features.guard.fingerprint import Units
 from composable_fsdp.flat.param_paths import slot_paths
 from composable_fsdp.flat.value_hash import hash_values
 from composable_fsdp.naming import quoted, ranks_text
 from composable_fsdp.tree.initial_weights import sharded_leaves
 from composable_fsdp.tree.state import _FSDPState
 
-Units = Sequence[tuple[str, _FSDPState]]
-Exchange = Callable[[object], list[Any]]
-"""Returns the object of each rank, in the same order on all ranks."""
 _MOST_NAMED = 4
 """Number of different values of a parameter whose ranks are listed one by one."""
 
 
-class _Unit(NamedTuple):
-    """What a rank tells of the values of a unit."""
-
-    kind: Hashable
-    """Which parameters have hashes of whole values; equal kinds are compared."""
-    replica: int
-    whole: Any
-    """The hashes of whole values by slot index, or a digest of them."""
-    shard_rank: int
-    shard: Any
-    """The hashes of the shards, or a digest of them; None without replicas."""
-
-
-def weights_digest(
+def weights_tag(
     units: Units, parts: dist.ProcessGroup | None = None
-) -> tuple[bytes, bool]:
-    """Return a digest of the values, and whether shards with replicas were written to.
+) -> tuple[int, bool]:
+    """Return a tag of the values, and whether shards with replicas were written to.
 
     Hashes units that are not cut. One copy of all hashes to the host.
     """
     for _, state in units:
         if state.handle.groups.shard is None:
             state.initial.refresh(state.handle.layout)
-    digest = hashlib.blake2b(digest_size=16)
-    digest.update(repr(_initial_hashes(units, parts)).encode())
     # Replicas of this part are compared among themselves.
     written = parts is None and any(
         _has_replicas(state) and not all(_unwritten(state)) for _, state in units
     )
-    return digest.digest(), written
+    return tag_of(_initial_hashes(units, parts)), written
 
 
 def require_same_weights(
-    units: Units, exchange: Exchange, parts: dist.ProcessGroup | None = None
+    units: Units,
+    route: tuple[dist.ProcessGroup, ...],
+    parts: dist.ProcessGroup | None = None,
 ) -> str | None:
     """Find the first parameter whose values differ between ranks.
 
     Returns: the text of a warning; None if no values differ that can be compared.
-    Collective: one or two calls of ``exchange``.
+    Collective: an all-gather of objects over each group of ``route``.
     Raises: DesyncError, if the unit's ``check_weights`` is "error".
     """
-    told = []
-    for (_, state), values in zip(units, _initial_hashes(units, parts), strict=True):
-        # A digest per unit first, to find the unit.
-        exact = _unit_of(state, values, parts)
-        told.append(
-            _Unit(
-                _short(exact.kind),
-                exact.replica,
-                _short(exact.whole),
-                exact.shard_rank,
-                None if exact.shard is None else _short(exact.shard),
-            )
-        )
-    rank = dist.get_rank()
-    every = dict(exchange((rank, told)))
-    unlike = [
-        i
-        for i in range(len(units))
-        if any(
-            len(set(values.values())) > 1
-            for values in _comparable({each: rows[i] for each, rows in every.items()})
-        )
+    hashes = _initial_hashes(units, parts)
+    told = [
+        _values_of(state, each, parts)
+        for (_, state), each in zip(units, hashes, strict=True)
     ]
+    every = gather(told, route)
+    unlike = []
+    for i, (name, state) in enumerate(units):
+        found: dict[Hashable, dict[int, tuple[int, ...]]] = {}
+        for rank, units_there in every.items():
+            for key, values in units_there[i].items():
+                found.setdefault(key, {})[rank] = values
+        if rows := [each for each in found.values() if len(set(each.values())) > 1]:
+            unlike.append((name, state, rows))
+    # An error goes before a warning; all ranks have the same options.
+    strict = [unit for unit in unlike if unit[1].options.check_weights == "error"]
     if not unlike:
         return None
-    # An error goes before a warning; all ranks have the same options.
-    strict = [i for i in unlike if units[i][1].options.check_weights == "error"]
-    name, state = units[(strict or unlike)[0]]
-    # Hashes per parameter are sent for this unit only: those of all parameters, from
-    # all ranks, would be many megabytes.
-    (values,) = _initial_hashes([(name, state)], parts)
-    said = dict(exchange((rank, _unit_of(state, values, parts))))
-    text = _text(name, state, said, len(unlike), parts)
+    text = _text(*(strict or unlike)[0], len(unlike), parts)
     if strict:
         raise DesyncError(text)
     return text
 
 
-def _unit_of(
-    state: _FSDPState, values: Sequence[int | None], parts: dist.ProcessGroup | None
-) -> _Unit:
-    """Return the values of a unit on this rank, parameter by parameter."""
-    kind = tuple([value is None for value in values])
+def _values_of(
+    state: _FSDPState, hashes: Sequence[int | None], parts: dist.ProcessGroup | None
+) -> dict[Hashable, tuple[int | None, ...]]:
+    """Return the values of a unit by what tells with which ranks they are compared."""
     groups = state.handle.groups
-    replica = 0
     # Replicas of a cut unit are compared shard by shard.
-    if groups.replicate is not None and groups.shard is not None:
-        replica = groups.replicate.rank()
-    shards = None if parts else _shard_hashes(state)
-    return _Unit(kind, replica, tuple(values), groups.rank, shards)
+    copies = None if groups.shard is None else groups.replicate
+    replica = 0 if copies is None else copies.rank()
+    # Ranks that wrote to other parameters since are not compared: nothing is known of
+    # the initial values of the written ones.
+    kind = tuple([value is None for value in hashes])
+    found: dict[Hashable, tuple[int | None, ...]]
+    found = {("whole", kind, replica): tuple(hashes)}
+    if parts is None and _has_replicas(state):
+        shards = hash_values(sharded_leaves(state.handle.layout)).tolist()
+        found["shard", groups.rank] = tuple(shards)
+    return found
 
 
 def _initial_hashes(
@@ -150,23 +126,22 @@ def _initial_hashes(
             continue
         unwritten = _unwritten(state)
         values: list[int | None] = list(islice(numbers[each.device], len(unwritten)))
-        if not all(unwritten):
-            pairs = zip(values, unwritten, strict=True)
-            values = [value if kept else None for value, kept in pairs]
-        if parts is not None:
+        if parts is not None or not all(unwritten):
             values = [
-                None if _is_cut(state, index, parts) else value
-                for index, value in enumerate(values)
+                value if kept and not _is_cut(state, index, parts) else None
+                for index, (value, kept) in enumerate(
+                    zip(values, unwritten, strict=True)
+                )
             ]
         found.append(values)
     return found
 
 
-def _is_cut(state: _FSDPState, index: int, parts: dist.ProcessGroup) -> bool:
+def _is_cut(state: _FSDPState, index: int, parts: dist.ProcessGroup | None) -> bool:
     """Return whether the ranks of ``parts`` hold other values under slot ``index``."""
     handle = state.handle
-    if handle.groups.experts_ref is not None:
-        return True
+    if parts is None or handle.groups.experts_ref is not None:
+        return parts is not None
     return parts in handle.layout.forms[index].cut_over
 
 
@@ -185,34 +160,10 @@ def _has_replicas(state: _FSDPState) -> bool:
     )
 
 
-def _shard_hashes(state: _FSDPState) -> tuple[int, ...] | None:
-    """Return the hashes of the unit's shards as they are now; None without replicas."""
-    if not _has_replicas(state):
-        return None
-    return tuple(hash_values(sharded_leaves(state.handle.layout)).tolist())
-
-
-def _short(values: object) -> bytes:
-    """Return a digest of ``values``."""
-    return hashlib.blake2b(repr(values).encode(), digest_size=8).digest()
-
-
-def _comparable(said: Mapping[int, _Unit]) -> list[dict[int, Any]]:
-    """Return the values of ranks that must be equal, by rank."""
-    found: dict[Hashable, dict[int, Any]] = {}
-    for rank, unit in said.items():
-        # Ranks that wrote to other parameters since are not compared: nothing is known
-        # of the initial values of the written ones.
-        found.setdefault(("whole", unit.kind, unit.replica), {})[rank] = unit.whole
-        if unit.shard is not None:
-            found.setdefault(("shard", unit.shard_rank), {})[rank] = unit.shard
-    return list(found.values())
-
-
 def _text(
     name: str,
     state: _FSDPState,
-    said: Mapping[int, _Unit],
+    unlike: Sequence[Mapping[int, Sequence[int | None]]],
     units: int,
     parts: dist.ProcessGroup | None,
 ) -> str:
@@ -223,17 +174,14 @@ def _text(
     index, values = min(
         (
             (i, {rank: row[i] for rank, row in rows.items()})
-            for rows in _comparable(said)
+            for rows in unlike
             for i in range(len(next(iter(rows.values()))))
             if len({row[i] for row in rows.values()}) > 1
         ),
         key=itemgetter(0),
     )
-    slots = {
-        slot.index: slot
-        for region in state.handle.layout.regions
-        for slot in region.layout.parameters
-    }
+    regions = state.handle.layout.regions
+    slot = next(s for r in regions for s in r.layout.parameters if s.index == index)
     ranks: dict[Any, list[int]] = {}
     for rank, value in sorted(values.items()):
         ranks.setdefault(value, []).append(rank)
@@ -243,13 +191,10 @@ def _text(
     else:
         first, *others = map(ranks_text, ranks.values())
         where = f"other values on {first} than on {' than on '.join(others)}"
-    path = slot_paths(state.handle, slots[index], name)[0]
+    path = slot_paths(state.handle, slot, name)[0]
     more = f" (and so have parameters of {units - 1} more units)" if units > 1 else ""
     if parts is not None:
-        why = (
-            "The parameter is not cut over these ranks, which compute with different "
-            "values, and with different gradients ever after"
-        )
+        why = "The parameter is not cut over these ranks, whose gradients differ then"
     elif state.handle.groups.replicas > 1:
         why = "Replicas that differ stay different for ever"
     else:

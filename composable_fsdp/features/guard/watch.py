@@ -27,14 +27,11 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from composable_fsdp.comm import agreement
-from composable_fsdp.comm.device import is_capturing
-from composable_fsdp.comm.groups import GroupRef
 from composable_fsdp.comm.nodes import group_timeout
 from composable_fsdp.comm.operations import (
     UNEVEN,
@@ -47,10 +44,9 @@ from composable_fsdp.comm.sequence import Operation
 from composable_fsdp.comm.store_names import pauses
 from composable_fsdp.errors import DesyncError, FSDPError
 from composable_fsdp.features.guard import hang_report
-from composable_fsdp.features.guard.debug import is_debugging, require_same_operation
-from composable_fsdp.features.guard.hang_report import SAME_CALLS, never_meet
-from composable_fsdp.features.guard.progress import running_in, waited_for
-from composable_fsdp.naming import listed, ranks_named
+from composable_fsdp.features.guard.compare import SAME_CALLS, never_meet
+from composable_fsdp.features.guard.progress import quiet_for, running_in
+from composable_fsdp.naming import LISTED, listed, ranks_text
 
 HANG_VARIABLE = "COMPOSABLE_FSDP_HANG_AFTER"
 """Environment variable: seconds after which a wait is reported; 0 for never.
@@ -62,41 +58,45 @@ TICK = 1.0
 """Seconds between two looks of the thread, and two questions of a rank in the store."""
 SLOW = 2.0
 """Seconds after which a wait is long."""
-PROBE_AFTER = 2.0
-"""Seconds after which a rank that waits in the store asks gloo who has died."""
 _QUIET = 30.0
 """Seconds without an operation after which a rank says what its last one was."""
-_MOST_RANKS = 32
-"""Number of other ranks whose last operations are read at most."""
+_LEFT, _OWES = ["left", ""], ["owes", ""]
+"""``_Note.does`` of a rank that has raised: it may go on later, or it cannot."""
+
+
+class _Note(NamedTuple):
+    """What a rank does as its N-th operation over a group."""
+
+    rank: int
+    does: list[str | None]
+    """The operation and the unit."""
+    predicate: str
+    """The same in words."""
+    threads: list[str]
+    """The threads of the program that use the group."""
+    advice: str
+    """The way out."""
 
 
 class GroupWatch(Reporter):
     """The watch over a process group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self.log = GroupRef(group), operation_log(group)
+        self.log = operation_log(group)
         self._name = agreement.agreed_name(group)
-        self.ranks = dist.get_process_group_ranks(group)
+        self._ranks = dist.get_process_group_ranks(group)
         limit = group_timeout(group)
-        asked = float(os.environ.get(HANG_VARIABLE) or 60)
-        self.report_after = min(asked, limit / 2)
-        self.quiet = min(_QUIET, limit / 4)
+        self._report_after = min(float(os.environ.get(HANG_VARIABLE) or 60), limit / 2)
+        self._quiet = min(_QUIET, limit / 4)
         self.broken = ""
         """Why no later collective over the group can pair; empty while all can."""
         self._away = ""
         """The key by which this rank has told that it sends no more; else empty."""
-        self.compares = is_debugging()
-        """Whether every collective is compared before it is sent."""
-        self.store_wait: StoreWait | None = None
-        """The wait of a thread in the store."""
-        self.told: list[Any] = []
-        """What ``last/R`` says."""
-        self.reported: object = None
-        """The wait that was reported last."""
-        self._said = ""
-        """The key of the operation that ``look`` has told last."""
-        self._proof = 0, ""
-        """Number of the operation that never ends, and why."""
+        self.store_wait: StoreWait | None = None  # the wait of a thread in the store
+        self._told: list[Any] = []  # what ``last/R`` says
+        self._reported: object = None  # the wait that was reported last
+        self._said = ""  # the key of the operation that this rank has told last
+        self._proof = 0, ""  # the number of the operation that never ends, and why
 
     @property
     def keys(self) -> str:
@@ -104,33 +104,69 @@ class GroupWatch(Reporter):
         name = self._name.name
         return f"composable_fsdp/watch/{name}" if name else ""
 
-    def waiting(self) -> Operation | None:
-        """Return the operation in which the main thread waits, or the device is."""
-        return waiting_in(self.log) or running_in(self.log)
-
     def threads(self) -> list[str]:
         """Return the names of the threads of the program that use the group."""
-        used = self.log.threads
         # Autograd's threads run while a thread of the program waits for them.
         return sorted(
-            thread.name
-            for thread in threading.enumerate()
-            if thread.ident in used and type(thread) is not threading._DummyThread
+            each.name
+            for each in threading.enumerate()
+            if each.ident in self.log.threads
+            and type(each) is not threading._DummyThread
         )
 
-    def look(self, store: Any, waits: Operation) -> None:
+    def look(self, store: Any) -> None:
+        """Look at the wait of this rank over the group, if it is long."""
+        seconds, wait, told = self._wait()
+        log = self.log
+        if seconds < SLOW and (quiet_for(log) < self._quiet or self._told == told):
+            return
+        if not agreement.is_there(store):
+            raise ConnectionError("the host of the store has ended")
+        if self._told != told and self.keys:
+            self._told = told
+            value = json.dumps([*told, time.time()])
+            store.set(f"{self.keys}/last/{dist.get_rank()}", value)
+        # Where the device alone waits, this rank may still come to another place.
+        if (host := waiting_in(log)) is not None:
+            self._look_for_proof(store, host)
+        if 0 < self._report_after < seconds and self._reported is not wait:
+            self._reported = wait
+            path = hang_report.write(f"rank {dist.get_rank()} {told[1]}")
+            LOGGER.warning(
+                "rank %d has waited for %.0f s: it %s. %sReport: %s",
+                *(dist.get_rank(), seconds, told[1], self.last_words(), path),
+            )
+
+    def _wait(self) -> tuple[float, object, list[Any]]:
+        """Return for how long this rank waits, in what, and what it does in words."""
+        log, inside = self.log, self.store_wait
+        # The operation in which the main thread waits, or the device is.
+        waits = waiting_in(log) or running_in(log)
+        if waits is not None:
+            told = [waits.number, OperationRecord.of(waits).predicate]
+            # The host is behind the operation that the device is in.
+            since = waits.waited or waits.issued
+            seconds = quiet_for(log) if waits.done else (time.time_ns() - since) / 1e9
+            return seconds, waits, told
+        if inside is not None:
+            return inside.waited, inside, [log.number, inside.predicate]
+        if not log.operations:
+            return 0.0, None, [log.number, "has sent no operation yet"]
+        title = OperationRecord.of(log.operations[-1]).title
+        text = f"has finished {title[:1].lower()}{title[1:]}"
+        return 0.0, None, [log.number, text]
+
+    def _look_for_proof(self, store: Any, waits: Operation) -> None:
         """Tell in which operation this rank waits; read whether another is in another.
 
-        Called by the thread once a second during a long wait. Two round trips.
+        Two round trips.
         """
         if not self.keys:
             return
-        names, what = self.threads(), [waits.op, waits.unit]
-        key = f"{self.keys}/op/{waits.number}"
-        record = OperationRecord.of(waits)
+        key, record = f"{self.keys}/op/{waits.number}", OperationRecord.of(waits)
         advice = UNEVEN if record.phase == "forward" else ""
-        mine = json.dumps([dist.get_rank(), what, record.predicate, names, advice])
-        found = []
+        mine = self._note([waits.op, waits.unit], record.predicate, advice)
+        own, found = _Note(*json.loads(mine)), []
         if self._said != key:
             if self._said:
                 store.delete_key(self._said)
@@ -139,52 +175,61 @@ class GroupWatch(Reporter):
             found.append(first)
         if store.check([f"{key}/unlike"]):
             found.append(store.get(f"{key}/unlike"))
-        for rank, other, predicate, theirs, more in map(json.loads, found):
-            ordered = theirs == names and len(names) < 2
+        for text in found:
+            other = _Note(*json.loads(text))
+            ordered = other.threads == own.threads and len(own.threads) < 2
             # A rank that has left sends no more from any thread.
-            if other != what and (ordered or other[0] in ("left", "owes")):
+            if other.does != own.does and (ordered or other.does in (_LEFT, _OWES)):
                 store.compare_set(f"{key}/unlike", "", mine)
-                both = {dist.get_rank(): record.predicate, rank: predicate}
-                self._proof = waits.number, never_meet(both, more or advice)
+                both = {own.rank: own.predicate, other.rank: other.predicate}
+                self._proof = waits.number, never_meet(both, other.advice or advice)
+
+    def _note(self, does: list[str | None], predicate: str, advice: str) -> str:
+        """Return what this rank does, for the store."""
+        note = _Note(dist.get_rank(), does, predicate, self.threads(), advice)
+        return json.dumps(note)
 
     def awaited(self, operation: Operation) -> DesyncError | None:
         """Return the error that ends the wait for ``operation``, if it never ends."""
         number, text = self._proof
         if number != operation.number:
             return None
-        self.mark_broken(text)
+        self.broken, self.log.guarded = text, True
         # Ranks of the other groups of a hybrid model wait for this rank there.
-        for other in _WATCH.groups():
+        for other in list(_WATCH.groups.values()):
             if not other.broken and other.threads() == self.threads():
                 other.leave(f"raised: {text}")
         return DesyncError(text)
 
-    def mark_broken(self, text: str) -> None:
-        """Note that a collective over the group was left, or will not be sent."""
-        self.broken, self.log.guarded = text, True
-
-    def leave(self, predicate: str, advice: str = "", kind: str = "left") -> None:
+    def leave(
+        self,
+        predicate: str,
+        advice: str = "",
+        *,
+        owes: bool = False,
+        waits: bool = False,
+    ) -> None:
         """Tell ranks that wait in the next operation that this rank will not send it.
 
-        ``predicate`` says what this rank does instead, ``advice`` the way out.
+        ``predicate`` says what this rank does instead, ``advice`` the way out;
+        ``waits``: it waits elsewhere.
         """
-        number, names = self.log.number + 1, self.threads()
-        mine = json.dumps([dist.get_rank(), [kind, ""], predicate, names, advice])
+        does: Any = ["waits", ""] if waits else _OWES if owes else _LEFT
+        mine = self._note(does, predicate, advice)
         if self.keys:
-            key = f"{self.keys}/op/{number}/unlike"
+            key = f"{self.keys}/op/{self.log.number + 1}/unlike"
             first = agreement.key_value_store().compare_set(key, "", mine)
             self._away = key if first.decode() == mine else ""
         # Else this rank has issued nothing: if all ranks catch the error, they go on.
-        if kind != "left":
-            self.mark_broken(f"Rank {dist.get_rank()} {predicate}.")
+        if does is not _LEFT:
+            self.broken = f"Rank {dist.get_rank()} {predicate}."
         self.log.guarded = True
 
     def raises(self, text: str, *, owes: bool) -> None:
         """Tell that this rank raises ``text``; see ``comm.operations.leave``."""
         with suppress(RuntimeError):
             if not self.broken:
-                kind = "owes" if owes else "left"
-                self.leave(f"raised: {text.rstrip('.')}", kind=kind)
+                self.leave(f"raised: {text.rstrip('.')}", owes=owes)
 
     def elsewhere(self) -> tuple[int, str] | None:
         """Return a rank that waits in the next operation over the group, and which.
@@ -195,40 +240,24 @@ class GroupWatch(Reporter):
         key = f"{self.keys}/op/{self.log.number + 1}"
         if self.broken or not self.keys:
             return None
-        # A rank that has left sends no more from any thread.
         if store.check([f"{key}/unlike"]):
-            rank, (kind, _), predicate, _, _ = json.loads(store.get(f"{key}/unlike"))
-            if kind == "left" and rank != dist.get_rank():
-                return rank, predicate
+            other = _Note(*json.loads(store.get(f"{key}/unlike")))
+            if other.does == _LEFT and other.rank != dist.get_rank():
+                return other.rank, other.predicate
         if not store.check([key]):
             return None
-        rank, _, predicate, theirs, _ = json.loads(store.get(key))
-        return (rank, predicate) if theirs == names and len(names) < 2 else None
+        other = _Note(*json.loads(store.get(key)))
+        ordered = other.threads == names and len(names) < 2
+        return (other.rank, other.predicate) if ordered else None
 
     def issued(self, operation: Operation) -> None:
-        """Check ``operation`` before this rank sends it.
-
-        Collective: with ``COMPOSABLE_FSDP_DEBUG=1`` an all-gather of 8 bytes; if the
-            ranks differ, an all-gather of objects.
-        Raises: DesyncError, if the group is torn, or if another rank is about to send
-            another operation.
-        """
+        """Raise DesyncError before ``operation`` is sent, if the group is torn."""
         self.require_unbroken()
-        if self._away:
-            self._come_back()
-        # The comparison sends operations of its own.
-        if self.compares and not is_capturing():
-            self.compares = False
-            try:
-                require_same_operation(operation, self._group.get())
-            finally:
-                self.compares = True
-
-    def _come_back(self) -> None:
-        """Take back what ``leave`` has told: the program goes on after its error."""
+        # The program goes on after its error: what ``leave`` has told is over.
         with suppress(Exception):
-            agreement.key_value_store().delete_key(self._away)
-        self._away, self.log.guarded = "", self.compares
+            if self._away:
+                agreement.key_value_store().delete_key(self._away)
+        self._away, self.log.guarded = "", False
 
     def require_unbroken(self) -> None:
         """Raise DesyncError if a collective over the group was left."""
@@ -245,64 +274,66 @@ class GroupWatch(Reporter):
         # A rank that has raised may end before the thread here has read why, and its
         # sockets then close: the cause is worth more than the sockets.
         with suppress(Exception):
-            self.look(agreement.key_value_store(), operation)
+            self._look_for_proof(agreement.key_value_store(), operation)
             if (found := self.awaited(operation)) is not None:
                 return found
         return super().failed(operation, error)
 
     def last_words(self) -> str:
         """Return which ranks are behind, and in which operation, as the store knows."""
+        behind: list[str] = []
         # The store may be gone together with the rank that hosts it, and the error of
         # the collective is worth more than another one.
         with suppress(Exception):
-            if not self.keys:
-                return ""
             store = agreement.key_value_store()
-            behind: list[str] = []
-            for rank in [each for each in self.ranks if each != dist.get_rank()]:
-                if len(behind) == _MOST_RANKS:
-                    break
-                if store.check([f"{self.keys}/ended/{rank}"]):
-                    how = store.get(f"{self.keys}/ended/{rank}").decode()
-                    behind.append(f"rank {rank} has ended{how}")
-                elif store.check([f"{self.keys}/last/{rank}"]):
-                    its, told, at = json.loads(store.get(f"{self.keys}/last/{rank}"))
+            for rank in self._ranks if self.keys else ():
+                key = f"{self.keys}/last/{rank}"
+                # A message lists a few ranks.
+                if rank == dist.get_rank() or len(behind) == LISTED:
+                    continue
+                if how := self.ended(rank):
+                    behind.append(f"rank {rank} {how}")
+                elif store.check([key]):
+                    its, told, at = json.loads(store.get(key))
                     if its < self.log.number or "operation" not in told:
                         ago = f"{max(0.0, time.time() - at):.0f} s ago"
                         behind.append(f"rank {rank} {told} ({ago})")
-            return f"Behind: {listed(behind, '; ')}. " if behind else ""
-        return ""
+        return f"Behind: {listed(behind, '; ')}. " if behind else ""
+
+    def ended(self, rank: int) -> str:
+        """Return how the program of ``rank`` has ended; empty if it has not."""
+        store, key = agreement.key_value_store(), f"{self.keys}/ended/{rank}"
+        if not self.keys or not store.check([key]):
+            return ""
+        return f"has ended{store.get(key).decode()}"
 
 
 class StoreWait:
-    """The wait of this rank in the store for other ranks of ``group``; a context.
-
-    ``predicate`` says what this rank does, as "is in save()", ``advice`` the way out.
-    """
+    """The wait of this rank in the store for other ranks of ``group``; a context."""
 
     def __init__(
         self, group: dist.ProcessGroup, predicate: str, advice: str = ""
     ) -> None:
         self.predicate, self._advice = predicate, advice
         self._group, self._between = group, pauses(group.size())
-        self.start = time.monotonic()
+        self._start = time.monotonic()
         self._limit = agreement.seconds_to_wait(group)
-        self._question, self._probe = min(SLOW, self._limit), PROBE_AFTER
-        self._watch = _WATCH.group(group)
+        self._question = min(SLOW, self._limit)
+        self._watch = _WATCH.groups.get(group)
 
     def __enter__(self) -> StoreWait:
         if self._watch is not None:
             self._watch.store_wait = self
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._watch is not None:
             self._watch.store_wait = None
+
+    @property
+    def waited(self) -> float:
+        """Seconds since the begin."""
+        return time.monotonic() - self._start
 
     def pause(self, absent: Callable[[], list[int]]) -> str:
         """Sleep, for less than a second; return why the ranks do not meet, if so.
@@ -312,50 +343,43 @@ class StoreWait:
         # Polling with growing pauses: a blocking wait would hold the connection to the
         # store, which other threads of this process share.
         time.sleep(next(self._between))
-        waited = time.monotonic() - self.start
+        waited = self.waited
         if waited < self._question:
             return ""
         # A question takes a round trip per missing rank.
         self._question = waited + max(TICK, self._group.size() / 256)
-        missing = absent()
-        if waited >= self._probe:
-            self._probe = 1.25 * waited
-            lost = {rank: how for rank in missing if (how := self._lost(rank))}
-            # A rank may have come and then ended.
-            for rank in absent() if lost else []:
-                if rank in lost:
-                    return f"rank {rank} {lost[rank]}"
+        missing, watch = absent(), self._watch
+        if watch is not None and (why := self._never(watch, missing, absent)):
+            return why
         if missing and waited > self._limit:
-            words = "" if self._watch is None else self._watch.last_words().strip()
-            late = (
-                f"{ranks_named(missing)} did not come within {self._limit:g} s. {words}"
-            )
-            return late.strip().rstrip(".")
-        found = None if self._watch is None else self._watch.elsewhere()
+            words = "" if watch is None else watch.last_words()
+            late = f"{ranks_text(missing)} did not come within {self._limit:g} s. "
+            return f"{late}{words}".rstrip(" .")
+        return ""
+
+    def _never(
+        self, watch: GroupWatch, missing: list[int], absent: Callable[[], list[int]]
+    ) -> str:
+        """Return why ``missing`` ranks never come; empty if nothing is known."""
+        lost = {rank: how for rank in missing if (how := watch.ended(rank))}
+        # A rank may have come and then ended.
+        for rank in absent() if lost else []:
+            if rank in lost:
+                return f"rank {rank} {lost[rank]}"
+        found = watch.elsewhere()
         # If the other rank has passed this place, it has seen this rank come.
         if found is None or not absent():
             return ""
-        assert self._watch is not None
-        self._watch.leave(self.predicate, self._advice, "waits")
+        watch.leave(self.predicate, self._advice, waits=True)
         both = {dist.get_rank(): self.predicate, found[0]: found[1]}
         return never_meet(both, self._advice)
-
-    def _lost(self, rank: int) -> str:
-        """Return how ``rank`` has ended; empty while nobody says that it has."""
-        keys = "" if self._watch is None else self._watch.keys
-        if keys:
-            store, key = agreement.key_value_store(), f"{keys}/ended/{rank}"
-            if store.check([key]):
-                return f"has ended{store.get(key).decode()}"
-        lost = agreement.is_lost(self._group, rank)
-        return "has ended: its connection is closed" if lost else ""
 
 
 class _Watch:
     """The thread of this process, and the groups that it watches."""
 
     def __init__(self) -> None:
-        self._groups: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupWatch] = (
+        self.groups: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupWatch] = (
             weakref.WeakKeyDictionary()
         )
         self._stop = threading.Event()
@@ -366,12 +390,10 @@ class _Watch:
 
     def add(self, group: dist.ProcessGroup) -> None:
         """Watch ``group``; start the thread at the first call for a default group."""
-        if group in self._groups:
+        if group in self.groups:
             return
-        log = operation_log(group)
         # The log decides about a wait, so the hot path reads a single attribute.
-        log.recorder = self._groups[group] = found = GroupWatch(group)
-        log.guarded = found.compares
+        operation_log(group).recorder = self.groups[group] = GroupWatch(group)
         world = dist.group.WORLD
         assert world is not None
         if self._world is None or self._world() is not world:
@@ -382,14 +404,6 @@ class _Watch:
                 target=self._run, args=(store,), name="composable_fsdp", daemon=True
             )
             self._thread.start()
-
-    def groups(self) -> list[GroupWatch]:
-        """Return the watches over all groups."""
-        return list(self._groups.values())
-
-    def group(self, group: dist.ProcessGroup) -> GroupWatch | None:
-        """Return the watch over ``group``, if there is one."""
-        return self._groups.get(group)
 
     def stop(self) -> None:
         """End the thread, and say that the program ends; called at exit."""
@@ -407,7 +421,7 @@ class _Watch:
         error = getattr(sys, "last_value", None)
         how = "" if error is None else f" with {type(error).__name__}: {error}"
         with suppress(Exception):
-            for each in filter(lambda each: each.keys, self.groups()):
+            for each in filter(lambda each: each.keys, list(self.groups.values())):
                 store.set(f"{each.keys}/ended/{dist.get_rank()}", how)
 
     def _run(self, store: Any) -> None:
@@ -418,48 +432,11 @@ class _Watch:
                 return
             # Whatever happens here, the program goes on.
             try:
-                for each in self.groups():
-                    self._look(store, each)
+                for each in list(self.groups.values()):
+                    each.look(store)
             except Exception as error:
                 LOGGER.debug("the watch over waits has ended: %r", error)
                 return
-
-    def _look(self, store: Any, watch: GroupWatch) -> None:
-        """Look at the wait of this rank over a group, if it is long."""
-        log = watch.log
-        waits, inside = watch.waiting(), watch.store_wait
-        seconds = 0.0 if waits is None else waited_for(waits)
-        wait: object = waits
-        last = log.operations[-1] if log.operations else None
-        told = [log.number, "has sent no operation yet"]
-        if waits is not None:
-            told = [waits.number, OperationRecord.of(waits).predicate]
-        elif inside is not None:
-            seconds, wait = time.monotonic() - inside.start, inside
-            told = [log.number, inside.predicate]
-        elif last is not None:
-            title = OperationRecord.of(last).title
-            told = [log.number, f"has finished {title[:1].lower()}{title[1:]}"]
-        quiet = 0.0 if last is None else time.time() - last.issued / 1e9
-        if seconds < SLOW and (quiet < watch.quiet or watch.told == told):
-            return
-        if not agreement.is_there(store):
-            raise ConnectionError("the host of the store has ended")
-        if watch.told != told and watch.keys:
-            watch.told = told
-            value = json.dumps([*told, time.time()])
-            store.set(f"{watch.keys}/last/{dist.get_rank()}", value)
-        # Where the device alone waits, this rank may still come to another place.
-        if (host := waiting_in(log)) is not None:
-            watch.look(store, host)
-        late = watch.report_after and seconds > watch.report_after
-        if late and watch.reported is not wait:
-            watch.reported = wait
-            path = hang_report.write(f"rank {dist.get_rank()} {told[1]}")
-            LOGGER.warning(
-                "rank %d has waited for %.0f s: it %s. %sReport: %s",
-                *(dist.get_rank(), seconds, told[1], watch.last_words(), path),
-            )
 
 
 _WATCH = _Watch()
@@ -496,5 +473,5 @@ def agree_on_name(group: dist.ProcessGroup, predicate: str) -> str:
 
 def require_unbroken(group: dist.ProcessGroup) -> None:
     """Raise DesyncError if a collective over ``group`` was left."""
-    if (found := _WATCH.group(group)) is not None:
+    if (found := _WATCH.groups.get(group)) is not None:
         found.require_unbroken()

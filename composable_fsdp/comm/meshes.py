@@ -1,0 +1,232 @@
+"""From the groups or the mesh that a caller names to the ranks of a unit.
+
+Of a mesh with three and more dims, the dims are taken by their names::
+
+    dims                                     ranks of a dim hold           units
+    shard, fsdp, dp, data, dp_shard          equal parameters, other data  shard
+    cp, context                              equal parameters, parts of    shard
+                                             the same sequences
+    replicate, dp_replicate, ddp             equal parameters, other data  replicate
+    tp, ep, pp, ..                           other parts of the model      refused
+
+Several dims that shard become a single dim of all their ranks, so that a mesh
+``(dp_replicate, dp_shard, cp)`` shards over ``dp_shard x cp`` ranks.
+
+Private: ``DeviceMesh._flatten``, ``_get_root_mesh``, checked on torch 2.13 and 2.11.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from itertools import chain
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from composable_fsdp.comm.groups import RankLayout
+from composable_fsdp.errors import CompositionError, PlanError
+from composable_fsdp.naming import quoted
+
+MODEL_PARALLEL = frozenset({"tp", "ep", "pp", "tensor", "expert", "pipeline"})
+"""Usual names of mesh dims whose ranks hold different parts of the model."""
+SHARD = ("shard", "fsdp", "dp", "data", "dp_shard", "cp", "context")
+"""Names of mesh dims over which parameters are sharded."""
+REPLICATE = ("replicate", "dp_replicate", "ddp")
+"""Names of mesh dims over which parameters are replicated."""
+
+
+def require_process_group(api: str) -> None:
+    """Raise CompositionError, naming ``api``, without an initialised process group."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise CompositionError(
+            f"{api} needs a process group and torch.distributed is not initialised. "
+            "Start the script with torchrun and call "
+            "torch.distributed.init_process_group() first; "
+            "composable_fsdp.plan(module, world_size=...) needs neither."
+        )
+
+
+def resolve_ranks(
+    process_group: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None,
+    device_mesh: DeviceMesh | None,
+    api: str,
+    expert_mesh: DeviceMesh | None = None,
+) -> RankLayout:
+    """Turn the caller's groups and meshes into a ``RankLayout``.
+
+    Raises: PlanError, for another mesh, for both a mesh and a group, or if this rank is
+        not in the group; CompositionError, if torch.distributed is not initialised.
+    """
+    require_process_group(api)
+    if process_group is not None and device_mesh is not None:
+        raise PlanError(
+            "Pass process_group or device_mesh, not both: each names the ranks."
+        )
+    kind = None
+    if device_mesh is not None:
+        shard, replicate = _groups_of_mesh(device_mesh)
+        kind = device_mesh.device_type
+    elif isinstance(process_group, (tuple, list)):
+        shard, replicate = _pair(process_group)
+    else:
+        group = process_group if process_group is not None else dist.group.WORLD
+        shard, replicate = _member(group), None
+    if expert_mesh is not None:
+        experts = _expert_group(expert_mesh, shard, replicate)
+        return RankLayout(shard, replicate, kind, experts=experts)
+    if replicate is not None or kind is not None:
+        return RankLayout(shard, replicate, kind)
+    # Only the default group may be divided by node: the caller's own group is used as
+    # given. Units of the same group share a layout, and so ``Groups`` objects.
+    by_node = process_group is None
+    layouts = _layouts.setdefault(shard, {})
+    if by_node not in layouts:
+        layouts[by_node] = RankLayout(shard, None, None, by_node=by_node)
+    return layouts[by_node]
+
+
+# Layouts by group; the key is whether the caller gave no group. A layout references its
+# group weakly (``GroupRef``), so that the entry is deleted together with the group.
+_layouts: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[bool, RankLayout]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _expert_group(
+    mesh: object, shard: dist.ProcessGroup, replicate: dist.ProcessGroup | None
+) -> dist.ProcessGroup:
+    """Return the group of ranks with other experts.
+
+    Raises: PlanError, if a rank of the mesh also shares the unit; TypeError.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"expert_mesh expects a 1-D DeviceMesh, got {type(mesh).__name__}. Pass "
+            "the dimension whose ranks hold other experts, such as mesh['ep']."
+        )
+    if mesh.ndim != 1:
+        raise PlanError(
+            f"expert_mesh expects a 1-D mesh, got {mesh.ndim}-D: {mesh}. Pass the "
+            "dimension whose ranks hold other experts, such as mesh['ep']."
+        )
+    group = _member(mesh.get_group())
+    pairs = (shard, replicate)
+    data = [dist.get_process_group_ranks(each) for each in pairs if each is not None]
+    shared = set(chain(*data)) & set(dist.get_process_group_ranks(group))
+    # Ranks that share the unit hold the same experts.
+    if shared != {dist.get_rank()}:
+        raise PlanError(
+            "expert_mesh expects ranks that hold other experts; of its ranks "
+            f"{sorted(shared)} also share or copy this unit. Make one mesh of all data "
+            "ranks, (edp, ep), and pass device_mesh=mesh['edp'], "
+            "expert_mesh=mesh['ep']."
+        )
+    return group
+
+
+def _pair(
+    groups: Sequence[dist.ProcessGroup],
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Return the shard group and the replicate group. Raises: PlanError; TypeError."""
+    if len(groups) != 2:
+        raise PlanError(
+            "A tuple of process groups is (shard group, replicate group); got "
+            f"{len(groups)} groups."
+        )
+    shard, replicate = map(_member, groups)
+    first, second = map(dist.get_process_group_ranks, (shard, replicate))
+    # The two groups must be a row and a column of a grid of ranks.
+    if len(set(first) & set(second)) > 1:
+        raise PlanError(
+            "A tuple of process groups expects (shard group, replicate group) that "
+            f"have one rank in common; got ranks {sorted(first)} and {sorted(second)}. "
+            "Make them the rows and columns of a grid, or pass a 2-D device_mesh."
+        )
+    return shard, replicate
+
+
+def _member(group: object) -> dist.ProcessGroup:
+    """Return ``group``; raise if ``group`` is no process group of this rank."""
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise PlanError(
+            f"Rank {dist.get_rank()} is not in the process group it was given. Call "
+            "fully_shard only on the ranks of the group."
+        )
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            "process_group expects a torch.distributed.ProcessGroup, got "
+            f"{type(group).__name__}."
+        )
+    return group
+
+
+def _groups_of_mesh(
+    mesh: DeviceMesh,
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
+    """Return the groups of a 1-D mesh, a 2-D mesh (replicate, shard), or by names.
+
+    Collective: the creation of process groups if dims are flattened, at the first call
+        for a mesh; all ranks of the mesh must call.
+    Raises: PlanError, for a mesh with other names, or of more dims without; TypeError.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"device_mesh expects a DeviceMesh, got {type(mesh).__name__}. Make one "
+            "with torch.distributed.device_mesh.init_device_mesh."
+        )
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim == 2:
+        first, second = names or ("", "")
+        # A mesh with the dims in the other order would silently shard over the
+        # replicas.
+        if "shard" in first or "replicate" in second:
+            raise PlanError(
+                "A 2-D device_mesh expects dimension 0 to replicate and dimension 1 to "
+                f"shard; got dimensions named {first!r} and {second!r}. Make it as "
+                "init_device_mesh(..., mesh_dim_names=('replicate', 'shard'))."
+            )
+        _refuse_others(mesh, [name for name in names if name not in MODEL_PARALLEL])
+        return _member(mesh.get_group(1)), _member(mesh.get_group(0))
+    if mesh.ndim == 1:
+        if mesh._get_root_mesh().ndim > 1:
+            _refuse_others(mesh, [name for name in names if name not in MODEL_PARALLEL])
+        return _member(mesh.get_group()), None
+    # Unknown names are refused and not guessed: a wrong guess would average gradients
+    # of different parameters.
+    _refuse_others(mesh, [name for name in names if name in SHARD + REPLICATE])
+    shard, replicate = _one_dim(mesh, SHARD), _one_dim(mesh, REPLICATE)
+    if shard is None:
+        _refuse_others(mesh, None)
+    assert shard is not None
+    return shard, replicate
+
+
+def _one_dim(mesh: DeviceMesh, kind: Sequence[str]) -> dist.ProcessGroup | None:
+    """Return the group of all dims with a name in ``kind``; None without any."""
+    dims = tuple(name for name in mesh.mesh_dim_names or () if name in kind)
+    if not dims:
+        return None
+    # torch keeps a flattened mesh, so that all units get the same process group.
+    found = mesh[dims[0]] if len(dims) == 1 else mesh[dims]._flatten()
+    return _member(found.get_group())
+
+
+def _refuse_others(mesh: DeviceMesh, known: Sequence[str] | None) -> None:
+    """Raise PlanError if the mesh has dims other than ``known``."""
+    names = mesh.mesh_dim_names or ()
+    if known is not None and len(known) == len(names):
+        return
+    # Ranks of such a dim compute other values: as shard ranks they would silently
+    # average gradients of different parameters.
+    told = f"dims named {', '.join(map(quoted, names))}" if names else "no names"
+    kept = ", ".join(map(quoted, known or ()))
+    rest = f" Of this mesh pass mesh[{kept}]." if kept else ""
+    raise PlanError(
+        "device_mesh expects a 1-D mesh, a 2-D mesh (replicate, shard), or more dims "
+        f"with mesh_dim_names {', '.join(SHARD)}, which shard, and "
+        f"{', '.join(REPLICATE)}, which replicate; got {mesh.ndim}-D, {told}: {mesh}. "
+        f"Dims whose ranks hold different parts of the model (tp, ep, pp) must not be "
+        f"passed.{rest} If ranks hold equal parameters (context parallelism), flatten: "
+        "mesh['dp', 'cp']._flatten('dp_cp')."
+    )
