@@ -103,11 +103,7 @@ def free_save_memory(module: nn.Module) -> int:
 @torch.inference_mode(False)
 @torch.no_grad()
 def snapshot(memory: SaveMemory, pieces: Sequence[Piece]) -> list[Piece]:
-    """Copy the values of ``pieces`` into ``memory``; return pieces of the copies.
-
-    On return, training may change the originals. The memory has exactly the bytes of
-    the values.
-    """
+    """Copy the values of ``pieces`` into ``memory``; return pieces of the copies."""
     # Listed once: pieces may be made on each call, and the sizes are needed first.
     tensors = [part for piece in pieces for part in piece.pieces()]
     devices = {part.device for part in tensors if part.device.type == "cuda"}

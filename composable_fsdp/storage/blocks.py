@@ -47,11 +47,7 @@ _GAP = 4096
 
 
 class ReadRequest(NamedTuple):
-    """Bytes ``[begin, end)`` of the payload, and their destination.
-
-    ``into`` is a contiguous tensor in host memory, filled from byte ``at``; None if
-    the bytes are only to be verified. ``what`` describes the bytes, for ``told``.
-    """
+    """Bytes ``[begin, end)`` of the payload, and their destination."""
 
     begin: int
     end: int
@@ -92,12 +88,7 @@ class BlockFile:
         return self._bytes is not None
 
     def check(self, wants: Sequence[ReadRequest]) -> None:
-        """Verify the header and each block that ``wants`` touch; fill their ``into``.
-
-        Several blocks are read and summed at the same time, and used in file order.
-
-        Raises: CheckpointError, for a missing, short or damaged file.
-        """
+        """Verify the header and the blocks that ``wants`` touch; fill their ``into``."""
         if not wants:
             return
         self.open()
@@ -408,8 +399,5 @@ class RemoteBytes:
 
 
 def open_bytes(path: str, sizes: Mapping[str, int]) -> LocalBytes | RemoteBytes:
-    """Open a file of a checkpoint, at a path or URL; ``sizes`` are those at the URL.
-
-    Raises: CheckpointError, naming ``path``, if the file is missing or not regular.
-    """
+    """Open a file of a checkpoint, at a path or URL; ``sizes`` are those at the URL."""
     return RemoteBytes(path, sizes) if is_url(path) else LocalBytes(path)

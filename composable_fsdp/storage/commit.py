@@ -165,10 +165,7 @@ def is_part(file: str) -> bool:
 
 
 def begin(path: str, overwrite: bool, ranks: int) -> str:
-    """Return the end of the names of the files of a new attempt to save at ``path``.
-
-    Raises: CheckpointError, if the save cannot be committed at ``path``; OSError.
-    """
+    """Return the end of the names of the files of a new attempt to save at ``path``."""
     if not split(path)[1]:
         raise CheckpointError(f"{path} has no name of a checkpoint, such as step-100.")
     # Every process has a memory of its own, so the manifest would name files that no
@@ -227,11 +224,7 @@ def _exists(path: str) -> CheckpointError:
 
 
 def commit(path: str, marker: bytes, overwrite: bool, files: Mapping[str, int]) -> None:
-    """Write the manifest ``marker``, which names ``files`` (with sizes in bytes).
-
-    Raises: CheckpointError, if another save has committed there meanwhile, or a file is
-    not there; OSError.
-    """
+    """Write the manifest ``marker``, which names ``files`` (with sizes in bytes)."""
     _require_files(path, files)
     file = join(path, MANIFEST)
     try:
@@ -275,11 +268,7 @@ def _is_there(path: str, marker: bytes) -> bool:
 
 
 def discard(path: str, ending: str) -> None:
-    """Remove the files of an attempt that was not committed; errors are ignored.
-
-    ``ending`` is the result of ``begin``. Nothing is removed if the manifest names the
-    files, or cannot be read.
-    """
+    """Remove the files of an attempt that was not committed; errors are ignored."""
     name = re.compile(rf"rank\d{{5}}{re.escape(ending)}\Z")
     with suppress(OSError, CheckpointError):
         files = Folder(path).files
@@ -308,10 +297,7 @@ def _remove(path: str, each: StoredObject) -> None:
 
 
 def read_marker(path: str, folder: Folder | None = None) -> bytes:
-    """Return the content of the manifest at ``path``; ``folder`` is its place.
-
-    Raises: CheckpointError, if there is none, or its size is no manifest's.
-    """
+    """Return the content of the manifest at ``path``; ``folder`` is its place."""
     file = join(path, MANIFEST)
     if not is_url(path):
         return read_document(file)
@@ -349,11 +335,7 @@ def is_of_series(name: str, other: str) -> bool:
 
 
 def remove_older(path: str, keep: int | None, files: set[str]) -> list[str]:
-    """Remove files at ``path`` that its manifest does not name, and older checkpoints.
-
-    Those of the series of ``path``, with a smaller number, but the newest ``keep``
-    (``path`` included; None: all stay). Return texts about what could not be removed.
-    """
+    """Remove older checkpoints, and files that the manifest at ``path`` does not name."""
     problems: list[str] = []
     parent, name = split(path)
     mine = number_of(name)

@@ -153,10 +153,7 @@ class ComparedModel:
 
 
 def find(source: Source, names: tuple[str, ...]) -> str | None:
-    """Return the name under which the checkpoint has a tensor, or None.
-
-    ``names`` are all names of the tensor in the model; a tied tensor has several.
-    """
+    """Return the name under which the checkpoint has a tensor, or None."""
     # The checkpoint may have any of the names of a tied tensor.
     for name in names:
         if name in source.model:
@@ -190,11 +187,7 @@ def compare_model(
     *,
     cast: bool,
 ) -> ComparedModel:
-    """Compare names, shapes and dtypes; differences go to ``report``.
-
-    Reads no values, except of tied parameters that the checkpoint has under several
-    names. Changes nothing.
-    """
+    """Compare names, shapes and dtypes; differences go to ``report``."""
     copies: list[Copy] = []
     used: set[str] = set()
 

@@ -52,10 +52,7 @@ from composable_fsdp.tree.traversal import _get_unit_state
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """This rank's box of a named tensor: of a buffer, or a parameter in no unit.
-
-    The same on every rank, unless the tensor is a DTensor.
-    """
+    """This rank's box of a named tensor: of a buffer, or a parameter in no unit."""
 
     names: tuple[str, ...]
     """A tied tensor has several."""
@@ -153,13 +150,7 @@ class Contents:
 
 
 def contents_of(module: nn.Module, what: str, *, inner: bool = False) -> Contents:
-    """Return the tensors that ``module`` holds.
-
-    Afterwards the units are sharded and idle.
-
-    Raises: PhaseError, inside a step; CheckpointError, if ``module`` holds only a part
-    of a unit, or a unit has no values yet.
-    """
+    """Return the tensors that ``module`` holds."""
     states = _settled_states(module, what)
     # (module that holds the parameter, attribute name) -> (unit, slot). The attribute
     # identifies the parameter in every form: sharded, unsharded, or flat.
@@ -243,10 +234,7 @@ def _refuse_foreign(path: str, module: nn.Module, what: str) -> None:
 
 
 def _names_given(module: nn.Module) -> dict[int, str]:
-    """Return, by id, names of parameters that differ from the attribute's path.
-
-    A class can show a parameter under another name in ``named_parameters``.
-    """
+    """Return, by id, names of parameters that differ from the attribute's path."""
     here = {
         (id(parameter), join_name(path, key))
         for path, each in places(module, through_ddp=False)
@@ -261,11 +249,7 @@ def _names_given(module: nn.Module) -> dict[int, str]:
 def places(
     module: nn.Module, *, through_ddp: bool = True
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield ``module`` and all below at every path, in the order of ``modules()``.
-
-    If ``through_ddp`` is True (the default), paths leave out DistributedDataParallel's
-    attribute ``module``, and ``_orig_mod`` of a module that torch.compile returned.
-    """
+    """Yield ``module`` and all below at every path, in the order of ``modules()``."""
     # Every path, because a tied parameter has a name for each path.
     hidden = _wrapped_as if through_ddp else None
     return walk.named(module, every_path=True, hidden=hidden)
@@ -331,10 +315,7 @@ def _params(
     found: dict[int, list[str]],
     what: str,
 ) -> tuple[HeldParam, ...]:
-    """Return the region's parameters in slot order.
-
-    Raises: CheckpointError, if a parameter of the region is not below ``module``.
-    """
+    """Return the region's parameters in slot order."""
     slots = region.layout.parameters
     for slot in slots:
         if slot.index not in found:
@@ -407,11 +388,7 @@ def not_in_module(parameter: Tensor, g: int, i: int, what: str) -> CheckpointErr
 
 
 def optimizers_in(optim: object, what: str) -> list[torch.optim.Optimizer]:
-    """Return ``optim`` (None, an optimizer or a list of optimizers) as a list.
-
-    Raises: TypeError, naming ``what``, for any other object; CheckpointError, for a
-    parameter that is in two of the optimizers.
-    """
+    """Return ``optim`` (None, an optimizer or a list of optimizers) as a list."""
     found = [] if optim is None else optimizers_of(optim)
     for each in found:
         # Checked by attributes: an optimizer may be a wrapper of another class.
@@ -430,10 +407,7 @@ def named(contents: Contents) -> dict[int, Held]:
 
 
 def readable_state(value: Any, held: Held, key: str) -> Any:
-    """Return a state with the elements of this rank.
-
-    Raises: CheckpointError, for a tensor without values in memory of its own.
-    """
+    """Return a state with the elements of this rank."""
     # Numbers and texts have no memory that could be read wrongly.
     if not isinstance(value, Tensor):
         return value
@@ -443,12 +417,7 @@ def readable_state(value: Any, held: Held, key: str) -> Any:
 
 
 def is_elementwise(name: str, value: Any, leaf: Tensor, fqn: str) -> bool:
-    """Return whether ``value`` has an element for each element of the shard.
-
-    If not, the state has the same value on all ranks.
-
-    Raises: CheckpointError, for a tensor that is neither a scalar nor element-wise.
-    """
+    """Return whether ``value`` has an element for each element of the shard."""
     if is_scalar(name, value, leaf.shape):
         return False
     if value.shape == leaf.shape:

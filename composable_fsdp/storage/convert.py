@@ -100,10 +100,7 @@ def convert(
 
 
 def write_safetensors(path: Path, source: Source, *, max_shard_bytes: int) -> None:
-    """Write the weights of ``source``; a single file for a file path.
-
-    Raises: CheckpointError, as ``convert``.
-    """
+    """Write the weights of ``source``; a single file for a file path."""
     with appear(path) as out:
         writer = SafetensorsWriter(
             out,
@@ -153,11 +150,7 @@ def _require_shown(source: Source) -> None:
 
 
 def open_whole(path: str | PathLike[str]) -> Source:
-    """Open a checkpoint that will be read from end to end; see ``open_source``.
-
-    Raises: CheckpointError, as ``open_source``; also for a ``torch.save`` file whose
-    bytes do not match the checksums.
-    """
+    """Open a checkpoint that will be read from end to end; see ``open_source``."""
     found, kind = find_checkpoint(path)
     # The checksums of a ``torch.save`` file cover whole records, so a slice cannot be
     # verified. Verify the whole file now, because all of the file will be read.
@@ -191,10 +184,7 @@ def _is_there(part: Callable[[], object]) -> bool:
 def check_readable(
     source: Source, *, weights_only: bool = False, progress: Progress | None = None
 ) -> int:
-    """Read every element of model, optimizer and extra state; return the bytes read.
-
-    Raises: CheckpointError, for damaged or missing data.
-    """
+    """Read every element of model, optimizer and extra state; return the bytes read."""
     total = 0
     watched = Watched(source, progress, weights_only=weights_only)
     for name, info, read in _tensors_of(watched):

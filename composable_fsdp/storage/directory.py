@@ -58,11 +58,7 @@ def require_document(path: str, nbytes: int) -> None:
 
 
 def read_document(path: str) -> bytes:
-    """Return the content of a small regular file, whose size is judged first.
-
-    Raises: CheckpointError, naming ``path``, for a file that is missing, not regular,
-    or larger than ``MAX_DOCUMENT``.
-    """
+    """Return the content of a small regular file, whose size is judged first."""
     handle = open_plain(path)
     with named_errors(path), open(handle, "rb") as found:
         nbytes = os.fstat(handle).st_size
@@ -119,10 +115,7 @@ def path_text(path: object, what: str) -> str:
 
 
 def make_temporary(path: str) -> str:
-    """Make the directory to write the checkpoint ``path`` in, and return the new path.
-
-    Raises: CheckpointError, if the directory cannot be made.
-    """
+    """Make and return the directory to write the checkpoint ``path`` in."""
     parent, name = os.path.split(path)
     # In the same parent directory as ``path``: a rename is atomic only within a file
     # system.
@@ -153,10 +146,7 @@ def make_parents(path: str) -> None:
 
 
 def make_seen(path: str) -> None:
-    """Make the directory that rank 0 has made, if this rank does not see it yet.
-
-    Raises: OSError.
-    """
+    """Make the directory that rank 0 has made, if this rank does not see it yet."""
     # Network file systems remember for seconds that a name was not there; to make the
     # directory again asks the server.
     try:
@@ -217,12 +207,7 @@ def sync(path: str | os.PathLike[str]) -> None:
 
 
 def put_file(path: str, data: bytes, *, absent: bool) -> None:
-    """Write a small file at once: a reader sees no file, the old, or the new.
-
-    The names in the directory are on the disk before the file has its own.
-
-    Raises: FileExistsError, if ``absent`` and there is a file; OSError.
-    """
+    """Write a small file at once: a reader sees no file, the old, or the new."""
     part = f"{path}.{secrets.token_hex(8)}.part"
     write_synced(part, data)
     sync(os.path.dirname(path))
@@ -243,10 +228,7 @@ def stale_outputs(directory: str) -> list[str]:
 
 
 def open_plain(path: str) -> int:
-    """Open a regular file for reading, and return the file descriptor.
-
-    Raises: CheckpointError, naming ``path``, if the file is missing or not regular.
-    """
+    """Open a regular file for reading, and return the file descriptor."""
     try:
         # Follow no link, and do not wait for a writer if ``path`` is a pipe: a
         # checkpoint from elsewhere may contain either.
@@ -266,11 +248,7 @@ def open_plain(path: str) -> int:
 
 
 def inner_file(directory: Path, name: object) -> Path:
-    """Return the path of the regular file ``name`` in ``directory`` itself.
-
-    Raises: CheckpointError, for a name with a folder, a symbolic link out of the
-    directory, or a file that is missing or not regular.
-    """
+    """Return the path of the regular file ``name`` in ``directory`` itself."""
     # A checkpoint may come from an unknown author: a file name in a checkpoint is data,
     # and must not open a file outside of the directory.
     plain = isinstance(name, str) and name not in ("", "..") and "\0" not in name
@@ -315,13 +293,7 @@ def _link_targets(directory: Path) -> set[Path]:
 
 @contextmanager
 def appear(path: Path) -> Iterator[Path]:
-    """Yield a new working directory; rename ``out`` in it to ``path`` at the end.
-
-    ``out`` is a file or a directory that the block makes. ``out`` is synced to the disk
-    and then renamed. After an error, neither ``path`` nor the working directory exists.
-
-    Raises: CheckpointError, if ``path`` exists or cannot be written.
-    """
+    """Yield a new working directory; rename ``out`` in it to ``path`` at the end."""
     work = begin_output(path)
     try:
         yield work / OUT
@@ -337,10 +309,7 @@ OUT = "out"
 
 
 def begin_output(path: Path) -> Path:
-    """Make the working directory for a checkpoint at ``path``.
-
-    Raises: CheckpointError, if ``path`` exists or cannot be written.
-    """
+    """Make the working directory for a checkpoint at ``path``."""
     target = str(path.absolute())
     require_free(target)
     return Path(make_temporary(target))

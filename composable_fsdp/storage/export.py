@@ -59,10 +59,7 @@ def cast_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
 
 
 def cast_weight(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return values of the weight ``name`` in ``dtype``.
-
-    Raises: CheckpointError, if finite values become infinite.
-    """
+    """Return values of the weight ``name`` in ``dtype``."""
     made = values.to(dtype)
     # Float16 ends at 65504; bfloat16 has the range of float32.
     if made is not values and not torch.equal(made.isfinite(), values.isfinite()):
@@ -75,10 +72,7 @@ def cast_weight(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class CastWeights(Watched):
-    """A view of ``source`` with the weights, and nothing else, cast to ``dtype``.
-
-    Optimizer states stay out: a state in a smaller dtype is another state.
-    """
+    """A view of ``source`` with the weights, and nothing else, cast to ``dtype``."""
 
     def __init__(self, source: Source, dtype: torch.dtype) -> None:
         super().__init__(source, None, weights_only=True)
@@ -158,7 +152,6 @@ def export_module(
     """Gather the units of ``module`` in turn, and write them on the first rank.
 
     Collective: as ``export_safetensors`` for a module.
-    Raises: as ``export_safetensors``.
     """
     states = units_in(module)
     meet_team(module, "export_safetensors")
@@ -230,10 +223,7 @@ class _Writing:
         *,
         alike: bool,
     ) -> None:
-        """Check the module, make the files, and write the tensors that no unit holds.
-
-        Raises: CheckpointError, if the units have different first ranks.
-        """
+        """Check the module, make the files, and write the tensors in no unit."""
         text = path_text(path, "export_safetensors")
         require_local(text, "export_safetensors")
         self._path = Path(text)

@@ -204,7 +204,6 @@ def _attempt(
 
     Collective: two all-gathers of objects over the team's group (four if reads are
     shared, with broadcasts of values); one less before None.
-    Raises: as ``load``.
     """
     error: Exception | None = None
     source: Source | None = None
@@ -249,10 +248,7 @@ def _attempt(
 
 
 def _of_ranks(source: Source, team: Team, wanted: _Wanted) -> Selection:
-    """Return the selection without the tensors that this rank has no values for.
-
-    Raises: TypeError, for patterns of another type.
-    """
+    """Return the selection without the tensors that this rank has no values for."""
     given = wanted.options
     selection = Selection.of(given.include, given.exclude, given.trainable_only)
     rename, told = given.rename, matcher(given.local, "local")
@@ -281,10 +277,7 @@ def _of_ranks(source: Source, team: Team, wanted: _Wanted) -> Selection:
 
 
 def _planned(team: Team, source: Source, module: nn.Module, wanted: _Wanted) -> Planned:
-    """Compare the checkpoint with all that is to be filled on this rank.
-
-    Raises: as ``load``.
-    """
+    """Compare the checkpoint with all that is to be filled on this rank."""
     # Before the names are renamed and compared: ranks may have other names.
     source.on_rank(team.rank)
     # Only compared here; ``_change`` gives the states.
@@ -308,10 +301,7 @@ def _planned(team: Team, source: Source, module: nn.Module, wanted: _Wanted) -> 
 def _prepare(
     source: Source, module: nn.Module, wanted: _Wanted, selection: Selection
 ) -> Planned:
-    """Compare the checkpoint with model and optimizers, and list what to read.
-
-    Raises: CheckpointError.
-    """
+    """Compare the checkpoint with model and optimizers, and list what to read."""
     contents = contents_of(module, "load", inner=True)
     report, optims = wanted.report, optimizers_in(wanted.optim, "load")
     chosen, leaves_out = selection.of_contents(contents), selection.leaves_out(contents)
@@ -343,10 +333,7 @@ def _identity(source: Source) -> tuple[str, str]:
 
 
 def _require_same(ranks: Sequence[int], opened: list[Any]) -> None:
-    """Raise CheckpointError if the ranks have opened different checkpoints.
-
-    All ranks know all answers, so all ranks raise.
-    """
+    """Raise CheckpointError if the ranks have opened different checkpoints."""
     # The ranks open different checkpoints if each rank looks up the path for itself, or
     # if another save replaces ``latest`` between two ranks' reads.
     (first, path), *_ = opened
@@ -363,8 +350,7 @@ def other_experts(team: Team, module: object) -> frozenset[str]:
     """Return the names of experts that other ranks hold, and this rank does not.
 
     Collective: an all-gather of objects over the team's group, if a unit has an
-        ``expert_mesh``; else none. Meshes are alike on all ranks.
-    Raises: the error of the first rank whose module cannot be loaded.
+    ``expert_mesh``; else none. Meshes are alike on all ranks.
     """
     states = units_in(module) if isinstance(module, nn.Module) else []
     if all(state.handle.groups.experts_ref is None for state in states):

@@ -101,10 +101,7 @@ def _is_alike(own: Any, saved: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether the value is a real number, also in a tensor of a single element.
-
-    A learning rate may be a tensor, so that a compiled step need not be compiled again.
-    """
+    """Return whether the value is a real number, also as a tensor of one element."""
     if isinstance(value, Tensor):
         return value.numel() == 1 and not value.is_complex()
     return isinstance(value, Real) and not isinstance(value, bool)
@@ -170,10 +167,7 @@ def optimizer_loads(
     report: LoadReport,
     selection: Selection = ALL,
 ) -> list[OptimizerLoad]:
-    """Compare each optimizer with the checkpoint; return an ``OptimizerLoad`` for each.
-
-    Raises: CheckpointError, for a parameter that is not in the module.
-    """
+    """Compare each optimizer with the checkpoint; return what each will load."""
     if optims and source.param_groups is None:
         report.optimizer.append(NO_OPTIMIZER)
     # By id: a parameter that is left alone is still one of the model.
@@ -299,12 +293,7 @@ class OptimizerLoad:
         return 0, info.numel
 
     def plan(self) -> list[Copy]:
-        """Return the reads into present state tensors, or into new memory for state.
-
-        Raises: CheckpointError, if a group of the optimizer has parameters from several
-        saved groups whose options differ, or if the values of originals cannot be
-        joined in a flat parameter.
-        """
+        """Return the reads into present state tensors, or into new memory for state."""
         # Raise for groups that do not fit before any memory is allocated.
         self._require_types(self._origins())
         if isinstance(self.optim, OverOriginals):
@@ -400,12 +389,7 @@ class OptimizerLoad:
         self._keep_dtypes(states)
 
     def _keep_dtypes(self, states: dict[int, dict[str, Any]]) -> None:
-        """Restore state that ``load_state_dict`` has changed.
-
-        ``Optimizer.load_state_dict`` casts all state but ``step``, also in containers,
-        to the dtype of a floating-point parameter. If the parameter itself was saved in
-        another dtype, the cast is kept.
-        """
+        """Restore state that ``load_state_dict`` has changed."""
         members = [member for group in self.groups for member in group]
         for i, state in states.items():
             member = members[i]

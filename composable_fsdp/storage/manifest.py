@@ -97,10 +97,7 @@ class Rectangle:
             start += count
 
     def moved(self, start: int, stop: int) -> tuple[Rectangle | None, int, int]:
-        """Return the interval in the whole tensor, with None, if that is an interval.
-
-        Otherwise the rectangle and the interval as they are.
-        """
+        """Return the interval in the whole tensor, with None, if it is one."""
         if not self.adjacent:
             return self, start, stop
         # A rank without rows has an offset behind the end, and no element.
@@ -225,15 +222,7 @@ class SavedState:
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A tensor of the model, which is stored by rectangles, each in parts.
-
-    ``fqns`` are the names in the plain model; a tied parameter has several. ``cuts``
-    are, per dim, the first indices of the intervals whose products are the rectangles,
-    in row-major order. ``begins`` are, per rectangle, the first elements of its parts
-    in the flattened rectangle; ``parts`` has those of all rectangles in a row.
-    ``values`` holds, by state name and encoded, the optimizer state that is not
-    element-wise (not a tensor of the tensor's shape).
-    """
+    """A tensor of the model, which is stored by rectangles, each in parts."""
 
     fqns: Names
     dtype: torch.dtype
@@ -271,12 +260,7 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """The values that a rank has saved for itself; see ``local``.
-
-    ``values`` holds, by parameter of a unit and by state, the optimizer state that is
-    not element-wise; ``param_groups`` the options of all parameters whose options are
-    this rank's.
-    """
+    """The values that a rank has saved for itself; see ``local``."""
 
     tensors: tuple[SavedTensor, ...]
     own_states: dict[str, Json]
@@ -301,12 +285,7 @@ class File:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """A whole checkpoint without the values of tensors.
-
-    ``loose`` are tensors that JSON values refer to by index: the tensors in ``extra``,
-    in the modules' extra states, in the optimizer's values and options, in ``rng`` and
-    in ``per_rank``. ``rng`` holds a dict per rank, ``per_rank`` a value per rank.
-    """
+    """A whole checkpoint without the values of tensors."""
 
     # A reader must refuse unknown keys, so a new field needs a new VERSION.
     format: str = FORMAT

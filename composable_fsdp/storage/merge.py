@@ -121,13 +121,7 @@ RankPart = tuple[FilePart, File, dict[str, int]]
 
 
 def merge(told: Sequence[RankPart], block: int = BLOCK) -> Manifest:
-    """Return the manifest of the parts of all ranks; ``told`` is in rank order.
-
-    ``block`` are the bytes of payload that a checksum covers (default ``BLOCK``).
-
-    Raises: CheckpointError, if elements were written by no rank or by two ranks, or if
-    the ranks have different optimizer state.
-    """
+    """Return the manifest of the parts of all ranks; ``told`` is in rank order."""
     merger = _Merger(told)
     parts = [part for part, _, _ in told]
     # Rank 0 alone has written ``extra`` and the options.
@@ -211,11 +205,7 @@ class _Merger:
         )
 
     def tensors(self) -> Iterator[SavedTensor]:
-        """Yield the tensors that are saved once, in the order of the model.
-
-        Raises: CheckpointError, for elements that no rank or two ranks have written, or
-        for optimizer state that differs.
-        """
+        """Yield the tensors that are saved once, in the order of the model."""
         found: dict[str, list[tuple[int, TensorPart]]] = {}
         # By the first name: a rank without elements of a tensor tells nothing of it.
         for rank, (part, _, _) in enumerate(self._told):
@@ -346,10 +336,7 @@ def with_experts(
     numbers: Sequence[int],
     told: Sequence[dict[int, list[str]]],
 ) -> list[Json] | None:
-    """Return the options of rank 0 with the experts of all ranks as members.
-
-    Raises: CheckpointError, for experts in a group that rank 0 lacks.
-    """
+    """Return the options of rank 0 with the experts of all ranks as members."""
     if groups is None or not any(told):
         return groups
     by_number = {n: dict(each) for n, each in zip(numbers, groups, strict=True)}

@@ -82,10 +82,7 @@ def copies_of(
     form: ParamForm | None,
     groups: Sequence[dist.ProcessGroup],
 ) -> list[list[int]]:
-    """Return the ranks along each dim of the meshes that copies of a parameter lie on.
-
-    Without the replicas of the unit.
-    """
+    """Return the ranks along each dim of the meshes with copies of a parameter."""
     if not groups:
         return []
     me = dist.get_rank()
@@ -106,10 +103,7 @@ def is_first_part(handle: FlatParamHandle, form: ParamForm | None) -> bool:
 
 
 def loose_rectangle(tensor: Tensor, name: str, what: str) -> Rectangle | None:
-    """Return this rank's rectangle of a DTensor in no unit; None for other tensors.
-
-    Raises: CheckpointError, for placements that leave no rectangle on a rank.
-    """
+    """Return this rank's rectangle of a DTensor in no unit; None for other tensors."""
     if not is_dtensor(tensor):
         return None
     given: Any = tensor
@@ -161,10 +155,7 @@ def whole_value(tensor: Tensor) -> Tensor:
 
 
 def local_state(value: Tensor, parameter: Tensor, where: str) -> Tensor:
-    """Return this rank's part of a state of a DTensor.
-
-    Raises: CheckpointError, for a state that is placed otherwise.
-    """
+    """Return this rank's part of a state of a DTensor."""
     # A step that all ranks count alike, or the state of a plain parameter.
     if not is_dtensor(value):
         return value

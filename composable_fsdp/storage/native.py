@@ -57,10 +57,7 @@ _Key = tuple[str, str | None]
 
 
 def manifest_bytes(manifest: Manifest, after: int = 0) -> bytes:
-    """Return the content of the manifest file: JSON with a crc32 of time and manifest.
-
-    The time is that of the call in nanoseconds, or later: behind ``after``.
-    """
+    """Return the content of the manifest's file, with a crc32 and a time."""
     text = json.dumps(to_json(manifest), allow_nan=False, separators=(",", ":"))
     return _framed(text.encode(), max(time.time_ns(), after + 1))
 
@@ -71,15 +68,7 @@ def _framed(body: bytes, at: int) -> bytes:
 
 
 def read_manifest(path: str, folder: Folder | None = None) -> tuple[Manifest, str]:
-    """Read, verify and validate the manifest in the directory ``path``.
-
-    ``folder`` is that of ``read_marker``.
-
-    Return the manifest and the checksum frame. The manifest contains the checksums of
-    all files, so the manifest's checksum identifies the whole checkpoint.
-
-    Raises: CheckpointError, naming the file.
-    """
+    """Read, verify and validate the manifest in the directory ``path``."""
     file = join(path, MANIFEST)
     data = read_marker(path, folder)
     size = len(_HEAD % (0, 0))
@@ -102,15 +91,7 @@ def read_manifest(path: str, folder: Folder | None = None) -> tuple[Manifest, st
 
 
 class NativeSource(Source):
-    """A directory that ``save`` wrote; ``manifest`` gives the place of every entry.
-
-    If ``values`` is False, the loose tensors are not read, so no byte of the payload is
-    read on construction. The default True reads them.
-
-    ``folder`` is the folder at a URL, as it was listed. Default None: listed here.
-
-    Raises: CheckpointError, if the manifest is missing, damaged or inconsistent.
-    """
+    """A directory that ``save`` wrote; ``manifest`` gives the place of every entry."""
 
     def __init__(
         self,
@@ -221,10 +202,7 @@ class NativeSource(Source):
         return self._read(whole_runs(stored), stored.dtype, ()).view(stored.shape)
 
     def rng(self, rank: int, world_size: int) -> dict[str, Any] | None:
-        """Return the random state that the same rank saved, at any world size.
-
-        Return None for a rank beyond the saved world size.
-        """
+        """Return the random state that the same rank saved, at any world size."""
         states = self.manifest.rng
         return self._value(states[rank]) if rank < len(states) else None
 
@@ -236,18 +214,12 @@ class NativeSource(Source):
         return self._value(self.manifest.per_rank[rank])
 
     def read_model(self, name: str, start: int, stop: int) -> Tensor:
-        """Return elements ``[start, stop)`` of the flattened tensor; see ``Source``.
-
-        Raises: CheckpointError, for missing or damaged bytes.
-        """
+        """Return elements ``[start, stop)`` of the flattened tensor; see ``Source``."""
         runs = self._runs(name, None, start, stop)
         return self._read(runs, self.model[name].dtype, (name, None, start, stop))
 
     def read_optim(self, name: str, state: str, start: int, stop: int) -> Tensor:
-        """Return elements ``[start, stop)`` of an optimizer state; see ``Source``.
-
-        Raises: CheckpointError, for missing or damaged bytes.
-        """
+        """Return elements ``[start, stop)`` of an optimizer state; see ``Source``."""
         runs = self._runs(name, state, start, stop)
         what = name, state, start, stop
         return self._read(runs, self.optim[name][state].dtype, what)
@@ -328,10 +300,7 @@ class NativeSource(Source):
     def _wants(
         self, copies: Sequence[Copy], targets: Sequence[Tensor | None]
     ) -> list[list[ReadRequest]]:
-        """Return the read requests per file, in file order.
-
-        ``targets`` are the destinations of the copies; None: only verify.
-        """
+        """Return the read requests per file, in file order."""
         found: list[list[ReadRequest]] = [[] for _ in self.files]
         for copy, into in zip(copies, targets, strict=True):
             at = 0
@@ -425,10 +394,7 @@ class LocalNames:
         """Names of parameters of units with values or options per rank."""
 
     def of_rank(self, rank: int | None) -> Local:
-        """Return the values of ``rank``, and for units those of any rank.
-
-        None stands for no rank: only values of units, from the first rank with them.
-        """
+        """Return the values of ``rank``, and for units those of any rank."""
         ranks = range(len(self._all))
         own = self._all[rank] if rank is not None and rank in ranks else None
         # A rank that had no elements of a parameter has no scalars of it.

@@ -103,12 +103,7 @@ def open_source(path: str | os.PathLike[str]) -> Source:
 
 
 def find_checkpoint(path: str | os.PathLike[str]) -> tuple[str, str]:
-    """Return the path of the checkpoint that ``path`` stands for, and the format.
-
-    The format is an element of ``FORMATS``.
-
-    Raises: CheckpointError, if there is no checkpoint.
-    """
+    """Return the path of the checkpoint that ``path`` stands for, and the format."""
     found, name = _find(path)
     return found.path, name
 
@@ -145,10 +140,7 @@ def _format_at(path: str) -> str | None:
 
 
 class Found(NamedTuple):
-    """An open source or a path to open; ``newest``: rank 0 has found the path.
-
-    ``share`` tells on all ranks alike whether ranks share reads.
-    """
+    """An open source or a path to open; ``newest``: rank 0 has found the path."""
 
     what: str | Source
     newest: bool
@@ -175,10 +167,7 @@ def look_up(
 ) -> Found:
     """Return the checkpoint that this rank opens: rank 0 alone looks in a directory.
 
-    ``error`` is one that this rank has found already.
-
     Collective: one all-gather of objects over the team's group.
-    Raises: CheckpointError or TypeError, the same on every rank.
     """
     own, name = "", "."
     try:
@@ -208,10 +197,7 @@ def look_up(
 
 
 def _shares(team: Team, told: list[bool | None], urls: list[bool]) -> bool:
-    """Return whether ranks share reads, from the ``share`` and the path of each.
-
-    Raises: CheckpointError, the same on every rank, if ranks have told differently.
-    """
+    """Return whether ranks share reads, from the ``share`` and the path of each."""
     for rank, each in zip(team.ranks, told, strict=True):
         # A rank that reads for itself would not answer those that wait for its part.
         if each != told[0]:

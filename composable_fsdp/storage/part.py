@@ -105,14 +105,7 @@ class PartMaker:
         extra: Any,
         per_rank: dict[str, Any] | None = None,
     ) -> tuple[FilePart, list[Piece]]:
-        """Return the description and the pieces of this rank.
-
-        Scalars are read now; the elements of other tensors are read when the file is
-        written.
-
-        Raises: TypeError, for a value that ``extra`` or the optimizer may not hold;
-        CheckpointError, for tensors that cannot be stored.
-        """
+        """Return the description and the pieces of this rank."""
         for each in optims:
             # State that was loaded before the optimizer's first step is taken up.
             install_optimizer_hooks(each)
@@ -176,10 +169,7 @@ class PartMaker:
         return self.part, self.pieces
 
     def _tensors(self) -> tuple[list[Held], list[Held]]:
-        """Return the tensors in no unit that all ranks have, and those with rectangles.
-
-        Raises: CheckpointError, for a DTensor that each rank is to save for itself.
-        """
+        """Return the tensors in no unit: those that all ranks have, and DTensors."""
         shared, loose = [], []
         for held in self.chosen.tensors:
             if held.rectangle is None:
@@ -233,10 +223,7 @@ class PartMaker:
         states: States,
         number: int = 0,
     ) -> TensorPart:
-        """Add the entries of elements of a tensor; return the description.
-
-        Raises: CheckpointError, for a dtype that no file holds.
-        """
+        """Add the entries of elements of a tensor; return the description."""
         name, rectangle, (start, stop) = held.names[0], held.rectangle, held.interval
         require_storable(held.dtype, quoted(name))
         # In the whole tensor where possible: a load on another mesh reads intervals.
@@ -388,10 +375,7 @@ class PartMaker:
                     self.facts["options"][held.names[0]] = text
 
     def _param_groups(self, groups: Groups, *, local: bool) -> list[Json]:
-        """Return the options of all groups as JSON, with the parameters by name.
-
-        Only of parameters whose options each rank saves for itself, or of all others.
-        """
+        """Return the options of all groups as JSON, with the parameters by name."""
         known = {
             key: held
             for key, held in named(self.chosen).items()
@@ -424,11 +408,7 @@ class PartMaker:
         return result
 
     def _put(self, tensor: Tensor, where: str, *, keep: bool = False) -> int:
-        """Add a loose tensor and return the index, for ``encode``.
-
-        Only rank 0 keeps loose tensors, unless ``keep`` says that each rank has values
-        of its own. The index on a rank that does not keep the tensor is never used.
-        """
+        """Add a loose tensor and return the index, for ``encode``."""
         require_storable(tensor.dtype, where)
         if self.is_first or keep:
             key = f"loose.{len(self.part.loose)}"
@@ -483,10 +463,7 @@ def tensors_of(tensors: Sequence[Held], rank: int, ranks: int) -> list[Held]:
 
 
 def experts_in(contents: Contents) -> dict[str, int]:
-    """Return the names of this rank's experts, with the place in the ``expert_mesh``.
-
-    Ranks with the same experts have the same place. Empty without an ``expert_mesh``.
-    """
+    """Return this rank's experts by name, with the place in the ``expert_mesh``."""
     found: dict[str, int] = {}
     for region in contents.regions:
         # The place and no rank: of a grid of ranks, only a row and a column are known.

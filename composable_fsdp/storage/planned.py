@@ -71,8 +71,6 @@ class SharedReads:
     def divide(self, everyone: Sequence[Told]) -> list[Copy]:
         """Return the reads of this rank: its own, and its part of shared ones.
 
-        ``everyone`` are the ``told`` of all ranks of the team, in order.
-
         Collective: the creation of a gloo group per set of ranks, at the first call.
         """
         by_rank = dict(zip(self._team.ranks, everyone, strict=True))
@@ -258,7 +256,6 @@ def change(team: Team, planned: Planned) -> None:
 
     Collective: one all-gather of objects over the team's group; if reads are shared,
     another one, and broadcasts of values.
-    Raises: CheckpointError, the same on every rank.
     """
     source, shared = planned.model.source, planned.shared
 

@@ -54,11 +54,7 @@ Facts = dict[Group, dict[str, Any]]
 
 
 class _Kind(NamedTuple):
-    """Values that ranks tell, and the words for a value that differs.
-
-    ``is_shared``: ranks that do not tell a name are compared, too. ``is_shown``: the
-    values are texts for the message.
-    """
+    """Values that ranks tell, and the words for a value that differs."""
 
     text: str
     is_shared: bool = True
@@ -205,10 +201,7 @@ def text_of(value: Any, where: str) -> str:
 
 
 def tell_shards(states: Iterable[_FSDPState], facts: Facts) -> None:
-    """Add hashes of the shards of replicas, unless ``check_weights`` is ``"off"``.
-
-    One copy of all hashes per unit to the host.
-    """
+    """Add hashes of the shards of replicas, unless ``check_weights`` is ``"off"``."""
     places: list[Any] = []
     hashes: dict[str, Any] = {}
     for state in states:
@@ -236,10 +229,7 @@ def tell_shards(states: Iterable[_FSDPState], facts: Facts) -> None:
 def tell_copies(
     contents: Contents, states: Mapping[int, Mapping[str, Any]], facts: Facts
 ) -> None:
-    """Add the states of this rank's parameters in units that other ranks hold, too.
-
-    Raises: CheckpointError, for a state that is neither element-wise nor a scalar.
-    """
+    """Add the states of this rank's parameters in units that other ranks hold, too."""
     # Read together at the end: a GPU would be waited for at each number.
     waiting: list[tuple[str, Tensor, list[dict[str, Any]]]] = []
     for held in contents.regions:
@@ -284,7 +274,6 @@ def require_same_values(team: Team, facts: Facts, groups: Sequence[Group]) -> st
     """Exchange what ranks have told of ``groups``; return a text to warn of, or "".
 
     Collective: one all-gather of objects over the team's group.
-    Raises: CheckpointError, the same on every rank, for values that would be lost.
     """
     told = team.agree(None, {g: facts[g] for g in groups if g in facts})
     by_rank: dict[int, Facts] = dict(zip(team.ranks, told, strict=True))
@@ -312,10 +301,7 @@ def require_same_values(team: Team, facts: Facts, groups: Sequence[Group]) -> st
 
 
 def _told_of_replicas(by_rank: Mapping[int, Facts]) -> str:
-    """Return the text of a warning about replicas that differ, or "".
-
-    Raises: CheckpointError, with ``check_weights="error"``.
-    """
+    """Return the text of a warning about replicas that differ, or ""."""
     places = {g: None for each in by_rank.values() for g in each if type(g) is bytes}
     found: dict[str, dict[int, Any]] = {}
     for place in places:
@@ -398,10 +384,7 @@ def _refuse(kind: str, values: dict[int, dict[str, Any]]) -> None:
 
 
 def _require_same_local(by_rank: Mapping[int, Facts]) -> None:
-    """Raise CheckpointError for a name that a rank saves for itself, and another not.
-
-    A rank that does not have the tensor may name it or not.
-    """
+    """Refuse a name that a rank saves for itself, and another not."""
     shared = {
         rank: each.get("shapes", {}).keys() | each.get("own_states", {}).keys()
         for rank, each in by_rank.items()

@@ -186,7 +186,6 @@ def prepare(
 
     Collective: one all-gather of objects over the team's group; a second all-gather if
     values that are saved once differ.
-    Raises: CheckpointError, TypeError or PhaseError, the same on every rank.
     """
     target, ending, error = "", "", None
     given = SaveOptions()
@@ -252,7 +251,6 @@ def write(team: Team, job: Job, error: Exception | None = None) -> None:
     """Write this rank's file and commit the checkpoint; see ``save``.
 
     Collective: one gather to rank 0 and one broadcast of objects over the team's group.
-    Raises: CheckpointError, the same on every rank.
     """
     told: Any = None
     committed = False
@@ -324,10 +322,7 @@ def _manifest(told: list[RankPart], job: Job) -> tuple[Manifest, bytes]:
 
 
 def _tidy(job: Job, files: set[str]) -> None:
-    """Remove older checkpoints; warn of those that stay.
-
-    ``files`` are the names of the files of the new checkpoint.
-    """
+    """Remove older checkpoints; warn of those that stay."""
     try:
         problems = remove_older(job.path, job.options.keep, files)
     except OSError as error:

@@ -33,11 +33,7 @@ def parts_of(layout: RegionLayout, replicas: int) -> int:
 
 
 def writers_of(regions: Iterable[tuple[RegionLayout, int]]) -> list[int | None]:
-    """Return the replica that writes the shards of each region, or None: each a part.
-
-    ``regions`` are pairs of a region and the number of replicas, in the same order on
-    all ranks.
-    """
+    """Return the replica that writes each region's shards, or None: each a part."""
     whole: list[tuple[Hashable, int, int]] = []
     divided: list[bool] = []
     for layout, replicas in regions:

@@ -80,10 +80,7 @@ def _has(name: str, prefix: str) -> bool:
 
 
 class RenamedSource(Source):
-    """A view of ``source`` with other names; reads the same bytes.
-
-    Raises: CheckpointError, if two tensors get the same name.
-    """
+    """A view of ``source`` with other names; reads the same bytes."""
 
     def __init__(self, source: Source, rename: Rename) -> None:
         self._source = source
@@ -331,10 +328,7 @@ class Selection:
 
     # For a load: both sides of the comparison must leave out the same names.
     def leaves_out(self, contents: Contents) -> Callable[[str], bool]:
-        """Return a function that tells whether a checkpoint's name is not asked for.
-
-        A name that ``contents`` (the whole model) lacks is told by the patterns alone.
-        """
+        """Return a function that tells whether a checkpoint's name is not asked for."""
         chosen = {name for held in contents.each() for name in held.names}
         # Frozen tensors are known by the model alone; a checkpoint does not tell.
         kept = self.of_contents(contents)

@@ -56,10 +56,7 @@ Read = Callable[[int, int], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LazyTensor:
-    """A tensor of a checkpoint that is read on demand.
-
-    ``storage`` is equal for all names of a tied tensor; None if the format cannot tell.
-    """
+    """A tensor of a checkpoint that is read on demand."""
 
     info: TensorInfo
     read: Read
@@ -75,16 +72,7 @@ class LazyTensor:
 
 
 class Copy(NamedTuple):
-    """A read of elements ``[start, stop)`` of a saved tensor, and the destination.
-
-    ``state`` is the name of an optimizer state of parameter ``name``; None stands for
-    the parameter or buffer itself. ``into`` may be on any device and have any shape of
-    ``stop - start`` elements; the values are converted to its dtype. ``is_new`` says
-    that no code uses ``into`` yet, so ``into`` may be filled at any time. If
-    ``rectangle`` is not None, ``start`` and ``stop`` count the elements of that
-    rectangle of the saved tensor. ``holders`` returns the global ranks that hold the
-    same elements: none but this rank if empty, all ranks of the load if None.
-    """
+    """A read of elements ``[start, stop)`` of a saved tensor, and the destination."""
 
     name: str
     state: str | None

@@ -77,8 +77,6 @@ def _place(where: str, path: Keys) -> str:
 def states_of(value: Any, where: str) -> Any:
     """Return ``value`` with the state in place of each object that has a state.
 
-    Raises: TypeError, for an optimizer or a sharded module; any error of
-    ``state_dict``.
     Collective: those of the objects' ``state_dict``.
     """
     for path, each in list(_objects_in(value)):
@@ -97,10 +95,7 @@ def _without_counters(state: Any, depth: int = 0) -> Any:
 
 
 def _as_given(state: Any, own: Any) -> Any:
-    """Return a saved state with a Counter where the object's ``own`` state has one.
-
-    ``MultiStepLR`` counts milestones, and asks for ``elements`` of the Counter.
-    """
+    """Return a saved state with a Counter where the object's ``own`` state has one."""
     if isinstance(state, dict) and isinstance(own, dict):
         made = {key: _as_given(each, own.get(key)) for key, each in state.items()}
         return Counter(made) if isinstance(own, Counter) else made
@@ -184,11 +179,7 @@ def _lacking(own: Any, saved: Any, key: Any, where: str) -> str:
 def own_values(
     source: Source, team: Team, wanted: Any, redeal: Redeal | None
 ) -> Filling:
-    """Return the values for this rank's ``per_rank``; see ``load``.
-
-    Raises: TypeError, if ``wanted`` or a result of ``redeal`` is no dict; any error of
-    ``redeal``.
-    """
+    """Return the values for this rank's ``per_rank``; see ``load``."""
     if wanted is None:
         return Filling()
     require_dict(wanted, "load expects per_rank=None or a dict")
@@ -219,11 +210,7 @@ def require_dict(value: object, expected: str) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the states of this rank's generators: ``torch``, ``cuda`` and ``others``.
-
-    All values are tensors of ``uint8``; ``cuda`` is a list, and ``others`` holds JSON
-    text.
-    """
+    """Return the states of this rank's generators, as tensors of ``uint8``."""
     others: dict[str, Any] = {"python": random.getstate()}
     numpy_random: Any = sys.modules.get("numpy.random")
     if numpy_random is not None:
@@ -253,13 +240,7 @@ def check_rng_state(state: dict[str, Any], where: str) -> None:
 
 
 def set_rng_state(state: dict[str, Any], where: str) -> None:
-    """Set this rank's generators to ``state``.
-
-    A generator in ``state`` that does not exist now (numpy is not imported, fewer CUDA
-    devices) is left out. A generator that is not in ``state`` is not changed.
-
-    Raises: CheckpointError, naming ``where``, for a state that a generator refuses.
-    """
+    """Set this rank's generators to ``state``."""
     _give(state, where, is_trial=False)
 
 

@@ -164,10 +164,7 @@ _MOST_PARTS = 9_000
 
 
 class FsspecStorage(Storage):
-    """The file system of a URL scheme that fsspec knows.
-
-    Raises: CheckpointError, if fsspec or the package for the scheme is not installed.
-    """
+    """The file system of a URL scheme that fsspec knows."""
 
     def __init__(self, scheme: str) -> None:
         try:
@@ -358,10 +355,7 @@ def register_storage(scheme: str, make: Callable[[], Storage]) -> None:
 
 
 def storage_of(url: str) -> tuple[Storage, str]:
-    """Return the storage of a URL, and the name there.
-
-    Raises: CheckpointError, if fsspec or the package of the scheme is not installed.
-    """
+    """Return the storage of a URL, and the name there."""
     scheme, _, name = url.partition("://")
     # Connections and credentials are set up once per process and scheme.
     if scheme not in _open:

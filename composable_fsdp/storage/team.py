@@ -63,10 +63,7 @@ _pending: dict[tuple[int, ...], SaveFuture] = {}
 
 
 class PendingOutcome(NamedTuple):
-    """The outcome of the previous asynchronous save, as this rank knows it.
-
-    ``failure`` is empty if the save succeeded, or if there was no save.
-    """
+    """The outcome of the previous asynchronous save, as this rank knows it."""
 
     failure: str = ""
     is_seen: bool = False
@@ -113,13 +110,7 @@ atexit.register(_tell_unseen)
 
 
 def raise_unseen(team: Team, answers: list[PendingOutcome]) -> None:
-    """Raise the failure of the previous save, if no rank has seen the failure.
-
-    ``answers`` holds the outcome that each rank knows. The save is forgotten
-    afterwards.
-
-    Raises: CheckpointError, the same on every rank.
-    """
+    """Raise the failure of the previous save, if no rank has seen the failure."""
     # The failure is raised at most once, or has been seen by a caller.
     _pending.pop(team.ranks, None)
     # All ranks have the same ``answers``, so all ranks decide alike.
@@ -129,10 +120,7 @@ def raise_unseen(team: Team, answers: list[PendingOutcome]) -> None:
 
 
 class Team:
-    """The ranks of a save or load; ``group`` is None if there is a single rank.
-
-    ``rank`` is this rank's number in the group, ``ranks`` are the global ranks of all.
-    """
+    """The ranks of a save or load; ``group`` is None if there is a single rank."""
 
     __slots__ = ("group", "rank", "ranks", "world_size")
 
@@ -148,7 +136,6 @@ class Team:
 
         Collective: one all-gather of objects over the group; all ranks of the group
         must call.
-        Raises: the error of the first rank that has an error, the same on every rank.
         """
         everyone = self.outcomes(error, value)
         self.raise_first([each.failure for each in everyone], error)
@@ -187,13 +174,8 @@ class Team:
     ) -> None:
         """Send ``failures`` from rank 0 to all ranks; raise the first on each rank.
 
-        ``failures`` are the failures that ``to_first`` returned, by rank; the value of
-        rank 0 is used. ``own`` is this rank's error, the cause of an entry of
-        ``failures``.
-
         Collective: one broadcast of objects over the group; all ranks of the group must
         call.
-        Raises: the first error, the same on every rank.
         """
         if self.group is not None:
             with _exchange(own):
@@ -215,10 +197,7 @@ class Team:
 
 @contextmanager
 def _exchange(own: Exception | None) -> Iterator[None]:
-    """Around a collective of the ranks of a checkpoint; ``own`` is this rank's error.
-
-    Raises: ``own``, or CheckpointError, if the collective breaks.
-    """
+    """Raise ``own``, or CheckpointError, if a collective of the block breaks."""
     try:
         yield
     # torch raises ValueError for a group that was destroyed.
@@ -262,8 +241,6 @@ def meet_team(module: object, what: str) -> None:
     """Wait until all ranks of the module's mesh call ``what``, before any is sent.
 
     Collective: none, as ``meet``.
-    Raises: DesyncError, if another rank makes another call, or none; TypeError instead,
-    if this rank's ``module`` is no module.
     """
     if not dist.is_available() or not dist.is_initialized():
         return
@@ -293,10 +270,7 @@ def meet_team(module: object, what: str) -> None:
 
 
 def _meshes(module: object) -> tuple[list[RankLayout], list[dist.ProcessGroup]]:
-    """Return the ranks of the meshes of the units in ``module``, each mesh once.
-
-    And the groups of the meshes of DTensors in ``module``. None for another object.
-    """
+    """Return the ranks of the meshes of the units in ``module``, each mesh once."""
     if not isinstance(module, nn.Module):
         return [], []
     states = units_in(module)
@@ -333,11 +307,6 @@ def _no_module(module: object) -> TypeError:
 
 def team_of(module: object, purpose: str = "checkpoint") -> Team:
     """Return all ranks over whose meshes the units in ``module`` are sharded.
-
-    The ranks of the meshes of DTensors in ``module`` belong to the team as well. A
-    module without units belongs to all ranks of the default group. For an object that
-    is no module, the team is also all ranks: only there can the other ranks learn of
-    the error. ``purpose`` separates groups that must not share collectives.
 
     Collective: for each mesh that has a replicate group and does not hold all ranks, an
     all-gather of objects over the shard group, and over each dim of the meshes of

@@ -49,12 +49,7 @@ def names_of(manifest: Manifest) -> Iterator[str]:
 
 
 def check_values(manifest: Manifest, file: str) -> None:
-    """Check that every JSON value can be decoded and uses loose tensors correctly.
-
-    Each loose tensor must belong to exactly a single value.
-
-    Raises: CheckpointError, naming ``file``.
-    """
+    """Check that every JSON value can be decoded and uses loose tensors correctly."""
     used: Counter[int] = Counter()
 
     def note(index: int) -> Stored:
@@ -131,10 +126,7 @@ def _check_groups(
 
 
 class Entry(NamedTuple):
-    """The bytes ``[begin, end)`` of a file's payload, which hold a part of a tensor.
-
-    The elements ``[start, stop)`` of ``rectangle``. ``name`` is for messages.
-    """
+    """The bytes ``[begin, end)`` of a file's payload, which hold a part of a tensor."""
 
     begin: int
     end: int
@@ -163,13 +155,7 @@ class Entry(NamedTuple):
 
 
 def parse(document: Json, file: str) -> Manifest:
-    """Return the manifest in ``document``, if all fields are consistent.
-
-    ``file`` is the document's name in messages. No file is opened; memory and time are
-    bounded by the size of the document.
-
-    Raises: CheckpointError, naming the file, and the parameter if there is any.
-    """
+    """Return the manifest in ``document``, if all fields are consistent."""
     manifest = _parse_fields(document, file)
     _check_files(manifest, file)
     _check_names(manifest, file)
@@ -350,10 +336,7 @@ def all_entries(manifest: Manifest) -> Iterator[tuple[int, Entry]]:
 
 
 def entries_by_file(manifest: Manifest, file: str) -> list[list[Entry]]:
-    """Return the entries of each file in file order; they fill the payload exactly.
-
-    Raises: CheckpointError, if they do not.
-    """
+    """Return the entries of each file in file order; they fill the payload exactly."""
     found: list[list[Entry]] = [[] for _ in manifest.files]
     for number, entry in all_entries(manifest):
         if number >= len(found):

@@ -54,10 +54,7 @@ _NUMPY = re.compile(r"[<>|=]?[biufcSUMm]\d{1,6}(\[\d{0,9}[a-zA-Z]{1,2}\])?\Z")
 
 
 def encode(value: Any, where: str, put: Put, *, python_values: bool = False) -> Any:
-    """Return ``value`` as JSON; tensors are passed to ``put``.
-
-    Raises: TypeError, naming the path (``extra['a'][2]``), for any other type.
-    """
+    """Return ``value`` as JSON; tensors are passed to ``put``."""
     return _Encoder(put, python_values).encode(value, where, 0)
 
 
@@ -191,10 +188,7 @@ def _tensor_of(value: bytes) -> Tensor:
 
 
 def decode(value: Any, where: str, get: Get, depth: int = 0) -> Any:
-    """Return the value that ``encode`` was given.
-
-    Raises: CheckpointError, for a value that ``encode`` never writes.
-    """
+    """Return the value that ``encode`` was given."""
     if depth > _MAX_DEPTH:
         raise CheckpointError(
             f"{where[:_MAX_DEPTH]}... is nested deeper than any checkpoint is "
@@ -223,10 +217,7 @@ def decode(value: Any, where: str, get: Get, depth: int = 0) -> Any:
 
 
 def _marked(mark: str, inner: Any, where: str, get: Get, depth: int) -> Any:
-    """Return the value of a mark.
-
-    Raises: KeyError, TypeError or ValueError, for another form.
-    """
+    """Return the value of a mark."""
     match mark, inner:
         case "$tensor", int() if type(inner) is int:
             return get(inner)

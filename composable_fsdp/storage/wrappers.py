@@ -118,10 +118,7 @@ class Wrappers:
 
 
 def inner_tensors(wrapper: Tensor, name: str, what: str) -> Iterator[tuple[str, Any]]:
-    """Yield the inner tensors of a wrapper, with names.
-
-    Raises: CheckpointError, for a class that makes inner tensors anew when asked.
-    """
+    """Yield the inner tensors of a wrapper, with names."""
     given: Any = wrapper
     for key in given.__tensor_flatten__()[0]:
         inner = getattr(given, key)

@@ -35,10 +35,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """An entry to write: a key, and a function that yields the elements.
-
-    ``pieces`` yields tensors on any device, in order.
-    """
+    """An entry to write: a key, and a function that yields the elements."""
 
     key: str
     dtype: torch.dtype
@@ -74,10 +71,7 @@ def places_of(pieces: Sequence[Piece]) -> dict[str, int]:
 
 
 def write_file(path: str, pieces: Sequence[Piece], block: int = BLOCK) -> File:
-    """Write ``pieces`` as a new file; on return, the file is on the disk.
-
-    Raises: OSError; the file may then exist in part.
-    """
+    """Write ``pieces`` as a new file; on return, the file is on the disk."""
     header = _header(pieces)
     total = sum(piece.nbytes for piece in pieces)
     with _new_file(path, total) as out:
@@ -183,10 +177,7 @@ def in_host_memory(tensor: Tensor) -> Tensor:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor, writable, without a copy.
-
-    The view does not keep the tensor alive.
-    """
+    """Return the bytes of a contiguous CPU tensor, writable, without a copy."""
     nbytes = tensor.numel() * tensor.element_size()
     if not nbytes:
         return memoryview(b"")

@@ -163,13 +163,7 @@ class _Reader(pickle._Unpickler):
 
 
 def read_metadata(directory: Path) -> dict[str, SavedKey]:
-    """Return the validated keys of the checkpoint in ``directory``.
-
-    Each named file lies in the directory and is long enough. The chunks of each tensor
-    cover every element exactly once.
-
-    Raises: CheckpointError, naming the file and the key.
-    """
+    """Return the validated keys of the checkpoint in ``directory``."""
     file = inner_file(directory, METADATA)
     data = read_document(str(file))
     try:
@@ -295,11 +289,7 @@ def _items(directory: Path, storage: dict[Any, Any]) -> dict[tuple[str, Any], It
 def require_cover(
     directory: Path, key: str, info: TensorInfo, chunks: tuple[Chunk, ...]
 ) -> None:
-    """Raise if chunks leave elements out, overlap, or reach beyond the tensor.
-
-    Raises: CheckpointError, naming the tensor; ``_Malformed``, for a box that reaches
-    beyond the shape (``read_metadata`` turns this error into CheckpointError).
-    """
+    """Raise if chunks leave elements out, overlap, or reach beyond the tensor."""
     # A gap would leave elements of ``torch.empty`` unfilled, without an error.
     filled = [chunk for chunk in chunks if 0 not in chunk.sizes]
     held = 0

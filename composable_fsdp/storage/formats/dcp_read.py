@@ -49,11 +49,7 @@ lists the paths of empty dictionaries, for which DCP has no entry.
 
 
 def open_dcp(directory: Path) -> NestedSource:
-    """Open a directory that torch.distributed.checkpoint wrote.
-
-    Raises: CheckpointError, naming the file, for a directory that is damaged or
-    incomplete, or with a pickle of anything else than tensors and plain values.
-    """
+    """Open a directory that torch.distributed.checkpoint wrote."""
     reader = _Items()
     entries = read_metadata(directory)
     tree: dict[str, Any] = {}

@@ -48,10 +48,7 @@ EXTRA_KEY = "extra"
 
 
 class NestedSource(Source):
-    """A source over a nested dictionary whose tensors are ``LazyTensor``.
-
-    Raises: CheckpointError, if ``tree`` has none of the accepted forms.
-    """
+    """A source over a nested dictionary whose tensors are ``LazyTensor``."""
 
     def __init__(
         self,
@@ -134,12 +131,7 @@ class NestedSource(Source):
 
 
 def nested_tree(source: Source) -> dict[str, Any]:
-    """Return a source as the dictionary that users save, without missing parts.
-
-    The tensors are ``LazyTensor``; ``NestedSource`` is the inverse.
-
-    Raises: CheckpointError, for a value that a restricted pickle cannot hold.
-    """
+    """Return a source as the dictionary that users save, without missing parts."""
     model = {
         name: LazyTensor(info, partial(source.read_model, name), ("model", name))
         for name, info in source.model.items()
@@ -313,11 +305,7 @@ class _Optim:
 def _named_optim(
     where: str, tree: Mapping[str, Any] | None, names: Mapping[str, str]
 ) -> _Optim:
-    """Return the saved optimizer ``tree`` with all parameters by name.
-
-    Raises: CheckpointError, for state by ids without names, state of unknown
-    parameters, or another form.
-    """
+    """Return the saved optimizer ``tree`` with all parameters by name."""
     if tree is None:
         return _Optim({}, None)
     if tree.keys() <= {"state", "param_groups"} and "param_groups" in tree:

@@ -50,13 +50,7 @@ def file_start(path: str) -> bytes:
 
 
 class SafetensorsSource(Source):
-    """Weights in safetensors files; without optimizer and extra state.
-
-    The files are mapped into memory, and tensors that are read share the mapping.
-
-    Raises: CheckpointError, for a file that is missing, damaged, or outside the
-    directory.
-    """
+    """Weights in safetensors files; without optimizer and extra state."""
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)
@@ -105,10 +99,7 @@ class SafetensorsSource(Source):
         return metadata
 
     def read_model(self, name: str, start: int, stop: int) -> Tensor:
-        """Return elements ``[start, stop)`` of a tensor; see ``Source``.
-
-        Raises: CheckpointError, if the file is too short.
-        """
+        """Return elements ``[start, stop)`` of a tensor; see ``Source``."""
         info = self.model[name]
         file, begin = self._at[name]
         if start == stop:
@@ -179,12 +170,7 @@ def _header(file: Path) -> tuple[dict[str, Any], int]:
 
 
 class SafetensorsWriter:
-    """The files of a set of tensors while they are written.
-
-    Call ``write`` for all elements of each tensor, then ``finish``.
-
-    Raises: CheckpointError, for a dtype that safetensors does not have.
-    """
+    """The files of a set of tensors while they are written."""
 
     def __init__(
         self,

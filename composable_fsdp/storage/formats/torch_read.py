@@ -29,11 +29,7 @@ from composable_fsdp.storage.source import LazyTensor, TensorInfo
 
 
 def open_torch(path: Path) -> NestedSource:
-    """Open a file that ``torch.save`` wrote.
-
-    Raises: CheckpointError, naming the file, for a file that is damaged or holds more
-    than tensors and plain values; no code in the file has run then.
-    """
+    """Open a file that ``torch.save`` wrote."""
     tree = load_safely(path)
     if not isinstance(tree, Mapping):
         raise CheckpointError(
@@ -57,10 +53,7 @@ def is_torch_file(path: str) -> bool:
 
 
 def require_checksums(path: Path) -> None:
-    """Compare all records of the archive ``path`` with their checksums.
-
-    Raises: CheckpointError, naming the file.
-    """
+    """Compare all records of the archive ``path`` with their checksums."""
     try:
         # ``torch.load`` does not compare the checksums of records (checked on torch
         # 2.13).
@@ -111,11 +104,7 @@ _DEEPEST = 25
 
 
 def _require_bounded(data: IO[bytes]) -> None:
-    """Raise UnpicklingError for a pickle that takes any memory or time.
-
-    torch's restricted reader calls ``bytearray(n)`` with the number in the pickle, and
-    hashes keys: tuples that share their halves stand for any number of items.
-    """
+    """Raise UnpicklingError for a pickle that takes any memory or time."""
     # The nesting of tuples in each value of the stack and of the memo.
     stack: list[int] = []
     marks: list[int] = []
@@ -164,12 +153,7 @@ def first_line(error: Exception) -> str:
 
 
 def lazy_tensors(value: Any, where: str, nbytes: int) -> Any:
-    """Return ``value`` with every tensor replaced by a ``LazyTensor``.
-
-    Raises: CheckpointError, for a tensor that is a shard or not a plain dense tensor,
-        and for a value that is much larger than the bytes of the value, as nested lists
-        that share their halves are.
-    """
+    """Return ``value`` with every tensor replaced by a ``LazyTensor``."""
     return _Walk(nbytes).lazy(value, where, 0)
 
 

@@ -48,13 +48,7 @@ DATA = "rank00000.safetensors"
 
 
 def write_native(out: Path, source: Source) -> None:
-    """Make the directory ``out``. Memory holds a single piece of a tensor at a time.
-
-    Random states are not written: a rank that loads the checkpoint keeps the current
-    states.
-
-    Raises: CheckpointError, for extra state of other types than JSON and tensors.
-    """
+    """Make the directory ``out``."""
     out.mkdir()
     maker = _Maker(source)
     try:
@@ -192,10 +186,7 @@ def write_dcp(out: Path, source: Source) -> None:
 
 
 def _leaves(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield (path, value) of the objects that DCP's planner saves separately.
-
-    The planner descends into dicts, and into lists that contain tensors or dicts.
-    """
+    """Yield (path, value) of the objects that DCP's planner saves separately."""
     if isinstance(value, Mapping) and value:
         for key, each in value.items():
             if not isinstance(key, str):
