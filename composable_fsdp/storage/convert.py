@@ -16,7 +16,6 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.storage.directory import appear
 from composable_fsdp.storage.formats.safetensors_files import SafetensorsWriter
-from composable_fsdp.storage.formats.torch_read import require_checksums
 from composable_fsdp.storage.formats.write import write_dcp, write_native, write_torch
 from composable_fsdp.storage.opening import (
     DCP,
@@ -24,7 +23,6 @@ from composable_fsdp.storage.opening import (
     NATIVE,
     SAFETENSORS,
     TORCH,
-    find_checkpoint,
     open_source,
 )
 from composable_fsdp.storage.source import Read, Source, TensorInfo
@@ -151,12 +149,14 @@ def _require_shown(source: Source) -> None:
 
 def open_whole(path: str | PathLike[str]) -> Source:
     """Open a checkpoint that will be read from end to end; see ``open_source``."""
-    found, kind = find_checkpoint(path)
-    # The checksums of a ``torch.save`` file cover whole records, so a slice cannot be
-    # verified. Verify the whole file now, because all of the file will be read.
-    if kind == TORCH:
-        require_checksums(Path(found))
-    return open_source(found)
+    source = open_source(path)
+    try:
+        # Those of a ``torch.save`` file cover records, so a slice cannot be verified.
+        source.require_checksums()
+    except BaseException:
+        source.close()
+        raise
+    return source
 
 
 def _beside_weights(source: Source) -> list[str]:

@@ -29,8 +29,7 @@ from composable_fsdp.storage.directory import (
     stale_outputs,
     within_limits,
 )
-from composable_fsdp.storage.formats.dcp_metadata import METADATA
-from composable_fsdp.storage.formats.dcp_read import open_dcp
+from composable_fsdp.storage.formats.dcp_read import METADATA, open_dcp
 from composable_fsdp.storage.formats.safetensors_files import (
     INDEX,
     SINGLE,

@@ -27,8 +27,7 @@ from torch import Tensor
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage.codec import require_storable, to_json
 from composable_fsdp.storage.directory import MANIFEST, write_synced
-from composable_fsdp.storage.formats.dcp_metadata import METADATA
-from composable_fsdp.storage.formats.dcp_read import NOTES
+from composable_fsdp.storage.formats.dcp_read import METADATA, NOTES
 from composable_fsdp.storage.formats.nested import nested_tree
 from composable_fsdp.storage.manifest import Manifest
 from composable_fsdp.storage.merge import FilePart, TensorPart, merge
