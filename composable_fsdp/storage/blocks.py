@@ -88,7 +88,7 @@ class BlockFile:
         return self._bytes is not None
 
     def check(self, wants: Sequence[ReadRequest]) -> None:
-        """Verify the header and the blocks that ``wants`` touch; fill their ``into``."""
+        """Verify the blocks that ``wants`` touch, and fill their ``into``."""
         if not wants:
             return
         self.open()

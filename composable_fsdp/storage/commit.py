@@ -335,7 +335,7 @@ def is_of_series(name: str, other: str) -> bool:
 
 
 def remove_older(path: str, keep: int | None, files: set[str]) -> list[str]:
-    """Remove older checkpoints, and files that the manifest at ``path`` does not name."""
+    """Remove older checkpoints, and files at ``path`` that the manifest lacks."""
     problems: list[str] = []
     parent, name = split(path)
     mine = number_of(name)

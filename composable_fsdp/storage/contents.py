@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -23,11 +24,9 @@ from composable_fsdp.compose.registry import (
     incompatible_api,
 )
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
-from composable_fsdp.flat.param_ref import ParamRef
-from composable_fsdp.flat.region import FlatParameter
+from composable_fsdp.flat.param_ref import ParamRef, find_param, param_refs
 from composable_fsdp.naming import join_name, listed, quoted
-from composable_fsdp.optim.names import names_of, optimizers_of
+from composable_fsdp.optim.names import is_absent, names_of, optimizers_of
 from composable_fsdp.optim.own_state_dict import is_wrapper
 from composable_fsdp.optim.scalars import is_scalar
 from composable_fsdp.planning import walk
@@ -38,6 +37,7 @@ from composable_fsdp.storage.mesh_copies import (
     local_state,
     loose_rectangle,
     mesh_groups_in,
+    ranks_of,
 )
 from composable_fsdp.storage.source import OWN_STATE
 from composable_fsdp.storage.wrappers import (
@@ -78,6 +78,34 @@ class Held:
         """Whether each rank holds a part."""
         return self.rectangle is not None or isinstance(self, HeldParam)
 
+    @property
+    def is_absent(self) -> bool:
+        """Whether only other ranks hold elements, and the optimizer's state."""
+        return is_absent(self.leaf)
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether the module holds a parameter, and no buffer."""
+        return isinstance(self.shown, nn.Parameter)
+
+    def has_elements(self, key: str, value: Any) -> bool:
+        """Return whether a state has an element for each element on this rank."""
+        shape, name = tuple(self.leaf.shape), quoted(self.names[0])
+        if is_scalar(key, value, shape):
+            return False
+        if value.shape == shape:
+            return True
+        # A tensor that one rank has whole may have state of any shape.
+        if not self.is_cut:
+            return False
+        raise CheckpointError(
+            f"Optimizer state {key!r} of {name} has shape {tuple(value.shape)}; "
+            f"expected a number or the shape of this rank's shard, {shape}. State that "
+            "is not element-wise, or was made before fully_shard, cannot be saved in "
+            "shards: use an element-wise optimizer, and make it hold state only after "
+            "fully_shard."
+        )
+
     def holders(self) -> tuple[int, ...] | None:
         """Return the ranks with the same elements: () for this one, None for all."""
         return () if self.is_cut else None
@@ -92,7 +120,7 @@ class HeldParam(Held):
     def holders(self) -> tuple[int, ...]:
         """Return the ranks with the same elements: its replicas, or () without."""
         group = self.ref.handle.groups.replicate
-        return () if group is None else tuple(dist.get_process_group_ranks(group))
+        return () if group is None else ranks_of(group)
 
 
 def _held_param(names: list[str], ref: ParamRef) -> HeldParam:
@@ -123,8 +151,8 @@ def _held_tensor(
 class HeldRegion:
     """A region of a unit, and the region's parameters in slot order."""
 
-    handle: FlatParamHandle
-    region: FlatParameter
+    ref: ParamRef
+    """The first parameter of the region."""
     params: tuple[HeldParam, ...]
 
 
@@ -142,10 +170,14 @@ class Contents:
     wrappers: tuple[HeldWrapper, ...] = ()
     """Tensors that wrap others, whose inner tensors are in ``tensors``."""
 
-    def each(self) -> Iterator[Held]:
-        """Yield the parameters of units, and then the other tensors."""
+    def params(self) -> Iterator[HeldParam]:
+        """Yield the parameters of units."""
         for region in self.regions:
             yield from region.params
+
+    def each(self) -> Iterator[Held]:
+        """Yield the parameters of units, and then the other tensors."""
+        yield from self.params()
         yield from self.tensors
 
 
@@ -174,20 +206,16 @@ def contents_of(module: nn.Module, what: str, *, inner: bool = False) -> Content
                 in_units[id(found[0])].setdefault(found[1], []).append(name)
                 continue
             # A sharded parameter of a unit that is not below ``module``.
-            if find_leaf(tensor) is not None:
+            if find_param(tensor) is not None:
                 raise _partly(module, name, what)
             # By identity: a tied tensor is saved once, with all names.
             for told, part in wrappers.opened(tensor, name):
                 require_readable(part, told, what)
                 others.setdefault(id(part), (part, []))[1].append(told)
     regions = tuple(
-        HeldRegion(
-            state.handle,
-            region,
-            _params(module, state.handle, region, in_units[id(state)], what),
-        )
+        _region(module, list(refs), in_units[id(state)], what)
         for state in states.values()
-        for region in state.handle.layout.regions
+        for _, refs in groupby(param_refs(state.handle), lambda ref: id(ref.region))
     )
     original = _original_dtypes(module, states)
     # A buffer that mixed precision has cast is saved in its original dtype, so the
@@ -211,7 +239,7 @@ def contents_of(module: nn.Module, what: str, *, inner: bool = False) -> Content
         if type(each).get_extra_state is not nn.Module.get_extra_state
     }
     units = tuple(states.values())
-    groups = mesh_groups_in(module, (state.handle for state in units))
+    groups = mesh_groups_in(module, units)
     held = tuple(wrappers.found)
     return Contents(units, regions, tensors, own_states, tuple(groups), held)
 
@@ -308,22 +336,16 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield key, buffer
 
 
-def _params(
-    module: nn.Module,
-    handle: FlatParamHandle,
-    region: FlatParameter,
-    found: dict[int, list[str]],
-    what: str,
-) -> tuple[HeldParam, ...]:
-    """Return the region's parameters in slot order."""
-    slots = region.layout.parameters
-    for slot in slots:
-        if slot.index not in found:
-            raise _partly(module, slot.fqn, what)
-    return tuple(
-        _held_param(found[slot.index], ParamRef(handle, region, i))
-        for i, slot in enumerate(slots)
-    )
+def _region(
+    module: nn.Module, refs: list[ParamRef], found: dict[int, list[str]], what: str
+) -> HeldRegion:
+    """Return a region, whose parameters have the names ``found`` by slot index."""
+    params = []
+    for ref in refs:
+        if ref.slot.index not in found:
+            raise _partly(module, ref.slot.fqn, what)
+        params.append(_held_param(found[ref.slot.index], ref))
+    return HeldRegion(refs[0], tuple(params))
 
 
 def _partly(module: nn.Module, name: str, what: str) -> CheckpointError:
@@ -357,7 +379,7 @@ def _require_values(
     regions: tuple[HeldRegion, ...], tensors: tuple[Held, ...], what: str
 ) -> None:
     """Raise CheckpointError if a tensor is on the meta device."""
-    meta = [p.names[0] for r in regions if r.region.shard.is_meta for p in r.params]
+    meta = [p.names[0] for r in regions if r.ref.region.shard.is_meta for p in r.params]
     meta += [held.names[0] for held in tensors if held.tensor.is_meta]
     if meta:
         raise CheckpointError(
@@ -414,18 +436,3 @@ def readable_state(value: Any, held: Held, key: str) -> Any:
     where = f"{held.names[0]} (state {key!r})"
     require_readable(value, where, "save")
     return local_state(value, held.tensor, where)
-
-
-def is_elementwise(name: str, value: Any, leaf: Tensor, fqn: str) -> bool:
-    """Return whether ``value`` has an element for each element of the shard."""
-    if is_scalar(name, value, leaf.shape):
-        return False
-    if value.shape == leaf.shape:
-        return True
-    raise CheckpointError(
-        f"Optimizer state {name!r} of {quoted(fqn)} has shape {tuple(value.shape)}; "
-        f"expected a number or the shape of this rank's shard, {tuple(leaf.shape)}. "
-        "State that is not element-wise, or was made before fully_shard, cannot be "
-        "saved in shards: use an element-wise optimizer, and make it hold state only "
-        "after fully_shard."
-    )

@@ -157,7 +157,7 @@ def export_module(
     meet_team(module, "export_safetensors")
     team = team_of(module)
     # Ranks of tensor parallelism gather as well, and a single rank of all writes.
-    groups = mesh_groups_in(module, (state.handle for state in states))
+    groups = mesh_groups_in(module, states)
     wanted = _is_first(states[0], groups) if states else team.rank == 0
     writing = _Writing(wanted=wanted, dtype=dtype, rewrite=rewrite)
     try:
@@ -185,8 +185,8 @@ def export_module(
 
 def _is_first(state: _FSDPState, groups: Sequence[dist.ProcessGroup]) -> bool:
     """Return whether this rank receives the full parameters of a unit, and writes."""
-    handle = state.handle
-    return handle.groups.is_first and is_first_copy(handle, None, groups)
+    own = state.handle.groups
+    return own.is_first and is_first_copy((*own.present, *own.cut), groups)
 
 
 class _Writing:
@@ -238,12 +238,12 @@ class _Writing:
         contents = contents_of(module, "export_safetensors")
         # The first rank would write its own experts, and the file lack the others.
         for region in contents.regions:
-            if region.handle.groups.experts_ref is not None:
+            if region.ref.handle.groups.experts_ref is not None:
                 raise CheckpointError(
-                    f"{region.handle.name} has an expert_mesh, and this rank its own "
-                    "experts alone; an export gathers over the ranks of a unit. Call "
-                    "save(path, model), and then storage.export_safetensors(files, "
-                    "path) in a single process."
+                    f"{region.ref.handle.name} has an expert_mesh, and this rank its "
+                    "own experts alone; an export gathers over the ranks of a unit. "
+                    "Call save(path, model), and then "
+                    "storage.export_safetensors(files, path) in a single process."
                 )
         # Gathered values arrive by slot index; the file needs names.
         self._names = {

@@ -203,11 +203,12 @@ def prepare(
             contents,
             Selection.of(given.include, given.exclude, given.trainable_only),
             given.local,
+            optims,
             ranks=team.ranks,
             rank=team.rank,
         )
-        part, pieces = maker.make(optims, extra, given.per_rank)
-        facts = maker.facts
+        maker.make(extra, given.per_rank)
+        part, pieces, facts = maker.part, maker.pieces, maker.facts
         if team.rank == 0:
             ending = begin(target, given.overwrite, team.world_size)
     # Do not raise yet: the other ranks would wait in the exchange below for this rank.

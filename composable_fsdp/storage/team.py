@@ -275,7 +275,7 @@ def _meshes(module: object) -> tuple[list[RankLayout], list[dist.ProcessGroup]]:
         return [], []
     states = units_in(module)
     layouts = {id(state.ranks): state.ranks for state in states}
-    groups = mesh_groups_in(module, (state.handle for state in states))
+    groups = mesh_groups_in(module, states)
     return list(layouts.values()), groups
 
 

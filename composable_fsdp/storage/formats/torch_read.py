@@ -71,7 +71,7 @@ def is_torch_file(path: str) -> bool:
 
 def require_uncompressed(file: Path | IO[bytes]) -> None:
     """Raise zipfile.BadZipFile, naming the record, if a record is compressed."""
-    # ``torch.save`` compresses none, and mapped, packed bytes would be taken for values.
+    # ``torch.save`` compresses none; mapped, packed bytes would be taken for values.
     with zipfile.ZipFile(file) as archive:
         for record in archive.infolist():
             if record.compress_type != zipfile.ZIP_STORED:
