@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -144,17 +143,6 @@ class Found(NamedTuple):
     what: str | Source
     newest: bool
     share: bool
-
-    def is_gone(self) -> bool:
-        """Return whether a save with ``keep`` has removed the path."""
-        # A path that the caller has named is never looked up again: its loss is an
-        # error.
-        if self.newest and isinstance(self.what, str):
-            # The other ranks wait for this rank: what has kept it from opening the
-            # checkpoint, such as a network, may well keep it from this answer.
-            with suppress(OSError):
-                return not Folder(self.what).is_committed
-        return False
 
 
 def look_up(
