@@ -47,7 +47,6 @@ from composable_fsdp.storage.source import Source
 from composable_fsdp.storage.staging import paused_collection
 from composable_fsdp.storage.stateful import (
     Redeal,
-    check_rng_state,
     fill,
     own_values,
     set_rng_state,
@@ -305,7 +304,7 @@ class _Load:
         asked = self.options.rng
         self._rng = self._source.rng(team.rank, team.world_size) if asked else None
         if self._rng is not None:
-            check_rng_state(self._rng, where)
+            set_rng_state(self._rng, where, is_trial=True)
 
     @torch.no_grad()
     def change(self) -> Any:

@@ -51,26 +51,28 @@ class _Format(NamedTuple):
     opener: Callable[[str], Source]
 
 
-def _holds(*names: str) -> Callable[[str], bool]:
-    """Return a test for a directory that contains any of ``names``."""
+def _holds(path: str, *names: str) -> bool:
+    """Return whether a directory contains any of ``names``."""
     # ``lexists``: the reader of the format reports a broken link.
-    return lambda path: any(os.path.lexists(os.path.join(path, n)) for n in names)
+    return any(os.path.lexists(os.path.join(path, name)) for name in names)
 
 
 NATIVE, DCP, SAFETENSORS, TORCH = "native", "dcp", "safetensors", "torch"
 # In the order of the tests: the formats of directories before the formats of files.
 _FORMATS: dict[str, _Format] = {
     NATIVE: _Format(
-        f"a checkpoint of this library ({MANIFEST})", _holds(MANIFEST), NativeSource
+        f"a checkpoint of this library ({MANIFEST})",
+        lambda path: _holds(path, MANIFEST),
+        NativeSource,
     ),
     DCP: _Format(
         f"one of torch.distributed.checkpoint ({METADATA})",
-        _holds(METADATA),
+        lambda path: _holds(path, METADATA),
         lambda path: open_dcp(Path(path)),
     ),
     SAFETENSORS: _Format(
         f"safetensors (a file, or {SINGLE} or {INDEX})",
-        lambda path: _holds(SINGLE, INDEX)(path) or is_safetensors(path),
+        lambda path: _holds(path, SINGLE, INDEX) or is_safetensors(path),
         lambda path: SafetensorsSource(Path(path)),
     ),
     TORCH: _Format(
@@ -109,8 +111,11 @@ def find_checkpoint(path: str | os.PathLike[str]) -> tuple[str, str]:
 def _find(path: str | os.PathLike[str]) -> tuple[Folder, str]:
     """Return the place of the checkpoint that ``path`` stands for, and the format."""
     here = Folder(whole_path(path))
-    path = here.path
-    name = (NATIVE if here.is_committed else None) if is_url(path) else _format_at(path)
+    path, name = here.path, None
+    if not is_url(path):
+        name = next((n for n, each in _FORMATS.items() if each.recognises(path)), None)
+    elif here.is_committed:
+        name = NATIVE
     # A checkpoint at ``path`` itself takes precedence over those in ``path``.
     if name is not None:
         return here, name
@@ -132,16 +137,10 @@ def _find(path: str | os.PathLike[str]) -> tuple[Folder, str]:
     )
 
 
-def _format_at(path: str) -> str | None:
-    """Return the format of the checkpoint at ``path`` itself, or None."""
-    return next((n for n, each in _FORMATS.items() if each.recognises(path)), None)
-
-
 class Found(NamedTuple):
-    """An open source or a path to open; ``newest``: rank 0 has found the path."""
+    """An open source or a path to open; ``share``: ranks share reads, all alike."""
 
     what: str | Source
-    newest: bool
     share: bool
 
 
@@ -156,7 +155,7 @@ def look_up(
 
     Collective: one all-gather of objects over the team's group.
     """
-    own, name = "", "."
+    own, name = "", ""
     try:
         if error is not None:
             raise error
@@ -165,44 +164,28 @@ def look_up(
         if not isinstance(path, Source):
             own = whole_path(path_text(path, "load"))
             # Ranks that looked for themselves would differ beside a job that saves.
-            if team.rank == 0:
-                name = _relative(find_checkpoint(own)[0], own)
+            found = find_checkpoint(own)[0] if team.rank == 0 else own
+            # A name, and not the path: each rank may have a disk of its own.
+            name = "" if found == own else split(found)[1]
     except Exception as raised:
         error = raised
     # Also ranks with an open source take part: the call may differ between ranks.
     answers = team.agree(error, (before, name, share, is_url(own)))
     raise_unseen(team, [each[0] for each in answers])
-    shares = _shares(team, [each[2] for each in answers], [each[3] for each in answers])
-    if isinstance(path, Source):
-        return Found(path, newest=False, share=shares)
-    # A name, and not the path: each rank may have a disk of its own.
-    name = answers[0][1]
-    newest = name != "."
-    if is_url(own):
-        return Found(join(own, name) if newest else own, newest, shares)
-    return Found(os.path.normpath(os.path.join(own, name)), newest, shares)
-
-
-def _shares(team: Team, told: list[bool | None], urls: list[bool]) -> bool:
-    """Return whether ranks share reads, from the ``share`` and the path of each."""
-    for rank, each in zip(team.ranks, told, strict=True):
+    for rank, each in zip(team.ranks, answers, strict=True):
         # A rank that reads for itself would not answer those that wait for its part.
-        if each != told[0]:
+        if each[2] != answers[0][2]:
             raise CheckpointError(
-                f"load got share={told[0]} on rank {team.ranks[0]}, and share={each} "
-                f"on rank {rank}; expected the same on every rank. Nothing was loaded."
+                f"load got share={answers[0][2]} on rank {team.ranks[0]}, and share="
+                f"{each[2]} on rank {rank}; expected the same on every rank. Nothing "
+                "was loaded."
             )
     # A request to a store costs more than a message between ranks; a local file does
     # not, because all ranks of a machine find it in the page cache.
-    shares = all(urls) if told[0] is None else told[0]
-    return shares and team.world_size > 1
-
-
-def _relative(found: str, own: str) -> str:
-    """Return the path of ``found`` seen from ``own``, which is a path or a URL."""
-    if not is_url(own):
-        return os.path.relpath(found, own)
-    return "." if found == own else split(found)[1]
+    shares = all(each[3] for each in answers) if share is None else share
+    _, name, *_ = answers[0]
+    what = path if isinstance(path, Source) else join(own, name) if name else own
+    return Found(what, shares and team.world_size > 1)
 
 
 def remove_stale(
@@ -263,14 +246,9 @@ def checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
     [(100, True)]
     """
     folders = folders_in(whole_path(directory))
-    return sorted(
-        map(_info, (each for each in folders if each.is_committed)), key=_order
-    )
-
-
-def _order(info: CheckpointInfo) -> tuple[int, datetime]:
-    """Return the key to sort by: names without a number come first."""
-    return info.step or -1, info.time
+    found = [_info(each) for each in folders if each.is_committed]
+    # Names without a number come first.
+    return sorted(found, key=lambda info: (info.step or -1, info.time))
 
 
 def _info(folder: Folder) -> CheckpointInfo:

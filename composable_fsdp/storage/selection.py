@@ -111,7 +111,15 @@ class RenamedSource(Source):
             self._old[found], self._new[name] = name, found
         # Tables of names alone: values are read from ``source`` when asked for.
         self.model = self._renamed(source.model)
-        self.aliases = self._aliases(source)
+        self.aliases = {}
+        for name, kept in source.aliases.items():
+            if name in self._new and kept not in self._new:
+                raise CheckpointError(
+                    f"load: rename leaves out {quoted(kept)} and keeps {quoted(name)}, "
+                    "which is tied to it. Keep both, or exclude one of them."
+                )
+            if name in self._new:
+                self.aliases[self._new[name]] = self._new[kept]
         self.own_states = self._renamed(source.own_states)
         # The name of a wrapper is no name of a tensor, and so not in the tables.
         told = ((new(name), facts) for name, facts in source.wrappers.items())
@@ -121,26 +129,6 @@ class RenamedSource(Source):
         """Return a mapping by the new names, without names that are left out."""
         new = self._new
         return {new[name]: value for name, value in values.items() if name in new}
-
-    def _aliases(self, source: Source) -> dict[str, str]:
-        """Return the other names; one of them stands for a kept name left out."""
-        found: dict[str, str] = {}
-        promoted: dict[str, str] = {}
-        for name, kept in source.aliases.items():
-            if name not in self._new:
-                continue
-            # The usual case: the tie stays, under the new names.
-            if kept in self._new:
-                found[self._new[name]] = self._new[kept]
-            elif kept in promoted:
-                found[self._new[name]] = promoted[kept]
-            else:
-                promoted[kept] = self._new[name]
-                self.model = {**self.model, self._new[name]: source.model[kept]}
-        # The parameter is stored once, under the name that was left out.
-        for kept, name in promoted.items():
-            self._old[name], self._new[kept] = kept, name
-        return found
 
     @cached_property
     def optim(self) -> Mapping[str, Mapping[str, TensorInfo]]:  # type: ignore[override]  # computed when asked for

@@ -144,7 +144,7 @@ CASES: dict[Callable[[int], Pair], str] = {
     late_parameter: "absent on rank 0, a parameter (2,) of torch.float32 on rank 1",
     other_dtype: "'1.weight' (and 1 more: '1.bias'), in no unit, is not the same",
     local_expert: "Parameter '1.weight', in no unit, is not the same on all ranks: ",
-    own_options: "option 'lr' of '0.weight' is not the same on all ranks: 0.1 on rank 0",
+    own_options: "option 'lr' of '0.weight' is not the same on all ranks: 0.1 ",
     own_scalars: "Optimizer state 'norm' of 'weight' is",
     own_momentum: "(state 'exp_avg')\", in no unit, is not the same on all ranks",
     torch_fsdp1: "(root) was sharded by torch's FullyShardedDataParallel (FSDP1)",
