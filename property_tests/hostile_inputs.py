@@ -178,9 +178,9 @@ VALUES: st.SearchStrategy[Any] = st.one_of(
     st.sampled_from(
         [
             *([], {}, [[]], [1, 2], [None], ["weight"], {"a": "b"}),
-            *({"$tensor": 0}, {"$tensor": -1}, {"$dict": [["$a", 1], ["$a", 2]]}),
+            *({"$tensor": 0}, {"$tensor": -1}, {"$map": [["$a", 1], ["$a", 2]]}),
             *({"$number": ["float32", 10**400]}, {"$tuple": [{"$tuple": 1}]}),
-            *({"$number": ["bool", 2]}, {"$float": [1]}, {"$dict": [[[], 1]]}),
+            *({"$number": ["bool", 2]}, {"$float": [1]}, {"$map": [[[], 1]]}),
         ]
     ),
 )

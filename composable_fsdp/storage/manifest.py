@@ -1,20 +1,7 @@
 """The manifest of a checkpoint directory: frozen integers and names, to and from JSON.
 
-::
-
-    step-100/
-      manifest.json              this
-      rank00000.safetensors      header | payload: entries, end to end
-      rank00001.safetensors
-
-An entry holds the bytes of a part of a tensor. A *place* ``[file, begin]`` says where
-an entry begins: the index of the file, and the first byte in the payload of that file.
-A part is an interval of a flattened rectangle of the tensor; of most tensors there is a
-single rectangle, the whole. The element-wise optimizer states of a tensor are cut as
-the tensor. The annotations of the fields are the only description of the JSON:
-``to_json`` writes any field, and ``parse`` in ``validate`` is the inverse.
-
-::
+An entry holds the bytes of a part of a tensor: an interval of a flattened rectangle;
+``[file, begin]`` is its place. Of most tensors there is one rectangle, the whole::
 
     down.weight (8, 32) over 2 x 2 ranks        cuts    ((0,), (0, 16))
 
@@ -22,16 +9,6 @@ the tensor. The annotations of the fields are the only description of the JSON:
            dp 1   elements [64, 128)
     tp 1   dp 0   elements [0, 64)   of the rectangle (8, 16) at (0, 16)
            dp 1   elements [64, 128)
-
-A rectangle is flattened for itself, and a file has the elements of the whole tensor in
-row-major order. Elements that are adjacent in the rectangle are adjacent in the whole
-tensor within a *run*::
-
-    whole (3, 6), rectangle at (0, 2) of shape (3, 2)
-
-    row 0  .  .  0  1  .  .        elements [0, 2) are [ 2,  4) of the whole
-    row 1  .  .  2  3  .  .        elements [2, 4) are [ 8, 10)
-    row 2  .  .  4  5  .  .        elements [4, 6) are [14, 16)
 """
 
 from __future__ import annotations

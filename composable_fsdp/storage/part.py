@@ -338,7 +338,7 @@ class PartMaker:
             put = partial(self._put, keep=local)
             encoded = encode(options, f"param_groups[{g}]", put, python_values=True)
             # Other keys are written as pairs, to which ``params`` cannot be added.
-            if "$dict" in encoded or "$map" in encoded:
+            if "$map" in encoded:
                 raise TypeError(
                     f"param_groups[{g}] has an option whose name starts with '$' or is "
                     "no text; rename it."
