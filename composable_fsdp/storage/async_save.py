@@ -36,7 +36,7 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.optim.names import Optimizers
 from composable_fsdp.storage.save import Job, SaveOptions, prepare, write
 from composable_fsdp.storage.staging import host_buffer, is_plain
-from composable_fsdp.storage.team import SaveFuture, Team, meet_team, remember, team_of
+from composable_fsdp.storage.team import SaveFuture, Team, meet_team, pending, team_of
 from composable_fsdp.storage.writer import Piece
 
 
@@ -199,7 +199,7 @@ def async_save(
     # Mark the future as running, so that no caller can cancel the save: the other ranks
     # wait for this rank.
     future.set_running_or_notify_cancel()
-    remember(team, future)
+    pending[team.ranks] = future
     # Not a daemon thread: the interpreter waits at exit until the checkpoint is
     # written.
     thread = threading.Thread(

@@ -1,15 +1,9 @@
 """Makes a save or load end alike on all ranks: an error of a rank is raised everywhere.
 
-The ranks of a save or load are the ranks of the model's mesh. They exchange objects
-over a private gloo group, which the first save or load makes. So checkpoint exchanges
-never mix with the collectives of training, and use no tensor in GPU memory. The
-exception is ``team_of``: for a 2-D mesh of some ranks only, ``team_of`` gathers over
-the shard group itself.
-
-A save or load first waits for the previous save on the same ranks, so two saves never
-write or exchange objects at the same time. If the previous save failed and no rank has
-called ``result`` or ``exception`` of the future, the failure is raised by the next
-call, on every rank.
+The ranks of the model's mesh exchange objects over a private gloo group, so checkpoint
+exchanges never mix with the collectives of training. A save or load first waits for the
+previous asynchronous save on the same ranks; a failure that nobody has asked about is
+raised by the next call, on every rank.
 """
 
 from __future__ import annotations
@@ -19,6 +13,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -26,7 +21,6 @@ from torch import nn
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.consensus import Failure, Outcome, first_failure
-from composable_fsdp.comm.groups import RankLayout
 from composable_fsdp.comm.meeting import Call, meet
 from composable_fsdp.comm.nodes import group_timeout, private_group
 from composable_fsdp.errors import (
@@ -36,7 +30,7 @@ from composable_fsdp.errors import (
     FSDPError,
 )
 from composable_fsdp.storage.contents import units_in
-from composable_fsdp.storage.mesh_copies import mesh_groups_in
+from composable_fsdp.storage.mesh_copies import mesh_groups_in, ranks_of
 
 
 class SaveFuture(Future[None]):
@@ -58,12 +52,12 @@ class SaveFuture(Future[None]):
         return super().exception(timeout)
 
 
-_pending: dict[tuple[int, ...], SaveFuture] = {}
+pending: dict[tuple[int, ...], SaveFuture] = {}
 """The last asynchronous save, by the global ranks of the team."""
 
 
 class PendingOutcome(NamedTuple):
-    """The outcome of the previous asynchronous save, as this rank knows it."""
+    """The previous asynchronous save, as this rank knows it; no failure: a success."""
 
     failure: str = ""
     is_seen: bool = False
@@ -73,29 +67,21 @@ def wait_for_pending(team: Team) -> PendingOutcome:
     """Wait until no asynchronous save of these ranks is running; return the outcome."""
     # ``get`` and not ``pop``: the call may raise another error before ``raise_unseen``,
     # and then a later call must still raise this failure.
-    future = _pending.get(team.ranks)
-    if future is None:
-        return PendingOutcome()
-    seen = future.is_seen
-    error = Future.exception(future)  # waits; ``is_seen`` does not change
-    if error is None:
+    future = pending.get(team.ranks)
+    seen = future is not None and future.is_seen
+    # Waits; ``is_seen`` does not change.
+    error = None if future is None else Future.exception(future)
+    if future is None or error is None:
         return PendingOutcome()
     text = str(error.args[0]) if error.args else str(error)
-    return PendingOutcome(
-        # Some errors come after the commit, and say so.
-        f"The asynchronous save of {future.path} ended with an error. {text}",
-        seen,
-    )
-
-
-def remember(team: Team, future: SaveFuture) -> None:
-    """Make the next call on these ranks wait for ``future``."""
-    _pending[team.ranks] = future
+    # Some errors come after the commit, and say so.
+    told = f"The asynchronous save of {future.path} ended with an error. {text}"
+    return PendingOutcome(told, seen)
 
 
 def _tell_unseen() -> None:
     """Warn at the interpreter's exit about failures that no caller has seen."""
-    for future in _pending.values():
+    for future in pending.values():
         error = Future.exception(future) if future.done() else None
         if error is not None and not future.is_seen:
             warnings.warn(
@@ -110,9 +96,8 @@ atexit.register(_tell_unseen)
 
 
 def raise_unseen(team: Team, answers: list[PendingOutcome]) -> None:
-    """Raise the failure of the previous save, if no rank has seen the failure."""
-    # The failure is raised at most once, or has been seen by a caller.
-    _pending.pop(team.ranks, None)
+    """Raise the failure of the previous save once, if no rank has seen it."""
+    pending.pop(team.ranks, None)
     # All ranks have the same ``answers``, so all ranks decide alike.
     failures = [each.failure for each in answers if each.failure]
     if failures and not any(each.is_seen for each in answers):
@@ -206,18 +191,20 @@ def _exchange(own: Exception | None) -> Iterator[None]:
         if isinstance(error, FSDPError) and not broke:
             raise
         if not dist.is_initialized():
-            raise own or CheckpointError(
+            what = (
                 "The process group was destroyed "
-                "(torch.distributed.destroy_process_group) before the ranks had "
-                "agreed on a checkpoint; nothing was committed unless the path is "
-                "there now. Call result() of what async_save returned, on "
-                "every rank, before destroy_process_group."
-            ) from error
+                "(torch.distributed.destroy_process_group) before"
+            )
+            way_out = (
+                "Call result() of what async_save returned, on every rank, before "
+                "destroy_process_group."
+            )
+        else:
+            what = "Another rank was lost, or the process group destroyed, while"
+            way_out = "Start the ranks again and load the last good checkpoint."
         raise own or CheckpointError(
-            "Another rank was lost, or the process group destroyed, while the "
-            f"ranks agreed on a checkpoint ({error}). Nothing was committed unless "
-            "the path is there now; verify(path) tells. Start the ranks again and "
-            "load the last good checkpoint."
+            f"{what} the ranks agreed on a checkpoint ({error}). Nothing was committed "
+            f"unless the path is there now; verify(path) tells. {way_out}"
         ) from error
 
 
@@ -244,17 +231,16 @@ def meet_team(module: object, what: str) -> None:
     """
     if not dist.is_available() or not dist.is_initialized():
         return
+    wrong = TypeError(f"expected a module, got a {type(module).__name__}.")
     is_module = isinstance(module, nn.Module)
     way_out = f"Call {what} on every rank, outside of any 'if rank == 0'."
     if not is_module:
-        way_out = f"This call will raise in any case: {_no_module(module)}"
+        way_out = f"This call will raise in any case: {wrong}"
     # Names of groups in the store, not the team's own group: a rank that is alone would
     # wait in the creation of that group.
-    groups: list[dist.ProcessGroup | None] = []
     layouts, others = _meshes(module)
-    for layout in layouts:
-        groups += [layout.shard, layout.replicate]
-    groups += others
+    pairs = chain.from_iterable((each.shard, each.replicate) for each in layouts)
+    groups: list[dist.ProcessGroup | None] = [*pairs, *others]
     # The ranks of a smaller mesh know only their rows and columns, which meet in turn.
     if not layouts or any(_is_world(layout, others) for layout in layouts):
         groups = [dist.group.WORLD]
@@ -262,51 +248,40 @@ def meet_team(module: object, what: str) -> None:
     try:
         meet(dict.fromkeys(several), Call(what, way_out=way_out))
     except DesyncError as error:
-        # A rank with a module has nothing else to tell.
+        # A rank with a module has nothing else to tell. To one without, the other ranks
+        # may never come, and the reason to raise is here in any case.
         if is_module:
             raise
-        # The other ranks may never come; the reason to raise is here in any case.
-        raise _no_module(module) from error
+        raise wrong from error
 
 
-def _meshes(module: object) -> tuple[list[RankLayout], list[dist.ProcessGroup]]:
-    """Return the ranks of the meshes of the units in ``module``, each mesh once."""
+def _meshes(module: object) -> tuple[list[Any], list[dist.ProcessGroup]]:
+    """Return the ``RankLayout`` of each mesh of units, and the groups of DTensors."""
     if not isinstance(module, nn.Module):
         return [], []
     states = units_in(module)
     layouts = {id(state.ranks): state.ranks for state in states}
-    groups = mesh_groups_in(module, states)
-    return list(layouts.values()), groups
+    return list(layouts.values()), mesh_groups_in(module, states)
 
 
-def _is_world(layout: RankLayout, others: Sequence[dist.ProcessGroup]) -> bool:
+def _is_world(layout: Any, others: Sequence[dist.ProcessGroup]) -> bool:
     """Return whether the mesh holds all ranks, with the dims of DTensors beside."""
     # Computed without an exchange: usually a mesh of data and tensor parallelism holds
     # all ranks.
-    count, found = layout.world_size, set(_ranks_of(layout))
+    count, found = layout.world_size, set(ranks_of(layout.shard))
+    if layout.replicate is not None:
+        found.update(ranks_of(layout.replicate))
     for group in others:
-        ranks = dist.get_process_group_ranks(group)
+        ranks = ranks_of(group)
         # A dim inside of the ranks of the data adds no rank.
         if found.isdisjoint(set(ranks) - {dist.get_rank()}):
             count *= len(ranks)
             found.update(ranks)
-    return count == dist.get_world_size()
-
-
-def _ranks_of(layout: RankLayout) -> list[int]:
-    """Return the ranks of this rank's shard group and replicate group."""
-    found = list(dist.get_process_group_ranks(layout.shard))
-    if layout.replicate is not None:
-        found += dist.get_process_group_ranks(layout.replicate)
-    return found
-
-
-def _no_module(module: object) -> TypeError:
-    return TypeError(f"expected a module, got a {type(module).__name__}.")
+    return bool(count == dist.get_world_size())
 
 
 def team_of(module: object, purpose: str = "checkpoint") -> Team:
-    """Return all ranks over whose meshes the units in ``module`` are sharded.
+    """Return all ranks over whose meshes ``module`` is sharded; else all ranks.
 
     Collective: for each mesh that has a replicate group and does not hold all ranks, an
     all-gather of objects over the shard group, and over each dim of the meshes of
@@ -324,12 +299,11 @@ def team_of(module: object, purpose: str = "checkpoint") -> Team:
             break
         shard, replicate = layout.shard, layout.replicate
         if replicate is None:
-            ranks |= set(dist.get_process_group_ranks(shard))
+            ranks |= set(ranks_of(shard))
             continue
         # A rank knows only the members of this rank's shard and replicate group. The
         # replicate groups of all ranks in the shard group together are the mesh.
-        column = dist.get_process_group_ranks(replicate)
-        for found in collectives.all_gather_object(column, shard):
+        for found in collectives.all_gather_object(ranks_of(replicate), shard):
             ranks |= set(found)
     # The ranks of tensor parallelism hold other elements; each dim widens the mesh. The
     # number of ranks is equal on all ranks here, because meshes are rectangles.
