@@ -1,11 +1,7 @@
 """Makes, syncs and finds files and directories of checkpoints, on the writing rank.
 
-Also checks the file names that a checkpoint contains, and makes converted checkpoints
-and exports appear at once, by the rename of a temporary directory. No function here
-uses a collective.
-
-No stranger's file takes memory before it is judged: a document that is larger than the
-limit is refused unread.
+Converted checkpoints and exports appear at once, by the rename of a temporary
+directory. A stranger's document that is larger than the limit is refused unread.
 """
 
 from __future__ import annotations
@@ -92,24 +88,6 @@ def path_text(path: object, what: str) -> str:
     return text
 
 
-def make_temporary(path: str) -> str:
-    """Make and return the directory to write the checkpoint ``path`` in."""
-    parent, name = os.path.split(path)
-    # In the same parent directory as ``path``: a rename is atomic only within a file
-    # system.
-    made = os.path.join(parent, f".{name}.tmp-{secrets.token_hex(8)}")
-    try:
-        make_parents(parent)
-        os.mkdir(made)
-    except OSError as error:
-        raise CheckpointError(
-            f"The directory {made} cannot be made ({error.strerror}: "
-            f"{error.filename}); a checkpoint is written there first. Save where "
-            "this process may write."
-        ) from error
-    return made
-
-
 def make_parents(path: str) -> None:
     """Make a directory and missing parents; on return, the names are on disk."""
     missing = []
@@ -134,16 +112,6 @@ def make_seen(path: str) -> None:
     except OSError as error:
         error.filename = path
         raise
-
-
-def require_free(path: str) -> None:
-    """Raise CheckpointError if ``path`` exists."""
-    # ``lexists``: a broken symbolic link counts as existing, too.
-    if os.path.lexists(path):
-        raise CheckpointError(
-            f"{path} exists already, and nothing is overwritten. Choose another name, "
-            "or remove it first."
-        )
 
 
 def no_checkpoint_text(path: str, where: str = "") -> str:
@@ -227,8 +195,8 @@ def open_plain(path: str) -> int:
 
 def inner_file(directory: Path, name: object) -> Path:
     """Return the path of the regular file ``name`` in ``directory`` itself."""
-    # A checkpoint may come from an unknown author: a file name in a checkpoint is data,
-    # and must not open a file outside of the directory.
+    # A file name in a checkpoint is data of an unknown author, and must not open a file
+    # outside of the directory.
     plain = isinstance(name, str) and name not in ("", "..") and "\0" not in name
     if not isinstance(name, str) or not plain or PurePosixPath(name).name != name:
         raise CheckpointError(
@@ -239,16 +207,21 @@ def inner_file(directory: Path, name: object) -> Path:
     path = directory / name
     try:
         # ``lstat`` does not follow a link.
-        mode = path.lstat().st_mode
-        target = path.resolve()
+        mode, target = path.lstat().st_mode, path.resolve()
     # A name of half a character cannot be encoded.
     except (OSError, RuntimeError, UnicodeError) as error:
         raise CheckpointError(
             f"{directory} names the file {name!r}, which cannot be opened: {error}. "
             "Copy the checkpoint again, with all its files."
         ) from error
+    own = directory.resolve()
+    allowed = [own]
+    # The cache of Hugging Face's hub keeps ``snapshots/<revision>/<name>`` as links
+    # into ``blobs`` beside ``snapshots``.
+    if own.parent.name == "snapshots":
+        allowed.append(own.parent.parent / "blobs")
     # A link out of the directory could make a load read any file of the machine.
-    if stat.S_ISLNK(mode) and target.parent not in _link_targets(directory):
+    if stat.S_ISLNK(mode) and target.parent not in allowed:
         raise CheckpointError(
             f"{path} is a symbolic link that leads out of its directory. Put the file "
             "itself in its place, if you trust it."
@@ -258,49 +231,45 @@ def inner_file(directory: Path, name: object) -> Path:
     return path
 
 
-def _link_targets(directory: Path) -> set[Path]:
-    """Return the folders that a symbolic link in ``directory`` may point into."""
-    own = directory.resolve()
-    allowed = {own}
-    # The cache of Hugging Face's hub keeps ``snapshots/<revision>/<name>`` as links
-    # into ``blobs`` beside ``snapshots``.
-    if own.parent.name == "snapshots":
-        allowed.add(own.parent.parent / "blobs")
-    return allowed
-
-
 @contextmanager
 def appear(path: Path) -> Iterator[Path]:
-    """Yield a new working directory; rename ``out`` in it to ``path`` at the end."""
-    work = begin_output(path)
+    """Yield the path of a file or directory to make; name it ``path`` at the end."""
+    target = str(path.absolute())
+    _require_free(target)
+    parent, name = os.path.split(target)
+    # In the same parent directory: a rename is atomic only within a file system.
+    work = Path(parent, f".{name}.tmp-{secrets.token_hex(8)}")
+    out = work / "out"
     try:
-        yield work / OUT
-        finish_output(work, path)
+        try:
+            make_parents(parent)
+            work.mkdir()
+        except OSError as error:
+            raise CheckpointError(
+                f"The directory {work} cannot be made ({error.strerror}: "
+                f"{error.filename}); a checkpoint is written there first. Save where "
+                "this process may write."
+            ) from error
+        yield out
+        for each in (*out.rglob("*"), out):
+            sync(each)
+        _require_free(target)
+        os.rename(out, target)
+        sync(parent)
     except OSError as error:
         raise unwritable(path, error) from error
     finally:
+        # After an error, neither ``path`` nor this directory exists.
         shutil.rmtree(work, ignore_errors=True)
 
 
-OUT = "out"
-"""The name of the new file or directory in the working directory."""
-
-
-def begin_output(path: Path) -> Path:
-    """Make the working directory for a checkpoint at ``path``."""
-    target = str(path.absolute())
-    require_free(target)
-    return Path(make_temporary(target))
-
-
-def finish_output(work: Path, path: Path) -> None:
-    """Sync the output in ``work``, then rename it to ``path``; the name is on disk."""
-    out, target = work / OUT, path.absolute()
-    for each in (*out.rglob("*"), out):
-        sync(each)
-    require_free(str(target))
-    os.rename(out, target)
-    sync(target.parent)
+def _require_free(path: str) -> None:
+    """Raise CheckpointError if ``path`` exists, also as a broken link."""
+    if os.path.lexists(path):
+        raise CheckpointError(
+            f"{path} exists already, and nothing is overwritten. Choose another name, "
+            "or remove it first."
+        )
 
 
 def unwritable(path: Path, error: Exception) -> CheckpointError:
