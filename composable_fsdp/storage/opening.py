@@ -16,10 +16,10 @@ from composable_fsdp.storage.blocks import ReadRequest
 from composable_fsdp.storage.commit import (
     Folder,
     folders_in,
+    is_part,
     newest_in,
     number_of,
-    remove_folders,
-    stale_folders,
+    remove,
 )
 from composable_fsdp.storage.directory import (
     MANIFEST,
@@ -201,10 +201,16 @@ def remove_stale(
     Returns: paths or URLs, sorted.
     """
     place = whole_path(directory)
-    folders = stale_folders(place)
+    folders = [
+        each
+        for each in folders_in(place)
+        if not each.is_committed and any(map(is_part, each.files))
+    ]
     outputs = [] if is_url(place) else stale_outputs(place)
     if not dry_run:
-        remove_folders(folders)
+        for folder in folders:
+            if problems := remove(folder):
+                raise OSError(f"{problems[0]} could not be removed.")
         for each in outputs:
             shutil.rmtree(each)
     return sorted([*(each.path for each in folders), *outputs])
