@@ -1,10 +1,8 @@
 """Lists the tensors of a module by the plain model's names: regions, and other tensors.
 
-Saving and loading both start here. A name is the path of the module plus the attribute
-that holds the tensor. So the names are the names of the plain model's state dict,
-whether the module is wrapped or not, and whether a unit shows sharded or full
-parameters. Wrappers leave no trace in the names: ours, DistributedDataParallel, and the
-module that torch.compile returns.
+A name is the path of the module plus the attribute that holds the tensor, whatever
+form a unit shows. Wrappers leave no trace in the names: ours, DistributedDataParallel,
+and the module that torch.compile returns.
 """
 
 from __future__ import annotations
@@ -42,8 +40,8 @@ from composable_fsdp.storage.mesh_copies import (
 from composable_fsdp.storage.source import OWN_STATE
 from composable_fsdp.storage.wrappers import (
     HeldWrapper,
-    Wrappers,
     kind_of,
+    opened,
     require_readable,
 )
 from composable_fsdp.tree.state import _FSDPState
@@ -135,13 +133,13 @@ def _held_param(names: list[str], ref: ParamRef) -> HeldParam:
 def _held_tensor(
     names: list[str],
     tensor: Tensor,
-    dtype: torch.dtype,
-    wrapper: Tensor | None,
+    original: dict[str, torch.dtype],
+    shown: Tensor,
     what: str,
 ) -> Held:
-    """Return the box of a tensor in no unit; ``wrapper`` is the one around it."""
+    """Return the box of a tensor in no unit; ``shown`` is it, or the one around it."""
     # Detached: autograd refuses an in-place write to a leaf that requires a gradient.
-    local, shown = local_of(tensor).detach(), tensor if wrapper is None else wrapper
+    local, dtype = local_of(tensor).detach(), original.get(names[0], tensor.dtype)
     place = loose_rectangle(tensor, names[0], what)
     facts = dtype, tuple(tensor.shape), local, local, (0, local.numel()), place
     return Held(tuple(names), tensor, shown, *facts)
@@ -195,7 +193,9 @@ def contents_of(module: nn.Module, what: str, *, inner: bool = False) -> Content
     in_units: dict[int, dict[int, list[str]]] = {id(s): {} for s in states.values()}
     # id(tensor) -> the tensor and its names.
     others: dict[int, tuple[Tensor, list[str]]] = {}
-    wrappers = Wrappers(what, allowed=inner)
+    wrappers: list[HeldWrapper] = []
+    # id(inner tensor) -> the tensor that the module holds.
+    around: dict[int, Tensor] = {}
     given = _names_given(module)
     for path, each in places(module):
         _refuse_foreign(path, each, what)
@@ -209,8 +209,10 @@ def contents_of(module: nn.Module, what: str, *, inner: bool = False) -> Content
             if find_param(tensor) is not None:
                 raise _partly(module, name, what)
             # By identity: a tied tensor is saved once, with all names.
-            for told, part in wrappers.opened(tensor, name):
+            parts = opened(tensor, name, what, wrappers) if inner else [(name, tensor)]
+            for told, part in parts:
                 require_readable(part, told, what)
+                around[id(part)] = tensor
                 others.setdefault(id(part), (part, []))[1].append(told)
     regions = tuple(
         _region(module, list(refs), in_units[id(state)], what)
@@ -218,19 +220,18 @@ def contents_of(module: nn.Module, what: str, *, inner: bool = False) -> Content
         for _, refs in groupby(param_refs(state.handle), lambda ref: id(ref.region))
     )
     original = _original_dtypes(module, states)
-    # A buffer that mixed precision has cast is saved in its original dtype, so the
-    # checkpoint does not depend on the precision policy.
     tensors = tuple(
-        _held_tensor(
-            names,
-            tensor,
-            original.get(names[0], tensor.dtype),
-            wrappers.around.get(id(tensor)),
-            what,
-        )
+        _held_tensor(names, tensor, original, around.get(id(tensor), tensor), what)
         for tensor, names in others.values()
     )
-    _require_values(regions, tensors, what)
+    meta = [p.names[0] for r in regions if r.ref.region.shard.is_meta for p in r.params]
+    meta += [held.names[0] for held in tensors if held.tensor.is_meta]
+    if meta:
+        raise CheckpointError(
+            f"{what} expects values, and {listed(map(quoted, meta))} are on meta. Call "
+            "model.to_empty(device=...) first, and set the buffers that are not "
+            "persistent; load fills the rest."
+        )
     own_states = {
         join_name(path, OWN_STATE): each
         for path, each in places(module)
@@ -239,9 +240,8 @@ def contents_of(module: nn.Module, what: str, *, inner: bool = False) -> Content
         if type(each).get_extra_state is not nn.Module.get_extra_state
     }
     units = tuple(states.values())
-    groups = mesh_groups_in(module, units)
-    held = tuple(wrappers.found)
-    return Contents(units, regions, tensors, own_states, tuple(groups), held)
+    groups = tuple(mesh_groups_in(module, units))
+    return Contents(units, regions, tensors, own_states, groups, tuple(wrappers))
 
 
 def _refuse_foreign(path: str, module: nn.Module, what: str) -> None:
@@ -298,14 +298,12 @@ def units_in(module: nn.Module) -> list[_FSDPState]:
 
 def _states(module: nn.Module) -> dict[str, _FSDPState]:
     """Return every unit in ``module`` by path, each unit once, at the first path."""
-    found: dict[str, _FSDPState] = {}
-    seen: set[int] = set()
+    found: dict[int, tuple[str, _FSDPState]] = {}
     for path, each in places(module):
         state = _get_unit_state(each)
-        if state is not None and id(state) not in seen:
-            seen.add(id(state))
-            found[path] = state
-    return found
+        if state is not None:
+            found.setdefault(id(state), (path, state))
+    return dict(found.values())
 
 
 def _settled_states(module: nn.Module, what: str) -> dict[str, _FSDPState]:
@@ -314,12 +312,11 @@ def _settled_states(module: nn.Module, what: str) -> dict[str, _FSDPState]:
     trees: dict[int, _FSDPState] = {}
     for state in found.values():
         require_between_steps(state, what)
-        # Units of a root share the context, and ``require_idle`` acts on the whole
-        # tree.
+        # Units of a root share the context.
         if state.context is not None:
             trees.setdefault(id(state.context), state)
-    # Reshard units that were kept unsharded on purpose: their shards are read or
-    # overwritten now.
+    # Acts on the whole tree. Units that were kept unsharded on purpose are resharded:
+    # their shards are read or overwritten now.
     for state in trees.values():
         require_idle(state, what)
     return found
@@ -361,6 +358,7 @@ def _original_dtypes(
     module: nn.Module, states: dict[str, _FSDPState]
 ) -> dict[str, torch.dtype]:
     """Return the original dtypes of buffers that mixed precision has cast, by name."""
+    # A checkpoint does not depend on the precision policy.
     found: dict[str, torch.dtype] = {}
     for path, state in states.items():
         if state.precision is None or not state.precision.buffer_dtypes:
@@ -373,20 +371,6 @@ def _original_dtypes(
             if start is not None:
                 found[join_name(start, name)] = dtype
     return found
-
-
-def _require_values(
-    regions: tuple[HeldRegion, ...], tensors: tuple[Held, ...], what: str
-) -> None:
-    """Raise CheckpointError if a tensor is on the meta device."""
-    meta = [p.names[0] for r in regions if r.ref.region.shard.is_meta for p in r.params]
-    meta += [held.names[0] for held in tensors if held.tensor.is_meta]
-    if meta:
-        raise CheckpointError(
-            f"{what} expects values, and {listed(map(quoted, meta))} are on "
-            "meta. Call model.to_empty(device=...) first, and set the "
-            "buffers that are not persistent; load fills the rest."
-        )
 
 
 def not_in_module(parameter: Tensor, g: int, i: int, what: str) -> CheckpointError:
