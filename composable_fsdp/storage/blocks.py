@@ -1,10 +1,5 @@
 """Reads byte intervals of a checkpoint's files, and verifies each block once.
 
-::
-
-    check   read the blocks that a slice touches | compare crc32 | fill, if new
-    fill    read the other slices once more, straight into their destination
-
 A file is read through the page cache, where ``fill`` finds what ``check`` has read. An
 object takes a request per interval.
 """
@@ -92,38 +87,32 @@ class BlockFile:
         if not wants:
             return
         self.open()
-        blocks = self._blocks(wants)
-        numbers = [number for number, _ in blocks if number not in self._good]
+        touching: dict[int, list[ReadRequest]] = {}
+        for want in wants:
+            if want.begin < want.end:
+                last = -(-want.end // self.block)
+                for number in range(want.begin // self.block, last):
+                    touching.setdefault(number, []).append(want)
+        numbers = sorted(touching)
+        new = [number for number in numbers if number not in self._good]
         # Small blocks are verified alone, and read together: a call per block would
         # cost more than the bytes.
-        runs = list(_runs(numbers, max(1, _AHEAD_BYTES // self.block)))
+        runs = list(_runs(new, max(1, _AHEAD_BYTES // self.block)))
         with _ahead(runs, self._read_run, self._readers(len(runs))) as read:
             held: dict[int, _Block] = {}
-            for number, touching in blocks:
+            for number in numbers:
                 if number not in self._good:
                     if number not in held:
                         # Blocks come in file order, so those before are done.
                         self._spare += [part.obj for part, _ in held.values()][:1]
                         held = next(read)
-                    self._verify(number, held[number], touching[0])
-                loaded = held.get(number)
-                for want in touching:
+                    self._verify(number, held[number], touching[number][0])
+                for want in touching[number]:
                     if want.into is not None:
-                        self._copy(want, number, None if loaded is None else loaded[0])
+                        self._copy(want, number, held.get(number))
         self._spare.clear()
 
-    def _blocks(
-        self, wants: Sequence[ReadRequest]
-    ) -> list[tuple[int, list[ReadRequest]]]:
-        """Return the numbers of the blocks, each with the requests that touch it."""
-        found: dict[int, list[ReadRequest]] = {}
-        for want in wants:
-            for number in range(want.begin // self.block, -(-want.end // self.block)):
-                if want.begin < want.end:
-                    found.setdefault(number, []).append(want)
-        return sorted(found.items(), key=lambda pair: pair[0])
-
-    def _copy(self, want: ReadRequest, number: int, loaded: memoryview | None) -> None:
+    def _copy(self, want: ReadRequest, number: int, loaded: _Block | None) -> None:
         """Copy the part of a request that lies in a block."""
         start = number * self.block
         low, high = max(want.begin, start), min(want.end, start + self.block)
@@ -131,7 +120,7 @@ class BlockFile:
         if loaded is None:
             self._read(part, low)
         else:
-            part[:] = loaded[low - start : high - start]
+            part[:] = loaded[0][low - start : high - start]
 
     def _read_run(self, run: tuple[int, int]) -> dict[int, _Block]:
         """Return the blocks ``[first, last]``, with sums; called in a thread."""
@@ -213,7 +202,13 @@ class BlockFile:
         """Compare the sum of a block with the checksum of the manifest."""
         start, (data, crc32) = block * self.block, loaded
         if crc32 != self.file.blocks[block]:
-            raise self._damaged(start, start + len(data), self.told(want.what))
+            end, wanted = start + len(data), self.told(want.what)
+            asked = f" It was read for {wanted}." if wanted else ""
+            raise CheckpointError(
+                f"{self.path}: bytes {start} to {end} of the payload have another "
+                f"checksum than the manifest says; they hold {self.blame(start, end)}."
+                f"{asked} Use another checkpoint."
+            )
         self._good.add(block)
 
     def _read(self, data: memoryview, begin: int) -> None:
@@ -242,7 +237,8 @@ class BlockFile:
         """Open the file and verify size and header, if not open yet."""
         if self._bytes is not None:
             return
-        opened = open_bytes(self.path, self._sizes)
+        path = self.path
+        opened = RemoteBytes(path, self._sizes) if is_url(path) else LocalBytes(path)
         try:
             with named_errors(self.path):
                 self._check_header(opened)
@@ -254,11 +250,8 @@ class BlockFile:
 
     def _check_header(self, opened: LocalBytes | RemoteBytes) -> None:
         """Raise CheckpointError if size or header differ from the manifest."""
-        file = self.file
-        size, expected = (
-            opened.nbytes,
-            file.header_nbytes + file.payload_nbytes,
-        )
+        file, size = self.file, opened.nbytes
+        expected = file.header_nbytes + file.payload_nbytes
         if size != expected:
             raise CheckpointError(
                 f"{self.path} has {size} bytes, and the manifest says {expected}; "
@@ -276,27 +269,15 @@ class BlockFile:
                 "Use another checkpoint."
             )
 
-    def _damaged(self, begin: int, end: int, wanted: str) -> CheckpointError:
-        """Return the error for a block with another checksum."""
-        asked = f" It was read for {wanted}." if wanted else ""
-        return CheckpointError(
-            f"{self.path}: bytes {begin} to {end} of the payload have another checksum "
-            f"than the manifest says; they hold {self.blame(begin, end)}.{asked} "
-            "Use another checkpoint."
-        )
-
 
 def _runs(numbers: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
     """Yield the first and last of numbers that follow one another, ``most`` a time."""
-    first = last = -1
-    for number in numbers:
-        if last < 0 or number != last + 1 or number - first >= most:
-            if last >= 0:
-                yield first, last
-            first = number
-        last = number
-    if last >= 0:
-        yield first, last
+    begin = 0
+    for i, number in enumerate(numbers, 1):
+        is_last = i == len(numbers) or numbers[i] != number + 1
+        if is_last or i - begin == most:
+            yield numbers[begin], number
+            begin = i
 
 
 @contextmanager
@@ -396,8 +377,3 @@ class RemoteBytes:
 
     def close(self) -> None:
         """Do nothing: a storage has no open files."""
-
-
-def open_bytes(path: str, sizes: Mapping[str, int]) -> LocalBytes | RemoteBytes:
-    """Open a file of a checkpoint, at a path or URL; ``sizes`` are those at the URL."""
-    return RemoteBytes(path, sizes) if is_url(path) else LocalBytes(path)

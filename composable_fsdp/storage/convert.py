@@ -25,7 +25,7 @@ from composable_fsdp.storage.opening import (
     TORCH,
     open_source,
 )
-from composable_fsdp.storage.source import Read, Source, TensorInfo
+from composable_fsdp.storage.source import Source, TensorInfo
 from composable_fsdp.storage.storages import require_local
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -159,26 +159,21 @@ def open_whole(path: str | PathLike[str]) -> Source:
     return source
 
 
-def _beside_weights(source: Source) -> list[str]:
-    """Return words for the parts of the source that are not weights."""
-    return [
-        words
-        for words, part in (
-            ("optimizer state", lambda: source.param_groups),
-            ("extra state", lambda: source.extra),
-            ("modules' own states", lambda: source.own_states or None),
-        )
-        if _is_there(part)
-    ]
-
-
-def _is_there(part: Callable[[], object]) -> bool:
-    """Return whether the part exists."""
-    try:
-        return part() is not None
-    # A part that cannot be read exists, too.
-    except CheckpointError:
-        return True
+def _beside_weights(source: Source) -> Iterator[str]:
+    """Yield words for the parts of the source that are not weights."""
+    parts: dict[str, Callable[[], object]] = {
+        "optimizer state": lambda: source.param_groups,
+        "extra state": lambda: source.extra,
+        "modules' own states": lambda: source.own_states or None,
+    }
+    for words, part in parts.items():
+        try:
+            is_there = part() is not None
+        # A part that cannot be read exists, too.
+        except CheckpointError:
+            is_there = True
+        if is_there:
+            yield words
 
 
 def check_readable(
@@ -187,7 +182,16 @@ def check_readable(
     """Read every element of model, optimizer and extra state; return the bytes read."""
     total = 0
     watched = Watched(source, progress, weights_only=weights_only)
-    for name, info, read in _tensors_of(watched):
+    tensors = [
+        (name, info, partial(watched.read_model, name))
+        for name, info in watched.model.items()
+    ]
+    tensors += [
+        (f"{name}, {key}", info, partial(watched.read_optim, name, key))
+        for name, states in watched.optim.items()
+        for key, info in states.items()
+    ]
+    for name, info, read in tensors:
         for start, stop in info.slices():
             got = read(start, stop)
             # A reader must not return fewer elements for a short file.
@@ -197,25 +201,10 @@ def check_readable(
                     f"{stop - start} of {info.dtype}."
                 )
             # A reader may only map the file, so a disk error shows when bytes are read.
-            _touch(got)
+            if got.numel():
+                got.view(torch.uint8).max()
         total += info.nbytes
     return total
-
-
-def _tensors_of(source: Source) -> Iterator[tuple[str, TensorInfo, Read]]:
-    """Yield the name, the info and the reader of all tensors of model and optimizer."""
-    for name, info in source.model.items():
-        yield name, info, partial(source.read_model, name)
-    for name, states in source.optim.items():
-        for key, info in states.items():
-            yield f"{name}, {key}", info, partial(source.read_optim, name, key)
-
-
-def _touch(values: Tensor) -> None:
-    """Read every byte of ``values``."""
-    if values.numel():
-        # For a mapped file, the disk is read only when the memory is read.
-        values.view(torch.uint8).max()
 
 
 class Watched(Source):

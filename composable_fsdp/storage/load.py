@@ -367,21 +367,18 @@ def _failure_of(*steps: Callable[[], None]) -> Exception | None:
 
 def _tell_unfilled(module: nn.Module) -> None:
     """Warn about non-persistent buffers that have memory but no values."""
-    names = unfilled_buffers(module)
-    if names:
+    if names := listed(map(quoted, unfilled_buffers(module))):
         warnings.warn(
-            f"load filled what the checkpoint has; buffers "
-            f"{listed(map(quoted, names))} are not "
-            "persistent, were on meta and have memory without values (to_empty). Set "
-            "them before the first forward, which raises otherwise.",
+            f"load filled what the checkpoint has; buffers {names} are not persistent, "
+            "were on meta and have memory without values (to_empty). Set them before "
+            "the first forward, which raises otherwise.",
             stacklevel=3,
         )
 
 
 def _require_same(ranks: Sequence[int], opened: list[Any]) -> None:
     """Raise CheckpointError if the ranks have opened different checkpoints."""
-    # The ranks open different checkpoints if each rank looks up the path for itself, or
-    # if another save replaces ``latest`` between two ranks' reads.
+    # Each rank may have looked up the path for itself.
     (first, path), *_ = opened
     for rank, (fingerprint, other) in zip(ranks, opened, strict=True):
         if fingerprint != first:

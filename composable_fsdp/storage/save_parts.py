@@ -1,11 +1,7 @@
 """Which replica writes which bytes of a save, where replicas hold equal shards.
 
-::
-
-    large shard    cut into a part per replica      replica 0 |  1  |  2  |  3  |
-    small shard    written whole by a replica       replica 2 |whole|
-
-All ranks compute the same answer from layouts and numbers of ranks, without exchange.
+A large shard is cut into a part per replica, a small one is written by one of them. All
+ranks compute the same answer from layouts and numbers of ranks, without exchange.
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
 """Chooses a part of a model by names, for a save or a load of that part.
 
 A pattern is a name with the wildcards of ``fnmatch``. A pattern that matches a module's
-name stands for all that the module holds::
-
-    "*lora*"            every name with lora in it
-    "blocks.*.attn"     the attention of every block: blocks.0.attn.weight, ..
-    "head"              head.weight, head.bias; not header.weight
-
-A load can also show a checkpoint under the names of another model (``rename``).
+name stands for all that the module holds. A load can also show a checkpoint under the
+names of another model (``rename``).
 """
 
 from __future__ import annotations
@@ -16,9 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import join_name, listed, quoted
@@ -32,12 +28,6 @@ Rename = Mapping[str, str] | Callable[[str], str | None]
 
 def renaming(rename: Rename, names: Sequence[str]) -> Callable[[str], str | None]:
     """Return the new name of each name of a checkpoint, as a function.
-
-    A prefix stands for a module or a tensor: ``model`` and ``model.`` rename
-    ``model.weight``, and not ``models.weight``. The longest prefix counts; the prefix
-    ``""`` stands before every name.
-
-    Raises: TypeError, for another type; CheckpointError, for a prefix that no name has.
 
     >>> new = renaming({"model.": "", "head": "lm_head"}, ["model.a", "head.weight"])
     >>> new("model.a"), new("head.weight"), new("scale")
@@ -209,8 +199,6 @@ def options_of(given: object, kind: type[Options], what: str) -> Options:
 def matcher(patterns: Patterns, what: str) -> Callable[[str], bool]:
     """Return a function that tells whether a name matches any of ``patterns``.
 
-    None matches no name. Raises: TypeError, naming ``what``.
-
     >>> is_head = matcher(["head", "*.bias"], "include")
     >>> is_head("head.weight"), is_head("header.weight"), is_head("body.bias")
     (True, False, True)
@@ -219,27 +207,18 @@ def matcher(patterns: Patterns, what: str) -> Callable[[str], bool]:
         return patterns
     # A text is a sequence, too: of its characters.
     texts = [patterns] if isinstance(patterns, str) else list(patterns or ())
-    if not all(isinstance(text, str) for text in texts):
-        wrong = next(text for text in texts if not isinstance(text, str))
+    if wrong := [text for text in texts if not isinstance(text, str)]:
         raise TypeError(
             f"{what} expects patterns of names, such as '*lora*', or a function of a "
-            f"name, got a {type(wrong).__name__} among them."
+            f"name, got a {type(wrong[0]).__name__} among them."
         )
 
     def matches(name: str) -> bool:
-        return any(_matches(name, text) for text in texts)
+        # Modules around it, too: users name them, and a checkpoint holds tensors.
+        around = accumulate(name.split("."), "{}.{}".format)
+        return any(fnmatchcase(each, text) for each in around for text in texts)
 
     return matches
-
-
-def _matches(name: str, pattern: str) -> bool:
-    """Return whether the name, or the name of a module around it, matches."""
-    # The module itself, too: users name modules, and a checkpoint holds tensors.
-    parts = name.split(".")
-    return any(
-        fnmatchcase(".".join(parts[:count]), pattern)
-        for count in range(len(parts), 0, -1)
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,18 +261,13 @@ class Selection:
     def takes(self, held: Held) -> bool:
         """Return whether the tensor of a model is chosen."""
         # A buffer requires no gradient, and a frozen parameter is the base's.
-        if self.trainable_only:
-            is_parameter = isinstance(held.shown, nn.Parameter)
-            if not is_parameter or not held.shown.requires_grad:
-                return False
-        return self.takes_names(held.names)
+        is_trained = held.is_parameter and held.shown.requires_grad
+        return (is_trained or not self.trainable_only) and self.takes_names(held.names)
 
     def _takes_wrapper(self, wrapper: HeldWrapper) -> bool:
         """Return whether a tensor that wraps others is chosen."""
-        is_frozen = not wrapper.tensor.requires_grad
-        return self.takes_names([wrapper.name]) and not (
-            self.trainable_only and is_frozen
-        )
+        is_trained = wrapper.tensor.requires_grad or not self.trainable_only
+        return is_trained and self.takes_names([wrapper.name])
 
     def of_contents(self, contents: Contents) -> Contents:
         """Return the chosen part of ``contents``; a region may lack parameters."""

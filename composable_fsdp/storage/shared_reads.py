@@ -50,7 +50,8 @@ class SharedReads:
             mine = self._by_ranks.setdefault(ranks, []) if ranks else self._alone
             mine.append(copy)
         self.told: Told = {r: _digest(each) for r, each in self._by_ranks.items()}
-        self._parts: list[tuple[dist.ProcessGroup, list[list[Copy]]]] = []
+        self._messages: list[tuple[dist.ProcessGroup, int, list[Copy]]] = []
+        """In order, each with the group and the rank there that sends it."""
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def divide(self, everyone: Sequence[Told]) -> list[Copy]:
@@ -71,14 +72,10 @@ class SharedReads:
             group = self._group_of(ranks)
             parts = _divided(copies, len(ranks))
             reads += parts[group.rank()]
-            self._parts.append((group, parts))
+            for reader, part in enumerate(parts):
+                self._messages += [(group, reader, each) for each in _messages(part)]
         # Here, where a failure still reaches the other ranks.
-        sizes = [
-            sum(aligned(each.into.nbytes) for each in message)
-            for _, parts in self._parts
-            for part in parts
-            for message in _messages(part)
-        ]
+        sizes = [sum(aligned(e.into.nbytes) for e in m) for _, _, m in self._messages]
         size = max(sizes, default=0)
         self._buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
         return reads
@@ -90,26 +87,18 @@ class SharedReads:
         Collective: broadcasts over the groups of ranks that share reads, on the CPU;
         all ranks of the team must call, after each has filled its own elements.
         """
-        for group, parts in self._parts:
-            for reader, part in enumerate(parts):
-                for message in _messages(part):
-                    self._broadcast(message, group, reader)
-
-    def _broadcast(
-        self, message: Sequence[Copy], group: dist.ProcessGroup, reader: int
-    ) -> None:
-        """Send the elements of ``message`` from rank ``reader`` of the group."""
-        places, end = [], 0
-        for each in message:
-            part = self._buffer[end : end + each.into.nbytes].view(each.into.dtype)
-            places.append((part.view(each.into.shape), each.into))
-            end += aligned(each.into.nbytes)
-        mine = group.rank() == reader
-        for part, into in places if mine else ():
-            part.copy_(into)
-        collectives.broadcast(self._buffer[:end], group, rank=reader)
-        for part, into in () if mine else places:
-            into.copy_(part)
+        for group, reader, message in self._messages:
+            places, end = [], 0
+            for each in message:
+                part = self._buffer[end : end + each.into.nbytes].view(each.into.dtype)
+                places.append((part.view(each.into.shape), each.into))
+                end += aligned(each.into.nbytes)
+            mine = group.rank() == reader
+            for part, into in places if mine else ():
+                part.copy_(into)
+            collectives.broadcast(self._buffer[:end], group, rank=reader)
+            for part, into in () if mine else places:
+                into.copy_(part)
 
     def _group_of(self, ranks: Ranks) -> dist.ProcessGroup:
         """Return a gloo group of ``ranks`` for objects and values of checkpoints."""

@@ -1,15 +1,7 @@
-"""Finds the storage of a URL by its scheme, and writes objects to the storage.
+"""Finds the storage of a URL by its scheme: fsspec's, or one of the user.
 
-Stores checkpoints through fsspec: memory, S3, Google Cloud Storage, HDFS and others.
-
-fsspec finds the package of a scheme (``s3fs`` for ``s3``) and reads credentials and
-endpoints from the environment, or from fsspec's own configuration files.
-
-::
-
-    /runs/step-1, file:///runs/step-1      local files: rename, O_DIRECT
-    s3://bucket/runs/step-1, memory://..   a Storage: a manifest is written last
-    mine://..                              a Storage of the user: register_storage
+fsspec finds the package of a scheme (``s3fs`` for ``s3``), and reads credentials and
+endpoints from the environment or its own configuration.
 """
 
 from __future__ import annotations
@@ -22,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
@@ -359,8 +352,5 @@ def storage_of(url: str) -> tuple[Storage, str]:
     scheme, _, name = url.partition("://")
     # Connections and credentials are set up once per process and scheme.
     if scheme not in _open:
-        if scheme in _made:
-            _open[scheme] = _made[scheme]()
-        else:
-            _open[scheme] = FsspecStorage(scheme)
+        _open[scheme] = _made.get(scheme, partial(FsspecStorage, scheme))()
     return _open[scheme], name

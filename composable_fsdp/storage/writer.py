@@ -1,11 +1,7 @@
 """Writes a safetensors file as a stream, with a checksum per block of payload.
 
-::
-
-    8 bytes: header length | header: JSON, padded with spaces | payload, end to end
-
 A file is written through the page cache, 4 MiB to the disk at a time, so a load right
-after the save, after a spike of the loss or for an evaluation, finds it in memory.
+after the save finds it in memory.
 """
 
 from __future__ import annotations
@@ -78,7 +74,11 @@ def write_file(path: str, pieces: Sequence[Piece], block: int = BLOCK) -> File:
         out.write(memoryview(header))
         payload = _Payload(out, block)
         for piece in pieces:
-            _write_piece(payload, piece)
+            end = payload.done + piece.nbytes
+            for part in piece.pieces():
+                host = in_host_memory(part)
+                payload.write(bytes_of(host))
+            assert payload.done == end, f"{piece.key} has another size than its shape"
         out.finish()
     return File(
         name=split(path)[1],
@@ -157,15 +157,6 @@ class _Payload:
         """Return the checksums of all blocks, the last incomplete block included."""
         rest = [self.crc] if self.done % self.block else []
         return (*self.blocks, *rest)
-
-
-def _write_piece(payload: _Payload, piece: Piece) -> None:
-    """Write the elements of a piece."""
-    end = payload.done + piece.nbytes
-    for part in piece.pieces():
-        host = in_host_memory(part)
-        payload.write(bytes_of(host))
-    assert payload.done == end, f"{piece.key} has another size than its shape says"
 
 
 def in_host_memory(tensor: Tensor) -> Tensor:

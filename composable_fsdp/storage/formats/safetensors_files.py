@@ -1,12 +1,8 @@
-"""Reads weights from safetensors: a file, or a directory in Hugging Face's layout.
+"""Reads and writes safetensors: a file, or a directory in Hugging Face's layout.
 
-Such a directory holds ``model.safetensors``, or several files and an index that maps
-tensors to files. Ties are in a file's metadata as ``{other name: kept name}``, where
-``safetensors.torch.save_model`` puts them.
-
-When files are written, tensors arrive in any order and in pieces. Names, shapes and
-dtypes are known at the start, so the place of every tensor in every file is known, too:
-the headers are written first, and elements to their places as they arrive.
+Such a directory holds ``model.safetensors``, or several files and an index. Ties are in
+a file's metadata as ``{other name: kept name}``, as ``safetensors.torch.save_model``
+writes them. Elements are written to their places, in any order.
 """
 
 from __future__ import annotations
@@ -137,12 +133,8 @@ def _files(path: Path) -> dict[Path, set[str] | None]:
         pairs = list(weights.items())
     # Deeply nested JSON exhausts the stack.
     except (
-        AttributeError,
-        KeyError,
-        OSError,
-        RecursionError,
-        TypeError,
-        ValueError,
+        *(AttributeError, KeyError, OSError),
+        *(RecursionError, TypeError, ValueError),
     ) as error:
         raise CheckpointError(
             f"{index} expected JSON with a 'weight_map' from names to files; it is "
@@ -189,15 +181,28 @@ class SafetensorsWriter:
         # Elements that have not been written yet, by name.
         self._left = {name: info.numel for name, info in tensors.items()}
         shards = [list(tensors)] if single else _shards(tensors, max_shard_bytes)
-        if single:
-            paths = [out]
-        else:
+        paths = [out]
+        if not single:
             out.mkdir()
-            paths = [out / file for file in _file_names(len(shards))]
+            count = len(shards)
+            names = [
+                f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)
+            ]
+            paths = [out / each for each in (names if count > 1 else [SINGLE])]
         for path, names in zip(paths, shards, strict=True):
             self._begin(path, names, aliases)
         if len(paths) > 1:
-            _write_index(out, paths, shards, tensors)
+            index = {
+                "metadata": {
+                    "total_size": sum(info.nbytes for info in tensors.values())
+                },
+                "weight_map": {
+                    name: path.name
+                    for path, names in zip(paths, shards, strict=True)
+                    for name in names
+                },
+            }
+            (out / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
     def _begin(self, path: Path, names: list[str], aliases: Mapping[str, str]) -> None:
         """Write the header of a file, and compute the places of the tensors."""
@@ -233,7 +238,8 @@ class SafetensorsWriter:
         """Write ``values`` of any shape at element ``start`` of tensor ``name``."""
         file, begin = self._at[name]
         file.seek(begin + start * values.dtype.itemsize)
-        write_elements(file, values)
+        host = in_host_memory(values)
+        file.write(bytes_of(host))
         # Counted, so ``finish`` can tell a tensor that is incomplete.
         self._left[name] -= values.numel()
 
@@ -248,12 +254,6 @@ class SafetensorsWriter:
         """Close the files, complete or not."""
         for file in self._files:
             file.close()
-
-
-def write_elements(file: BinaryIO, values: Tensor) -> None:
-    """Write the elements of ``values`` in row-major order."""
-    host = in_host_memory(values)
-    file.write(bytes_of(host))
 
 
 def _shards(tensors: Mapping[str, TensorInfo], limit: int) -> list[list[str]]:
@@ -275,28 +275,3 @@ def _shards(tensors: Mapping[str, TensorInfo], limit: int) -> list[list[str]]:
         used += info.nbytes
     # A model without tensors still has a file.
     return [*shards, current] if current or not shards else shards
-
-
-def _file_names(count: int) -> list[str]:
-    """Return the file names that Hugging Face uses for ``count`` files."""
-    if count == 1:
-        return [SINGLE]
-    return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-
-
-def _write_index(
-    out: Path,
-    paths: list[Path],
-    shards: list[list[str]],
-    tensors: Mapping[str, TensorInfo],
-) -> None:
-    """Write the index that maps names to files."""
-    index = {
-        "metadata": {"total_size": sum(info.nbytes for info in tensors.values())},
-        "weight_map": {
-            name: path.name
-            for path, names in zip(paths, shards, strict=True)
-            for name in names
-        },
-    }
-    (out / INDEX).write_text(json.dumps(index, indent=2) + "\n")

@@ -1,14 +1,7 @@
-"""Writes a native checkpoint directory of a single file, from any source.
+"""Writes checkpoints of other formats, and native ones, from any source.
 
-Every tensor is stored whole, as ``save`` stores tensors in no unit. A rank that loads
-the checkpoint reads only the slices of this rank.
-
-Writes a ``torch.save`` file, of a dictionary with all tensors in memory.
-
-Writes a directory for torch.distributed.checkpoint (DCP), tensor by tensor.
-
-The keys and paths are those that DCP's planner makes of ``{"model": ..., "optim": ...,
-"extra": ...}``, so a user's ``dcp.load`` finds them.
+A native directory has a single file with every tensor whole. Those of
+torch.distributed.checkpoint (DCP) have the keys and paths that DCP's planner makes.
 """
 
 from __future__ import annotations
