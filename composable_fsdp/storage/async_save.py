@@ -165,21 +165,17 @@ def async_save(
     try:
         job.pieces = snapshot(memory, job.pieces)
     except Exception as raised:
-        # Do not raise here, where only this rank would stop. The background thread
-        # tells the error to all ranks, and all futures end with the same error.
+        # Not raised here, where only this rank would stop: the thread tells all ranks.
         error = raised
     except BaseException as raised:
-        # Ctrl-C: the other ranks have begun, and would wait for this rank in their
-        # threads, and so in the next save.
+        # Ctrl-C: the other ranks have begun, and their next save would wait.
         interrupt = raised
         error = CheckpointError(f"async_save was interrupted ({raised!r}).")
     future = SaveFuture(job.path)
-    # Mark the future as running, so that no caller can cancel the save: the other ranks
-    # wait for this rank.
+    # As running, so that no caller can cancel it: the other ranks wait for this rank.
     future.set_running_or_notify_cancel()
     pending[team.ranks] = future
-    # Not a daemon thread: the interpreter waits at exit until the checkpoint is
-    # written.
+    # Not a daemon thread: the interpreter waits at exit until all is written.
     thread = threading.Thread(
         target=_run,
         args=(behind, job, error, future, memory),
@@ -207,8 +203,7 @@ def _run(
         write(team, job, error)
     except BaseException as raised:
         failure = raised
-    # Before the future ends: the next save, which waits for the future, reuses the
-    # memory. Also after an error, when no thread reads the memory any more.
+    # Before the future ends, for which the next save waits, which reuses the memory.
     memory.is_used = False
     if failure is not None:
         future.set_exception(failure)

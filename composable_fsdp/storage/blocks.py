@@ -52,8 +52,7 @@ class ReadRequest(NamedTuple):
 
     def data(self) -> memoryview:
         """Return the memory of the destination."""
-        # Made on use and not stored: a view consists of several Python objects per
-        # request.
+        # Not stored: a view consists of several Python objects per request.
         assert self.into is not None
         return bytes_of(self.into)[self.at : self.at + self.end - self.begin]
 
@@ -95,8 +94,7 @@ class BlockFile:
                     touching.setdefault(number, []).append(want)
         numbers = sorted(touching)
         new = [number for number in numbers if number not in self._good]
-        # Small blocks are verified alone, and read together: a call per block would
-        # cost more than the bytes.
+        # Small blocks are read together: a call per block would cost more.
         runs = list(_runs(new, max(1, _AHEAD_BYTES // self.block)))
         with _ahead(runs, self._read_run, self._readers(len(runs))) as read:
             held: dict[int, _Block] = {}
@@ -128,8 +126,7 @@ class BlockFile:
         # The last block of a file may be shorter.
         begin = first * self.block
         end = min((last + 1) * self.block, self.file.payload_nbytes)
-        # Memory that the kernel has not zeroed before costs more than the read. ``pop``
-        # is atomic: several threads read.
+        # Memory that the kernel must zero costs more than the read. ``pop`` is atomic.
         found: Any = b""
         with suppress(IndexError):
             found = self._spare.pop()
@@ -141,8 +138,7 @@ class BlockFile:
             n: data[(n - first) * size : (n - first + 1) * size]
             for n in range(first, last + 1)
         }
-        # ``crc32`` gives the interpreter to other threads, so the blocks that are in
-        # flight are summed at the same time.
+        # ``crc32`` lets other threads run: blocks in flight are summed together.
         return {n: (part, zlib.crc32(part)) for n, part in parts.items()}
 
     def fill(self, wants: Sequence[ReadRequest]) -> None:
@@ -162,12 +158,10 @@ class BlockFile:
 
     def _readers(self, count: int) -> int:
         """Return how many of ``count`` reads to have in flight."""
-        # A thread costs more than a single read, and two reads in a row keep the disk
-        # as busy as threads would.
+        # A thread costs more than a single read; two in a row keep the disk as busy.
         if count < 3:
             return 1
-        # What is in memory is copied and summed by processors alone: more threads than
-        # processors took a quarter more time.
+        # Processors alone copy from memory; more threads took a quarter more time.
         return _READERS if is_url(self.path) else min(_READERS, cpus_per_rank())
 
     def _fill_list(self, listed: list[ReadRequest]) -> None:
@@ -179,16 +173,14 @@ class BlockFile:
                 parts.append(memoryview(bytearray(want.begin - at)))
             parts.append(want.data())
             at = want.end
-        # A single system call fills many destinations: a call per small parameter
-        # would cost more than reading the bytes.
+        # A call per small parameter would cost more than reading the bytes.
         assert self._bytes is not None
         try:
             count = self._bytes.read(parts, self.file.header_nbytes + begin)
         except OSError:
             count = -1
         if count < size:
-            # After a short read or an error, read each request by itself: the
-            # single reads succeed, or raise an error that names the lost slice.
+            # Each by itself: that succeeds, or names the lost slice.
             for want in listed:
                 self._read(want.data(), want.begin)
 

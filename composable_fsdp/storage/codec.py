@@ -208,8 +208,7 @@ def _object(kind: Any) -> Parser:
     parsers = {name: parser_of(hint) for name, hint in _hints(kind).items()}
 
     def parse_fields_of(value: Json) -> Any:
-        # Unknown fields are refused, too: a reader that ignored a field could
-        # misunderstand the other fields.
+        # A reader that ignored a field could misunderstand the others.
         if not isinstance(value, dict) or value.keys() != parsers.keys():
             got = sorted(value) if isinstance(value, dict) else value
             raise UnexpectedError("", f"an object of {', '.join(parsers)}", got)

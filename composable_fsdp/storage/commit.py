@@ -211,8 +211,7 @@ def _exists(path: str) -> CheckpointError:
 
 def commit(path: str, marker: bytes, overwrite: bool, files: Mapping[str, int]) -> None:
     """Write the manifest ``marker``, which names ``files`` (with sizes in bytes)."""
-    # Another save to the same place that has committed meanwhile removed all files that
-    # its own manifest does not name.
+    # Another save that has committed here meanwhile has removed the files of this one.
     there = Folder(path).sizes
     for name, nbytes in sorted(files.items()):
         if there.get(name) != nbytes:
@@ -224,8 +223,7 @@ def commit(path: str, marker: bytes, overwrite: bool, files: Mapping[str, int]) 
             )
     file = join(path, MANIFEST)
     try:
-        # Replaced at once, so that readers see the old checkpoint or the new one, whose
-        # files lie beside each other until then.
+        # Replaced at once: readers see the old checkpoint or the new one.
         if is_url(path):
             storage, name = storage_of(file)
             storage.put(name, marker, absent=not overwrite)
@@ -247,8 +245,7 @@ def discard(path: str, ending: str) -> None:
     with suppress(OSError, CheckpointError):
         files = Folder(path).files
         mine = [each for each in files if name.match(each)]
-        # The answer to the manifest may have been lost, or Ctrl-C have come after it:
-        # the files are then those of a checkpoint.
+        # The answer may have been lost, or Ctrl-C have come after it: all is committed.
         if MANIFEST in files:
             marker = read_marker(path)
             if any(f'"{each}"'.encode() in marker for each in mine):
@@ -316,8 +313,7 @@ def remove_older(path: str, keep: int | None, files: set[str]) -> list[str]:
     if keep is None or mine is None:
         return problems
     try:
-        # Never one with a larger number: the run may have gone back to an older
-        # checkpoint.
+        # Never one with a larger number: the run may have gone back to an older one.
         older = [
             (number, each)
             for each in folders_in(parent)

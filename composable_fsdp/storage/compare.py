@@ -134,8 +134,7 @@ class ComparedModel:
         """Raise CheckpointError for a tensor whose elements share memory."""
         for each in self.copies:
             into = each.into
-            # A stride of 0 over several elements: an expanded tensor. A copy into the
-            # tensor would write all of these elements to the same address.
+            # Stride 0: a copy would write several elements to the same address.
             if any(
                 s == 0 and n > 1 for s, n in zip(into.stride(), into.shape, strict=True)
             ):
@@ -218,8 +217,7 @@ def compare_model(
 
 def _untied(source: Source, names: tuple[str, ...], target: Copy) -> list[str]:
     """Return the other names of a tied tensor with other values in the checkpoint."""
-    # The checkpoint may hold several values for a tensor that the model has only once.
-    # Loading any of them would silently drop the others.
+    # To load any of the checkpoint's several values would silently drop the others.
     others = [name for name in names if name in source.model and name != target.name]
     if not others:
         return []

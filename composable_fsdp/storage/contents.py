@@ -182,8 +182,7 @@ class Contents:
 def contents_of(module: nn.Module, what: str, *, inner: bool = False) -> Contents:
     """Return the tensors that ``module`` holds."""
     states = _settled_states(module, what)
-    # (module that holds the parameter, attribute name) -> (unit, slot). The attribute
-    # identifies the parameter in every form: sharded, unsharded, or flat.
+    # (module, attribute) -> (unit, slot), whatever form the unit shows.
     slot_of = {
         (id(info.module), info.name): (state, info.slot_index)
         for state in states.values()
@@ -235,8 +234,7 @@ def contents_of(module: nn.Module, what: str, *, inner: bool = False) -> Content
     own_states = {
         join_name(path, OWN_STATE): each
         for path, each in places(module)
-        # Only modules that override the method have an extra state; the base class
-        # raises.
+        # The base class raises: modules that override it have an extra state.
         if type(each).get_extra_state is not nn.Module.get_extra_state
     }
     units = tuple(states.values())
@@ -269,8 +267,7 @@ def _names_given(module: nn.Module) -> dict[int, str]:
         for key, parameter in each._parameters.items()
     }
     names = names_of(module)
-    # ``contents_of`` joins a module's path and the attribute to a name. Keep only names
-    # that differ from every such name of the parameter: the class has chosen them.
+    # Names that differ from every place of the parameter: the class has chosen them.
     return {key: name for key, name in names.items() if (key, name) not in here}
 
 

@@ -82,8 +82,7 @@ def convert(
         left_out = [] if found.rng(0, 1) is None else ["random states"]
         left_out += ["scalars of other ranks (local)"] if found.local_states else []
         left_out += ["values of single ranks (per_rank)"] if found.saved_ranks else []
-        # safetensors holds weights only, so the other parts are hidden and never read.
-        # A file with unreadable optimizer state can still be converted.
+        # safetensors holds weights only, and other parts may be unreadable.
         given = Watched(found, progress, weights_only=weights_only or to == SAFETENSORS)
         where = Path(destination)
         if to == SAFETENSORS:
@@ -222,8 +221,7 @@ class Watched(Source):
         self.optim: Mapping[str, Mapping[str, TensorInfo]] = {}
         self.param_groups: Sequence[Mapping[str, Any]] | None = None
         self.extra = None
-        # Do not touch attributes that are not wanted: a source may compute them on
-        # access, and raise for optimizer state that cannot be read.
+        # Untouched if not wanted: a source may compute them, and raise.
         if not weights_only:
             self.optim = source.optim
             self.optim_values = source.optim_values

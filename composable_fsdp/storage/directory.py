@@ -63,8 +63,7 @@ def read_document(path: str) -> bytes:
 @contextmanager
 def within_limits(path: object) -> Iterator[None]:
     """Turn RecursionError and MemoryError of the block into CheckpointError."""
-    # Both are subclasses of RuntimeError and Exception, and neither names a file. The
-    # stack is unwound here, so building the message has room again.
+    # Neither names a file. The stack is unwound here, so there is room for a message.
     try:
         yield
     except (RecursionError, MemoryError) as error:
@@ -103,8 +102,7 @@ def make_parents(path: str) -> None:
 
 def make_seen(path: str) -> None:
     """Make the directory that rank 0 has made, if this rank does not see it yet."""
-    # Network file systems remember for seconds that a name was not there; to make the
-    # directory again asks the server.
+    # Network file systems remember for seconds that a name was not there.
     try:
         os.mkdir(path)
     except FileExistsError:
@@ -176,8 +174,7 @@ def stale_outputs(directory: str) -> list[str]:
 def open_plain(path: str) -> int:
     """Open a regular file for reading, and return the file descriptor."""
     try:
-        # Follow no link, and do not wait for a writer if ``path`` is a pipe: a
-        # checkpoint from elsewhere may contain either.
+        # A checkpoint from elsewhere: follow no link, and wait for no pipe.
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         raise CheckpointError(
@@ -195,8 +192,7 @@ def open_plain(path: str) -> int:
 
 def inner_file(directory: Path, name: object) -> Path:
     """Return the path of the regular file ``name`` in ``directory`` itself."""
-    # A file name in a checkpoint is data of an unknown author, and must not open a file
-    # outside of the directory.
+    # A name of an unknown author must not open a file outside of the directory.
     plain = isinstance(name, str) and name not in ("", "..") and "\0" not in name
     if not isinstance(name, str) or not plain or PurePosixPath(name).name != name:
         raise CheckpointError(

@@ -146,8 +146,7 @@ def export_module(
     # Ranks of tensor parallelism gather as well, and a single rank of all writes.
     groups = mesh_groups_in(module, states)
     wanted = _is_first(states[0], groups) if states else team.rank == 0
-    # The full parameters of a unit reach the first rank of that unit. A single writer
-    # needs the same first rank for all units.
+    # A single writer needs the same first rank for all units.
     alike = all(_is_first(state, groups) == wanted for state in states)
     writing = _Writing(wanted=wanted, dtype=dtype, rewrite=rewrite)
     # After an error on any rank, nothing stays behind.
@@ -244,8 +243,7 @@ class _Writing:
         }
         aliases = {n: each.names[0] for each in contents.each() for n in each.names[1:]}
         if self._rewrite is not None:
-            # Without memory: the whole model may not fit. Names of other tensors would
-            # not fit the tensors that are written.
+            # Without memory: the whole model may not fit.
             metas = {
                 name: torch.empty(info.shape, dtype=info.dtype, device="meta")
                 for name, info in tensors.items()

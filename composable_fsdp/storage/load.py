@@ -148,8 +148,7 @@ def load(
     """
     meet_team(module, "load")
     team = team_of(module)
-    # An asynchronous save of the same ranks may still be writing the checkpoint at
-    # ``path``.
+    # An asynchronous save of the same ranks may still be writing the checkpoint.
     before = wait_for_pending(team)
     others = other_experts(team, module)
     given, error = LoadOptions(), None
@@ -257,8 +256,7 @@ class _Load:
             self._model.require_writable()
             reads = [each.plan() for each in self._optims]
         self._copies = [*self._model.copies, *chain.from_iterable(reads)]
-        # Formats with a checksum per file: a read by each rank would cost more, and the
-        # error of rank 0 reaches the other ranks in the next exchange.
+        # A checksum per file: a read by each rank would cost more.
         if team.rank == 0:
             source.require_checksums()
         if share:
@@ -317,8 +315,7 @@ class _Load:
         def read() -> None:
             self._source.finish(self._copies)
 
-        # Few things can still fail: reading the disk, a module's ``set_extra_state``,
-        # or an object's ``load_state_dict``.
+        # Few things can still fail: the disk, or an object's own method.
         if self.shared is None:
             self.team.agree(_failure_of(read, self._give))
         else:

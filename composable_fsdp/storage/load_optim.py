@@ -74,8 +74,7 @@ def optimizer_loads(
     # By id: a parameter that is left alone is still one of the model.
     chosen = set(named(selection.of_contents(contents)))
     loads = [OptimizerLoad(source, contents, chosen, o, report) for o in optims]
-    # A saved parameter may be in any of the optimizers, so the names that are left over
-    # are known only after all optimizers have been compared.
+    # A saved parameter may be in any of the optimizers, so all are compared first.
     taken = {member.name for each in loads for member in each.members()}
     left = {name for each in loads for name in each.home} - taken
     # A whole checkpoint may be loaded in part, by an optimizer of that part.
@@ -194,8 +193,7 @@ class OptimizerLoad:
         kind = type(view.optim if isinstance(view, OverOriginals) else view)
         for g, members in enumerate(self._groups):
             chosen, own = self._options(g), view.param_groups[g]
-            # Options that this version of torch does not know are kept, and no code
-            # reads them; ``initial_lr`` of a scheduler is one.
+            # What this version of torch does not know is kept, as ``initial_lr``.
             for name in own.keys() - {"params", "param_names"}:
                 if not _is_alike(own[name], chosen[name]):
                     raise _refused(
@@ -260,8 +258,7 @@ class OptimizerLoad:
     def _new_state(self, leaf: Any, name: str, dtype: torch.dtype) -> Any:
         """Return memory for a state tensor in the shape of ``leaf``."""
         if isinstance(self._optim, OverOriginals):
-            # A part of the flat parameter's state tensor, which ``load_state_dict``
-            # then takes over without a copy.
+            # A part of the flat state, which is taken over without a copy.
             return self._optim.new_state(leaf, name, dtype)
         if is_dtensor(leaf):
             # Placed as the parameter: an optimizer steps on both together.
@@ -280,8 +277,7 @@ class OptimizerLoad:
             chosen.pop("param_names", None)
             if "param_names" in own:
                 chosen["param_names"] = own["param_names"]
-            # A range and not a list: torch looks up the position of every state's id in
-            # ``params``, and a range answers in constant time.
+            # A range: torch looks up the position of every state's id in ``params``.
             ids = range(index, index + len(members))
             options.append({**chosen, "params": ids})
             index += len(members)
@@ -328,8 +324,7 @@ def _is_alike(own: Any, saved: Any) -> bool:
         return isinstance(own, bool) and isinstance(saved, bool)
     if _is_number(own):
         return _is_number(saved)
-    # JSON and torch.save may exchange lists and tuples; the length is part of the
-    # meaning (``betas``).
+    # JSON and torch.save may exchange lists and tuples; the length has a meaning.
     if isinstance(own, (list, tuple)):
         is_list = isinstance(saved, (list, tuple)) and len(own) == len(saved)
         return is_list and all(map(_is_alike, own, saved))

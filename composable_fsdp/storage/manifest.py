@@ -85,8 +85,7 @@ class Rectangle:
 def rectangle_of(place: Whole, shape: Sequence[int]) -> Rectangle:
     """Return the rectangle of a DTensor's part on this rank."""
     cut = sorted({dim for _, size, dim in place.axes if dim is not None and size > 1})
-    # Of the placement and not of this rank's part: ranks must store a parameter alike,
-    # and the part of a rank may be a single row.
+    # Of the placement and not of this rank's part, which may be a single row.
     adjacent = not cut or (len(cut) == 1 and prod(place.shape[: cut[0]]) == 1)
     return Rectangle(place.shape, place.offset, tuple(shape), adjacent)
 
@@ -94,8 +93,7 @@ def rectangle_of(place: Whole, shape: Sequence[int]) -> Rectangle:
 FORMAT = "composable_fsdp.checkpoint"
 # A reader refuses another version, because fields may have another meaning there.
 VERSION = 1
-# To verify a slice, a reader reads whole blocks: larger blocks cost more for small
-# slices, and smaller blocks make a larger manifest.
+# A slice is verified by whole blocks; smaller blocks make a larger manifest.
 BLOCK = 4 * 1024 * 1024
 """The largest number of bytes of payload that a single checksum covers."""
 SMALLEST_BLOCK = 1 << 14
@@ -137,8 +135,7 @@ def _fits_into_a_file(shape: tuple[int, ...]) -> bool:
     numel = 1
     for size in shape:
         numel *= size
-        # Stop at the limit: the product of many large sizes takes very long to
-        # compute.
+        # At the limit: the product of many large sizes takes very long to compute.
         if numel > LARGEST:
             return False
     return len(shape) <= _MAX_DIMS
@@ -252,8 +249,7 @@ class File:
     name: str
     header_nbytes: HeaderSize
     """The byte at which the payload begins: 8 bytes of header length and the header."""
-    # The header repeats facts of the manifest for other readers of safetensors; the
-    # checksum shows that both describe the same file.
+    # The header repeats facts of the manifest; the checksum shows that they agree.
     header_crc32: Crc
     payload_nbytes: Size
     blocks: tuple[Crc, ...]

@@ -163,8 +163,7 @@ class _Merger:
 
     def __init__(self, told: Sequence[RankPart]) -> None:
         self._told = told
-        # Each rank numbers its loose tensors from 0, while the manifest has a single
-        # list of all ranks' loose tensors.
+        # Each rank numbers its loose tensors from 0, and the manifest has one list.
         counts = [len(part.loose) for part, _, _ in told]
         self._shifts = [0, *accumulate(counts[:-1])]
 

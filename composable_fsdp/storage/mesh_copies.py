@@ -51,8 +51,7 @@ def mesh_groups_in(module: nn.Module, units: Iterable[Any]) -> list[dist.Process
         found += filter(None, [unit.handle.groups.experts])
     for each in walk.modules(module):
         for tensor in (*each._parameters.values(), *each._buffers.values()):
-            # Of every rank alike: all ranks have called parallelize_module. A rank
-            # outside of the mesh has no group there.
+            # Alike on all ranks. Outside of the mesh there is no group.
             if is_dtensor(tensor):
                 given: Any = tensor
                 mesh = given.device_mesh
@@ -98,8 +97,7 @@ def loose_rectangle(tensor: Tensor, name: str, what: str) -> Rectangle | None:
     if not is_dtensor(tensor):
         return None
     given: Any = tensor
-    # The rule of ``fully_shard``, with the error of checkpoints: all ranks raise alike,
-    # because all see the same placements.
+    # The rule of ``fully_shard``: all ranks see the same placements, and raise alike.
     try:
         refuse_cuts(tensor, name, f"pass a module without the tensor to {what}")
     except PlanError as error:

@@ -46,9 +46,7 @@ from composable_fsdp.storage.storages import is_url, join, whole_path
 from composable_fsdp.storage.validate import parse
 from composable_fsdp.storage.values import decode
 
-# The file is a JSON object of the manifest's crc32 and the manifest. The frame has
-# fixed bytes around the manifest, so the checksum can be verified on the raw bytes
-# before any JSON is parsed.
+# Fixed bytes around the manifest, whose crc32 is verified before JSON is parsed.
 _HEAD = b'{"crc32": "%08x", "time": "%019d", "manifest":\n'
 _TAIL = b"\n}\n"
 _TIME = _HEAD.index(b"%019d") + 4
@@ -72,8 +70,7 @@ def read_manifest(path: str, folder: Folder | None = None) -> tuple[Manifest, st
     data = read_marker(path, folder)
     size = len(_HEAD % (0, 0))
     body = data[size : len(data) - len(_TAIL)]
-    # Compare all bytes of the file: a change outside of the manifest counts as damage,
-    # too.
+    # All bytes of the file: a change outside of the manifest counts as damage, too.
     at = data[_TIME : _TIME + 19]
     if not at.isdigit() or data != _framed(body, int(at)):
         raise CheckpointError(
@@ -146,8 +143,7 @@ class NativeSource(Source):
 
     def _index(self, own: Local) -> None:
         """Build ``model``, ``aliases`` and ``optim``."""
-        # Many parameters have equal dtype and shape; sharing the objects leaves fewer
-        # objects for the garbage collector to track.
+        # Shared objects: fewer for the garbage collector to track.
         info_of = cache(TensorInfo)
         model: dict[str, TensorInfo] = {}
         aliases: dict[str, str] = {}
@@ -228,8 +224,7 @@ class NativeSource(Source):
         self._staged = self._stage(used)
         nowhere: list[Tensor | None] = [None] * len(used)
         waiting = iter(self._staged or nowhere)
-        # What no code uses yet is filled now, unless it is on another device or of
-        # another dtype: then it is read into host memory and converted.
+        # New memory is filled now, if the file's bytes can be read straight into it.
         filled = [copy.into if self._is_direct(copy) else None for copy in copies]
         targets = [
             into if copy.is_new else next(waiting)
@@ -281,8 +276,7 @@ class NativeSource(Source):
 
     def _stage(self, copies: Sequence[Copy]) -> list[Tensor] | None:
         """Return memory in which verified bytes wait until all ranks agree, or None."""
-        # A second read from the page cache costs less than a copy in memory that is
-        # used for the first time, and takes no more; a second request costs more.
+        # From the page cache, a second read costs less than a copy in new memory.
         if not is_url(self.path):
             return None
         sizes = [
@@ -303,8 +297,7 @@ class NativeSource(Source):
                 found[run.file].append(ReadRequest(run.begin, run.end, into, at, copy))
                 at += run.end - run.begin
         for wants in found:
-            # ``BlockFile`` keeps a single block in memory, so requests in file order
-            # verify and read each block once.
+            # In file order, each block is verified and read once.
             wants.sort(key=lambda want: want.begin)
         return found
 
@@ -312,8 +305,7 @@ class NativeSource(Source):
         self, runs: list[Run], dtype: torch.dtype, what: tuple[Any, ...]
     ) -> Tensor:
         """Verify and read ``runs`` into a new CPU tensor."""
-        # Opened before allocating: a damaged manifest may claim any size, and the real
-        # size is compared.
+        # Before allocating: a damaged manifest may claim any size.
         for run in runs:
             self.files[run.file].open()
         count = sum(run.stop - run.start for run in runs)
@@ -374,8 +366,7 @@ def _local_of(ranks: Sequence[Local], rank: int | None) -> Local:
             values.setdefault(name, found)
     if own is not None:
         return Local(own.tensors, own.own_states, values, own.param_groups)
-    # Without a rank, an optimizer of sharded parameters must still have options: those
-    # of the first rank.
+    # Without a rank, an optimizer of sharded parameters has the first one's options.
     _, states = _local_names(ranks)
     groups = (ranks[0].param_groups or ()) if ranks else ()
     kept = [

@@ -180,8 +180,7 @@ def look_up(
                 f"{each[2]} on rank {rank}; expected the same on every rank. Nothing "
                 "was loaded."
             )
-    # A request to a store costs more than a message between ranks; a local file does
-    # not, because all ranks of a machine find it in the page cache.
+    # A request to a store costs more than a message; all ranks share a page cache.
     shares = all(each[3] for each in answers) if share is None else share
     _, name, *_ = answers[0]
     what = path if isinstance(path, Source) else join(own, name) if name else own
@@ -267,8 +266,7 @@ def _info(folder: Folder) -> CheckpointInfo:
 
 def _is_whole(folder: Folder) -> bool:
     """Return whether the manifest is sound, and the files have the sizes in it."""
-    # The manifest has a checksum of its own; the payload is compared by size, because
-    # to read each byte of a series of checkpoints takes minutes.
+    # By size: to read each byte of a series of checkpoints takes minutes.
     try:
         manifest, _ = read_manifest(folder.path, folder)
     except CheckpointError:
@@ -333,8 +331,7 @@ def verify(
     files, done = 0, 0
     try:
         path, kind = find_checkpoint(path)
-        # Without the loose tensors: reading them would raise at the first damaged
-        # block, before the other blocks are verified.
+        # Loose tensors would raise at the first damaged block, and hide the others.
         if kind != NATIVE:
             raise CheckpointError(
                 f"{path} is of the format {kind}; verify expects a checkpoint that "
@@ -354,8 +351,7 @@ def verify(
                         reader.check([ReadRequest(begin, end, None, 0, ())])
                     except CheckpointError as error:
                         problems.append(_text(error))
-                        # The file itself is missing, short, or has a damaged header, so
-                        # each further block would report the same problem.
+                        # Missing or short: each block would say the same.
                         if not reader.is_open:
                             break
                     done += end - begin

@@ -82,8 +82,7 @@ class PartMaker:
     ) -> None:
         self._contents, self._rank, self._ranks = contents, rank, ranks
         self._is_local_name = matcher(local, "local")
-        # Names and ids of all are still needed: the optimizer may hold parameters that
-        # are left out of the checkpoint.
+        # Names and ids of all: the optimizer may hold parameters that are left out.
         self._chosen = selection.of_contents(contents)
         for each in optims:
             # State that was loaded before the optimizer's first step is taken up.
@@ -99,8 +98,7 @@ class PartMaker:
     def make(self, extra: Any, per_rank: dict[str, Any] | None = None) -> None:
         """Collect all: scalars are read now, elements when the file is written."""
         part = self.part
-        # Every rank encodes ``extra``, although only rank 0's is saved: a value that
-        # cannot be stored raises, whichever rank passes the value.
+        # On every rank: a value that cannot be stored raises, whoever passes it.
         encoded = encode(states_of(extra, "extra"), "extra", self._put)
         if per_rank is not None:
             own = states_of(per_rank, "per_rank")
@@ -219,8 +217,7 @@ class PartMaker:
             # Most are whole, and need no view.
             if given.numel() != numel:
                 given = given.reshape(-1)[low : low + numel]
-            # Read when the file is written, and cast as late: mixed precision may hold
-            # a tensor in another dtype than the checkpoint.
+            # Cast as late as this: mixed precision may hold it in another dtype.
             return [given.to(dtype)]
 
         self.pieces.append(Piece(part.key(state), dtype, shape, elements))
@@ -366,8 +363,7 @@ class PartMaker:
 
 def shares_of(regions: Sequence[HeldRegion]) -> Iterator[tuple[HeldRegion, int, int]]:
     """Yield the elements ``[start, stop)`` of shards that this replica writes."""
-    # Of all regions at once: the turns of small regions balance over the model, and
-    # each replica finds the same turns.
+    # Of all regions at once: the turns of small ones balance over the model.
     refs = [held.ref for held in regions]
     layouts = [(ref.region.layout, ref.handle.groups.replicas) for ref in refs]
     for held, writer in zip(regions, writers_of(layouts), strict=True):
@@ -382,8 +378,7 @@ def shares_of(regions: Sequence[HeldRegion]) -> Iterator[tuple[HeldRegion, int, 
 
 def tensors_of(tensors: Sequence[Held], rank: int, ranks: int) -> list[Held]:
     """Return the tensors in no unit that ``rank`` of a save writes."""
-    # All ranks have compared their names and shapes, and take the same turns. Buffers
-    # may differ, and then rank 0's are told to be saved.
+    # All ranks take the same turns. Buffers may differ: rank 0's are saved.
     sizes = [
         held.tensor.numel() * held.dtype.itemsize
         if isinstance(held.tensor, nn.Parameter)

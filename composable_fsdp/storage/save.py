@@ -252,8 +252,7 @@ def write(team: Team, job: Job, error: Exception | None = None) -> None:
             told = job.part, file, places_of(job.pieces)
         except Exception as raised:
             error = raised
-        # Release the pieces before the exchange: in an asynchronous save they hold the
-        # copies of this rank's values in host memory.
+        # In an asynchronous save they hold the copies in host memory.
         job.pieces.clear()
         answers = team.to_first(error, told)
         failures = [each.failure for each in answers]
@@ -282,8 +281,7 @@ def _finish(job: Job, told: list[RankPart]) -> tuple[bool, Exception | None]:
             manifest = merge(told, job.block)
             # Raises if no load takes it.
             parse(to_json(manifest), join(job.path, MANIFEST))
-            # Clocks differ: a job that has moved to another machine writes the newest,
-            # too.
+            # Clocks differ, and a job may have moved to another machine.
             newest = None
             with suppress(OSError):
                 newest = None if is_url(job.path) else newest_in(split(job.path)[0])

@@ -61,8 +61,7 @@ class SharedReads:
         """
         by_rank = dict(zip(self._team.ranks, everyone, strict=True))
         reads = list(self._alone)
-        # Small sets first, the same order on all ranks of overlapping sets: two ranks
-        # never wait for each other in different groups.
+        # Small sets first, on all ranks: two never wait for each other in other groups.
         for ranks in sorted(self._by_ranks, key=lambda each: (len(each), each)):
             copies, mine = self._by_ranks[ranks], self.told[ranks]
             # A rank that has failed tells nothing, and then nobody waits for it.
@@ -132,8 +131,7 @@ def _divided(copies: Sequence[Copy], parts: int) -> list[list[Copy]]:
         while done < numel:
             reader = at * parts // total
             count = numel - done
-            # Neighbours in the file stay with a reader, so that few blocks of the file
-            # are read twice.
+            # Neighbours stay with a reader: few blocks are read twice.
             if copy.into.nbytes >= _SMALL and copy.into.is_contiguous():
                 end = -(-(reader + 1) * total // parts)
                 count = min(count, -(-(end - at) // size))

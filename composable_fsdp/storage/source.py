@@ -112,8 +112,7 @@ class Source(ABC):
     """Options of the optimizer's groups; ``params`` lists names. None: no optimizer."""
     extra: Any
     """The user's additional values: nested dicts and lists of scalars and tensors."""
-    # Defaults for formats without such values. They are immutable, because all
-    # instances share them.
+    # Defaults for formats without such values; all instances share them.
     optim_values: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
     """Optimizer state that is not a tensor, or is a scalar in a tensor, as saved.
 
@@ -190,8 +189,7 @@ class Source(ABC):
         Raises: CheckpointError, as ``read_model``.
         """
         for copy in copies:
-            # This default verifies by reading; a format with checksums per block can do
-            # less.
+            # Verified by reading; a format with checksums per block can do less.
             value = self.read(copy)
             if copy.is_new:
                 copy.into.copy_(value.view(copy.into.shape))
@@ -199,8 +197,7 @@ class Source(ABC):
     def finish(self, copies: Sequence[Copy]) -> None:
         """Fill destinations that are not new; ``prepare`` has verified the bytes."""
         for copy in copies:
-            # Read again: values kept from ``prepare`` would need memory for a second
-            # copy of this rank's shards.
+            # Read again: kept values would need memory for a second copy of the shards.
             if not copy.is_new:
                 copy.into.copy_(self.read(copy).view(copy.into.shape))
 

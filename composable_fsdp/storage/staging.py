@@ -54,8 +54,7 @@ def host_buffer(nbytes: int, *, pinned: bool = False) -> Tensor:
     # three times as long as the first load itself.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     buffer = _PinnedMap(-1, max(nbytes, 1), flags=flags)
-    # torch's own pinned memory is rounded up to a power of two: up to two copies of the
-    # values in place of one.
+    # torch's own pinned memory is rounded up to a power of two.
     if pinned:
         _pin(buffer)
     return torch.frombuffer(buffer, dtype=torch.uint8)[:nbytes]

@@ -120,8 +120,7 @@ class Filling:
         Collective: those of the objects' ``load_state_dict``.
         """
         for each, state in self.states:
-            # Schedulers keep the lists and dicts of the state, which an open source
-            # may give out again.
+            # Schedulers keep the lists of the state, which a source may give out again.
             given = _as_given(copy.deepcopy(state), each.state_dict())
             each.load_state_dict(given)
 
@@ -213,16 +212,14 @@ def rng_state() -> dict[str, Any]:
         # The default kind of numpy's global generator; other kinds have other states.
         if kind == "MT19937":
             others["numpy"] = [kind, keys.tolist(), *rest]
-    # Saving must not initialize CUDA: an unused CUDA context takes time and device
-    # memory.
+    # Saving must not initialize CUDA: a context takes time and device memory.
     cuda: list[Tensor] = []
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no type
         cuda = torch.cuda.get_rng_state_all()
     return {
         "torch": torch.get_rng_state(),
         "cuda": cuda,
-        # As bytes in a tensor: Python's generator alone has 625 numbers per rank, which
-        # would make the manifest large.
+        # As bytes: Python's generator alone has 625 numbers per rank.
         "others": torch.tensor(
             list(json.dumps(others).encode()), dtype=torch.uint8, device="cpu"
         ),

@@ -172,8 +172,7 @@ class FsspecStorage(Storage):
             # Other ranks and jobs write, too: a list that was kept would be old.
             options = {"use_listings_cache": False}
             self._files: Any = fsspec.filesystem(scheme, **options)
-            # fsspec has no flag for it: clients of object stores are asynchronous,
-            # those of file systems (local, HDFS, SFTP) are not.
+            # fsspec has no flag for it: clients of object stores are asynchronous.
             self._is_object_store = bool(getattr(self._files, "async_impl", False))
         except (ImportError, ValueError) as error:
             raise CheckpointError(
@@ -185,8 +184,7 @@ class FsspecStorage(Storage):
     def create(self, name: str) -> Upload:
         """Begin a new object; see ``Storage``."""
         with _as_os_error(name):
-            # Names of files are new in each attempt, so that no other writer can come
-            # between the question and the upload; the marker is written by ``put``.
+            # Names are new in each attempt: no other writer comes in between.
             if self._files.exists(name):
                 raise FileExistsError(errno.EEXIST, "File exists", name)
             self._make_folder(name)
@@ -196,16 +194,14 @@ class FsspecStorage(Storage):
         """Write a small object at once; see ``Storage``."""
         with _as_os_error(name):
             self._make_folder(name)
-            # Object stores compare in the same request, which no other writer can
-            # come between, and show an object only when it is complete.
+            # Object stores compare in the same request, and show only what is complete.
             mode = "create" if absent else "overwrite"
             if self._is_object_store:
                 self._files.pipe_file(name, data, mode=mode)
                 return
             if absent and self._files.exists(name):
                 raise FileExistsError(errno.EEXIST, "File exists", name)
-            # A process may die while it writes a file, and half a marker under its own
-            # name would be taken for a checkpoint.
+            # Half a marker under its own name would be taken for a checkpoint.
             part = f"{name}.{secrets.token_hex(8)}.part"
             self._files.pipe_file(part, data)
             self._files.mv(part, name)
@@ -253,8 +249,7 @@ class _FsspecUpload(Upload):
 
     def expect(self, nbytes: int) -> None:
         """Choose the size of a part; see ``Upload``."""
-        # A part waits in memory, so it is no larger than needed. In whole MiB, as some
-        # stores ask for multiples.
+        # A part waits in memory. In whole MiB, as some stores ask for multiples.
         needed = -(-nbytes // _MOST_PARTS)
         self._part = max(_PART, -(-needed >> 20) << 20)
 
@@ -273,8 +268,7 @@ class _FsspecUpload(Upload):
     def finish(self) -> None:
         """Close the file, at which an object store shows the object."""
         with _as_os_error(self._name):
-            # The last part is sent here, so an error of the last part is raised here,
-            # before the marker is written.
+            # The last part is sent here: its error comes before the marker.
             self._open().close()
 
     def discard(self) -> None:

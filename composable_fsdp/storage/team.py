@@ -65,8 +65,7 @@ class PendingOutcome(NamedTuple):
 
 def wait_for_pending(team: Team) -> PendingOutcome:
     """Wait until no asynchronous save of these ranks is running; return the outcome."""
-    # ``get`` and not ``pop``: the call may raise another error before ``raise_unseen``,
-    # and then a later call must still raise this failure.
+    # Not ``pop``: the call may raise another error first, and a later one this failure.
     future = pending.get(team.ranks)
     seen = future is not None and future.is_seen
     # Waits; ``is_seen`` does not change.
@@ -173,8 +172,7 @@ class Team:
         """Raise the first failure, if any; on its rank, ``own`` becomes the cause."""
         failure = first_failure(failures)
         if failure is not None:
-            # Unlike elsewhere, the failing rank raises the rebuilt error, too: the
-            # error of a save or load has the same text on all ranks.
+            # On the failing rank, too: the error has the same text on all ranks.
             is_own = failure.rank == self.ranks[self.rank]
             named = self.world_size > 1
             raise failure.rebuilt(named=named) from (own if is_own else None)
@@ -236,8 +234,7 @@ def meet_team(module: object, what: str) -> None:
     way_out = f"Call {what} on every rank, outside of any 'if rank == 0'."
     if not is_module:
         way_out = f"This call will raise in any case: {wrong}"
-    # Names of groups in the store, not the team's own group: a rank that is alone would
-    # wait in the creation of that group.
+    # Groups in the store: a rank that is alone would wait to create the team's own.
     layouts, others = _meshes(module)
     pairs = chain.from_iterable((each.shard, each.replicate) for each in layouts)
     groups: list[dist.ProcessGroup | None] = [*pairs, *others]
@@ -266,8 +263,7 @@ def _meshes(module: object) -> tuple[list[Any], list[dist.ProcessGroup]]:
 
 def _is_world(layout: Any, others: Sequence[dist.ProcessGroup]) -> bool:
     """Return whether the mesh holds all ranks, with the dims of DTensors beside."""
-    # Computed without an exchange: usually a mesh of data and tensor parallelism holds
-    # all ranks.
+    # Without an exchange: usually data and tensor parallelism take all ranks.
     count, found = layout.world_size, set(ranks_of(layout.shard))
     if layout.replicate is not None:
         found.update(ranks_of(layout.replicate))
@@ -301,12 +297,10 @@ def team_of(module: object, purpose: str = "checkpoint") -> Team:
         if replicate is None:
             ranks |= set(ranks_of(shard))
             continue
-        # A rank knows only the members of this rank's shard and replicate group. The
-        # replicate groups of all ranks in the shard group together are the mesh.
+        # Together, the replicate groups of all ranks in the shard group are the mesh.
         for found in collectives.all_gather_object(ranks_of(replicate), shard):
             ranks |= set(found)
-    # The ranks of tensor parallelism hold other elements; each dim widens the mesh. The
-    # number of ranks is equal on all ranks here, because meshes are rectangles.
+    # Each dim of a DTensor's mesh widens it; meshes are rectangles, alike on all ranks.
     if len(ranks) < dist.get_world_size():
         for group in others:
             for found in collectives.all_gather_object(sorted(ranks), group):

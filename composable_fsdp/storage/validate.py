@@ -99,8 +99,7 @@ def _refuse(file: str, problem: str) -> NoReturn:
 
 def _require_version(document: Json, file: str) -> None:
     """Check format and version of the document."""
-    # Before all other fields, because another version may have other fields. Any JSON
-    # file can lie at this path, for example an index of another program.
+    # First, because another version, or another program, may have other fields.
     found = document.get("format") if isinstance(document, dict) else document
     if found != FORMAT:
         raise UnexpectedError("format", repr(FORMAT), found)
@@ -242,8 +241,7 @@ def _check_values(manifest: Manifest, file: str) -> None:
     used: Counter[int] = Counter()
 
     def note(index: int) -> Stored:
-        # Stands in for the reader of loose tensors; bytes and arrays are checked by
-        # the dtype and the shape.
+        # Stands in for the reader; bytes and arrays are checked by dtype and shape.
         if not 0 <= index < len(manifest.loose):
             _refuse(file, f"loose tensor {index} is asked for and is not there")
         used[index] += 1
@@ -318,13 +316,11 @@ def entries_by_file(manifest: Manifest, file: str) -> list[list[Entry]]:
             )
         found[number].append(entry)
     for each, entries in zip(manifest.files, found, strict=True):
-        # By the end, too: an empty tensor comes before the next entry with the same
-        # begin.
+        # By the end, too: an empty tensor comes before the next one at the same begin.
         entries.sort(key=lambda entry: (entry.begin, entry.end))
         end, last = 0, _HEADER
         for entry in entries:
-            # Aligned to the element size, too, counted from the file's start: readers
-            # that map the file need aligned elements.
+            # Aligned in the file, too: readers that map the file need aligned elements.
             if entry.begin != end or (each.header_nbytes + end) % entry.itemsize:
                 _refuse(
                     file,

@@ -42,8 +42,7 @@ _SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _MAX_DEPTH = 100
 """The deepest nesting that is written and read. By a number, and not by the recursion
 limit of Python, which programs change."""
-# Boolean, integers, floats, complex numbers, bytes, text, dates and durations, each
-# with a byte order and the size of an element.
+# Numbers, bytes, text, dates: a byte order and the size of an element.
 _NUMPY = re.compile(r"[<>|=]?[biufcSUMm]\d{1,6}(\[\d{0,9}[a-zA-Z]{1,2}\])?\Z")
 
 
@@ -91,8 +90,7 @@ def _of_numpy(value: Any, where: str, put: Put) -> Any:
     if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
         dtype = value.dtype.str
         is_plain = _NUMPY.match(dtype) is not None
-        # No subclass: a masked array or a matrix holds more than its bytes. The bytes
-        # go to the payload: a manifest is read whole by every rank.
+        # No subclass: a masked array holds more. Bytes go to the payload.
         if type(value) is numpy.ndarray and is_plain:
             place = {"$tensor": put(_tensor_of(value.tobytes()), where)}
             return {"$array": [dtype, list(value.shape), place]}
@@ -261,8 +259,7 @@ def _array(dtype: Any, shape: list[Any], data: Any) -> Any:
         return data
     import numpy
 
-    # Of a bytearray: the array can be written to, as the saved one. ``frombuffer``
-    # refuses no bytes.
+    # A bytearray can be written to. ``frombuffer`` refuses no bytes.
     memory = bytearray(data.numpy().tobytes())
     if not memory:
         return numpy.empty(shape, dtype)

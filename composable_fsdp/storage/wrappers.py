@@ -30,8 +30,7 @@ def require_readable(tensor: Tensor, name: str, what: str) -> None:
     kind = kind_of(tensor)
     # Read by this rank's part, which is a tensor of its own.
     tensor = local_of(tensor)
-    # A tensor that wraps others has no address: a read of the memory would end the
-    # process by a signal.
+    # There is no address: a read of the memory would end the process by a signal.
     if is_wrapper(tensor) or _has_no_memory(tensor):
         raise CheckpointError(
             f"{quoted(name)} is a {kind}, which wraps other tensors; {what} expects "

@@ -52,8 +52,7 @@ def of_tensor(key: str, tensor: Tensor) -> Piece:
 
 def in_order(pieces: Sequence[Piece]) -> list[Piece]:
     """Return the pieces in file order: large elements first, so entries are aligned."""
-    # Element sizes are powers of 2: entries begin at a multiple of their element size.
-    # The sort is stable: equal sizes keep their order.
+    # Sizes are powers of 2, so that entries begin at a multiple. The sort is stable.
     return sorted(pieces, key=lambda piece: -piece.dtype.itemsize)
 
 
@@ -142,8 +141,7 @@ class _Payload:
         at = 0
         while at < len(data):
             left = self.block - self.done % self.block
-            # Block by block: the checksum then reads bytes that the write has left in
-            # the cache.
+            # Block by block: the checksum reads what the write has left in the cache.
             part = data[at : at + left]
             self.out.write(part)
             self.crc = zlib.crc32(part, self.crc)
@@ -161,9 +159,7 @@ class _Payload:
 
 def in_host_memory(tensor: Tensor) -> Tensor:
     """Return ``tensor`` on the CPU, with the elements in memory in row-major order."""
-    # ``resolve_conj`` and ``resolve_neg``: lazily conjugated or negated tensors hold
-    # other values in memory than they represent. The imaginary part of a conjugate is
-    # real and negated.
+    # Lazily conjugated or negated tensors hold other values than they represent.
     return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
 
 
@@ -249,8 +245,7 @@ class NewFile:
             with named_errors(self._path):
                 done += os.write(self._file, data[done:])
         self._written += done
-        # The disk writes while the next data are copied. Without a limit, a checkpoint
-        # would fill the page cache with pages that cannot be freed.
+        # The disk writes while the next data are copied; the cache must not fill up.
         while self._written - self._begun >= BUFFER:
             self._sync(self._begun, _START)
             self._begun += BUFFER

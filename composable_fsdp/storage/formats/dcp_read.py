@@ -256,8 +256,7 @@ def _overlap(chunks: list[_Chunk], dims: int) -> _Chunk | None:
     """Return a chunk that shares elements with another chunk, or None."""
     if dims == 0:
         return chunks[1] if len(chunks) > 1 else None
-    # Sweep along the dimension with the most cuts: few boxes overlap there, so there
-    # are few pairs to compare.
+    # Along the dim with the most cuts, few boxes overlap: few pairs to compare.
     cut = max(range(dims), key=lambda dim: len({c.offsets[dim] for c in chunks}))
     active: list[_Chunk] = []
     for chunk in sorted(chunks, key=lambda c: c.offsets[cut]):

@@ -41,8 +41,7 @@ class NestedSource(Source):
         aliases: Mapping[str, str] | None = None,
     ) -> None:
         self.path = where
-        # Optimizer and extra are examined on first use, so the weights can be read from
-        # a file whose optimizer state cannot be read.
+        # Others on first use: weights can be read beside an unreadable optimizer.
         model, self._optim_tree, self._extra_tree = _split(where, tree)
         self._own = {name: v for name, v in model.items() if _is_own_state(name)}
         tensors = {name: v for name, v in model.items() if name not in self._own}
@@ -250,8 +249,7 @@ def _tied(
 def read_all(value: Any) -> Any:
     """Return ``value`` with all tensors read."""
     if isinstance(value, LazyTensor):
-        # A clone, because ``read`` may return a view of a mapped file. Options of an
-        # optimizer can be tensors, too, such as the learning rate.
+        # A clone, because ``read`` may return a view of a mapped file.
         return value.read(0, value.info.numel).reshape(value.info.shape).clone()
     if isinstance(value, Mapping):
         return {key: read_all(each) for key, each in value.items()}

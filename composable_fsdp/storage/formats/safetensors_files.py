@@ -60,8 +60,7 @@ class SafetensorsSource(Source):
         for file, wanted in _files(path).items():
             told.update(self._open(file, wanted))
         self.model = self._model
-        # The metadata may hold any texts, also of other programs: keep only pairs that
-        # name a missing tensor and an existing tensor.
+        # The metadata may hold any texts, also of other programs.
         self.aliases = {
             name: kept
             for name, kept in told.items()
@@ -71,8 +70,7 @@ class SafetensorsSource(Source):
     def _open(self, file: Path, wanted: set[str] | None) -> dict[str, str]:
         """Add the tensors of a file, and return the file's metadata."""
         header, begin = _header(file)
-        # The only key of the header that is not a tensor.
-        # The safetensors library accepts null there.
+        # The only key that is no tensor; the safetensors library accepts null there.
         metadata: dict[str, str] = header.pop("__metadata__", None) or {}
         if wanted is not None and not wanted <= header.keys():
             missing = sorted(wanted - header.keys())
@@ -102,8 +100,7 @@ class SafetensorsSource(Source):
             return torch.empty(0, dtype=info.dtype, device="cpu")
         if file not in self._maps:
             size = file.stat().st_size
-            # A private mapping (``shared=False``): writing into the result changes no
-            # file.
+            # Private (``shared=False``): writing into the result changes no file.
             self._maps[file] = torch.from_file(
                 str(file), shared=False, size=size, dtype=torch.uint8
             )
@@ -208,13 +205,11 @@ class SafetensorsWriter:
         """Write the header of a file, and compute the places of the tensors."""
         file = path.open("wb")
         self._files.append(file)
-        # As ``safetensors.torch.save_model`` writes ties; readers ignore unknown
-        # metadata.
+        # As ``safetensors.torch.save_model`` writes ties; other readers ignore them.
         told = {name: kept for name, kept in aliases.items() if kept in names}
         header: dict[str, object] = {"__metadata__": {"format": "pt", **told}}
         at, places = 0, {}
-        # Largest elements first, so each tensor begins at a multiple of the element
-        # size.
+        # Largest elements first: each begins at a multiple of the element size.
         for name in sorted(names, key=lambda n: -self._tensors[n].dtype.itemsize):
             places[name] = at
             at += self._tensors[name].nbytes
@@ -258,9 +253,7 @@ class SafetensorsWriter:
 
 def _shards(tensors: Mapping[str, TensorInfo], limit: int) -> list[list[str]]:
     """Return the names per file, in order: up to ``limit`` bytes or a single tensor."""
-    # The format cannot divide a tensor between files. The rule is huggingface_hub's, so
-    # that both write the same files: a tensor above the limit has a file of its own,
-    # before the file that is being filled.
+    # The rule of huggingface_hub, so that both write the same files.
     shards: list[list[str]] = []
     current: list[str] = []
     used = 0

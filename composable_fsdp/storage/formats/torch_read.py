@@ -156,8 +156,7 @@ def _lazy_tensor(tensor: Tensor, where: str) -> LazyTensor:
     if tensor.is_meta or tensor.is_quantized:
         raise CheckpointError(f"{where} is a meta or quantized tensor without values.")
     tensor = tensor.detach()
-    # Equal views of the same memory are a tied tensor. An empty tensor has no memory,
-    # and is never tied.
+    # Equal views of the same memory are tied; an empty tensor has no memory.
     place = (
         tensor.untyped_storage().data_ptr(),
         tensor.storage_offset(),

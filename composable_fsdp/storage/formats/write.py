@@ -54,8 +54,7 @@ def write_native(out: Path, source: Source) -> None:
     # The file lists entries of large elements first, so all entries are aligned.
     file = write_file(str(out / DATA), entries)
     manifest: Manifest = merge([(part, file, places_of(entries))])
-    # ``merge`` lists a random state per rank, but the source's states are not
-    # converted.
+    # The source's random states are not converted.
     manifest = dataclasses.replace(manifest, rng=())
     parse(to_json(manifest), str(out / MANIFEST))  # A load must accept the file.
     write_synced(str(out / MANIFEST), manifest_bytes(manifest))
@@ -150,13 +149,10 @@ DCP_DATA = "__0_0.distcp"
 
 def write_dcp(out: Path, source: Source) -> None:
     """Make the directory ``out``. Memory holds a single tensor at a time."""
-    # Imported in functions: these modules import half of torch.distributed, FSDP
-    # included, and an import of this package should not take that time.
+    # Imported in functions: these modules import half of torch.distributed.
     from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-    # DCP's own writer keeps every tensor in memory until the file is complete. The
-    # format is simple: saved objects one after the other in a file, and a pickled table
-    # of their places, made of DCP's own classes.
+    # DCP's own writer keeps every tensor in memory until the file is complete.
     out.mkdir()
     tree = nested_tree(source)
     leaves = list(_leaves(tree, ()))
@@ -169,8 +165,7 @@ def write_dcp(out: Path, source: Source) -> None:
     metadata.storage_meta = StorageMeta()
     with (out / DCP_DATA).open("wb") as file:
         for path, value in leaves:
-            # DCP writes no entry for empty dictionaries. With such an entry, DCP's
-            # loader would take the directory for a directory of an old version.
+            # For such an entry, DCP's loader would take this for an old version.
             if path not in empty:
                 _write(file, metadata, path, value)
     with (out / METADATA).open("wb") as stream:
