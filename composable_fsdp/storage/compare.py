@@ -226,13 +226,12 @@ def _untied(source: Source, names: tuple[str, ...], target: Copy) -> list[str]:
         f"{quoted(name)} (tied to {quoted(target.name)})"
         for name in others
         if source.model[name] != info
-        or not _same_bytes(source.read(target._replace(name=name)), value)
+        # Bytes and not values: NaN equals NaN.
+        or not torch.equal(
+            source.read(target._replace(name=name)).view(torch.uint8),
+            value.view(torch.uint8),
+        )
     ]
-
-
-def _same_bytes(left: Tensor, right: Tensor) -> bool:
-    """Return whether two tensors have equal bytes; unlike values, NaN equals NaN."""
-    return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
 
 
 def _is_fitting(held: Held, info: TensorInfo, report: LoadReport, cast: bool) -> bool:

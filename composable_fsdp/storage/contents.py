@@ -121,15 +121,6 @@ class HeldParam(Held):
         return () if group is None else ranks_of(group)
 
 
-def _held_param(names: list[str], ref: ParamRef) -> HeldParam:
-    """Return the box of a parameter of a unit."""
-    slot, leaf = ref.slot, ref.leaf
-    place = None if slot.whole is None else rectangle_of(slot.whole, slot.shape)
-    dtype, flat = ref.region.layout.dtype, leaf.detach().reshape(-1)
-    facts = dtype, ref.shape, leaf, flat, ref.interval, place
-    return HeldParam(tuple(names), leaf, leaf, *facts, ref)
-
-
 def _held_tensor(
     names: list[str],
     tensor: Tensor,
@@ -336,9 +327,13 @@ def _region(
     """Return a region, whose parameters have the names ``found`` by slot index."""
     params = []
     for ref in refs:
-        if ref.slot.index not in found:
-            raise _partly(module, ref.slot.fqn, what)
-        params.append(_held_param(found[ref.slot.index], ref))
+        slot, leaf, dtype = ref.slot, ref.leaf, ref.region.layout.dtype
+        if slot.index not in found:
+            raise _partly(module, slot.fqn, what)
+        place = None if slot.whole is None else rectangle_of(slot.whole, slot.shape)
+        flat, names = leaf.detach().reshape(-1), tuple(found[slot.index])
+        facts = dtype, ref.shape, leaf, flat, ref.interval, place
+        params.append(HeldParam(names, leaf, leaf, *facts, ref))
     return HeldRegion(refs[0], tuple(params))
 
 

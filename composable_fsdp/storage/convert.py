@@ -230,11 +230,9 @@ class Watched(Source):
             self.own_states = source.own_states
 
     def read_model(self, name: str, start: int, stop: int) -> Tensor:
-        """Read from ``source`` and report the bytes; see ``Source``."""
         return self._told(self._source.read_model(name, start, stop))
 
     def read_optim(self, name: str, state: str, start: int, stop: int) -> Tensor:
-        """Read from ``source`` and report the bytes; see ``Source``."""
         return self._told(self._source.read_optim(name, state, start, stop))
 
     def _told(self, values: Tensor) -> Tensor:

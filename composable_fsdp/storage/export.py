@@ -70,7 +70,6 @@ class CastWeights(Watched):
         }
 
     def read_model(self, name: str, start: int, stop: int) -> Tensor:
-        """Read from ``source`` and cast; see ``Source``."""
         values = super().read_model(name, start, stop)
         return cast_weight(name, values, self.model[name].dtype)
 
@@ -248,7 +247,9 @@ class _Writing:
                 name: torch.empty(info.shape, dtype=info.dtype, device="meta")
                 for name, info in tensors.items()
             }
-            tensors, aliases = _infos(self._rewrite(metas)), {}
+            tensors, aliases = {}, {}
+            for name, each in self._rewrite(metas).items():
+                tensors[name] = TensorInfo(each.dtype, tuple(each.shape))
         # Readers of ``path`` never see a partial export.
         self._writer = SafetensorsWriter(
             self.files.enter_context(appear(self._path)),
@@ -285,8 +286,3 @@ class _Writing:
             # Completeness is checked before the rename.
             self._writer.finish()
             self.files.close()
-
-
-def _infos(tensors: Mapping[str, Tensor]) -> dict[str, TensorInfo]:
-    """Return dtypes and shapes by name."""
-    return {n: TensorInfo(each.dtype, tuple(each.shape)) for n, each in tensors.items()}

@@ -8,7 +8,7 @@ import os
 import time
 import zlib
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -27,13 +27,7 @@ from composable_fsdp.storage.manifest import (
     Rectangle,
     SavedTensor,
 )
-from composable_fsdp.storage.runs import (
-    BytesDescription,
-    PartRuns,
-    Run,
-    boxes_of,
-    whole_runs,
-)
+from composable_fsdp.storage.runs import PartRuns, Run, boxes_of, told_of
 from composable_fsdp.storage.source import Copy, Source, TensorInfo
 from composable_fsdp.storage.staging import (
     aligned,
@@ -107,7 +101,7 @@ class NativeSource(Source):
             BlockFile(
                 join(self.path, file.name),
                 file,
-                BytesDescription(manifest, i),
+                partial(told_of, manifest, i),
                 self._told,
                 manifest.block_nbytes,
                 sizes,
@@ -132,7 +126,6 @@ class NativeSource(Source):
             raise
 
     def on_rank(self, rank: int | None) -> None:
-        """Show the values of ``rank`` alone, too; see ``Source``."""
         # Most checkpoints have none, and their tables stay.
         if self.local_ranks:
             own = _local_of(self.manifest.local, rank)
@@ -188,7 +181,9 @@ class NativeSource(Source):
     def _loose(self, index: int) -> Tensor:
         """Read the loose tensor ``index``."""
         stored = self.manifest.loose[index]
-        return self._read(whole_runs(stored), stored.dtype, ()).view(stored.shape)
+        (file, begin), size = stored.at, stored.dtype.itemsize
+        run = Run(file, begin, begin + stored.numel * size)
+        return self._read([run], stored.dtype, ()).view(stored.shape)
 
     def rng(self, rank: int, world_size: int) -> dict[str, Any] | None:
         """Return the random state that the same rank saved, at any world size."""
@@ -196,18 +191,15 @@ class NativeSource(Source):
         return self._value(states[rank]) if rank < len(states) else None
 
     def rank_values(self, rank: int) -> Any:
-        """Return the values of ``rank``; see ``Source``. Raises: KeyError."""
         # Not on opening: of 1,024 ranks, a rank needs its own.
         if not 0 <= rank < self.saved_ranks:
             raise KeyError(rank)
         return self._value(self.manifest.per_rank[rank])
 
     def read_model(self, name: str, start: int, stop: int) -> Tensor:
-        """Return elements ``[start, stop)`` of the flattened tensor; see ``Source``."""
         return self._interval_of(name, None, start, stop)
 
     def read_optim(self, name: str, state: str, start: int, stop: int) -> Tensor:
-        """Return elements ``[start, stop)`` of an optimizer state; see ``Source``."""
         return self._interval_of(name, state, start, stop)
 
     def _interval_of(
@@ -218,7 +210,6 @@ class NativeSource(Source):
         return self._read(self._runs(*what), self._info(name, state).dtype, what)
 
     def prepare(self, copies: Sequence[Copy]) -> None:
-        """Verify the blocks that ``copies`` touch, each block once; see ``Source``."""
         # A destination in use must stay unchanged until all ranks agree.
         used = [copy for copy in copies if not copy.is_new]
         self._staged = self._stage(used)
@@ -237,7 +228,6 @@ class NativeSource(Source):
                 copy.into.copy_(self.read(copy).view(copy.into.shape))
 
     def finish(self, copies: Sequence[Copy]) -> None:
-        """Fill the destinations that ``prepare`` has not filled; see ``Source``."""
         left = [copy for copy in copies if not copy.is_new]
         if self._staged is not None:
             for copy, staged in zip(left, self._staged, strict=True):
@@ -308,7 +298,7 @@ class NativeSource(Source):
         # Before allocating: a damaged manifest may claim any size.
         for run in runs:
             self.files[run.file].open()
-        count = sum(run.stop - run.start for run in runs)
+        count = sum(run.end - run.begin for run in runs) // dtype.itemsize
         result, at = torch.empty(count, dtype=dtype, device="cpu"), 0
         for run in runs:
             want = ReadRequest(run.begin, run.end, result, at, what)

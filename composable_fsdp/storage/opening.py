@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -260,21 +261,15 @@ def _info(folder: Folder) -> CheckpointInfo:
     """Return the facts of a checkpoint."""
     step, sizes = number_of(split(folder.path)[1]), folder.sizes
     nbytes = sum(max(size, 0) for size in sizes.values())
-    whole = _is_whole(folder)
-    return CheckpointInfo(folder.path, step, folder.time, nbytes, whole)
-
-
-def _is_whole(folder: Folder) -> bool:
-    """Return whether the manifest is sound, and the files have the sizes in it."""
     # By size: to read each byte of a series of checkpoints takes minutes.
-    try:
+    is_whole = False
+    with suppress(CheckpointError):
         manifest, _ = read_manifest(folder.path, folder)
-    except CheckpointError:
-        return False
-    return all(
-        folder.sizes.get(file.name) == file.header_nbytes + file.payload_nbytes
-        for file in manifest.files
-    )
+        is_whole = all(
+            sizes.get(file.name) == file.header_nbytes + file.payload_nbytes
+            for file in manifest.files
+        )
+    return CheckpointInfo(folder.path, step, folder.time, nbytes, is_whole)
 
 
 Progress = Callable[[int, int], object]

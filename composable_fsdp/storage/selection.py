@@ -122,17 +122,14 @@ class RenamedSource(Source):
 
     @cached_property
     def optim(self) -> Mapping[str, Mapping[str, TensorInfo]]:  # type: ignore[override]  # computed when asked for
-        """See ``Source``."""
         return self._renamed(self._source.optim)
 
     @cached_property
     def optim_values(self) -> Mapping[str, Mapping[str, Any]]:  # type: ignore[override]  # computed when asked for
-        """See ``Source``."""
         return self._renamed(self._source.optim_values)
 
     @cached_property
     def param_groups(self) -> Sequence[Mapping[str, Any]] | None:  # type: ignore[override]  # computed when asked for
-        """See ``Source``; parameters that are left out are in no group."""
         # None says that there is no optimizer, and an empty list that it has no group.
         groups = self._source.param_groups
         if groups is None:
@@ -144,7 +141,6 @@ class RenamedSource(Source):
 
     @property
     def extra(self) -> Any:
-        """See ``Source``."""
         return self._source.extra
 
     def _told(self, copy: Copy) -> Copy:
@@ -152,27 +148,21 @@ class RenamedSource(Source):
         return copy._replace(name=self._old[copy.name])
 
     def read_model(self, name: str, start: int, stop: int) -> Tensor:
-        """Return elements ``[start, stop)`` of a tensor; see ``Source``."""
         return self._source.read_model(self._old[name], start, stop)
 
     def read_optim(self, name: str, state: str, start: int, stop: int) -> Tensor:
-        """Return elements ``[start, stop)`` of a state; see ``Source``."""
         return self._source.read_optim(self._old[name], state, start, stop)
 
     def prepare(self, copies: Sequence[Copy]) -> None:
-        """See ``Source``."""
         self._source.prepare(list(map(self._told, copies)))
 
     def finish(self, copies: Sequence[Copy]) -> None:
-        """See ``Source``."""
         self._source.finish(list(map(self._told, copies)))
 
     def rng(self, rank: int, world_size: int) -> dict[str, Any] | None:
-        """See ``Source``."""
         return self._source.rng(rank, world_size)
 
     def rank_values(self, rank: int) -> Any:
-        """See ``Source``."""
         return self._source.rank_values(rank)
 
     def close(self) -> None:

@@ -59,7 +59,8 @@ class SharedReads:
 
         Collective: the creation of a gloo group per set of ranks, at the first call.
         """
-        by_rank = dict(zip(self._team.ranks, everyone, strict=True))
+        team = self._team
+        by_rank = dict(zip(team.ranks, everyone, strict=True))
         reads = list(self._alone)
         # Small sets first, on all ranks: two never wait for each other in other groups.
         for ranks in sorted(self._by_ranks, key=lambda each: (len(each), each)):
@@ -68,7 +69,11 @@ class SharedReads:
             if any(by_rank.get(rank, {}).get(ranks) != mine for rank in ranks):
                 reads += copies
                 continue
-            group = self._group_of(ranks)
+            group = team.group
+            if ranks != team.ranks:
+                limit = group_timeout(team.group)
+                group = private_group(ranks, "shared reads", limit)
+            assert group is not None
             parts = _divided(copies, len(ranks))
             reads += parts[group.rank()]
             for reader, part in enumerate(parts):
@@ -98,16 +103,6 @@ class SharedReads:
             collectives.broadcast(self._buffer[:end], group, rank=reader)
             for part, into in () if mine else places:
                 into.copy_(part)
-
-    def _group_of(self, ranks: Ranks) -> dist.ProcessGroup:
-        """Return a gloo group of ``ranks`` for objects and values of checkpoints."""
-        team = self._team
-        assert team.group is not None
-        if ranks == team.ranks:
-            return team.group
-        found = private_group(ranks, "shared reads", group_timeout(team.group))
-        assert found is not None
-        return found
 
 
 def _digest(copies: Sequence[Copy]) -> str:

@@ -182,7 +182,6 @@ class FsspecStorage(Storage):
             ) from error
 
     def create(self, name: str) -> Upload:
-        """Begin a new object; see ``Storage``."""
         with _as_os_error(name):
             # Names are new in each attempt: no other writer comes in between.
             if self._files.exists(name):
@@ -191,7 +190,6 @@ class FsspecStorage(Storage):
             return _FsspecUpload(self._files, name)
 
     def put(self, name: str, data: bytes, *, absent: bool) -> None:
-        """Write a small object at once; see ``Storage``."""
         with _as_os_error(name):
             self._make_folder(name)
             # Object stores compare in the same request, and show only what is complete.
@@ -207,7 +205,6 @@ class FsspecStorage(Storage):
             self._files.mv(part, name)
 
     def read(self, name: str, begin: int, end: int) -> bytes:
-        """Return bytes ``[begin, end)``; see ``Storage``."""
         # Object stores refuse the range of an empty interval.
         if begin == end:
             return b""
@@ -216,7 +213,6 @@ class FsspecStorage(Storage):
             return data
 
     def list(self, folder: str) -> Iterable[StoredObject]:
-        """Return all objects below ``folder``; see ``Storage``."""
         with _as_os_error(folder):
             self._files.invalidate_cache()
             found: dict[str, dict[str, Any]] = self._files.find(folder, detail=True)
@@ -226,7 +222,6 @@ class FsspecStorage(Storage):
                 yield StoredObject(name, int(about["size"] or 0), _time(about))
 
     def delete(self, name: str) -> None:
-        """Remove an object; see ``Storage``."""
         # Two saves may tidy up at the same time.
         with _as_os_error(name), suppress(FileNotFoundError):
             self._files.rm_file(name)
@@ -248,7 +243,6 @@ class _FsspecUpload(Upload):
         self._file: Any = None
 
     def expect(self, nbytes: int) -> None:
-        """Choose the size of a part; see ``Upload``."""
         # A part waits in memory. In whole MiB, as some stores ask for multiples.
         needed = -(-nbytes // _MOST_PARTS)
         self._part = max(_PART, -(-needed >> 20) << 20)
@@ -260,7 +254,6 @@ class _FsspecUpload(Upload):
         return self._file
 
     def write(self, data: memoryview) -> None:
-        """Append ``data``; see ``Upload``."""
         with _as_os_error(self._name):
             # A copy: a file of fsspec may keep the bytes until a part is full.
             self._open().write(bytes(data))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import atexit
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import chain
@@ -131,11 +131,7 @@ class Team:
         Collective: one all-gather of objects over the group; all ranks of the group
         must call.
         """
-        said = Outcome(self.failure_of(error), value)
-        if self.group is None:
-            return [said]
-        with _exchange(error):
-            return collectives.all_gather_object(said, self.group)
+        return self._exchanged(error, value, collectives.all_gather_object)
 
     def to_first(self, error: Exception | None, value: Any) -> list[Outcome]:
         """Return on rank 0 every rank's outcome; return an empty list elsewhere.
@@ -143,11 +139,17 @@ class Team:
         Collective: one gather of objects over the group; all ranks of the group must
         call.
         """
+        return self._exchanged(error, value, collectives.gather_object)
+
+    def _exchanged(
+        self, error: Exception | None, value: Any, send: Callable[..., Any]
+    ) -> list[Outcome]:
+        """Send the error and ``value`` of this rank; return what came back."""
         said = Outcome(self.failure_of(error), value)
         if self.group is None:
             return [said]
         with _exchange(error):
-            return collectives.gather_object(said, self.group) or []
+            return send(said, self.group) or []
 
     def failure_of(self, error: Exception | None) -> Failure | None:
         """Return the failure of this rank, as other ranks receive the failure."""

@@ -49,11 +49,9 @@ class NestedSource(Source):
         self.model = {name: tensor.info for name, tensor in self._model.items()}
 
     def read_model(self, name: str, start: int, stop: int) -> Tensor:
-        """Return elements ``[start, stop)`` of a tensor; see ``Source``."""
         return self._model[name].read(start, stop)
 
     def read_optim(self, name: str, state: str, start: int, stop: int) -> Tensor:
-        """Return elements ``[start, stop)`` of a state; see ``Source``."""
         value: Tensor = self._optim[0][name][state].read(start, stop)
         return value
 
@@ -65,7 +63,6 @@ class NestedSource(Source):
 
     @cached_property
     def optim(self) -> Mapping[str, Mapping[str, TensorInfo]]:  # type: ignore[override]  # computed when asked for
-        """See ``Source``. Raises: CheckpointError, for state without names."""
         return {
             name: {k: v.info for k, v in values.items() if self._is_cut(name, k, v)}
             for name, values in self._optim[0].items()
@@ -73,7 +70,6 @@ class NestedSource(Source):
 
     @cached_property
     def optim_values(self) -> Mapping[str, Mapping[str, Any]]:  # type: ignore[override]  # computed when asked for
-        """See ``Source``. Raises: CheckpointError, for state without names."""
         return {
             name: {
                 key: read_all(value)
@@ -91,13 +87,11 @@ class NestedSource(Source):
 
     @cached_property
     def param_groups(self) -> Sequence[Mapping[str, Any]] | None:  # type: ignore[override]  # computed when asked for
-        """See ``Source``. Raises: CheckpointError, for state without names."""
         groups = self._optim[1]
         return None if groups is None else [read_all(group) for group in groups]
 
     @cached_property
     def own_states(self) -> Mapping[str, Any]:  # type: ignore[override]  # computed when asked for
-        """See ``Source``; all tensors are read."""
         return {name: read_all(value) for name, value in self._own.items()}
 
     @cached_property

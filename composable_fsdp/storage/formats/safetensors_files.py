@@ -93,7 +93,6 @@ class SafetensorsSource(Source):
         return metadata
 
     def read_model(self, name: str, start: int, stop: int) -> Tensor:
-        """Return elements ``[start, stop)`` of a tensor; see ``Source``."""
         info = self.model[name]
         file, begin = self._at[name]
         if start == stop:

@@ -46,7 +46,6 @@ class TorchSource(NestedSource):
     """A file that ``torch.save`` wrote, whose archive has a checksum per tensor."""
 
     def require_checksums(self) -> None:
-        """Read the file once and compare all checksums; see ``Source``."""
         # ``torch.load`` does not compare them (checked on torch 2.13).
         try:
             with zipfile.ZipFile(self.path) as archive:
