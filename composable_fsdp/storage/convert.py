@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from os import PathLike, fspath
 from pathlib import Path
@@ -124,26 +124,18 @@ _WRITERS: Mapping[str, Callable[[Path, Source], None]] = {
 def opened(source: str | PathLike[str] | Source) -> Iterator[Source]:
     """Yield the source itself, or open the path and close the source at the end."""
     # The caller closes a source that the caller has opened.
-    if isinstance(source, Source):
-        _require_shown(source)
-        yield source
-    else:
-        with open_whole(source) as found:
-            _require_shown(found)
-            yield found
-
-
-def _require_shown(source: Source) -> None:
-    """Raise CheckpointError if tensors of single ranks would be left out."""
-    shown = {*source.model, *source.aliases, *source.own_states}
-    # A converted checkpoint has a single value per name.
-    hidden = sorted(source.local_tensors - shown)
-    if hidden:
-        raise CheckpointError(
-            f"{getattr(source, 'path', 'the checkpoint')} has values of "
-            f"{listed(map(quoted, hidden))} per rank (SaveOptions.local). Open it by "
-            "storage.open_source, and pass the source of a rank, source.on_rank(0)."
-        )
+    given = nullcontext(source) if isinstance(source, Source) else open_whole(source)
+    with given as found:
+        shown = {*found.model, *found.aliases, *found.own_states}
+        # A converted checkpoint has a single value per name.
+        if hidden := sorted(found.local_tensors - shown):
+            raise CheckpointError(
+                f"{getattr(found, 'path', 'the checkpoint')} has values of "
+                f"{listed(map(quoted, hidden))} per rank (SaveOptions.local). Open it "
+                "by storage.open_source, and pass the source of a rank, "
+                "source.on_rank(0)."
+            )
+        yield found
 
 
 def open_whole(path: str | PathLike[str]) -> Source:

@@ -126,19 +126,18 @@ class OptimizerLoad:
                 key = id(parameter)
                 if key not in known and key not in wrappers:
                     raise not_in_module(parameter, g, i, "loaded")
-                is_member = key in known and key in chosen
-                members.append(self._member(known[key]) if is_member else None)
+                member = None
+                if key in known and key in chosen:
+                    names = known[key].names
+                    found = find(self._source, names)
+                    if found in self.home:
+                        member = Member(str(found), known[key])
+                    elif self._source.param_groups is not None:
+                        told = f"{quoted(names[0])} is missing"
+                        self._report.optimizer.append(told)
+                members.append(member)
             groups.append(members)
         return groups
-
-    def _member(self, held: Held) -> Member | None:
-        """Return the member, or report a missing parameter and return None."""
-        found = find(self._source, held.names)
-        if found is None or found not in self.home:
-            if self._source.param_groups is not None:
-                self._report.optimizer.append(f"{quoted(held.names[0])} is missing")
-            return None
-        return Member(found, held)
 
     def _compare(self) -> None:
         """Report groups of another class of optimizer, and states of other shapes."""

@@ -14,13 +14,15 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import quoted
-from composable_fsdp.storage.codec import Json
+from composable_fsdp.storage.codec import Json, require_storable
 from composable_fsdp.storage.manifest import (
     BLOCK,
     EntryPlace,
@@ -32,6 +34,8 @@ from composable_fsdp.storage.manifest import (
     SavedTensor,
     Stored,
 )
+from composable_fsdp.storage.values import encode
+from composable_fsdp.storage.writer import Piece, of_tensor
 
 
 @dataclass(slots=True)
@@ -116,6 +120,30 @@ _LOST = (
     "The process group was destroyed (torch.distributed.destroy_process_group) before "
     "this save, so this rank cannot reach the others: call save before it."
 )
+
+
+class Draft:
+    """The description of a rank's file, and its entries, while they are collected."""
+
+    def __init__(self) -> None:
+        self.part = FilePart()
+        self.pieces: list[Piece] = []
+
+    def put(self, tensor: Tensor, where: str) -> int:
+        """Add a loose tensor, and return its number."""
+        require_storable(tensor.dtype, where)
+        loose = self.part.loose
+        key = f"loose.{len(loose)}"
+        loose[key] = tensor.dtype, tuple(tensor.shape)
+        self.pieces.append(of_tensor(key, tensor))
+        return len(loose) - 1
+
+    def value(self, key: str, value: Any, name: str) -> Json:
+        """Encode an optimizer state of a parameter that is not element-wise."""
+        where = f"optimizer state {key!r} of {quoted(name)}"
+        return encode(value, where, self.put, python_values=True)
+
+
 RankPart = tuple[FilePart, File, dict[str, int]]
 """A rank's part, the rank's file, and the first payload byte of each entry, by key."""
 

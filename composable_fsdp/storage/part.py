@@ -15,7 +15,6 @@ equal on all ranks; nothing is sent. ``merge`` joins the descriptions on rank 0.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -37,7 +36,7 @@ from composable_fsdp.storage.contents import (
     not_in_module,
     readable_state,
 )
-from composable_fsdp.storage.merge import FilePart, TensorPart
+from composable_fsdp.storage.merge import Draft, TensorPart
 from composable_fsdp.storage.mesh_copies import (
     is_first_copy,
     is_first_part,
@@ -55,7 +54,7 @@ from composable_fsdp.storage.save_parts import by_turns, writers_of
 from composable_fsdp.storage.selection import Patterns, Selection, matcher
 from composable_fsdp.storage.stateful import rng_state, states_of
 from composable_fsdp.storage.values import encode
-from composable_fsdp.storage.writer import Piece, of_tensor
+from composable_fsdp.storage.writer import Piece
 
 SMALL = 1 << 20
 """Tensors in no unit of fewer bytes are written by rank 0, beside each other."""
@@ -67,7 +66,7 @@ _MEMBERS = ("params", "param_names")
 """The keys of a group that list parameters; all others are options."""
 
 
-class PartMaker:
+class PartMaker(Draft):
     """Collects the pieces and the description of the part of this rank."""
 
     def __init__(
@@ -80,6 +79,7 @@ class PartMaker:
         ranks: Sequence[int],
         rank: int,
     ) -> None:
+        super().__init__()
         self._contents, self._rank, self._ranks = contents, rank, ranks
         self._is_local_name = matcher(local, "local")
         # Names and ids of all: the optimizer may hold parameters that are left out.
@@ -90,8 +90,6 @@ class PartMaker:
         self._optims = [over_originals(each) for each in optims]
         self._groups = [(o, group) for o in self._optims for group in o.param_groups]
         self._states = self._optimizer_states()
-        self.pieces: list[Piece] = []
-        self.part = FilePart()
         self.facts = no_facts()
         """What this rank tells of the values that rank 0 alone saves."""
 
@@ -99,10 +97,10 @@ class PartMaker:
         """Collect all: scalars are read now, elements when the file is written."""
         part = self.part
         # On every rank: a value that cannot be stored raises, whoever passes it.
-        encoded = encode(states_of(extra, "extra"), "extra", self._put)
+        encoded = encode(states_of(extra, "extra"), "extra", self._put_once)
         if per_rank is not None:
             own = states_of(per_rank, "per_rank")
-            part.per_rank = encode(own, "per_rank", partial(self._put, keep=True))
+            part.per_rank = encode(own, "per_rank", self.put)
         self._own_states()
         shared = [each for each in self._chosen.tensors if not self._is_local(each)]
         # A rank's own tensors may be wrapped otherwise on each rank.
@@ -128,7 +126,7 @@ class PartMaker:
             if self._optims:
                 part.param_groups = self._param_groups(local=False)
         # Random states differ between ranks.
-        part.rng = encode(rng_state(), "rng", partial(self._put, keep=True))
+        part.rng = encode(rng_state(), "rng", self.put)
 
     def _own_states(self) -> None:
         """Add the extra states of modules, which are shared or of each rank."""
@@ -138,7 +136,7 @@ class PartMaker:
                 self.facts["local"][name] = None
             elif len(self._ranks) > 1:
                 self.facts["own_states"][name] = text_of(state, name)
-            put = partial(self._put, keep=is_local)
+            put = self.put if is_local else self._put_once
             target = self.part.local if is_local else self.part
             target.own_states[name] = encode(state, name, put, python_values=True)
 
@@ -197,7 +195,7 @@ class PartMaker:
                 part.shared[key] = text_of(value, where)
             # Once, because each loose tensor of the manifest has a single use.
             if not part.start and not any(part.offset):
-                part.values[key] = self._value(key, value, name)
+                part.values[key] = self.value(key, value, name)
         return part
 
     def _add(
@@ -269,7 +267,7 @@ class PartMaker:
                 if held.has_elements(key, value):
                     kept[key] = value
                 else:
-                    told = self._value(key, value, name)
+                    told = self.value(key, value, name)
                     own.values.setdefault(name, {})[key] = told
         if self._optims:
             own.param_groups = self._param_groups(local=True) or None
@@ -332,7 +330,7 @@ class PartMaker:
             if "param_names" in options:
                 pairs = zip(options["param_names"], held, strict=True)
                 options["param_names"] = [n for n, each in pairs if each is not None]
-            put = partial(self._put, keep=local)
+            put = self.put if local else self._put_once
             encoded = encode(options, f"param_groups[{g}]", put, python_values=True)
             # Other keys are written as pairs, to which ``params`` cannot be added.
             if "$map" in encoded:
@@ -345,20 +343,10 @@ class PartMaker:
                 self.part.group_numbers.append(g)
         return result
 
-    def _put(self, tensor: Tensor, where: str, *, keep: bool = False) -> int:
-        """Add a loose tensor, on other ranks than the first if each keeps its own."""
+    def _put_once(self, tensor: Tensor, where: str) -> int:
+        """Add a loose tensor on rank 0; others need only know that it can be stored."""
         require_storable(tensor.dtype, where)
-        loose = self.part.loose
-        if self._rank == 0 or keep:
-            key = f"loose.{len(loose)}"
-            loose[key] = tensor.dtype, tuple(tensor.shape)
-            self.pieces.append(of_tensor(key, tensor))
-        return len(loose) - 1
-
-    def _value(self, name: str, value: Any, fqn: str) -> Json:
-        """Encode a state that is not element-wise."""
-        where = f"optimizer state {name!r} of {quoted(fqn)}"
-        return encode(value, where, partial(self._put, keep=True), python_values=True)
+        return self.put(tensor, where) if self._rank == 0 else 0
 
 
 def shares_of(regions: Sequence[HeldRegion]) -> Iterator[tuple[HeldRegion, int, int]]:

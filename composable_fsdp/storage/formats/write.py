@@ -23,7 +23,7 @@ from composable_fsdp.storage.directory import MANIFEST, write_synced
 from composable_fsdp.storage.formats.dcp_read import METADATA, NOTES
 from composable_fsdp.storage.formats.nested import nested_tree
 from composable_fsdp.storage.manifest import Manifest
-from composable_fsdp.storage.merge import FilePart, TensorPart, merge
+from composable_fsdp.storage.merge import Draft, TensorPart, merge
 from composable_fsdp.storage.native import manifest_bytes
 from composable_fsdp.storage.source import LazyTensor, Source, TensorInfo
 from composable_fsdp.storage.validate import parse
@@ -31,7 +31,6 @@ from composable_fsdp.storage.values import encode
 from composable_fsdp.storage.writer import (
     Piece,
     in_order,
-    of_tensor,
     places_of,
     write_file,
 )
@@ -42,9 +41,8 @@ DATA = "rank00000.safetensors"
 def write_native(out: Path, source: Source) -> None:
     """Make the directory ``out``."""
     out.mkdir()
-    maker = _Maker(source)
     try:
-        part = maker.part()
+        maker = _Maker(source)
     except TypeError as error:
         # ``encode`` speaks of saving; add the way out for a conversion.
         raise CheckpointError(
@@ -53,24 +51,19 @@ def write_native(out: Path, source: Source) -> None:
     entries = in_order(maker.pieces)
     # The file lists entries of large elements first, so all entries are aligned.
     file = write_file(str(out / DATA), entries)
-    manifest: Manifest = merge([(part, file, places_of(entries))])
+    manifest: Manifest = merge([(maker.part, file, places_of(entries))])
     # The source's random states are not converted.
     manifest = dataclasses.replace(manifest, rng=())
     parse(to_json(manifest), str(out / MANIFEST))  # A load must accept the file.
     write_synced(str(out / MANIFEST), manifest_bytes(manifest))
 
 
-class _Maker:
+class _Maker(Draft):
     """Collects the entries of the file and their description."""
 
     def __init__(self, source: Source) -> None:
-        self.source = source
-        self.pieces: list[Piece] = []
-        self._part = FilePart()
-
-    def part(self) -> FilePart:
-        """Return the description. Raises: TypeError, for a value that is not JSON."""
-        source, part = self.source, self._part
+        super().__init__()
+        part = self.part
         # First name -> other names of a tied parameter.
         others: dict[str, list[str]] = {}
         for name, kept in source.aliases.items():
@@ -88,21 +81,19 @@ class _Maker:
                     self._add(tensor.key(key), state, read)
                 else:
                     values[key] = read(0, state.numel).view(state.shape)
-            for key, value in values.items():
-                where = f"optimizer state {key!r} of {name!r}"
-                tensor.values[key] = self._encode(value, where)
+            tensor.values = {k: self.value(k, v, name) for k, v in values.items()}
             part.tensors.append(tensor)
         part.wrappers = dict(source.wrappers)
         for name, value in source.own_states.items():
-            part.own_states[name] = self._encode(value, name)
+            state = encode(value, name, self.put, python_values=True)
+            part.own_states[name] = state
         if source.param_groups is not None:
             part.group_numbers = list(range(len(source.param_groups)))
             part.param_groups = [
-                self._encode(dict(group), f"param_groups[{g}]")
+                encode(dict(group), f"param_groups[{g}]", self.put, python_values=True)
                 for g, group in enumerate(source.param_groups)
             ]
-        part.extra = encode(source.extra, "extra", self._put)
-        return part
+        part.extra = encode(source.extra, "extra", self.put)
 
     def _add(
         self, key: str, info: TensorInfo, read: Callable[[int, int], Tensor]
@@ -114,18 +105,6 @@ class _Maker:
             return (read(start, stop) for start, stop in info.slices())
 
         self.pieces.append(Piece(key, info.dtype, info.shape, pieces))
-
-    def _encode(self, value: Any, where: str) -> Any:
-        """Encode a value of the optimizer or of a module."""
-        return encode(value, where, self._put, python_values=True)
-
-    def _put(self, tensor: Tensor, where: str) -> int:
-        """Add a loose tensor and return the index, for ``encode``."""
-        require_storable(tensor.dtype, where)
-        key = f"loose.{len(self._part.loose)}"
-        self._part.loose[key] = tensor.dtype, tuple(tensor.shape)
-        self.pieces.append(of_tensor(key, tensor))
-        return len(self._part.loose) - 1
 
 
 def write_torch(out: Path, source: Source) -> None:
