@@ -16,7 +16,6 @@ import pickle
 import shutil
 import warnings
 import zipfile
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +26,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from composable_fsdp import convert, save
+from composable_fsdp.storage import native
 
 Change = tuple[Any, ...]
 Files = dict[str, bytes]
@@ -178,9 +178,9 @@ VALUES: st.SearchStrategy[Any] = st.one_of(
     st.sampled_from(
         [
             *([], {}, [[]], [1, 2], [None], ["weight"], {"a": "b"}),
-            *({"$tensor": 0}, {"$tensor": -1}, {"$dict": [["$a", 1], ["$a", 2]]}),
+            *({"$tensor": 0}, {"$tensor": -1}, {"$map": [["$a", 1], ["$a", 2]]}),
             *({"$number": ["float32", 10**400]}, {"$tuple": [{"$tuple": 1}]}),
-            *({"$number": ["bool", 2]}, {"$float": [1]}, {"$dict": [[[], 1]]}),
+            *({"$number": ["bool", 2]}, {"$float": [1]}, {"$map": [[[], 1]]}),
         ]
     ),
 )
@@ -253,10 +253,10 @@ def change_tree(tree: Any, change: Change) -> None:
 def change_json(files: Files, change: Change) -> None:
     """Change one node of a manifest, an index or a header, and mend its checksum."""
     name = _pick(files, change[1])
-    data, head, tail = files[name], b"", b""
+    data, tail = files[name], b""
     if name == "manifest.json":
-        size = len(b'{"crc32": "00000000", "manifest":\n')
-        data, head, tail = data[size:-3], data[:size], data[-3:]
+        size = len(native._HEAD % (0, 0))
+        data = data[size : -len(native._TAIL)]
     elif not name.endswith(".json"):
         length = int.from_bytes(data[:8], "little")
         data, tail = data[8 : 8 + length], data[8 + length :]
@@ -271,9 +271,9 @@ def change_json(files: Files, change: Change) -> None:
         return
     data = text.replace(json.dumps(DEEP).encode(), b"[" * 10**5 + b"]" * 10**5)
     if name == "manifest.json":
-        head = b'{"crc32": "%08x", "manifest":\n' % zlib.crc32(data)
-    elif not name.endswith(".json"):
-        head = len(data).to_bytes(8, "little")
+        files[name] = native._framed(data, 0)
+        return
+    head = b"" if name.endswith(".json") else len(data).to_bytes(8, "little")
     files[name] = head + data + tail
 
 

@@ -5,16 +5,7 @@
     main thread     collect | agree | copy to host | train ..........
     background                                     | write | agree | commit
 
-Host memory of asynchronous saves: copies of the values at the time of the call.
-
-::
-
-    pieces    [weight]  [exp_avg]  [step]        in the order of the file
-    memory    |weight  |exp_avg   |step|         a buffer that is reused, and written
-                                                 by a thread
-
-The memory belongs to the module of the save: it is allocated by the first save, reused
-by the next, and freed with the module or by ``free_save_memory``.
+The host memory belongs to the module of the save, and is reused by the next.
 """
 
 from __future__ import annotations
@@ -36,7 +27,7 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.optim.names import Optimizers
 from composable_fsdp.storage.save import Job, SaveOptions, prepare, write
 from composable_fsdp.storage.staging import host_buffer, is_plain
-from composable_fsdp.storage.team import SaveFuture, Team, meet_team, remember, team_of
+from composable_fsdp.storage.team import SaveFuture, Team, meet_team, pending, team_of
 from composable_fsdp.storage.writer import Piece
 
 
@@ -47,7 +38,7 @@ class SaveMemory:
 
     def __init__(self) -> None:
         self.buffer: Tensor | None = None
-        self.is_used = False
+        self.is_used = True
         """Whether a thread still writes the values in the buffer."""
 
     def reserve(self, nbytes: int, *, pinned: bool) -> Tensor:
@@ -58,10 +49,6 @@ class SaveMemory:
             self.buffer = host_buffer(nbytes, pinned=pinned)
         return self.buffer[:nbytes]
 
-    def release(self) -> None:
-        """Let the next save use the buffer: its values were written, or failed."""
-        self.is_used = False
-
 
 _memories: weakref.WeakKeyDictionary[nn.Module, SaveMemory] = (
     weakref.WeakKeyDictionary()
@@ -70,7 +57,7 @@ _memories: weakref.WeakKeyDictionary[nn.Module, SaveMemory] = (
 
 
 def take_memory(module: nn.Module) -> SaveMemory:
-    """Return the memory of ``module``, marked as used until ``release``."""
+    """Return the memory of ``module``, marked as used."""
     memory = _memories.get(module)
     # A save of the same module by other ranks may still write the values of its call.
     if memory is None or memory.is_used:
@@ -103,46 +90,33 @@ def free_save_memory(module: nn.Module) -> int:
 @torch.inference_mode(False)
 @torch.no_grad()
 def snapshot(memory: SaveMemory, pieces: Sequence[Piece]) -> list[Piece]:
-    """Copy the values of ``pieces`` into ``memory``; return pieces of the copies.
-
-    On return, training may change the originals. The memory has exactly the bytes of
-    the values.
-    """
+    """Copy the values of ``pieces`` into ``memory``; return pieces of the copies."""
     # Listed once: pieces may be made on each call, and the sizes are needed first.
     tensors = [part for piece in pieces for part in piece.pieces()]
     devices = {part.device for part in tensors if part.device.type == "cuda"}
     nbytes = sum(part.nbytes for part in tensors)
     buffer = memory.reserve(nbytes, pinned=bool(devices))
-    _copy(tensors, buffer)
-    for device in devices:
-        # Once for all copies: each waits behind the others on the device's stream.
-        torch.cuda.current_stream(device).synchronize()
-    copies, end = [], 0
-    for piece in pieces:
-        begin, end = end, end + piece.nbytes
-        copies.append(replace(piece, pieces=partial(_alone, buffer[begin:end])))
-    return copies
-
-
-def _alone(values: Tensor) -> list[Tensor]:
-    """Return the values of a piece, already in host memory."""
-    return [values]
-
-
-def _copy(tensors: Sequence[Tensor], buffer: Tensor) -> None:
-    """Copy ``tensors``, one behind the other, into the bytes of ``buffer``."""
-    address, begin = buffer.data_ptr(), 0
+    begin = 0
     for tensor in tensors:
         end = begin + tensor.nbytes
         # Without an operator: dispatch takes longer than the copy of a small tensor.
         # And the threads that share a large tensor wait for each other if the
         # processors are busy, which took ten times as long as a single thread.
         if is_plain(tensor):
-            ctypes.memmove(address + begin, tensor.data_ptr(), end - begin)
+            to = buffer.data_ptr() + begin
+            ctypes.memmove(to, tensor.data_ptr(), end - begin)
         else:
             into = buffer[begin:end].view(tensor.dtype).view(tensor.shape)
             into.copy_(tensor, non_blocking=True)
         begin = end
+    for device in devices:
+        # Once for all copies: each waits behind the others on the device's stream.
+        torch.cuda.current_stream(device).synchronize()
+    copies, end = [], 0
+    for piece in pieces:
+        begin, end = end, end + piece.nbytes
+        copies.append(replace(piece, pieces=partial(list, [buffer[begin:end]])))
+    return copies
 
 
 def async_save(
@@ -191,21 +165,17 @@ def async_save(
     try:
         job.pieces = snapshot(memory, job.pieces)
     except Exception as raised:
-        # Do not raise here, where only this rank would stop. The background thread
-        # tells the error to all ranks, and all futures end with the same error.
+        # Not raised here, where only this rank would stop: the thread tells all ranks.
         error = raised
     except BaseException as raised:
-        # Ctrl-C: the other ranks have begun, and would wait for this rank in their
-        # threads, and so in the next save.
+        # Ctrl-C: the other ranks have begun, and their next save would wait.
         interrupt = raised
         error = CheckpointError(f"async_save was interrupted ({raised!r}).")
     future = SaveFuture(job.path)
-    # Mark the future as running, so that no caller can cancel the save: the other ranks
-    # wait for this rank.
+    # As running, so that no caller can cancel it: the other ranks wait for this rank.
     future.set_running_or_notify_cancel()
-    remember(team, future)
-    # Not a daemon thread: the interpreter waits at exit until the checkpoint is
-    # written.
+    pending[team.ranks] = future
+    # Not a daemon thread: the interpreter waits at exit until all is written.
     thread = threading.Thread(
         target=_run,
         args=(behind, job, error, future, memory),
@@ -233,9 +203,8 @@ def _run(
         write(team, job, error)
     except BaseException as raised:
         failure = raised
-    # Before the future ends: the next save, which waits for the future, reuses the
-    # memory. Also after an error, when no thread reads the memory any more.
-    memory.release()
+    # Before the future ends, for which the next save waits, which reuses the memory.
+    memory.is_used = False
     if failure is not None:
         future.set_exception(failure)
     else:

@@ -1,10 +1,5 @@
 """Reads byte intervals of a checkpoint's files, and verifies each block once.
 
-::
-
-    check   read the blocks that a slice touches | compare crc32 | fill, if new
-    fill    read the other slices once more, straight into their destination
-
 A file is read through the page cache, where ``fill`` finds what ``check`` has read. An
 object takes a request per interval.
 """
@@ -47,11 +42,7 @@ _GAP = 4096
 
 
 class ReadRequest(NamedTuple):
-    """Bytes ``[begin, end)`` of the payload, and their destination.
-
-    ``into`` is a contiguous tensor in host memory, filled from byte ``at``; None if
-    the bytes are only to be verified. ``what`` describes the bytes, for ``told``.
-    """
+    """Bytes ``[begin, end)`` of the payload, and their destination."""
 
     begin: int
     end: int
@@ -61,8 +52,7 @@ class ReadRequest(NamedTuple):
 
     def data(self) -> memoryview:
         """Return the memory of the destination."""
-        # Made on use and not stored: a view consists of several Python objects per
-        # request.
+        # Not stored: a view consists of several Python objects per request.
         assert self.into is not None
         return bytes_of(self.into)[self.at : self.at + self.end - self.begin]
 
@@ -92,47 +82,35 @@ class BlockFile:
         return self._bytes is not None
 
     def check(self, wants: Sequence[ReadRequest]) -> None:
-        """Verify the header and each block that ``wants`` touch; fill their ``into``.
-
-        Several blocks are read and summed at the same time, and used in file order.
-
-        Raises: CheckpointError, for a missing, short or damaged file.
-        """
+        """Verify the blocks that ``wants`` touch, and fill their ``into``."""
         if not wants:
             return
         self.open()
-        blocks = self._blocks(wants)
-        numbers = [number for number, _ in blocks if number not in self._good]
-        # Small blocks are verified alone, and read together: a call per block would
-        # cost more than the bytes.
-        runs = list(_runs(numbers, max(1, _AHEAD_BYTES // self.block)))
+        touching: dict[int, list[ReadRequest]] = {}
+        for want in wants:
+            if want.begin < want.end:
+                last = -(-want.end // self.block)
+                for number in range(want.begin // self.block, last):
+                    touching.setdefault(number, []).append(want)
+        numbers = sorted(touching)
+        new = [number for number in numbers if number not in self._good]
+        # Small blocks are read together: a call per block would cost more.
+        runs = list(_runs(new, max(1, _AHEAD_BYTES // self.block)))
         with _ahead(runs, self._read_run, self._readers(len(runs))) as read:
             held: dict[int, _Block] = {}
-            for number, touching in blocks:
+            for number in numbers:
                 if number not in self._good:
                     if number not in held:
                         # Blocks come in file order, so those before are done.
                         self._spare += [part.obj for part, _ in held.values()][:1]
                         held = next(read)
-                    self._verify(number, held[number], touching[0])
-                loaded = held.get(number)
-                for want in touching:
+                    self._verify(number, held[number], touching[number][0])
+                for want in touching[number]:
                     if want.into is not None:
-                        self._copy(want, number, None if loaded is None else loaded[0])
+                        self._copy(want, number, held.get(number))
         self._spare.clear()
 
-    def _blocks(
-        self, wants: Sequence[ReadRequest]
-    ) -> list[tuple[int, list[ReadRequest]]]:
-        """Return the numbers of the blocks, each with the requests that touch it."""
-        found: dict[int, list[ReadRequest]] = {}
-        for want in wants:
-            for number in range(want.begin // self.block, -(-want.end // self.block)):
-                if want.begin < want.end:
-                    found.setdefault(number, []).append(want)
-        return sorted(found.items(), key=lambda pair: pair[0])
-
-    def _copy(self, want: ReadRequest, number: int, loaded: memoryview | None) -> None:
+    def _copy(self, want: ReadRequest, number: int, loaded: _Block | None) -> None:
         """Copy the part of a request that lies in a block."""
         start = number * self.block
         low, high = max(want.begin, start), min(want.end, start + self.block)
@@ -140,7 +118,7 @@ class BlockFile:
         if loaded is None:
             self._read(part, low)
         else:
-            part[:] = loaded[low - start : high - start]
+            part[:] = loaded[0][low - start : high - start]
 
     def _read_run(self, run: tuple[int, int]) -> dict[int, _Block]:
         """Return the blocks ``[first, last]``, with sums; called in a thread."""
@@ -148,8 +126,7 @@ class BlockFile:
         # The last block of a file may be shorter.
         begin = first * self.block
         end = min((last + 1) * self.block, self.file.payload_nbytes)
-        # Memory that the kernel has not zeroed before costs more than the read. ``pop``
-        # is atomic: several threads read.
+        # Memory that the kernel must zero costs more than the read. ``pop`` is atomic.
         found: Any = b""
         with suppress(IndexError):
             found = self._spare.pop()
@@ -161,8 +138,7 @@ class BlockFile:
             n: data[(n - first) * size : (n - first + 1) * size]
             for n in range(first, last + 1)
         }
-        # ``crc32`` gives the interpreter to other threads, so the blocks that are in
-        # flight are summed at the same time.
+        # ``crc32`` lets other threads run: blocks in flight are summed together.
         return {n: (part, zlib.crc32(part)) for n, part in parts.items()}
 
     def fill(self, wants: Sequence[ReadRequest]) -> None:
@@ -182,12 +158,10 @@ class BlockFile:
 
     def _readers(self, count: int) -> int:
         """Return how many of ``count`` reads to have in flight."""
-        # A thread costs more than a single read, and two reads in a row keep the disk
-        # as busy as threads would.
+        # A thread costs more than a single read; two in a row keep the disk as busy.
         if count < 3:
             return 1
-        # What is in memory is copied and summed by processors alone: more threads than
-        # processors took a quarter more time.
+        # Processors alone copy from memory; more threads took a quarter more time.
         return _READERS if is_url(self.path) else min(_READERS, cpus_per_rank())
 
     def _fill_list(self, listed: list[ReadRequest]) -> None:
@@ -199,16 +173,14 @@ class BlockFile:
                 parts.append(memoryview(bytearray(want.begin - at)))
             parts.append(want.data())
             at = want.end
-        # A single system call fills many destinations: a call per small parameter
-        # would cost more than reading the bytes.
+        # A call per small parameter would cost more than reading the bytes.
         assert self._bytes is not None
         try:
             count = self._bytes.read(parts, self.file.header_nbytes + begin)
         except OSError:
             count = -1
         if count < size:
-            # After a short read or an error, read each request by itself: the
-            # single reads succeed, or raise an error that names the lost slice.
+            # Each by itself: that succeeds, or names the lost slice.
             for want in listed:
                 self._read(want.data(), want.begin)
 
@@ -222,7 +194,13 @@ class BlockFile:
         """Compare the sum of a block with the checksum of the manifest."""
         start, (data, crc32) = block * self.block, loaded
         if crc32 != self.file.blocks[block]:
-            raise self._damaged(start, start + len(data), self.told(want.what))
+            end, wanted = start + len(data), self.told(want.what)
+            asked = f" It was read for {wanted}." if wanted else ""
+            raise CheckpointError(
+                f"{self.path}: bytes {start} to {end} of the payload have another "
+                f"checksum than the manifest says; they hold {self.blame(start, end)}."
+                f"{asked} Use another checkpoint."
+            )
         self._good.add(block)
 
     def _read(self, data: memoryview, begin: int) -> None:
@@ -251,7 +229,8 @@ class BlockFile:
         """Open the file and verify size and header, if not open yet."""
         if self._bytes is not None:
             return
-        opened = open_bytes(self.path, self._sizes)
+        path = self.path
+        opened = RemoteBytes(path, self._sizes) if is_url(path) else LocalBytes(path)
         try:
             with named_errors(self.path):
                 self._check_header(opened)
@@ -263,11 +242,8 @@ class BlockFile:
 
     def _check_header(self, opened: LocalBytes | RemoteBytes) -> None:
         """Raise CheckpointError if size or header differ from the manifest."""
-        file = self.file
-        size, expected = (
-            opened.nbytes,
-            file.header_nbytes + file.payload_nbytes,
-        )
+        file, size = self.file, opened.nbytes
+        expected = file.header_nbytes + file.payload_nbytes
         if size != expected:
             raise CheckpointError(
                 f"{self.path} has {size} bytes, and the manifest says {expected}; "
@@ -285,27 +261,15 @@ class BlockFile:
                 "Use another checkpoint."
             )
 
-    def _damaged(self, begin: int, end: int, wanted: str) -> CheckpointError:
-        """Return the error for a block with another checksum."""
-        asked = f" It was read for {wanted}." if wanted else ""
-        return CheckpointError(
-            f"{self.path}: bytes {begin} to {end} of the payload have another checksum "
-            f"than the manifest says; they hold {self.blame(begin, end)}.{asked} "
-            "Use another checkpoint."
-        )
-
 
 def _runs(numbers: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
     """Yield the first and last of numbers that follow one another, ``most`` a time."""
-    first = last = -1
-    for number in numbers:
-        if last < 0 or number != last + 1 or number - first >= most:
-            if last >= 0:
-                yield first, last
-            first = number
-        last = number
-    if last >= 0:
-        yield first, last
+    begin = 0
+    for i, number in enumerate(numbers, 1):
+        is_last = i == len(numbers) or numbers[i] != number + 1
+        if is_last or i - begin == most:
+            yield numbers[begin], number
+            begin = i
 
 
 @contextmanager
@@ -405,11 +369,3 @@ class RemoteBytes:
 
     def close(self) -> None:
         """Do nothing: a storage has no open files."""
-
-
-def open_bytes(path: str, sizes: Mapping[str, int]) -> LocalBytes | RemoteBytes:
-    """Open a file of a checkpoint, at a path or URL; ``sizes`` are those at the URL.
-
-    Raises: CheckpointError, naming ``path``, if the file is missing or not regular.
-    """
-    return RemoteBytes(path, sizes) if is_url(path) else LocalBytes(path)

@@ -64,10 +64,7 @@ def require_storable(dtype: torch.dtype, what: str) -> None:
 
 
 class Rule(NamedTuple):
-    """A rule for the values of a field that the field's type does not state.
-
-    ``expected`` are words for the accepted values, which ``holds`` returns True for.
-    """
+    """A rule for the values of a field that the field's type does not state."""
 
     expected: str
     holds: Callable[[Any], bool]
@@ -117,10 +114,7 @@ Parser = Callable[[Json], Any]
 
 @cache
 def parser_of(kind: Any) -> Parser:
-    """Return the parser of an annotation: of a dataclass, or of a part of one.
-
-    Made once per annotation: a manifest of 10,000 parameters has 400,000 values.
-    """
+    """Return the parser of an annotation: of a dataclass, or of a part of one."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return _ruled(*inner)
@@ -214,8 +208,7 @@ def _object(kind: Any) -> Parser:
     parsers = {name: parser_of(hint) for name, hint in _hints(kind).items()}
 
     def parse_fields_of(value: Json) -> Any:
-        # Unknown fields are refused, too: a reader that ignored a field could
-        # misunderstand the other fields.
+        # A reader that ignored a field could misunderstand the others.
         if not isinstance(value, dict) or value.keys() != parsers.keys():
             got = sorted(value) if isinstance(value, dict) else value
             raise UnexpectedError("", f"an object of {', '.join(parsers)}", got)

@@ -1,15 +1,8 @@
 """Commits, lists and removes checkpoints: rank 0 writes the manifest last, at once.
 
-::
-
-    runs/step-100/rank00000.safetensors     written by each rank
-    runs/step-100/rank00001.safetensors
-    runs/step-100/manifest.json             now it is a checkpoint
-
 In a directory as in a storage: a folder without a manifest is no checkpoint, and the
-manifest names the files. Where the folder was there before, and in a storage, names of
-files have a token (``rank00000-9f3a..77``), so that attempts never share a file. No
-function here uses a collective.
+manifest names the files. Where the folder was there before, names of files have a token
+(``rank00000-9f3a..77``), so that attempts never share a file.
 """
 
 from __future__ import annotations
@@ -58,7 +51,14 @@ class Folder:
     @cached_property
     def files(self) -> Mapping[str, StoredObject]:
         """All objects of the folder, by the name within it. Raises: OSError."""
-        return _list(self.path) if self._files is None else self._files
+        if self._files is not None:
+            return self._files
+        if is_url(self.path):
+            # A deeper folder is another checkpoint.
+            return {n: each for n, each in _below(self.path) if "/" not in n}
+        with suppress(FileNotFoundError):
+            return {each.name: _entry(each) for each in os.scandir(self.path)}
+        return {}
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -86,33 +86,15 @@ class Folder:
         if is_url(self.path):
             return int(self.time.timestamp()), number
         # In the file, because a copy of a directory may have other times.
-        found = None
         with suppress(OSError, CheckpointError):
             handle = open_plain(os.path.join(self.path, MANIFEST))
             with open(handle, "rb") as file:
-                found = _HEAD.match(file.read(100))
-        if found is not None:
-            return int(found[1]), number
+                if found := _HEAD.match(file.read(100)):
+                    return int(found[1]), number
         # Damaged: a load of the directory must say so, and take no older one.
         with suppress(OSError):
             return os.lstat(os.path.join(self.path, MANIFEST)).st_mtime_ns, number
         return 0, number
-
-
-def _list(path: str) -> dict[str, StoredObject]:
-    """Return the objects of a folder itself; empty if it is not there."""
-    if not is_url(path):
-        with suppress(FileNotFoundError):
-            return {each.name: _entry(each) for each in os.scandir(path)}
-        return {}
-    storage, name = storage_of(path)
-    start = name.strip("/")
-    return {
-        inner: each
-        for each in storage.list(name)
-        # A deeper folder is another checkpoint.
-        if "/" not in (inner := each.name.strip("/")[len(start) :].strip("/"))
-    }
 
 
 def _entry(entry: os.DirEntry[str]) -> StoredObject:
@@ -123,22 +105,27 @@ def _entry(entry: os.DirEntry[str]) -> StoredObject:
     return StoredObject(entry.path, status.st_size if is_file else -1, time)
 
 
+def _below(url: str) -> Iterator[tuple[str, StoredObject]]:
+    """Yield all objects below a URL, by the name from there."""
+    storage, name = storage_of(url)
+    start = len(name.strip("/"))
+    for each in storage.list(name):
+        yield each.name.strip("/")[start:].strip("/"), each
+
+
 def folders_in(path: str) -> Iterator[Folder]:
     """Yield the folders in ``path`` that may hold a checkpoint; none without it."""
     if not is_url(path):
-        found_here: list[os.DirEntry[str]] = []
+        entries: list[os.DirEntry[str]] = []
         with suppress(FileNotFoundError):
-            found_here = sorted(os.scandir(path), key=lambda each: each.name)
-        for entry in found_here:
+            entries = sorted(os.scandir(path), key=lambda each: each.name)
+        for entry in entries:
             # Never the target of a link, and no temporary directory.
             if not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False):
                 yield Folder(entry.path)
         return
-    storage, name = storage_of(path)
     found: defaultdict[str, dict[str, StoredObject]] = defaultdict(dict)
-    start = name.strip("/")
-    for each in storage.list(name):
-        inner = each.name.strip("/")[len(start) :].strip("/")
+    for inner, each in _below(path):
         folder, _, file = inner.rpartition("/")
         # Only folders directly below: others belong to other runs.
         if folder and "/" not in folder and (file == MANIFEST or is_part(file)):
@@ -165,14 +152,10 @@ def is_part(file: str) -> bool:
 
 
 def begin(path: str, overwrite: bool, ranks: int) -> str:
-    """Return the end of the names of the files of a new attempt to save at ``path``.
-
-    Raises: CheckpointError, if the save cannot be committed at ``path``; OSError.
-    """
+    """Return the end of the names of the files of a new attempt to save at ``path``."""
     if not split(path)[1]:
         raise CheckpointError(f"{path} has no name of a checkpoint, such as step-100.")
-    # Every process has a memory of its own, so the manifest would name files that no
-    # other process sees.
+    # The manifest would name files that no other process sees.
     if path.startswith("memory://") and ranks > 1:
         raise CheckpointError(
             f"{path} lies in the memory of a single process, and {ranks} ranks save. "
@@ -227,65 +210,42 @@ def _exists(path: str) -> CheckpointError:
 
 
 def commit(path: str, marker: bytes, overwrite: bool, files: Mapping[str, int]) -> None:
-    """Write the manifest ``marker``, which names ``files`` (with sizes in bytes).
-
-    Raises: CheckpointError, if another save has committed there meanwhile, or a file is
-    not there; OSError.
-    """
-    _require_files(path, files)
-    file = join(path, MANIFEST)
-    try:
-        # Replaced at once, so that readers see the old checkpoint or the new one, whose
-        # files lie beside each other until then.
-        if is_url(path):
-            storage, name = storage_of(file)
-            storage.put(name, marker, absent=not overwrite)
-        else:
-            put_file(file, marker, absent=not overwrite)
-    except FileExistsError as error:
-        # The answer may be lost, and the client then writes again.
-        if not _is_there(path, marker):
-            raise _exists(path) from error
-    except OSError:
-        if not _is_there(path, marker):
-            raise
-
-
-def _require_files(path: str, files: Mapping[str, int]) -> None:
-    """Raise CheckpointError if a file that the manifest will name is not there."""
-    # Another save to the same place that has committed meanwhile removed all files that
-    # its own manifest does not name.
+    """Write the manifest ``marker``, which names ``files`` (with sizes in bytes)."""
+    # Another save that has committed here meanwhile has removed the files of this one.
     there = Folder(path).sizes
     for name, nbytes in sorted(files.items()):
-        found = there.get(name)
-        if found != nbytes:
-            told = "nothing" if found is None else f"{found} bytes"
+        if there.get(name) != nbytes:
+            told = f"{there[name]} bytes" if name in there else "nothing"
             raise CheckpointError(
                 f"{join(path, name)} was written with {nbytes} bytes, and {told} is "
                 f"there; nothing was committed. Another save to {path} may have "
                 "removed the file: save from a single job, or choose another name."
             )
-
-
-def _is_there(path: str, marker: bytes) -> bool:
-    """Return whether the manifest at ``path`` is ``marker``."""
-    with suppress(OSError, CheckpointError):
-        return read_marker(path) == marker
-    return False
+    file = join(path, MANIFEST)
+    try:
+        # Replaced at once: readers see the old checkpoint or the new one.
+        if is_url(path):
+            storage, name = storage_of(file)
+            storage.put(name, marker, absent=not overwrite)
+        else:
+            put_file(file, marker, absent=not overwrite)
+    except OSError as error:
+        # The answer may be lost, and the client then writes again.
+        with suppress(OSError, CheckpointError):
+            if read_marker(path) == marker:
+                return
+        if isinstance(error, FileExistsError):
+            raise _exists(path) from error
+        raise
 
 
 def discard(path: str, ending: str) -> None:
-    """Remove the files of an attempt that was not committed; errors are ignored.
-
-    ``ending`` is the result of ``begin``. Nothing is removed if the manifest names the
-    files, or cannot be read.
-    """
+    """Remove the files of an attempt that was not committed; errors are ignored."""
     name = re.compile(rf"rank\d{{5}}{re.escape(ending)}\Z")
     with suppress(OSError, CheckpointError):
         files = Folder(path).files
         mine = [each for each in files if name.match(each)]
-        # The answer to the manifest may have been lost, or Ctrl-C have come after it:
-        # the files are then those of a checkpoint.
+        # The answer may have been lost, or Ctrl-C have come after it: all is committed.
         if MANIFEST in files:
             marker = read_marker(path)
             if any(f'"{each}"'.encode() in marker for each in mine):
@@ -308,10 +268,7 @@ def _remove(path: str, each: StoredObject) -> None:
 
 
 def read_marker(path: str, folder: Folder | None = None) -> bytes:
-    """Return the content of the manifest at ``path``; ``folder`` is its place.
-
-    Raises: CheckpointError, if there is none, or its size is no manifest's.
-    """
+    """Return the content of the manifest at ``path``; ``folder`` is its place."""
     file = join(path, MANIFEST)
     if not is_url(path):
         return read_document(file)
@@ -349,21 +306,14 @@ def is_of_series(name: str, other: str) -> bool:
 
 
 def remove_older(path: str, keep: int | None, files: set[str]) -> list[str]:
-    """Remove files at ``path`` that its manifest does not name, and older checkpoints.
-
-    Those of the series of ``path``, with a smaller number, but the newest ``keep``
-    (``path`` included; None: all stay). Return texts about what could not be removed.
-    """
-    problems: list[str] = []
+    """Remove older checkpoints, and files at ``path`` that the manifest lacks."""
     parent, name = split(path)
     mine = number_of(name)
+    problems = remove(Folder(path), spare={MANIFEST, *files})
+    if keep is None or mine is None:
+        return problems
     try:
-        # Left by a checkpoint that was replaced, or by an attempt that was interrupted.
-        _delete(Folder(path), problems, spare={MANIFEST, *files})
-        if keep is None or mine is None:
-            return problems
-        # Never one with a larger number: the run may have gone back to an older
-        # checkpoint.
+        # Never one with a larger number: the run may have gone back to an older one.
         older = [
             (number, each)
             for each in folders_in(parent)
@@ -373,16 +323,16 @@ def remove_older(path: str, keep: int | None, files: set[str]) -> list[str]:
             and number <= mine
             and each.is_committed
         ]
-        older.sort(key=lambda pair: pair[0])
-        for _, each in older[: max(0, len(older) - keep + 1)]:
-            _delete(each, problems)
     except OSError as error:
-        problems.append(f"{parent} ({error.strerror or error})")
+        return [*problems, f"{parent} ({error.strerror or error})"]
+    older.sort(key=lambda pair: pair[0])
+    for _, each in older[: max(0, len(older) - keep + 1)]:
+        problems += remove(each)
     return problems
 
 
-def _delete(folder: Folder, problems: list[str], spare: set[str] | None = None) -> None:
-    """Delete the files of a folder but ``spare``; errors go to ``problems``."""
+def remove(folder: Folder, spare: set[str] | None = None) -> list[str]:
+    """Remove the files of a folder but ``spare``; return what could not be removed."""
     try:
         # The manifest first: a folder that is removed in part must be no checkpoint.
         for file in sorted(folder.files, key=lambda file: file != MANIFEST):
@@ -393,22 +343,5 @@ def _delete(folder: Folder, problems: list[str], spare: set[str] | None = None) 
         if spare is None and not is_url(folder.path):
             os.rmdir(folder.path)
     except OSError as error:
-        problems.append(f"{folder.path} ({error.strerror or error})")
-
-
-def stale_folders(path: str) -> list[Folder]:
-    """Return the folders in ``path`` with files of saves that were not committed."""
-    return [
-        each
-        for each in folders_in(path)
-        if not each.is_committed and any(map(is_part, each.files))
-    ]
-
-
-def remove_folders(folders: list[Folder]) -> None:
-    """Remove folders that ``stale_folders`` returned. Raises: OSError."""
-    for each in folders:
-        problems: list[str] = []
-        _delete(each, problems)
-        if problems:
-            raise OSError(f"{problems[0]} could not be removed.")
+        return [f"{folder.path} ({error.strerror or error})"]
+    return []

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,19 @@ from composable_fsdp.storage.source import Copy, Source, TensorInfo
 
 NO_OPTIMIZER = "the checkpoint was saved without an optimizer"
 """The difference if ``load`` gets an optimizer and the checkpoint has no state."""
+
+
+_WORDS = {
+    "missing": "Missing in the checkpoint",
+    "unexpected": "Not in the model",
+    "misshaped": "Of another shape",
+    "dtypes": "Of another dtype",
+    "untied": "Tied in the model and different in the checkpoint",
+    "optimizer": "Of the optimizer",
+    "local": "Of single ranks",
+    "values": "Of extra and per_rank",
+}
+"""Words for each list of a report."""
 
 
 @dataclass(slots=True)
@@ -51,60 +64,52 @@ class LoadReport:
 
     def add(self, other: LoadReport) -> None:
         """Append the differences of ``other``."""
-        for each in fields(other):
-            getattr(self, each.name).extend(getattr(other, each.name))
+        for name in _WORDS:
+            getattr(self, name).extend(getattr(other, name))
 
     def _lines(self) -> list[str]:
         """Return a line per kind of difference, without empty kinds."""
-        parts: dict[str, Iterable[str]] = {
-            "Missing in the checkpoint": map(quoted, self.missing),
-            "Not in the model": map(quoted, self.unexpected),
-            "Of another shape": self.misshaped,
-            "Of another dtype": self.dtypes,
-            "Tied in the model and different in the checkpoint": self.untied,
-            "Of the optimizer": self.optimizer,
-            "Of single ranks": self.local,
-            "Of extra and per_rank": self.values,
-        }
-        lines = [(what, listed(names)) for what, names in parts.items()]
-        return [f"{what}: {names}." for what, names in lines if names]
+        lines = []
+        for name, words in _WORDS.items():
+            if found := getattr(self, name):
+                told = (
+                    map(quoted, found) if name in ("missing", "unexpected") else found
+                )
+                lines.append(f"{words}: {listed(told)}.")
+        return lines
 
     def _ways_out(self) -> list[str]:
         """Return a sentence per kind of difference that ends it."""
-        ways = []
-        if self.misshaped or self.missing or self.unexpected or self.untied:
-            ways.append(
-                "Build the model with the arguments (layers, widths, ties) of the one "
-                "that was saved."
-            )
-        if self.dtypes:
-            ways.append("LoadOptions(cast=True) converts dtypes.")
-        if NO_OPTIMIZER in self.optimizer:
-            ways.append("load(path, model) without the optimizer reads the model.")
-        elif self.optimizer and not (self.missing or self.unexpected):
-            ways.append(
-                "Make the optimizer as the saved one was made (its class, its "
-                "parameters); load(path, model) without it reads the model alone."
-            )
-        if self.missing or self.unexpected:
-            ways.append(
-                "LoadOptions(include=.., exclude=.. or rename=..) loads a part, or "
-                "other names."
-            )
-        if self.values:
-            ways.append("Pass to load the objects that were saved, at the same keys.")
-        # Without one of the two a lenient load would load nothing.
-        others = self.missing or self.unexpected or self.values or self.local
-        if self.optimizer != [NO_OPTIMIZER] or others:
-            ways.append("LoadOptions(strict=False) loads what fits.")
-        return ways
+        names = bool(self.missing or self.unexpected)
+        alone = NO_OPTIMIZER in self.optimizer
+        others = bool(names or self.values or self.local)
+        ways = {
+            "Build the model with the arguments (layers, widths, ties) of the one that "
+            "was saved.": bool(self.misshaped or self.untied or names),
+            "LoadOptions(cast=True) converts dtypes.": bool(self.dtypes),
+            "load(path, model) without the optimizer reads the model.": alone,
+            "Make the optimizer as the saved one was made (its class, its parameters); "
+            "load(path, model) without it reads the model alone.": bool(self.optimizer)
+            and not alone
+            and not names,
+            "LoadOptions(include=.., exclude=.. or rename=..) loads a part, or other "
+            "names.": names,
+            "Pass to load the objects that were saved, at the same keys.": bool(
+                self.values
+            ),
+            # Without one of the two a lenient load would load nothing.
+            "LoadOptions(strict=False) loads what fits.": others
+            or self.optimizer != [NO_OPTIMIZER],
+        }
+        return [way for way, is_due in ways.items() if is_due]
 
     def require_empty(self, source: Source) -> None:
         """Raise CheckpointError with a list of the differences, if there are any."""
         if self.is_empty():
             return
         raise CheckpointError(
-            f"load: the checkpoint{_path(source)} does not fit; nothing was loaded. "
+            f"load: the checkpoint {getattr(source, 'path', '')} does not fit; nothing "
+            "was loaded. "
             f"{' '.join(self._lines())} {' '.join(self._ways_out())}"
         )
 
@@ -115,12 +120,6 @@ class LoadReport:
                 f"load left out what does not fit. {' '.join(self._lines())}",
                 stacklevel=4,  # warn, load, inference_mode, the caller
             )
-
-
-def _path(source: Source) -> str:
-    """Return the path of the source with a leading space, if the source has a path."""
-    path = getattr(source, "path", None)
-    return f" {path}" if path else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,15 +134,13 @@ class ComparedModel:
         """Raise CheckpointError for a tensor whose elements share memory."""
         for each in self.copies:
             into = each.into
-            # A stride of 0 over several elements: an expanded tensor. A copy into the
-            # tensor would write all of these elements to the same address.
+            # Stride 0: a copy would write several elements to the same address.
             if any(
                 s == 0 and n > 1 for s, n in zip(into.stride(), into.shape, strict=True)
             ):
                 raise CheckpointError(
                     f"Elements of {quoted(each.name)} share memory (it is expanded), "
-                    "so "
-                    "nothing can be loaded into it. Register a clone() of it."
+                    "so nothing can be loaded into it. Register a clone() of it."
                 )
 
     def set_own_states(self) -> None:
@@ -153,10 +150,7 @@ class ComparedModel:
 
 
 def find(source: Source, names: tuple[str, ...]) -> str | None:
-    """Return the name under which the checkpoint has a tensor, or None.
-
-    ``names`` are all names of the tensor in the model; a tied tensor has several.
-    """
+    """Return the name under which the checkpoint has a tensor, or None."""
     # The checkpoint may have any of the names of a tied tensor.
     for name in names:
         if name in source.model:
@@ -190,36 +184,27 @@ def compare_model(
     *,
     cast: bool,
 ) -> ComparedModel:
-    """Compare names, shapes and dtypes; differences go to ``report``.
-
-    Reads no values, except of tied parameters that the checkpoint has under several
-    names. Changes nothing.
-    """
+    """Compare names, shapes and dtypes; differences go to ``report``."""
     copies: list[Copy] = []
     used: set[str] = set()
-
-    def fits(
-        names: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype
-    ) -> str | None:
-        """Return the name in the checkpoint if the tensor fits; report differences."""
-        found = find(source, names)
-        if found is None:
-            report.missing.append(names[0])
-            return None
-        # All names of a tied tensor count as used, so none of them is unexpected.
-        used.update((found, *names))
-        ok = _is_fitting(names[0], shape, dtype, source.model[found], report, cast)
-        return found if ok else None
-
     for held in contents.each():
-        found = fits(held.names, held.shape, held.dtype)
+        name = find(source, held.names)
+        if name is None:
+            report.missing.append(held.names[0])
+            continue
+        # All names of a tied tensor count as used, so none of them is unexpected.
+        used.update((name, *held.names))
         start, stop = held.interval
         # A rank without elements of the parameter reads nothing.
-        if found is not None and stop > start:
+        if _is_fitting(held, source.model[name], report, cast) and stop > start:
             # A view: the copy writes straight into the flat shard, or the tensor.
-            copies.append(copy_of(held, found, None, held.local))
+            copies.append(copy_of(held, name, None, held.local))
             report.untied += _untied(source, held.names, copies[-1])
-    _compare_wrappers(source, contents, report)
+    for each in contents.wrappers:
+        # Other formats do not tell; their inner tensors are compared as any tensor.
+        saved = source.wrappers.get(each.name, each.facts)
+        if saved != each.facts:
+            report.misshaped.append(_unlike(each.name, each.facts, saved))
     # Each tied tensor is in ``source.model`` once, so the other names never count.
     own_states = contents.own_states
     report.missing += [name for name in own_states if name not in source.own_states]
@@ -230,22 +215,9 @@ def compare_model(
     return ComparedModel(source, copies, fitting)
 
 
-def _compare_wrappers(source: Source, contents: Contents, report: LoadReport) -> None:
-    """Report tensors that wrap others in another way than in the checkpoint."""
-    for each in contents.wrappers:
-        # Other formats do not tell; their inner tensors are compared as any tensor.
-        saved = source.wrappers.get(each.name, each.facts)
-        if saved != each.facts:
-            report.misshaped.append(
-                f"{quoted(each.name)} (expected {each.facts}, the checkpoint has "
-                f"{saved})"
-            )
-
-
 def _untied(source: Source, names: tuple[str, ...], target: Copy) -> list[str]:
     """Return the other names of a tied tensor with other values in the checkpoint."""
-    # The checkpoint may hold several values for a tensor that the model has only once.
-    # Loading any of them would silently drop the others.
+    # To load any of the checkpoint's several values would silently drop the others.
     others = [name for name in names if name in source.model and name != target.name]
     if not others:
         return []
@@ -254,33 +226,27 @@ def _untied(source: Source, names: tuple[str, ...], target: Copy) -> list[str]:
         f"{quoted(name)} (tied to {quoted(target.name)})"
         for name in others
         if source.model[name] != info
-        or not _same_bytes(source.read(target._replace(name=name)), value)
+        # Bytes and not values: NaN equals NaN.
+        or not torch.equal(
+            source.read(target._replace(name=name)).view(torch.uint8),
+            value.view(torch.uint8),
+        )
     ]
 
 
-def _same_bytes(left: Tensor, right: Tensor) -> bool:
-    """Return whether two tensors have equal bytes; unlike values, NaN equals NaN."""
-    return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
-
-
-def _is_fitting(
-    name: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    info: TensorInfo,
-    report: LoadReport,
-    cast: bool,
-) -> bool:
+def _is_fitting(held: Held, info: TensorInfo, report: LoadReport, cast: bool) -> bool:
     """Return whether shape and dtype fit; add a line to ``report`` if not."""
+    name = held.names[0]
     # A tensor of another shape is reported only once, even if the dtype differs, too.
-    if info.shape != shape:
-        report.misshaped.append(
-            f"{quoted(name)} (expected {shape}, the checkpoint has {info.shape})"
-        )
-        return False
-    if info.dtype != dtype and not cast:
-        report.dtypes.append(
-            f"{quoted(name)} (expected {dtype}, the checkpoint has {info.dtype})"
-        )
-        return False
-    return True
+    if info.shape != held.shape:
+        report.misshaped.append(_unlike(name, held.shape, info.shape))
+    elif info.dtype != held.dtype and not cast:
+        report.dtypes.append(_unlike(name, held.dtype, info.dtype))
+    else:
+        return True
+    return False
+
+
+def _unlike(name: str, own: object, saved: object) -> str:
+    """Return the words for a tensor that is another in the checkpoint."""
+    return f"{quoted(name)} (expected {own}, the checkpoint has {saved})"

@@ -1,16 +1,15 @@
 """Lists the tensors of a module by the plain model's names: regions, and other tensors.
 
-Saving and loading both start here. A name is the path of the module plus the attribute
-that holds the tensor. So the names are the names of the plain model's state dict,
-whether the module is wrapped or not, and whether a unit shows sharded or full
-parameters. Wrappers leave no trace in the names: ours, DistributedDataParallel, and the
-module that torch.compile returns.
+A name is the path of the module plus the attribute that holds the tensor, whatever
+form a unit shows. Wrappers leave no trace in the names: ours, DistributedDataParallel,
+and the module that torch.compile returns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -23,11 +22,9 @@ from composable_fsdp.compose.registry import (
     incompatible_api,
 )
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
-from composable_fsdp.flat.param_ref import ParamRef
-from composable_fsdp.flat.region import FlatParameter
+from composable_fsdp.flat.param_ref import ParamRef, find_param, param_refs
 from composable_fsdp.naming import join_name, listed, quoted
-from composable_fsdp.optim.names import names_of, optimizers_of
+from composable_fsdp.optim.names import is_absent, names_of, optimizers_of
 from composable_fsdp.optim.own_state_dict import is_wrapper
 from composable_fsdp.optim.scalars import is_scalar
 from composable_fsdp.planning import walk
@@ -38,12 +35,13 @@ from composable_fsdp.storage.mesh_copies import (
     local_state,
     loose_rectangle,
     mesh_groups_in,
+    ranks_of,
 )
 from composable_fsdp.storage.source import OWN_STATE
 from composable_fsdp.storage.wrappers import (
     HeldWrapper,
-    Wrappers,
     kind_of,
+    opened,
     require_readable,
 )
 from composable_fsdp.tree.state import _FSDPState
@@ -52,10 +50,7 @@ from composable_fsdp.tree.traversal import _get_unit_state
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """This rank's box of a named tensor: of a buffer, or a parameter in no unit.
-
-    The same on every rank, unless the tensor is a DTensor.
-    """
+    """This rank's box of a named tensor: of a buffer, or a parameter in no unit."""
 
     names: tuple[str, ...]
     """A tied tensor has several."""
@@ -81,6 +76,34 @@ class Held:
         """Whether each rank holds a part."""
         return self.rectangle is not None or isinstance(self, HeldParam)
 
+    @property
+    def is_absent(self) -> bool:
+        """Whether only other ranks hold elements, and the optimizer's state."""
+        return is_absent(self.leaf)
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether the module holds a parameter, and no buffer."""
+        return isinstance(self.shown, nn.Parameter)
+
+    def has_elements(self, key: str, value: Any) -> bool:
+        """Return whether a state has an element for each element on this rank."""
+        shape, name = tuple(self.leaf.shape), quoted(self.names[0])
+        if is_scalar(key, value, shape):
+            return False
+        if value.shape == shape:
+            return True
+        # A tensor that one rank has whole may have state of any shape.
+        if not self.is_cut:
+            return False
+        raise CheckpointError(
+            f"Optimizer state {key!r} of {name} has shape {tuple(value.shape)}; "
+            f"expected a number or the shape of this rank's shard, {shape}. State that "
+            "is not element-wise, or was made before fully_shard, cannot be saved in "
+            "shards: use an element-wise optimizer, and make it hold state only after "
+            "fully_shard."
+        )
+
     def holders(self) -> tuple[int, ...] | None:
         """Return the ranks with the same elements: () for this one, None for all."""
         return () if self.is_cut else None
@@ -95,28 +118,19 @@ class HeldParam(Held):
     def holders(self) -> tuple[int, ...]:
         """Return the ranks with the same elements: its replicas, or () without."""
         group = self.ref.handle.groups.replicate
-        return () if group is None else tuple(dist.get_process_group_ranks(group))
-
-
-def _held_param(names: list[str], ref: ParamRef) -> HeldParam:
-    """Return the box of a parameter of a unit."""
-    slot, leaf = ref.slot, ref.leaf
-    place = None if slot.whole is None else rectangle_of(slot.whole, slot.shape)
-    dtype, flat = ref.region.layout.dtype, leaf.detach().reshape(-1)
-    facts = dtype, ref.shape, leaf, flat, ref.interval, place
-    return HeldParam(tuple(names), leaf, leaf, *facts, ref)
+        return () if group is None else ranks_of(group)
 
 
 def _held_tensor(
     names: list[str],
     tensor: Tensor,
-    dtype: torch.dtype,
-    wrapper: Tensor | None,
+    original: dict[str, torch.dtype],
+    shown: Tensor,
     what: str,
 ) -> Held:
-    """Return the box of a tensor in no unit; ``wrapper`` is the one around it."""
+    """Return the box of a tensor in no unit; ``shown`` is it, or the one around it."""
     # Detached: autograd refuses an in-place write to a leaf that requires a gradient.
-    local, shown = local_of(tensor).detach(), tensor if wrapper is None else wrapper
+    local, dtype = local_of(tensor).detach(), original.get(names[0], tensor.dtype)
     place = loose_rectangle(tensor, names[0], what)
     facts = dtype, tuple(tensor.shape), local, local, (0, local.numel()), place
     return Held(tuple(names), tensor, shown, *facts)
@@ -126,8 +140,8 @@ def _held_tensor(
 class HeldRegion:
     """A region of a unit, and the region's parameters in slot order."""
 
-    handle: FlatParamHandle
-    region: FlatParameter
+    ref: ParamRef
+    """The first parameter of the region."""
     params: tuple[HeldParam, ...]
 
 
@@ -145,24 +159,21 @@ class Contents:
     wrappers: tuple[HeldWrapper, ...] = ()
     """Tensors that wrap others, whose inner tensors are in ``tensors``."""
 
-    def each(self) -> Iterator[Held]:
-        """Yield the parameters of units, and then the other tensors."""
+    def params(self) -> Iterator[HeldParam]:
+        """Yield the parameters of units."""
         for region in self.regions:
             yield from region.params
+
+    def each(self) -> Iterator[Held]:
+        """Yield the parameters of units, and then the other tensors."""
+        yield from self.params()
         yield from self.tensors
 
 
 def contents_of(module: nn.Module, what: str, *, inner: bool = False) -> Contents:
-    """Return the tensors that ``module`` holds.
-
-    Afterwards the units are sharded and idle.
-
-    Raises: PhaseError, inside a step; CheckpointError, if ``module`` holds only a part
-    of a unit, or a unit has no values yet.
-    """
+    """Return the tensors that ``module`` holds."""
     states = _settled_states(module, what)
-    # (module that holds the parameter, attribute name) -> (unit, slot). The attribute
-    # identifies the parameter in every form: sharded, unsharded, or flat.
+    # (module, attribute) -> (unit, slot), whatever form the unit shows.
     slot_of = {
         (id(info.module), info.name): (state, info.slot_index)
         for state in states.values()
@@ -172,7 +183,9 @@ def contents_of(module: nn.Module, what: str, *, inner: bool = False) -> Content
     in_units: dict[int, dict[int, list[str]]] = {id(s): {} for s in states.values()}
     # id(tensor) -> the tensor and its names.
     others: dict[int, tuple[Tensor, list[str]]] = {}
-    wrappers = Wrappers(what, allowed=inner)
+    wrappers: list[HeldWrapper] = []
+    # id(inner tensor) -> the tensor that the module holds.
+    around: dict[int, Tensor] = {}
     given = _names_given(module)
     for path, each in places(module):
         _refuse_foreign(path, each, what)
@@ -183,46 +196,41 @@ def contents_of(module: nn.Module, what: str, *, inner: bool = False) -> Content
                 in_units[id(found[0])].setdefault(found[1], []).append(name)
                 continue
             # A sharded parameter of a unit that is not below ``module``.
-            if find_leaf(tensor) is not None:
+            if find_param(tensor) is not None:
                 raise _partly(module, name, what)
             # By identity: a tied tensor is saved once, with all names.
-            for told, part in wrappers.opened(tensor, name):
+            parts = opened(tensor, name, what, wrappers) if inner else [(name, tensor)]
+            for told, part in parts:
                 require_readable(part, told, what)
+                around[id(part)] = tensor
                 others.setdefault(id(part), (part, []))[1].append(told)
     regions = tuple(
-        HeldRegion(
-            state.handle,
-            region,
-            _params(module, state.handle, region, in_units[id(state)], what),
-        )
+        _region(module, list(refs), in_units[id(state)], what)
         for state in states.values()
-        for region in state.handle.layout.regions
+        for _, refs in groupby(param_refs(state.handle), lambda ref: id(ref.region))
     )
     original = _original_dtypes(module, states)
-    # A buffer that mixed precision has cast is saved in its original dtype, so the
-    # checkpoint does not depend on the precision policy.
     tensors = tuple(
-        _held_tensor(
-            names,
-            tensor,
-            original.get(names[0], tensor.dtype),
-            wrappers.around.get(id(tensor)),
-            what,
-        )
+        _held_tensor(names, tensor, original, around.get(id(tensor), tensor), what)
         for tensor, names in others.values()
     )
-    _require_values(regions, tensors, what)
+    meta = [p.names[0] for r in regions if r.ref.region.shard.is_meta for p in r.params]
+    meta += [held.names[0] for held in tensors if held.tensor.is_meta]
+    if meta:
+        raise CheckpointError(
+            f"{what} expects values, and {listed(map(quoted, meta))} are on meta. Call "
+            "model.to_empty(device=...) first, and set the buffers that are not "
+            "persistent; load fills the rest."
+        )
     own_states = {
         join_name(path, OWN_STATE): each
         for path, each in places(module)
-        # Only modules that override the method have an extra state; the base class
-        # raises.
+        # The base class raises: modules that override it have an extra state.
         if type(each).get_extra_state is not nn.Module.get_extra_state
     }
     units = tuple(states.values())
-    groups = mesh_groups_in(module, (state.handle for state in units))
-    held = tuple(wrappers.found)
-    return Contents(units, regions, tensors, own_states, tuple(groups), held)
+    groups = tuple(mesh_groups_in(module, units))
+    return Contents(units, regions, tensors, own_states, groups, tuple(wrappers))
 
 
 def _refuse_foreign(path: str, module: nn.Module, what: str) -> None:
@@ -243,29 +251,21 @@ def _refuse_foreign(path: str, module: nn.Module, what: str) -> None:
 
 
 def _names_given(module: nn.Module) -> dict[int, str]:
-    """Return, by id, names of parameters that differ from the attribute's path.
-
-    A class can show a parameter under another name in ``named_parameters``.
-    """
+    """Return, by id, names of parameters that differ from the attribute's path."""
     here = {
         (id(parameter), join_name(path, key))
         for path, each in places(module, through_ddp=False)
         for key, parameter in each._parameters.items()
     }
     names = names_of(module)
-    # ``contents_of`` joins a module's path and the attribute to a name. Keep only names
-    # that differ from every such name of the parameter: the class has chosen them.
+    # Names that differ from every place of the parameter: the class has chosen them.
     return {key: name for key, name in names.items() if (key, name) not in here}
 
 
 def places(
     module: nn.Module, *, through_ddp: bool = True
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield ``module`` and all below at every path, in the order of ``modules()``.
-
-    If ``through_ddp`` is True (the default), paths leave out DistributedDataParallel's
-    attribute ``module``, and ``_orig_mod`` of a module that torch.compile returned.
-    """
+    """Yield ``module`` and all below at every path, in the order of ``modules()``."""
     # Every path, because a tied parameter has a name for each path.
     hidden = _wrapped_as if through_ddp else None
     return walk.named(module, every_path=True, hidden=hidden)
@@ -286,14 +286,12 @@ def units_in(module: nn.Module) -> list[_FSDPState]:
 
 def _states(module: nn.Module) -> dict[str, _FSDPState]:
     """Return every unit in ``module`` by path, each unit once, at the first path."""
-    found: dict[str, _FSDPState] = {}
-    seen: set[int] = set()
+    found: dict[int, tuple[str, _FSDPState]] = {}
     for path, each in places(module):
         state = _get_unit_state(each)
-        if state is not None and id(state) not in seen:
-            seen.add(id(state))
-            found[path] = state
-    return found
+        if state is not None:
+            found.setdefault(id(state), (path, state))
+    return dict(found.values())
 
 
 def _settled_states(module: nn.Module, what: str) -> dict[str, _FSDPState]:
@@ -302,12 +300,11 @@ def _settled_states(module: nn.Module, what: str) -> dict[str, _FSDPState]:
     trees: dict[int, _FSDPState] = {}
     for state in found.values():
         require_between_steps(state, what)
-        # Units of a root share the context, and ``require_idle`` acts on the whole
-        # tree.
+        # Units of a root share the context.
         if state.context is not None:
             trees.setdefault(id(state.context), state)
-    # Reshard units that were kept unsharded on purpose: their shards are read or
-    # overwritten now.
+    # Acts on the whole tree. Units that were kept unsharded on purpose are resharded:
+    # their shards are read or overwritten now.
     for state in trees.values():
         require_idle(state, what)
     return found
@@ -324,25 +321,20 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield key, buffer
 
 
-def _params(
-    module: nn.Module,
-    handle: FlatParamHandle,
-    region: FlatParameter,
-    found: dict[int, list[str]],
-    what: str,
-) -> tuple[HeldParam, ...]:
-    """Return the region's parameters in slot order.
-
-    Raises: CheckpointError, if a parameter of the region is not below ``module``.
-    """
-    slots = region.layout.parameters
-    for slot in slots:
+def _region(
+    module: nn.Module, refs: list[ParamRef], found: dict[int, list[str]], what: str
+) -> HeldRegion:
+    """Return a region, whose parameters have the names ``found`` by slot index."""
+    params = []
+    for ref in refs:
+        slot, leaf, dtype = ref.slot, ref.leaf, ref.region.layout.dtype
         if slot.index not in found:
             raise _partly(module, slot.fqn, what)
-    return tuple(
-        _held_param(found[slot.index], ParamRef(handle, region, i))
-        for i, slot in enumerate(slots)
-    )
+        place = None if slot.whole is None else rectangle_of(slot.whole, slot.shape)
+        flat, names = leaf.detach().reshape(-1), tuple(found[slot.index])
+        facts = dtype, ref.shape, leaf, flat, ref.interval, place
+        params.append(HeldParam(names, leaf, leaf, *facts, ref))
+    return HeldRegion(refs[0], tuple(params))
 
 
 def _partly(module: nn.Module, name: str, what: str) -> CheckpointError:
@@ -358,6 +350,7 @@ def _original_dtypes(
     module: nn.Module, states: dict[str, _FSDPState]
 ) -> dict[str, torch.dtype]:
     """Return the original dtypes of buffers that mixed precision has cast, by name."""
+    # A checkpoint does not depend on the precision policy.
     found: dict[str, torch.dtype] = {}
     for path, state in states.items():
         if state.precision is None or not state.precision.buffer_dtypes:
@@ -370,20 +363,6 @@ def _original_dtypes(
             if start is not None:
                 found[join_name(start, name)] = dtype
     return found
-
-
-def _require_values(
-    regions: tuple[HeldRegion, ...], tensors: tuple[Held, ...], what: str
-) -> None:
-    """Raise CheckpointError if a tensor is on the meta device."""
-    meta = [p.names[0] for r in regions if r.region.shard.is_meta for p in r.params]
-    meta += [held.names[0] for held in tensors if held.tensor.is_meta]
-    if meta:
-        raise CheckpointError(
-            f"{what} expects values, and {listed(map(quoted, meta))} are on "
-            "meta. Call model.to_empty(device=...) first, and set the "
-            "buffers that are not persistent; load fills the rest."
-        )
 
 
 def not_in_module(parameter: Tensor, g: int, i: int, what: str) -> CheckpointError:
@@ -407,11 +386,7 @@ def not_in_module(parameter: Tensor, g: int, i: int, what: str) -> CheckpointErr
 
 
 def optimizers_in(optim: object, what: str) -> list[torch.optim.Optimizer]:
-    """Return ``optim`` (None, an optimizer or a list of optimizers) as a list.
-
-    Raises: TypeError, naming ``what``, for any other object; CheckpointError, for a
-    parameter that is in two of the optimizers.
-    """
+    """Return ``optim`` (None, an optimizer or a list of optimizers) as a list."""
     found = [] if optim is None else optimizers_of(optim)
     for each in found:
         # Checked by attributes: an optimizer may be a wrapper of another class.
@@ -430,33 +405,10 @@ def named(contents: Contents) -> dict[int, Held]:
 
 
 def readable_state(value: Any, held: Held, key: str) -> Any:
-    """Return a state with the elements of this rank.
-
-    Raises: CheckpointError, for a tensor without values in memory of its own.
-    """
+    """Return a state with the elements of this rank."""
     # Numbers and texts have no memory that could be read wrongly.
     if not isinstance(value, Tensor):
         return value
     where = f"{held.names[0]} (state {key!r})"
     require_readable(value, where, "save")
     return local_state(value, held.tensor, where)
-
-
-def is_elementwise(name: str, value: Any, leaf: Tensor, fqn: str) -> bool:
-    """Return whether ``value`` has an element for each element of the shard.
-
-    If not, the state has the same value on all ranks.
-
-    Raises: CheckpointError, for a tensor that is neither a scalar nor element-wise.
-    """
-    if is_scalar(name, value, leaf.shape):
-        return False
-    if value.shape == leaf.shape:
-        return True
-    raise CheckpointError(
-        f"Optimizer state {name!r} of {quoted(fqn)} has shape {tuple(value.shape)}; "
-        f"expected a number or the shape of this rank's shard, {tuple(leaf.shape)}. "
-        "State that is not element-wise, or was made before fully_shard, cannot be "
-        "saved in shards: use an element-wise optimizer, and make it hold state only "
-        "after fully_shard."
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from os import PathLike, fspath
 from pathlib import Path
@@ -16,7 +16,6 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.storage.directory import appear
 from composable_fsdp.storage.formats.safetensors_files import SafetensorsWriter
-from composable_fsdp.storage.formats.torch_read import require_checksums
 from composable_fsdp.storage.formats.write import write_dcp, write_native, write_torch
 from composable_fsdp.storage.opening import (
     DCP,
@@ -24,10 +23,9 @@ from composable_fsdp.storage.opening import (
     NATIVE,
     SAFETENSORS,
     TORCH,
-    find_checkpoint,
     open_source,
 )
-from composable_fsdp.storage.source import Read, Source, TensorInfo
+from composable_fsdp.storage.source import Source, TensorInfo
 from composable_fsdp.storage.storages import require_local
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -84,8 +82,7 @@ def convert(
         left_out = [] if found.rng(0, 1) is None else ["random states"]
         left_out += ["scalars of other ranks (local)"] if found.local_states else []
         left_out += ["values of single ranks (per_rank)"] if found.saved_ranks else []
-        # safetensors holds weights only, so the other parts are hidden and never read.
-        # A file with unreadable optimizer state can still be converted.
+        # safetensors holds weights only, and other parts may be unreadable.
         given = Watched(found, progress, weights_only=weights_only or to == SAFETENSORS)
         where = Path(destination)
         if to == SAFETENSORS:
@@ -100,10 +97,7 @@ def convert(
 
 
 def write_safetensors(path: Path, source: Source, *, max_shard_bytes: int) -> None:
-    """Write the weights of ``source``; a single file for a file path.
-
-    Raises: CheckpointError, as ``convert``.
-    """
+    """Write the weights of ``source``; a single file for a file path."""
     with appear(path) as out:
         writer = SafetensorsWriter(
             out,
@@ -130,74 +124,65 @@ _WRITERS: Mapping[str, Callable[[Path, Source], None]] = {
 def opened(source: str | PathLike[str] | Source) -> Iterator[Source]:
     """Yield the source itself, or open the path and close the source at the end."""
     # The caller closes a source that the caller has opened.
-    if isinstance(source, Source):
-        _require_shown(source)
-        yield source
-    else:
-        with open_whole(source) as found:
-            _require_shown(found)
-            yield found
-
-
-def _require_shown(source: Source) -> None:
-    """Raise CheckpointError if tensors of single ranks would be left out."""
-    shown = {*source.model, *source.aliases, *source.own_states}
-    # A converted checkpoint has a single value per name.
-    hidden = sorted(source.local_tensors - shown)
-    if hidden:
-        raise CheckpointError(
-            f"{getattr(source, 'path', 'the checkpoint')} has values of "
-            f"{listed(map(quoted, hidden))} per rank (SaveOptions.local). Open it by "
-            "storage.open_source, and pass the source of a rank, source.on_rank(0)."
-        )
+    given = nullcontext(source) if isinstance(source, Source) else open_whole(source)
+    with given as found:
+        shown = {*found.model, *found.aliases, *found.own_states}
+        # A converted checkpoint has a single value per name.
+        if hidden := sorted(found.local_tensors - shown):
+            raise CheckpointError(
+                f"{getattr(found, 'path', 'the checkpoint')} has values of "
+                f"{listed(map(quoted, hidden))} per rank (SaveOptions.local). Open it "
+                "by storage.open_source, and pass the source of a rank, "
+                "source.on_rank(0)."
+            )
+        yield found
 
 
 def open_whole(path: str | PathLike[str]) -> Source:
-    """Open a checkpoint that will be read from end to end; see ``open_source``.
-
-    Raises: CheckpointError, as ``open_source``; also for a ``torch.save`` file whose
-    bytes do not match the checksums.
-    """
-    found, kind = find_checkpoint(path)
-    # The checksums of a ``torch.save`` file cover whole records, so a slice cannot be
-    # verified. Verify the whole file now, because all of the file will be read.
-    if kind == TORCH:
-        require_checksums(Path(found))
-    return open_source(found)
-
-
-def _beside_weights(source: Source) -> list[str]:
-    """Return words for the parts of the source that are not weights."""
-    return [
-        words
-        for words, part in (
-            ("optimizer state", lambda: source.param_groups),
-            ("extra state", lambda: source.extra),
-            ("modules' own states", lambda: source.own_states or None),
-        )
-        if _is_there(part)
-    ]
-
-
-def _is_there(part: Callable[[], object]) -> bool:
-    """Return whether the part exists."""
+    """Open a checkpoint that will be read from end to end; see ``open_source``."""
+    source = open_source(path)
     try:
-        return part() is not None
-    # A part that cannot be read exists, too.
-    except CheckpointError:
-        return True
+        # Those of a ``torch.save`` file cover records, so a slice cannot be verified.
+        source.require_checksums()
+    except BaseException:
+        source.close()
+        raise
+    return source
+
+
+def _beside_weights(source: Source) -> Iterator[str]:
+    """Yield words for the parts of the source that are not weights."""
+    parts: dict[str, Callable[[], object]] = {
+        "optimizer state": lambda: source.param_groups,
+        "extra state": lambda: source.extra,
+        "modules' own states": lambda: source.own_states or None,
+    }
+    for words, part in parts.items():
+        try:
+            is_there = part() is not None
+        # A part that cannot be read exists, too.
+        except CheckpointError:
+            is_there = True
+        if is_there:
+            yield words
 
 
 def check_readable(
     source: Source, *, weights_only: bool = False, progress: Progress | None = None
 ) -> int:
-    """Read every element of model, optimizer and extra state; return the bytes read.
-
-    Raises: CheckpointError, for damaged or missing data.
-    """
+    """Read every element of model, optimizer and extra state; return the bytes read."""
     total = 0
     watched = Watched(source, progress, weights_only=weights_only)
-    for name, info, read in _tensors_of(watched):
+    tensors = [
+        (name, info, partial(watched.read_model, name))
+        for name, info in watched.model.items()
+    ]
+    tensors += [
+        (f"{name}, {key}", info, partial(watched.read_optim, name, key))
+        for name, states in watched.optim.items()
+        for key, info in states.items()
+    ]
+    for name, info, read in tensors:
         for start, stop in info.slices():
             got = read(start, stop)
             # A reader must not return fewer elements for a short file.
@@ -207,25 +192,10 @@ def check_readable(
                     f"{stop - start} of {info.dtype}."
                 )
             # A reader may only map the file, so a disk error shows when bytes are read.
-            _touch(got)
+            if got.numel():
+                got.view(torch.uint8).max()
         total += info.nbytes
     return total
-
-
-def _tensors_of(source: Source) -> Iterator[tuple[str, TensorInfo, Read]]:
-    """Yield the name, the info and the reader of all tensors of model and optimizer."""
-    for name, info in source.model.items():
-        yield name, info, partial(source.read_model, name)
-    for name, states in source.optim.items():
-        for key, info in states.items():
-            yield f"{name}, {key}", info, partial(source.read_optim, name, key)
-
-
-def _touch(values: Tensor) -> None:
-    """Read every byte of ``values``."""
-    if values.numel():
-        # For a mapped file, the disk is read only when the memory is read.
-        values.view(torch.uint8).max()
 
 
 class Watched(Source):
@@ -243,8 +213,7 @@ class Watched(Source):
         self.optim: Mapping[str, Mapping[str, TensorInfo]] = {}
         self.param_groups: Sequence[Mapping[str, Any]] | None = None
         self.extra = None
-        # Do not touch attributes that are not wanted: a source may compute them on
-        # access, and raise for optimizer state that cannot be read.
+        # Untouched if not wanted: a source may compute them, and raise.
         if not weights_only:
             self.optim = source.optim
             self.optim_values = source.optim_values
@@ -253,11 +222,9 @@ class Watched(Source):
             self.own_states = source.own_states
 
     def read_model(self, name: str, start: int, stop: int) -> Tensor:
-        """Read from ``source`` and report the bytes; see ``Source``."""
         return self._told(self._source.read_model(name, start, stop))
 
     def read_optim(self, name: str, state: str, start: int, stop: int) -> Tensor:
-        """Read from ``source`` and report the bytes; see ``Source``."""
         return self._told(self._source.read_optim(name, state, start, stop))
 
     def _told(self, values: Tensor) -> Tensor:

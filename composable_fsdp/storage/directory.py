@@ -1,27 +1,20 @@
 """Makes, syncs and finds files and directories of checkpoints, on the writing rank.
 
-Also checks the file names that a checkpoint contains, and makes converted checkpoints
-and exports appear at once, by the rename of a temporary directory. No function here
-uses a collective.
-
-No stranger's file takes memory before it is judged: a document that is larger than the
-limit is refused unread.
+Converted checkpoints and exports appear at once, by the rename of a temporary
+directory. A stranger's document that is larger than the limit is refused unread.
 """
 
 from __future__ import annotations
 
 import errno
-import io
 import os
 import re
 import secrets
 import shutil
 import stat
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import IO, cast
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed
@@ -58,11 +51,7 @@ def require_document(path: str, nbytes: int) -> None:
 
 
 def read_document(path: str) -> bytes:
-    """Return the content of a small regular file, whose size is judged first.
-
-    Raises: CheckpointError, naming ``path``, for a file that is missing, not regular,
-    or larger than ``MAX_DOCUMENT``.
-    """
+    """Return the content of a small regular file, whose size is judged first."""
     handle = open_plain(path)
     with named_errors(path), open(handle, "rb") as found:
         nbytes = os.fstat(handle).st_size
@@ -74,8 +63,7 @@ def read_document(path: str) -> bytes:
 @contextmanager
 def within_limits(path: object) -> Iterator[None]:
     """Turn RecursionError and MemoryError of the block into CheckpointError."""
-    # Both are subclasses of RuntimeError and Exception, and neither names a file. The
-    # stack is unwound here, so building the message has room again.
+    # Neither names a file. The stack is unwound here, so there is room for a message.
     try:
         yield
     except (RecursionError, MemoryError) as error:
@@ -84,25 +72,6 @@ def within_limits(path: object) -> Iterator[None]:
             f"{path} asks for more {what} than this process has. Nothing was loaded. "
             "The checkpoint is damaged or hostile, or needs a larger machine."
         ) from error
-
-
-def bounded(path: str | os.PathLike[str]) -> IO[bytes]:
-    """Open a file for zipfile, which reads as many bytes as an archive claims."""
-    return cast("IO[bytes]", _BoundedFile(path))
-
-
-class _BoundedFile(io.FileIO):
-    """A file that refuses to read more than ``MAX_DOCUMENT`` bytes at a time."""
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        """Read at most ``size`` bytes. Raises: BadZipFile, above ``MAX_DOCUMENT``."""
-        # zipfile passes the size of the central directory that the end of the archive
-        # claims, and FileIO allocates that size before reading.
-        left = os.fstat(self.fileno()).st_size - self.tell()
-        wanted = left if size is None or size < 0 else min(size, left)
-        if wanted > MAX_DOCUMENT:
-            raise zipfile.BadZipFile(f"its directory has {wanted} bytes")
-        return super().read(max(wanted, 0)) or b""
 
 
 MANIFEST = "manifest.json"
@@ -116,27 +85,6 @@ def path_text(path: object, what: str) -> str:
     if not isinstance(text, str) or not text.strip():
         raise TypeError(f"{what} expects a path, got {path!r}.")
     return text
-
-
-def make_temporary(path: str) -> str:
-    """Make the directory to write the checkpoint ``path`` in, and return the new path.
-
-    Raises: CheckpointError, if the directory cannot be made.
-    """
-    parent, name = os.path.split(path)
-    # In the same parent directory as ``path``: a rename is atomic only within a file
-    # system.
-    made = os.path.join(parent, f".{name}.tmp-{secrets.token_hex(8)}")
-    try:
-        make_parents(parent)
-        os.mkdir(made)
-    except OSError as error:
-        raise CheckpointError(
-            f"The directory {made} cannot be made ({error.strerror}: "
-            f"{error.filename}); a checkpoint is written there first. Save where "
-            "this process may write."
-        ) from error
-    return made
 
 
 def make_parents(path: str) -> None:
@@ -153,12 +101,8 @@ def make_parents(path: str) -> None:
 
 
 def make_seen(path: str) -> None:
-    """Make the directory that rank 0 has made, if this rank does not see it yet.
-
-    Raises: OSError.
-    """
-    # Network file systems remember for seconds that a name was not there; to make the
-    # directory again asks the server.
+    """Make the directory that rank 0 has made, if this rank does not see it yet."""
+    # Network file systems remember for seconds that a name was not there.
     try:
         os.mkdir(path)
     except FileExistsError:
@@ -166,16 +110,6 @@ def make_seen(path: str) -> None:
     except OSError as error:
         error.filename = path
         raise
-
-
-def require_free(path: str) -> None:
-    """Raise CheckpointError if ``path`` exists."""
-    # ``lexists``: a broken symbolic link counts as existing, too.
-    if os.path.lexists(path):
-        raise CheckpointError(
-            f"{path} exists already, and nothing is overwritten. Choose another name, "
-            "or remove it first."
-        )
 
 
 def no_checkpoint_text(path: str, where: str = "") -> str:
@@ -217,12 +151,7 @@ def sync(path: str | os.PathLike[str]) -> None:
 
 
 def put_file(path: str, data: bytes, *, absent: bool) -> None:
-    """Write a small file at once: a reader sees no file, the old, or the new.
-
-    The names in the directory are on the disk before the file has its own.
-
-    Raises: FileExistsError, if ``absent`` and there is a file; OSError.
-    """
+    """Write a small file at once: a reader sees no file, the old, or the new."""
     part = f"{path}.{secrets.token_hex(8)}.part"
     write_synced(part, data)
     sync(os.path.dirname(path))
@@ -243,13 +172,9 @@ def stale_outputs(directory: str) -> list[str]:
 
 
 def open_plain(path: str) -> int:
-    """Open a regular file for reading, and return the file descriptor.
-
-    Raises: CheckpointError, naming ``path``, if the file is missing or not regular.
-    """
+    """Open a regular file for reading, and return the file descriptor."""
     try:
-        # Follow no link, and do not wait for a writer if ``path`` is a pipe: a
-        # checkpoint from elsewhere may contain either.
+        # A checkpoint from elsewhere: follow no link, and wait for no pipe.
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         raise CheckpointError(
@@ -266,13 +191,8 @@ def open_plain(path: str) -> int:
 
 
 def inner_file(directory: Path, name: object) -> Path:
-    """Return the path of the regular file ``name`` in ``directory`` itself.
-
-    Raises: CheckpointError, for a name with a folder, a symbolic link out of the
-    directory, or a file that is missing or not regular.
-    """
-    # A checkpoint may come from an unknown author: a file name in a checkpoint is data,
-    # and must not open a file outside of the directory.
+    """Return the path of the regular file ``name`` in ``directory`` itself."""
+    # A name of an unknown author must not open a file outside of the directory.
     plain = isinstance(name, str) and name not in ("", "..") and "\0" not in name
     if not isinstance(name, str) or not plain or PurePosixPath(name).name != name:
         raise CheckpointError(
@@ -283,16 +203,21 @@ def inner_file(directory: Path, name: object) -> Path:
     path = directory / name
     try:
         # ``lstat`` does not follow a link.
-        mode = path.lstat().st_mode
-        target = path.resolve()
+        mode, target = path.lstat().st_mode, path.resolve()
     # A name of half a character cannot be encoded.
     except (OSError, RuntimeError, UnicodeError) as error:
         raise CheckpointError(
             f"{directory} names the file {name!r}, which cannot be opened: {error}. "
             "Copy the checkpoint again, with all its files."
         ) from error
+    own = directory.resolve()
+    allowed = [own]
+    # The cache of Hugging Face's hub keeps ``snapshots/<revision>/<name>`` as links
+    # into ``blobs`` beside ``snapshots``.
+    if own.parent.name == "snapshots":
+        allowed.append(own.parent.parent / "blobs")
     # A link out of the directory could make a load read any file of the machine.
-    if stat.S_ISLNK(mode) and target.parent not in _link_targets(directory):
+    if stat.S_ISLNK(mode) and target.parent not in allowed:
         raise CheckpointError(
             f"{path} is a symbolic link that leads out of its directory. Put the file "
             "itself in its place, if you trust it."
@@ -302,58 +227,45 @@ def inner_file(directory: Path, name: object) -> Path:
     return path
 
 
-def _link_targets(directory: Path) -> set[Path]:
-    """Return the folders that a symbolic link in ``directory`` may point into."""
-    own = directory.resolve()
-    allowed = {own}
-    # The cache of Hugging Face's hub keeps ``snapshots/<revision>/<name>`` as links
-    # into ``blobs`` beside ``snapshots``.
-    if own.parent.name == "snapshots":
-        allowed.add(own.parent.parent / "blobs")
-    return allowed
-
-
 @contextmanager
 def appear(path: Path) -> Iterator[Path]:
-    """Yield a new working directory; rename ``out`` in it to ``path`` at the end.
-
-    ``out`` is a file or a directory that the block makes. ``out`` is synced to the disk
-    and then renamed. After an error, neither ``path`` nor the working directory exists.
-
-    Raises: CheckpointError, if ``path`` exists or cannot be written.
-    """
-    work = begin_output(path)
+    """Yield the path of a file or directory to make; name it ``path`` at the end."""
+    target = str(path.absolute())
+    _require_free(target)
+    parent, name = os.path.split(target)
+    # In the same parent directory: a rename is atomic only within a file system.
+    work = Path(parent, f".{name}.tmp-{secrets.token_hex(8)}")
+    out = work / "out"
     try:
-        yield work / OUT
-        finish_output(work, path)
+        try:
+            make_parents(parent)
+            work.mkdir()
+        except OSError as error:
+            raise CheckpointError(
+                f"The directory {work} cannot be made ({error.strerror}: "
+                f"{error.filename}); a checkpoint is written there first. Save where "
+                "this process may write."
+            ) from error
+        yield out
+        for each in (*out.rglob("*"), out):
+            sync(each)
+        _require_free(target)
+        os.rename(out, target)
+        sync(parent)
     except OSError as error:
         raise unwritable(path, error) from error
     finally:
+        # After an error, neither ``path`` nor this directory exists.
         shutil.rmtree(work, ignore_errors=True)
 
 
-OUT = "out"
-"""The name of the new file or directory in the working directory."""
-
-
-def begin_output(path: Path) -> Path:
-    """Make the working directory for a checkpoint at ``path``.
-
-    Raises: CheckpointError, if ``path`` exists or cannot be written.
-    """
-    target = str(path.absolute())
-    require_free(target)
-    return Path(make_temporary(target))
-
-
-def finish_output(work: Path, path: Path) -> None:
-    """Sync the output in ``work``, then rename it to ``path``; the name is on disk."""
-    out, target = work / OUT, path.absolute()
-    for each in (*out.rglob("*"), out):
-        sync(each)
-    require_free(str(target))
-    os.rename(out, target)
-    sync(target.parent)
+def _require_free(path: str) -> None:
+    """Raise CheckpointError if ``path`` exists, also as a broken link."""
+    if os.path.lexists(path):
+        raise CheckpointError(
+            f"{path} exists already, and nothing is overwritten. Choose another name, "
+            "or remove it first."
+        )
 
 
 def unwritable(path: Path, error: Exception) -> CheckpointError:

@@ -1,15 +1,13 @@
 """Writes weights as safetensors files with Hugging Face's names, from module or file.
 
-The full parameters of a sharded module are gathered unit by unit to the first rank. The
-place of every tensor in the files is computed before the first unit is gathered. So the
-first rank holds the full parameters of a single unit at a time, and writes each tensor
-in place.
+The parameters of a sharded module are gathered unit by unit to the first rank, which
+holds those of a single unit at a time, and writes each tensor in its place.
 """
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -20,20 +18,9 @@ from torch import Tensor, nn
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.state_dict.full import gather_unit
-from composable_fsdp.storage.contents import (
-    Contents,
-    Held,
-    contents_of,
-    units_in,
-)
+from composable_fsdp.storage.contents import Held, contents_of, units_in
 from composable_fsdp.storage.convert import MAX_SHARD_BYTES, Watched, convert, opened
-from composable_fsdp.storage.directory import (
-    OUT,
-    begin_output,
-    finish_output,
-    path_text,
-    unwritable,
-)
+from composable_fsdp.storage.directory import appear, path_text, unwritable
 from composable_fsdp.storage.formats.safetensors_files import SafetensorsWriter
 from composable_fsdp.storage.mesh_copies import (
     is_first_copy,
@@ -59,10 +46,7 @@ def cast_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
 
 
 def cast_weight(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return values of the weight ``name`` in ``dtype``.
-
-    Raises: CheckpointError, if finite values become infinite.
-    """
+    """Return values of the weight ``name`` in ``dtype``."""
     made = values.to(dtype)
     # Float16 ends at 65504; bfloat16 has the range of float32.
     if made is not values and not torch.equal(made.isfinite(), values.isfinite()):
@@ -75,10 +59,7 @@ def cast_weight(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class CastWeights(Watched):
-    """A view of ``source`` with the weights, and nothing else, cast to ``dtype``.
-
-    Optimizer states stay out: a state in a smaller dtype is another state.
-    """
+    """A view of ``source`` with the weights, and nothing else, cast to ``dtype``."""
 
     def __init__(self, source: Source, dtype: torch.dtype) -> None:
         super().__init__(source, None, weights_only=True)
@@ -89,7 +70,6 @@ class CastWeights(Watched):
         }
 
     def read_model(self, name: str, start: int, stop: int) -> Tensor:
-        """Read from ``source`` and cast; see ``Source``."""
         values = super().read_model(name, start, stop)
         return cast_weight(name, values, self.model[name].dtype)
 
@@ -158,20 +138,20 @@ def export_module(
     """Gather the units of ``module`` in turn, and write them on the first rank.
 
     Collective: as ``export_safetensors`` for a module.
-    Raises: as ``export_safetensors``.
     """
     states = units_in(module)
     meet_team(module, "export_safetensors")
     team = team_of(module)
     # Ranks of tensor parallelism gather as well, and a single rank of all writes.
-    groups = mesh_groups_in(module, (state.handle for state in states))
+    groups = mesh_groups_in(module, states)
     wanted = _is_first(states[0], groups) if states else team.rank == 0
+    # A single writer needs the same first rank for all units.
+    alike = all(_is_first(state, groups) == wanted for state in states)
     writing = _Writing(wanted=wanted, dtype=dtype, rewrite=rewrite)
-    try:
-        alike = all(_is_first(state, groups) == wanted for state in states)
-        writing.attempt(
-            partial(writing.start, path, module, max_shard_bytes, alike=alike)
-        )
+    # After an error on any rank, nothing stays behind.
+    with writing.files:
+        limit = max_shard_bytes
+        writing.attempt(partial(writing.start, path, module, limit, alike=alike))
         team.agree(writing.error)
         for held in writing.loose:
             whole = {held.names[0]: whole_value(held.tensor)}
@@ -185,15 +165,13 @@ def export_module(
             del values  # Free the unit before the next gather.
         writing.attempt(writing.finish)
         team.agree(writing.error)
-    finally:
-        writing.clean_up()
     return wanted
 
 
 def _is_first(state: _FSDPState, groups: Sequence[dist.ProcessGroup]) -> bool:
     """Return whether this rank receives the full parameters of a unit, and writes."""
-    handle = state.handle
-    return handle.groups.is_first and is_first_copy(handle, None, groups)
+    own = state.handle.groups
+    return own.is_first and is_first_copy((*own.present, *own.cut), groups)
 
 
 class _Writing:
@@ -202,11 +180,10 @@ class _Writing:
     def __init__(
         self, *, wanted: bool, dtype: torch.dtype | None, rewrite: Rewrite | None
     ) -> None:
-        self._dtype, self._rewrite = dtype, rewrite
+        self._wanted, self._dtype, self._rewrite = wanted, dtype, rewrite
         self.error: Exception | None = None
+        self.files = ExitStack()
         self._path = Path()
-        self._wanted = wanted
-        self._work: Path | None = None
         self._writer: SafetensorsWriter | None = None
         self._names: dict[tuple[int, int], str] = {}
         self.loose: list[Held] = []
@@ -230,15 +207,10 @@ class _Writing:
         *,
         alike: bool,
     ) -> None:
-        """Check the module, make the files, and write the tensors that no unit holds.
-
-        Raises: CheckpointError, if the units have different first ranks.
-        """
+        """Check the module, make the files, and write the tensors in no unit."""
         text = path_text(path, "export_safetensors")
         require_local(text, "export_safetensors")
         self._path = Path(text)
-        # The full parameters of a unit reach the first rank of that unit. A single
-        # writer needs the same first rank for all units.
         if not alike:
             raise CheckpointError(
                 "Units of the module are sharded over different ranks, so no rank is "
@@ -247,36 +219,46 @@ class _Writing:
         # On every rank: the checks in ``contents_of`` must fail on all ranks alike.
         contents = contents_of(module, "export_safetensors")
         # The first rank would write its own experts, and the file lack the others.
-        for region in contents.regions:
-            if region.handle.groups.experts_ref is not None:
+        for param in contents.params():
+            if param.ref.handle.groups.experts_ref is not None:
                 raise CheckpointError(
-                    f"{region.handle.name} has an expert_mesh, and this rank its own "
-                    "experts alone; an export gathers over the ranks of a unit. Call "
-                    "save(path, model), and then storage.export_safetensors(files, "
-                    "path) in a single process."
+                    f"{param.ref.handle.name} has an expert_mesh, and this rank its "
+                    "own experts alone; an export gathers over the ranks of a unit. "
+                    "Call save(path, model), and then "
+                    "storage.export_safetensors(files, path) in a single process."
                 )
         # Gathered values arrive by slot index; the file needs names.
         self._names = {
             (id(held.ref.handle), held.ref.slot.index): held.names[0]
-            for region in contents.regions
-            for held in region.params
+            for held in contents.params()
         }
         self.loose = [each for each in contents.tensors if each.rectangle is not None]
         if not self._wanted:
             return
-        # A temporary directory: readers of ``path`` never see a partial export.
-        self._work = begin_output(self._path)
-        tensors, aliases = _tensors(contents, self._dtype)
+        # A tied parameter is stored under the first name only.
+        tensors = {
+            each.names[0]: TensorInfo(cast_dtype(each.dtype, self._dtype), each.shape)
+            for each in contents.each()
+        }
+        aliases = {n: each.names[0] for each in contents.each() for n in each.names[1:]}
         if self._rewrite is not None:
-            # Names of other tensors would not fit the tensors that are written.
-            tensors, aliases = _rewritten(tensors, self._rewrite), {}
+            # Without memory: the whole model may not fit.
+            metas = {
+                name: torch.empty(info.shape, dtype=info.dtype, device="meta")
+                for name, info in tensors.items()
+            }
+            tensors, aliases = {}, {}
+            for name, each in self._rewrite(metas).items():
+                tensors[name] = TensorInfo(each.dtype, tuple(each.shape))
+        # Readers of ``path`` never see a partial export.
         self._writer = SafetensorsWriter(
-            self._work / OUT,
+            self.files.enter_context(appear(self._path)),
             tensors,
             aliases,
             max_shard_bytes=max_shard_bytes,
             single=self._path.suffix == ".safetensors",
         )
+        self.files.callback(self._writer.close)
         # In the original dtype: mixed precision may have cast a buffer.
         self.write(
             {
@@ -300,43 +282,7 @@ class _Writing:
 
     def finish(self) -> None:
         """Complete the files, and rename them to their final path."""
-        if self._writer is not None and self._work is not None:
+        if self._writer is not None:
             # Completeness is checked before the rename.
             self._writer.finish()
-            finish_output(self._work, self._path)
-
-    def clean_up(self) -> None:
-        """Close and remove unfinished files."""
-        if self._writer is not None:
-            self._writer.close()
-        if self._work is not None:
-            shutil.rmtree(self._work, ignore_errors=True)
-
-
-def _tensors(
-    contents: Contents, dtype: torch.dtype | None
-) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    """Return the tensors to write by first name, and other names of tied tensors."""
-    # A tied parameter is stored under the first name only.
-    held = list(contents.each())
-    tensors = {
-        each.names[0]: TensorInfo(cast_dtype(each.dtype, dtype), each.shape)
-        for each in held
-    }
-    aliases = {other: each.names[0] for each in held for other in each.names[1:]}
-    return tensors, aliases
-
-
-def _rewritten(
-    tensors: Mapping[str, TensorInfo], rewrite: Rewrite
-) -> dict[str, TensorInfo]:
-    """Return names, dtypes and shapes of the results of ``rewrite``."""
-    # Without memory: the whole model may not fit.
-    metas = {
-        name: torch.empty(info.shape, dtype=info.dtype, device="meta")
-        for name, info in tensors.items()
-    }
-    return {
-        name: TensorInfo(value.dtype, tuple(value.shape))
-        for name, value in rewrite(metas).items()
-    }
+            self.files.close()

@@ -5,17 +5,17 @@
     rank 0      look up the newest checkpoint in a directory
     all ranks   open, compare names | verify what this rank needs | agree | copy | agree
 
-No tensor of the model changes before all ranks agree. After that, each rank
-copies the slices that the rank holds.
+No tensor of the model changes before all ranks agree.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,13 +33,6 @@ from composable_fsdp.storage.contents import (
 from composable_fsdp.storage.directory import within_limits
 from composable_fsdp.storage.load_optim import optimizer_loads
 from composable_fsdp.storage.opening import Found, look_up, open_source
-from composable_fsdp.storage.planned import (
-    Planned,
-    SharedReads,
-    change,
-    name_of,
-    verify,
-)
 from composable_fsdp.storage.selection import (
     Patterns,
     Rename,
@@ -49,9 +42,15 @@ from composable_fsdp.storage.selection import (
     options_of,
     renaming,
 )
+from composable_fsdp.storage.shared_reads import SharedReads, Told
 from composable_fsdp.storage.source import Source
 from composable_fsdp.storage.staging import paused_collection
-from composable_fsdp.storage.stateful import Redeal, fill, own_values
+from composable_fsdp.storage.stateful import (
+    Redeal,
+    fill,
+    own_values,
+    set_rng_state,
+)
 from composable_fsdp.storage.team import Team, meet_team, team_of, wait_for_pending
 from composable_fsdp.tree.traversal import require_module, walk_states
 
@@ -143,15 +142,13 @@ def load(
     Returns: the saved ``extra``, or None. The objects that were passed stand in place
     of their states.
     Collective: three all-gathers of objects on the private gloo group of ``save`` (one
-    more for a model with an ``expert_mesh``, two more for each checkpoint that another
-    job removes meanwhile, and with ``share`` two more, and broadcasts of values); all
-    ranks of the module's mesh must call.
+    more for a model with an ``expert_mesh``, and with ``share`` two more, and
+    broadcasts of values); all ranks of the module's mesh must call.
     Raises: CheckpointError, TypeError or PhaseError, the same on every rank.
     """
     meet_team(module, "load")
     team = team_of(module)
-    # An asynchronous save of the same ranks may still be writing the checkpoint at
-    # ``path``.
+    # An asynchronous save of the same ranks may still be writing the checkpoint.
     before = wait_for_pending(team)
     others = other_experts(team, module)
     given, error = LoadOptions(), None
@@ -159,196 +156,226 @@ def load(
         given = options_of(options, LoadOptions, "load")
     except TypeError as raised:
         error = raised
-    wanted = _Wanted(optim, extra, given, LoadReport(), others)
-    loaded: tuple[Any] | None = None
-    # The report of the last attempt counts: an attempt whose checkpoint was removed may
-    # have compared a part of the names.
+    found = look_up(team, path, before, given.share, error)
+    job = _Load(team, module, optim, extra, given, others)
     try:
-        for left in reversed(range(_ATTEMPTS)):
-            found = look_up(team, path, before, given.share, error)
-            wanted = wanted._replace(report=LoadReport())
-            loaded = _attempt(team, found, module, wanted, retry=left > 0)
-            if loaded is not None:
-                break
+        value = _run(job, found)
     finally:
         if given.report is not None:
-            given.report.add(wanted.report)
-    assert loaded is not None
+            given.report.add(job.report)
     if not given.strict and given.report is None:
-        wanted.report.warn()
+        job.report.warn()
     # After the copy, which fills the persistent buffers.
     _tell_unfilled(module)
-    return loaded[0]
-
-
-_ATTEMPTS = 5
-"""The number of times that a directory is looked up beside a job that removes."""
-
-
-class _Wanted(NamedTuple):
-    """Arguments of ``load``, and the report of an attempt."""
-
-    optim: Optimizers | None
-    extra: Any
-    options: LoadOptions
-    report: LoadReport
-    others: frozenset[str]
-    """The names of experts that other ranks hold."""
+    return value
 
 
 @paused_collection()
-def _attempt(
-    team: Team, found: Found, module: nn.Module, wanted: _Wanted, *, retry: bool
-) -> tuple[Any] | None:
-    """Load the checkpoint; return ``extra`` in a tuple, or None to look up another.
+def _run(job: _Load, found: Found) -> Any:
+    """Load the checkpoint; return ``extra``.
 
-    Collective: two all-gathers of objects over the team's group (four if reads are
-    shared, with broadcasts of values); one less before None.
-    Raises: as ``load``.
+    Collective: two all-gathers of objects over the team's group; four if reads are
+    shared, with broadcasts of values.
     """
     error: Exception | None = None
     source: Source | None = None
-    planned: Planned | None = None
+    team, everyone = job.team, list[Any]()
     try:
         try:
-            require_module(module, "load")
+            require_module(job.module, "load")
             given = found.what
             source = given if isinstance(given, Source) else open_source(given)
-            planned = _planned(team, source, module, wanted)
-            if found.share:
-                is_local = source.local_ranks > 0
-                planned.shared = SharedReads(team, planned.copies, is_local=is_local)
+            job.plan(source, share=found.share)
         except Exception as raised:
             error = raised
-        error = (
-            verify(team, planned, share=found.share, rng=wanted.options.rng) or error
-        )
-        gone = retry and error is not None and found.is_gone()
-        opened = () if source is None else _identity(source)
         # Every rank takes part, also a rank with an error, so that no other rank waits.
-        everyone = team.outcomes(error, (opened, gone))
-        if any(each.value[1] for each in everyone):
-            return None
-        team.raise_first([each.failure for each in everyone], error)
-        _require_same(team.ranks, [each.value[0] for each in everyone])
-        assert planned is not None
+        if found.share:
+            told = {} if job.shared is None else job.shared.told
+            everyone = [each.value for each in team.outcomes(None, told)]
+        try:
+            if error is None:
+                job.verify(everyone)
+        except Exception as raised:
+            error = raised
+        opened = () if source is None else (source.fingerprint, name_of(source))
+        _require_same(team.ranks, team.agree(error, opened))
         # From here on, tensors of the model and the optimizer are overwritten.
-        change(team, planned)
-        filled, own = planned.objects
-        # After the agreement: a load that raises leaves the caller's dict alone.
-        if wanted.options.per_rank is not None:
-            wanted.options.per_rank.update(own.value or {})
-        # Values are read into the memory of the shards, past the version counters.
-        for _, _, state_of_unit in walk_states(module):
-            state_of_unit.initial.forget()
-        return (filled.value,)
+        return job.change()
     finally:
         # The caller of ``load`` closes a source that the caller has opened.
         if source is not None and source is not found.what:
             source.close()
 
 
-def _of_ranks(source: Source, team: Team, wanted: _Wanted) -> Selection:
-    """Return the selection without the tensors that this rank has no values for.
+class _Load:
+    """A load on this rank: what is asked for, and all that it will change."""
 
-    Raises: TypeError, for patterns of another type.
-    """
-    given = wanted.options
-    selection = Selection.of(given.include, given.exclude, given.trainable_only)
-    rename, told = given.rename, matcher(given.local, "local")
-    saved = source.local_ranks
-    # ``on_rank`` has shown this rank's own values, and nothing is left to decide.
-    if saved in (0, team.world_size):
-        return selection
-    names = [*source.local_tensors, *source.local_states]
-    if rename is not None:
-        new = renaming(rename, [*source.model, *source.aliases, *names])
-        pairs = [(name, new(name)) for name in names]
-    else:
-        pairs = [(name, name) for name in names]
-    asked = [(old, n) for old, n in pairs if n and selection.takes_names([n])]
-    untold = sorted(old for old, _ in asked if not told(old))
-    if untold:
-        wanted.report.local.append(other_ranks_text(untold, saved, team.world_size))
-    # A refused name, or a name without values here, is not missing as well.
-    beyond = team.rank >= saved
-    left = {
-        n
-        for old, n in asked
-        if old in source.local_tensors and (beyond or not told(old))
-    }
-    return selection.without(left)
+    def __init__(
+        self,
+        team: Team,
+        module: nn.Module,
+        optim: Optimizers | None,
+        extra: Any,
+        options: LoadOptions,
+        others: frozenset[str],
+    ) -> None:
+        self.team, self.module, self.options = team, module, options
+        self._optim, self._extra = optim, extra
+        self._others = others
+        """The names of experts that other ranks hold."""
+        self.report = LoadReport()
+        self.shared: SharedReads | None = None
+        """The reads that other ranks make as well, if ranks share reads."""
+
+    def plan(self, source: Source, *, share: bool) -> None:
+        """Compare the checkpoint with all that is to be filled on this rank."""
+        given, report, team = self.options, self.report, self.team
+        # Before the names are renamed and compared: ranks may have other names.
+        source.on_rank(team.rank)
+        # Only compared here; ``change`` gives the states.
+        self._filled = fill(self._extra, source.extra, "extra")
+        self._own = own_values(source, team, given.per_rank, given.redeal)
+        report.values += [*self._filled.problems, *self._own.problems]
+        # Random states, ``extra`` and the fingerprint have no names of tensors.
+        rename = given.rename
+        self._source = source if rename is None else RenamedSource(source, rename)
+        with within_limits(name_of(source)):
+            selection = self._selection(source).without(self._others)
+            contents = contents_of(self.module, "load", inner=True)
+            optims = optimizers_in(self._optim, "load")
+            leaves_out = selection.leaves_out(contents)
+            chosen = selection.of_contents(contents)
+            self._model = compare_model(
+                self._source, chosen, report, leaves_out, cast=given.cast
+            )
+            self._optims = optimizer_loads(
+                self._source, contents, optims, report, selection
+            )
+            if given.strict:
+                report.require_empty(source)
+            self._model.require_writable()
+            reads = [each.plan() for each in self._optims]
+        self._copies = [*self._model.copies, *chain.from_iterable(reads)]
+        # A checksum per file: a read by each rank would cost more.
+        if team.rank == 0:
+            source.require_checksums()
+        if share:
+            is_local = source.local_ranks > 0
+            self.shared = SharedReads(team, self._copies, is_local=is_local)
+
+    def _selection(self, source: Source) -> Selection:
+        """Return the selection without tensors that this rank has no values for."""
+        given, ranks = self.options, self.team.world_size
+        selection = Selection.of(given.include, given.exclude, given.trainable_only)
+        told, saved = matcher(given.local, "local"), source.local_ranks
+        # ``on_rank`` has shown this rank's own values, and nothing is left to decide.
+        if saved in (0, ranks):
+            return selection
+        names = [*source.local_tensors, *source.local_states]
+        everything = [*source.model, *source.aliases, *names]
+        new = renaming(given.rename or {}, everything)
+        asked = [old for old in names if (n := new(old)) and selection.takes_names([n])]
+        untold = sorted(old for old in asked if not told(old))
+        if untold:
+            self.report.local.append(
+                f"{listed(map(quoted, untold))} were saved per rank "
+                f"(SaveOptions.local) by {saved} ranks, and {ranks} load: pass "
+                "LoadOptions(local=[..]) with their names, if rank r is to get what "
+                "rank r saved, and ranks beyond the saved ones are to keep their own"
+            )
+        # A refused name, or a name without values here, is not missing as well.
+        left = {old for old in asked if self.team.rank >= saved or not told(old)}
+        return selection.without({str(new(n)) for n in left & source.local_tensors})
+
+    def verify(self, everyone: Sequence[Told]) -> None:
+        """Verify the bytes that this rank reads, and fill memory that is new.
+
+        Collective: the creation of gloo groups for shared reads, at the first call.
+        """
+        if self.shared is not None:
+            self._copies = self.shared.divide(everyone)
+        team, where = self.team, name_of(self._source)
+        # The last step that reads before the ranks agree: damaged blocks must be found
+        # now, because after the agreement a failure leaves the model partly loaded.
+        with within_limits(where):
+            self._source.prepare(self._copies)
+        asked = self.options.rng
+        self._rng = self._source.rng(team.rank, team.world_size) if asked else None
+        if self._rng is not None:
+            set_rng_state(self._rng, where, is_trial=True)
+
+    @torch.no_grad()
+    def change(self) -> Any:
+        """Copy all values on all ranks, or raise on all ranks; return ``extra``.
+
+        Collective: one all-gather of objects over the team's group; if reads are
+        shared, another one, and broadcasts of values.
+        """
+
+        def read() -> None:
+            self._source.finish(self._copies)
+
+        # Few things can still fail: the disk, or an object's own method.
+        if self.shared is None:
+            self.team.agree(_failure_of(read, self._give))
+        else:
+            # No rank waits for a part that another rank could not read again.
+            self.team.agree(_failure_of(read))
+            self.team.agree(_failure_of(self.shared.send, self._give))
+        # After the agreement: a load that raises leaves the caller's dict alone.
+        if self.options.per_rank is not None:
+            self.options.per_rank.update(self._own.value or {})
+        # Values are read into the memory of the shards, past the version counters.
+        for _, _, state in walk_states(self.module):
+            state.initial.forget()
+        return self._filled.value
+
+    def _give(self) -> None:
+        """Give all that is no tensor to its objects."""
+        self._model.set_own_states()
+        for each in self._optims:
+            each.install()
+        # After the optimizers: a scheduler may look at their options.
+        self._filled.give()
+        self._own.give()
+        if self._rng is not None:
+            set_rng_state(self._rng, name_of(self._source))
 
 
-def _planned(team: Team, source: Source, module: nn.Module, wanted: _Wanted) -> Planned:
-    """Compare the checkpoint with all that is to be filled on this rank.
-
-    Raises: as ``load``.
-    """
-    # Before the names are renamed and compared: ranks may have other names.
-    source.on_rank(team.rank)
-    # Only compared here; ``_change`` gives the states.
-    filled = fill(wanted.extra, source.extra, "extra")
-    own = own_values(source, team, wanted.options.per_rank, wanted.options.redeal)
-    wanted.report.values += [*filled.problems, *own.problems]
-    # Random states, ``extra`` and the fingerprint have no names of tensors.
-    rename = wanted.options.rename
-    shown = source if rename is None else RenamedSource(source, rename)
-    with within_limits(name_of(source)):
-        selection = _of_ranks(source, team, wanted).without(wanted.others)
-        planned = _prepare(shown, module, wanted, selection)
-    # Formats with a checksum per file: a read by each rank would cost more, and the
-    # error of rank 0 reaches the other ranks in the next exchange.
-    if team.rank == 0:
-        source.require_checksums()
-    planned.objects = [filled, own]
-    return planned
+def name_of(source: Source) -> str:
+    """Return the path of the source, for messages."""
+    return str(getattr(source, "path", "the checkpoint"))
 
 
-def _prepare(
-    source: Source, module: nn.Module, wanted: _Wanted, selection: Selection
-) -> Planned:
-    """Compare the checkpoint with model and optimizers, and list what to read.
-
-    Raises: CheckpointError.
-    """
-    contents = contents_of(module, "load", inner=True)
-    report, optims = wanted.report, optimizers_in(wanted.optim, "load")
-    chosen, leaves_out = selection.of_contents(contents), selection.leaves_out(contents)
-    fit = compare_model(source, chosen, report, leaves_out, cast=wanted.options.cast)
-    loads = optimizer_loads(source, contents, optims, report, selection)
-    if wanted.options.strict:
-        report.require_empty(source)
-    fit.require_writable()
-    copies = [*fit.copies, *(copy for each in loads for copy in each.plan())]
-    return Planned(fit, loads, copies)
+def _failure_of(*steps: Callable[[], None]) -> Exception | None:
+    """Return the error of the first step that fails, for the user, or None."""
+    try:
+        for step in steps:
+            step()
+    except Exception as raised:
+        error = CheckpointError(
+            f"load failed when a part was loaded already ({type(raised).__name__}: "
+            f"{raised}). The model is of no use now; load a checkpoint into it."
+        )
+        error.__cause__ = raised
+        return error
+    return None
 
 
 def _tell_unfilled(module: nn.Module) -> None:
     """Warn about non-persistent buffers that have memory but no values."""
-    names = unfilled_buffers(module)
-    if names:
+    if names := listed(map(quoted, unfilled_buffers(module))):
         warnings.warn(
-            f"load filled what the checkpoint has; buffers "
-            f"{listed(map(quoted, names))} are not "
-            "persistent, were on meta and have memory without values (to_empty). Set "
-            "them before the first forward, which raises otherwise.",
+            f"load filled what the checkpoint has; buffers {names} are not persistent, "
+            "were on meta and have memory without values (to_empty). Set them before "
+            "the first forward, which raises otherwise.",
             stacklevel=3,
         )
 
 
-def _identity(source: Source) -> tuple[str, str]:
-    """Return the checkpoint's fingerprint (equal only for equal content) and path."""
-    return source.fingerprint, str(getattr(source, "path", ""))
-
-
 def _require_same(ranks: Sequence[int], opened: list[Any]) -> None:
-    """Raise CheckpointError if the ranks have opened different checkpoints.
-
-    All ranks know all answers, so all ranks raise.
-    """
-    # The ranks open different checkpoints if each rank looks up the path for itself, or
-    # if another save replaces ``latest`` between two ranks' reads.
+    """Raise CheckpointError if the ranks have opened different checkpoints."""
+    # Each rank may have looked up the path for itself.
     (first, path), *_ = opened
     for rank, (fingerprint, other) in zip(ranks, opened, strict=True):
         if fingerprint != first:
@@ -363,8 +390,7 @@ def other_experts(team: Team, module: object) -> frozenset[str]:
     """Return the names of experts that other ranks hold, and this rank does not.
 
     Collective: an all-gather of objects over the team's group, if a unit has an
-        ``expert_mesh``; else none. Meshes are alike on all ranks.
-    Raises: the error of the first rank whose module cannot be loaded.
+    ``expert_mesh``; else none. Meshes are alike on all ranks.
     """
     states = units_in(module) if isinstance(module, nn.Module) else []
     if all(state.handle.groups.experts_ref is None for state in states):
@@ -381,13 +407,3 @@ def other_experts(team: Team, module: object) -> frozenset[str]:
     # Also with an error, because the other ranks wait here.
     everyone = team.agree(error, own)
     return frozenset(name for each in everyone for name in each) - frozenset(own)
-
-
-def other_ranks_text(names: Sequence[str], saved: int, loading: int) -> str:
-    """Return the difference of a load of single ranks' values at another world size."""
-    return (
-        f"{listed(map(quoted, names))} were saved per rank (SaveOptions.local) by "
-        f"{saved} ranks, and {loading} load: pass LoadOptions(local=[..]) with their "
-        "names, if rank r is to get what rank r saved, and ranks beyond the saved ones "
-        "are to keep their own"
-    )

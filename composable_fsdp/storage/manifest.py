@@ -1,20 +1,7 @@
 """The manifest of a checkpoint directory: frozen integers and names, to and from JSON.
 
-::
-
-    step-100/
-      manifest.json              this
-      rank00000.safetensors      header | payload: entries, end to end
-      rank00001.safetensors
-
-An entry holds the bytes of a part of a tensor. A *place* ``[file, begin]`` says where
-an entry begins: the index of the file, and the first byte in the payload of that file.
-A part is an interval of a flattened rectangle of the tensor; of most tensors there is a
-single rectangle, the whole. The element-wise optimizer states of a tensor are cut as
-the tensor. The annotations of the fields are the only description of the JSON:
-``to_json`` writes any field, and ``parse`` in ``validate`` is the inverse.
-
-::
+An entry holds the bytes of a part of a tensor: an interval of a flattened rectangle;
+``[file, begin]`` is its place. Of most tensors there is one rectangle, the whole::
 
     down.weight (8, 32) over 2 x 2 ranks        cuts    ((0,), (0, 16))
 
@@ -22,16 +9,6 @@ the tensor. The annotations of the fields are the only description of the JSON:
            dp 1   elements [64, 128)
     tp 1   dp 0   elements [0, 64)   of the rectangle (8, 16) at (0, 16)
            dp 1   elements [64, 128)
-
-A rectangle is flattened for itself, and a file has the elements of the whole tensor in
-row-major order. Elements that are adjacent in the rectangle are adjacent in the whole
-tensor within a *run*::
-
-    whole (3, 6), rectangle at (0, 2) of shape (3, 2)
-
-    row 0  .  .  0  1  .  .        elements [0, 2) are [ 2,  4) of the whole
-    row 1  .  .  2  3  .  .        elements [2, 4) are [ 8, 10)
-    row 2  .  .  4  5  .  .        elements [4, 6) are [14, 16)
 """
 
 from __future__ import annotations
@@ -97,10 +74,7 @@ class Rectangle:
             start += count
 
     def moved(self, start: int, stop: int) -> tuple[Rectangle | None, int, int]:
-        """Return the interval in the whole tensor, with None, if that is an interval.
-
-        Otherwise the rectangle and the interval as they are.
-        """
+        """Return the interval in the whole tensor, with None, if it is one."""
         if not self.adjacent:
             return self, start, stop
         # A rank without rows has an offset behind the end, and no element.
@@ -111,8 +85,7 @@ class Rectangle:
 def rectangle_of(place: Whole, shape: Sequence[int]) -> Rectangle:
     """Return the rectangle of a DTensor's part on this rank."""
     cut = sorted({dim for _, size, dim in place.axes if dim is not None and size > 1})
-    # Of the placement and not of this rank's part: ranks must store a parameter alike,
-    # and the part of a rank may be a single row.
+    # Of the placement and not of this rank's part, which may be a single row.
     adjacent = not cut or (len(cut) == 1 and prod(place.shape[: cut[0]]) == 1)
     return Rectangle(place.shape, place.offset, tuple(shape), adjacent)
 
@@ -120,8 +93,7 @@ def rectangle_of(place: Whole, shape: Sequence[int]) -> Rectangle:
 FORMAT = "composable_fsdp.checkpoint"
 # A reader refuses another version, because fields may have another meaning there.
 VERSION = 1
-# To verify a slice, a reader reads whole blocks: larger blocks cost more for small
-# slices, and smaller blocks make a larger manifest.
+# A slice is verified by whole blocks; smaller blocks make a larger manifest.
 BLOCK = 4 * 1024 * 1024
 """The largest number of bytes of payload that a single checksum covers."""
 SMALLEST_BLOCK = 1 << 14
@@ -163,8 +135,7 @@ def _fits_into_a_file(shape: tuple[int, ...]) -> bool:
     numel = 1
     for size in shape:
         numel *= size
-        # Stop at the limit: the product of many large sizes takes very long to
-        # compute.
+        # At the limit: the product of many large sizes takes very long to compute.
         if numel > LARGEST:
             return False
     return len(shape) <= _MAX_DIMS
@@ -225,15 +196,7 @@ class SavedState:
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A tensor of the model, which is stored by rectangles, each in parts.
-
-    ``fqns`` are the names in the plain model; a tied parameter has several. ``cuts``
-    are, per dim, the first indices of the intervals whose products are the rectangles,
-    in row-major order. ``begins`` are, per rectangle, the first elements of its parts
-    in the flattened rectangle; ``parts`` has those of all rectangles in a row.
-    ``values`` holds, by state name and encoded, the optimizer state that is not
-    element-wise (not a tensor of the tensor's shape).
-    """
+    """A tensor of the model, which is stored by rectangles, each in parts."""
 
     fqns: Names
     dtype: torch.dtype
@@ -271,12 +234,7 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """The values that a rank has saved for itself; see ``local``.
-
-    ``values`` holds, by parameter of a unit and by state, the optimizer state that is
-    not element-wise; ``param_groups`` the options of all parameters whose options are
-    this rank's.
-    """
+    """The values that a rank has saved for itself; see ``local``."""
 
     tensors: tuple[SavedTensor, ...]
     own_states: dict[str, Json]
@@ -291,8 +249,7 @@ class File:
     name: str
     header_nbytes: HeaderSize
     """The byte at which the payload begins: 8 bytes of header length and the header."""
-    # The header repeats facts of the manifest for other readers of safetensors; the
-    # checksum shows that both describe the same file.
+    # The header repeats facts of the manifest; the checksum shows that they agree.
     header_crc32: Crc
     payload_nbytes: Size
     blocks: tuple[Crc, ...]
@@ -301,12 +258,7 @@ class File:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """A whole checkpoint without the values of tensors.
-
-    ``loose`` are tensors that JSON values refer to by index: the tensors in ``extra``,
-    in the modules' extra states, in the optimizer's values and options, in ``rng`` and
-    in ``per_rank``. ``rng`` holds a dict per rank, ``per_rank`` a value per rank.
-    """
+    """A whole checkpoint without the values of tensors."""
 
     # A reader must refuse unknown keys, so a new field needs a new VERSION.
     format: str = FORMAT

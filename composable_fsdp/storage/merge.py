@@ -9,17 +9,20 @@ Values that each rank saves for itself (``local=``) are stored per rank::
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from itertools import accumulate, product
+from itertools import accumulate
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import quoted
-from composable_fsdp.storage.codec import Json
+from composable_fsdp.storage.codec import Json, require_storable
 from composable_fsdp.storage.manifest import (
     BLOCK,
     EntryPlace,
@@ -31,6 +34,8 @@ from composable_fsdp.storage.manifest import (
     SavedTensor,
     Stored,
 )
+from composable_fsdp.storage.values import encode
+from composable_fsdp.storage.writer import Piece, of_tensor
 
 
 @dataclass(slots=True)
@@ -45,8 +50,7 @@ class TensorPart:
     number: int
     """The place in the order of the model."""
     rectangle: Rectangle | None = None
-    """The rectangle that ``start`` and ``stop`` count in. Default None: no rectangle.
-    """
+    """The rectangle that ``start`` and ``stop`` count in; None: the whole."""
     states: dict[str, torch.dtype] = field(default_factory=dict)
     """The dtype of each element-wise state."""
     values: dict[str, Json] = field(default_factory=dict)
@@ -116,24 +120,49 @@ _LOST = (
     "The process group was destroyed (torch.distributed.destroy_process_group) before "
     "this save, so this rank cannot reach the others: call save before it."
 )
+
+
+class Draft:
+    """The description of a rank's file, and its entries, while they are collected."""
+
+    def __init__(self) -> None:
+        self.part = FilePart()
+        self.pieces: list[Piece] = []
+
+    def put(self, tensor: Tensor, where: str) -> int:
+        """Add a loose tensor, and return its number."""
+        require_storable(tensor.dtype, where)
+        loose = self.part.loose
+        key = f"loose.{len(loose)}"
+        loose[key] = tensor.dtype, tuple(tensor.shape)
+        self.pieces.append(of_tensor(key, tensor))
+        return len(loose) - 1
+
+    def value(self, key: str, value: Any, name: str) -> Json:
+        """Encode an optimizer state of a parameter that is not element-wise."""
+        where = f"optimizer state {key!r} of {quoted(name)}"
+        return encode(value, where, self.put, python_values=True)
+
+
 RankPart = tuple[FilePart, File, dict[str, int]]
 """A rank's part, the rank's file, and the first payload byte of each entry, by key."""
 
 
 def merge(told: Sequence[RankPart], block: int = BLOCK) -> Manifest:
-    """Return the manifest of the parts of all ranks; ``told`` is in rank order.
-
-    ``block`` are the bytes of payload that a checksum covers (default ``BLOCK``).
-
-    Raises: CheckpointError, if elements were written by no rank or by two ranks, or if
-    the ranks have different optimizer state.
-    """
+    """Return the manifest of the parts of all ranks; ``told`` is in rank order."""
     merger = _Merger(told)
     parts = [part for part, _, _ in told]
     # Rank 0 alone has written ``extra`` and the options.
     first = parts[0]
+    library = "unknown"
+    # The package may run from a source tree.
+    with suppress(PackageNotFoundError):
+        library = version("composable-fsdp")
+    own = [merger.shifted(part.per_rank, r) for r, part in enumerate(parts)]
+    if not any(each is not None for each in own):
+        own = []
     return Manifest(
-        library=_library_version(),
+        library=library,
         torch=str(torch.__version__),
         world_size=len(told),
         block_nbytes=block,
@@ -148,26 +177,9 @@ def merge(told: Sequence[RankPart], block: int = BLOCK) -> Manifest:
         extra=first.extra,
         own_states=first.own_states,
         rng=tuple(merger.shifted(part.rng, r) for r, part in enumerate(parts)),
-        per_rank=_per_rank(
-            [merger.shifted(p.per_rank, r) for r, p in enumerate(parts)]
-        ),
+        # A rank without values has none to lose, and gets an empty dict back.
+        per_rank=tuple({} if value is None else value for value in own),
     )
-
-
-def _per_rank(values: Sequence[Json]) -> tuple[Json, ...]:
-    """Return the own values of each rank; empty if no rank has given any."""
-    if all(value is None for value in values):
-        return ()
-    # A rank without values has none to lose, and gets an empty dict back.
-    return tuple({} if value is None else value for value in values)
-
-
-def _library_version() -> str:
-    """Return the installed version of this package."""
-    try:
-        return version("composable-fsdp")
-    except PackageNotFoundError:  # The package runs from a source tree.
-        return "unknown"
 
 
 Written = Sequence[tuple[int, TensorPart]]
@@ -179,8 +191,7 @@ class _Merger:
 
     def __init__(self, told: Sequence[RankPart]) -> None:
         self._told = told
-        # Each rank numbers its loose tensors from 0, while the manifest has a single
-        # list of all ranks' loose tensors.
+        # Each rank numbers its loose tensors from 0, and the manifest has one list.
         counts = [len(part.loose) for part, _, _ in told]
         self._shifts = [0, *accumulate(counts[:-1])]
 
@@ -211,11 +222,7 @@ class _Merger:
         )
 
     def tensors(self) -> Iterator[SavedTensor]:
-        """Yield the tensors that are saved once, in the order of the model.
-
-        Raises: CheckpointError, for elements that no rank or two ranks have written, or
-        for optimizer state that differs.
-        """
+        """Yield the tensors that are saved once, in the order of the model."""
         found: dict[str, list[tuple[int, TensorPart]]] = {}
         # By the first name: a rank without elements of a tensor tells nothing of it.
         for rank, (part, _, _) in enumerate(self._told):
@@ -235,20 +242,19 @@ class _Merger:
         ordered: list[tuple[int, TensorPart]] = []
         begins: list[tuple[int, ...]] = []
         first = written[0][1]
-        facts = first.names, first.dtype, first.shape
-        name = quoted(first.names[0])
+        facts, name = (first.names, first.dtype, first.shape), quoted(first.names[0])
         # The sizes follow from the first indices, so a missing rectangle leaves a gap.
-        boxes = SavedTensor(*facts, cuts, (), (), {}, {}).rectangles()
-        for offset, expected in zip(product(*cuts), boxes, strict=True):
-            parts = sorted(by_offset.get(offset, []), key=lambda each: each[1].start)
-            if {part.box for _, part in parts} != {expected.shape}:
+        for box in SavedTensor(*facts, cuts, (), (), {}, {}).rectangles():
+            at = by_offset.get(box.offset, [])
+            parts = sorted(at, key=lambda each: each[1].start)
+            if {part.box for _, part in parts} != {box.shape}:
                 raise CheckpointError(
-                    f"The rectangle {expected.shape} at {offset} of {name} was written "
+                    f"The rectangle {box.shape} at {box.offset} of {name} was written "
                     "by no rank of the save. Call save on every rank that the model is "
                     "sharded and cut over."
                 )
-            of = name if len(by_offset) == 1 else f"the rectangle at {offset} of {name}"
-            _require_cover(parts, expected.numel, of)
+            where = f"the rectangle at {box.offset} of " if len(by_offset) > 1 else ""
+            _require_cover(parts, box.numel, f"{where}{name}")
             ordered += parts
             begins.append(tuple(part.start for _, part in parts))
         _require_same_state(ordered)
@@ -346,14 +352,9 @@ def with_experts(
     numbers: Sequence[int],
     told: Sequence[dict[int, list[str]]],
 ) -> list[Json] | None:
-    """Return the options of rank 0 with the experts of all ranks as members.
-
-    Raises: CheckpointError, for experts in a group that rank 0 lacks.
-    """
-    if groups is None or not any(told):
-        return groups
-    by_number = {n: dict(each) for n, each in zip(numbers, groups, strict=True)}
-    for rank, members in enumerate(told):
+    """Return the options of rank 0 with the experts of all ranks as members."""
+    by_number = {n: dict(each) for n, each in zip(numbers, groups or (), strict=True)}
+    for rank, members in enumerate(told if groups is not None else ()):
         for number, names in members.items():
             # The options of such a group would be lost.
             if number not in by_number:
@@ -365,4 +366,4 @@ def with_experts(
             # Rank 0 has its own experts in the list already.
             group = by_number[number]
             group["params"] = list(dict.fromkeys([*group["params"], *names]))
-    return list(by_number.values())
+    return None if groups is None else list(by_number.values())

@@ -1,7 +1,7 @@
 """Tells which ranks of a model's meshes hold the same values, and which of them stores.
 
-Tensor parallelism adds a dimension to the ranks of a model. Along the dimension, ranks
-hold other rectangles of a parameter that is cut, and equal values of all others::
+Along the dim of tensor parallelism, ranks hold other rectangles of a parameter that is
+cut, and equal values of all others::
 
                       tp 0                   tp 1
     dp 0    up.weight rows 0-15     up.weight rows 16-31     norm.weight: stored by tp 0
@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable_fsdp.errors import CheckpointError, PlanError
-from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.param_form import ParamForm, groups_of
+from composable_fsdp.flat.param_ref import ParamRef
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.dtensors import (
@@ -30,91 +29,75 @@ from composable_fsdp.planning.dtensors import (
 )
 from composable_fsdp.storage.manifest import Rectangle, rectangle_of
 
+Groups = Sequence[dist.ProcessGroup]
 
-def mesh_groups_in(
-    module: nn.Module, handles: Iterable[FlatParamHandle]
-) -> list[dist.ProcessGroup]:
+
+def ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """Return the global ranks of a group."""
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def mesh_groups_in(module: nn.Module, units: Iterable[Any]) -> list[dist.ProcessGroup]:
     """Return the groups of the meshes of DTensors and experts, each set once."""
     # Units first: after ``fully_shard`` the modules show plain parameters, and the
     # forms of the units know the meshes.
-    found = []
-    for unit in handles:
-        found += groups_of(unit.layout.forms)
+    found: list[dist.ProcessGroup] = []
+    for unit in units:
+        # By index, because ranks of tensor parallelism may have other regions.
+        forms = unit.handle.layout.forms
+        for index in sorted(forms):
+            found += forms[index].mesh_groups
         # Ranks with other experts are ranks of the model as well.
-        if unit.groups.experts is not None:
-            found.append(unit.groups.experts)
+        found += filter(None, [unit.handle.groups.experts])
     for each in walk.modules(module):
         for tensor in (*each._parameters.values(), *each._buffers.values()):
+            # Alike on all ranks. Outside of the mesh there is no group.
             if is_dtensor(tensor):
-                # Of every rank alike: all ranks have called parallelize_module.
                 given: Any = tensor
-                found += _groups_of_mesh(given.device_mesh)
+                mesh = given.device_mesh
+                inside = mesh.get_coordinate() is not None
+                dims = range(mesh.ndim if inside else 0)
+                found += [mesh.get_group(dim) for dim in dims]
     # Each slice of a mesh may have made a group of its own for the same ranks.
-    by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    for group in found:
-        by_ranks.setdefault(tuple(dist.get_process_group_ranks(group)), group)
-    return [group for ranks, group in by_ranks.items() if len(ranks) > 1]
+    by_ranks = {ranks_of(group): group for group in reversed(found)}
+    return [by_ranks[r] for r in dict.fromkeys(map(ranks_of, found)) if len(r) > 1]
 
 
-def _groups_of_mesh(mesh: Any) -> list[dist.ProcessGroup]:
-    """Return this rank's group of each dim; none for a rank outside of the mesh."""
-    # The rank has no group there, and the tensor no element on the rank.
-    if mesh.get_coordinate() is None:
-        return []
-    return [mesh.get_group(dim) for dim in range(mesh.ndim)]
+def others_of(ref: ParamRef) -> Groups:
+    """Return the groups with replicas, or with other elements, of a parameter."""
+    groups = ref.handle.groups
+    return (*groups.present, *groups.cut, *ref.form.cut_over)
 
 
-def is_first_copy(
-    handle: FlatParamHandle,
-    form: ParamForm | None,
-    groups: Sequence[dist.ProcessGroup],
-) -> bool:
-    """Return whether this rank is the first of a replica with a part of a parameter."""
+def copies_of(others: Groups, groups: Groups) -> list[tuple[int, ...]]:
+    """Return the ranks along each dim of the meshes with copies, without ``others``."""
     # Without tensor parallelism nothing else is a copy.
     if not groups:
-        return True
-    me = dist.get_rank()
-    return all(ranks[0] == me for ranks in copies_of(handle, form, groups))
-
-
-def copies_of(
-    handle: FlatParamHandle,
-    form: ParamForm | None,
-    groups: Sequence[dist.ProcessGroup],
-) -> list[list[int]]:
-    """Return the ranks along each dim of the meshes that copies of a parameter lie on.
-
-    Without the replicas of the unit.
-    """
-    if not groups:
         return []
     me = dist.get_rank()
-    # The ranks that hold other elements of the parameter: also ranks of experts, whose
-    # mesh lies inside of the data ranks of the other units.
-    others = {me}
-    cut = () if form is None else form.cut_over
-    for group in (*handle.groups.present, *handle.groups.cut, *cut):
-        others.update(dist.get_process_group_ranks(group))
-    found = map(dist.get_process_group_ranks, groups)
-    return [ranks for ranks in found if others.isdisjoint(set(ranks) - {me})]
+    # Also ranks of experts, whose mesh lies inside of the data ranks of other units.
+    apart = {me}.union(*map(ranks_of, others))
+    found = map(ranks_of, groups)
+    return [ranks for ranks in found if apart.isdisjoint(set(ranks) - {me})]
 
 
-def is_first_part(handle: FlatParamHandle, form: ParamForm | None) -> bool:
+def is_first_copy(others: Groups, groups: Groups) -> bool:
+    """Return whether this rank is the first of those that hold copies."""
+    return all(ranks[0] == dist.get_rank() for ranks in copies_of(others, groups))
+
+
+def is_first_part(ref: ParamRef) -> bool:
     """Return whether this rank is the first of the ranks that divide a parameter."""
-    cut = () if form is None else form.cut_over
-    return handle.groups.rank == 0 and all(group.rank() == 0 for group in cut)
+    is_first = ref.handle.groups.rank == 0
+    return is_first and all(group.rank() == 0 for group in ref.form.cut_over)
 
 
 def loose_rectangle(tensor: Tensor, name: str, what: str) -> Rectangle | None:
-    """Return this rank's rectangle of a DTensor in no unit; None for other tensors.
-
-    Raises: CheckpointError, for placements that leave no rectangle on a rank.
-    """
+    """Return this rank's rectangle of a DTensor in no unit; None for other tensors."""
     if not is_dtensor(tensor):
         return None
     given: Any = tensor
-    # The rule of ``fully_shard``, with the error of checkpoints: all ranks raise alike,
-    # because all see the same placements.
+    # The rule of ``fully_shard``: all ranks see the same placements, and raise alike.
     try:
         refuse_cuts(tensor, name, f"pass a module without the tensor to {what}")
     except PlanError as error:
@@ -131,10 +114,9 @@ def loose_rectangle(tensor: Tensor, name: str, what: str) -> Rectangle | None:
 def stores_loose(tensor: Tensor, first_rank: int) -> bool:
     """Return whether this rank stores its rectangle of a DTensor in no unit."""
     given: Any = tensor
-    mesh = given.device_mesh
-    at = mesh.get_coordinate()
+    at, mesh = given.device_mesh.get_coordinate(), given.device_mesh.mesh
     # The other rows of the mesh hold copies of the whole tensor.
-    if at is None or first_rank not in mesh.mesh.flatten().tolist():
+    if at is None or first_rank not in mesh.flatten().tolist():
         return False
     # With more ranks than rows, some hold nothing to store.
     if given.numel() and not local_of(tensor).numel():
@@ -161,10 +143,7 @@ def whole_value(tensor: Tensor) -> Tensor:
 
 
 def local_state(value: Tensor, parameter: Tensor, where: str) -> Tensor:
-    """Return this rank's part of a state of a DTensor.
-
-    Raises: CheckpointError, for a state that is placed otherwise.
-    """
+    """Return this rank's part of a state of a DTensor."""
     # A step that all ranks count alike, or the state of a plain parameter.
     if not is_dtensor(value):
         return value

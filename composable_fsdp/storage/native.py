@@ -7,8 +7,8 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -27,13 +27,7 @@ from composable_fsdp.storage.manifest import (
     Rectangle,
     SavedTensor,
 )
-from composable_fsdp.storage.runs import (
-    BytesDescription,
-    PartRuns,
-    Run,
-    boxes_of,
-    whole_runs,
-)
+from composable_fsdp.storage.runs import PartRuns, Run, boxes_of, told_of
 from composable_fsdp.storage.source import Copy, Source, TensorInfo
 from composable_fsdp.storage.staging import (
     aligned,
@@ -46,21 +40,15 @@ from composable_fsdp.storage.storages import is_url, join, whole_path
 from composable_fsdp.storage.validate import parse
 from composable_fsdp.storage.values import decode
 
-# The file is a JSON object of the manifest's crc32 and the manifest. The frame has
-# fixed bytes around the manifest, so the checksum can be verified on the raw bytes
-# before any JSON is parsed.
+# Fixed bytes around the manifest, whose crc32 is verified before JSON is parsed.
 _HEAD = b'{"crc32": "%08x", "time": "%019d", "manifest":\n'
 _TAIL = b"\n}\n"
 _TIME = _HEAD.index(b"%019d") + 4
 """The byte at which the time begins: the crc32 has 8 digits."""
-_Key = tuple[str, str | None]
 
 
 def manifest_bytes(manifest: Manifest, after: int = 0) -> bytes:
-    """Return the content of the manifest file: JSON with a crc32 of time and manifest.
-
-    The time is that of the call in nanoseconds, or later: behind ``after``.
-    """
+    """Return the content of the manifest's file, with a crc32 and a time."""
     text = json.dumps(to_json(manifest), allow_nan=False, separators=(",", ":"))
     return _framed(text.encode(), max(time.time_ns(), after + 1))
 
@@ -71,21 +59,12 @@ def _framed(body: bytes, at: int) -> bytes:
 
 
 def read_manifest(path: str, folder: Folder | None = None) -> tuple[Manifest, str]:
-    """Read, verify and validate the manifest in the directory ``path``.
-
-    ``folder`` is that of ``read_marker``.
-
-    Return the manifest and the checksum frame. The manifest contains the checksums of
-    all files, so the manifest's checksum identifies the whole checkpoint.
-
-    Raises: CheckpointError, naming the file.
-    """
+    """Read, verify and validate the manifest in the directory ``path``."""
     file = join(path, MANIFEST)
     data = read_marker(path, folder)
     size = len(_HEAD % (0, 0))
     body = data[size : len(data) - len(_TAIL)]
-    # Compare all bytes of the file: a change outside of the manifest counts as damage,
-    # too.
+    # All bytes of the file: a change outside of the manifest counts as damage, too.
     at = data[_TIME : _TIME + 19]
     if not at.isdigit() or data != _framed(body, int(at)):
         raise CheckpointError(
@@ -102,15 +81,7 @@ def read_manifest(path: str, folder: Folder | None = None) -> tuple[Manifest, st
 
 
 class NativeSource(Source):
-    """A directory that ``save`` wrote; ``manifest`` gives the place of every entry.
-
-    If ``values`` is False, the loose tensors are not read, so no byte of the payload is
-    read on construction. The default True reads them.
-
-    ``folder`` is the folder at a URL, as it was listed. Default None: listed here.
-
-    Raises: CheckpointError, if the manifest is missing, damaged or inconsistent.
-    """
+    """A directory that ``save`` wrote; ``manifest`` gives the place of every entry."""
 
     def __init__(
         self,
@@ -130,7 +101,7 @@ class NativeSource(Source):
             BlockFile(
                 join(self.path, file.name),
                 file,
-                BytesDescription(manifest, i),
+                partial(told_of, manifest, i),
                 self._told,
                 manifest.block_nbytes,
                 sizes,
@@ -140,31 +111,24 @@ class NativeSource(Source):
         self._saved: dict[str, SavedTensor] = {}
         self._part_runs: dict[str, PartRuns] = {}
         self._staged: list[Tensor] | None = None
-        self._local = LocalNames(manifest)
-        self.local_ranks = len(manifest.local)
-        self.local_tensors = self._local.tensors
-        self.local_states = self._local.states
-        self._index(self._local.of_rank(None))
+        self.local_ranks, self.saved_ranks = len(manifest.local), len(manifest.per_rank)
+        self.local_tensors, self.local_states = _local_names(manifest.local)
+        self.wrappers = manifest.wrappers
+        own = _local_of(manifest.local, None)
+        self._index(own)
         self.param_groups = self.extra = None
-        self.saved_ranks = len(manifest.per_rank)
         try:
             if values:
-                self._decode(self._local.of_rank(None))
+                self._decode(own)
         except BaseException:
             # The constructor failed, so no caller has an object to close.
             self.close()
             raise
 
-    @property
-    def wrappers(self) -> Mapping[str, str]:  # type: ignore[override]  # never set
-        """See ``Source``."""
-        return self.manifest.wrappers
-
     def on_rank(self, rank: int | None) -> None:
-        """Show the values of ``rank`` alone, too; see ``Source``."""
         # Most checkpoints have none, and their tables stay.
         if self.local_ranks:
-            own = self._local.of_rank(rank)
+            own = _local_of(self.manifest.local, rank)
             self._index(own)
             # Set by ``_decode``: without it, the object was made without values.
             if "own_states" in vars(self):
@@ -172,8 +136,7 @@ class NativeSource(Source):
 
     def _index(self, own: Local) -> None:
         """Build ``model``, ``aliases`` and ``optim``."""
-        # Many parameters have equal dtype and shape; sharing the objects leaves fewer
-        # objects for the garbage collector to track.
+        # Shared objects: fewer for the garbage collector to track.
         info_of = cache(TensorInfo)
         model: dict[str, TensorInfo] = {}
         aliases: dict[str, str] = {}
@@ -218,64 +181,53 @@ class NativeSource(Source):
     def _loose(self, index: int) -> Tensor:
         """Read the loose tensor ``index``."""
         stored = self.manifest.loose[index]
-        return self._read(whole_runs(stored), stored.dtype, ()).view(stored.shape)
+        (file, begin), size = stored.at, stored.dtype.itemsize
+        run = Run(file, begin, begin + stored.numel * size)
+        return self._read([run], stored.dtype, ()).view(stored.shape)
 
     def rng(self, rank: int, world_size: int) -> dict[str, Any] | None:
-        """Return the random state that the same rank saved, at any world size.
-
-        Return None for a rank beyond the saved world size.
-        """
+        """Return the random state that the same rank saved, at any world size."""
         states = self.manifest.rng
         return self._value(states[rank]) if rank < len(states) else None
 
     def rank_values(self, rank: int) -> Any:
-        """Return the values of ``rank``; see ``Source``. Raises: KeyError."""
         # Not on opening: of 1,024 ranks, a rank needs its own.
         if not 0 <= rank < self.saved_ranks:
             raise KeyError(rank)
         return self._value(self.manifest.per_rank[rank])
 
     def read_model(self, name: str, start: int, stop: int) -> Tensor:
-        """Return elements ``[start, stop)`` of the flattened tensor; see ``Source``.
-
-        Raises: CheckpointError, for missing or damaged bytes.
-        """
-        runs = self._runs(name, None, start, stop)
-        return self._read(runs, self.model[name].dtype, (name, None, start, stop))
+        return self._interval_of(name, None, start, stop)
 
     def read_optim(self, name: str, state: str, start: int, stop: int) -> Tensor:
-        """Return elements ``[start, stop)`` of an optimizer state; see ``Source``.
+        return self._interval_of(name, state, start, stop)
 
-        Raises: CheckpointError, for missing or damaged bytes.
-        """
-        runs = self._runs(name, state, start, stop)
+    def _interval_of(
+        self, name: str, state: str | None, start: int, stop: int
+    ) -> Tensor:
+        """Return elements ``[start, stop)`` of a tensor or state."""
         what = name, state, start, stop
-        return self._read(runs, self.optim[name][state].dtype, what)
+        return self._read(self._runs(*what), self._info(name, state).dtype, what)
 
     def prepare(self, copies: Sequence[Copy]) -> None:
-        """Verify the blocks that ``copies`` touch, each block once; see ``Source``."""
-        # A destination that no code uses yet is filled while the blocks are verified. A
-        # destination in use must stay unchanged until all ranks agree.
-        new = [self._is_direct(copy) and copy.is_new for copy in copies]
+        # A destination in use must stay unchanged until all ranks agree.
         used = [copy for copy in copies if not copy.is_new]
         self._staged = self._stage(used)
-        # ``zip`` of the staged memory with the copies that are not new, in order.
         nowhere: list[Tensor | None] = [None] * len(used)
         waiting = iter(self._staged or nowhere)
+        # New memory is filled now, if the file's bytes can be read straight into it.
+        filled = [copy.into if self._is_direct(copy) else None for copy in copies]
         targets = [
-            next(waiting) if not copy.is_new else copy.into if filled else None
-            for copy, filled in zip(copies, new, strict=True)
+            into if copy.is_new else next(waiting)
+            for copy, into in zip(copies, filled, strict=True)
         ]
         for file, wants in zip(self.files, self._wants(copies, targets), strict=True):
             file.check(wants)
-        for copy, filled in zip(copies, new, strict=True):
-            # The destination is on another device or of another dtype: read into host
-            # memory and convert.
-            if copy.is_new and not filled:
+        for copy, into in zip(copies, filled, strict=True):
+            if copy.is_new and into is None:
                 copy.into.copy_(self.read(copy).view(copy.into.shape))
 
     def finish(self, copies: Sequence[Copy]) -> None:
-        """Fill the destinations that ``prepare`` has not filled; see ``Source``."""
         left = [copy for copy in copies if not copy.is_new]
         if self._staged is not None:
             for copy, staged in zip(left, self._staged, strict=True):
@@ -290,8 +242,7 @@ class NativeSource(Source):
                 copy.into.copy_(staged.view(dtype).view(copy.into.shape))
             self._staged = None
             return
-        # A CPU destination of the saved dtype is filled by the read itself, without a
-        # buffer in between.
+        # A CPU destination of the saved dtype is filled by the read itself.
         direct = [copy for copy in left if self._is_direct(copy)]
         wants = self._wants(direct, [copy.into for copy in direct])
         for file, wanted in zip(self.files, wants, strict=True):
@@ -315,8 +266,7 @@ class NativeSource(Source):
 
     def _stage(self, copies: Sequence[Copy]) -> list[Tensor] | None:
         """Return memory in which verified bytes wait until all ranks agree, or None."""
-        # A second read from the page cache costs less than a copy in memory that is
-        # used for the first time, and takes no more; a second request costs more.
+        # From the page cache, a second read costs less than a copy in new memory.
         if not is_url(self.path):
             return None
         sizes = [
@@ -328,19 +278,16 @@ class NativeSource(Source):
     def _wants(
         self, copies: Sequence[Copy], targets: Sequence[Tensor | None]
     ) -> list[list[ReadRequest]]:
-        """Return the read requests per file, in file order.
-
-        ``targets`` are the destinations of the copies; None: only verify.
-        """
+        """Return the read requests per file, in file order."""
         found: list[list[ReadRequest]] = [[] for _ in self.files]
         for copy, into in zip(copies, targets, strict=True):
             at = 0
-            for run in self._runs_of(copy):
+            span = copy.name, copy.state, copy.start, copy.stop, copy.rectangle
+            for run in self._runs(*span):
                 found[run.file].append(ReadRequest(run.begin, run.end, into, at, copy))
                 at += run.end - run.begin
         for wants in found:
-            # ``BlockFile`` keeps a single block in memory, so requests in file order
-            # verify and read each block once.
+            # In file order, each block is verified and read once.
             wants.sort(key=lambda want: want.begin)
         return found
 
@@ -348,11 +295,10 @@ class NativeSource(Source):
         self, runs: list[Run], dtype: torch.dtype, what: tuple[Any, ...]
     ) -> Tensor:
         """Verify and read ``runs`` into a new CPU tensor."""
-        # Opened before allocating: a damaged manifest may claim any size, and the real
-        # size is compared.
+        # Before allocating: a damaged manifest may claim any size.
         for run in runs:
             self.files[run.file].open()
-        count = sum(run.stop - run.start for run in runs)
+        count = sum(run.end - run.begin for run in runs) // dtype.itemsize
         result, at = torch.empty(count, dtype=dtype, device="cpu"), 0
         for run in runs:
             want = ReadRequest(run.begin, run.end, result, at, what)
@@ -363,11 +309,6 @@ class NativeSource(Source):
     def _info(self, name: str, state: str | None) -> TensorInfo:
         """Return dtype and shape of a tensor of the model, or of an optimizer state."""
         return self.model[name] if state is None else self.optim[name][state]
-
-    def _runs_of(self, copy: Copy) -> list[Run]:
-        """Return the places of the elements of ``copy`` as byte intervals."""
-        span = copy.start, copy.stop
-        return self._runs(copy.name, copy.state, *span, copy.rectangle)
 
     def _runs(
         self,
@@ -390,8 +331,8 @@ class NativeSource(Source):
         if name not in self._part_runs:
             self._part_runs[name] = PartRuns(saved)
         places: Places = saved.parts if state is None else saved.states[state].parts
-        size = info.dtype.itemsize
-        return self._part_runs[name].runs(places, size, rectangle, start, stop)
+        found = self._part_runs[name]
+        return found.runs(places, info.dtype.itemsize, rectangle, start, stop)
 
     def _told(self, what: tuple[Any, ...]) -> str:
         """Name a slice in error messages; the tuple is (name, state, start, stop)."""
@@ -399,54 +340,39 @@ class NativeSource(Source):
             return ""
         name, state, start, stop = what[:4]
         of = f"state {state!r} of " if state is not None else ""
-        given = what.rectangle if isinstance(what, Copy) else None
-        if given is not None:
-            boxes = boxes_of(given.shape, start, stop, given.offset)
-        else:
-            boxes = boxes_of(self._info(name, state).shape, start, stop)
-        return f"{of}{quoted(name)} {boxes}"
+        box = what.rectangle if isinstance(what, Copy) else None
+        shape = self._info(name, state).shape if box is None else box.shape
+        at = None if box is None else box.offset
+        return f"{of}{quoted(name)} {boxes_of(shape, start, stop, at)}"
 
 
-class LocalNames:
-    """The names of a checkpoint's manifest whose values belong to single ranks."""
+def _local_of(ranks: Sequence[Local], rank: int | None) -> Local:
+    """Return the values of ``rank`` (or no rank), and for units those of any rank."""
+    own = ranks[rank] if rank is not None and rank < len(ranks) else None
+    # A rank that had no elements of a parameter has no scalars of it.
+    values: dict[str, dict[str, Json]] = {}
+    for each in (own, *ranks):
+        for name, found in each.values.items() if each is not None else ():
+            values.setdefault(name, found)
+    if own is not None:
+        return Local(own.tensors, own.own_states, values, own.param_groups)
+    # Without a rank, an optimizer of sharded parameters has the first one's options.
+    _, states = _local_names(ranks)
+    groups = (ranks[0].param_groups or ()) if ranks else ()
+    kept = [
+        {**group, "params": [n for n in group["params"] if n in states]}
+        for group in groups
+    ]
+    return Local((), {}, values, [group for group in kept if group["params"]])
 
-    def __init__(self, manifest: Manifest) -> None:
-        self._all = manifest.local
-        tensors: set[str] = set()
-        states: set[str] = set()
-        for own in manifest.local:
-            tensors.update(name for each in own.tensors for name in each.fqns)
-            tensors.update(own.own_states)
-            groups = own.param_groups or ()
-            states.update(own.values, *(group["params"] for group in groups))
-        self.tensors = frozenset(tensors)
-        """Names of tensors in no unit, and of extra states."""
-        self.states = frozenset(states - tensors)
-        """Names of parameters of units with values or options per rank."""
 
-    def of_rank(self, rank: int | None) -> Local:
-        """Return the values of ``rank``, and for units those of any rank.
-
-        None stands for no rank: only values of units, from the first rank with them.
-        """
-        ranks = range(len(self._all))
-        own = self._all[rank] if rank is not None and rank in ranks else None
-        # A rank that had no elements of a parameter has no scalars of it.
-        values: dict[str, dict[str, Json]] = {}
-        for each in (own, *self._all):
-            for name, found in each.values.items() if each is not None else ():
-                values.setdefault(name, found)
-        groups = list(own.param_groups or ()) if own is not None else self._shared()
-        if own is None:
-            return Local((), {}, values, groups)
-        return Local(own.tensors, own.own_states, values, groups)
-
-    # Without a rank, an optimizer of sharded parameters must still have options.
-    def _shared(self) -> list[Json]:
-        """Return the options of parameters of units, as the first rank has them."""
-        groups = (self._all[0].param_groups or ()) if self._all else ()
-        kept = [
-            {**group, "params": [n for n in group["params"] if n in self.states]}
-            for group in groups
-        ]
-        return [group for group in kept if group["params"]]
+def _local_names(ranks: Sequence[Local]) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the names in no unit, and of parameters of units, with values per rank."""
+    tensors: set[str] = set()
+    states: set[str] = set()
+    for own in ranks:
+        tensors.update(name for each in own.tensors for name in each.fqns)
+        tensors.update(own.own_states)
+        groups = own.param_groups or ()
+        states.update(own.values, *(group["params"] for group in groups))
+    return frozenset(tensors), frozenset(states - tensors)

@@ -17,10 +17,10 @@ from composable_fsdp.storage.blocks import ReadRequest
 from composable_fsdp.storage.commit import (
     Folder,
     folders_in,
+    is_part,
     newest_in,
     number_of,
-    remove_folders,
-    stale_folders,
+    remove,
 )
 from composable_fsdp.storage.directory import (
     MANIFEST,
@@ -29,8 +29,7 @@ from composable_fsdp.storage.directory import (
     stale_outputs,
     within_limits,
 )
-from composable_fsdp.storage.formats.dcp_metadata import METADATA
-from composable_fsdp.storage.formats.dcp_read import open_dcp
+from composable_fsdp.storage.formats.dcp_read import METADATA, open_dcp
 from composable_fsdp.storage.formats.safetensors_files import (
     INDEX,
     SINGLE,
@@ -53,26 +52,28 @@ class _Format(NamedTuple):
     opener: Callable[[str], Source]
 
 
-def _holds(*names: str) -> Callable[[str], bool]:
-    """Return a test for a directory that contains any of ``names``."""
+def _holds(path: str, *names: str) -> bool:
+    """Return whether a directory contains any of ``names``."""
     # ``lexists``: the reader of the format reports a broken link.
-    return lambda path: any(os.path.lexists(os.path.join(path, n)) for n in names)
+    return any(os.path.lexists(os.path.join(path, name)) for name in names)
 
 
 NATIVE, DCP, SAFETENSORS, TORCH = "native", "dcp", "safetensors", "torch"
 # In the order of the tests: the formats of directories before the formats of files.
 _FORMATS: dict[str, _Format] = {
     NATIVE: _Format(
-        f"a checkpoint of this library ({MANIFEST})", _holds(MANIFEST), NativeSource
+        f"a checkpoint of this library ({MANIFEST})",
+        lambda path: _holds(path, MANIFEST),
+        NativeSource,
     ),
     DCP: _Format(
         f"one of torch.distributed.checkpoint ({METADATA})",
-        _holds(METADATA),
+        lambda path: _holds(path, METADATA),
         lambda path: open_dcp(Path(path)),
     ),
     SAFETENSORS: _Format(
         f"safetensors (a file, or {SINGLE} or {INDEX})",
-        lambda path: _holds(SINGLE, INDEX)(path) or is_safetensors(path),
+        lambda path: _holds(path, SINGLE, INDEX) or is_safetensors(path),
         lambda path: SafetensorsSource(Path(path)),
     ),
     TORCH: _Format(
@@ -103,12 +104,7 @@ def open_source(path: str | os.PathLike[str]) -> Source:
 
 
 def find_checkpoint(path: str | os.PathLike[str]) -> tuple[str, str]:
-    """Return the path of the checkpoint that ``path`` stands for, and the format.
-
-    The format is an element of ``FORMATS``.
-
-    Raises: CheckpointError, if there is no checkpoint.
-    """
+    """Return the path of the checkpoint that ``path`` stands for, and the format."""
     found, name = _find(path)
     return found.path, name
 
@@ -116,8 +112,11 @@ def find_checkpoint(path: str | os.PathLike[str]) -> tuple[str, str]:
 def _find(path: str | os.PathLike[str]) -> tuple[Folder, str]:
     """Return the place of the checkpoint that ``path`` stands for, and the format."""
     here = Folder(whole_path(path))
-    path = here.path
-    name = (NATIVE if here.is_committed else None) if is_url(path) else _format_at(path)
+    path, name = here.path, None
+    if not is_url(path):
+        name = next((n for n, each in _FORMATS.items() if each.recognises(path)), None)
+    elif here.is_committed:
+        name = NATIVE
     # A checkpoint at ``path`` itself takes precedence over those in ``path``.
     if name is not None:
         return here, name
@@ -139,31 +138,11 @@ def _find(path: str | os.PathLike[str]) -> tuple[Folder, str]:
     )
 
 
-def _format_at(path: str) -> str | None:
-    """Return the format of the checkpoint at ``path`` itself, or None."""
-    return next((n for n, each in _FORMATS.items() if each.recognises(path)), None)
-
-
 class Found(NamedTuple):
-    """An open source or a path to open; ``newest``: rank 0 has found the path.
-
-    ``share`` tells on all ranks alike whether ranks share reads.
-    """
+    """An open source or a path to open; ``share``: ranks share reads, all alike."""
 
     what: str | Source
-    newest: bool
     share: bool
-
-    def is_gone(self) -> bool:
-        """Return whether a save with ``keep`` has removed the path."""
-        # A path that the caller has named is never looked up again: its loss is an
-        # error.
-        if self.newest and isinstance(self.what, str):
-            # The other ranks wait for this rank: what has kept it from opening the
-            # checkpoint, such as a network, may well keep it from this answer.
-            with suppress(OSError):
-                return not Folder(self.what).is_committed
-        return False
 
 
 def look_up(
@@ -175,12 +154,9 @@ def look_up(
 ) -> Found:
     """Return the checkpoint that this rank opens: rank 0 alone looks in a directory.
 
-    ``error`` is one that this rank has found already.
-
     Collective: one all-gather of objects over the team's group.
-    Raises: CheckpointError or TypeError, the same on every rank.
     """
-    own, name = "", "."
+    own, name = "", ""
     try:
         if error is not None:
             raise error
@@ -189,47 +165,27 @@ def look_up(
         if not isinstance(path, Source):
             own = whole_path(path_text(path, "load"))
             # Ranks that looked for themselves would differ beside a job that saves.
-            if team.rank == 0:
-                name = _relative(find_checkpoint(own)[0], own)
+            found = find_checkpoint(own)[0] if team.rank == 0 else own
+            # A name, and not the path: each rank may have a disk of its own.
+            name = "" if found == own else split(found)[1]
     except Exception as raised:
         error = raised
     # Also ranks with an open source take part: the call may differ between ranks.
     answers = team.agree(error, (before, name, share, is_url(own)))
     raise_unseen(team, [each[0] for each in answers])
-    shares = _shares(team, [each[2] for each in answers], [each[3] for each in answers])
-    if isinstance(path, Source):
-        return Found(path, newest=False, share=shares)
-    # A name, and not the path: each rank may have a disk of its own.
-    name = answers[0][1]
-    newest = name != "."
-    if is_url(own):
-        return Found(join(own, name) if newest else own, newest, shares)
-    return Found(os.path.normpath(os.path.join(own, name)), newest, shares)
-
-
-def _shares(team: Team, told: list[bool | None], urls: list[bool]) -> bool:
-    """Return whether ranks share reads, from the ``share`` and the path of each.
-
-    Raises: CheckpointError, the same on every rank, if ranks have told differently.
-    """
-    for rank, each in zip(team.ranks, told, strict=True):
+    for rank, each in zip(team.ranks, answers, strict=True):
         # A rank that reads for itself would not answer those that wait for its part.
-        if each != told[0]:
+        if each[2] != answers[0][2]:
             raise CheckpointError(
-                f"load got share={told[0]} on rank {team.ranks[0]}, and share={each} "
-                f"on rank {rank}; expected the same on every rank. Nothing was loaded."
+                f"load got share={answers[0][2]} on rank {team.ranks[0]}, and share="
+                f"{each[2]} on rank {rank}; expected the same on every rank. Nothing "
+                "was loaded."
             )
-    # A request to a store costs more than a message between ranks; a local file does
-    # not, because all ranks of a machine find it in the page cache.
-    shares = all(urls) if told[0] is None else told[0]
-    return shares and team.world_size > 1
-
-
-def _relative(found: str, own: str) -> str:
-    """Return the path of ``found`` seen from ``own``, which is a path or a URL."""
-    if not is_url(own):
-        return os.path.relpath(found, own)
-    return "." if found == own else split(found)[1]
+    # A request to a store costs more than a message; all ranks share a page cache.
+    shares = all(each[3] for each in answers) if share is None else share
+    _, name, *_ = answers[0]
+    what = path if isinstance(path, Source) else join(own, name) if name else own
+    return Found(what, shares and team.world_size > 1)
 
 
 def remove_stale(
@@ -245,10 +201,16 @@ def remove_stale(
     Returns: paths or URLs, sorted.
     """
     place = whole_path(directory)
-    folders = stale_folders(place)
+    folders = [
+        each
+        for each in folders_in(place)
+        if not each.is_committed and any(map(is_part, each.files))
+    ]
     outputs = [] if is_url(place) else stale_outputs(place)
     if not dry_run:
-        remove_folders(folders)
+        for folder in folders:
+            if problems := remove(folder):
+                raise OSError(f"{problems[0]} could not be removed.")
         for each in outputs:
             shutil.rmtree(each)
     return sorted([*(each.path for each in folders), *outputs])
@@ -290,36 +252,24 @@ def checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
     [(100, True)]
     """
     folders = folders_in(whole_path(directory))
-    return sorted(
-        map(_info, (each for each in folders if each.is_committed)), key=_order
-    )
-
-
-def _order(info: CheckpointInfo) -> tuple[int, datetime]:
-    """Return the key to sort by: names without a number come first."""
-    return info.step or -1, info.time
+    found = [_info(each) for each in folders if each.is_committed]
+    # Names without a number come first.
+    return sorted(found, key=lambda info: (info.step or -1, info.time))
 
 
 def _info(folder: Folder) -> CheckpointInfo:
     """Return the facts of a checkpoint."""
     step, sizes = number_of(split(folder.path)[1]), folder.sizes
     nbytes = sum(max(size, 0) for size in sizes.values())
-    whole = _is_whole(folder)
-    return CheckpointInfo(folder.path, step, folder.time, nbytes, whole)
-
-
-def _is_whole(folder: Folder) -> bool:
-    """Return whether the manifest is sound, and the files have the sizes in it."""
-    # The manifest has a checksum of its own; the payload is compared by size, because
-    # to read each byte of a series of checkpoints takes minutes.
-    try:
+    # By size: to read each byte of a series of checkpoints takes minutes.
+    is_whole = False
+    with suppress(CheckpointError):
         manifest, _ = read_manifest(folder.path, folder)
-    except CheckpointError:
-        return False
-    return all(
-        folder.sizes.get(file.name) == file.header_nbytes + file.payload_nbytes
-        for file in manifest.files
-    )
+        is_whole = all(
+            sizes.get(file.name) == file.header_nbytes + file.payload_nbytes
+            for file in manifest.files
+        )
+    return CheckpointInfo(folder.path, step, folder.time, nbytes, is_whole)
 
 
 Progress = Callable[[int, int], object]
@@ -376,8 +326,7 @@ def verify(
     files, done = 0, 0
     try:
         path, kind = find_checkpoint(path)
-        # Without the loose tensors: reading them would raise at the first damaged
-        # block, before the other blocks are verified.
+        # Loose tensors would raise at the first damaged block, and hide the others.
         if kind != NATIVE:
             raise CheckpointError(
                 f"{path} is of the format {kind}; verify expects a checkpoint that "
@@ -397,8 +346,7 @@ def verify(
                         reader.check([ReadRequest(begin, end, None, 0, ())])
                     except CheckpointError as error:
                         problems.append(_text(error))
-                        # The file itself is missing, short, or has a damaged header, so
-                        # each further block would report the same problem.
+                        # Missing or short: each block would say the same.
                         if not reader.is_open:
                             break
                     done += end - begin

@@ -9,14 +9,12 @@
     other tensor, extra, options   written by rank 0 of the save
 
 Every rank computes who writes what from layouts, sizes and numbers of ranks, which are
-equal on all ranks; nothing is sent. Rank 0 of the save merges the descriptions and the
-places of the entries (``merge``).
+equal on all ranks; nothing is sent. ``merge`` joins the descriptions on rank 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -25,10 +23,8 @@ from torch import Tensor, nn
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import quoted
-from composable_fsdp.optim.names import is_absent
 from composable_fsdp.optim.original_view import over_originals
 from composable_fsdp.optim.own_state_dict import plain_values
-from composable_fsdp.optim.scalars import is_scalar
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.storage.codec import Json, require_storable
 from composable_fsdp.storage.contents import (
@@ -36,33 +32,29 @@ from composable_fsdp.storage.contents import (
     Held,
     HeldParam,
     HeldRegion,
-    is_elementwise,
     named,
     not_in_module,
     readable_state,
 )
-from composable_fsdp.storage.merge import FilePart, TensorPart
+from composable_fsdp.storage.merge import Draft, TensorPart
 from composable_fsdp.storage.mesh_copies import (
     is_first_copy,
     is_first_part,
+    others_of,
     stores_loose,
 )
 from composable_fsdp.storage.same_on_ranks import (
     no_facts,
     tell_copies,
-    tell_rectangles,
     tell_shards,
     tell_tensors,
     text_of,
 )
 from composable_fsdp.storage.save_parts import by_turns, writers_of
-from composable_fsdp.storage.selection import ALL, Patterns, Selection, matcher
+from composable_fsdp.storage.selection import Patterns, Selection, matcher
 from composable_fsdp.storage.stateful import rng_state, states_of
 from composable_fsdp.storage.values import encode
-from composable_fsdp.storage.writer import Piece, of_tensor
-
-Groups = list[tuple[Any, dict[str, Any]]]
-"""All param groups, each as (optimizer, group)."""
+from composable_fsdp.storage.writer import Piece
 
 SMALL = 1 << 20
 """Tensors in no unit of fewer bytes are written by rank 0, beside each other."""
@@ -70,173 +62,116 @@ Stored = tuple[Held, int, int]
 """A tensor, and elements ``[low, high)`` of those that this rank holds."""
 States = dict[int, dict[str, Any]]
 """The optimizer state of each parameter, by the ``id`` of the parameter."""
-
 _MEMBERS = ("params", "param_names")
 """The keys of a group that list parameters; all others are options."""
 
 
-class PartMaker:
+class PartMaker(Draft):
     """Collects the pieces and the description of the part of this rank."""
 
     def __init__(
         self,
         contents: Contents,
-        selection: Selection = ALL,
-        local: Patterns = None,
+        selection: Selection,
+        local: Patterns,
+        optims: Sequence[torch.optim.Optimizer],
         *,
         ranks: Sequence[int],
         rank: int,
     ) -> None:
-        """Choose the tensors to save."""
-        self.contents, self._rank, self._ranks = contents, rank, ranks
-        self.is_first, self.is_alone = rank == 0, len(ranks) == 1
-        # Names and ids of all are still needed: the optimizer may hold
-        # parameters that are left out of the checkpoint.
-        self.chosen = selection.of_contents(contents)
+        super().__init__()
+        self._contents, self._rank, self._ranks = contents, rank, ranks
         self._is_local_name = matcher(local, "local")
-        self.pieces: list[Piece] = []
-        self.part = FilePart()
-        self.facts = no_facts()
-        """What this rank tells of the values that rank 0 alone saves."""
-
-    def make(
-        self,
-        optims: Sequence[torch.optim.Optimizer],
-        extra: Any,
-        per_rank: dict[str, Any] | None = None,
-    ) -> tuple[FilePart, list[Piece]]:
-        """Return the description and the pieces of this rank.
-
-        Scalars are read now; the elements of other tensors are read when the file is
-        written.
-
-        Raises: TypeError, for a value that ``extra`` or the optimizer may not hold;
-        CheckpointError, for tensors that cannot be stored.
-        """
+        # Names and ids of all: the optimizer may hold parameters that are left out.
+        self._chosen = selection.of_contents(contents)
         for each in optims:
             # State that was loaded before the optimizer's first step is taken up.
             install_optimizer_hooks(each)
-        groups = [
-            (each, group)
-            for each in map(over_originals, optims)
-            for group in each.param_groups
-        ]
-        states = self._optimizer_states(groups)
-        # Every rank encodes ``extra``, although only rank 0's is saved: a value that
-        # cannot be stored raises, whichever rank passes the value.
-        encoded = encode(states_of(extra, "extra"), "extra", self._put)
+        self._optims = [over_originals(each) for each in optims]
+        self._groups = [(o, group) for o in self._optims for group in o.param_groups]
+        self._states = self._optimizer_states()
+        self.facts = no_facts()
+        """What this rank tells of the values that rank 0 alone saves."""
+
+    def make(self, extra: Any, per_rank: dict[str, Any] | None = None) -> None:
+        """Collect all: scalars are read now, elements when the file is written."""
+        part = self.part
+        # On every rank: a value that cannot be stored raises, whoever passes it.
+        encoded = encode(states_of(extra, "extra"), "extra", self._put_once)
         if per_rank is not None:
             own = states_of(per_rank, "per_rank")
-            self.part.per_rank = encode(own, "per_rank", partial(self._put, keep=True))
-        for name, module in self.chosen.own_states.items():
-            state, is_local = module.get_extra_state(), self._is_local_name(name)
-            if not self.is_alone and not is_local:
-                self.facts["own_states"][name] = text_of(state, name)
-            # Rank 0 alone keeps shared values.
-            put = partial(self._put, keep=is_local)
-            target = self.part.local if is_local else self.part
-            target.own_states[name] = encode(state, name, put, python_values=True)
-        shared, loose = self._tensors()
+            part.per_rank = encode(own, "per_rank", self.put)
+        self._own_states()
+        shared = [each for each in self._chosen.tensors if not self._is_local(each)]
         # A rank's own tensors may be wrapped otherwise on each rank.
-        facts = {
+        wrappers = {
             each.name: each.facts
-            for each in self.chosen.wrappers
+            for each in self._chosen.wrappers
             if not self._is_local_name(each.name)
         }
+        experts = experts_in(self._chosen)
+        self._tell_groups(experts)
         # To hash the tensors takes time, and a single rank has nothing to compare.
-        experts = experts_in(self.chosen)
-        self._tell_experts(experts, groups)
-        if not self.is_alone:
-            self.facts["local"] = dict.fromkeys(self._local_names())
-            tell_tensors(shared, self.facts)
-            tell_rectangles(loose, self.facts)
-            tell_shards(self.chosen.states, self.facts)
-            self.facts["shapes"].update(facts)
-            if self.chosen is not self.contents:
-                params = (p for held in self.chosen.regions for p in held.params)
-                names = {param.names[0] for param in params} - experts.keys()
-                self.facts["chosen"] = dict.fromkeys(names, "chosen")
-            self.facts["experts"] = experts
-            self._tell_states([*shared, *loose], states)
-            self._tell_options(groups)
-        self._local(states, groups if optims else None)
+        if len(self._ranks) > 1:
+            self._tell(shared, wrappers, experts)
+        self._local()
         # After the scalars that each rank saves for itself were taken out.
-        tell_copies(self.chosen, states, self.facts)
-        for number, (held, low, high) in self._stored(shared, loose):
-            part = self._part_of(held, low, high, states, number)
-            self.part.tensors.append(part)
-        if self.is_first:
-            self.part.wrappers = facts
-            self.part.extra = encoded
-            if optims:
-                self.part.param_groups = self._param_groups(groups, local=False)
-        # Random states differ between ranks, so each rank keeps these loose
-        # tensors.
-        self.part.rng = encode(rng_state(), "rng", partial(self._put, keep=True))
-        return self.part, self.pieces
-
-    def _tensors(self) -> tuple[list[Held], list[Held]]:
-        """Return the tensors in no unit that all ranks have, and those with rectangles.
-
-        Raises: CheckpointError, for a DTensor that each rank is to save for itself.
-        """
-        shared, loose = [], []
-        for held in self.chosen.tensors:
-            if held.rectangle is None:
-                if not self._is_local(held):
-                    shared.append(held)
-                continue
-            if self._is_local(held):
-                raise CheckpointError(
-                    f"{quoted(held.names[0])} is a DTensor, of which each rank holds a "
-                    "part; local=[..] expects names of tensors that are whole on a "
-                    "rank. Nothing was written. Leave the name out of local."
-                )
-            loose.append(held)
-        return shared, loose
-
-    def _stored(
-        self, shared: Sequence[Held], loose: Sequence[Held]
-    ) -> Iterator[tuple[int, Stored]]:
-        """Yield what this rank stores, with the place in the order of the model."""
-        names = (held.names[0] for held in self.chosen.each())
+        tell_copies(self._chosen, self._states, self.facts)
+        names = (held.names[0] for held in self._chosen.each())
         order = {name: i for i, name in enumerate(names)}
-        mine = [each for each in loose if stores_loose(each.tensor, self._ranks[0])]
-        mine += tensors_of(shared, self._rank, len(self._ranks))
-        found = [(held, 0, held.local.numel()) for held in mine]
-        for stored in (*self._of_units(), *found):
-            yield order[stored[0].names[0]], stored
+        for held, low, high in (*self._of_units(), *self._in_no_unit(shared)):
+            part.tensors.append(self._part_of(held, low, high, order[held.names[0]]))
+        if self._rank == 0:
+            part.wrappers, part.extra = wrappers, encoded
+            if self._optims:
+                part.param_groups = self._param_groups(local=False)
+        # Random states differ between ranks.
+        part.rng = encode(rng_state(), "rng", self.put)
+
+    def _own_states(self) -> None:
+        """Add the extra states of modules, which are shared or of each rank."""
+        for name, module in self._chosen.own_states.items():
+            state, is_local = module.get_extra_state(), self._is_local_name(name)
+            if is_local:
+                self.facts["local"][name] = None
+            elif len(self._ranks) > 1:
+                self.facts["own_states"][name] = text_of(state, name)
+            put = self.put if is_local else self._put_once
+            target = self.part.local if is_local else self.part
+            target.own_states[name] = encode(state, name, put, python_values=True)
+
+    def _is_local(self, held: Held) -> bool:
+        """Return whether each rank saves its own values; a tied tensor by any name."""
+        return any(map(self._is_local_name, held.names))
+
+    def _in_no_unit(self, shared: Sequence[Held]) -> Iterator[Stored]:
+        """Yield the tensors in no unit that this rank stores."""
+        for each in shared:
+            if each.rectangle and stores_loose(each.tensor, self._ranks[0]):
+                yield each, 0, each.local.numel()
+        whole = [each for each in shared if each.rectangle is None]
+        for each in tensors_of(whole, self._rank, len(self._ranks)):
+            yield each, 0, each.local.numel()
 
     def _of_units(self) -> Iterator[Stored]:
         """Yield the parameters of units of which this rank stores elements."""
-        groups = self.contents.mesh_groups
-        for held, start, stop in shares_of(self.chosen.regions):
+        groups = self._contents.mesh_groups
+        for held, start, stop in shares_of(self._chosen.regions):
             for param in held.params:
-                form, offset = param.ref.form, param.ref.offset
                 first, last = param.interval
-                low = max(0, start - offset)
-                high = min(last - first, stop - offset)
+                low = max(0, start - param.ref.offset)
+                high = min(last - first, stop - param.ref.offset)
                 is_here = low < high
                 # An empty parameter is on all ranks of the unit.
                 if not prod(param.shape):
                     low = high = 0
-                    is_here = not start and is_first_part(held.handle, form)
+                    is_here = not start and is_first_part(param.ref)
                 # Copies of tensor parallelism hold equal values, and the first writes.
-                if is_here and is_first_copy(held.handle, form, groups):
+                if is_here and is_first_copy(others_of(param.ref), groups):
                     yield param, low, high
 
-    def _part_of(
-        self,
-        held: Held,
-        low: int,
-        high: int,
-        states: States,
-        number: int = 0,
-    ) -> TensorPart:
-        """Add the entries of elements of a tensor; return the description.
-
-        Raises: CheckpointError, for a dtype that no file holds.
-        """
+    def _part_of(self, held: Held, low: int, high: int, number: int = 0) -> TensorPart:
+        """Add the entries of elements of a tensor; return the description."""
         name, rectangle, (start, stop) = held.names[0], held.rectangle, held.interval
         require_storable(held.dtype, quoted(name))
         # In the whole tensor where possible: a load on another mesh reads intervals.
@@ -248,9 +183,9 @@ class PartMaker:
         span = start + low, start + high
         part = TensorPart(held.names, held.dtype, held.shape, *span, number, rectangle)
         self._add(part, None, held.dtype, held.local, low)
-        for key, value in states.get(id(held.tensor), {}).items():
+        for key, value in self._states.get(id(held.tensor), {}).items():
             where = f"optimizer state {key!r} of {quoted(name)}"
-            if _has_elements(key, value, held):
+            if held.has_elements(key, value):
                 require_storable(value.dtype, where)
                 part.states[key] = value.dtype
                 self._add(part, key, value.dtype, value, low)
@@ -260,7 +195,7 @@ class PartMaker:
                 part.shared[key] = text_of(value, where)
             # Once, because each loose tensor of the manifest has a single use.
             if not part.start and not any(part.offset):
-                part.values[key] = self._value(key, value, name)
+                part.values[key] = self.value(key, value, name)
         return part
 
     def _add(
@@ -280,21 +215,19 @@ class PartMaker:
             # Most are whole, and need no view.
             if given.numel() != numel:
                 given = given.reshape(-1)[low : low + numel]
-            # Read when the file is written, and cast as late: mixed precision may hold
-            # a tensor in another dtype than the checkpoint.
+            # Cast as late as this: mixed precision may hold it in another dtype.
             return [given.to(dtype)]
 
         self.pieces.append(Piece(part.key(state), dtype, shape, elements))
 
-    def _optimizer_states(self, groups: Groups) -> States:
+    def _optimizer_states(self) -> States:
         """Return the state of each parameter, by the ``id`` of the parameter."""
-        known = named(self.contents)
-        wrappers = {id(each.tensor) for each in self.contents.wrappers}
+        known = named(self._contents)
+        wrappers = {id(each.tensor) for each in self._contents.wrappers}
         found: States = {}
-        for g, (optim, group) in enumerate(groups):
+        for g, (optim, group) in enumerate(self._groups):
             for i, parameter in enumerate(group["params"]):
-                # ``get`` and not ``[]``: ``optim.state`` is a defaultdict, and a read
-                # must not add a key.
+                # ``optim.state`` is a defaultdict, and a read must not add a key.
                 state = optim.state.get(parameter, {})
                 # A quantized weight is frozen, and optimizers may hold it idly.
                 if id(parameter) in wrappers and not state:
@@ -309,96 +242,84 @@ class PartMaker:
                     }
         return found
 
-    def _is_local(self, held: Held) -> bool:
-        """Return whether each rank saves its own values; a tied tensor by any name."""
-        return any(map(self._is_local_name, held.names))
-
-    def _local_names(self) -> list[str]:
-        """Return the names of tensors and extra states that each rank saves."""
-        held = [each.names[0] for each in self.chosen.tensors if self._is_local(each)]
-        own = [name for name in self.chosen.own_states if self._is_local_name(name)]
-        return [*held, *own]
-
-    def _local(self, states: States, groups: Groups | None) -> None:
-        """Collect the values of this rank alone; take scalars out of ``states``."""
+    def _local(self) -> None:
+        """Collect the values of this rank alone; take its scalars out of the states."""
         own = self.part.local
-        for held in self.chosen.each():
-            name, found = held.names[0], states.get(id(held.tensor), {})
-            if not self._is_local(held):
-                continue
+        for held in filter(self._is_local, self._chosen.each()):
             if not isinstance(held, HeldParam):
-                count = held.local.numel()
-                own.tensors.append(self._part_of(held, 0, count, states))
+                if held.rectangle is not None:
+                    raise CheckpointError(
+                        f"{quoted(held.names[0])} is a DTensor, of which each rank "
+                        "holds a part; local=[..] expects names of tensors that are "
+                        "whole on a rank. Nothing was written. Leave the name out of "
+                        "local."
+                    )
+                own.tensors.append(self._part_of(held, 0, held.local.numel()))
                 continue
             # As for a region: state without an element here need not be up to date.
-            if is_absent(held.ref.leaf):
+            if held.is_absent:
                 continue
             # A new dict: the present one may be the optimizer's own.
-            kept = states[id(held.tensor)] = {}
+            name, found = held.names[0], self._states.get(id(held.tensor), {})
+            kept = self._states[id(held.tensor)] = {}
             for key, value in found.items():
                 # Elements are cut over ranks, and no rank has them for itself.
-                if is_elementwise(key, value, held.ref.leaf, name):
+                if held.has_elements(key, value):
                     kept[key] = value
                 else:
-                    told = self._value(key, value, name)
+                    told = self.value(key, value, name)
                     own.values.setdefault(name, {})[key] = told
-        if groups is not None:
-            own.param_groups = self._param_groups(groups, local=True) or None
+        if self._optims:
+            own.param_groups = self._param_groups(local=True) or None
 
-    def _tell_experts(self, experts: dict[str, int], groups: Groups) -> None:
-        """Add the optimizer's groups of this rank's experts to the description."""
-        # Other ranks hold other experts, of which rank 0 alone cannot know.
-        if not experts:
-            return
-        known = named(self.chosen)
-        for g, (_, group) in enumerate(groups):
-            held = [known.get(id(p)) for p in group["params"]]
-            names = [each.names[0] for each in held if each is not None]
-            own = [name for name in names if name in experts]
-            if own:
-                self.part.experts[g] = own
-                options = {k: v for k, v in group.items() if k not in _MEMBERS}
-                where = f"param_groups[{g}]"
-                self.facts["options"][where] = text_of(options, where)
+    def _tell(
+        self, shared: Sequence[Held], wrappers: dict[str, str], experts: dict[str, int]
+    ) -> None:
+        """Tell what is saved once of tensors, which other ranks must have alike."""
+        facts, chosen = self.facts, self._chosen
+        local = filter(self._is_local, chosen.tensors)
+        facts["local"].update({held.names[0]: None for held in local})
+        tell_tensors(shared, facts)
+        tell_shards(chosen.states, facts)
+        facts["shapes"].update(wrappers)
+        if chosen is not self._contents:
+            names = {param.names[0] for param in chosen.params()} - experts.keys()
+            facts["chosen"] = dict.fromkeys(names, "chosen")
+        facts["experts"] = dict(experts)
+        for each in shared:
+            for key, value in self._states.get(id(each.tensor), {}).items():
+                kind = "parameters" if each.rectangle is None else "rectangles"
+                # One of the ranks with copies of a rectangle stores its elements.
+                if each.rectangle is None or not each.has_elements(key, value):
+                    where = f"{each.names[0]} (state {key!r})"
+                    facts[kind][where] = text_of(value, where)
 
-    def _tell_states(self, held: Sequence[Held], states: States) -> None:
-        """Add the optimizer state of parameters in no unit to the facts."""
-        for each in held:
-            for key, value in states.get(id(each.tensor), {}).items():
-                name, kind = each.names[0], "parameters"
-                # One of the ranks with copies of a rectangle stores it, and tells the
-                # scalars.
-                if each.rectangle is not None:
-                    if is_elementwise(key, value, each.leaf, name):
-                        continue
-                    kind = "rectangles"
-                where = f"{name} (state {key!r})"
-                self.facts[kind][where] = text_of(value, where)
-
-    def _tell_options(self, groups: Groups) -> None:
-        """Add the options of each parameter to the facts."""
-        known = named(self.chosen)
-        for g, (_, group) in enumerate(groups):
+    def _tell_groups(self, experts: dict[str, int]) -> None:
+        """Tell the options of each parameter, and the groups of this rank's experts."""
+        known = named(self._chosen)
+        for g, (_, group) in enumerate(self._groups):
             # The order of names is the rank's own.
             options = {k: v for k, v in group.items() if k not in _MEMBERS}
-            text = text_of(options, f"param_groups[{g}]")
-            for parameter in group["params"]:
-                held = known.get(id(parameter))
-                if held is not None and not self._is_local(held):
-                    self.facts["options"][held.names[0]] = text
+            where = f"param_groups[{g}]"
+            text = text_of(options, where)
+            held = [known[id(p)] for p in group["params"] if id(p) in known]
+            for each in held:
+                if not self._is_local(each):
+                    self.facts["options"][each.names[0]] = text
+            # Other ranks hold other experts, of which rank 0 alone cannot know.
+            if own := [e.names[0] for e in held if e.names[0] in experts]:
+                self.part.experts[g] = own
+                self.facts["options"][where] = text
 
-    def _param_groups(self, groups: Groups, *, local: bool) -> list[Json]:
-        """Return the options of all groups as JSON, with the parameters by name.
-
-        Only of parameters whose options each rank saves for itself, or of all others.
-        """
+    def _param_groups(self, *, local: bool) -> list[Json]:
+        """Return the options of all groups as JSON, with the parameters by name."""
         known = {
             key: held
-            for key, held in named(self.chosen).items()
+            for key, held in named(self._chosen).items()
             if self._is_local(held) == local
         }
         result = []
-        for g, (_, group) in enumerate(groups):
+        for g, (_, group) in enumerate(self._groups):
             options = {k: v for k, v in group.items() if k != "params"}
             held = [known.get(id(p)) for p in group["params"]]
             members = [each.names[0] for each in held if each is not None]
@@ -409,11 +330,10 @@ class PartMaker:
             if "param_names" in options:
                 pairs = zip(options["param_names"], held, strict=True)
                 options["param_names"] = [n for n, each in pairs if each is not None]
-            put = partial(self._put, keep=local)
+            put = self.put if local else self._put_once
             encoded = encode(options, f"param_groups[{g}]", put, python_values=True)
-            # ``encode`` writes a dict with other keys as pairs, and ``params`` cannot
-            # be added to pairs.
-            if "$dict" in encoded or "$map" in encoded:
+            # Other keys are written as pairs, to which ``params`` cannot be added.
+            if "$map" in encoded:
                 raise TypeError(
                     f"param_groups[{g}] has an option whose name starts with '$' or is "
                     "no text; rename it."
@@ -423,44 +343,22 @@ class PartMaker:
                 self.part.group_numbers.append(g)
         return result
 
-    def _put(self, tensor: Tensor, where: str, *, keep: bool = False) -> int:
-        """Add a loose tensor and return the index, for ``encode``.
-
-        Only rank 0 keeps loose tensors, unless ``keep`` says that each rank has values
-        of its own. The index on a rank that does not keep the tensor is never used.
-        """
+    def _put_once(self, tensor: Tensor, where: str) -> int:
+        """Add a loose tensor on rank 0; others need only know that it can be stored."""
         require_storable(tensor.dtype, where)
-        if self.is_first or keep:
-            key = f"loose.{len(self.part.loose)}"
-            self.part.loose[key] = tensor.dtype, tuple(tensor.shape)
-            self.pieces.append(of_tensor(key, tensor))
-        return len(self.part.loose) - 1
-
-    def _value(self, name: str, value: Any, fqn: str) -> Json:
-        """Encode a state that is not element-wise."""
-        where = f"optimizer state {name!r} of {quoted(fqn)}"
-        return encode(value, where, partial(self._put, keep=True), python_values=True)
-
-
-def _has_elements(key: str, value: Any, held: Held) -> bool:
-    """Return whether a state has an element for each element on this rank."""
-    if held.is_cut:
-        return is_elementwise(key, value, held.leaf, held.names[0])
-    # A tensor that one rank has whole may have state of any shape.
-    shape = held.tensor.shape
-    return not is_scalar(key, value, shape) and bool(value.shape == shape)
+        return self.put(tensor, where) if self._rank == 0 else 0
 
 
 def shares_of(regions: Sequence[HeldRegion]) -> Iterator[tuple[HeldRegion, int, int]]:
     """Yield the elements ``[start, stop)`` of shards that this replica writes."""
-    # Of all regions at once: the turns of small regions balance over the model, and
-    # each replica finds the same turns.
-    layouts = [(held.region.layout, held.handle.groups.replicas) for held in regions]
+    # Of all regions at once: the turns of small ones balance over the model.
+    refs = [held.ref for held in regions]
+    layouts = [(ref.region.layout, ref.handle.groups.replicas) for ref in refs]
     for held, writer in zip(regions, writers_of(layouts), strict=True):
-        group, numel = held.handle.groups.replicate, held.region.layout.shard_numel
-        mine = 0 if group is None else group.rank()
+        groups, numel = held.ref.handle.groups, held.ref.region.layout.shard_numel
+        mine = 0 if groups.replicate is None else groups.replicate.rank()
         if writer is None:
-            size = -(-numel // held.handle.groups.replicas)
+            size = -(-numel // groups.replicas)
             yield held, min(mine * size, numel), min((mine + 1) * size, numel)
         elif writer == mine:
             yield held, 0, numel
@@ -468,9 +366,7 @@ def shares_of(regions: Sequence[HeldRegion]) -> Iterator[tuple[HeldRegion, int, 
 
 def tensors_of(tensors: Sequence[Held], rank: int, ranks: int) -> list[Held]:
     """Return the tensors in no unit that ``rank`` of a save writes."""
-    # The names, shapes and values of these tensors are compared over ranks before a
-    # file is written: ranks that would take other turns end with an error.
-    # Buffers may differ, and then rank 0's are told to be saved.
+    # All ranks take the same turns. Buffers may differ: rank 0's are saved.
     sizes = [
         held.tensor.numel() * held.dtype.itemsize
         if isinstance(held.tensor, nn.Parameter)
@@ -483,15 +379,10 @@ def tensors_of(tensors: Sequence[Held], rank: int, ranks: int) -> list[Held]:
 
 
 def experts_in(contents: Contents) -> dict[str, int]:
-    """Return the names of this rank's experts, with the place in the ``expert_mesh``.
-
-    Ranks with the same experts have the same place. Empty without an ``expert_mesh``.
-    """
-    found: dict[str, int] = {}
-    for region in contents.regions:
-        # The place and no rank: of a grid of ranks, only a row and a column are known.
-        group = region.handle.groups.experts
-        if group is not None:
-            names = [param.names[0] for param in region.params]
-            found.update(dict.fromkeys(names, group.rank()))
-    return found
+    """Return this rank's experts by name, with the place in the ``expert_mesh``."""
+    # The place and no rank: of a grid of ranks, only a row and a column are known.
+    return {
+        param.names[0]: group.rank()
+        for param in contents.params()
+        if (group := param.ref.handle.groups.experts) is not None
+    }

@@ -13,26 +13,16 @@ from composable_fsdp.storage.manifest import (
     Places,
     Rectangle,
     SavedTensor,
-    Stored,
 )
-from composable_fsdp.storage.validate import Entry, entries_by_file
+from composable_fsdp.storage.validate import entries_by_file
 
 
 class Run(NamedTuple):
-    """Elements ``[start, stop)`` of a rectangle; bytes ``[begin, end)`` of a file."""
+    """Bytes ``[begin, end)`` of the payload of a file."""
 
-    start: int
-    stop: int
     file: int
     begin: int
     end: int
-
-
-def whole_runs(stored: Stored) -> list[Run]:
-    """Return the place of all elements of a tensor in a single entry."""
-    at = stored.at
-    end = at.begin + stored.numel * stored.dtype.itemsize
-    return [Run(0, stored.numel, at.file, at.begin, end)]
 
 
 class PartRuns:
@@ -72,7 +62,7 @@ class PartRuns:
         return found
 
     def _at(self, position: int) -> tuple[int, int, int]:
-        """Return where an element of the whole parameter is stored."""
+        """Return rectangle, element there and elements left of a row, of an element."""
         indices = []
         # From the last dim, whose indices are adjacent.
         for size in reversed(self._cut.shape):
@@ -91,12 +81,7 @@ class PartRuns:
         return found, inner, width - inner % width
 
     def _in_rectangle(
-        self,
-        index: int,
-        places: Places,
-        itemsize: int,
-        start: int,
-        stop: int,
+        self, index: int, places: Places, itemsize: int, start: int, stop: int
     ) -> list[Run]:
         """Return the places of elements of a rectangle, part by part."""
         begins, first = self._cut.begins[index], self._first[index]
@@ -104,13 +89,11 @@ class PartRuns:
         # A search: a parameter of a large model has a part per rank.
         at = bisect_right(begins, start) - 1
         while start < stop:
-            end = begins[at + 1] if at + 1 < len(begins) else stop
-            count = min(stop, end) - start
+            end = min(stop, begins[at + 1]) if at + 1 < len(begins) else stop
             place = places[first + at]
             begin = place.begin + (start - begins[at]) * itemsize
-            end = begin + count * itemsize
-            runs.append(Run(start, start + count, place.file, begin, end))
-            start, at = start + count, at + 1
+            runs.append(Run(place.file, begin, begin + (end - start) * itemsize))
+            start, at = end, at + 1
         return runs
 
 
@@ -124,26 +107,17 @@ def boxes_of(
     return ", ".join(f"[offsets {b.offsets} sizes {b.sizes}]" for b in boxes)
 
 
-class BytesDescription:
-    """A function that names the tensors in some bytes of a file, with boxes."""
-
-    def __init__(self, manifest: Manifest, file: int) -> None:
-        self.manifest, self.file = manifest, file
-
-    def __call__(self, begin: int, end: int) -> str:
-        found = []
-        # Computed on each call and not stored: only error messages need the entries.
-        for entry in entries_by_file(self.manifest, "")[self.file]:
-            low, high = max(begin, entry.begin), min(end, entry.end)
-            if low < high:
-                found.append(_inside(entry, low, high))
-        return listed(found) or "nothing"
-
-
-def _inside(entry: Entry, low: int, high: int) -> str:
-    """Return the elements of an entry in bytes ``[low, high)``, in words."""
-    size, box = entry.itemsize, entry.rectangle
-    # Round outwards: an element counts if any byte is in the interval.
-    start = entry.start + (low - entry.begin) // size
-    stop = entry.start - (entry.begin - high) // size
-    return f"{entry.of} {boxes_of(box.shape, start, stop, box.offset)}"
+def told_of(manifest: Manifest, file: int, begin: int, end: int) -> str:
+    """Return the names of the tensors in some bytes of a file, with boxes."""
+    found = []
+    # Computed when asked for: only error messages need the entries.
+    for entry in entries_by_file(manifest, "")[file]:
+        low, high = max(begin, entry.begin), min(end, entry.end)
+        if low < high:
+            size, box = entry.itemsize, entry.rectangle
+            # Round outwards: an element counts if any byte is in the interval.
+            start = entry.start + (low - entry.begin) // size
+            stop = entry.start - (entry.begin - high) // size
+            boxes = boxes_of(box.shape, start, stop, box.offset)
+            found.append(f"{entry.of} {boxes}")
+    return listed(found) or "nothing"

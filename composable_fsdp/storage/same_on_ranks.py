@@ -1,20 +1,9 @@
 """Compares over ranks what a checkpoint has once, before any file is written.
 
-A value that only another rank has, or has differently, would be lost::
-
-    tensors in no unit          names, shapes, dtypes, values of parameters    refused
-    extra states of modules     values                                         refused
-    options of the optimizer    per parameter                                  refused
-    state of copies             dtypes of elements, values of scalars          refused
-    buffers                     values                                         logged
-    shards of replicas          values                                         warned
-
-Each rank sends digests first, and names and texts only of what differs. Copies of an
-element lie on the replicas of a unit, and on ranks of tensor parallelism beside a
-parameter that is not cut; one of them writes. Replicas that differ (a write to one of
-them, another learning rate there) are seen by no collective, and the checkpoint would
-be a mixture that no rank has. Scalar state of a parameter that several ranks hold parts
-of is compared in ``merge``.
+A value that only another rank has, or has differently, would be lost. Each rank sends
+digests, and names and texts only of what differs. Copies of an element lie on the
+replicas of a unit, and on ranks of tensor parallelism beside a parameter that is not
+cut; a save of replicas that differ would be a mixture that no rank has.
 """
 
 from __future__ import annotations
@@ -23,100 +12,90 @@ import hashlib
 import json
 import logging
 import warnings
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.flat.param_form import groups_of
-from composable_fsdp.flat.param_paths import slot_path
 from composable_fsdp.flat.param_ref import param_refs
 from composable_fsdp.flat.value_hash import hash_values
-from composable_fsdp.naming import listed, quoted, ranks_text
-from composable_fsdp.optim.names import is_absent
+from composable_fsdp.naming import by_value, listed, quoted, ranks_text
 from composable_fsdp.storage.codec import Json
-from composable_fsdp.storage.contents import Contents, Held, is_elementwise
-from composable_fsdp.storage.mesh_copies import copies_of
+from composable_fsdp.storage.contents import Contents, Held
+from composable_fsdp.storage.mesh_copies import copies_of, others_of, ranks_of
 from composable_fsdp.storage.team import Team
 from composable_fsdp.storage.values import encode
 from composable_fsdp.storage.writer import in_host_memory
-from composable_fsdp.tree.state import _FSDPState
 
 _log = logging.getLogger(__name__)
 
-Group = str | tuple[int, ...] | bytes
-"""Who must tell the same: all ranks, of a kind; some; those at the same place."""
+Group = str | tuple[str, tuple[int, ...]]
+"""Who must tell the same: all ranks; or ranks that hold copies, of a kind."""
 Facts = dict[Group, dict[str, Any]]
 """What a rank tells of the values that are saved once: a text or a hash by name."""
 
 
 class _Kind(NamedTuple):
-    """Values that ranks tell, and the words for a value that differs.
+    """Values that ranks tell, and the words for one that differs.
 
-    ``is_shared``: ranks that do not tell a name are compared, too. ``is_shown``: the
-    values are texts for the message.
+    ``is_shared``: ranks that do not tell a name differ, too. ``is_shown``: the values
+    are texts for the message.
     """
 
-    text: str
+    what: str
+    way_out: str
     is_shared: bool = True
     is_shown: bool = False
 
 
 _LOCAL = (
-    "local=[{first}] in SaveOptions (names, or patterns as 'experts.*'), "
-    "which saves each rank's own"
+    "pass local=[{first}] in SaveOptions (names, or patterns as 'experts.*'), which "
+    "saves each rank's own"
 )
 _KINDS = {
     "chosen": _Kind(
-        "{name} is not chosen on all ranks: {who}; nothing was written. Pass the same "
-        "include, exclude and trainable_only on every rank, and freeze the same "
-        "parameters.",
+        "The choice of {name}",
+        "Pass the same include, exclude and trainable_only on every rank, and freeze "
+        "the same parameters.",
         is_shown=True,
     ),
     "experts": _Kind(
-        "{name} is an expert on rank {a} and another on rank {b}, by their "
-        "expert_mesh; a checkpoint expects another name for each expert. Nothing was "
-        "written. Keep the numbers of the plain model: nn.ModuleList with None in the "
-        "places of other ranks' experts. Or stack the experts and pass DTensors of "
+        "Expert {name} (by its expert_mesh)",
+        "Keep the numbers of the plain model: nn.ModuleList with None in the places of "
+        "other ranks' experts. Or stack the experts and pass DTensors of "
         "distribute_tensor(weight, mesh['ep'], [Shard(0)]).",
         is_shared=False,
     ),
     "shapes": _Kind(
-        "{name} is in no unit and not the same on all ranks: {who}. A single rank "
-        "saves such tensors for all ranks, so the others' would be lost; nothing was "
-        "written. Build the same modules on every rank, or pass {local}.",
+        "{name}, in no unit,",
+        f"Build the same modules on every rank, or {_LOCAL}.",
         is_shown=True,
     ),
     "parameters": _Kind(
-        "Parameter {name} is in no unit and has other values on {others} than on "
-        "{ranks}; a checkpoint has such parameters once, and nothing was written. Give "
-        "all ranks the same values (torch.distributed.broadcast), pass its module to "
-        "fully_shard, or pass {local}.",
+        "Parameter {name}, in no unit,",
+        "Give all ranks the same values (torch.distributed.broadcast), pass its module "
+        f"to fully_shard, or {_LOCAL}.",
     ),
     "own_states": _Kind(
-        "The extra state {name} is another on {others} than on {ranks}; a checkpoint "
-        "has extra states once, and nothing was written. Let get_extra_state return "
-        "the same on all ranks, or pass {local}.",
+        "The extra state {name}",
+        f"Let get_extra_state return the same on all ranks, or {_LOCAL}.",
     ),
     "rectangles": _Kind(
-        "The part of DTensor {name} is in no unit and has other values on {others} "
-        "than on {ranks}; nothing was written. Give all ranks the same values, or pass "
-        "the module around it to fully_shard.",
+        "The part of DTensor {name}, in no unit,",
+        "Give all ranks the same values, or pass the module around it to fully_shard.",
         is_shared=False,
     ),
     "options": _Kind(
-        "The optimizer's {name} is {who}; a checkpoint has options once. Nothing was "
-        "written. Give all ranks the same options, or pass {local}.",
+        "The optimizer's option {name}",
+        f"Give all ranks the same options, or {_LOCAL}.",
         is_shared=False,
         is_shown=True,
     ),
     "copies": _Kind(
-        "The optimizer's {name} is {who}, which hold copies of the parameter; a "
-        "checkpoint has it once. Nothing was written. Step optimizers of all replicas "
-        "alike, or pass local=[{first}] in SaveOptions, which saves each rank's own.",
+        "The optimizer's {name}, of which several ranks hold copies,",
+        f"Step optimizers of all replicas alike, or {_LOCAL}.",
         is_shown=True,
     ),
 }
@@ -130,14 +109,13 @@ def no_facts() -> Facts:
 
 def digests_of(facts: Facts) -> dict[Group, bytes]:
     """Return 16 bytes per group, which are equal on ranks that tell the same."""
-    # Sorted: ranks may order groups and parameters differently, and a checkpoint goes
-    # by names.
-    return {group: _digest(sorted(told.items())) for group, told in facts.items()}
-
-
-def _digest(value: object) -> bytes:
-    """Return a digest of a value of plain types."""
-    return hashlib.blake2b(repr(value).encode(), digest_size=16).digest()
+    # Sorted: ranks may order groups and parameters differently.
+    return {
+        group: hashlib.blake2b(
+            repr(sorted(told.items())).encode(), digest_size=16
+        ).digest()
+        for group, told in facts.items()
+    }
 
 
 def unlike_groups(
@@ -152,42 +130,33 @@ def unlike_groups(
     for group, digests in found.items():
         # A rank that tells nothing of copies lacks all of their state.
         if isinstance(group, tuple):
-            digests.update(by_rank[r].get(group) for r in group if r in by_rank)
+            digests.update(by_rank[r].get(group) for r in group[1] if r in by_rank)
     return [group for group, digests in found.items() if len(digests) > 1]
 
 
 def tell_tensors(held: Sequence[Held], facts: Facts) -> None:
     """Add names, shapes and hashes of tensors in no unit."""
-    plain = [_hashable(each.tensor) for each in held]
+    plain = [_hashable(each.local) for each in held]
     # A copy of all hashes to the host at once: a GPU would be waited for per tensor.
     alike = len({tensor.device for tensor in plain}) == 1
     hashes = hash_values(plain).tolist() if alike else map(_hash, plain)
     for each, value in zip(held, hashes, strict=True):
-        name = each.names[0]
-        is_parameter = isinstance(each.shown, nn.Parameter)
+        name, box, is_parameter = each.names[0], each.rectangle, each.is_parameter
         kind = "a parameter" if is_parameter else "a buffer"
+        if box is not None:
+            kind = "a DTensor"
+            # A rank without elements may have any offset.
+            if box.numel:
+                facts["rectangles"][f"{name} at {box.offset}"] = value
+        else:
+            facts["parameters" if is_parameter else "buffers"][name] = value
         # Ties are part of the checkpoint: a tied tensor is saved once.
         tied = f", also named {listed(each.names[1:])}" if each.names[1:] else ""
         facts["shapes"][name] = f"{kind} {each.shape} of {each.dtype}{tied}"
-        facts["parameters" if is_parameter else "buffers"][name] = value
-
-
-def tell_rectangles(held: Sequence[Held], facts: Facts) -> None:
-    """Add names, shapes and hashes of the parts of DTensors in no unit."""
-    for each in held:
-        name, given = each.names[0], each.rectangle
-        assert given is not None
-        # The shape of the whole tensor, which all ranks tell alike.
-        facts["shapes"][name] = f"a DTensor {each.shape} of {each.dtype}"
-        # A rank without elements may have any offset.
-        if given.numel:
-            where = f"{name} at {given.offset}"
-            facts["rectangles"][where] = _hash(_hashable(each.local))
 
 
 def _hashable(tensor: Tensor) -> Tensor:
     """Return ``tensor`` with the values in memory that the tensor represents."""
-    # A lazily conjugated or negated tensor has other bytes than values.
     return in_host_memory(tensor) if tensor.is_conj() or tensor.is_neg() else tensor
 
 
@@ -204,87 +173,65 @@ def text_of(value: Any, where: str) -> str:
     return json.dumps(found, sort_keys=True)
 
 
-def tell_shards(states: Iterable[_FSDPState], facts: Facts) -> None:
-    """Add hashes of the shards of replicas, unless ``check_weights`` is ``"off"``.
-
-    One copy of all hashes per unit to the host.
-    """
-    places: list[Any] = []
-    hashes: dict[str, Any] = {}
+def tell_shards(states: Iterable[Any], facts: Facts) -> None:
+    """Add hashes of the shards of replicas, unless ``check_weights`` is ``"off"``."""
     for state in states:
-        handle = state.handle
-        groups = handle.groups
-        if not state.initial.is_checked or groups.replicas < 2:
+        group = state.handle.groups.replicate
+        if not state.initial.is_checked or group is None:
             continue
-        refs = list(param_refs(handle))
-        # Ranks of another part, or with other experts, hold other values of the name.
-        parts = [
-            g.rank() for g in (*groups_of(handle.layout.forms), groups.experts) if g
-        ]
-        at = groups.shard.rank() if groups.shard is not None else 0
+        # By parameter, and not by region, so that the message has a name.
+        refs = list(param_refs(state.handle))
+        told = facts.setdefault(("replicas", ranks_of(group)), {})
         is_strict = state.options.check_weights == "error"
-        places.append((handle.full_fqn, at, parts, is_strict))
-        # By parameter, and not by region, so that the message has a name. The names are
-        # read each time, because an outer unit may be applied in between.
+        # A copy of all hashes of a unit to the host at once.
         values = hash_values([ref.leaf for ref in refs]).tolist()
         for ref, value in zip(refs, values, strict=True):
-            hashes[slot_path(handle, ref.slot)] = value, is_strict
-    if places:
-        facts[_digest(places)] = hashes
+            told[ref.name] = value, is_strict
 
 
 def tell_copies(
     contents: Contents, states: Mapping[int, Mapping[str, Any]], facts: Facts
 ) -> None:
-    """Add the states of this rank's parameters in units that other ranks hold, too.
-
-    Raises: CheckpointError, for a state that is neither element-wise nor a scalar.
-    """
-    # Read together at the end: a GPU would be waited for at each number.
-    waiting: list[tuple[str, Tensor, list[dict[str, Any]]]] = []
-    for held in contents.regions:
-        replicate = held.handle.groups.replicate
-        # Most models: no rank has a copy.
-        if replicate is None and not contents.mesh_groups:
+    """Add the states of this rank's parameters in units that other ranks hold, too."""
+    found: list[tuple[str, Any, list[dict[str, Any]]]] = []
+    for param in contents.params():
+        copies = copies_of(others_of(param.ref), contents.mesh_groups)
+        ranks = filter(None, [param.holders(), *copies])
+        groups: list[Group] = [("copies", each) for each in ranks]
+        # A rank without elements has no state to compare.
+        if not groups or param.is_absent:
             continue
-        replicas = (
-            [] if replicate is None else [dist.get_process_group_ranks(replicate)]
-        )
-        for param in held.params:
-            # A rank without elements has no state to compare.
-            if is_absent(param.ref.leaf):
-                continue
-            form, name = param.ref.form, param.names[0]
-            others = copies_of(held.handle, form, contents.mesh_groups)
-            told = [facts.setdefault(tuple(r), {}) for r in (*replicas, *others)]
-            for key, value in states.get(id(param.tensor), {}).items():
-                where = f"{name} (state {key!r})"
-                # Elements would take a pass over memory; dtypes differ for free.
-                if is_elementwise(key, value, param.ref.leaf, name):
-                    said = f"elements of {value.dtype}"
-                elif isinstance(value, Tensor) and value.ndim == 0:
-                    waiting.append((where, value, told))
-                    continue
-                else:
-                    said = text_of(value, where)
-                for each in told:
-                    each[where] = said
-    alike: dict[Hashable, list[int]] = {}
-    for i, (_, value, _) in enumerate(waiting):
-        alike.setdefault((value.device, value.dtype), []).append(i)
-    for numbers in alike.values():
-        values = torch.stack([waiting[i][1].detach() for i in numbers]).tolist()
-        for i, number in zip(numbers, values, strict=True):
-            where, value, told = waiting[i]
-            for each in told:
-                each[where] = f"{number!r} of {value.dtype}"
+        told = [facts.setdefault(group, {}) for group in groups]
+        for key, value in states.get(id(param.tensor), {}).items():
+            # Elements would take a pass over memory; dtypes differ for free.
+            is_cut = param.has_elements(key, value)
+            said = f"elements of {value.dtype}" if is_cut else value
+            found.append((f"{param.names[0]} (state {key!r})", said, told))
+    texts = _texts([(where, value) for where, value, _ in found])
+    for (where, _, told), text in zip(found, texts, strict=True):
+        for each in told:
+            each[where] = text
+
+
+def _texts(found: Sequence[tuple[str, Any]]) -> list[str]:
+    """Return a text for each value; numbers in tensors are read together."""
+    # A GPU would be waited for at each number.
+    alike: dict[Any, list[int]] = {}
+    for i, (_, value) in enumerate(found):
+        if isinstance(value, Tensor) and value.ndim == 0:
+            alike.setdefault((value.device, value.dtype), []).append(i)
+    read: dict[int, str] = {}
+    for (_, dtype), numbers in alike.items():
+        values = torch.stack([found[i][1].detach() for i in numbers]).tolist()
+        pairs = zip(numbers, values, strict=True)
+        read.update({i: f"{value!r} of {dtype}" for i, value in pairs})
+    return [read.get(i) or text_of(value, w) for i, (w, value) in enumerate(found)]
 
 
 def require_same_values(team: Team, facts: Facts, groups: Sequence[Group]) -> str:
     """Exchange what ranks have told of ``groups``; return a text to warn of, or "".
 
     Collective: one all-gather of objects over the team's group.
-    Raises: CheckpointError, the same on every rank, for values that would be lost.
     """
     told = team.agree(None, {g: facts[g] for g in groups if g in facts})
     by_rank: dict[int, Facts] = dict(zip(team.ranks, told, strict=True))
@@ -293,10 +240,15 @@ def require_same_values(team: Team, facts: Facts, groups: Sequence[Group]) -> st
         if kind == "shapes":
             _require_same_local(by_rank)
         _refuse(kind, {rank: each.get(kind, {}) for rank, each in by_rank.items()})
+    replicas: list[dict[int, dict[str, Any]]] = []
     for group in groups:
         if isinstance(group, tuple):
-            among = {r: by_rank[r] for r in group if r in by_rank}
-            _refuse("copies", {r: each.get(group, {}) for r, each in among.items()})
+            kind, ranks = group
+            among = {r: by_rank[r].get(group, {}) for r in ranks if r in by_rank}
+            if kind == "copies":
+                _refuse(kind, among)
+            else:
+                replicas.append(among)
     # No error: the running means of a normalization differ in ordinary training, and
     # DistributedDataParallel gives all ranks those of rank 0, too.
     buffers = {rank: each.get("buffers", {}) for rank, each in by_rank.items()}
@@ -308,39 +260,31 @@ def require_same_values(team: Team, facts: Facts, groups: Sequence[Group]) -> st
             "all ranks. Broadcast them before the save, or SaveOptions(local=[..]) "
             "with their names saves each rank's own."
         )
-    return _told_of_replicas(by_rank)
+    return _told_of_replicas(replicas)
 
 
-def _told_of_replicas(by_rank: Mapping[int, Facts]) -> str:
-    """Return the text of a warning about replicas that differ, or "".
-
-    Raises: CheckpointError, with ``check_weights="error"``.
-    """
-    places = {g: None for each in by_rank.values() for g in each if type(g) is bytes}
+def _told_of_replicas(groups: Sequence[dict[int, dict[str, Any]]]) -> str:
+    """Return the text of a warning about replicas that differ, or ""."""
     found: dict[str, dict[int, Any]] = {}
-    for place in places:
-        told = {r: each[place] for r, each in by_rank.items() if place in each}
+    for told in groups:
         for name in _unlike(told, is_shared=True):
-            found.setdefault(name, {rank: each[name] for rank, each in told.items()})
+            values = {rank: each.get(name) for rank, each in told.items()}
+            found.setdefault(name, values)
     if not found:
         return ""
     # In the order of the units, so that all ranks name the same parameter.
     name, values = next(iter(found.items()))
-    by_value: dict[Any, list[int]] = {}
-    for rank, value in values.items():
-        by_value.setdefault(value, []).append(rank)
-    first, *others = map(ranks_text, by_value.values())
     more = f" (and {len(found) - 1} more parameters)" if len(found) > 1 else ""
     text = (
-        f"Replicas differ: parameter {quoted(name)}{more} has other values on {first} "
-        f"than on {listed(others)}, which hold the same part"
+        f"Replicas differ: parameter {quoted(name)}{more} has {_others(values)}, which "
+        "hold the same part"
     )
     causes = (
         "A write to one replica, or a step with other options there, leads to this. "
         "Give all replicas the same values before the save: load the last "
         "checkpoint, or broadcast the parameters."
     )
-    if any(is_strict for each in found.values() for _, is_strict in each.values()):
+    if any(value and value[1] for each in found.values() for value in each.values()):
         raise CheckpointError(f"{text}; nothing was written. {causes}")
     return (
         f"{text}. Each replica writes a share, so the checkpoint is a mixture that no "
@@ -363,45 +307,47 @@ def warn_of(text: str) -> Exception | None:
     return None
 
 
-def _refuse(kind: str, values: dict[int, dict[str, Any]]) -> None:
+def _refuse(kind: str, told: dict[int, dict[str, Any]]) -> None:
     """Raise CheckpointError for a name that ranks have told differently."""
-    text, is_shared, is_shown = _KINDS[kind]
-    unlike = _unlike(values, is_shared=is_shared)
+    what, way_out, is_shared, is_shown = _KINDS[kind]
+    unlike = _unlike(told, is_shared=is_shared)
     if not unlike:
         return
     name, *more = unlike
+    values = {r: e.get(name) for r, e in told.items() if is_shared or name in e}
     shown = name if kind == "copies" else quoted(name)
     if kind == "options":
         # A group has many; the message has the first that differs.
-        option, values = _option(values, name)
-        shown, more = f"option {option!r} of {shown}", []
-    told_by = {rank: each.get(name) for rank, each in values.items()}
-    if not is_shared:
-        told_by = {rank: value for rank, value in told_by.items() if value is not None}
-    first = next(iter(told_by.values()))
-    same = [rank for rank, value in told_by.items() if value == first]
-    others = [rank for rank in told_by if rank not in same]
-    words = f" (and {len(more)} more: {listed(map(quoted, more))})"
-    pattern = repr(name.partition(" (state ")[0])
+        options = {rank: json.loads(str(text)) for rank, text in values.items()}
+        keys = dict.fromkeys(key for each in options.values() for key in each)
+        for option in keys:
+            values = {rank: repr(each.get(option)) for rank, each in options.items()}
+            if len(set(values.values())) > 1:
+                break
+        shown, more = f"{option!r} of {shown}", []
+    if more:
+        shown += f" (and {len(more)} more: {listed(map(quoted, more))})"
+    texts = {rank: str(value or "absent")[:200] for rank, value in values.items()}
+    first = repr(name.partition(" (state ")[0])
     raise CheckpointError(
-        text.format(
-            name=shown + (words if more else ""),
-            who=_who(values, name) if is_shown else "",
-            others=ranks_text(others),
-            ranks=ranks_text(same),
-            a=same[0],
-            b=others[0],
-            first=pattern,
-            local=_LOCAL.format(first=pattern),
-        )
+        f"{what.format(name=shown)} is not the same on all ranks: "
+        f"{by_value(texts) if is_shown else _others(values)}; a checkpoint has it "
+        f"once, and nothing was written. {way_out.format(first=first)}"
     )
 
 
-def _require_same_local(by_rank: Mapping[int, Facts]) -> None:
-    """Raise CheckpointError for a name that a rank saves for itself, and another not.
+def _others(values: Mapping[int, Any]) -> str:
+    """Return which ranks have other values than the first, in words."""
+    ranks: dict[Any, list[int]] = {}
+    for rank, value in values.items():
+        ranks.setdefault(value, []).append(rank)
+    first, *others = map(ranks_text, ranks.values())
+    return f"other values on {listed(others)} than on {first}"
 
-    A rank that does not have the tensor may name it or not.
-    """
+
+def _require_same_local(by_rank: Mapping[int, Facts]) -> None:
+    """Refuse a name that a rank saves for itself, and another not."""
+    # A rank that does not have the tensor may name it or not.
     shared = {
         rank: each.get("shapes", {}).keys() | each.get("own_states", {}).keys()
         for rank, each in by_rank.items()
@@ -420,37 +366,9 @@ def _require_same_local(by_rank: Mapping[int, Facts]) -> None:
 
 def _unlike(told: Mapping[int, Mapping[str, Any]], *, is_shared: bool) -> list[str]:
     """Return the names whose values differ, or (``is_shared``) that a rank lacks."""
-    found: dict[str, set[Any]] = {}
-    for each in told.values():
-        for name, value in each.items():
-            found.setdefault(name, set()).add(value)
-    if is_shared:
-        for each in told.values():
-            for name in found.keys() - each.keys():
-                found[name].add(None)
-    return [name for name, values in found.items() if len(values) > 1]
-
-
-def _option(
-    told: Mapping[int, Mapping[str, str]], name: str
-) -> tuple[str, dict[int, dict[str, str]]]:
-    """Return the first option of ``name`` that differs, and the values of the ranks."""
-    # A rank may leave out parameters that it holds no elements of.
-    options = {r: json.loads(each[name]) for r, each in told.items() if name in each}
-    keys = dict.fromkeys(key for each in options.values() for key in each)
-    found = {
-        key: {rank: {name: repr(each.get(key))} for rank, each in options.items()}
-        for key in keys
-    }
-    return next((k, v) for k, v in found.items() if _unlike(v, is_shared=False))
-
-
-def _who(told: Mapping[int, Mapping[str, Any]], name: str) -> str:
-    """Return the ranks of each text, in words."""
-    by_text: dict[Any, list[int]] = {}
-    for rank, each in told.items():
-        by_text.setdefault(each.get(name), []).append(rank)
-    return " and ".join(
-        f"{str(text or 'absent')[:200]} on {ranks_text(ranks)}"
-        for text, ranks in by_text.items()
-    )
+    names = dict.fromkeys(name for each in told.values() for name in each)
+    return [
+        name
+        for name in names
+        if len({e.get(name) for e in told.values() if is_shared or name in e}) > 1
+    ]

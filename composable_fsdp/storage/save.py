@@ -5,8 +5,7 @@
     all ranks   collect | agree | write own file, fsync | agree
     rank 0      make the folder   manifest, fsync, rename of this file, older ones away
 
-Until the manifest is there, ``path`` is no checkpoint; then it is a complete one. No
-collective carries a tensor: a save sends three small objects over the private gloo
+No collective carries a tensor: a save sends three small objects over the private gloo
 group.
 """
 
@@ -37,7 +36,7 @@ from composable_fsdp.storage.contents import (
     optimizers_in,
 )
 from composable_fsdp.storage.directory import MANIFEST, make_seen, path_text, sync
-from composable_fsdp.storage.manifest import BLOCK, Manifest, block_size
+from composable_fsdp.storage.manifest import BLOCK, block_size
 from composable_fsdp.storage.merge import FilePart, RankPart, merge
 from composable_fsdp.storage.native import manifest_bytes
 from composable_fsdp.storage.part import PartMaker
@@ -168,10 +167,6 @@ class Job:
     block: int = BLOCK
     """The bytes of payload that a checksum covers, the same on every rank."""
 
-    def file_of(self, rank: int) -> str:
-        """Return the path or URL of the file that a rank of the save writes."""
-        return join(self.path, f"rank{rank:05d}{self.ending}")
-
 
 @paused_collection()
 def prepare(
@@ -186,7 +181,6 @@ def prepare(
 
     Collective: one all-gather of objects over the team's group; a second all-gather if
     values that are saved once differ.
-    Raises: CheckpointError, TypeError or PhaseError, the same on every rank.
     """
     target, ending, error = "", "", None
     given = SaveOptions()
@@ -198,17 +192,16 @@ def prepare(
         target = whole_path(path_text(path, "save"))
         given = options_of(options, SaveOptions, "save")
         given.require_types()
-        optims = optimizers_in(optim, "save")
-        contents = contents_of(module, "save", inner=True)
         maker = PartMaker(
-            contents,
+            contents_of(module, "save", inner=True),
             Selection.of(given.include, given.exclude, given.trainable_only),
             given.local,
+            optimizers_in(optim, "save"),
             ranks=team.ranks,
             rank=team.rank,
         )
-        part, pieces = maker.make(optims, extra, given.per_rank)
-        facts = maker.facts
+        maker.make(extra, given.per_rank)
+        part, pieces, facts = maker.part, maker.pieces, maker.facts
         if team.rank == 0:
             ending = begin(target, given.overwrite, team.world_size)
     # Do not raise yet: the other ranks would wait in the exchange below for this rank.
@@ -219,9 +212,9 @@ def prepare(
         mine = target, ending, before, digests_of(facts), nbytes
         answers = team.agree(error, mine)
         raise_unseen(team, [each[2] for each in answers])
-        # The digests tell every rank whether a second exchange is needed, so all ranks
-        # decide alike. Names and hashes are sent only then, and only of what differs:
-        # of 10,000 tensors and 1,024 ranks they are hundreds of megabytes.
+        # The digests tell every rank whether a second exchange is needed. Names and
+        # hashes are sent only then, and only of what differs: of 10,000 tensors and
+        # 1,024 ranks they are hundreds of megabytes.
         groups = unlike_groups(team.ranks, [each[3] for each in answers])
         if groups and (text := require_same_values(team, facts, groups)):
             # A warning per rank would say no more.
@@ -231,28 +224,19 @@ def prepare(
             discard(target, ending)
         raise
     # Only rank 0 has made a directory; the other ranks write into the same directory.
-    target, ending = _place_of_rank_0(answers, target, team.rank)
-    block = block_size(sum(each[4] for each in answers))
-    return Job(target, ending, part, in_order(pieces), given, error, block)
-
-
-def _place_of_rank_0(
-    answers: list[tuple[Any, ...]], target: str, rank: int
-) -> tuple[str, str]:
-    """Return rank 0's path and the ending of its files; log a path that differs."""
     first, ending, *_ = answers[0]
     # A path with the time in its name may differ, and the save is right.
     if target != first:
         text = "save got the path %r on rank %d and writes to rank 0's %r."
-        _log.warning(text, target, rank, first)
-    return first, ending
+        _log.warning(text, target, team.rank, first)
+    block = block_size(sum(each[4] for each in answers))
+    return Job(first, ending, part, in_order(pieces), given, error, block)
 
 
 def write(team: Team, job: Job, error: Exception | None = None) -> None:
     """Write this rank's file and commit the checkpoint; see ``save``.
 
     Collective: one gather to rank 0 and one broadcast of objects over the team's group.
-    Raises: CheckpointError, the same on every rank.
     """
     told: Any = None
     committed = False
@@ -263,13 +247,12 @@ def write(team: Team, job: Job, error: Exception | None = None) -> None:
                 raise error
             if not is_url(job.path):
                 make_seen(job.path)
-            begins = places_of(job.pieces)
-            file = write_file(job.file_of(team.rank), job.pieces, job.block)
-            told = job.part, file, begins
+            name = f"rank{team.rank:05d}{job.ending}"
+            file = write_file(join(job.path, name), job.pieces, job.block)
+            told = job.part, file, places_of(job.pieces)
         except Exception as raised:
             error = raised
-        # Release the pieces before the exchange: in an asynchronous save they hold the
-        # copies of this rank's values in host memory.
+        # In an asynchronous save they hold the copies in host memory.
         job.pieces.clear()
         answers = team.to_first(error, told)
         failures = [each.failure for each in answers]
@@ -277,8 +260,7 @@ def write(team: Team, job: Job, error: Exception | None = None) -> None:
             failure = None
             if not any(failures):
                 committed, failure = _finish(job, [each.value for each in answers])
-                # A failure of the commit on rank 0 reaches the other ranks as rank 0's
-                # error.
+                # A failure of the commit reaches the other ranks as rank 0's error.
                 failures[0] = team.failure_of(failure)
             error = error or failure
             # Before the other ranks know: they may look at the path, or save again.
@@ -291,54 +273,36 @@ def write(team: Team, job: Job, error: Exception | None = None) -> None:
             discard(job.path, job.ending)
 
 
-def _finish(job: Job, told: list[Any]) -> tuple[bool, Exception | None]:
+def _finish(job: Job, told: list[RankPart]) -> tuple[bool, Exception | None]:
     """Merge, check and commit on rank 0; return whether committed, and any error."""
     committed = False
     try:
         with paused_collection():
-            manifest, data = _manifest(told, job)
+            manifest = merge(told, job.block)
+            # Raises if no load takes it.
+            parse(to_json(manifest), join(job.path, MANIFEST))
+            # Clocks differ, and a job may have moved to another machine.
+            newest = None
+            with suppress(OSError):
+                newest = None if is_url(job.path) else newest_in(split(job.path)[0])
+            data = manifest_bytes(manifest, newest.age[0] if newest else 0)
         sizes = {f.name: f.header_nbytes + f.payload_nbytes for f in manifest.files}
         commit(job.path, data, job.options.overwrite, sizes)
         committed = True
         if not is_url(job.path):
             sync(job.path)
         # Older checkpoints go last: at every moment at least one is complete.
-        _tidy(job, set(sizes))
+        if problems := remove_older(job.path, job.options.keep, set(sizes)):
+            # The checkpoint itself is good, so training must go on.
+            warnings.warn(
+                f"{job.path} was committed; older checkpoints could not be removed: "
+                f"{listed(problems)}. The next save tries again.",
+                stacklevel=2,
+            )
     except Exception as raised:
         # The checkpoint is valid although a later step failed; the message must say so.
-        if committed:
-            return True, _after_commit(job, raised)
-        return False, raised
+        return committed, _after_commit(job, raised) if committed else raised
     return True, None
-
-
-def _manifest(told: list[RankPart], job: Job) -> tuple[Manifest, bytes]:
-    """Return the manifest and the content of its file; raise if no load takes it."""
-    manifest = merge(told, job.block)
-    parse(to_json(manifest), join(job.path, MANIFEST))
-    # Clocks differ: a job that has moved to another machine writes the newest, too.
-    newest = None
-    with suppress(OSError):
-        newest = None if is_url(job.path) else newest_in(split(job.path)[0])
-    return manifest, manifest_bytes(manifest, newest.age[0] if newest else 0)
-
-
-def _tidy(job: Job, files: set[str]) -> None:
-    """Remove older checkpoints; warn of those that stay.
-
-    ``files`` are the names of the files of the new checkpoint.
-    """
-    try:
-        problems = remove_older(job.path, job.options.keep, files)
-    except OSError as error:
-        problems = [f"those beside it ({error.strerror or error})"]
-    if problems:
-        # The checkpoint itself is good, so training must go on.
-        warnings.warn(
-            f"{job.path} was committed; older checkpoints could not be removed: "
-            f"{listed(problems)}. The next save tries again.",
-            stacklevel=2,
-        )
 
 
 def _after_commit(job: Job, error: Exception) -> Exception:

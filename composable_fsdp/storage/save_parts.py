@@ -1,11 +1,7 @@
 """Which replica writes which bytes of a save, where replicas hold equal shards.
 
-::
-
-    large shard    cut into a part per replica      replica 0 |  1  |  2  |  3  |
-    small shard    written whole by a replica       replica 2 |whole|
-
-All ranks compute the same answer from layouts and numbers of ranks, without exchange.
+A large shard is cut into a part per replica, a small one is written by one of them. All
+ranks compute the same answer from layouts and numbers of ranks, without exchange.
 """
 
 from __future__ import annotations
@@ -33,11 +29,7 @@ def parts_of(layout: RegionLayout, replicas: int) -> int:
 
 
 def writers_of(regions: Iterable[tuple[RegionLayout, int]]) -> list[int | None]:
-    """Return the replica that writes the shards of each region, or None: each a part.
-
-    ``regions`` are pairs of a region and the number of replicas, in the same order on
-    all ranks.
-    """
+    """Return the replica that writes each region's shards, or None: each a part."""
     whole: list[tuple[Hashable, int, int]] = []
     divided: list[bool] = []
     for layout, replicas in regions:

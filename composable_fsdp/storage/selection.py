@@ -1,13 +1,8 @@
 """Chooses a part of a model by names, for a save or a load of that part.
 
 A pattern is a name with the wildcards of ``fnmatch``. A pattern that matches a module's
-name stands for all that the module holds::
-
-    "*lora*"            every name with lora in it
-    "blocks.*.attn"     the attention of every block: blocks.0.attn.weight, ..
-    "head"              head.weight, head.bias; not header.weight
-
-A load can also show a checkpoint under the names of another model (``rename``).
+name stands for all that the module holds. A load can also show a checkpoint under the
+names of another model (``rename``).
 """
 
 from __future__ import annotations
@@ -16,9 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import join_name, listed, quoted
@@ -32,12 +28,6 @@ Rename = Mapping[str, str] | Callable[[str], str | None]
 
 def renaming(rename: Rename, names: Sequence[str]) -> Callable[[str], str | None]:
     """Return the new name of each name of a checkpoint, as a function.
-
-    A prefix stands for a module or a tensor: ``model`` and ``model.`` rename
-    ``model.weight``, and not ``models.weight``. The longest prefix counts; the prefix
-    ``""`` stands before every name.
-
-    Raises: TypeError, for another type; CheckpointError, for a prefix that no name has.
 
     >>> new = renaming({"model.": "", "head": "lm_head"}, ["model.a", "head.weight"])
     >>> new("model.a"), new("head.weight"), new("scale")
@@ -80,10 +70,7 @@ def _has(name: str, prefix: str) -> bool:
 
 
 class RenamedSource(Source):
-    """A view of ``source`` with other names; reads the same bytes.
-
-    Raises: CheckpointError, if two tensors get the same name.
-    """
+    """A view of ``source`` with other names; reads the same bytes."""
 
     def __init__(self, source: Source, rename: Rename) -> None:
         self._source = source
@@ -114,7 +101,15 @@ class RenamedSource(Source):
             self._old[found], self._new[name] = name, found
         # Tables of names alone: values are read from ``source`` when asked for.
         self.model = self._renamed(source.model)
-        self.aliases = self._aliases(source)
+        self.aliases = {}
+        for name, kept in source.aliases.items():
+            if name in self._new and kept not in self._new:
+                raise CheckpointError(
+                    f"load: rename leaves out {quoted(kept)} and keeps {quoted(name)}, "
+                    "which is tied to it. Keep both, or exclude one of them."
+                )
+            if name in self._new:
+                self.aliases[self._new[name]] = self._new[kept]
         self.own_states = self._renamed(source.own_states)
         # The name of a wrapper is no name of a tensor, and so not in the tables.
         told = ((new(name), facts) for name, facts in source.wrappers.items())
@@ -125,39 +120,16 @@ class RenamedSource(Source):
         new = self._new
         return {new[name]: value for name, value in values.items() if name in new}
 
-    def _aliases(self, source: Source) -> dict[str, str]:
-        """Return the other names; one of them stands for a kept name left out."""
-        found: dict[str, str] = {}
-        promoted: dict[str, str] = {}
-        for name, kept in source.aliases.items():
-            if name not in self._new:
-                continue
-            # The usual case: the tie stays, under the new names.
-            if kept in self._new:
-                found[self._new[name]] = self._new[kept]
-            elif kept in promoted:
-                found[self._new[name]] = promoted[kept]
-            else:
-                promoted[kept] = self._new[name]
-                self.model = {**self.model, self._new[name]: source.model[kept]}
-        # The parameter is stored once, under the name that was left out.
-        for kept, name in promoted.items():
-            self._old[name], self._new[kept] = kept, name
-        return found
-
     @cached_property
     def optim(self) -> Mapping[str, Mapping[str, TensorInfo]]:  # type: ignore[override]  # computed when asked for
-        """See ``Source``."""
         return self._renamed(self._source.optim)
 
     @cached_property
     def optim_values(self) -> Mapping[str, Mapping[str, Any]]:  # type: ignore[override]  # computed when asked for
-        """See ``Source``."""
         return self._renamed(self._source.optim_values)
 
     @cached_property
     def param_groups(self) -> Sequence[Mapping[str, Any]] | None:  # type: ignore[override]  # computed when asked for
-        """See ``Source``; parameters that are left out are in no group."""
         # None says that there is no optimizer, and an empty list that it has no group.
         groups = self._source.param_groups
         if groups is None:
@@ -169,7 +141,6 @@ class RenamedSource(Source):
 
     @property
     def extra(self) -> Any:
-        """See ``Source``."""
         return self._source.extra
 
     def _told(self, copy: Copy) -> Copy:
@@ -177,27 +148,21 @@ class RenamedSource(Source):
         return copy._replace(name=self._old[copy.name])
 
     def read_model(self, name: str, start: int, stop: int) -> Tensor:
-        """Return elements ``[start, stop)`` of a tensor; see ``Source``."""
         return self._source.read_model(self._old[name], start, stop)
 
     def read_optim(self, name: str, state: str, start: int, stop: int) -> Tensor:
-        """Return elements ``[start, stop)`` of a state; see ``Source``."""
         return self._source.read_optim(self._old[name], state, start, stop)
 
     def prepare(self, copies: Sequence[Copy]) -> None:
-        """See ``Source``."""
         self._source.prepare(list(map(self._told, copies)))
 
     def finish(self, copies: Sequence[Copy]) -> None:
-        """See ``Source``."""
         self._source.finish(list(map(self._told, copies)))
 
     def rng(self, rank: int, world_size: int) -> dict[str, Any] | None:
-        """See ``Source``."""
         return self._source.rng(rank, world_size)
 
     def rank_values(self, rank: int) -> Any:
-        """See ``Source``."""
         return self._source.rank_values(rank)
 
     def close(self) -> None:
@@ -224,8 +189,6 @@ def options_of(given: object, kind: type[Options], what: str) -> Options:
 def matcher(patterns: Patterns, what: str) -> Callable[[str], bool]:
     """Return a function that tells whether a name matches any of ``patterns``.
 
-    None matches no name. Raises: TypeError, naming ``what``.
-
     >>> is_head = matcher(["head", "*.bias"], "include")
     >>> is_head("head.weight"), is_head("header.weight"), is_head("body.bias")
     (True, False, True)
@@ -234,27 +197,18 @@ def matcher(patterns: Patterns, what: str) -> Callable[[str], bool]:
         return patterns
     # A text is a sequence, too: of its characters.
     texts = [patterns] if isinstance(patterns, str) else list(patterns or ())
-    if not all(isinstance(text, str) for text in texts):
-        wrong = next(text for text in texts if not isinstance(text, str))
+    if wrong := [text for text in texts if not isinstance(text, str)]:
         raise TypeError(
             f"{what} expects patterns of names, such as '*lora*', or a function of a "
-            f"name, got a {type(wrong).__name__} among them."
+            f"name, got a {type(wrong[0]).__name__} among them."
         )
 
     def matches(name: str) -> bool:
-        return any(_matches(name, text) for text in texts)
+        # Modules around it, too: users name them, and a checkpoint holds tensors.
+        around = accumulate(name.split("."), "{}.{}".format)
+        return any(fnmatchcase(each, text) for each in around for text in texts)
 
     return matches
-
-
-def _matches(name: str, pattern: str) -> bool:
-    """Return whether the name, or the name of a module around it, matches."""
-    # The module itself, too: users name modules, and a checkpoint holds tensors.
-    parts = name.split(".")
-    return any(
-        fnmatchcase(".".join(parts[:count]), pattern)
-        for count in range(len(parts), 0, -1)
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,18 +251,13 @@ class Selection:
     def takes(self, held: Held) -> bool:
         """Return whether the tensor of a model is chosen."""
         # A buffer requires no gradient, and a frozen parameter is the base's.
-        if self.trainable_only:
-            is_parameter = isinstance(held.shown, nn.Parameter)
-            if not is_parameter or not held.shown.requires_grad:
-                return False
-        return self.takes_names(held.names)
+        is_trained = held.is_parameter and held.shown.requires_grad
+        return (is_trained or not self.trainable_only) and self.takes_names(held.names)
 
     def _takes_wrapper(self, wrapper: HeldWrapper) -> bool:
         """Return whether a tensor that wraps others is chosen."""
-        is_frozen = not wrapper.tensor.requires_grad
-        return self.takes_names([wrapper.name]) and not (
-            self.trainable_only and is_frozen
-        )
+        is_trained = wrapper.tensor.requires_grad or not self.trainable_only
+        return is_trained and self.takes_names([wrapper.name])
 
     def of_contents(self, contents: Contents) -> Contents:
         """Return the chosen part of ``contents``; a region may lack parameters."""
@@ -331,10 +280,7 @@ class Selection:
 
     # For a load: both sides of the comparison must leave out the same names.
     def leaves_out(self, contents: Contents) -> Callable[[str], bool]:
-        """Return a function that tells whether a checkpoint's name is not asked for.
-
-        A name that ``contents`` (the whole model) lacks is told by the patterns alone.
-        """
+        """Return a function that tells whether a checkpoint's name is not asked for."""
         chosen = {name for held in contents.each() for name in held.names}
         # Frozen tensors are known by the model alone; a checkpoint does not tell.
         kept = self.of_contents(contents)

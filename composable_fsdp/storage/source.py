@@ -56,10 +56,7 @@ Read = Callable[[int, int], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LazyTensor:
-    """A tensor of a checkpoint that is read on demand.
-
-    ``storage`` is equal for all names of a tied tensor; None if the format cannot tell.
-    """
+    """A tensor of a checkpoint that is read on demand."""
 
     info: TensorInfo
     read: Read
@@ -75,16 +72,7 @@ class LazyTensor:
 
 
 class Copy(NamedTuple):
-    """A read of elements ``[start, stop)`` of a saved tensor, and the destination.
-
-    ``state`` is the name of an optimizer state of parameter ``name``; None stands for
-    the parameter or buffer itself. ``into`` may be on any device and have any shape of
-    ``stop - start`` elements; the values are converted to its dtype. ``is_new`` says
-    that no code uses ``into`` yet, so ``into`` may be filled at any time. If
-    ``rectangle`` is not None, ``start`` and ``stop`` count the elements of that
-    rectangle of the saved tensor. ``holders`` returns the global ranks that hold the
-    same elements: none but this rank if empty, all ranks of the load if None.
-    """
+    """A read of elements ``[start, stop)`` of a saved tensor, and the destination."""
 
     name: str
     state: str | None
@@ -124,8 +112,7 @@ class Source(ABC):
     """Options of the optimizer's groups; ``params`` lists names. None: no optimizer."""
     extra: Any
     """The user's additional values: nested dicts and lists of scalars and tensors."""
-    # Defaults for formats without such values. They are immutable, because all
-    # instances share them.
+    # Defaults for formats without such values; all instances share them.
     optim_values: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
     """Optimizer state that is not a tensor, or is a scalar in a tensor, as saved.
 
@@ -202,8 +189,7 @@ class Source(ABC):
         Raises: CheckpointError, as ``read_model``.
         """
         for copy in copies:
-            # This default verifies by reading; a format with checksums per block can do
-            # less.
+            # Verified by reading; a format with checksums per block can do less.
             value = self.read(copy)
             if copy.is_new:
                 copy.into.copy_(value.view(copy.into.shape))
@@ -211,8 +197,7 @@ class Source(ABC):
     def finish(self, copies: Sequence[Copy]) -> None:
         """Fill destinations that are not new; ``prepare`` has verified the bytes."""
         for copy in copies:
-            # Read again: values kept from ``prepare`` would need memory for a second
-            # copy of this rank's shards.
+            # Read again: kept values would need memory for a second copy of the shards.
             if not copy.is_new:
                 copy.into.copy_(self.read(copy).view(copy.into.shape))
 

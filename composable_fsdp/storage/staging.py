@@ -18,10 +18,7 @@ from torch.autograd.graph import increment_version
 
 @contextmanager
 def paused_collection() -> Iterator[None]:
-    """Let the garbage collector wait until the end of the block; also a decorator.
-
-    A collector that is off stays off.
-    """
+    """Let the garbage collector wait until the end of the block; also a decorator."""
     # A checkpoint of 10,000 parameters has some hundred thousand records, and none is
     # garbage before the end. The collector would look at all objects of the process
     # again and again, which took 40 % of a load.
@@ -51,17 +48,13 @@ class _PinnedMap(mmap.mmap):
 
 
 def host_buffer(nbytes: int, *, pinned: bool = False) -> Tensor:
-    """Return ``nbytes`` of host memory that no code has used.
-
-    ``pinned`` (default False) makes copies from CUDA devices fast and asynchronous.
-    """
+    """Return ``nbytes`` of host memory that no code has used."""
     # Private: shared memory, the default, would be seen by forked processes, too. In
     # pages of 4 KiB: to find free pages of 2 MiB, the kernel moves others, which took
     # three times as long as the first load itself.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     buffer = _PinnedMap(-1, max(nbytes, 1), flags=flags)
-    # torch's own pinned memory is rounded up to a power of two: up to two copies of the
-    # values in place of one.
+    # torch's own pinned memory is rounded up to a power of two.
     if pinned:
         _pin(buffer)
     return torch.frombuffer(buffer, dtype=torch.uint8)[:nbytes]

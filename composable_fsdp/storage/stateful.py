@@ -1,16 +1,12 @@
-"""Saves and fills objects with ``state_dict`` and ``load_state_dict``.
+"""Saves and fills objects with ``state_dict``, and the random generators of a rank.
 
 Schedulers, gradient scalers and data loaders stand in ``extra`` and ``per_rank`` beside
-plain values. A save stores the state in place of the object; a load that gets the same
-objects at the same keys fills them::
+plain values::
 
     save(.., extra={"sched": sched, "epoch": 3})   {"sched": {..}, "epoch": 3}
     load(.., extra={"sched": sched})               sched.load_state_dict({..})
 
-Saves and restores the random generators of a rank, as tensors and JSON.
-
-The generators are torch's on the CPU, torch's on each CUDA device if CUDA is in use,
-Python's, and numpy's global generator if numpy is imported.
+The generators are torch's, Python's, and numpy's global one if numpy is imported.
 """
 
 from __future__ import annotations
@@ -20,7 +16,7 @@ import json
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +32,6 @@ from composable_fsdp.storage.team import Team
 Redeal = Callable[[list[Any], int, int], dict[str, Any]]
 """Returns the values of a rank, from those of all saved ranks, at another world size.
 """
-Keys = tuple[Any, ...]
 _MAX_DEPTH = 100
 """The deepest nesting in which objects are looked for; values are saved no deeper."""
 
@@ -44,47 +39,32 @@ _MAX_DEPTH = 100
 def is_stateful(value: object) -> bool:
     """Return whether ``value`` is an object with a state that can be given back."""
     # A class has the methods, too, and no state.
-    if isinstance(value, type):
-        return False
     methods = ("state_dict", "load_state_dict")
-    return all(callable(getattr(value, name, None)) for name in methods)
+    return not isinstance(value, type) and all(
+        callable(getattr(value, name, None)) for name in methods
+    )
 
 
-def _objects_in(value: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
-    """Yield each object with a state, and the keys that lead there."""
-    if is_stateful(value):
-        yield path, value
-    elif len(path) <= _MAX_DEPTH and type(value) in (dict, list, tuple):
-        pairs = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, each in pairs:
-            yield from _objects_in(each, (*path, key))
-
-
-def _put(value: Any, path: Keys, new: Any) -> Any:
-    """Return ``value`` with ``new`` at the place of the keys; copies containers."""
-    if not path:
-        return new
-    made: Any = dict(value) if isinstance(value, dict) else list(value)
-    made[path[0]] = _put(made[path[0]], path[1:], new)
-    return tuple(made) if isinstance(value, tuple) else made
-
-
-def _place(where: str, path: Keys) -> str:
-    """Return the words for the place of the keys."""
-    return where + "".join(f"[{key!r}]" for key in path)
-
-
-def states_of(value: Any, where: str) -> Any:
+def states_of(value: Any, where: str, depth: int = 0) -> Any:
     """Return ``value`` with the state in place of each object that has a state.
 
-    Raises: TypeError, for an optimizer or a sharded module; any error of
-    ``state_dict``.
     Collective: those of the objects' ``state_dict``.
     """
-    for path, each in list(_objects_in(value)):
-        _require_own_state(each, _place(where, path))
-        value = _put(value, path, _without_counters(each.state_dict()))
-    return value
+    if is_stateful(value):
+        _require_own_state(value, where)
+        return _without_counters(value.state_dict())
+    if depth > _MAX_DEPTH or type(value) not in (dict, list, tuple):
+        return value
+    made = {
+        key: states_of(each, f"{where}[{key!r}]", depth + 1)
+        for key, each in _items(value)
+    }
+    return made if isinstance(value, dict) else type(value)(made.values())
+
+
+def _items(value: Any) -> list[tuple[Any, Any]]:
+    """Return keys and values of a dict, list or tuple."""
+    return list(value.items() if isinstance(value, dict) else enumerate(value))
 
 
 def _without_counters(state: Any, depth: int = 0) -> Any:
@@ -97,10 +77,7 @@ def _without_counters(state: Any, depth: int = 0) -> Any:
 
 
 def _as_given(state: Any, own: Any) -> Any:
-    """Return a saved state with a Counter where the object's ``own`` state has one.
-
-    ``MultiStepLR`` counts milestones, and asks for ``elements`` of the Counter.
-    """
+    """Return a saved state with a Counter where the object's ``own`` state has one."""
     if isinstance(state, dict) and isinstance(own, dict):
         made = {key: _as_given(each, own.get(key)) for key, each in state.items()}
         return Counter(made) if isinstance(own, Counter) else made
@@ -143,52 +120,60 @@ class Filling:
         Collective: those of the objects' ``load_state_dict``.
         """
         for each, state in self.states:
-            # Schedulers keep the lists and dicts of the state, which an open source
-            # may give out again.
+            # Schedulers keep the lists of the state, which a source may give out again.
             given = _as_given(copy.deepcopy(state), each.state_dict())
             each.load_state_dict(given)
 
 
 def fill(objects: Any, saved: Any, where: str) -> Filling:
     """Find the saved state of each object in ``objects``, at the same keys."""
-    found = Filling(saved)
-    # Plain values of ``objects`` say nothing: users pass the same dict as to ``save``.
-    for path, each in _objects_in(objects):
-        own, state, problem = objects, saved, ""
-        for depth, key in enumerate(path):
-            problem = _lacking(own, state, key, _place(where, path[:depth]))
-            if problem:
-                break
-            own, state = own[key], state[key]
-        if not problem:
-            found.states.append((each, state))
-            found.value = _put(found.value, path, each)
-        elif problem not in found.problems:
-            found.problems.append(problem)
+    found = Filling()
+    found.value = _filled(objects, saved, where, found)
     return found
 
 
-def _lacking(own: Any, saved: Any, key: Any, where: str) -> str:
-    """Return why ``saved`` has no ``key`` of the container ``own``, or ""."""
+def _filled(
+    objects: Any, saved: Any, where: str, found: Filling, depth: int = 0
+) -> Any:
+    """Return ``saved`` with the objects in place of their states."""
+    if is_stateful(objects):
+        found.states.append((objects, saved))
+        return objects
+    # Plain values of ``objects`` say nothing: users pass the same dict as to ``save``.
+    if not _holds_objects(objects, depth):
+        return saved
+    is_dict = isinstance(objects, dict)
     if saved is None:
-        return f"the checkpoint was saved without {where}"
-    is_dict = isinstance(own, dict)
+        found.problems.append(f"the checkpoint was saved without {where}")
+        return saved
     if not isinstance(saved, dict if is_dict else list | tuple):
-        return f"{where} was saved as a {type(saved).__name__}"
-    if key in saved if is_dict else key < len(saved):
-        return ""
-    keys = listed(map(repr, saved)) if is_dict else f"{len(saved)} items"
-    return f"{where}[{key!r}] was not saved ({where} has {keys})"
+        found.problems.append(f"{where} was saved as a {type(saved).__name__}")
+        return saved
+    made: Any = dict(saved) if is_dict else list(saved)
+    for key, each in _items(objects):
+        if key in saved if is_dict else key < len(saved):
+            place = f"{where}[{key!r}]"
+            made[key] = _filled(each, saved[key], place, found, depth + 1)
+        elif _holds_objects(each, depth + 1):
+            keys = listed(map(repr, saved)) if is_dict else f"{len(saved)} items"
+            text = f"{where}[{key!r}] was not saved ({where} has {keys})"
+            found.problems.append(text)
+    return type(saved)(made)
+
+
+def _holds_objects(value: Any, depth: int) -> bool:
+    """Return whether ``value`` is or holds an object with a state."""
+    if is_stateful(value):
+        return True
+    if depth > _MAX_DEPTH or type(value) not in (dict, list, tuple):
+        return False
+    return any(_holds_objects(each, depth + 1) for _, each in _items(value))
 
 
 def own_values(
     source: Source, team: Team, wanted: Any, redeal: Redeal | None
 ) -> Filling:
-    """Return the values for this rank's ``per_rank``; see ``load``.
-
-    Raises: TypeError, if ``wanted`` or a result of ``redeal`` is no dict; any error of
-    ``redeal``.
-    """
+    """Return the values for this rank's ``per_rank``; see ``load``."""
     if wanted is None:
         return Filling()
     require_dict(wanted, "load expects per_rank=None or a dict")
@@ -219,11 +204,7 @@ def require_dict(value: object, expected: str) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the states of this rank's generators: ``torch``, ``cuda`` and ``others``.
-
-    All values are tensors of ``uint8``; ``cuda`` is a list, and ``others`` holds JSON
-    text.
-    """
+    """Return the states of this rank's generators, as tensors of ``uint8``."""
     others: dict[str, Any] = {"python": random.getstate()}
     numpy_random: Any = sys.modules.get("numpy.random")
     if numpy_random is not None:
@@ -231,40 +212,22 @@ def rng_state() -> dict[str, Any]:
         # The default kind of numpy's global generator; other kinds have other states.
         if kind == "MT19937":
             others["numpy"] = [kind, keys.tolist(), *rest]
-    # Saving must not initialize CUDA: an unused CUDA context takes time and device
-    # memory.
+    # Saving must not initialize CUDA: a context takes time and device memory.
     cuda: list[Tensor] = []
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no type
         cuda = torch.cuda.get_rng_state_all()
     return {
         "torch": torch.get_rng_state(),
         "cuda": cuda,
-        # As bytes in a tensor: Python's generator alone has 625 numbers per rank, which
-        # would make the manifest large.
+        # As bytes: Python's generator alone has 625 numbers per rank.
         "others": torch.tensor(
             list(json.dumps(others).encode()), dtype=torch.uint8, device="cpu"
         ),
     }
 
 
-def check_rng_state(state: dict[str, Any], where: str) -> None:
-    """Try ``state`` on generators that no other code uses; see ``set_rng_state``."""
-    _give(state, where, is_trial=True)
-
-
-def set_rng_state(state: dict[str, Any], where: str) -> None:
-    """Set this rank's generators to ``state``.
-
-    A generator in ``state`` that does not exist now (numpy is not imported, fewer CUDA
-    devices) is left out. A generator that is not in ``state`` is not changed.
-
-    Raises: CheckpointError, naming ``where``, for a state that a generator refuses.
-    """
-    _give(state, where, is_trial=False)
-
-
-def _give(state: dict[str, Any], where: str, *, is_trial: bool) -> None:
-    """Set the generators, or new generators if ``is_trial``."""
+def set_rng_state(state: dict[str, Any], where: str, *, is_trial: bool = False) -> None:
+    """Set this rank's generators to ``state``; new ones, of no use, if ``is_trial``."""
     numpy_random: Any = sys.modules.get("numpy.random")
     python: Any = random.Random() if is_trial else random
     host = torch.Generator() if is_trial else torch.default_generator
@@ -285,13 +248,8 @@ def _give(state: dict[str, Any], where: str, *, is_trial: bool) -> None:
                     torch.cuda.set_rng_state(each, i)
     # ``setstate``, ``set_state`` and ``json`` raise any of these for damaged states.
     except (
-        AttributeError,
-        KeyError,
-        OverflowError,
-        RecursionError,
-        RuntimeError,
-        TypeError,
-        ValueError,
+        *(AttributeError, KeyError, OverflowError, RuntimeError),
+        *(TypeError, ValueError),
     ) as error:
         raise CheckpointError(
             f"{where}: a random state is of another kind than this version of Python "

@@ -1,15 +1,7 @@
-"""Finds the storage of a URL by its scheme, and writes objects to the storage.
+"""Finds the storage of a URL by its scheme: fsspec's, or one of the user.
 
-Stores checkpoints through fsspec: memory, S3, Google Cloud Storage, HDFS and others.
-
-fsspec finds the package of a scheme (``s3fs`` for ``s3``) and reads credentials and
-endpoints from the environment, or from fsspec's own configuration files.
-
-::
-
-    /runs/step-1, file:///runs/step-1      local files: rename, O_DIRECT
-    s3://bucket/runs/step-1, memory://..   a Storage: a manifest is written last
-    mine://..                              a Storage of the user: register_storage
+fsspec finds the package of a scheme (``s3fs`` for ``s3``), and reads credentials and
+endpoints from the environment or its own configuration.
 """
 
 from __future__ import annotations
@@ -22,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
@@ -164,10 +157,7 @@ _MOST_PARTS = 9_000
 
 
 class FsspecStorage(Storage):
-    """The file system of a URL scheme that fsspec knows.
-
-    Raises: CheckpointError, if fsspec or the package for the scheme is not installed.
-    """
+    """The file system of a URL scheme that fsspec knows."""
 
     def __init__(self, scheme: str) -> None:
         try:
@@ -182,8 +172,7 @@ class FsspecStorage(Storage):
             # Other ranks and jobs write, too: a list that was kept would be old.
             options = {"use_listings_cache": False}
             self._files: Any = fsspec.filesystem(scheme, **options)
-            # fsspec has no flag for it: clients of object stores are asynchronous,
-            # those of file systems (local, HDFS, SFTP) are not.
+            # fsspec has no flag for it: clients of object stores are asynchronous.
             self._is_object_store = bool(getattr(self._files, "async_impl", False))
         except (ImportError, ValueError) as error:
             raise CheckpointError(
@@ -193,35 +182,29 @@ class FsspecStorage(Storage):
             ) from error
 
     def create(self, name: str) -> Upload:
-        """Begin a new object; see ``Storage``."""
         with _as_os_error(name):
-            # Names of files are new in each attempt, so that no other writer can come
-            # between the question and the upload; the marker is written by ``put``.
+            # Names are new in each attempt: no other writer comes in between.
             if self._files.exists(name):
                 raise FileExistsError(errno.EEXIST, "File exists", name)
             self._make_folder(name)
             return _FsspecUpload(self._files, name)
 
     def put(self, name: str, data: bytes, *, absent: bool) -> None:
-        """Write a small object at once; see ``Storage``."""
         with _as_os_error(name):
             self._make_folder(name)
-            # Object stores compare in the same request, which no other writer can
-            # come between, and show an object only when it is complete.
+            # Object stores compare in the same request, and show only what is complete.
             mode = "create" if absent else "overwrite"
             if self._is_object_store:
                 self._files.pipe_file(name, data, mode=mode)
                 return
             if absent and self._files.exists(name):
                 raise FileExistsError(errno.EEXIST, "File exists", name)
-            # A process may die while it writes a file, and half a marker under its own
-            # name would be taken for a checkpoint.
+            # Half a marker under its own name would be taken for a checkpoint.
             part = f"{name}.{secrets.token_hex(8)}.part"
             self._files.pipe_file(part, data)
             self._files.mv(part, name)
 
     def read(self, name: str, begin: int, end: int) -> bytes:
-        """Return bytes ``[begin, end)``; see ``Storage``."""
         # Object stores refuse the range of an empty interval.
         if begin == end:
             return b""
@@ -230,7 +213,6 @@ class FsspecStorage(Storage):
             return data
 
     def list(self, folder: str) -> Iterable[StoredObject]:
-        """Return all objects below ``folder``; see ``Storage``."""
         with _as_os_error(folder):
             self._files.invalidate_cache()
             found: dict[str, dict[str, Any]] = self._files.find(folder, detail=True)
@@ -240,7 +222,6 @@ class FsspecStorage(Storage):
                 yield StoredObject(name, int(about["size"] or 0), _time(about))
 
     def delete(self, name: str) -> None:
-        """Remove an object; see ``Storage``."""
         # Two saves may tidy up at the same time.
         with _as_os_error(name), suppress(FileNotFoundError):
             self._files.rm_file(name)
@@ -262,9 +243,7 @@ class _FsspecUpload(Upload):
         self._file: Any = None
 
     def expect(self, nbytes: int) -> None:
-        """Choose the size of a part; see ``Upload``."""
-        # A part waits in memory, so it is no larger than needed. In whole MiB, as some
-        # stores ask for multiples.
+        # A part waits in memory. In whole MiB, as some stores ask for multiples.
         needed = -(-nbytes // _MOST_PARTS)
         self._part = max(_PART, -(-needed >> 20) << 20)
 
@@ -275,7 +254,6 @@ class _FsspecUpload(Upload):
         return self._file
 
     def write(self, data: memoryview) -> None:
-        """Append ``data``; see ``Upload``."""
         with _as_os_error(self._name):
             # A copy: a file of fsspec may keep the bytes until a part is full.
             self._open().write(bytes(data))
@@ -283,8 +261,7 @@ class _FsspecUpload(Upload):
     def finish(self) -> None:
         """Close the file, at which an object store shows the object."""
         with _as_os_error(self._name):
-            # The last part is sent here, so an error of the last part is raised here,
-            # before the marker is written.
+            # The last part is sent here: its error comes before the marker.
             self._open().close()
 
     def discard(self) -> None:
@@ -358,15 +335,9 @@ def register_storage(scheme: str, make: Callable[[], Storage]) -> None:
 
 
 def storage_of(url: str) -> tuple[Storage, str]:
-    """Return the storage of a URL, and the name there.
-
-    Raises: CheckpointError, if fsspec or the package of the scheme is not installed.
-    """
+    """Return the storage of a URL, and the name there."""
     scheme, _, name = url.partition("://")
     # Connections and credentials are set up once per process and scheme.
     if scheme not in _open:
-        if scheme in _made:
-            _open[scheme] = _made[scheme]()
-        else:
-            _open[scheme] = FsspecStorage(scheme)
+        _open[scheme] = _made.get(scheme, partial(FsspecStorage, scheme))()
     return _open[scheme], name

@@ -1,24 +1,19 @@
 """Makes a save or load end alike on all ranks: an error of a rank is raised everywhere.
 
-The ranks of a save or load are the ranks of the model's mesh. They exchange objects
-over a private gloo group, which the first save or load makes. So checkpoint exchanges
-never mix with the collectives of training, and use no tensor in GPU memory. The
-exception is ``team_of``: for a 2-D mesh of some ranks only, ``team_of`` gathers over
-the shard group itself.
-
-A save or load first waits for the previous save on the same ranks, so two saves never
-write or exchange objects at the same time. If the previous save failed and no rank has
-called ``result`` or ``exception`` of the future, the failure is raised by the next
-call, on every rank.
+The ranks of the model's mesh exchange objects over a private gloo group, so checkpoint
+exchanges never mix with the collectives of training. A save or load first waits for the
+previous asynchronous save on the same ranks; a failure that nobody has asked about is
+raised by the next call, on every rank.
 """
 
 from __future__ import annotations
 
 import atexit
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -26,7 +21,6 @@ from torch import nn
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.consensus import Failure, Outcome, first_failure
-from composable_fsdp.comm.groups import RankLayout
 from composable_fsdp.comm.meeting import Call, meet
 from composable_fsdp.comm.nodes import group_timeout, private_group
 from composable_fsdp.errors import (
@@ -36,7 +30,7 @@ from composable_fsdp.errors import (
     FSDPError,
 )
 from composable_fsdp.storage.contents import units_in
-from composable_fsdp.storage.mesh_copies import mesh_groups_in
+from composable_fsdp.storage.mesh_copies import mesh_groups_in, ranks_of
 
 
 class SaveFuture(Future[None]):
@@ -58,15 +52,12 @@ class SaveFuture(Future[None]):
         return super().exception(timeout)
 
 
-_pending: dict[tuple[int, ...], SaveFuture] = {}
+pending: dict[tuple[int, ...], SaveFuture] = {}
 """The last asynchronous save, by the global ranks of the team."""
 
 
 class PendingOutcome(NamedTuple):
-    """The outcome of the previous asynchronous save, as this rank knows it.
-
-    ``failure`` is empty if the save succeeded, or if there was no save.
-    """
+    """The previous asynchronous save, as this rank knows it; no failure: a success."""
 
     failure: str = ""
     is_seen: bool = False
@@ -74,31 +65,22 @@ class PendingOutcome(NamedTuple):
 
 def wait_for_pending(team: Team) -> PendingOutcome:
     """Wait until no asynchronous save of these ranks is running; return the outcome."""
-    # ``get`` and not ``pop``: the call may raise another error before ``raise_unseen``,
-    # and then a later call must still raise this failure.
-    future = _pending.get(team.ranks)
-    if future is None:
-        return PendingOutcome()
-    seen = future.is_seen
-    error = Future.exception(future)  # waits; ``is_seen`` does not change
-    if error is None:
+    # Not ``pop``: the call may raise another error first, and a later one this failure.
+    future = pending.get(team.ranks)
+    seen = future is not None and future.is_seen
+    # Waits; ``is_seen`` does not change.
+    error = None if future is None else Future.exception(future)
+    if future is None or error is None:
         return PendingOutcome()
     text = str(error.args[0]) if error.args else str(error)
-    return PendingOutcome(
-        # Some errors come after the commit, and say so.
-        f"The asynchronous save of {future.path} ended with an error. {text}",
-        seen,
-    )
-
-
-def remember(team: Team, future: SaveFuture) -> None:
-    """Make the next call on these ranks wait for ``future``."""
-    _pending[team.ranks] = future
+    # Some errors come after the commit, and say so.
+    told = f"The asynchronous save of {future.path} ended with an error. {text}"
+    return PendingOutcome(told, seen)
 
 
 def _tell_unseen() -> None:
     """Warn at the interpreter's exit about failures that no caller has seen."""
-    for future in _pending.values():
+    for future in pending.values():
         error = Future.exception(future) if future.done() else None
         if error is not None and not future.is_seen:
             warnings.warn(
@@ -113,15 +95,8 @@ atexit.register(_tell_unseen)
 
 
 def raise_unseen(team: Team, answers: list[PendingOutcome]) -> None:
-    """Raise the failure of the previous save, if no rank has seen the failure.
-
-    ``answers`` holds the outcome that each rank knows. The save is forgotten
-    afterwards.
-
-    Raises: CheckpointError, the same on every rank.
-    """
-    # The failure is raised at most once, or has been seen by a caller.
-    _pending.pop(team.ranks, None)
+    """Raise the failure of the previous save once, if no rank has seen it."""
+    pending.pop(team.ranks, None)
     # All ranks have the same ``answers``, so all ranks decide alike.
     failures = [each.failure for each in answers if each.failure]
     if failures and not any(each.is_seen for each in answers):
@@ -129,10 +104,7 @@ def raise_unseen(team: Team, answers: list[PendingOutcome]) -> None:
 
 
 class Team:
-    """The ranks of a save or load; ``group`` is None if there is a single rank.
-
-    ``rank`` is this rank's number in the group, ``ranks`` are the global ranks of all.
-    """
+    """The ranks of a save or load; ``group`` is None if there is a single rank."""
 
     __slots__ = ("group", "rank", "ranks", "world_size")
 
@@ -148,7 +120,6 @@ class Team:
 
         Collective: one all-gather of objects over the group; all ranks of the group
         must call.
-        Raises: the error of the first rank that has an error, the same on every rank.
         """
         everyone = self.outcomes(error, value)
         self.raise_first([each.failure for each in everyone], error)
@@ -160,11 +131,7 @@ class Team:
         Collective: one all-gather of objects over the group; all ranks of the group
         must call.
         """
-        said = Outcome(self.failure_of(error), value)
-        if self.group is None:
-            return [said]
-        with _exchange(error):
-            return collectives.all_gather_object(said, self.group)
+        return self._exchanged(error, value, collectives.all_gather_object)
 
     def to_first(self, error: Exception | None, value: Any) -> list[Outcome]:
         """Return on rank 0 every rank's outcome; return an empty list elsewhere.
@@ -172,11 +139,17 @@ class Team:
         Collective: one gather of objects over the group; all ranks of the group must
         call.
         """
+        return self._exchanged(error, value, collectives.gather_object)
+
+    def _exchanged(
+        self, error: Exception | None, value: Any, send: Callable[..., Any]
+    ) -> list[Outcome]:
+        """Send the error and ``value`` of this rank; return what came back."""
         said = Outcome(self.failure_of(error), value)
         if self.group is None:
             return [said]
         with _exchange(error):
-            return collectives.gather_object(said, self.group) or []
+            return send(said, self.group) or []
 
     def failure_of(self, error: Exception | None) -> Failure | None:
         """Return the failure of this rank, as other ranks receive the failure."""
@@ -187,13 +160,8 @@ class Team:
     ) -> None:
         """Send ``failures`` from rank 0 to all ranks; raise the first on each rank.
 
-        ``failures`` are the failures that ``to_first`` returned, by rank; the value of
-        rank 0 is used. ``own`` is this rank's error, the cause of an entry of
-        ``failures``.
-
         Collective: one broadcast of objects over the group; all ranks of the group must
         call.
-        Raises: the first error, the same on every rank.
         """
         if self.group is not None:
             with _exchange(own):
@@ -206,8 +174,7 @@ class Team:
         """Raise the first failure, if any; on its rank, ``own`` becomes the cause."""
         failure = first_failure(failures)
         if failure is not None:
-            # Unlike elsewhere, the failing rank raises the rebuilt error, too: the
-            # error of a save or load has the same text on all ranks.
+            # On the failing rank, too: the error has the same text on all ranks.
             is_own = failure.rank == self.ranks[self.rank]
             named = self.world_size > 1
             raise failure.rebuilt(named=named) from (own if is_own else None)
@@ -215,10 +182,7 @@ class Team:
 
 @contextmanager
 def _exchange(own: Exception | None) -> Iterator[None]:
-    """Around a collective of the ranks of a checkpoint; ``own`` is this rank's error.
-
-    Raises: ``own``, or CheckpointError, if the collective breaks.
-    """
+    """Raise ``own``, or CheckpointError, if a collective of the block breaks."""
     try:
         yield
     # torch raises ValueError for a group that was destroyed.
@@ -227,18 +191,20 @@ def _exchange(own: Exception | None) -> Iterator[None]:
         if isinstance(error, FSDPError) and not broke:
             raise
         if not dist.is_initialized():
-            raise own or CheckpointError(
+            what = (
                 "The process group was destroyed "
-                "(torch.distributed.destroy_process_group) before the ranks had "
-                "agreed on a checkpoint; nothing was committed unless the path is "
-                "there now. Call result() of what async_save returned, on "
-                "every rank, before destroy_process_group."
-            ) from error
+                "(torch.distributed.destroy_process_group) before"
+            )
+            way_out = (
+                "Call result() of what async_save returned, on every rank, before "
+                "destroy_process_group."
+            )
+        else:
+            what = "Another rank was lost, or the process group destroyed, while"
+            way_out = "Start the ranks again and load the last good checkpoint."
         raise own or CheckpointError(
-            "Another rank was lost, or the process group destroyed, while the "
-            f"ranks agreed on a checkpoint ({error}). Nothing was committed unless "
-            "the path is there now; verify(path) tells. Start the ranks again and "
-            "load the last good checkpoint."
+            f"{what} the ranks agreed on a checkpoint ({error}). Nothing was committed "
+            f"unless the path is there now; verify(path) tells. {way_out}"
         ) from error
 
 
@@ -262,22 +228,18 @@ def meet_team(module: object, what: str) -> None:
     """Wait until all ranks of the module's mesh call ``what``, before any is sent.
 
     Collective: none, as ``meet``.
-    Raises: DesyncError, if another rank makes another call, or none; TypeError instead,
-    if this rank's ``module`` is no module.
     """
     if not dist.is_available() or not dist.is_initialized():
         return
+    wrong = TypeError(f"expected a module, got a {type(module).__name__}.")
     is_module = isinstance(module, nn.Module)
     way_out = f"Call {what} on every rank, outside of any 'if rank == 0'."
     if not is_module:
-        way_out = f"This call will raise in any case: {_no_module(module)}"
-    # Names of groups in the store, not the team's own group: a rank that is alone would
-    # wait in the creation of that group.
-    groups: list[dist.ProcessGroup | None] = []
+        way_out = f"This call will raise in any case: {wrong}"
+    # Groups in the store: a rank that is alone would wait to create the team's own.
     layouts, others = _meshes(module)
-    for layout in layouts:
-        groups += [layout.shard, layout.replicate]
-    groups += others
+    pairs = chain.from_iterable((each.shard, each.replicate) for each in layouts)
+    groups: list[dist.ProcessGroup | None] = [*pairs, *others]
     # The ranks of a smaller mesh know only their rows and columns, which meet in turn.
     if not layouts or any(_is_world(layout, others) for layout in layouts):
         groups = [dist.group.WORLD]
@@ -285,59 +247,39 @@ def meet_team(module: object, what: str) -> None:
     try:
         meet(dict.fromkeys(several), Call(what, way_out=way_out))
     except DesyncError as error:
-        # A rank with a module has nothing else to tell.
+        # A rank with a module has nothing else to tell. To one without, the other ranks
+        # may never come, and the reason to raise is here in any case.
         if is_module:
             raise
-        # The other ranks may never come; the reason to raise is here in any case.
-        raise _no_module(module) from error
+        raise wrong from error
 
 
-def _meshes(module: object) -> tuple[list[RankLayout], list[dist.ProcessGroup]]:
-    """Return the ranks of the meshes of the units in ``module``, each mesh once.
-
-    And the groups of the meshes of DTensors in ``module``. None for another object.
-    """
+def _meshes(module: object) -> tuple[list[Any], list[dist.ProcessGroup]]:
+    """Return the ``RankLayout`` of each mesh of units, and the groups of DTensors."""
     if not isinstance(module, nn.Module):
         return [], []
     states = units_in(module)
     layouts = {id(state.ranks): state.ranks for state in states}
-    groups = mesh_groups_in(module, (state.handle for state in states))
-    return list(layouts.values()), groups
+    return list(layouts.values()), mesh_groups_in(module, states)
 
 
-def _is_world(layout: RankLayout, others: Sequence[dist.ProcessGroup]) -> bool:
+def _is_world(layout: Any, others: Sequence[dist.ProcessGroup]) -> bool:
     """Return whether the mesh holds all ranks, with the dims of DTensors beside."""
-    # Computed without an exchange: usually a mesh of data and tensor parallelism holds
-    # all ranks.
-    count, found = layout.world_size, set(_ranks_of(layout))
+    # Without an exchange: usually data and tensor parallelism take all ranks.
+    count, found = layout.world_size, set(ranks_of(layout.shard))
+    if layout.replicate is not None:
+        found.update(ranks_of(layout.replicate))
     for group in others:
-        ranks = dist.get_process_group_ranks(group)
+        ranks = ranks_of(group)
         # A dim inside of the ranks of the data adds no rank.
         if found.isdisjoint(set(ranks) - {dist.get_rank()}):
             count *= len(ranks)
             found.update(ranks)
-    return count == dist.get_world_size()
-
-
-def _ranks_of(layout: RankLayout) -> list[int]:
-    """Return the ranks of this rank's shard group and replicate group."""
-    found = list(dist.get_process_group_ranks(layout.shard))
-    if layout.replicate is not None:
-        found += dist.get_process_group_ranks(layout.replicate)
-    return found
-
-
-def _no_module(module: object) -> TypeError:
-    return TypeError(f"expected a module, got a {type(module).__name__}.")
+    return bool(count == dist.get_world_size())
 
 
 def team_of(module: object, purpose: str = "checkpoint") -> Team:
-    """Return all ranks over whose meshes the units in ``module`` are sharded.
-
-    The ranks of the meshes of DTensors in ``module`` belong to the team as well. A
-    module without units belongs to all ranks of the default group. For an object that
-    is no module, the team is also all ranks: only there can the other ranks learn of
-    the error. ``purpose`` separates groups that must not share collectives.
+    """Return all ranks over whose meshes ``module`` is sharded; else all ranks.
 
     Collective: for each mesh that has a replicate group and does not hold all ranks, an
     all-gather of objects over the shard group, and over each dim of the meshes of
@@ -355,15 +297,12 @@ def team_of(module: object, purpose: str = "checkpoint") -> Team:
             break
         shard, replicate = layout.shard, layout.replicate
         if replicate is None:
-            ranks |= set(dist.get_process_group_ranks(shard))
+            ranks |= set(ranks_of(shard))
             continue
-        # A rank knows only the members of this rank's shard and replicate group. The
-        # replicate groups of all ranks in the shard group together are the mesh.
-        column = dist.get_process_group_ranks(replicate)
-        for found in collectives.all_gather_object(column, shard):
+        # Together, the replicate groups of all ranks in the shard group are the mesh.
+        for found in collectives.all_gather_object(ranks_of(replicate), shard):
             ranks |= set(found)
-    # The ranks of tensor parallelism hold other elements; each dim widens the mesh. The
-    # number of ranks is equal on all ranks here, because meshes are rectangles.
+    # Each dim of a DTensor's mesh widens it; meshes are rectangles, alike on all ranks.
     if len(ranks) < dist.get_world_size():
         for group in others:
             for found in collectives.all_gather_object(sorted(ranks), group):

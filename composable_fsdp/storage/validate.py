@@ -1,11 +1,9 @@
 """Checks how the fields of a manifest fit together, before any payload is read.
 
-- All names are unique.
+- All names are unique; file names are plain, so no file outside is ever opened.
 - The rectangles of a tensor cover the tensor, and the parts cover each rectangle.
 - The entries of a file fill the payload: no overlap, no gap, no entry outside.
-- File names are plain names, so no file outside the directory is ever opened.
-
-Every JSON value can be decoded, and each loose tensor belongs to a single value.
+- Every JSON value can be decoded, and each loose tensor belongs to a single value.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed, quoted
@@ -31,103 +29,6 @@ from composable_fsdp.storage.values import decode
 
 RNG_KEYS = ("torch", "cuda", "others")
 """The keys of a rank's random state; see ``rng_state``."""
-
-
-def refuse(file: str, problem: str) -> CheckpointError:
-    """Return the error for an inconsistent manifest."""
-    return CheckpointError(
-        f"{file}: {problem}. The manifest is damaged or was edited; use another "
-        "checkpoint."
-    )
-
-
-def names_of(manifest: Manifest) -> Iterator[str]:
-    """Yield all names of the tensors of the model."""
-    # Not of ``local``: ranks may have the same names there.
-    for tensor in manifest.tensors:
-        yield from tensor.fqns
-
-
-def check_values(manifest: Manifest, file: str) -> None:
-    """Check that every JSON value can be decoded and uses loose tensors correctly.
-
-    Each loose tensor must belong to exactly a single value.
-
-    Raises: CheckpointError, naming ``file``.
-    """
-    used: Counter[int] = Counter()
-
-    def note(index: int) -> Stored:
-        # Stands in for the reader of loose tensors; bytes and arrays are checked by
-        # the dtype and the shape.
-        if not 0 <= index < len(manifest.loose):
-            raise refuse(file, f"loose tensor {index} is asked for and is not there")
-        used[index] += 1
-        return manifest.loose[index]
-
-    _check_ranks(manifest, file)
-    for value, where in _values(manifest):
-        decode(value, f"{file}: {where}", note)
-    if len(used) != len(manifest.loose) or any(n > 1 for n in used.values()):
-        raise refuse(file, "loose tensors are not referred to once each")
-
-
-def _values(manifest: Manifest) -> Iterator[tuple[Json, str]]:
-    """Yield every JSON value, with its place for messages."""
-    yield manifest.extra, "extra"
-    for ranks, what in ((manifest.rng, "rng"), (manifest.per_rank, "per_rank")):
-        for r, value in enumerate(ranks):
-            yield value, f"{what}[{r}]"
-    groups = manifest.param_groups
-    whole = Local(manifest.tensors, manifest.own_states, {}, groups)
-    places = [(own, f"local[{r}].") for r, own in enumerate(manifest.local)]
-    for own, where in [(whole, ""), *places]:
-        for name, value in own.own_states.items():
-            yield value, f"{where}own_states[{name!r}]"
-        for g, group in enumerate(own.param_groups or ()):
-            yield group, f"{where}param_groups[{g}]"
-        held = [(tensor.fqns[0], tensor.values) for tensor in own.tensors]
-        for name, values in (*held, *own.values.items()):
-            for key, value in values.items():
-                yield value, f"{where}state {key!r} of {quoted(name)}"
-
-
-def _check_ranks(manifest: Manifest, file: str) -> None:
-    """Check the values of single ranks, and that groups list known parameters."""
-    for what in ("local", "rng", "per_rank"):
-        count = len(getattr(manifest, what))
-        if count not in (0, manifest.world_size):
-            problem = f"{what} has {count} values for {manifest.world_size} ranks"
-            raise refuse(file, problem)
-    for r, state in enumerate(manifest.rng):
-        if not isinstance(state, dict) or not state.keys() <= set(RNG_KEYS):
-            raise refuse(file, f"rng[{r}] holds something else than {RNG_KEYS}")
-    names = set(names_of(manifest))
-    held = {tensor.fqns[0]: tensor.values for tensor in manifest.tensors}
-    _check_groups(manifest.param_groups, names, "param_groups", file)
-    for r, own in enumerate(manifest.local):
-        mine = {name for tensor in own.tensors for name in tensor.fqns}
-        where = f"local[{r}]"
-        _check_groups(own.param_groups, names | mine, f"{where}.param_groups", file)
-        for name, found in own.values.items():
-            # A reader would take either of the two.
-            double = sorted(found.keys() & held.get(name, {}).keys())
-            if name not in names or double:
-                problem = f"{double[0]!r} twice" if double else "of no unit"
-                raise refuse(file, f"{where} has state of {quoted(name)} {problem}")
-
-
-def _check_groups(
-    groups: list[Json] | None, known: set[str], where: str, file: str
-) -> None:
-    """Check that the options of groups list parameters that are ``known``."""
-    for g, group in enumerate(groups or ()):
-        members = group.get("params") if isinstance(group, dict) else None
-        # By name: ids mean nothing to another optimizer object.
-        if not isinstance(members, list) or not all(
-            isinstance(m, str) and m in known for m in members
-        ):
-            raise refuse(file, f"{where}[{g}] does not list parameters by name")
 
 
 class Entry(NamedTuple):
@@ -162,46 +63,44 @@ class Entry(NamedTuple):
         return f"elements {self.start} to {self.stop} of {self.of}"
 
 
+_HEADER = Entry(0, 0, 1, "the header", None, Rectangle((), (), ()), 0, 1)
+
+
 def parse(document: Json, file: str) -> Manifest:
-    """Return the manifest in ``document``, if all fields are consistent.
+    """Return the manifest in ``document``, named ``file``, if all fields fit together.
 
-    ``file`` is the document's name in messages. No file is opened; memory and time are
-    bounded by the size of the document.
-
-    Raises: CheckpointError, naming the file, and the parameter if there is any.
+    No file is opened; memory and time are bounded by the size of the document.
     """
-    manifest = _parse_fields(document, file)
-    _check_files(manifest, file)
-    _check_names(manifest, file)
-    for _, tensor in _tensors(manifest):
-        _check_tensor(tensor, file)
-    # After the checks of files and tensors, on which this check relies.
-    entries_by_file(manifest, file)
-    check_values(manifest, file)
-    return manifest
-
-
-def _parse_fields(document: Json, file: str) -> Manifest:
-    """Return the manifest in ``document``. Raises: CheckpointError, with the field."""
     try:
         _require_version(document, file)
         manifest: Manifest = parser_of(Manifest)(document)
     except UnexpectedError as error:
         where, expected, got = error.args
-        where = where.removeprefix(".")
-        raise CheckpointError(
-            f"{file}: {where or 'the manifest'} is {excerpt(got)}, expected "
-            f"{expected}. The "
-            "manifest is damaged or was edited; use another checkpoint."
-        ) from None
+        where = where.removeprefix(".") or "the manifest"
+        _refuse(file, f"{where} is {excerpt(got)}, expected {expected}")
+    _check_files(manifest, file)
+    _check_names(manifest, file)
+    for _, tensor in _tensors(manifest):
+        _check_tensor(tensor, file)
+    # After the checks of files and tensors, on which these rely.
+    entries_by_file(manifest, file)
+    _check_ranks(manifest, file)
+    _check_values(manifest, file)
     return manifest
+
+
+def _refuse(file: str, problem: str) -> NoReturn:
+    """Raise the error for an inconsistent manifest."""
+    raise CheckpointError(
+        f"{file}: {problem}. The manifest is damaged or was edited; use another "
+        "checkpoint."
+    )
 
 
 def _require_version(document: Json, file: str) -> None:
     """Check format and version of the document."""
-    # Before all other fields, because another version may have other fields.
+    # First, because another version, or another program, may have other fields.
     found = document.get("format") if isinstance(document, dict) else document
-    # Any JSON file can lie at this path, for example an index of another program.
     if found != FORMAT:
         raise UnexpectedError("format", repr(FORMAT), found)
     version = document.get("version")
@@ -217,47 +116,36 @@ def _check_files(manifest: Manifest, file: str) -> None:
     """Check the files: plain, unique names, a checksum per block, a file per rank."""
     names = [each.name for each in manifest.files]
     for each in manifest.files:
-        if not _is_plain(each.name):
-            raise refuse(
-                file,
-                f"file name {each.name[:80]!r} is no plain name inside the directory",
-            )
+        # No separator of any system, no hidden file, no name that is too long.
+        allowed = all(c.isascii() and (c.isalnum() or c in "._-") for c in each.name)
+        if not (0 < len(each.name) <= 255 and allowed) or each.name.startswith("."):
+            name = each.name[:80]
+            _refuse(file, f"file name {name!r} is no plain name inside the directory")
         blocks = -(-each.payload_nbytes // manifest.block_nbytes)
-        # Without a checksum for every block, a part of the payload could not be
-        # verified.
         if len(each.blocks) != blocks:
-            raise refuse(
+            _refuse(
                 file,
                 f"{each.name} has {len(each.blocks)} checksums for "
                 f"{each.payload_nbytes} bytes of payload, expected {blocks}",
             )
     if len(set(names)) != len(names):
-        raise refuse(file, f"a file stands twice in {names[:8]}")
+        _refuse(file, f"a file stands twice in {names[:8]}")
     # Every rank writes a file, even without any entry.
     if len(names) != manifest.world_size:
-        raise refuse(
-            file,
-            f"there are {len(names)} files of {manifest.world_size} ranks, expected "
-            "one each",
-        )
-
-
-def _is_plain(name: str) -> bool:
-    """Return whether ``name`` is a file name without a path, on any system."""
-    # No separator of any operating system, no hidden file, no name that is too long.
-    allowed = all(c.isascii() and (c.isalnum() or c in "._-") for c in name)
-    return 0 < len(name) <= 255 and allowed and not name.startswith(".")
+        ranks = manifest.world_size
+        told = f"there are {len(names)} files of {ranks} ranks, expected one each"
+        _refuse(file, told)
 
 
 def _check_names(manifest: Manifest, file: str) -> None:
     """Check that no two tensors have the same name."""
-    names = list(names_of(manifest))
+    # Not of ``local``: ranks may have the same names there.
+    names = [name for tensor in manifest.tensors for name in tensor.fqns]
     _refuse_twice([*names, *manifest.wrappers], file)
-    around = {name.rpartition(".")[0] for name in names}
-    around |= {name.rpartition(".")[0] for name in manifest.wrappers}
+    around = {name.rpartition(".")[0] for name in (*names, *manifest.wrappers)}
     # A load would compare the facts of nothing.
     if bare := sorted(manifest.wrappers.keys() - around):
-        raise refuse(file, f"{quoted(bare[0])} wraps tensors, and none is there")
+        _refuse(file, f"{quoted(bare[0])} wraps tensors, and none is there")
     for own in manifest.local:
         mine = [name for tensor in own.tensors for name in tensor.fqns]
         _refuse_twice([*names, *mine], file)
@@ -268,7 +156,7 @@ def _refuse_twice(names: list[str], file: str) -> None:
     """Raise CheckpointError if a name stands in ``names`` twice."""
     repeated = [name for name, count in Counter(names).items() if count > 1]
     if repeated:
-        raise refuse(file, f"{listed(map(quoted, repeated))} stand there twice")
+        _refuse(file, f"{listed(map(quoted, repeated))} stand there twice")
 
 
 def _covers(begins: tuple[int, ...], size: int) -> bool:
@@ -287,38 +175,102 @@ def _check_tensor(cut: SavedTensor, file: str) -> None:
     for begins in cut.cuts:
         count = min(count * len(begins), len(cut.begins) + 1)
     if not fits or count != len(cut.begins):
-        raise refuse(
+        cuts = [begins[:8] for begins in cut.cuts[:8]]
+        _refuse(
             file,
-            f"{where} has {len(cut.begins)} rectangles cut at "
-            f"{[begins[:8] for begins in cut.cuts[:8]]}, which do not cover it",
+            f"{where} has {len(cut.begins)} rectangles cut at {cuts}, which do not "
+            "cover it",
         )
     # A gap between parts would come back as bytes of another tensor.
     for begins, rectangle in zip(cut.begins, cut.rectangles(), strict=True):
         if not _covers(begins, rectangle.numel):
-            raise refuse(
+            _refuse(
                 file,
                 f"{where} has parts that begin at elements {begins[:8]} of the "
                 f"rectangle at {rectangle.offset}, which do not cover it",
             )
     parts = sum(map(len, cut.begins))
-    if parts != len(cut.parts):
-        raise refuse(file, f"{where} has {len(cut.parts)} parts, expected {parts}")
-    _check_states(cut, where, file)
-
-
-def _check_states(cut: SavedTensor, where: str, file: str) -> None:
-    """Check that each state is stored once, with a part for each of the parameter."""
-    count = len(cut.parts)
-    for name, state in cut.states.items():
-        if len(state.parts) != count:
-            raise refuse(
-                file,
-                f"state {name!r} of {where} has {len(state.parts)} parts, expected "
-                f"{count}",
-            )
+    for state, _, found in cut.entries():
+        of = where if state is None else f"state {state!r} of {where}"
+        if len(found) != parts:
+            _refuse(file, f"{of} has {len(found)} parts, expected {parts}")
     # A reader would take either of the two.
     if double := sorted(cut.states.keys() & cut.values.keys()):
-        raise refuse(file, f"state {double[0]!r} of {where} stands there twice")
+        _refuse(file, f"state {double[0]!r} of {where} stands there twice")
+
+
+def _check_ranks(manifest: Manifest, file: str) -> None:
+    """Check the values of single ranks, and that groups list known parameters."""
+    for what in ("local", "rng", "per_rank"):
+        count = len(getattr(manifest, what))
+        if count not in (0, manifest.world_size):
+            told = f"{what} has {count} values for {manifest.world_size} ranks"
+            _refuse(file, told)
+    for r, state in enumerate(manifest.rng):
+        if not isinstance(state, dict) or not state.keys() <= set(RNG_KEYS):
+            _refuse(file, f"rng[{r}] holds something else than {RNG_KEYS}")
+    names = {name for tensor in manifest.tensors for name in tensor.fqns}
+    held = {tensor.fqns[0]: tensor.values for tensor in manifest.tensors}
+    _check_groups(manifest.param_groups, names, "param_groups", file)
+    for r, own in enumerate(manifest.local):
+        mine = {name for tensor in own.tensors for name in tensor.fqns}
+        where = f"local[{r}]"
+        _check_groups(own.param_groups, names | mine, f"{where}.param_groups", file)
+        for name, found in own.values.items():
+            # A reader would take either of the two.
+            double = sorted(found.keys() & held.get(name, {}).keys())
+            if name not in names or double:
+                problem = f"{double[0]!r} twice" if double else "of no unit"
+                _refuse(file, f"{where} has state of {quoted(name)} {problem}")
+
+
+def _check_groups(
+    groups: list[Json] | None, known: set[str], where: str, file: str
+) -> None:
+    """Check that the options of groups list parameters that are ``known``."""
+    for g, group in enumerate(groups or ()):
+        members = group.get("params") if isinstance(group, dict) else None
+        if not isinstance(members, list) or not all(
+            isinstance(name, str) and name in known for name in members
+        ):
+            _refuse(file, f"{where}[{g}] does not list parameters by name")
+
+
+def _check_values(manifest: Manifest, file: str) -> None:
+    """Check that every JSON value can be decoded, and uses loose tensors once each."""
+    used: Counter[int] = Counter()
+
+    def note(index: int) -> Stored:
+        # Stands in for the reader; bytes and arrays are checked by dtype and shape.
+        if not 0 <= index < len(manifest.loose):
+            _refuse(file, f"loose tensor {index} is asked for and is not there")
+        used[index] += 1
+        return manifest.loose[index]
+
+    for value, where in _values(manifest):
+        decode(value, f"{file}: {where}", note)
+    if len(used) != len(manifest.loose) or any(n > 1 for n in used.values()):
+        _refuse(file, "loose tensors are not referred to once each")
+
+
+def _values(manifest: Manifest) -> Iterator[tuple[Json, str]]:
+    """Yield every JSON value, with its place for messages."""
+    yield manifest.extra, "extra"
+    for ranks, what in ((manifest.rng, "rng"), (manifest.per_rank, "per_rank")):
+        for r, value in enumerate(ranks):
+            yield value, f"{what}[{r}]"
+    groups = manifest.param_groups
+    whole = Local(manifest.tensors, manifest.own_states, {}, groups)
+    places = [(own, f"local[{r}].") for r, own in enumerate(manifest.local)]
+    for own, where in [(whole, ""), *places]:
+        for name, value in own.own_states.items():
+            yield value, f"{where}own_states[{name!r}]"
+        for g, group in enumerate(own.param_groups or ()):
+            yield group, f"{where}param_groups[{g}]"
+        held = [(tensor.fqns[0], tensor.values) for tensor in own.tensors]
+        for name, values in (*held, *own.values.items()):
+            for key, value in values.items():
+                yield value, f"{where}state {key!r} of {quoted(name)}"
 
 
 def _tensors(manifest: Manifest) -> Iterator[tuple[str, SavedTensor]]:
@@ -331,7 +283,7 @@ def _tensors(manifest: Manifest) -> Iterator[tuple[str, SavedTensor]]:
             yield f"{quoted(tensor.fqns[0])} of rank {r}", tensor
 
 
-def all_entries(manifest: Manifest) -> Iterator[tuple[int, Entry]]:
+def _all_entries(manifest: Manifest) -> Iterator[tuple[int, Entry]]:
     """Yield every entry of the manifest, with the number of the file."""
     for name, tensor in _tensors(manifest):
         intervals = list(tensor.intervals())
@@ -350,46 +302,36 @@ def all_entries(manifest: Manifest) -> Iterator[tuple[int, Entry]]:
 
 
 def entries_by_file(manifest: Manifest, file: str) -> list[list[Entry]]:
-    """Return the entries of each file in file order; they fill the payload exactly.
-
-    Raises: CheckpointError, if they do not.
-    """
+    """Return the entries of each file in file order; they fill the payload exactly."""
     found: list[list[Entry]] = [[] for _ in manifest.files]
-    for number, entry in all_entries(manifest):
+    for number, entry in _all_entries(manifest):
         if number >= len(found):
-            raise refuse(file, f"{entry.what} lies in file {number} of {len(found)}")
-        size = manifest.files[number].payload_nbytes
+            _refuse(file, f"{entry.what} lies in file {number} of {len(found)}")
+        size, name = manifest.files[number].payload_nbytes, manifest.files[number].name
         if entry.end > size:
-            raise refuse(
+            _refuse(
                 file,
                 f"{entry.what} ends at byte {entry.end} of {size} bytes of payload in "
-                f"{manifest.files[number].name}",
+                f"{name}",
             )
         found[number].append(entry)
     for each, entries in zip(manifest.files, found, strict=True):
-        # By the end, too: an empty tensor comes before the next entry with the same
-        # begin.
+        # By the end, too: an empty tensor comes before the next one at the same begin.
         entries.sort(key=lambda entry: (entry.begin, entry.end))
-        end, last = 0, None
+        end, last = 0, _HEADER
         for entry in entries:
-            # An entry must also be aligned to the element size, counted from the file's
-            # start: readers that map the file need aligned elements.
+            # Aligned in the file, too: readers that map the file need aligned elements.
             if entry.begin != end or (each.header_nbytes + end) % entry.itemsize:
-                raise refuse(
+                _refuse(
                     file,
                     f"in {each.name}, {entry.what} begins at byte {entry.begin}, "
-                    f"expected {end}, where {_told(last)} ends",
+                    f"expected {end}, where {last.what} ends",
                 )
             end, last = entry.end, entry
         if end != each.payload_nbytes:
-            raise refuse(
+            _refuse(
                 file,
-                f"in {each.name}, {_told(last)} ends at byte {end} of "
+                f"in {each.name}, {last.what} ends at byte {end} of "
                 f"{each.payload_nbytes} bytes of payload",
             )
     return found
-
-
-def _told(entry: Entry | None) -> str:
-    """Return the words for the entry before a place; None stands for no entry."""
-    return "the header" if entry is None else entry.what

@@ -1,23 +1,17 @@
 """Writes nested values as strict JSON: the user's ``extra``, and optimizer values.
 
-JSON has no tensors, tuples or infinities. They are written as a dict with a single key
-that starts with ``$``; a user's dict with such a key is written as pairs.
-
-::
+What JSON lacks is a dict with a single key that starts with ``$``::
 
     tensor    {"$tensor": 3}                  the manifest's third loose tensor
     number    {"$number": ["float32", 1.0]}   a 0-d tensor, with python_values
     float     {"$float": "nan"}
     bytes     {"$bytes": {"$tensor": 3}}
     tuple     {"$tuple": [..]}
-    dict      {"$dict": [["$key", ..], ..]}   a key that looks like a mark
-              {"$map": [[1, ..], ..]}         a key that is no string
-    array     {"$array": ["<f4", [2, 3], {"$tensor": 3}]}
-    scalar    {"$scalar": ["<f4", "0000803f"]}
+    dict      {"$map": [[1, ..], ..]}         a key that is no string, or like a mark
+    numpy     {"$array": ["<f4", [2, 3], {"$tensor": 3}]}
+              {"$scalar": ["<f4", "0000803f"]}
 
-Decoding accepts only values that encoding writes, so no part of a manifest is ignored.
-numpy is used only if a value is numpy's. Its objects and records are refused, because
-their bytes are pointers, or need pickle.
+Decoding accepts only values that encoding writes.
 """
 
 from __future__ import annotations
@@ -48,117 +42,101 @@ _SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _MAX_DEPTH = 100
 """The deepest nesting that is written and read. By a number, and not by the recursion
 limit of Python, which programs change."""
-# Boolean, integers, floats, complex numbers, bytes, text, dates and durations, each
-# with a byte order and the size of an element.
+# Numbers, bytes, text, dates: a byte order and the size of an element.
 _NUMPY = re.compile(r"[<>|=]?[biufcSUMm]\d{1,6}(\[\d{0,9}[a-zA-Z]{1,2}\])?\Z")
 
 
-def encode(value: Any, where: str, put: Put, *, python_values: bool = False) -> Any:
-    """Return ``value`` as JSON; tensors are passed to ``put``.
+def encode(
+    value: Any, where: str, put: Put, *, python_values: bool = False, depth: int = 0
+) -> Any:
+    """Return ``value`` as JSON; tensors are passed to ``put``."""
+    # A container that holds itself would never end.
+    if depth > _MAX_DEPTH:
+        raise TypeError(
+            f"{where[:80]}... is nested more than {_MAX_DEPTH} levels deep, or holds "
+            "itself. Save something flatter."
+        )
 
-    Raises: TypeError, naming the path (``extra['a'][2]``), for any other type.
-    """
-    return _Encoder(put, python_values).encode(value, where, 0)
+    def inner(value: Any, where: str) -> Any:
+        within = depth + 1
+        return encode(value, where, put, python_values=python_values, depth=within)
+
+    # Before ``int``: in Python, a bool is an int.
+    if value is None or isinstance(value, bool):
+        return value
+    # Not ``str(value)``, which an enum overrides. And not ``value`` itself: an object
+    # of a class that other ranks cannot unpickle would end the save on those alone.
+    if isinstance(value, str):
+        return str.__str__(value)
+    # ``int`` and ``float`` remove subclasses, such as enums and numpy's float64.
+    if isinstance(value, int | float):
+        return int(value) if isinstance(value, int) else _float(float(value))
+    if isinstance(value, Tensor):
+        return _tensor(value, where, put, python_values=python_values)
+    if isinstance(value, bytes):
+        return {"$bytes": {"$tensor": put(_tensor_of(value), where)}}
+    # Another class would come back as a dict.
+    if isinstance(value, dict) and not isinstance(value, Counter):
+        return _dict(value, where, inner)
+    if isinstance(value, list | tuple):
+        items = [inner(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        return items if isinstance(value, list) else {"$tuple": items}
+    return _of_numpy(value, where, put)
 
 
-class _Encoder:
-    """Encodes values; holds the options of ``encode``."""
+def _of_numpy(value: Any, where: str, put: Put) -> Any:
+    """Return an array or a scalar of numpy as JSON. Raises: TypeError."""
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
+        dtype = value.dtype.str
+        is_plain = _NUMPY.match(dtype) is not None
+        # No subclass: a masked array holds more. Bytes go to the payload.
+        if type(value) is numpy.ndarray and is_plain:
+            place = {"$tensor": put(_tensor_of(value.tobytes()), where)}
+            return {"$array": [dtype, list(value.shape), place]}
+        # As bytes, and not as a number: exact for each dtype, dates included.
+        if isinstance(value, numpy.generic) and is_plain:
+            return {"$scalar": [dtype, value.tobytes().hex()]}
+    raise _refused(value, where)
 
-    def __init__(self, put: Put, python_values: bool) -> None:
-        self.put, self.python_values = put, python_values
 
-    def encode(self, value: Any, where: str, depth: int) -> Any:
-        """Return ``value``, in ``depth`` containers, as JSON; see ``encode`` above."""
-        # A container that holds itself would never end.
-        if depth > _MAX_DEPTH:
+def _dict(value: dict[Any, Any], where: str, inner: Callable[[Any, str], Any]) -> Any:
+    """Return a dict as JSON."""
+    pairs: list[Any] = []
+    for key, item in value.items():
+        # Other keys are equal only to themselves, or are no JSON.
+        if key is not None and not isinstance(key, str | int | float):
             raise TypeError(
-                f"{where[:80]}... is nested more than {_MAX_DEPTH} levels deep, or "
-                "holds itself. Save something flatter."
+                f"{where} has the key {key!r} of type {type(key).__name__}; a "
+                "checkpoint holds dicts whose keys are strings or numbers. Save it "
+                f"under {str(key)!r}, or as a list of pairs, or leave it out."
             )
-        # Before ``int``: in Python, a bool is an int.
-        if value is None or isinstance(value, bool):
-            return value
-        # Not ``str(value)``, which an enum overrides. And not ``value`` itself: an
-        # object of a class that other ranks cannot unpickle would end the save on those
-        # ranks alone.
-        if isinstance(value, str):
-            return str.__str__(value)
-        # ``int`` and ``float`` remove subclasses, such as enums and numpy's float64.
-        if isinstance(value, int):
-            return int(value)
-        if isinstance(value, float):
-            return _float(float(value))
-        if isinstance(value, Tensor):
-            return self._tensor(value, where)
-        if isinstance(value, bytes):
-            return {"$bytes": {"$tensor": self.put(_tensor_of(value), where)}}
-        # Another class would come back as a dict.
-        if isinstance(value, dict) and not isinstance(value, Counter):
-            return self._dict(value, where, depth)
-        if isinstance(value, list | tuple):
-            items = [
-                self.encode(item, f"{where}[{i}]", depth + 1)
-                for i, item in enumerate(value)
-            ]
-            return items if isinstance(value, list) else {"$tuple": items}
-        return self._of_numpy(value, where)
-
-    def _of_numpy(self, value: Any, where: str) -> Any:
-        """Return an array or a scalar of numpy as JSON. Raises: TypeError."""
-        numpy: Any = sys.modules.get("numpy")
-        if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
-            dtype = value.dtype.str
-            is_plain = _NUMPY.match(dtype) is not None
-            # No subclass: a masked array or a matrix holds more than its bytes. The
-            # bytes go to the payload: a manifest is read whole by every rank.
-            if type(value) is numpy.ndarray and is_plain:
-                place = {"$tensor": self.put(_tensor_of(value.tobytes()), where)}
-                return {"$array": [dtype, list(value.shape), place]}
-            # As bytes, and not as a number: exact for each dtype, dates included.
-            if isinstance(value, numpy.generic) and is_plain:
-                return {"$scalar": [dtype, value.tobytes().hex()]}
-        raise _refused(value, where)
-
-    def _dict(self, value: dict[Any, Any], where: str, depth: int) -> Any:
-        """Return a dict as JSON."""
-        pairs: list[Any] = []
-        for key, item in value.items():
-            # Other keys are equal only to themselves, or are no JSON.
-            if key is not None and not isinstance(key, str | int | float):
-                raise TypeError(
-                    f"{where} has the key {key!r} of type {type(key).__name__}; a "
-                    "checkpoint holds dicts whose keys are strings or numbers. Save it "
-                    f"under {str(key)!r}, or as a list of pairs, or leave it out."
-                )
-            name = self.encode(key, where, depth + 1)
-            pairs.append([name, self.encode(item, f"{where}[{key!r}]", depth + 1)])
-        # JSON turns other keys into strings, so a load would return other keys.
-        if not all(isinstance(name, str) for name, _ in pairs):
-            return {"$map": pairs}
-        # A reader would take such a key for a mark.
-        if any(name.startswith("$") for name, _ in pairs):
-            return {"$dict": pairs}
+        pairs.append([inner(key, where), inner(item, f"{where}[{key!r}]")])
+    # JSON turns other keys into strings, and a reader would take "$.." for a mark.
+    if all(isinstance(name, str) and not name.startswith("$") for name, _ in pairs):
         return dict(pairs)
+    return {"$map": pairs}
 
-    def _tensor(self, value: Tensor, where: str) -> Any:
-        """Return a tensor as JSON, as a number or through ``put``."""
-        # Other subclasses may have values elsewhere than in their own memory.
-        if type(value) not in (Tensor, torch.nn.Parameter):
-            raise _refused(value, where)
-        if value.is_meta or value.layout is not torch.strided:
-            kind = "on meta" if value.is_meta else f"of layout {value.layout}"
-            raise TypeError(
-                f"{where} is a tensor {kind}; a checkpoint holds dense tensors with "
-                "values. Convert it (to_dense()), or leave it out."
-            )
-        require_memory(value, where, "save")
-        # As a number: optimizer steps and the like need no entry in a file.
-        if self.python_values and value.ndim == 0 and not value.is_complex():
-            number = value.item()
-            if isinstance(number, float):
-                number = _float(number)
-            return {"$number": [dtype_name(value.dtype), number]}
-        return {"$tensor": self.put(value, where)}
+
+def _tensor(value: Tensor, where: str, put: Put, *, python_values: bool) -> Any:
+    """Return a tensor as JSON, as a number or through ``put``."""
+    # Other subclasses may have values elsewhere than in their own memory.
+    if type(value) not in (Tensor, torch.nn.Parameter):
+        raise _refused(value, where)
+    if value.is_meta or value.layout is not torch.strided:
+        kind = "on meta" if value.is_meta else f"of layout {value.layout}"
+        raise TypeError(
+            f"{where} is a tensor {kind}; a checkpoint holds dense tensors with "
+            "values. Convert it (to_dense()), or leave it out."
+        )
+    require_memory(value, where, "save")
+    # As a number: optimizer steps and the like need no entry in a file.
+    if python_values and value.ndim == 0 and not value.is_complex():
+        number = value.item()
+        if isinstance(number, float):
+            number = _float(number)
+        return {"$number": [dtype_name(value.dtype), number]}
+    return {"$tensor": put(value, where)}
 
 
 def _refused(value: Any, where: str) -> TypeError:
@@ -191,10 +169,7 @@ def _tensor_of(value: bytes) -> Tensor:
 
 
 def decode(value: Any, where: str, get: Get, depth: int = 0) -> Any:
-    """Return the value that ``encode`` was given.
-
-    Raises: CheckpointError, for a value that ``encode`` never writes.
-    """
+    """Return the value that ``encode`` was given."""
     if depth > _MAX_DEPTH:
         raise CheckpointError(
             f"{where[:_MAX_DEPTH]}... is nested deeper than any checkpoint is "
@@ -223,10 +198,7 @@ def decode(value: Any, where: str, get: Get, depth: int = 0) -> Any:
 
 
 def _marked(mark: str, inner: Any, where: str, get: Get, depth: int) -> Any:
-    """Return the value of a mark.
-
-    Raises: KeyError, TypeError or ValueError, for another form.
-    """
+    """Return the value of a mark."""
     match mark, inner:
         case "$tensor", int() if type(inner) is int:
             return get(inner)
@@ -234,8 +206,8 @@ def _marked(mark: str, inner: Any, where: str, get: Get, depth: int) -> Any:
             return _SPECIAL[inner]
         case "$tuple", list():
             return tuple(decode(each, where, get, depth) for each in inner)
-        case "$dict" | "$map", list():
-            return _pairs(mark, [decode(each, where, get, depth) for each in inner])
+        case "$map", list():
+            return _pairs([decode(each, where, get, depth) for each in inner])
         case "$number", [str(), number]:
             return _number(DTYPES[inner[0]], decode(number, where, get, depth))
         case "$bytes", _:
@@ -249,14 +221,12 @@ def _marked(mark: str, inner: Any, where: str, get: Get, depth: int) -> Any:
     raise ValueError
 
 
-def _pairs(mark: str, pairs: list[Any]) -> dict[Any, Any]:
+def _pairs(pairs: list[Any]) -> dict[Any, Any]:
     """Return the dict of pairs."""
     made = dict(pairs)
-    texts = [key for key in made if isinstance(key, str)]
-    is_text = len(texts) == len(made)
-    is_marked = is_text and any(key.startswith("$") for key in texts)
+    is_plain = all(isinstance(key, str) and not key.startswith("$") for key in made)
     # Of two equal keys, one of the values would be ignored.
-    if len(made) != len(pairs) or not (is_marked if mark == "$dict" else not is_text):
+    if len(made) != len(pairs) or is_plain:
         raise ValueError
     return made
 
@@ -289,8 +259,7 @@ def _array(dtype: Any, shape: list[Any], data: Any) -> Any:
         return data
     import numpy
 
-    # Of a bytearray: the array can be written to, as the saved one. ``frombuffer``
-    # refuses no bytes.
+    # A bytearray can be written to. ``frombuffer`` refuses no bytes.
     memory = bytearray(data.numpy().tobytes())
     if not memory:
         return numpy.empty(shape, dtype)

@@ -1,11 +1,7 @@
 """Writes a safetensors file as a stream, with a checksum per block of payload.
 
-::
-
-    8 bytes: header length | header: JSON, padded with spaces | payload, end to end
-
 A file is written through the page cache, 4 MiB to the disk at a time, so a load right
-after the save, after a spike of the loss or for an evaluation, finds it in memory.
+after the save finds it in memory.
 """
 
 from __future__ import annotations
@@ -35,10 +31,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """An entry to write: a key, and a function that yields the elements.
-
-    ``pieces`` yields tensors on any device, in order.
-    """
+    """An entry to write: a key, and a function that yields the elements."""
 
     key: str
     dtype: torch.dtype
@@ -59,8 +52,7 @@ def of_tensor(key: str, tensor: Tensor) -> Piece:
 
 def in_order(pieces: Sequence[Piece]) -> list[Piece]:
     """Return the pieces in file order: large elements first, so entries are aligned."""
-    # Element sizes are powers of 2: entries begin at a multiple of their element size.
-    # The sort is stable: equal sizes keep their order.
+    # Sizes are powers of 2, so that entries begin at a multiple. The sort is stable.
     return sorted(pieces, key=lambda piece: -piece.dtype.itemsize)
 
 
@@ -74,17 +66,18 @@ def places_of(pieces: Sequence[Piece]) -> dict[str, int]:
 
 
 def write_file(path: str, pieces: Sequence[Piece], block: int = BLOCK) -> File:
-    """Write ``pieces`` as a new file; on return, the file is on the disk.
-
-    Raises: OSError; the file may then exist in part.
-    """
+    """Write ``pieces`` as a new file; on return, the file is on the disk."""
     header = _header(pieces)
     total = sum(piece.nbytes for piece in pieces)
     with _new_file(path, total) as out:
         out.write(memoryview(header))
         payload = _Payload(out, block)
         for piece in pieces:
-            _write_piece(payload, piece)
+            end = payload.done + piece.nbytes
+            for part in piece.pieces():
+                host = in_host_memory(part)
+                payload.write(bytes_of(host))
+            assert payload.done == end, f"{piece.key} has another size than its shape"
         out.finish()
     return File(
         name=split(path)[1],
@@ -148,8 +141,7 @@ class _Payload:
         at = 0
         while at < len(data):
             left = self.block - self.done % self.block
-            # Block by block: the checksum then reads bytes that the write has left in
-            # the cache.
+            # Block by block: the checksum reads what the write has left in the cache.
             part = data[at : at + left]
             self.out.write(part)
             self.crc = zlib.crc32(part, self.crc)
@@ -165,28 +157,14 @@ class _Payload:
         return (*self.blocks, *rest)
 
 
-def _write_piece(payload: _Payload, piece: Piece) -> None:
-    """Write the elements of a piece."""
-    end = payload.done + piece.nbytes
-    for part in piece.pieces():
-        host = in_host_memory(part)
-        payload.write(bytes_of(host))
-    assert payload.done == end, f"{piece.key} has another size than its shape says"
-
-
 def in_host_memory(tensor: Tensor) -> Tensor:
     """Return ``tensor`` on the CPU, with the elements in memory in row-major order."""
-    # ``resolve_conj`` and ``resolve_neg``: lazily conjugated or negated tensors hold
-    # other values in memory than they represent. The imaginary part of a conjugate is
-    # real and negated.
+    # Lazily conjugated or negated tensors hold other values than they represent.
     return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor, writable, without a copy.
-
-    The view does not keep the tensor alive.
-    """
+    """Return the bytes of a contiguous CPU tensor, writable, without a copy."""
     nbytes = tensor.numel() * tensor.element_size()
     if not nbytes:
         return memoryview(b"")
@@ -267,8 +245,7 @@ class NewFile:
             with named_errors(self._path):
                 done += os.write(self._file, data[done:])
         self._written += done
-        # The disk writes while the next data are copied. Without a limit, a checkpoint
-        # would fill the page cache with pages that cannot be freed.
+        # The disk writes while the next data are copied; the cache must not fill up.
         while self._written - self._begun >= BUFFER:
             self._sync(self._begun, _START)
             self._begun += BUFFER

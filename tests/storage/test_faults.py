@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,15 +13,13 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 
-from composable_fsdp import LoadOptions, SaveOptions, async_save, load, save, verify
+from composable_fsdp import SaveOptions, async_save, load, save, verify
 from composable_fsdp.comm import agreement
 from composable_fsdp.comm.nodes import private_group
-from composable_fsdp.storage import export_safetensors, opening
-from composable_fsdp.storage import load as loading
+from composable_fsdp.storage import export_safetensors
 from composable_fsdp.storage.native import NativeSource
-from composable_fsdp.storage.source import Copy, Source
+from composable_fsdp.storage.source import Copy
 from tests.storage.training import everything, make, optimizer_of, same, step
 from tests.support.sharded import RankCount, message_of
 from tests.support.world import World
@@ -243,50 +240,3 @@ def test_a_wrong_argument_on_one_rank_is_raised_on_all(
         assert text.startswith("TypeError: On rank 1: ")
         assert expected in text
     assert sorted(os.listdir(tmp_path)) == ["after", "good"]
-
-
-def filled(value: float) -> nn.Linear:
-    model = nn.Linear(2, 2)
-    with torch.no_grad():
-        model.weight.fill_(value)
-    return model
-
-
-def check_saver(world: World, folder: Path) -> list[str]:
-    """Rank 0 looks up step-1; the other job then replaces the newest by the next."""
-    if world.rank == 0:
-        save_alone(folder / "step-1", 1.0)
-    world.barrier()
-    opened: list[str] = []
-    real = opening.open_source
-
-    def late(path: Any) -> Source:
-        # All ranks have rank 0's answer; the first two answers are removed.
-        world.barrier()
-        if world.rank == 0 and len(opened) < 2:
-            save_alone(folder / f"step-{len(opened) + 2}", len(opened) + 2.0)
-            shutil.rmtree(path)
-        world.barrier()
-        opened.append(Path(path).name)
-        return real(path)
-
-    model = filled(0.0)
-    with mock.patch.object(loading, "open_source", late):
-        load(folder, model, options=LoadOptions(rng=False))
-    return [*opened, str(model.weight[0, 0].item())]
-
-
-def save_alone(path: Path, value: float) -> None:
-    """As another job, which is no part of this process group."""
-    with mock.patch("torch.distributed.is_initialized", return_value=False):
-        save(path, filled(value))
-
-
-@pytest.mark.req("K-03")
-def test_ranks_follow_rank_0_and_look_again_if_the_newest_was_removed(
-    ranks: RankCount, tmp_path: Path
-) -> None:
-    """Beside a job that saves with keep=1, which removes what was just found."""
-    first, second = ranks(2).run(check_saver, tmp_path)
-
-    assert first == second == ["step-1", "step-2", "step-3", "3.0"]

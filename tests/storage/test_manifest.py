@@ -269,7 +269,7 @@ ODD = st.one_of(
     st.sampled_from(["../x", "a\0b", "float64", "complex64", "$tensor"]),
     st.lists(st.integers(-2, 2**63), max_size=4),
     st.dictionaries(
-        st.sampled_from(["$tensor", "$dict", "$number", "x"]), st.integers()
+        st.sampled_from(["$tensor", "$map", "$number", "x"]), st.integers()
     ),
     st.sampled_from(PATHS),
 )

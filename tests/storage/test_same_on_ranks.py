@@ -141,15 +141,15 @@ def opaque_subclass(rank: int) -> Pair:
 
 CASES: dict[Callable[[int], Pair], str] = {
     stages: "'stage0.weight' (and 3 more: ",
-    late_parameter: "absent on rank 0 and a parameter (2,) of torch.float32 on rank 1",
-    other_dtype: "'1.weight' (and 1 more: '1.bias') is in no unit and not the same",
-    local_expert: "Parameter '1.weight' is in no unit and has other values on rank 1",
-    own_options: "The optimizer's option 'lr' of '0.weight' is 0.1 on rank 0 and 0.2",
+    late_parameter: "absent on rank 0, a parameter (2,) of torch.float32 on rank 1",
+    other_dtype: "'1.weight' (and 1 more: '1.bias'), in no unit, is not the same",
+    local_expert: "Parameter '1.weight', in no unit, is not the same on all ranks: ",
+    own_options: "option 'lr' of '0.weight' is not the same on all ranks: 0.1 ",
     own_scalars: "Optimizer state 'norm' of 'weight' is",
-    own_momentum: "(state 'exp_avg')\" is in no unit and has other values on rank 1",
+    own_momentum: "(state 'exp_avg')\", in no unit, is not the same on all ranks",
     torch_fsdp1: "(root) was sharded by torch's FullyShardedDataParallel (FSDP1)",
     deepspeed: "'weight' was sharded by DeepSpeed (ZeRO)",
-    wrapper_subclass: "not the same on all ranks: absent on rank 0 and ",
+    wrapper_subclass: "not the same on all ranks: absent on rank 0, ",
     opaque_subclass: "Opaque, which wraps other tensors",
 }
 
@@ -230,7 +230,7 @@ def test_scalar_state_that_replicas_have_differently_is_refused(
     texts = {text for text, _, _ in found}
     assert len(texts) == 1
     assert "(state 'step')" in (text := texts.pop())
-    assert "which hold copies of the parameter; a checkpoint has it once" in text
+    assert "of which several ranks hold copies, is not the same on all ranks" in text
     assert "pass local=['" in text
     assert all(steps and set(steps) == {1.0} for _, _, steps in found)
     assert not (tmp_path / "own").exists()
@@ -298,8 +298,10 @@ def test_an_extra_state_that_differs_is_refused_or_saved_per_rank(
 
     assert text == other
     assert (
-        "The extra state '1._extra_state' is another on rank 1 than on rank 0" in text
-    )
+        "The extra state '1._extra_state' is not the same on all ranks: other "
+        "values on rank 1 than on rank 0"
+    ) in text
+    assert "once, and nothing was written. Let get_extra_state" in text
     assert "local=['1._extra_state']" in text
     assert not (tmp_path / "own").exists()
     assert (first, second) == (5, 6)
@@ -365,8 +367,8 @@ def saved(
 @pytest.mark.parametrize(
     ("strategy", "size", "who", "how"),
     [
-        ("NO_SHARD", 2, "on rank 0 than on rank 1,", "step"),
-        ("HYBRID_SHARD", 4, "on rank 0 than on rank 2,", "data"),
+        ("NO_SHARD", 2, "on rank 1 than on rank 0,", "step"),
+        ("HYBRID_SHARD", 4, "on rank 2 than on rank 0,", "data"),
     ],
 )
 def test_replicas_that_differ_are_warned_of(

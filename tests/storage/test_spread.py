@@ -24,8 +24,13 @@ from composable_fsdp import (
     verify,
 )
 from composable_fsdp.comm import collectives
-from composable_fsdp.storage import free_save_memory, part, register_storage, save_parts
-from composable_fsdp.storage import planned as shared_reads
+from composable_fsdp.storage import (
+    free_save_memory,
+    part,
+    register_storage,
+    save_parts,
+    shared_reads,
+)
 from composable_fsdp.storage.contents import contents_of
 from composable_fsdp.storage.native import NativeSource
 from composable_fsdp.storage.source import Copy

@@ -330,11 +330,11 @@ def test_an_object_whose_state_lies_on_all_ranks_is_refused(
 
 DAMAGED: list[Any] = [
     {"$set": [1]},
-    {"$map": [["a", 1]]},
+    {"$dict": [["$a", 1]]},
     {"$map": [[1, 1], [1, 2]]},
     {"$map": [[[1], 1]]},
     {"$map": 5},
-    {"$dict": [["a", 1]]},
+    {"$map": [["a", 1]]},
     {"$map": [[1, 1], [1, 1]]},
     {"$number": [["float32"], 1.0]},
     {"$number": ["int8", 300]},

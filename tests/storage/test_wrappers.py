@@ -159,7 +159,7 @@ def test_a_wrapper_that_cannot_be_stored_is_refused_on_all_ranks(
 ) -> None:
     """By name, before a file is written."""
     for values, anew, state, export in ranks(2).run(refused, tmp_path):
-        assert "Parameter 'base.codes' is in no unit and has other values" in values
+        assert "Parameter 'base.codes', in no unit, is not the same" in values
         assert "'base' is a tests.storage.test_wrappers.Forgetful, which makes" in anew
         assert "tensor 'floats' anew when asked" in anew
         assert "test_wrappers.Rows, which wraps other tensors; its optimizer" in state

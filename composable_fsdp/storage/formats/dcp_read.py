@@ -1,14 +1,8 @@
-"""Reads directories of torch.distributed.checkpoint (DCP) without DCP's loader.
+"""Reads directories of torch.distributed.checkpoint (DCP), of any placements.
 
-DCP's loader runs the pickles in the directory. Here, ``dcp_metadata.py`` reads
-``.metadata``, and torch's restricted reader reads each saved object: a small
-``torch.save`` archive somewhere in a ``.distcp`` file. Slices are assembled from boxes
-of any form:
-
-::
-
-    interval [3, 17) of (4, 5)     ->  boxes of rows         (planning/boxes.py)
-    each box  x  each saved chunk  ->  the common part is copied
+DCP's own loader would run the pickles in the directory. Here ``.metadata`` is read by
+an unpickler that knows DCP's classes alone, and each saved object, a ``torch.save``
+archive somewhere in a ``.distcp`` file, by torch's restricted reader.
 """
 
 from __future__ import annotations
@@ -16,8 +10,10 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import reprlib
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +22,10 @@ from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.planning.boxes import interval_boxes
-from composable_fsdp.storage.formats.dcp_metadata import (
-    Item,
-    PathOf,
-    SavedKey,
-    read_metadata,
+from composable_fsdp.storage.directory import (
+    inner_file,
+    read_document,
+    require_document,
 )
 from composable_fsdp.storage.formats.nested import NestedSource
 from composable_fsdp.storage.formats.torch_read import (
@@ -38,64 +33,249 @@ from composable_fsdp.storage.formats.torch_read import (
     refusal,
     require_uncompressed,
 )
-from composable_fsdp.storage.source import LazyTensor
+from composable_fsdp.storage.manifest import LARGEST
+from composable_fsdp.storage.source import LazyTensor, TensorInfo
 
+METADATA = ".metadata"
 NOTES = "composable_fsdp.notes"
-"""The key of additional facts that our converter saves, as JSON text.
+"""The key of what our converter saves beside, as JSON: ties and empty dictionaries."""
+PathOf = tuple[str | int, ...]
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = 2
 
-``aliases`` maps names of tied parameters to the name that each is tied to. ``empty``
-lists the paths of empty dictionaries, for which DCP has no entry.
-"""
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """The place of a saved object: ``length`` bytes at byte ``offset`` of a file."""
+
+    file: Path
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A box of a tensor, and the place of the box's values."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    item: _Item
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows the names of DCP's metadata and no others."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return the class or function of a name. Raises: UnpicklingError."""
+        # Imported in functions: these modules import half of torch.distributed.
+        from torch.distributed.checkpoint import filesystem, metadata
+
+        dcp = "torch.distributed.checkpoint"
+        if (module, name) == (f"{dcp}.metadata", "_MEM_FORMAT_ENCODING"):
+            return lambda value: metadata._MEM_FORMAT_ENCODING(value)
+        # Subclasses, because a pickle may set attributes on the classes that it names.
+        if module == f"{dcp}.metadata" and name in metadata.__all__:
+            return type(name, (getattr(metadata, name),), {})
+        if (module, name) == (f"{dcp}.filesystem", "_StorageInfo"):
+            return type(name, (filesystem._StorageInfo,), {})
+        # Facts that nobody reads: the layout, and the path that was saved to.
+        if name in ("_get_layout", "Path", "PosixPath", "WindowsPath"):
+            return lambda *parts: None
+        if (module, name) == ("torch", "Size"):
+            return lambda sizes=(): torch.Size(sizes)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise pickle.UnpicklingError(f"{module}.{name} is no part of DCP's metadata")
+
+
+class _Malformed(Exception):
+    """The metadata does not have the form that DCP writes."""
 
 
 def open_dcp(directory: Path) -> NestedSource:
-    """Open a directory that torch.distributed.checkpoint wrote.
-
-    Raises: CheckpointError, naming the file, for a directory that is damaged or
-    incomplete, or with a pickle of anything else than tensors and plain values.
-    """
-    reader = _Items()
-    entries = read_metadata(directory)
-    tree: dict[str, Any] = {}
-    aliases: dict[str, str] = {}
-    empty: list[PathOf] = []
-    for key, entry in entries.items():
-        value = _value(reader, key, entry)
-        # Our converter's notes are no value of the user.
+    """Open a directory that torch.distributed.checkpoint wrote."""
+    file = inner_file(directory, METADATA)
+    data = read_document(str(file))
+    try:
+        # From memory: a read of a file allocates as many bytes as the pickle claims.
+        metadata = _Unpickler(io.BytesIO(data)).load()
+    except Exception as error:  # A damaged pickle raises many kinds of errors.
+        raise refusal(file, error) from error
+    reader, tree = _Items(), dict[str, Any]()
+    notes: Any = None
+    try:
+        found = list(_values(directory, reader, metadata))
+    except CheckpointError:
+        raise
+    except Exception as error:  # Values of unexpected types do, too.
+        raise CheckpointError(
+            f"{file} is damaged: {error}. Copy the checkpoint again, with all its "
+            "files."
+        ) from error
+    for key, path, value in found:
         if key == NOTES:
-            aliases, empty = _read_notes(directory, value)
+            notes = value
         else:
-            _place(directory, tree, entry.path, value, longest=len(entries))
+            _place(directory, tree, path, value, longest=len(found))
+    aliases, empty = ({}, []) if notes is None else _read_notes(directory, notes)
     # After all other values, because an empty dictionary may be an item of a list.
     for path in empty:
-        _place(directory, tree, path, {}, longest=len(entries) + len(empty))
+        _place(directory, tree, path, {}, longest=len(found) + len(empty))
     return NestedSource(str(directory), tree, aliases)
 
 
-def _value(reader: _Items, key: str, entry: SavedKey) -> Any:
-    """Return the value of a key: a ``LazyTensor``, or the object that is no tensor."""
-    if entry.info is not None:
+def _values(
+    directory: Path, reader: _Items, metadata: Any
+) -> Iterator[tuple[str, PathOf, Any]]:
+    """Yield key, path and value of each saved object; tensors are ``LazyTensor``."""
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-        def read(start: int, stop: int) -> Tensor:
-            return _read_interval(reader, key, entry, start, stop)
+    if not isinstance(metadata, Metadata):
+        kind = type(metadata).__name__
+        raise _Malformed(f"it has a {kind} in place of a Metadata")
+    paths = metadata.planner_data
+    items = _items(directory, metadata.storage_data)
+    for key, about in metadata.state_dict_metadata.items():
+        # The path in the nested state dict; a flat state dict has no paths.
+        path = paths.get(key, (key,)) if isinstance(paths, dict) else (key,)
+        told = (key, *path)
+        if not isinstance(path, tuple) or not all(
+            isinstance(part, str | int) for part in told
+        ):
+            raise _Malformed(f"{_short(key)} lies at {_short(path)}")
+        if isinstance(about, BytesStorageMetadata):
+            item = items[key, None]
+            require_document(f"{item.file}, {key!r},", item.length)
+            value = reader.load(key, item)
+            value = lazy_tensors(value, f"{item.file}, {key!r}", item.length)
+        else:
+            value = _lazy(directory, reader, key, about, items)
+        yield key, path, value
 
-        # Without ``storage``: DCP stores a tensor per key and does not tell tied keys.
-        return LazyTensor(entry.info, read)
-    assert entry.item is not None
-    value = reader.load(key, entry.item)
-    return lazy_tensors(value, f"{entry.item.file}, {key!r}", entry.item.length)
+
+def _lazy(
+    directory: Path,
+    reader: _Items,
+    key: str,
+    about: Any,
+    items: dict[tuple[str, Any], _Item],
+) -> LazyTensor:
+    """Return a tensor whose chunks cover every element exactly once."""
+    dtype, shape = about.properties.dtype, _sizes(about.size)
+    if not isinstance(dtype, torch.dtype):
+        raise _Malformed(f"the dtype of {key!r} is {_short(dtype)}")
+    info, chunks = TensorInfo(dtype, shape), list[_Chunk]()
+    for each in about.chunks:
+        offsets, sizes = _sizes(each.offsets), _sizes(each.sizes)
+        item, nbytes = items[key, offsets], TensorInfo(dtype, sizes).nbytes
+        # Before memory is allocated by the sizes that the metadata claims.
+        if nbytes > item.length:
+            raise _Malformed(
+                f"a box of {key!r} is of {sizes}, its {item.length} bytes hold less"
+            )
+        # DCP writes each box as an archive of its own, which is read whole.
+        require_document(f"{item.file}, {key!r},", item.length - nbytes)
+        chunks.append(_Chunk(offsets, sizes, item))
+    _require_cover(directory, key, info, chunks)
+
+    def read(start: int, stop: int) -> Tensor:
+        return _read_interval(reader, key, info, chunks, start, stop)
+
+    # Without ``storage``: DCP stores a tensor per key and does not tell tied keys.
+    return LazyTensor(info, read)
+
+
+def _items(directory: Path, storage: Any) -> dict[tuple[str, Any], _Item]:
+    """Return the place of each saved object, by key and box offsets or None."""
+    found: dict[tuple[str, Any], _Item] = {}
+    files: dict[str, tuple[Path, int]] = {}
+    for index, about in storage.items():
+        name, fqn, begin = about.relative_path, index.fqn, about.offset
+        # Extensions such as compression: the bytes are not the saved object.
+        if about.transform_descriptors:
+            raise _Malformed(
+                f"{_short(fqn)} was written through "
+                f"{_short(about.transform_descriptors)}, which only the program that "
+                "wrote it can undo"
+            )
+        # Once per file: the names in a hostile directory lead elsewhere.
+        if name not in files:
+            path = inner_file(directory, name)
+            files[name] = path, path.stat().st_size
+        path, size = files[name]
+        _sizes((begin, about.length))
+        if begin + about.length > size:
+            raise CheckpointError(
+                f"{path} has {size} bytes; expected {begin + about.length}, with the "
+                f"values of {_short(fqn)}. Copy the checkpoint again."
+            )
+        at = None if index.offset is None else _sizes(index.offset)
+        found[fqn, at] = _Item(path, begin, about.length)
+    return found
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    """Return ``value``, a tuple of sizes or offsets; raise for other types."""
+    if not isinstance(value, tuple) or not all(
+        type(size) is int and 0 <= size <= LARGEST for size in value
+    ):
+        raise _Malformed(f"{_short(value)} stands in place of sizes")
+    return tuple(value)
+
+
+def _short(value: Any) -> str:
+    """Return a shortened ``repr``."""
+    try:
+        return _SHORT.repr(value)
+    except ValueError:  # An integer with more digits than Python prints.
+        return f"a {type(value).__name__}"
+
+
+def _require_cover(
+    directory: Path, key: str, info: TensorInfo, chunks: Sequence[_Chunk]
+) -> None:
+    """Raise if chunks leave elements out, overlap, or reach beyond the tensor."""
+    filled = [chunk for chunk in chunks if 0 not in chunk.sizes]
+    held = 0
+    for chunk in filled:
+        held += TensorInfo(info.dtype, chunk.sizes).numel
+        ends = map(sum, zip(chunk.offsets, chunk.sizes, strict=True))
+        if any(end > size for end, size in zip(ends, info.shape, strict=True)):
+            raise _Malformed(f"a box of {key!r} reaches beyond its shape {info.shape}")
+    overlap = _overlap(filled, len(info.shape))
+    # A gap would leave elements of ``torch.empty`` unfilled, without an error.
+    if held != info.numel or overlap:
+        raise CheckpointError(
+            f"{directory}: {key!r} has {info.numel} elements, its boxes hold {held}"
+            f"{f' and overlap at {overlap.offsets}' if overlap else ''}. The "
+            "checkpoint is incomplete; take another one."
+        )
+
+
+def _overlap(chunks: list[_Chunk], dims: int) -> _Chunk | None:
+    """Return a chunk that shares elements with another chunk, or None."""
+    if dims == 0:
+        return chunks[1] if len(chunks) > 1 else None
+    # Along the dim with the most cuts, few boxes overlap: few pairs to compare.
+    cut = max(range(dims), key=lambda dim: len({c.offsets[dim] for c in chunks}))
+    active: list[_Chunk] = []
+    for chunk in sorted(chunks, key=lambda c: c.offsets[cut]):
+        begin = chunk.offsets[cut]
+        active = [c for c in active if c.offsets[cut] + c.sizes[cut] > begin]
+        if any(_common(chunk.offsets, chunk.sizes, other) for other in active):
+            return chunk
+        active.append(chunk)
+    return None
 
 
 class _Items:
-    """Reads saved objects, and keeps the last object."""
+    """Reads saved objects, and keeps the last: a chunk is read in many slices."""
 
     def __init__(self) -> None:
-        # A large chunk is requested in many slices, one after the other: without the
-        # cache, each slice would read the whole chunk.
-        self._item: Item | None = None
+        self._item: _Item | None = None
         self._value: Any = None
 
-    def load(self, key: str, item: Item) -> Any:
+    def load(self, key: str, item: _Item) -> Any:
         """Return the object of ``item``, read by torch's restricted reader."""
         if item == self._item:
             return self._value
@@ -105,7 +285,12 @@ class _Items:
                 file.seek(item.offset)
                 data = io.BytesIO(file.read(item.length))
             # torch's reader does not compare the checksums of the archive.
-            _require_checksums(data)
+            if zipfile.is_zipfile(data):
+                require_uncompressed(data)
+                record = zipfile.ZipFile(data).testzip()
+                if record is not None:
+                    raise zipfile.BadZipFile(f"{record!r} has another checksum")
+            data.seek(0)
             value = torch.load(data, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             raise refusal(f"{item.file}, {key!r},", error) from error
@@ -118,30 +303,22 @@ class _Items:
         return value
 
 
-def _require_checksums(data: io.BytesIO) -> None:
-    """Raise if a record of the archive does not match the checksum."""
-    if zipfile.is_zipfile(data):
-        require_uncompressed(data)
-        record = zipfile.ZipFile(data).testzip()
-        if record is not None:
-            raise zipfile.BadZipFile(f"the record {record!r} has another checksum")
-    # For ``torch.load``, which reads from the current position.
-    data.seek(0)
-
-
 def _read_interval(
-    reader: _Items, key: str, entry: SavedKey, start: int, stop: int
+    reader: _Items,
+    key: str,
+    info: TensorInfo,
+    chunks: Sequence[_Chunk],
+    start: int,
+    stop: int,
 ) -> Tensor:
     """Return elements ``[start, stop)`` of the flattened tensor."""
-    assert entry.info is not None
-    result = torch.empty(stop - start, dtype=entry.info.dtype, device="cpu")
-    # An interval of a flattened tensor is a few boxes: a part of a row, whole rows, a
-    # part of a row, and so on for each dimension.
-    for box in interval_boxes(entry.info.shape, start, stop):
+    result = torch.empty(stop - start, dtype=info.dtype, device="cpu")
+    # An interval is a few boxes; of each, the part in each chunk is copied.
+    for box in interval_boxes(info.shape, start, stop):
         # A view: the copies below write into ``result``.
         target = result[box.start : box.stop].view(box.sizes)
-        for chunk in entry.chunks:
-            common = _common(box.offsets, box.sizes, chunk.offsets, chunk.sizes)
+        for chunk in chunks:
+            common = _common(box.offsets, box.sizes, chunk)
             if common is None:
                 continue
             saved = reader.load(key, chunk.item)
@@ -149,40 +326,33 @@ def _read_interval(
             if (
                 not isinstance(saved, Tensor)
                 or tuple(saved.shape) != chunk.sizes
-                or saved.dtype != entry.info.dtype
+                or saved.dtype != info.dtype
             ):
                 raise CheckpointError(
                     f"{chunk.item.file} holds something else than a {chunk.sizes} "
-                    f"tensor of {entry.info.dtype} where {key!r} at {chunk.offsets} "
-                    "should be. The checkpoint is damaged; take another one."
+                    f"tensor of {info.dtype} where {key!r} at {chunk.offsets} should "
+                    "be. The checkpoint is damaged; take another one."
                 )
             target[_within(common, box.offsets)] = saved[_within(common, chunk.offsets)]
     return result
 
 
-Span = tuple[int, int]
+_Span = tuple[int, int]
 
 
 def _common(
-    offsets: Sequence[int],
-    sizes: Sequence[int],
-    other_offsets: Sequence[int],
-    other_sizes: Sequence[int],
-) -> list[Span] | None:
-    """Return the intersection of two boxes as (begin, end) per dimension, or None."""
-    spans = [
-        (max(a, b), min(a + n, b + m))
-        for a, n, b, m in zip(offsets, sizes, other_offsets, other_sizes, strict=True)
-    ]
+    offsets: Sequence[int], sizes: Sequence[int], chunk: _Chunk
+) -> list[_Span] | None:
+    """Return the part of a box in a chunk as (begin, end) per dim, or None."""
+    pairs = zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)
+    spans = [(max(a, b), min(a + n, b + m)) for a, n, b, m in pairs]
     return spans if all(begin < end for begin, end in spans) else None
 
 
-def _within(spans: Sequence[Span], offsets: Sequence[int]) -> tuple[slice, ...]:
+def _within(spans: Sequence[_Span], offsets: Sequence[int]) -> tuple[slice, ...]:
     """Return the slices of ``spans`` in a box that begins at ``offsets``."""
-    return tuple(
-        slice(begin - offset, end - offset)
-        for (begin, end), offset in zip(spans, offsets, strict=True)
-    )
+    pairs = zip(spans, offsets, strict=True)
+    return tuple(slice(begin - at, end - at) for (begin, end), at in pairs)
 
 
 def _place(
@@ -190,22 +360,15 @@ def _place(
 ) -> None:
     """Put ``value`` at ``path`` in nested dicts and lists (a number is an index)."""
     at: Any = tree
-    if not path:
-        raise CheckpointError(
-            f"{directory} puts a value at no place. The checkpoint is damaged."
-        )
     for part, following in zip(path, (*path[1:], None), strict=True):
         here = value
         if following is not None:
             here = [] if isinstance(following, int) else {}
-        # ``longest`` bounds the list: a damaged index must not allocate a list of any
-        # length.
+        # ``longest``: a damaged index must not allocate a list of any length. Keys come
+        # in any order, so a list may have unfilled items for a while.
         if isinstance(part, int) and isinstance(at, list) and 0 <= part < longest:
-            # Keys come in any order, so a list may have unfilled items (None) for a
-            # while.
             at.extend([None] * (part + 1 - len(at)))
-            if at[part] is None:
-                at[part] = here
+            at[part] = here if at[part] is None else at[part]
         elif isinstance(part, str) and isinstance(at, dict):
             at.setdefault(part, here)
         else:
@@ -224,10 +387,7 @@ def _read_notes(directory: Path, value: Any) -> tuple[dict[str, str], list[PathO
         return aliases, [tuple(path) for path in notes["empty"]]
     # Deeply nested JSON exhausts the stack.
     except (
-        ValueError,
-        TypeError,
-        AttributeError,
-        KeyError,
+        *(ValueError, TypeError, AttributeError, KeyError),
         RecursionError,
     ) as error:
         raise CheckpointError(

@@ -1,37 +1,19 @@
 """Reads and makes dictionaries of model, optimizer and other values, as users save.
 
-``torch.save`` files and DCP directories hold any dictionary that the user passed. These
-forms are accepted:
-
-::
-
-    {name: tensor, ...}                                        a model's state dict
-    {"model": {name: tensor}, "optim": {...}, "extra": ...}    a training run
+A model's state dict alone, or beside others::
 
     key             also accepted                    content
     "model"         "state_dict",                    tensors by name, and modules' extra
                     "model_state_dict"               states (<module>._extra_state)
     "optim"         "optimizer",                     state by parameter name, nested or
-                    "optim_state_dict",              flattened
-                    "optimizer_state_dict"
+                    "optim_state_dict",              flattened ("state.<name>.<state>",
+                    "optimizer_state_dict"           "param_groups.<name>.<option>")
     all others                                       the user's values: extra
-
-The optimizer's state may have any of these forms:
-
-::
-
-    {"state": {name: ...}, "param_groups": [...]}   optim_state_dict, and torch's
-                                                    get_optimizer_state_dict
-    {"state.<name>.<state>": ...,                   get_optimizer_state_dict, flattened
-     "param_groups.<name>.<option>": ...}
-    {"state": {0: ...}, "param_groups": [...]}      optimizer.state_dict(): needs
-                                                    ``param_names`` in the groups
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -44,14 +26,13 @@ from composable_fsdp.storage.source import OWN_STATE, LazyTensor, Source, Tensor
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict")
 OPTIM_KEYS = ("optim", "optimizer", "optim_state_dict", "optimizer_state_dict")
-EXTRA_KEY = "extra"
+States = dict[str, dict[str, Any]]
+"""State by parameter name, then by the name of the state."""
+Group = dict[str, Any]
 
 
 class NestedSource(Source):
-    """A source over a nested dictionary whose tensors are ``LazyTensor``.
-
-    Raises: CheckpointError, if ``tree`` has none of the accepted forms.
-    """
+    """A source over a nested dictionary whose tensors are ``LazyTensor``."""
 
     def __init__(
         self,
@@ -60,8 +41,7 @@ class NestedSource(Source):
         aliases: Mapping[str, str] | None = None,
     ) -> None:
         self.path = where
-        # Optimizer and extra are examined on first use, so the weights can be read from
-        # a file whose optimizer state cannot be read.
+        # Others on first use: weights can be read beside an unreadable optimizer.
         model, self._optim_tree, self._extra_tree = _split(where, tree)
         self._own = {name: v for name, v in model.items() if _is_own_state(name)}
         tensors = {name: v for name, v in model.items() if name not in self._own}
@@ -69,45 +49,37 @@ class NestedSource(Source):
         self.model = {name: tensor.info for name, tensor in self._model.items()}
 
     def read_model(self, name: str, start: int, stop: int) -> Tensor:
-        """Return elements ``[start, stop)`` of a tensor; see ``Source``."""
         return self._model[name].read(start, stop)
 
     def read_optim(self, name: str, state: str, start: int, stop: int) -> Tensor:
-        """Return elements ``[start, stop)`` of a state; see ``Source``."""
-        value: Tensor = self._optim.state[name][state].read(start, stop)
+        value: Tensor = self._optim[0][name][state].read(start, stop)
         return value
 
     @cached_property
-    def _optim(self) -> _Optim:
+    def _optim(self) -> tuple[States, Sequence[Group] | None]:
         """The optimizer's state and groups by name."""
         canonical = {**{name: name for name in self.model}, **self.aliases}
         return _named_optim(self.path, self._optim_tree, canonical)
 
     @cached_property
     def optim(self) -> Mapping[str, Mapping[str, TensorInfo]]:  # type: ignore[override]  # computed when asked for
-        """See ``Source``. Raises: CheckpointError, for state without names."""
         return {
-            name: {
-                key: value.info
-                for key, value in values.items()
-                if self._has_elements(name, key, value)
-            }
-            for name, values in self._optim.state.items()
+            name: {k: v.info for k, v in values.items() if self._is_cut(name, k, v)}
+            for name, values in self._optim[0].items()
         }
 
     @cached_property
     def optim_values(self) -> Mapping[str, Mapping[str, Any]]:  # type: ignore[override]  # computed when asked for
-        """See ``Source``. Raises: CheckpointError, for state without names."""
         return {
             name: {
                 key: read_all(value)
                 for key, value in values.items()
-                if not self._has_elements(name, key, value)
+                if not self._is_cut(name, key, value)
             }
-            for name, values in self._optim.state.items()
+            for name, values in self._optim[0].items()
         }
 
-    def _has_elements(self, name: str, key: str, value: Any) -> bool:
+    def _is_cut(self, name: str, key: str, value: Any) -> bool:
         """Return whether a state is a tensor that is read in slices, no scalar."""
         return isinstance(value, LazyTensor) and not is_scalar_shape(
             key, value.info.shape, self.model[name].shape
@@ -115,13 +87,11 @@ class NestedSource(Source):
 
     @cached_property
     def param_groups(self) -> Sequence[Mapping[str, Any]] | None:  # type: ignore[override]  # computed when asked for
-        """See ``Source``. Raises: CheckpointError, for state without names."""
-        groups = self._optim.groups
+        groups = self._optim[1]
         return None if groups is None else [read_all(group) for group in groups]
 
     @cached_property
     def own_states(self) -> Mapping[str, Any]:  # type: ignore[override]  # computed when asked for
-        """See ``Source``; all tensors are read."""
         return {name: read_all(value) for name, value in self._own.items()}
 
     @cached_property
@@ -134,12 +104,7 @@ class NestedSource(Source):
 
 
 def nested_tree(source: Source) -> dict[str, Any]:
-    """Return a source as the dictionary that users save, without missing parts.
-
-    The tensors are ``LazyTensor``; ``NestedSource`` is the inverse.
-
-    Raises: CheckpointError, for a value that a restricted pickle cannot hold.
-    """
+    """Return a source as the dictionary that users save, without missing parts."""
     model = {
         name: LazyTensor(info, partial(source.read_model, name), ("model", name))
         for name, info in source.model.items()
@@ -169,16 +134,18 @@ def nested_tree(source: Source) -> dict[str, Any]:
     return tree
 
 
+_RESTRICTED = (type(None), bool, int, float, complex, str, bytes, bytearray)
+"""The types of values that the restricted reader of torch accepts in a file."""
+
+
 def _require_restricted(value: Any, where: str) -> None:
     """Raise CheckpointError for a value that torch's restricted reader refuses."""
     # The file could be written, and neither this library nor careful users read it.
-    if isinstance(value, dict):
-        for key, each in value.items():
+    if isinstance(value, dict | list | tuple):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, each in items:
             _require_restricted(key, f"a key of {where}")
             _require_restricted(each, f"{where}[{key!r}]")
-    elif isinstance(value, list | tuple):
-        for i, each in enumerate(value):
-            _require_restricted(each, f"{where}[{i}]")
     elif not isinstance(value, set | Tensor | LazyTensor) and (
         type(value) not in _RESTRICTED or value == b""
     ):
@@ -190,31 +157,25 @@ def _require_restricted(value: Any, where: str) -> None:
         )
 
 
-_RESTRICTED = (type(None), bool, int, float, complex, str, bytes, bytearray)
-"""The types of values that the restricted reader of torch accepts in a file."""
-
-
 def _split(
     where: str, tree: Mapping[str, Any]
 ) -> tuple[Mapping[str, Any], Mapping[str, Any] | None, Any]:
     """Return the parts of the dictionary: model, optimizer (or None), other values."""
     model_key = _one_of(where, tree, MODEL_KEYS)
     if model_key is None:
-        # Without a key for the model, the dictionary itself must be a model's state
-        # dict.
+        # Without a key for the model, the dictionary itself must be a state dict.
         if tree and _has_names(tree) and all(_fits_model(*i) for i in tree.items()):
             return tree, None, None
-        keys = sorted(map(str, tree))
+        keys = listed(map(repr, sorted(map(str, tree)))) or "(none)"
         raise CheckpointError(
             f"{where} holds no model: expected a state dict, or a dictionary with one "
-            f"under {' or '.join(map(repr, MODEL_KEYS))}; got the keys {_short(keys)}. "
+            f"under {' or '.join(map(repr, MODEL_KEYS))}; got the keys {keys}. "
             'Save {"model": model.state_dict(), ...}.'
         )
     optim_key = _one_of(where, tree, OPTIM_KEYS)
     rest = {key: tree[key] for key in tree if key not in (model_key, optim_key)}
-    # If "extra" is the only other key, the value is the extra state. Otherwise all
-    # other keys are the user's own, and the extra state is a dictionary of them.
-    extra = rest[EXTRA_KEY] if list(rest) == [EXTRA_KEY] else rest or None
+    # All other keys are the user's own, unless ``extra`` is the only one.
+    extra = rest["extra"] if list(rest) == ["extra"] else rest or None
     model = tree[model_key]
     for name, value in model.items():
         if not isinstance(name, str) or not _fits_model(name, value):
@@ -270,7 +231,6 @@ def _tied(
                 f"{where} says that {name!r} is tied to {owner!r}, which is no tensor "
                 "of that shape and dtype in it. The checkpoint is damaged."
             )
-        # The first name of a storage keeps the tensor; the other names become aliases.
         if owner is None and tensor.storage is not None:
             owner = first.setdefault(tensor.storage, name)
         if owner is None or owner == name:
@@ -283,8 +243,7 @@ def _tied(
 def read_all(value: Any) -> Any:
     """Return ``value`` with all tensors read."""
     if isinstance(value, LazyTensor):
-        # A clone, because ``read`` may return a view of a mapped file. Options of an
-        # optimizer can be tensors, too, such as the learning rate.
+        # A clone, because ``read`` may return a view of a mapped file.
         return value.read(0, value.info.numel).reshape(value.info.shape).clone()
     if isinstance(value, Mapping):
         return {key: read_all(each) for key, each in value.items()}
@@ -294,32 +253,12 @@ def read_all(value: Any) -> Any:
     return value
 
 
-def _short(keys: Sequence[str]) -> str:
-    """Return the first keys, for messages."""
-    return listed(map(repr, keys)) or "(none)"
-
-
-Group = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _Optim:
-    """State by parameter name and state name; groups whose ``params`` are names."""
-
-    state: dict[str, dict[str, Any]]
-    groups: Sequence[Group] | None
-
-
 def _named_optim(
     where: str, tree: Mapping[str, Any] | None, names: Mapping[str, str]
-) -> _Optim:
-    """Return the saved optimizer ``tree`` with all parameters by name.
-
-    Raises: CheckpointError, for state by ids without names, state of unknown
-    parameters, or another form.
-    """
+) -> tuple[States, Sequence[Group] | None]:
+    """Return the saved optimizer ``tree`` with all parameters by name."""
     if tree is None:
-        return _Optim({}, None)
+        return {}, None
     if tree.keys() <= {"state", "param_groups"} and "param_groups" in tree:
         state, groups = tree.get("state", {}), tree["param_groups"]
     elif all(str(key).startswith(("state.", "param_groups.")) for key in tree):
@@ -336,19 +275,10 @@ def _named_optim(
             f"'param_groups' a {type(groups).__name__}; expected a dict and a list."
         )
     by_id = _names_of_ids(where, groups)
-    if by_id:
-        # Ids are compared as text: some formats keep the keys of dictionaries only as
-        # text.
-        state = {by_id.get(str(key), key): values for key, values in state.items()}
-    found = _checked(where, state, names)
-    return _Optim(found, [_named(group, {**names, **by_id}) for group in groups])
-
-
-def _checked(
-    where: str, state: Mapping[Any, Any], names: Mapping[str, str]
-) -> dict[str, dict[str, Any]]:
-    """Return the state by first names; raise for names that are not in the model."""
-    for name, values in state.items():
+    found: States = {}
+    for key, values in state.items():
+        # As text: some formats keep the keys of dictionaries only as text.
+        name: Any = by_id.get(str(key), key)
         # State of an unknown parameter must not be lost without an error.
         if name not in names or not _has_names(values):
             raise CheckpointError(
@@ -356,8 +286,18 @@ def _checked(
                 "of the model in it, or state without names. Save the two again, or "
                 "convert with --weights-only."
             )
-    # A parameter without values counts as a parameter without state.
-    return {names[name]: dict(values) for name, values in state.items() if values}
+        # A parameter without values counts as a parameter without state.
+        if values:
+            found[names[name]] = dict(values)
+    first = {**names, **by_id}
+    # The names are in ``params`` already.
+    return found, [
+        {
+            **{key: value for key, value in group.items() if key != "param_names"},
+            "params": [first.get(str(p), p) for p in group.get("params", [])],
+        }
+        for group in groups
+    ]
 
 
 def _names_of_ids(where: str, groups: Sequence[Any]) -> dict[str, str]:
@@ -387,23 +327,14 @@ def _names_of_ids(where: str, groups: Sequence[Any]) -> dict[str, str]:
     return found
 
 
-def _named(group: Mapping[str, Any], by_id: Mapping[str, str]) -> Group:
-    """Return the group with ``params`` by first name and without ``param_names``."""
-    # The names are in ``params`` already.
-    options = {key: value for key, value in group.items() if key != "param_names"}
-    params = [by_id.get(str(param), param) for param in group.get("params", [])]
-    return {**options, "params": params}
-
-
 def _unflatten(
     where: str, tree: Mapping[str, Any], names: Collection[str]
-) -> tuple[dict[str, dict[str, Any]], list[Group]]:
+) -> tuple[States, list[Group]]:
     """Return the nested state, and groups of parameters whose options are all equal."""
-    state: dict[str, dict[str, Any]] = {}
+    state: States = {}
     options: dict[str, Group] = {}
     for key, value in tree.items():
-        # A parameter name contains dots, so the state's name is the text after the last
-        # dot.
+        # A parameter's name has dots; the state's name comes after the last.
         kind, _, rest = key.partition(".")
         name, _, last = rest.rpartition(".")
         if name not in names:

@@ -1,12 +1,8 @@
-"""Reads weights from safetensors: a file, or a directory in Hugging Face's layout.
+"""Reads and writes safetensors: a file, or a directory in Hugging Face's layout.
 
-Such a directory holds ``model.safetensors``, or several files and an index that maps
-tensors to files. Ties are in a file's metadata as ``{other name: kept name}``, where
-``safetensors.torch.save_model`` puts them.
-
-When files are written, tensors arrive in any order and in pieces. Names, shapes and
-dtypes are known at the start, so the place of every tensor in every file is known, too:
-the headers are written first, and elements to their places as they arrive.
+Such a directory holds ``model.safetensors``, or several files and an index. Ties are in
+a file's metadata as ``{other name: kept name}``, as ``safetensors.torch.save_model``
+writes them. Elements are written to their places, in any order.
 """
 
 from __future__ import annotations
@@ -50,13 +46,7 @@ def file_start(path: str) -> bytes:
 
 
 class SafetensorsSource(Source):
-    """Weights in safetensors files; without optimizer and extra state.
-
-    The files are mapped into memory, and tensors that are read share the mapping.
-
-    Raises: CheckpointError, for a file that is missing, damaged, or outside the
-    directory.
-    """
+    """Weights in safetensors files; without optimizer and extra state."""
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)
@@ -70,8 +60,7 @@ class SafetensorsSource(Source):
         for file, wanted in _files(path).items():
             told.update(self._open(file, wanted))
         self.model = self._model
-        # The metadata may hold any texts, also of other programs: keep only pairs that
-        # name a missing tensor and an existing tensor.
+        # The metadata may hold any texts, also of other programs.
         self.aliases = {
             name: kept
             for name, kept in told.items()
@@ -81,8 +70,7 @@ class SafetensorsSource(Source):
     def _open(self, file: Path, wanted: set[str] | None) -> dict[str, str]:
         """Add the tensors of a file, and return the file's metadata."""
         header, begin = _header(file)
-        # The only key of the header that is not a tensor.
-        # The safetensors library accepts null there.
+        # The only key that is no tensor; the safetensors library accepts null there.
         metadata: dict[str, str] = header.pop("__metadata__", None) or {}
         if wanted is not None and not wanted <= header.keys():
             missing = sorted(wanted - header.keys())
@@ -105,18 +93,13 @@ class SafetensorsSource(Source):
         return metadata
 
     def read_model(self, name: str, start: int, stop: int) -> Tensor:
-        """Return elements ``[start, stop)`` of a tensor; see ``Source``.
-
-        Raises: CheckpointError, if the file is too short.
-        """
         info = self.model[name]
         file, begin = self._at[name]
         if start == stop:
             return torch.empty(0, dtype=info.dtype, device="cpu")
         if file not in self._maps:
             size = file.stat().st_size
-            # A private mapping (``shared=False``): writing into the result changes no
-            # file.
+            # Private (``shared=False``): writing into the result changes no file.
             self._maps[file] = torch.from_file(
                 str(file), shared=False, size=size, dtype=torch.uint8
             )
@@ -146,12 +129,8 @@ def _files(path: Path) -> dict[Path, set[str] | None]:
         pairs = list(weights.items())
     # Deeply nested JSON exhausts the stack.
     except (
-        AttributeError,
-        KeyError,
-        OSError,
-        RecursionError,
-        TypeError,
-        ValueError,
+        *(AttributeError, KeyError, OSError),
+        *(RecursionError, TypeError, ValueError),
     ) as error:
         raise CheckpointError(
             f"{index} expected JSON with a 'weight_map' from names to files; it is "
@@ -179,12 +158,7 @@ def _header(file: Path) -> tuple[dict[str, Any], int]:
 
 
 class SafetensorsWriter:
-    """The files of a set of tensors while they are written.
-
-    Call ``write`` for all elements of each tensor, then ``finish``.
-
-    Raises: CheckpointError, for a dtype that safetensors does not have.
-    """
+    """The files of a set of tensors while they are written."""
 
     def __init__(
         self,
@@ -203,27 +177,38 @@ class SafetensorsWriter:
         # Elements that have not been written yet, by name.
         self._left = {name: info.numel for name, info in tensors.items()}
         shards = [list(tensors)] if single else _shards(tensors, max_shard_bytes)
-        if single:
-            paths = [out]
-        else:
+        paths = [out]
+        if not single:
             out.mkdir()
-            paths = [out / file for file in _file_names(len(shards))]
+            count = len(shards)
+            names = [
+                f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)
+            ]
+            paths = [out / each for each in (names if count > 1 else [SINGLE])]
         for path, names in zip(paths, shards, strict=True):
             self._begin(path, names, aliases)
         if len(paths) > 1:
-            _write_index(out, paths, shards, tensors)
+            index = {
+                "metadata": {
+                    "total_size": sum(info.nbytes for info in tensors.values())
+                },
+                "weight_map": {
+                    name: path.name
+                    for path, names in zip(paths, shards, strict=True)
+                    for name in names
+                },
+            }
+            (out / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
     def _begin(self, path: Path, names: list[str], aliases: Mapping[str, str]) -> None:
         """Write the header of a file, and compute the places of the tensors."""
         file = path.open("wb")
         self._files.append(file)
-        # As ``safetensors.torch.save_model`` writes ties; readers ignore unknown
-        # metadata.
+        # As ``safetensors.torch.save_model`` writes ties; other readers ignore them.
         told = {name: kept for name, kept in aliases.items() if kept in names}
         header: dict[str, object] = {"__metadata__": {"format": "pt", **told}}
         at, places = 0, {}
-        # Largest elements first, so each tensor begins at a multiple of the element
-        # size.
+        # Largest elements first: each begins at a multiple of the element size.
         for name in sorted(names, key=lambda n: -self._tensors[n].dtype.itemsize):
             places[name] = at
             at += self._tensors[name].nbytes
@@ -247,7 +232,8 @@ class SafetensorsWriter:
         """Write ``values`` of any shape at element ``start`` of tensor ``name``."""
         file, begin = self._at[name]
         file.seek(begin + start * values.dtype.itemsize)
-        write_elements(file, values)
+        host = in_host_memory(values)
+        file.write(bytes_of(host))
         # Counted, so ``finish`` can tell a tensor that is incomplete.
         self._left[name] -= values.numel()
 
@@ -264,17 +250,9 @@ class SafetensorsWriter:
             file.close()
 
 
-def write_elements(file: BinaryIO, values: Tensor) -> None:
-    """Write the elements of ``values`` in row-major order."""
-    host = in_host_memory(values)
-    file.write(bytes_of(host))
-
-
 def _shards(tensors: Mapping[str, TensorInfo], limit: int) -> list[list[str]]:
     """Return the names per file, in order: up to ``limit`` bytes or a single tensor."""
-    # The format cannot divide a tensor between files. The rule is huggingface_hub's, so
-    # that both write the same files: a tensor above the limit has a file of its own,
-    # before the file that is being filled.
+    # The rule of huggingface_hub, so that both write the same files.
     shards: list[list[str]] = []
     current: list[str] = []
     used = 0
@@ -289,28 +267,3 @@ def _shards(tensors: Mapping[str, TensorInfo], limit: int) -> list[list[str]]:
         used += info.nbytes
     # A model without tensors still has a file.
     return [*shards, current] if current or not shards else shards
-
-
-def _file_names(count: int) -> list[str]:
-    """Return the file names that Hugging Face uses for ``count`` files."""
-    if count == 1:
-        return [SINGLE]
-    return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-
-
-def _write_index(
-    out: Path,
-    paths: list[Path],
-    shards: list[list[str]],
-    tensors: Mapping[str, TensorInfo],
-) -> None:
-    """Write the index that maps names to files."""
-    index = {
-        "metadata": {"total_size": sum(info.nbytes for info in tensors.values())},
-        "weight_map": {
-            name: path.name
-            for path, names in zip(paths, shards, strict=True)
-            for name in names
-        },
-    }
-    (out / INDEX).write_text(json.dumps(index, indent=2) + "\n")

@@ -1,14 +1,7 @@
-"""Writes a native checkpoint directory of a single file, from any source.
+"""Writes checkpoints of other formats, and native ones, from any source.
 
-Every tensor is stored whole, as ``save`` stores tensors in no unit. A rank that loads
-the checkpoint reads only the slices of this rank.
-
-Writes a ``torch.save`` file, of a dictionary with all tensors in memory.
-
-Writes a directory for torch.distributed.checkpoint (DCP), tensor by tensor.
-
-The keys and paths are those that DCP's planner makes of ``{"model": ..., "optim": ...,
-"extra": ...}``, so a user's ``dcp.load`` finds them.
+A native directory has a single file with every tensor whole. Those of
+torch.distributed.checkpoint (DCP) have the keys and paths that DCP's planner makes.
 """
 
 from __future__ import annotations
@@ -27,11 +20,10 @@ from torch import Tensor
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage.codec import require_storable, to_json
 from composable_fsdp.storage.directory import MANIFEST, write_synced
-from composable_fsdp.storage.formats.dcp_metadata import METADATA
-from composable_fsdp.storage.formats.dcp_read import NOTES
+from composable_fsdp.storage.formats.dcp_read import METADATA, NOTES
 from composable_fsdp.storage.formats.nested import nested_tree
 from composable_fsdp.storage.manifest import Manifest
-from composable_fsdp.storage.merge import FilePart, TensorPart, merge
+from composable_fsdp.storage.merge import Draft, TensorPart, merge
 from composable_fsdp.storage.native import manifest_bytes
 from composable_fsdp.storage.source import LazyTensor, Source, TensorInfo
 from composable_fsdp.storage.validate import parse
@@ -39,7 +31,6 @@ from composable_fsdp.storage.values import encode
 from composable_fsdp.storage.writer import (
     Piece,
     in_order,
-    of_tensor,
     places_of,
     write_file,
 )
@@ -48,17 +39,10 @@ DATA = "rank00000.safetensors"
 
 
 def write_native(out: Path, source: Source) -> None:
-    """Make the directory ``out``. Memory holds a single piece of a tensor at a time.
-
-    Random states are not written: a rank that loads the checkpoint keeps the current
-    states.
-
-    Raises: CheckpointError, for extra state of other types than JSON and tensors.
-    """
+    """Make the directory ``out``."""
     out.mkdir()
-    maker = _Maker(source)
     try:
-        part = maker.part()
+        maker = _Maker(source)
     except TypeError as error:
         # ``encode`` speaks of saving; add the way out for a conversion.
         raise CheckpointError(
@@ -67,25 +51,19 @@ def write_native(out: Path, source: Source) -> None:
     entries = in_order(maker.pieces)
     # The file lists entries of large elements first, so all entries are aligned.
     file = write_file(str(out / DATA), entries)
-    manifest: Manifest = merge([(part, file, places_of(entries))])
-    # ``merge`` lists a random state per rank, but the source's states are not
-    # converted.
+    manifest: Manifest = merge([(maker.part, file, places_of(entries))])
+    # The source's random states are not converted.
     manifest = dataclasses.replace(manifest, rng=())
     parse(to_json(manifest), str(out / MANIFEST))  # A load must accept the file.
     write_synced(str(out / MANIFEST), manifest_bytes(manifest))
 
 
-class _Maker:
+class _Maker(Draft):
     """Collects the entries of the file and their description."""
 
     def __init__(self, source: Source) -> None:
-        self.source = source
-        self.pieces: list[Piece] = []
-        self._part = FilePart()
-
-    def part(self) -> FilePart:
-        """Return the description. Raises: TypeError, for a value that is not JSON."""
-        source, part = self.source, self._part
+        super().__init__()
+        part = self.part
         # First name -> other names of a tied parameter.
         others: dict[str, list[str]] = {}
         for name, kept in source.aliases.items():
@@ -103,21 +81,19 @@ class _Maker:
                     self._add(tensor.key(key), state, read)
                 else:
                     values[key] = read(0, state.numel).view(state.shape)
-            for key, value in values.items():
-                where = f"optimizer state {key!r} of {name!r}"
-                tensor.values[key] = self._encode(value, where)
+            tensor.values = {k: self.value(k, v, name) for k, v in values.items()}
             part.tensors.append(tensor)
         part.wrappers = dict(source.wrappers)
         for name, value in source.own_states.items():
-            part.own_states[name] = self._encode(value, name)
+            state = encode(value, name, self.put, python_values=True)
+            part.own_states[name] = state
         if source.param_groups is not None:
             part.group_numbers = list(range(len(source.param_groups)))
             part.param_groups = [
-                self._encode(dict(group), f"param_groups[{g}]")
+                encode(dict(group), f"param_groups[{g}]", self.put, python_values=True)
                 for g, group in enumerate(source.param_groups)
             ]
-        part.extra = encode(source.extra, "extra", self._put)
-        return part
+        part.extra = encode(source.extra, "extra", self.put)
 
     def _add(
         self, key: str, info: TensorInfo, read: Callable[[int, int], Tensor]
@@ -129,18 +105,6 @@ class _Maker:
             return (read(start, stop) for start, stop in info.slices())
 
         self.pieces.append(Piece(key, info.dtype, info.shape, pieces))
-
-    def _encode(self, value: Any, where: str) -> Any:
-        """Encode a value of the optimizer or of a module."""
-        return encode(value, where, self._put, python_values=True)
-
-    def _put(self, tensor: Tensor, where: str) -> int:
-        """Add a loose tensor and return the index, for ``encode``."""
-        require_storable(tensor.dtype, where)
-        key = f"loose.{len(self._part.loose)}"
-        self._part.loose[key] = tensor.dtype, tuple(tensor.shape)
-        self.pieces.append(of_tensor(key, tensor))
-        return len(self._part.loose) - 1
 
 
 def write_torch(out: Path, source: Source) -> None:
@@ -164,13 +128,10 @@ DCP_DATA = "__0_0.distcp"
 
 def write_dcp(out: Path, source: Source) -> None:
     """Make the directory ``out``. Memory holds a single tensor at a time."""
-    # Imported in functions: these modules import half of torch.distributed, FSDP
-    # included, and an import of this package should not take that time.
+    # Imported in functions: these modules import half of torch.distributed.
     from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-    # DCP's own writer keeps every tensor in memory until the file is complete. The
-    # format is simple: saved objects one after the other in a file, and a pickled table
-    # of their places, made of DCP's own classes.
+    # DCP's own writer keeps every tensor in memory until the file is complete.
     out.mkdir()
     tree = nested_tree(source)
     leaves = list(_leaves(tree, ()))
@@ -183,8 +144,7 @@ def write_dcp(out: Path, source: Source) -> None:
     metadata.storage_meta = StorageMeta()
     with (out / DCP_DATA).open("wb") as file:
         for path, value in leaves:
-            # DCP writes no entry for empty dictionaries. With such an entry, DCP's
-            # loader would take the directory for a directory of an old version.
+            # For such an entry, DCP's loader would take this for an old version.
             if path not in empty:
                 _write(file, metadata, path, value)
     with (out / METADATA).open("wb") as stream:
@@ -192,10 +152,7 @@ def write_dcp(out: Path, source: Source) -> None:
 
 
 def _leaves(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield (path, value) of the objects that DCP's planner saves separately.
-
-    The planner descends into dicts, and into lists that contain tensors or dicts.
-    """
+    """Yield (path, value) of the objects that DCP's planner saves separately."""
     if isinstance(value, Mapping) and value:
         for key, each in value.items():
             if not isinstance(key, str):
