@@ -573,7 +573,8 @@ def test_groups_and_rates_from_local_shapes_are_refused(
         model = build(path, 7)
         kind = optim.SGD if "lr" in text else optim.AdamW
         groups = [of(p) for p in model.parameters()]
-        told = seen_by(world, partial(train, model, kind, parameters=groups))
+        torch.autograd.backward(loss_of(model))
+        told = seen_by(world, kind(groups, lr=0.01).step)
         assert told.startswith(
             f"CompositionError: {kind.__name__} expects on all ranks {text}"
         )
@@ -582,7 +583,8 @@ def test_groups_and_rates_from_local_shapes_are_refused(
     large = [p for p in model.parameters() if p.numel() >= 34]
     groups = [{"params": small, "lr": 0.0}, {"params": large}]
 
-    told = seen_by(world, partial(train, model, parameters=groups))
+    torch.autograd.backward(loss_of(model))
+    told = seen_by(world, optim.SGD(groups, lr=0.01).step)
 
     assert "expects on all ranks one 'lr' for '" in told
     assert "full_shape(p)" in told
