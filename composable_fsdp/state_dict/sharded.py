@@ -262,6 +262,11 @@ class ShardedValue(Tensor):
     device_mesh = placements
     """As ``placements``."""
 
+    @property
+    def is_partial(self) -> bool:
+        """Whether other ranks hold other parts of the full value."""
+        return self.world_size > 1 or self.within is not None
+
     def is_part_like(self, other: ShardedValue) -> bool:
         """Return whether both values are cut alike, on every rank."""
         return _cut(self) == _cut(other) and self.rank == other.rank

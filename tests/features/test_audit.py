@@ -553,7 +553,7 @@ def test_compiled_functions_are_compiled_once(world: World) -> None:
 
 def seen_by(world: World, act: Callable[[], Any]) -> str:
     """Return what the ranks that compare say; the first to step has nothing to see."""
-    told: list[Any] = [None] * world.world_size
+    told = [""] * world.world_size
     dist.all_gather_object(told, message_of(act))
     assert told.count("nothing was raised") >= 1
     return next(text for text in told if text != "nothing was raised")
