@@ -253,8 +253,10 @@ def _gather(
     # Sorted, because every rank must gather the names in the same order.
     for name in sorted(by_name):
         found = by_name[name]
-        shards = _shards_of(handle, found)
-        fulls = gather_flat_values(handle, shards, first_only=first_only)
+        # The shards are kept by no name, which would outlive the next ones' birth.
+        fulls = gather_flat_values(
+            handle, _shards_of(handle, found), first_only=first_only
+        )
         # With ``first_only`` the other ranks have sent their shards and need no result.
         for fqn, ref, _ in found if fulls and result else ():
             full = fulls[handle.layout.regions.index(ref.region)]
