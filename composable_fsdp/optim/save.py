@@ -253,7 +253,7 @@ def _gather(
     # Sorted, because every rank must gather the names in the same order.
     for name in sorted(by_name):
         found = by_name[name]
-        # The shards are kept by no name, which would outlive the next ones' birth.
+        # The shards have no name here, so that they are free before the next are made.
         fulls = gather_flat_values(
             handle, _shards_of(handle, found), first_only=first_only
         )

@@ -78,7 +78,8 @@ def require_same_state(
             cut.setdefault(named.handle.groups.shard, []).append(i)
     # All exchanges before any error: a rank that raised would be missing in the next.
     told = [
-        exchange(problem, [_entry(members[i], states[i]) for i in indices], group)
+        # Plain tuples, because the name of a class takes more bytes than the entry.
+        exchange(problem, [(*_entry(members[i], states[i]),) for i in indices], group)
         for group, indices in cut.items()
     ]
     if problem is not None:
@@ -88,7 +89,8 @@ def require_same_state(
         if failure is not None:
             raise failure.rebuilt()
     for indices, outcomes in zip(cut.values(), told, strict=True):
-        _take(members, states, indices, [each.value for each in outcomes])
+        answers = [[_Entry(*entry) for entry in each.value] for each in outcomes]
+        _take(members, states, indices, answers)
 
 
 def _misfit(named: Named, values: Values) -> CheckpointError | None:
