@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import (
     ShardingStrategy,
@@ -245,3 +246,27 @@ def test_ranks_that_clip_to_other_norms_are_refused(
     assert "DesyncError: Ranks make different calls" in text
     assert "rank 2 calls clip_grad_norm_(" in text
     assert "max_norm=0.25)" in text
+
+
+@on_ranks(4)
+def test_a_nan_of_one_replica_raises_where_it_is_known(world: World) -> None:
+    """A reduced one on all ranks, one written after the reduction on its replica."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    model = fully_shard(
+        tiny_mlp(), device_mesh=mesh, strategy=ShardingStrategy.HYBRID_SHARD
+    )
+    clip = partial(clip_grad_norm_, model, 1.0, error_if_nonfinite=True)
+    for where in ("batch", "gradient", "nowhere"):
+        bad = math.nan if world.rank < 2 else 1.0
+        loss = model(torch.ones(2, 8)).sum()
+        (loss * bad if where == "batch" else loss).backward()
+        if where == "gradient":
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad.mul_(bad)
+        text = message_of(clip)
+        model.zero_grad()
+
+        told = where == "batch" or (where == "gradient" and world.rank < 2)
+        assert text.startswith("RuntimeError: " if told else "nothing"), (where, text)
+        assert not told or "' is nan in " in text
