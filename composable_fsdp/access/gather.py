@@ -51,6 +51,17 @@ def gather_flat_values(
     return fulls
 
 
+def whole_in(ref: ParamRef, full: Tensor) -> Tensor:
+    """Return a parameter's value in a region's ``full`` ``(padded_numel,)``.
+
+    Collective: of a parameter that tensor parallelism cuts, an all-gather over its
+        ranks; else none, and the value is a view.
+    """
+    slot = ref.slot
+    part = full[slot.offset : slot.offset + slot.numel].view(slot.shape)
+    return ref.form.whole(part)
+
+
 @torch.no_grad()
 def gather_slot(ref: ParamRef, part: Tensor) -> Tensor:
     """Return the full value of a parameter, of which ``part`` is this rank's part.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from composable_fsdp.access.block import block
 from composable_fsdp.access.norms import Norm, as_number, as_order, norm_of
 from composable_fsdp.access.schedule import set_reshard
-from composable_fsdp.access.settings import set_sync, units_of
+from composable_fsdp.access.settings import units_of
 
 NAME_NONFINITE: list[Callable[[Norm], str]] = []
 """Returns in words which gradients make a norm NaN or inf (``features.nonfinite``)."""
@@ -38,16 +38,15 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         (s.settings.sync_gradients, s.settings.reshard_after_backward) for s in states
     ]
     for state in states:
-        set_sync(state, False)
-        # SHARD_GRAD_OP keeps full parameters to save all-gathers. Without a reduction
-        # normally no optimizer step follows, so they stay valid for the next forward.
+        state.settings.sync_gradients = False
+        # No optimizer step follows, so full parameters stay valid for the next forward.
         if not state.options.reshard_after_forward:
             set_reshard(state, False)
     try:
         yield
     finally:
         for state, (sync, reshard) in zip(states, before, strict=True):
-            set_sync(state, sync)
+            state.settings.sync_gradients = sync
             set_reshard(state, reshard)
 
 
@@ -83,8 +82,8 @@ def clip_grad_norm_(
         numbers for the ``inf`` norm); for parameters that tensor parallelism cuts,
         another over its ranks. All ranks must pass the same parameters. If
         ``error_if_nonfinite`` raises, also an all-gather of objects, for the message.
-    Raises: DesyncError, if another rank does not make this call, before anything is
-        sent, or, on the CPU, passes another ``max_norm``; CompositionError, for units
+    Raises: DesyncError, if another rank does not make this call or passes another
+        ``max_norm``, before anything is sent; CompositionError, for units
         whose gradients are over the data of different ranks; ValueError, unless
         ``norm_type`` > 0 and ``max_norm`` >= 0; TypeError, for an argument that is no
         parameter; RuntimeError for ``error_if_nonfinite``, on all ranks alike and
@@ -102,9 +101,8 @@ def clip_grad_norm_(
         "clip_grad_norm_", module_or_params, order, norms=norms, max_norm=max_norm
     )
     total, gradients = found.total, found.tensors
-    # A rank without elements of the parameters that have gradients has no gradient
-    # itself: only a norm of 0 shows that no rank has a gradient. ``item()`` waits for
-    # the GPU, so the test comes last.
+    # Only a norm of 0 shows that no rank has a gradient. ``item()`` waits for the GPU,
+    # so the test comes last.
     held = any(p.numel() for p in found.chosen.values())
     if not gradients and held and not total.item():
         warnings.warn(_NO_GRADIENTS, stacklevel=2)
@@ -144,8 +142,6 @@ def _scale(
         if gradient.numel():
             by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     for (device, dtype), tensors in by_kind.items():
-        # A multi-tensor operator requires tensors on the same device; ``factor``
-        # follows.
         own = factor.to(device=device, dtype=dtype)
         if foreach:
             torch._foreach_mul_(tensors, own)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-import struct
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import is_
-from typing import Any, NamedTuple, NoReturn, SupportsFloat, cast
+from typing import NamedTuple, SupportsFloat, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable_fsdp.access.other_parts import (
@@ -20,9 +17,7 @@ from composable_fsdp.access.other_parts import (
     route_of,
 )
 from composable_fsdp.comm import collectives
-from composable_fsdp.comm.agreement import can_compare
 from composable_fsdp.comm.meeting import Call, meet
-from composable_fsdp.errors import DesyncError
 from composable_fsdp.flat.flat_parameter import (
     add_own_gradients,
     find_flat,
@@ -33,9 +28,11 @@ from composable_fsdp.flat.gradients import shard_views, views_are_intact
 from composable_fsdp.flat.handle import LEAVES, FlatParamHandle
 from composable_fsdp.flat.param_ref import ParamRef, in_model_order, originals_by_vars
 from composable_fsdp.flat.region import FlatParameter
-from composable_fsdp.naming import listed
 from composable_fsdp.planning import walk
 from composable_fsdp.tree.traversal import inside_wrappers
+
+Norms = Callable[[list[Tensor], float, torch.dtype], Sequence[Tensor]]
+"""Returns the norm of each tensor of a list."""
 
 _named_modules = nn.Module.named_modules
 _named_parameters = nn.Module.named_parameters
@@ -100,8 +97,8 @@ def norm_of(
     module_or_params: nn.Module | Iterable[Tensor] | Tensor,
     norm_type: float,
     *,
-    norms: Any = torch._foreach_norm,
-    max_norm: float = 0.0,
+    norms: Norms = torch._foreach_norm,
+    max_norm: float | None = None,
 ) -> Norm:
     """Compute the norm of the gradients, or of the parameters if ``call`` says so.
 
@@ -110,52 +107,72 @@ def norm_of(
     parameters = parameters_given(module_or_params, call)
     chosen = dict(zip(map(id, parameters), parameters, strict=True))
     handles, others = units_and_others(chosen)
-    sharded: dict[Route, list[Tensor]] = {}
+    # Ranks without a gradient send over the same groups as the others.
+    found: dict[Route, list[Tensor]] = {(): []}
     if call == "param_norm":
-        plain = [p.detach() for p in others]
+        found[()] += [p.detach() for p in others]
     else:
-        plain = [p.grad for p in others if p.grad is not None]
-    tensors = plain.copy()
+        found[()] += [p.grad for p in others if p.grad is not None]
     for handle in handles:
-        for route, found in _tensors_of(call, handle, chosen):
-            # Also without a gradient: all ranks send over the same groups.
-            where = sharded.setdefault(route, []) if route else plain
-            where += found
-            tensors += found
+        for route, tensors in _tensors_of(call, handle, chosen):
+            found.setdefault(route, []).extend(tensors)
     device, dtype = _device_and_dtype(handles, others)
+    routes = tuple(route for route in found if route)
     # Units over the same groups, of most models, need no look at their ranks.
-    if len(sharded) > 1 or len({handle.groups.names for handle in handles}) > 1:
+    if len(routes) > 1 or len({handle.groups.names for handle in handles}) > 1:
         require_one_world(handles, call)
-    if sharded:
-        # A training loop repeats this call, and an expected call visits no store.
-        groups = dict.fromkeys(group for route in sharded for group in route)
+    if routes:
+        details = [f"norm_type={norm_type:g}", f"{dtype}"]
+        if max_norm is not None:
+            details.append(f"max_norm={max_norm}")
         count = count_common(chosen, handles)
-        details = (f"norm_type={norm_type:g}", f"{dtype}")
         way_out = _WAY_OUT.format(call)
-        meet(groups, Call(call, f"{count} parameters", details, way_out), always=False)
-    kind = _Kind(norm_type, device, dtype, norms, max_norm)
-    parts = _norm_parts(plain, sharded, kind)
+        # A training loop repeats this call, and an expected call visits no store.
+        meet(
+            dict.fromkeys(group for route in routes for group in route),
+            Call(call, f"{count} parameters", tuple(details), way_out),
+            always=False,
+        )
+    parts = []
+    for route, tensors in found.items():
+        part = _power(tensors, norm_type, norms, device, dtype)
+        parts.append(_over_ranks(part, route, norm_type))
     stacked = torch.stack(parts)
     infinite = norm_type == math.inf
     total = stacked.amax() if infinite else stacked.sum() ** (1.0 / norm_type)
-    return Norm(total, tensors, handles, chosen, tuple(sharded), parts[1:])
+    every = [tensor for tensors in found.values() for tensor in tensors]
+    return Norm(total, every, handles, chosen, routes, parts[1:])
+
+
+def _over_ranks(part: Tensor, route: Route, norm_type: float) -> Tensor:
+    """Return the sum of the powers of the ranks of ``route``, or the largest norm.
+
+    Collective: an all-reduce over each group of ``route``.
+    """
+    if not route:
+        return part
+    infinite = norm_type == math.inf
+    # A maximum may lose a NaN (gloo's does), so a second number tells of one.
+    sent = torch.stack([part.nan_to_num(0.0, posinf=math.inf), part.isnan().to(part)])
+    sent = sent if infinite else part.reshape(1)
+    for group in route:
+        collectives.all_reduce(sent, group, maximum=infinite)
+    return torch.where(sent[1] > 0, math.nan, sent[0]) if infinite else sent[0]
 
 
 def _device_and_dtype(
     handles: Sequence[FlatParamHandle], others: Sequence[Tensor]
 ) -> tuple[torch.device, torch.dtype]:
     """Return where and in which dtype ranks sum the norm."""
-    # The parameters decide, not the gradients: a rank without any element of a
-    # parameter has no gradient, but must send the same dtype as the other ranks.
+    # The parameters decide: a rank without elements has no gradient, but must send the
+    # same dtype.
     dtypes = {p.dtype for p in others}
     for handle in handles:
         dtypes.update(region.shard.dtype for region in handle.layout.regions)
     # float16 powers overflow, so float32 at least.
     is_double = not dtypes.isdisjoint((torch.float64, torch.complex128))
     # The compute device, also if the gradients are in host memory.
-    devices = [each.layout.device for each in handles[-1:]] or [
-        p.device for p in others
-    ]
+    devices = [*(h.layout.device for h in handles[-1:]), *(p.device for p in others)]
     device = devices[0] if devices else torch.device("cpu")
     return device, torch.float64 if is_double else torch.float32
 
@@ -173,12 +190,10 @@ def _tensors_of(
         if region.layout.trainable:
             found += _gradients(handle, region, chosen)
         else:
-            # Of frozen parameters, left from before freezing or set by hand:
-            # optimizers step on these, too.
+            # Left from before freezing, or set by hand: optimizers step on these, too.
             held = (p.grad for p in region.leaves if id(p) in chosen)
             found += [grad for grad in held if grad is not None]
-    # Without such a group every rank holds all elements, as of plain parameters: a sum
-    # over ranks would count them repeatedly. Not ``route_of``, which is a call.
+    # Without such a group every rank holds all elements. Not ``route_of``, a call.
     return [(handle.groups.cut, found)]
 
 
@@ -221,20 +236,6 @@ def as_number(name: str, given: object, call: str) -> float:
     raise TypeError(f"{call} expects a number for {name}, got {given!r}.")
 
 
-class _Kind(NamedTuple):
-    """The norm to compute: order, device, dtype and operator."""
-
-    norm_type: float
-    device: torch.device
-    """The device of the total, on which the all-reduce runs."""
-    dtype: torch.dtype
-    """The dtype of the norms, in which powers are summed."""
-    norms: Callable[[list[Tensor], float, torch.dtype], Sequence[Tensor]]
-    """Returns the norm of each tensor of a list."""
-    max_norm: float
-    """Compared over the ranks, where that costs nothing."""
-
-
 def _gradients_in_form(
     handle: FlatParamHandle, chosen: dict[int, Tensor]
 ) -> Iterator[tuple[Route, list[Tensor]]]:
@@ -272,8 +273,7 @@ def _gradients(
             )
             if gradient is not None and id(leaf) in chosen
         ]
-    # The padding of the flat gradient is zero, so a single operation on the flat
-    # gradient gives the norm and the scaling of all its parameters.
+    # The padding of the flat gradient is zero, so one operation scales all of it.
     if all(map(chosen.__contains__, map(id, region.leaves))) and _is_whole(region):
         assert region.gradient.shard is not None
         return [region.gradient.shard]
@@ -294,67 +294,15 @@ def is_chosen(ref: ParamRef, chosen: dict[int, Tensor]) -> bool:
     return id(ref.leaf) in chosen or id(ref.region.flat) in chosen
 
 
-def _norm_parts(
-    plain: list[Tensor], sharded: dict[Route, list[Tensor]], kind: _Kind
-) -> list[Tensor]:
-    """Return powers of norms: of plain gradients, then over the ranks of each group."""
-    infinite = kind.norm_type == math.inf
-    parts, differing = [_power(plain, kind)], []
-    # 18 bits: the sum of the squares of 100,000 ranks is exact in float64.
-    mark = zlib.crc32(struct.pack("d", kind.max_norm)) >> 14
-    for route, gradients in sharded.items():
-        part = _power(gradients, kind)
-        # A maximum may lose a NaN (gloo's does), so the NaN flag is reduced as a second
-        # number.
-        sent = [part.nan_to_num(0.0, posinf=math.inf), part.isnan()]
-        sent = sent if infinite else [part]
-        # On a GPU the host would wait for the result.
-        compares = kind.device.type == "cpu" and all(map(can_compare, route))
-        if compares:
-            marks = mark, -mark if infinite else mark * mark
-            sent += [torch.tensor(each, device=kind.device) for each in marks]
-        wide = torch.float64 if compares else kind.dtype
-        both = torch.stack([each.to(wide) for each in sent])
-        for group in route:
-            collectives.all_reduce(both, group, maximum=infinite)
-        part = both[0].to(kind.dtype)
-        parts.append(torch.where(both[1] > 0, math.nan, part) if infinite else part)
-        if compares:
-            # Integers: a square of a sum may need more bits than float64 has.
-            one, other = map(int, both[-2:].tolist())
-            # Equal marks: the largest is the least, or their variance is 0.
-            ranks = math.prod(group.size() for group in route)
-            if (other != -one) if infinite else (other * ranks != one * one):
-                differing.append(route)
-    # After the last group, whose other ranks wait for this rank.
-    for route in differing:
-        _refuse_max_norms(kind.max_norm, route)
-    return parts
-
-
-def _refuse_max_norms(max_norm: float, route: Route) -> NoReturn:
-    """Raise the error of ranks that clip to different norms.
-
-    Collective: an all-gather of objects over each group of ``route``.
-    Raises: DesyncError, on all ranks of ``route``.
-    """
-    given = [(dist.get_rank(), max_norm)]
-    for group in route:
-        # After the first group a rank passes on the values of the whole group.
-        parts = collectives.all_gather_object(given, group)
-        given = [each for part in parts for each in part]
-    told = (f"{norm:g} on rank {rank}" for rank, norm in sorted(given))
-    raise DesyncError(
-        f"clip_grad_norm_ expects the same max_norm on all ranks, got {listed(told)}. "
-        "Each rank would scale its part of a gradient by another factor. Nothing was "
-        "scaled. Compute max_norm from values that are equal on all ranks."
-    )
-
-
-def _power(gradients: list[Tensor], kind: _Kind) -> Tensor:
+def _power(
+    tensors: list[Tensor],
+    norm_type: float,
+    norms_of: Norms,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Tensor:
     """Return the sum of ``|g| ** norm_type``, or the maximum for the inf norm."""
-    norm_type, device, dtype, norms_of, _ = kind
-    filled = [g.abs() if g.is_complex() else g for g in gradients if g.numel()]
+    filled = [g.abs() if g.is_complex() else g for g in tensors if g.numel()]
     if not filled:
         return torch.zeros((), device=device, dtype=dtype)
     norms = norms_of(filled, norm_type, dtype)
@@ -363,16 +311,13 @@ def _power(gradients: list[Tensor], kind: _Kind) -> Tensor:
         norms = [norm.to(device) for norm in norms]
     stacked = torch.stack(tuple(norms))
     norm: Tensor = torch.linalg.vector_norm(stacked, norm_type).to(device)
-    return norm if norm_type == float("inf") else norm**norm_type
+    return norm if norm_type == math.inf else norm**norm_type
 
 
 def parameters_given(
     module_or_params: nn.Module | Iterable[Tensor] | Tensor, what: str
 ) -> list[Tensor]:
-    """Return the parameters that the argument of the function ``what`` names.
-
-    Raises: TypeError, for an argument that is neither a module nor tensors.
-    """
+    """Return the parameters of an argument of ``what``. Raises: TypeError."""
     if isinstance(module_or_params, nn.Module):
         return _parameters_in(module_or_params)
     if isinstance(module_or_params, Tensor):
@@ -396,12 +341,10 @@ def parameters_given(
 def _parameters_in(module: nn.Module) -> list[Tensor]:
     """Return ``list(module.parameters())``; usually at a fifth of the cost."""
     top = inside_wrappers(module)
-    # ``nn.Module.parameters`` builds the names of all parameters, which takes about
-    # half of the time of clipping. The names are not needed here.
+    # ``nn.Module.parameters`` builds names, half of the time of clipping.
     found: list[Tensor | None] = []
     for each in walk.modules(top):
-        # A class that overrides named_modules or named_parameters may return other
-        # parameters.
+        # A class that overrides either may return other parameters.
         if type(each).named_modules is not _named_modules:
             return list(module.parameters())
         found += each._parameters.values()
@@ -415,19 +358,16 @@ def units_and_others(
 ) -> tuple[list[FlatParamHandle], list[Tensor]]:
     """Return the units that hold chosen parameters, and the other parameters.
 
-    In ``chosen``, sharded parameters take the places of full parameters that modules
-    show instead (after ``unshard``, inside ``unshard_params``), unless the latter have
-    gradients (``with_grads=True``).
+    In ``chosen``, sharded parameters take the places of full ones that modules show,
+    unless the latter have gradients (``with_grads=True``).
     """
-    # Dictionary operations only, without a Python loop per parameter, if units hold all
-    # parameters: plain modules are clipped in a few microseconds per parameter.
+    # Without a Python loop per parameter, if units hold all of them.
     links = dict.fromkeys(map(LEAVES.get, chosen))
     others: list[Tensor] = []
     handles = dict.fromkeys([link() for link in links if link is not None])
     if None in links:
         for key, parameter in chosen.items():
             if key not in LEAVES:
-                # LEAVES has no flat parameters, which the caller may pass, too.
                 found = find_flat(parameter)
                 if found is None:
                     others.append(parameter)

@@ -75,15 +75,11 @@ def set_reshard_after_forward(
     """Set whether units free their full parameters between forward and backward.
 
     Args:
-        module: A fully sharded module, or a module that holds such modules.
-        reshard_after_forward: True frees. Before the first call the strategy decides,
-            and the root unit keeps its full parameters.
-        recurse: Set all units in ``module``. False: only the unit ``module`` itself.
-            Default True.
+        module, recurse: As for ``set_requires_gradient_sync``.
+        reshard_after_forward: True frees, and backward all-gathers again. Before the
+            first call the strategy decides, and the root keeps its full parameters.
 
-    Collective: none; a unit that frees is all-gathered again in backward.
-    Raises: CompositionError, if there is no such unit; TypeError, if
-        ``reshard_after_forward`` is not a bool.
+    Raises: As ``set_requires_gradient_sync``.
     """
     require_flag("set_reshard_after_forward", reshard_after_forward)
     for state in changed_units(module, "set_reshard_after_forward", recurse=recurse):
@@ -101,12 +97,10 @@ def set_reshard_after_backward(
     PhaseError.
 
     Args:
-        module: A fully sharded module, or a module that holds such modules.
+        module, recurse: As for ``set_requires_gradient_sync``.
         reshard_after_backward: True frees.
-        recurse: Set all units in ``module``. False: only the unit ``module`` itself.
-            Default True.
 
-    Raises: CompositionError, TypeError, as ``set_reshard_after_forward``.
+    Raises: As ``set_requires_gradient_sync``.
     """
     require_flag("set_reshard_after_backward", reshard_after_backward)
     for state in changed_units(module, "set_reshard_after_backward", recurse=recurse):
@@ -121,27 +115,19 @@ def set_reshard(state: _FSDPState, reshard_after_backward: bool) -> None:
 
 
 def state_of_unit(module: nn.Module, what: str) -> _FSDPState:
-    """Return the state of the unit ``module``; ``what`` names the caller in messages.
-
-    Raises: CompositionError, if ``module`` is no fully sharded module.
-    """
+    """Return the state of the unit ``module``. Raises: CompositionError, for others."""
     require_module(module, what)
     inner = inside_wrappers(module)
     state = _get_module_fsdp_state(inner)
-    # The state also belongs to every submodule of the unit; only the unit's own modules
-    # are accepted.
+    # Submodules of the unit have the state, too.
     if state is None or all(inner is not each for each in state.modules):
         raise no_unit(module, what, recurse=False)
     return state
 
 
 def _own_states(modules: Sequence[nn.Module], what: str) -> tuple[_FSDPState, ...]:
-    """Return the states of the units ``modules``.
-
-    Raises: TypeError, for a single module; CompositionError, as ``state_of_unit``.
-    """
-    # An nn.Sequential is iterable, so a single module would pass for a list of its
-    # children.
+    """Return the states of the units ``modules``. Raises: as ``state_of_unit``."""
+    # An nn.Sequential would pass for a list of its children.
     if isinstance(modules, nn.Module):
         raise TypeError(
             f"{what} expects a list of modules, got one {type(modules).__name__}. Pass "

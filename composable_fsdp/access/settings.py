@@ -1,9 +1,7 @@
-"""Set between steps how gradients are reduced: functions that take the module first.
+"""Set between steps how gradients are reduced: FSDP2's methods as functions.
 
-Names and meanings are the same as of FSDP2's methods. Each function accepts any module
-that is or holds fully sharded modules; ``recurse=False`` selects only the unit of the
-module itself. All ranks must make the same calls. No function communicates, except that
-``set_separate_reduce_scatter_group`` creates process groups.
+Each function takes a module that is or holds fully sharded modules; ``recurse=False``
+selects only the unit of the module itself. All ranks must make the same calls.
 """
 
 from __future__ import annotations
@@ -51,15 +49,9 @@ def set_requires_gradient_sync(
     """
     require_flag("set_requires_gradient_sync", requires_gradient_sync)
     for state in units_of(module, "set_requires_gradient_sync", recurse=recurse):
-        set_sync(state, requires_gradient_sync)
-        # As in FSDP2, where the reduce-scatter and the all-reduce are switched
-        # together.
+        state.settings.sync_gradients = requires_gradient_sync
+        # As in FSDP2, where both are switched together.
         _set_all_reduce(state, requires_gradient_sync)
-
-
-def set_sync(state: _FSDPState, sync: bool) -> None:
-    """Set whether a backward reduces the gradients of a unit."""
-    state.settings.sync_gradients = sync
 
 
 def set_requires_all_reduce(
@@ -73,13 +65,10 @@ def set_requires_all_reduce(
     replicate group.
 
     Args:
-        module: A fully sharded module, or a module that holds such modules.
+        module, recurse: As for ``set_requires_gradient_sync``.
         requires_all_reduce: True (the state after ``fully_shard``) all-reduces.
-        recurse: Set all units in ``module``. False: only the unit ``module`` itself.
-            Default True.
 
-    Raises: CompositionError, if there is no such unit; TypeError, if
-        ``requires_all_reduce`` is not a bool.
+    Raises: As ``set_requires_gradient_sync``.
     """
     require_flag("set_requires_all_reduce", requires_all_reduce)
     for state in units_of(module, "set_requires_all_reduce", recurse=recurse):
@@ -89,8 +78,7 @@ def set_requires_all_reduce(
 def _set_all_reduce(state: _FSDPState, all_reduce: bool) -> None:
     """Set whether a reduction includes the all-reduce over the replicate group."""
     rule = state.handle.rule
-    # Accumulation calls this function before each backward, and the setting has no
-    # effect without replicas.
+    # Accumulation calls before each backward; without replicas nothing changes.
     if rule.all_reduce != all_reduce and state.handle.groups.replicas > 1:
         note_change([state])
     rule.all_reduce = all_reduce
@@ -103,13 +91,11 @@ def set_is_last_backward(module: nn.Module, is_last_backward: bool) -> None:
     of this reduction appears in the next backward, which must follow before gradients
     are read.
 
-    Raises: CompositionError, if there is no unit; TypeError, if ``is_last_backward`` is
-        not a bool.
+    Raises: As ``set_requires_gradient_sync``.
     """
     require_flag("set_is_last_backward", is_last_backward)
     for state in units_of(module, "set_is_last_backward", recurse=True):
-        # The end of backward is an event of the tree, so the outermost unit holds the
-        # flag.
+        # The end of backward is an event of the tree.
         outermost(state).settings.is_last_backward = is_last_backward
 
 
@@ -143,8 +129,8 @@ def set_force_sum_reduction(module: nn.Module, force_sum: bool) -> None:
     Raises: CompositionError, if ``module`` is no fully sharded module; TypeError, if
         ``force_sum`` is not a bool.
     """
-    require_flag("set_force_sum_reduction_for_comms", force_sum)
     name = "set_force_sum_reduction_for_comms"
+    require_flag(name, force_sum)
     for state in changed_units(module, name, recurse=False):
         state.handle.rule.force_sum = force_sum
         # The division depends on whether the backend averages.
@@ -173,7 +159,6 @@ def set_all_reduce_hook(
             "set_all_reduce_hook expects a function of a tensor, got "
             f"{type(hook).__name__}."
         )
-    # Without ``recurse`` there is a single unit, so a refusal leaves nothing half done.
     for state in units_of(module, "set_all_reduce_hook", recurse=False):
         if stream is not None and state.handle.groups.replicas > 1:
             raise CompositionError(
@@ -196,16 +181,13 @@ def set_separate_reduce_scatter_group(
     group takes device memory for its communicator (NCCL).
 
     Args:
-        module: A fully sharded module, or a module that holds such modules.
+        module, recurse: As for ``set_requires_gradient_sync``.
         enable: False goes back to the group of the all-gathers. Default True.
-        recurse: Set all units in ``module``. False: only the unit ``module`` itself.
-            Default True.
 
     Collective: at the first call creates a group per set of ranks that share
         parameters; all of these ranks must call in the same order. NCCL with
         ``init_process_group(device_id=...)``: all ranks of the default group.
-    Raises: CompositionError, if there is no such unit; TypeError, if ``enable`` is not
-        a bool.
+    Raises: As ``set_requires_gradient_sync``.
     """
     name = "set_separate_reduce_scatter_group"
     require_flag(name, enable)
@@ -247,14 +229,11 @@ def set_reduce_scatter_unused_params(
     backward. The setting takes effect in the next forward.
 
     Args:
-        module: A fully sharded module, or a module that holds such modules.
+        module, recurse: As for ``set_requires_gradient_sync``.
         reduce_scatter_unused_params: True reduces zeros. False is the state after
             ``fully_shard``.
-        recurse: Set all units in ``module``. False: only the unit ``module`` itself.
-            Default True.
 
-    Raises: CompositionError, if there is no such unit; TypeError, if
-        ``reduce_scatter_unused_params`` is not a bool.
+    Raises: As ``set_requires_gradient_sync``.
     """
     name = "set_reduce_scatter_unused_params"
     require_flag(name, reduce_scatter_unused_params)
@@ -332,7 +311,6 @@ def units_of(module: nn.Module, name: str, *, recurse: bool) -> list[_FSDPState]
     require_module(module, name)
     states = _get_fsdp_states(module)
     if not recurse:
-        # The state is attached to the wrapped module, not to the wrapper.
         inner = inside_wrappers(module)
         states = [s for s in states if any(m is inner for m in s.modules)]
     if not states:

@@ -89,13 +89,11 @@ def get_full_grad(module: nn.Module, fqn: str) -> Tensor | None:
     found = find_parameter(module, fqn, "get_full_grad")
     if not isinstance(found, ParamRef):
         return None if found.grad is None else found.grad.detach().clone()
-    # Before the all-reduce below, which asks whether any rank has a gradient.
     _meet(found, "get_full_grad", fqn, always=False)
     handle, leaf = found.handle, found.leaf
     group = handle.groups.shard
     part = leaf_gradients(found.region)[found.index]
-    # A rank without elements of the parameter has no gradient, but must take part in
-    # the broadcasts: agree first whether any rank has a gradient.
+    # A rank without elements has no gradient, but takes part in the broadcasts.
     has = torch.tensor([part is not None], device=handle.layout.device).to(torch.uint8)
     # Tensor-parallel ranks ask together, because all of them join the parts below.
     for each in (*(() if group is None else (group,)), *mesh_groups([found.form])):
@@ -103,7 +101,6 @@ def get_full_grad(module: nn.Module, fqn: str) -> Tensor | None:
     if not has.item():
         return None
     if part is None:
-        # Another rank has a gradient: this rank's part of the gradient is zero.
         part = torch.zeros_like(leaf, dtype=found.region.gradient.dtype)
     return gather_slot(found, part.detach())
 
@@ -125,24 +122,23 @@ def set_full_grad(module: nn.Module, fqn: str, value: Tensor | None) -> None:
         value = _checked(found, fqn, value, "set_full_grad")
     if isinstance(found, ParamRef):
         _meet(found, "set_full_grad", fqn)
-    if value is None:
-        _set_grad(found, None)
-        return
-    if not leaf.requires_grad:
+    if value is not None and not leaf.requires_grad:
         raise PhaseError(
             f"set_full_grad was called for parameter {quoted(fqn)}, which is frozen. "
             "Call requires_grad_() on it first."
         )
-    _set_grad(found, found.part_of(value) if isinstance(found, ParamRef) else value)
+    if isinstance(found, ParamRef):
+        part = None if value is None else found.part_of(value)
+        set_leaf_gradient(found.handle, found.region, found.index, part)
+    elif value is None or found.grad is None:
+        found.grad = None if value is None else value.to(found, copy=True)
+    else:
+        found.grad.copy_(value)
 
 
 def _meet(found: ParamRef, what: str, fqn: str, *, always: bool = True) -> None:
-    """Wait until every rank of the unit makes this call.
-
-    Raises: DesyncError.
-    """
-    # Reading sends over the shard group; writing sends nothing, so the replicas, which
-    # must write the same, are asked, too.
+    """Wait until every rank of the unit makes this call. Raises: DesyncError."""
+    # Reading sends over the shard group; writing must be the same in the replicas.
     replicas = what.startswith("set")
     call = Call(what, unit_of(found).title, (repr(strip_wrapper(fqn)),))
     meet_over([unit_of(found)], call, replicas=replicas, always=always)
@@ -155,16 +151,6 @@ def unit_of(found: ParamRef) -> _FSDPState:
     return state
 
 
-def _set_grad(found: ParamRef | nn.Parameter, part: Tensor | None) -> None:
-    """Set the gradient of a sharded or plain parameter to this rank's ``part``."""
-    if isinstance(found, ParamRef):
-        set_leaf_gradient(found.handle, found.region, found.index, part)
-    elif part is None or found.grad is None:
-        found.grad = None if part is None else part.to(found, copy=True)
-    else:
-        found.grad.copy_(part)
-
-
 def find_parameter(module: nn.Module, fqn: str, what: str) -> ParamRef | nn.Parameter:
     """Return the parameter of this name, with its unit if a unit holds the parameter.
 
@@ -172,8 +158,7 @@ def find_parameter(module: nn.Module, fqn: str, what: str) -> ParamRef | nn.Para
     """
     require_module(module, what)
     name = strip_wrapper(fqn)
-    # Look at the units first: their plans know all names, also while the modules show
-    # other tensors.
+    # Units first: their plans know all names, also while modules show other tensors.
     known = []
     for prefix, _, state in walk_states(module):
         several = names_in_several(module, state) if len(state.modules) > 1 else None
@@ -204,8 +189,7 @@ def find_parameter(module: nn.Module, fqn: str, what: str) -> ParamRef | nn.Para
 
 def names_in_several(module: nn.Module, state: _FSDPState) -> dict[int, list[str]]:
     """Return the names below ``module`` of the unit's parameters, by slot index."""
-    # The names of the plan begin at the unit's module to which a parameter belongs, and
-    # modules of a unit may have equal names below.
+    # The plan's names begin at the unit's module that holds the parameter.
     prefixes = {id(each): fqn for fqn, each in module.named_modules()}
     names: dict[int, list[str]] = {}
     for info in state.handle.infos:
@@ -227,13 +211,9 @@ def closest_names(name: str, known: Iterable[str]) -> str:
 
 
 def _settled(state: _FSDPState, slot: ParameterSlot, what: str) -> ParamRef:
-    """Return the parameter after a check that the unit is between steps.
-
-    Raises: PhaseError, inside a step.
-    """
+    """Return the parameter. Raises: PhaseError, inside a step."""
     require_between_steps(state, what)
-    # require_between_steps may have rebuilt the regions (after a change of
-    # requires_grad or of the parameters' data): find the parameter again by slot.
+    # This may have rebuilt the regions: find the parameter again by slot.
     for ref in param_refs(state.handle):
         if ref.slot.index == slot.index:
             return ref
@@ -243,10 +223,7 @@ def _settled(state: _FSDPState, slot: ParameterSlot, what: str) -> ParamRef:
 def _checked(
     found: ParamRef | nn.Parameter, fqn: str, value: object, what: str
 ) -> Tensor:
-    """Return ``value`` after a check of shape and device.
-
-    Raises: CompositionError, if the shape differs; PhaseError, for a parameter on meta.
-    """
+    """Return ``value`` after a check of shape and device."""
     shape = found.shape if isinstance(found, ParamRef) else tuple(found.shape)
     leaf = found.leaf if isinstance(found, ParamRef) else found
     if not isinstance(value, Tensor) or tuple(value.shape) != shape:

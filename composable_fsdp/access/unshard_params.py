@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -100,30 +100,21 @@ def unshard_params(
     """
     around = _units_around(module) if recurse else []
     tops = [*around, *_tops(module, recurse=recurse, needed=not around)]
-    # Settle all trees before the first block is entered: units side by side may share a
-    # tree, and a second require_idle would meet the first block.
-    contexts = {id(c): c for c in (require_idle(s, "unshard_params") for s in tops)}
-    with ExitStack() as stack:
-        units: list[_FSDPState] = []
-        for state in tops:
-            context = ensure_root(state)
-            if id(context) in contexts:
-                contexts.pop(id(context))
-                # Once per tree: the mark is in the context that all units of a tree
-                # share.
-                stack.enter_context(_summon(context, state, rank0_only))
-            below = recurse and state not in around
-            units += _get_fsdp_states(state.module) if below else [state]
-        stack.enter_context(
-            _unshard_states(
-                units,
-                writeback=writeback,
-                rank0_only=rank0_only,
-                offload_to_cpu=offload_to_cpu,
-                with_grads=with_grads,
-                check_same=check_same and not rank0_only,
-            )
-        )
+    units: list[_FSDPState] = []
+    for state in tops:
+        below = recurse and state not in around
+        units += _get_fsdp_states(state.module) if below else [state]
+    with (
+        _summoned(tops, rank0_only),
+        _unshard_states(
+            units,
+            writeback=writeback,
+            rank0_only=rank0_only,
+            offload_to_cpu=offload_to_cpu,
+            with_grads=with_grads,
+            check_same=check_same and not rank0_only,
+        ),
+    ):
         yield
 
 
@@ -143,10 +134,26 @@ def _units_around(module: nn.Module) -> list[_FSDPState]:
 
 
 @contextmanager
+def _summoned(tops: Iterable[_FSDPState], rank0_only: bool) -> Iterator[None]:
+    """Mark the trees of ``tops``: no forward and no second block may start meanwhile.
+
+    Raises: PhaseError, inside a step or another block.
+    """
+    # All trees are settled before the first is marked: units side by side may share a
+    # tree, and a second require_idle would meet the first block.
+    idle = [(state, require_idle(state, "unshard_params")) for state in tops]
+    firsts = {id(context): (context, state) for state, context in reversed(idle)}
+    with ExitStack() as stack:
+        for context, state in firsts.values():
+            stack.enter_context(_summon(context, state, rank0_only))
+        yield
+
+
+@contextmanager
 def _summon(
     context: RuntimeContext, state: _FSDPState, rank0_only: bool
 ) -> Iterator[None]:
-    """Mark the tree: no forward and no second block may start until this block ends."""
+    """Mark a tree, whose units share the context."""
     context.summoned = Summon(state, rank0_only)
     try:
         yield
@@ -159,10 +166,7 @@ def _summon(
 
 
 def _tops(module: nn.Module, *, recurse: bool, needed: bool) -> list[_FSDPState]:
-    """Return the uppermost units in ``module``; without ``recurse`` the module's own.
-
-    Raises: CompositionError, if there is no unit and ``needed`` is set.
-    """
+    """Return the uppermost units in ``module``, or its own without ``recurse``."""
     if not needed and not _get_fsdp_states(module):
         return []
     what = "unshard_params" if recurse else "unshard_params(recurse=False)"
@@ -171,8 +175,8 @@ def _tops(module: nn.Module, *, recurse: bool, needed: bool) -> list[_FSDPState]
         return states
     tops: list[_FSDPState] = []
     covered: set[int] = set()
-    # Outer units come first. Coverage instead of ``state.parent``: a unit at two places
-    # has a single parent, but may be below another unit of this list as well.
+    # Outer units come first. Not ``state.parent``: a unit at two places has a single
+    # parent, but may be below another unit of this list as well.
     for state in states:
         if id(state) not in covered:
             tops.append(state)
@@ -194,21 +198,18 @@ def _unshard_params_recurse(
 
     The name and the arguments are FSDP1's. Collective, Raises: as ``unshard_params``.
     """
-    states = _get_fsdp_states(module) if recurse else [state]
-    with ExitStack() as stack:
-        # Inside another block of the tree the mark is set already.
-        if ensure_root(state).summoned is None:
-            context = require_idle(state, "unshard_params")
-            stack.enter_context(_summon(context, state, rank0_only))
-        stack.enter_context(
-            _unshard_states(
-                states,
-                writeback=writeback,
-                rank0_only=rank0_only,
-                offload_to_cpu=offload_to_cpu,
-                with_grads=with_grads,
-            )
-        )
+    # Inside another block of the tree the mark is set already.
+    tops = [state] if ensure_root(state).summoned is None else []
+    with (
+        _summoned(tops, rank0_only),
+        _unshard_states(
+            _get_fsdp_states(module) if recurse else [state],
+            writeback=writeback,
+            rank0_only=rank0_only,
+            offload_to_cpu=offload_to_cpu,
+            with_grads=with_grads,
+        ),
+    ):
         yield
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,42 +53,30 @@ class UnshardedUnit:
     def __init__(self, handle: FlatParamHandle) -> None:
         self.handle = handle
         self.fulls: list[Tensor] = []
-        """Per region ``(padded_numel,)``; empty if only another rank shows full
-        parameters.
-        """
+        """Per region ``(padded_numel,)``."""
         self.leaves: list[nn.Parameter] = []
-        """The full parameters in the modules, in the order of the sharded
-        parameters.
-        """
+        """The full parameters, in the order of the sharded parameters."""
         self.grads: UnshardedGrads | None = None
         self.is_agreed = True
         """Whether writes of the block may be kept: no rank of the unit raised."""
         self.versions: tuple[int, ...] = ()
-        """Version counters of ``leaves`` at the start of the block; empty with
-        ``rank0_only``.
-        """
+        """Version counters of ``leaves`` before the block; none with ``rank0_only``."""
 
     def count_writes(self) -> None:
         """Increment the versions of sharded parameters that the block wrote to."""
         now = tuple(map(version_of, self.leaves))
-        if now != self.versions and self.versions:
-            handle, before = self.handle, written(self.handle.layout)
-            # A backward of a forward from before the block then raises, as in plain
-            # torch.
-            torch.autograd.graph.increment_version(
-                [
-                    leaf
-                    for leaf, version, earlier in zip(
-                        handle.leaves, now, self.versions, strict=True
-                    )
-                    if version != earlier
-                ]
-            )
-            # ``ShardWrites.at_build`` detects initialization of bare shards (torch's
-            # init functions on sharded parameters). The block wrote full values, which
-            # is legal: move the mark along.
-            if handle.writes.at_build == before:
-                handle.writes.at_build = written(handle.layout)
+        if now == self.versions or not self.versions:
+            return
+        handle, before = self.handle, written(self.handle.layout)
+        counts = zip(handle.leaves, now, self.versions, strict=True)
+        # A backward of a forward from before the block then raises, as in plain torch.
+        torch.autograd.graph.increment_version(
+            [leaf for leaf, version, earlier in counts if version != earlier]
+        )
+        # ``at_build`` detects torch's init functions on bare shards. The block wrote
+        # full values, which is legal: move the mark along.
+        if handle.writes.at_build == before:
+            handle.writes.at_build = written(handle.layout)
 
     @torch.no_grad()
     def take_assigned(self) -> None:
@@ -98,64 +86,42 @@ class UnshardedUnit:
             dtype.
         """
         handle = self.handle
-        place = {id(leaf): i for i, leaf in enumerate(handle.leaves)}
-        homes = self._homes()
+        regions = zip(handle.layout.regions, self.fulls, strict=False)
+        homes = [
+            v for region, full in regions for v in full_views(region.layout, full)[0]
+        ]
+        pairs = zip(self.leaves, homes, strict=True) if self.leaves else ()
+        places = dict(zip(map(id, handle.leaves), pairs, strict=False))
         for at, (parameters, name, sharded, _) in enumerate(handle.swaps):
-            expected: nn.Parameter = sharded
-            home: Tensor = sharded
-            if self.leaves:
-                index = place[id(sharded)]
-                expected, home = self.leaves[index], homes[index]
+            expected, home = places.get(id(sharded), (sharded, sharded))
             shown = parameters.get(name)
             # Of a DTensor the plain tensor inside, which must be a view of ``full``.
             found = local_of(shown) if isinstance(shown, Tensor) else shown
             if shown is expected and found is not None and is_at(found, home):
                 continue
-            if (
-                not isinstance(found, Tensor)
-                or found.shape != home.shape
-                or found.dtype != home.dtype
-            ):
-                got = (
-                    f"{tuple(found.shape)} {found.dtype}"
-                    if isinstance(found, Tensor)
-                    else type(found).__name__
-                )
+            got = type(found).__name__
+            if isinstance(found, Tensor):
+                got = f"{tuple(found.shape)} {found.dtype}"
+            if got != f"{tuple(home.shape)} {home.dtype}":
                 raise PhaseError(
-                    f"Inside unshard_params parameter "
-                    f"{quoted(place_path(handle, at))} was replaced by "
-                    f"{got}; "
-                    f"expected {tuple(home.shape)} {home.dtype}. Write into it "
-                    "in place, for example parameter.data.copy_(values)."
+                    "Inside unshard_params parameter "
+                    f"{quoted(place_path(handle, at))} was replaced by {got}; expected "
+                    f"{tuple(home.shape)} {home.dtype}. Write into it in place, for "
+                    "example parameter.data.copy_(values)."
                 )
-            # Cloned, because the assigned tensor may be another view of the full
-            # buffer.
+            assert found is not None
+            # Cloned: the assigned tensor may be another view of the full buffer.
             home.copy_(found.clone())
             parameters[name] = expected
 
     def show_shards(self) -> None:
         """Make the parameters of the block, which a user may keep, show the shards."""
-        if not self.leaves:
-            return
-        homes = [
-            home
-            for region in self.handle.layout.regions
-            for home in shard_views(region.cuts, region.shard)[0]
-        ]
-        for parameter, home in zip(self.leaves, homes, strict=True):
+        regions = self.handle.layout.regions
+        views = (shard_views(region.cuts, region.shard)[0] for region in regions)
+        for parameter, home in zip(self.leaves, chain(*views), strict=False):
             # A DTensor keeps its values, because the shard is no DTensor.
             if not is_dtensor(parameter):
                 parameter.data = home
-
-    def _homes(self) -> list[Tensor]:
-        """Return the views of the full buffers that ``leaves`` must use as data."""
-        return [
-            view
-            for region, full in zip(
-                self.handle.layout.regions, self.fulls, strict=False
-            )
-            for view in full_views(region.layout, full)[0]
-        ]
 
 
 def _begin_block(handle: FlatParamHandle) -> None:
@@ -182,8 +148,7 @@ def _unshard_state(
 ) -> Iterator[UnshardedUnit]:
     """Show full parameters of a single unit.
 
-    Collective: an all-gather, or per region a gather (and on exit a scatter); see
-        ``unshard_params``. None without a shard group.
+    Collective: see ``unshard_params``; none without a shard group.
     Raises: PhaseError, if another block shows the unit.
     """
     context, handle = ensure_root(state), state.handle
@@ -196,9 +161,8 @@ def _unshard_state(
         if not rank0_only:
             unit.versions = tuple(map(version_of, unit.leaves))
         if with_grads:
-            unit.grads = unshard_grads(
-                handle, unit.leaves, rank0_only=rank0_only, to_cpu=offload_to_cpu
-            )
+            unit.grads = UnshardedGrads(handle, unit.leaves, rank0_only)
+            unit.grads.show(to_cpu=offload_to_cpu)
         yield unit
         if writeback and unit.is_agreed:
             # For callers that use this context manager without ``_unshard_states``.
@@ -230,8 +194,7 @@ def _show_copies(unit: UnshardedUnit, *, rank0_only: bool, to_cpu: bool) -> None
     # Tensors made in inference mode could not be written to outside of that mode.
     with torch.inference_mode(False), torch.no_grad():
         alone = handle.groups.shard is None
-        # Without a shard group ``gather_flat_values`` returns the shard itself, to
-        # which the block must not write before its end: copy.
+        # Then ``fulls`` are the shards, to which the block must not write yet: copy.
         unit.fulls = [full.to(home, copy=alone) for full in fulls]
         unit.leaves = _block_leaves(handle, unit.fulls)
     made = {id(leaf): new for leaf, new in zip(handle.leaves, unit.leaves, strict=True)}
@@ -265,9 +228,6 @@ def _block_leaves(handle: FlatParamHandle, fulls: list[Tensor]) -> list[nn.Param
     return handle.block_leaves
 
 
-T = TypeVar("T")
-
-
 class UnshardedGrads:
     """The gradients that a block shows on the full ``leaves``.
 
@@ -283,6 +243,46 @@ class UnshardedGrads:
         self._rank0_only = rank0_only
 
     @torch.no_grad()
+    def show(self, *, to_cpu: bool) -> None:
+        """Set ``.grad`` of the full parameters to the full gradients.
+
+        Collective: over the shard group a single all-reduce with a byte per parameter;
+            if any rank has a gradient, an all-gather, or with ``rank0_only`` a gather
+            per region.
+        """
+        handle, group = self._handle, self._handle.groups.shard
+        own = [g for r in handle.layout.regions for g in leaf_gradients(r)]
+        # A rank without elements of a parameter has no gradient, but must send alike:
+        # agree first which parameters have one.
+        has = self._flags(own)
+        if group is not None and has.numel():
+            collectives.all_reduce(has, group, maximum=True)
+        wanted = has.tolist()
+        if not any(wanted):
+            return
+        shards = []
+        # Copies, because ``.grad`` of single parameters may be tensors of the user.
+        for region, flags, gradients in _by_region(handle, wanted, own):
+            shards.append(_new_shard(handle, region, flags))
+            views = shard_views(region.cuts, shards[-1])[0] if any(flags) else ()
+            for gradient, view in zip(gradients, views, strict=False):
+                if gradient is not None:
+                    view.copy_(gradient)
+        fulls = gather_flat_values(handle, shards, first_only=self._rank0_only)
+        regions = _by_region(handle, wanted, self._leaves) if self._leaves else ()
+        for (region, flags, leaves), full in zip(regions, fulls, strict=False):
+            if not any(flags):
+                continue
+            # As the full parameters with offload_to_cpu.
+            views, _ = full_views(region.layout, full.cpu() if to_cpu else full)
+            for leaf, view, flag, slot in zip(
+                leaves, views, flags, region.layout.parameters, strict=True
+            ):
+                # A DTensor takes no plain tensor as ``.grad``.
+                whole = handle.layout.forms[slot.index].shown(view)
+                leaf.grad = whole if flag else None
+
+    @torch.no_grad()
     def write_back(self) -> None:
         """Set the sharded gradients to this rank's part of the block's full gradients.
 
@@ -291,114 +291,48 @@ class UnshardedGrads:
             per region.
         """
         handle = self._handle
-        has = _flags(handle, [leaf.grad for leaf in self._leaves])
+        has = self._flags([leaf.grad for leaf in self._leaves])
         # Only rank 0 knows which gradients the block left; the scatter below needs the
         # same regions on all ranks.
         if self._rank0_only:
             for group in handle.groups.present:
                 collectives.broadcast(has, group)
         wanted = has.tolist()
-        shards = [
-            _new_shard(handle, region, flags)
-            for region, flags in _by_region(handle, wanted)
-        ]
-        fulls = []
-        if self._leaves:
-            fulls = [
-                _full_gradient(handle, region, leaves)
-                for region, leaves in _by_region(handle, self._leaves)
-            ]
+        flags_of = [(region, flags) for region, flags in _by_region(handle, wanted)]
+        shards = [_new_shard(handle, region, flags) for region, flags in flags_of]
+        regions = _by_region(handle, self._leaves) if self._leaves else ()
+        fulls = [_full_gradient(handle, region, leaves) for region, leaves in regions]
         spread_flat_values(handle, shards, fulls, from_first=self._rank0_only)
-        for (region, flags), shard in zip(
-            _by_region(handle, wanted), shards, strict=True
-        ):
-            _set_gradients(handle, region, flags, shard)
+        for (region, flags), shard in zip(flags_of, shards, strict=True):
+            # The shard is empty without any gradient.
+            views = shard_views(region.cuts, shard)[0] if any(flags) else None
+            if views is None and region.flat is not None:
+                region.flat.grad = None
+            for i, flag in enumerate(flags):
+                if views is None:
+                    region.leaves[i].grad = None
+                else:
+                    set_leaf_gradient(handle, region, i, views[i] if flag else None)
 
     def hide(self) -> None:
         """Remove the gradients from the full parameters, which outlive the block."""
         for leaf in self._leaves:
             leaf.grad = None
 
-
-@torch.no_grad()
-def unshard_grads(
-    handle: FlatParamHandle,
-    leaves: list[nn.Parameter],
-    *,
-    rank0_only: bool,
-    to_cpu: bool,
-) -> UnshardedGrads:
-    """Set ``.grad`` of the full parameters ``leaves`` to the full gradients.
-
-    Collective: over the shard group a single all-reduce with a byte per parameter; if
-        any rank has a gradient, an all-gather, or with ``rank0_only`` a gather per
-        region.
-    """
-    group = handle.groups.shard
-    own = [g for r in handle.layout.regions for g in leaf_gradients(r)]
-    # A rank may hold no element of a parameter, and so no gradient, but must send the
-    # same as the other ranks: agree first which parameters have a gradient.
-    has = _flags(handle, own)
-    if group is not None and has.numel():
-        collectives.all_reduce(has, group, maximum=True)
-    wanted = has.tolist()
-    shown = UnshardedGrads(handle, leaves, rank0_only)
-    # No rank has a gradient, so no rank gathers.
-    if not any(wanted):
-        return shown
-    shards = _gradient_shards(handle, wanted, own)
-    fulls = gather_flat_values(handle, shards, first_only=rank0_only)
-    if not leaves:
-        return shown
-    for (region, flags), (_, shown_leaves), full in zip(
-        _by_region(handle, wanted), _by_region(handle, leaves), fulls, strict=True
-    ):
-        if not any(flags):
-            continue
-        # As the full parameters with offload_to_cpu, the gradients live in host memory.
-        views, _ = full_views(region.layout, full.cpu() if to_cpu else full)
-        for leaf, view, flag, slot in zip(
-            shown_leaves, views, flags, region.layout.parameters, strict=True
-        ):
-            # A DTensor takes no plain tensor as ``.grad``.
-            whole = handle.layout.forms[slot.index].shown(view)
-            leaf.grad = whole if flag else None
-    return shown
+    def _flags(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """Return a byte per parameter on the compute device: 1 with a gradient."""
+        held = [g is not None for g in gradients] or [False] * len(self._handle.leaves)
+        device = self._handle.layout.device
+        return torch.tensor(held, dtype=torch.uint8, device=device)
 
 
-def _gradient_shards(
-    handle: FlatParamHandle, wanted: list[int], own: list[Tensor | None]
-) -> list[Tensor]:
-    """Return this rank's gradients per region, in flat order."""
-    shards = []
-    # Copies, because ``.grad`` of single parameters may be tensors of the user.
-    for (region, flags), (_, gradients) in zip(
-        _by_region(handle, wanted), _by_region(handle, own), strict=True
-    ):
-        shards.append(_new_shard(handle, region, flags))
-        views = shard_views(region.cuts, shards[-1])[0] if any(flags) else ()
-        for gradient, view in zip(gradients, views, strict=False):
-            if gradient is not None:
-                view.copy_(gradient)
-    return shards
-
-
-def _by_region(
-    handle: FlatParamHandle, values: list[T]
-) -> list[tuple[FlatParameter, list[T]]]:
-    """Split ``values``, an entry per parameter of the unit, by region."""
-    result, start = [], 0
+def _by_region(handle: FlatParamHandle, *values: list[Any]) -> Iterator[Any]:
+    """Yield each region with its part of ``values``, an entry per parameter."""
+    start = 0
     for region in handle.layout.regions:
         stop = start + len(region.leaves)
-        result.append((region, values[start:stop]))
+        yield region, *(each[start:stop] for each in values)
         start = stop
-    return result
-
-
-def _flags(handle: FlatParamHandle, gradients: Sequence[Tensor | None]) -> Tensor:
-    """Return a byte per parameter on the compute device: 1 with a gradient."""
-    held = [each is not None for each in gradients] or [False] * len(handle.leaves)
-    return torch.tensor(held, dtype=torch.uint8, device=handle.layout.device)
 
 
 def _new_shard(
@@ -413,35 +347,17 @@ def _full_gradient(
     handle: FlatParamHandle, region: FlatParameter, leaves: list[nn.Parameter]
 ) -> Tensor:
     """Return the gradients of the full ``leaves`` as ``(padded_numel,)``, or empty."""
-    if all(leaf.grad is None for leaf in leaves):
-        return memory.new_buffer(0, region.layout.dtype, handle.layout.device)
-    numel = region.layout.padded_numel
+    has_any = any(leaf.grad is not None for leaf in leaves)
+    numel = region.layout.padded_numel if has_any else 0
     full = memory.new_buffer(numel, region.layout.dtype, handle.layout.device).zero_()
-    views, _ = full_views(region.layout, full)
-    for leaf, view, slot in zip(leaves, views, region.layout.parameters, strict=True):
+    views = full_views(region.layout, full)[0] if has_any else ()
+    for leaf, view, slot in zip(leaves, views, region.layout.parameters, strict=False):
         if leaf.grad is not None:
             # The block may have set a gradient of other placements.
             given = handle.layout.forms[slot.index].gradient(leaf.grad)
-            # A sparse gradient is converted: an exception here would leave the other
-            # ranks waiting.
+            # A sparse one would raise here and leave the other ranks waiting.
             view.copy_(given.to_dense())
     return full
-
-
-def _set_gradients(
-    handle: FlatParamHandle, region: FlatParameter, flags: list[int], shard: Tensor
-) -> None:
-    """Set ``.grad`` of sharded parameters to their parts of ``shard``, or to None."""
-    if not any(flags):
-        # The shard is empty then, so there are no views.
-        if region.flat is not None:
-            region.flat.grad = None
-        for leaf in region.leaves:
-            leaf.grad = None
-        return
-    views, _ = shard_views(region.cuts, shard)
-    for i, flag in enumerate(flags):
-        set_leaf_gradient(handle, region, i, views[i] if flag else None)
 
 
 @torch.no_grad()

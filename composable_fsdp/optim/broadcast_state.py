@@ -31,37 +31,31 @@ class Described:
     """Whether the tensor is a sharded value, which holds only a part."""
 
 
-def broadcast_groups(
+def routes_of(
     units: Sequence[_FSDPState], group: dist.ProcessGroup | None
-) -> Route:
-    """Return the groups in which this rank takes part in a broadcast, in order.
+) -> tuple[Route, Route]:
+    """Return the groups over which, in turn, all ranks exchange, and those of a send.
 
-    ``group`` if given. Else, on the first rank of each shard group, the replicate
-    group; then, on all ranks, the shard group. Groups of a single rank are left out.
+    A tensor goes along the replicate group of shard rank 0, and then from there over
+    each shard group.
     """
-    if group is not None or not units:
-        return ranks_of_broadcast(units, group)
-    # A tensor goes from the first rank along the replicate group of shard rank 0; then
-    # shard rank 0 of each replica holds the tensor and broadcasts to its shard group.
-    ranks = units[0].ranks
-    copies = ranks.replicate if ranks.shard.rank() == 0 else None
-    return tuple(g for g in (copies, ranks.shard) if g is not None and g.size() > 1)
-
-
-def ranks_of_broadcast(
-    units: Sequence[_FSDPState], group: dist.ProcessGroup | None
-) -> Route:
-    """Return the groups over which, in turn, all ranks can exchange a message."""
     if group is not None:
-        return (group,)
+        return (group,), (group,)
     if not units:
-        return ()
-    both = units[0].ranks.shard, units[0].ranks.replicate
-    return tuple(g for g in both if g is not None and g.size() > 1)
+        return (), ()
+    shard, replicate = units[0].ranks.shard, units[0].ranks.replicate
+    copies = replicate if shard.rank() == 0 else None
+    both, sends = (
+        tuple(g for g in each if g is not None and g.size() > 1)
+        for each in ((shard, replicate), (copies, shard))
+    )
+    return both, sends
 
 
 def share_structure(saved: Any, groups: Route) -> Any:
     """Return the first rank's ``saved``; other ranks get bytes for ``unpacked``.
+
+    One object, so that all ranks refuse alike before the first tensor is sent.
 
     Collective: one broadcast of an object per group.
     Raises: CheckpointError on all ranks, if the structure cannot be pickled.
@@ -69,24 +63,17 @@ def share_structure(saved: Any, groups: Route) -> Any:
     is_first = all(group.rank() == 0 for group in groups)
     if not groups:
         return saved
-    # Send the structure first and as a single object: then all ranks check the same
-    # names and shapes, and raise alike, before the first tensor is sent.
     told: Any = _packed(saved) if is_first else None
     for group in groups:
         told = collectives.broadcast_object(told, group)
-    # A string is the error text of the first rank; see ``_packed``.
+    # The error text of the first rank.
     if isinstance(told, str):
         raise CheckpointError(told)
     return saved if is_first else told
 
 
 def unpacked(shared: Any) -> Any:
-    """Return the structure of ``share_structure``, with tensors or ``Described``.
-
-    Numbers and 0-d tensors are present on every rank; other tensors only on the first
-    rank.
-    Raises: as pickle, on a rank that cannot import a class that the first rank sent.
-    """
+    """Return the structure, with a ``Described`` for each tensor with dimensions."""
     return pickle.loads(shared) if isinstance(shared, bytes) else shared
 
 
@@ -95,7 +82,7 @@ def _packed(saved: Any) -> bytes | str:
     try:
         return pickle.dumps(_pytree.tree_map(_describe, saved))
     except Exception as error:
-        # Return the text instead of raising: the other ranks wait for the broadcast.
+        # Not raised: the other ranks wait for the broadcast.
         return (
             "The optimizer state of the first rank cannot be sent to the others: "
             f"{_unsent(saved)} ({type(error).__name__}: {error}). A state holds "
@@ -120,8 +107,7 @@ def _describe(value: Any) -> Any:
     part = isinstance(value, ShardedValue)
     if value.ndim or part:
         return Described(value.shape, value.dtype, part)
-    # Scalars travel with the structure. On the CPU, because a pickled CUDA tensor would
-    # be restored on the sender's device.
+    # On the CPU: a pickled CUDA tensor would be restored on the sender's device.
     return value.cpu()
 
 

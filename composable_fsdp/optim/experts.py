@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 
 from composable_fsdp.comm import collectives
-from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
 from composable_fsdp.naming import strip_wrapper
 from composable_fsdp.optim.names import Named
@@ -17,33 +16,6 @@ from composable_fsdp.state_dict.other_experts import (
     from_all_ranks,
     require_own_names,
 )
-
-
-def refuse_experts(handles: Iterable[FlatParamHandle], what: str) -> None:
-    """Raise CompositionError if the first rank alone would have or send the state."""
-    for handle in handles:
-        # Meshes are alike on all ranks, and so all ranks raise.
-        if handle.groups.experts is not None:
-            raise CompositionError(
-                f"{what} with rank0_only expects no expert_mesh, got one for "
-                f"{handle.name}: the first rank has its own experts alone. Leave "
-                "rank0_only out on all ranks, or use torch.distributed.checkpoint "
-                "under SHARDED_STATE_DICT."
-            )
-
-
-def refuse_torchs_full(handles: Iterable[FlatParamHandle]) -> None:
-    """Raise CompositionError if torch would look for other ranks' experts here."""
-    for handle in handles:
-        # Meshes are alike on all ranks, and so all ranks raise.
-        if handle.groups.experts is not None:
-            raise CompositionError(
-                "get_optimizer_state_dict of torch.distributed.checkpoint with "
-                "full_state_dict=True expects an optimizer with all parameters, and "
-                f"{handle.name} holds the experts of this rank alone. Call "
-                "optim_state_dict(model, optim), which holds the state of the experts "
-                "of all ranks, or leave full_state_dict out."
-            )
 
 
 def with_all_experts(
@@ -55,9 +27,7 @@ def with_all_experts(
 ) -> dict[str, Any]:
     """Return full state with the state of the experts of all ranks.
 
-    Collective: over the ranks of each ``expert_mesh`` all-gathers of objects and a
-        broadcast per tensor; none without an ``expert_mesh``.
-    Raises: CheckpointError, on all ranks, for a name of several ranks.
+    Collective, Raises: over each ``expert_mesh`` as ``from_all_ranks``.
     """
     handles = list(handles)
     for group, units in expert_units(handles).items():
@@ -78,8 +48,7 @@ def with_expert_names(
 ) -> dict[str, Any]:
     """Return a state dict whose groups name the experts of all ranks.
 
-    Collective: an all-gather of objects over the ranks of each ``expert_mesh``.
-    Raises: CheckpointError, on all ranks, for a name of several ranks.
+    Collective, Raises: over each ``expert_mesh`` as ``require_own_names``.
     """
     for group, units in expert_units(handles).items():
         own = set(_names(members, units))
@@ -105,8 +74,7 @@ def without_other_experts(
 ) -> Any:
     """Return a saved state without the experts that other ranks hold.
 
-    Collective: an all-gather of objects over the ranks of each ``expert_mesh``.
-    Raises: CheckpointError, on all ranks, for a name of several ranks.
+    Collective, Raises: over each ``expert_mesh`` as ``require_own_names``.
     """
     others: set[str] = set()
     for group, units in expert_units(handles).items():

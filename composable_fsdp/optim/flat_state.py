@@ -1,20 +1,17 @@
-"""Convert optimizer state between flat parameters and original parameters.
+"""Optimizer state of flat parameters, as state of their originals, and back.
 
 ::
 
     flat form       params [0, 1]              state 0: exp_avg (shard_numel,), step
     per original    params [0, 1, 2, 3, 4]     state 0: exp_avg (k, *trailing), step ..
 
-``unflatten_state`` converts the upper form into the lower, ``flatten_state`` the lower
-into the upper. All other files of this folder work on original parameters, so state
-saved from flat parameters can be loaded into an optimizer over original parameters, and
-the other way round. A scalar (``step``) belongs to the whole region:
-``unflatten_state`` copies it for each original, and ``flatten_state`` requires that all
-copies are equal.
+All other files of this folder work on originals. A scalar (``step``) belongs to the
+whole region: each original has a copy, and all copies must be equal to go back.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -29,6 +26,8 @@ from composable_fsdp.optim.scalars import is_scalar
 from composable_fsdp.state_dict.sharded import ShardedValue
 
 Group = dict[str, Any]
+Values = dict[str, Any]
+StateDict = dict[str, Any]
 
 _ZERO_AT_FIRST = (
     "acc_delta",
@@ -41,9 +40,8 @@ _ZERO_AT_FIRST = (
     "momentum_buffer",
     "square_avg",
 )
-"""Element-wise state that optimizers initialize with zeros. If a parameter has no such
-state yet, zeros are used for it: a step with a zero gradient gives the same."""
-
+"""State that optimizers begin with zeros, which stand for state that is not there: a
+step with a zero gradient gives the same."""
 
 _WAY_OUT = "Load it into an optimizer over model.parameters()."
 BY_NAME = (
@@ -52,6 +50,10 @@ BY_NAME = (
     "the native checkpoint."
 )
 """The remedy for state of flat parameters that are laid out otherwise."""
+
+_MARK = "flat_parameters"
+"""Key of a group in a state dict in flat form: per parameter the fingerprint of its
+layout; an empty string for an original."""
 
 
 class Part(NamedTuple):
@@ -74,11 +76,17 @@ class Part(NamedTuple):
         """Return the leaf-shaped view of this part of ``flat`` ``(shard_numel,)``."""
         return flat[self.at : self.at + self.leaf.numel()].view(self.leaf.shape)
 
+    def is_elementwise(self, name: str, value: Any) -> bool:
+        """Return whether a state has an element per element that this rank holds."""
+        if is_scalar(name, value, self.leaf.shape):
+            return False
+        return bool(value.numel() == self.leaf.numel())
+
 
 def parts_of(handle: FlatParamHandle, flat: FlatParamRecord) -> list[Part]:
     """Return the originals of a flat parameter in slot order, also of a retired one."""
-    # Find leaves by slot index, because a retired flat parameter keeps an old layout,
-    # and the leaves may be in other regions now.
+    # By slot index: a retired flat parameter keeps an old layout, and the leaves may be
+    # in other regions now.
     refs = {ref.slot.index: ref for ref in param_refs(handle)}
     return [
         Part(refs[slot.index], flat.layout.shard_offset(slot, flat.rank))
@@ -96,10 +104,7 @@ def originals(param_groups: list[Group]) -> list[Group]:
     if not has_flats(param_groups):
         return param_groups
     return [
-        {
-            **{key: value for key, value in group.items() if key != "param_names"},
-            "params": [leaf for p in group["params"] for leaf in _leaves(p)],
-        }
+        _group(group, [leaf for p in group["params"] for leaf in _leaves(p)])
         for group in param_groups
     ]
 
@@ -107,72 +112,209 @@ def originals(param_groups: list[Group]) -> list[Group]:
 def _leaves(parameter: nn.Parameter) -> list[nn.Parameter]:
     """Return the originals of a parameter in an optimizer."""
     found = find_flat(parameter)
-    # A parameter that is not flat is its own and only original.
     return [parameter] if found is None else [p.leaf for p in parts_of(*found)]
 
 
-def unflatten_state(param_groups: list[Group], given: dict[str, Any]) -> dict[str, Any]:
+def _group(options: Group, params: list[Any]) -> Group:
+    """Return a group of other parameters with the same options."""
+    kept = {key: value for key, value in options.items() if key != "param_names"}
+    return {**kept, "params": params}
+
+
+def unflatten_state(param_groups: list[Group], given: Any) -> Any:
     """Convert a state dict over flat parameters into a state dict over originals.
 
     Tensors of the result are views of those in ``given``; numbers count the originals.
     A state that is per original already, or of other groups, is returned unchanged.
 
-    Raises: CheckpointError, for state that is not element-wise.
+    Raises: CheckpointError, for state that is not element-wise, or of another layout.
     """
     if not has_flats(param_groups) or not _is_flat_form(param_groups, given):
         return given
-    state: dict[int, dict[str, Any]] = {}
+    theirs = [dict(group) for group in given["param_groups"]]
+    take_marks(param_groups, theirs)
+    state: dict[int, Values] = {}
     groups: list[Group] = []
     number = 0
-    for own, saved in zip(param_groups, given["param_groups"], strict=True):
+    for own, saved in zip(param_groups, theirs, strict=True):
         first = number
         for parameter, key in zip(own["params"], saved["params"], strict=True):
-            values = given["state"].get(key)
-            found = find_flat(parameter)
-            if found is None:
-                each: list[Any] = [values]
-            elif values is None:
-                # The flat parameter has no state yet, but the originals still need
-                # their numbers.
-                each = [None] * len(found[1].layout.parameters)
-            else:
-                handle, flat = found
-                each = [
-                    {k: part_of_state(part, flat, k, v) for k, v in values.items()}
-                    for part in parts_of(handle, flat)
-                ]
-            for own_values in each:
-                if own_values is not None:
-                    state[number] = own_values
+            values, found = given["state"].get(key), find_flat(parameter)
+            for part in [None] if found is None else parts_of(*found):
+                if values is not None:
+                    state[number] = (
+                        values
+                        if found is None or part is None
+                        else values_of(part, found[1], values)
+                    )
                 number += 1
-        kept = {key: value for key, value in saved.items() if key != "param_names"}
-        groups.append({**kept, "params": list(range(first, number))})
+        groups.append(_group(saved, list(range(first, number))))
     return {**given, "state": state, "param_groups": groups}
 
 
 def _is_flat_form(param_groups: list[Group], given: Any) -> bool:
-    """Return whether the groups of ``given`` count flat parameters.
-
-    They do if they have the sizes of ``param_groups`` and numbers as keys.
-    """
+    """Return whether the groups of ``given`` have numbers, as many as parameters."""
     if not isinstance(given, dict) or "param_groups" not in given:
         return False
-    theirs = given["param_groups"]
-    return [len(g["params"]) for g in theirs] == [
-        len(g["params"]) for g in param_groups
-    ] and all(isinstance(key, int) for g in theirs for key in g["params"])
+    pairs = zip(given["param_groups"], param_groups, strict=False)
+    return len(given["param_groups"]) == len(param_groups) and all(
+        len(theirs["params"]) == len(own["params"])
+        and all(isinstance(key, int) for key in theirs["params"])
+        for theirs, own in pairs
+    )
+
+
+def values_of(part: Part, flat: FlatParamRecord, values: Values) -> Values:
+    """Return an original's part of a flat parameter's state; scalars are copied."""
+    return {name: _value_of(part, flat, name, each) for name, each in values.items()}
+
+
+def _value_of(part: Part, flat: FlatParamRecord, name: str, value: Any) -> Any:
+    """Return an original's part of one state. Raises: CheckpointError."""
+    if isinstance(value, ShardedValue):
+        value = flat_part(flat, name, value)
+    if not isinstance(value, Tensor):
+        return value
+    if value.shape == (flat.layout.shard_numel,):
+        return part.view(value)
+    if value.ndim == 0:
+        return value.clone()
+    if value.shape == part.leaf.shape and len(flat.layout.parameters) == 1:
+        # A flat parameter of a single original may keep state in the original's shape.
+        return value
+    raise CheckpointError(
+        f"Optimizer state {name!r} of the flat parameter with {quoted(part.name)} has "
+        f"shape {tuple(value.shape)}; expected a scalar or this rank's shard, "
+        f"{(flat.layout.shard_numel,)}. State that is not element-wise cannot be told "
+        "apart by parameters. Use an element-wise optimizer."
+    )
+
+
+def flatten_state(
+    param_groups: list[Group],
+    given: StateDict,
+    present: dict[Any, Values] | None = None,
+) -> StateDict:
+    """Convert a state dict over originals, keyed by numbers, into the flat form.
+
+    ``present``: state by parameter, whose tensors are used where the parts view them.
+
+    Raises: CheckpointError, as ``require_flattenable``.
+    """
+    if not has_flats(param_groups):
+        return given
+    state: dict[int, Values] = {}
+    groups: list[Group] = []
+    number = 0
+    for own, saved in zip(param_groups, given["param_groups"], strict=True):
+        first, keys = number, iter(saved["params"])
+        for parameter in own["params"]:
+            found = find_flat(parameter)
+            if found is None:
+                values = given["state"].get(next(keys))
+            else:
+                parts = parts_of(*found)
+                each = [given["state"].get(next(keys)) or {} for _ in parts]
+                there = (present or {}).get(parameter, {})
+                values = dict(_joined(found[1], parts, each, there)) or None
+            if values is not None:
+                state[number] = values
+            number += 1
+        groups.append(_group(saved, list(range(first, number))))
+        # The saved names count originals; the optimizer's own names count parameters.
+        if "param_names" in own:
+            groups[-1]["param_names"] = own["param_names"]
+    return {**given, "state": state, "param_groups": groups}
+
+
+def _joined(
+    flat: FlatParamRecord, parts: list[Part], each: list[Values], there: Values
+) -> Iterator[tuple[str, Any]]:
+    """Yield name and value of every state of a flat parameter."""
+    require_flattenable(parts, each)
+    for name in dict.fromkeys(name for values in each for name in values):
+        pairs = zip(parts, each, strict=True)
+        found = [(part, values[name]) for part, values in pairs if name in values]
+        # A 0-d state of a 0-d original alone may be either; any other original tells.
+        scalar = [v for part, v in found if not part.is_elementwise(name, v)]
+        whole = there.get(name)
+        if scalar:
+            yield name, scalar[0]
+        # The same address is enough: parts of a flat parameter do not overlap.
+        elif isinstance(whole, Tensor) and all(
+            v.dtype == whole.dtype and v.data_ptr() == p.view(whole).data_ptr()
+            for p, v in found
+        ):
+            yield name, whole
+        else:
+            # Zeros fill the padding, and parts without this state.
+            made = found[0][1].new_zeros(flat.layout.shard_numel)
+            for part, value in found:
+                part.view(made).copy_(value.view(part.leaf.shape))
+            yield name, made
+
+
+def require_flattenable(parts: list[Part], each: list[Values]) -> None:
+    """Refuse states of the originals that a flat parameter cannot represent.
+
+    In ``each`` an ``Ellipsis`` stands for an element-wise tensor that is not read yet.
+
+    Raises: CheckpointError, naming parameters whose scalars differ, or that lack state
+    which others have and which does not begin with zeros.
+    """
+    for name in dict.fromkeys(name for values in each for name in values):
+        held = [(p, v[name]) for p, v in zip(parts, each, strict=True) if name in v]
+        found = [
+            (part, value)
+            for part, value in held
+            if value is not ... and not part.is_elementwise(name, value)
+        ]
+        for part, other in found[1:]:
+            first, value = found[0]
+            if not same_scalar(value, other):
+                raise CheckpointError(
+                    f"Optimizer state {name!r} is {_brief(value)} for "
+                    f"{quoted(first.name)} and {_brief(other)} for "
+                    f"{quoted(part.name)}, which are in one flat parameter and so have "
+                    f"one value. {_WAY_OUT}"
+                )
+        # A parameter without elements on this rank cannot lack state.
+        lacking = [
+            part.name
+            for part, values in zip(parts, each, strict=True)
+            if name not in values and part.leaf.numel()
+        ]
+        if lacking and not found and name not in _ZERO_AT_FIRST:
+            raise CheckpointError(
+                f"Optimizer state {name!r} is there for {quoted(held[0][0].name)} and "
+                f"not for {listed(map(quoted, lacking))}, which are in one flat "
+                f"parameter. {_WAY_OUT}"
+            )
+
+
+def same_scalar(one: Any, other: Any) -> bool:
+    """Return whether two states that are not element-wise tensors are equal."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and bool((one == other.to(one.device)).all())
+    return type(one) is type(other) and bool(one == other)
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return str(value.item()) if value.numel() == 1 else f"of {tuple(value.shape)}"
+    return repr(value)
 
 
 def sharded_state(flat: FlatParamRecord, value: Any) -> Any:
     """Return ``(shard_numel,)`` state as a ``ShardedValue``, other values unchanged."""
     layout = flat.layout
-    if not isinstance(value, Tensor) or value.shape != (layout.shard_numel,):
+    # A value without elements has no boxes, so a checkpoint could not describe it.
+    if (
+        not isinstance(value, Tensor)
+        or value.shape != (layout.shard_numel,)
+        or not layout.padded_numel
+    ):
         return value
-    if not layout.padded_numel:
-        # A value without elements has no boxes, so a checkpoint could not describe it.
-        return value
-    # A plain tensor would be taken by torch.distributed.checkpoint for a value that is
-    # equal on all ranks, and only the part of a single rank would be saved.
     return ShardedValue(
         value,
         (layout.padded_numel,),
@@ -201,163 +343,66 @@ def flat_part(flat: FlatParamRecord, name: str, value: Any) -> Any:
     )
 
 
-def part_of_state(part: Part, flat: FlatParamRecord, name: str, value: Any) -> Any:
-    """Return the original's part of a flat parameter's state; scalars are copied.
+def marked(group: Group, own: Group) -> Group:
+    """Return a group of a state dict with the fingerprints of its flat parameters."""
+    return {**group, _MARK: [_mark(parameter) for parameter in own["params"]]}
 
-    Raises: CheckpointError, for state that is not element-wise, or of another layout.
+
+def _mark(parameter: nn.Parameter) -> str:
+    """Return the fingerprint of a flat parameter's layout; equal on all ranks."""
+    found = find_flat(parameter)
+    if found is None:
+        return ""
+    layout = found[1].layout
+    # The slots of this layout: ``ParamRef.slot`` is that of the current one.
+    pairs = zip(parts_of(*found), layout.parameters, strict=True)
+    places = [(part.name, slot.offset, slot.shape) for part, slot in pairs]
+    told = repr((layout.world_size, layout.padded_numel, places))
+    return hashlib.sha256(told.encode()).hexdigest()[:16]
+
+
+def take_marks(param_groups: list[Group], groups: list[Group]) -> None:
+    """Remove the fingerprints from ``groups``; refuse those of other parameters.
+
+    The positions of parameters in a flat value depend on the world size, and a load by
+    DCP would not notice.
+
+    Raises: CheckpointError.
     """
-    if isinstance(value, ShardedValue):
-        value = flat_part(flat, name, value)
-    if not isinstance(value, Tensor):
-        return value
-    if value.shape == (flat.layout.shard_numel,):
-        return part.view(value)
-    if value.ndim == 0:
-        return value.clone()
-    if value.shape == part.leaf.shape and len(flat.layout.parameters) == 1:
-        # A flat parameter of a single original may keep state in the original's shape.
-        return value
-    raise CheckpointError(
-        f"Optimizer state {name!r} of the flat parameter with {quoted(part.name)} has "
-        f"shape {tuple(value.shape)}; expected a scalar or this rank's shard, "
-        f"{(flat.layout.shard_numel,)}. State that is not element-wise cannot be told "
-        "apart by parameters. Use an element-wise optimizer."
-    )
+    told = [group.pop(_MARK, None) for group in groups]
+    own = [[_mark(p) for p in group["params"]] for group in param_groups]
+    if any(marks is not None for marks in told) and told != own:
+        raise CheckpointError(
+            "The optimizer got a state of flat parameters that are laid out otherwise "
+            "than its own: by another number of ranks, another model, or it has "
+            f"original parameters. {BY_NAME}"
+        )
 
 
-def flatten_state(
-    param_groups: list[Group],
-    given: dict[str, Any],
-    present: dict[Any, dict[str, Any]] | None = None,
-) -> dict[str, Any]:
-    """Convert a state dict over originals, keyed by numbers, into the flat form.
+def take_flat(param_groups: list[Group], state_dict: StateDict) -> StateDict:
+    """Return this rank's part of a state dict in flat form, ready to load.
 
-    Raises: CheckpointError, naming parameters of a region whose scalars differ, or
-    parameters that lack state which others have and which does not start from zero.
+    Raises: CheckpointError, for another layout, or for a state that counts originals.
     """
+    groups = [dict(group) for group in state_dict["param_groups"]]
+    take_marks(param_groups, groups)
+    state_dict = {**state_dict, "param_groups": groups}
     if not has_flats(param_groups):
-        return given
-    state: dict[int, dict[str, Any]] = {}
-    groups: list[Group] = []
-    number = 0
-    for own, saved in zip(param_groups, given["param_groups"], strict=True):
-        first, keys = number, iter(saved["params"])
-        for parameter in own["params"]:
+        return state_dict
+    theirs = [len(group["params"]) for group in groups]
+    ours = [len(group["params"]) for group in param_groups]
+    if theirs != ours:
+        raise CheckpointError(
+            f"The optimizer has groups of {ours} flat parameters and got a state of "
+            f"{theirs}: by numbers of originals nobody can tell whose. {BY_NAME}"
+        )
+    state = dict(state_dict["state"])
+    for own, saved in zip(param_groups, groups, strict=True):
+        for parameter, key in zip(own["params"], saved["params"], strict=True):
             found = find_flat(parameter)
-            if found is None:
-                values = given["state"].get(next(keys))
-            else:
-                parts = parts_of(*found)
-                each = [given["state"].get(next(keys)) or {} for _ in parts]
-                there = (present or {}).get(parameter, {})
-                values = dict(_joined(found[1], parts, each, there)) or None
-            if values is not None:
-                state[number] = values
-            number += 1
-        kept = {key: value for key, value in saved.items() if key != "param_names"}
-        # The saved names count originals; the optimizer's own names count parameters.
-        if "param_names" in own:
-            kept["param_names"] = own["param_names"]
-        groups.append({**kept, "params": list(range(first, number))})
-    return {**given, "state": state, "param_groups": groups}
-
-
-def _joined(
-    flat: FlatParamRecord,
-    parts: list[Part],
-    each: list[dict[str, Any]],
-    there: dict[str, Any],
-) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of every state of a flat parameter."""
-    require_flattenable(parts, each)
-    for name in dict.fromkeys(name for values in each for name in values):
-        found = [
-            (part, values[name])
-            for part, values in zip(parts, each, strict=True)
-            if name in values
-        ]
-        # A 0-d state of a 0-d original alone may be either; any other original tells.
-        scalar = [v for part, v in found if not is_elementwise(part, name, v)]
-        whole = there.get(name)
-        if scalar:
-            # Equal in all parts, as ``require_flattenable`` has checked.
-            yield name, scalar[0]
-        # The parts are views of the optimizer's own tensor already: take that tensor
-        # without a copy.
-        elif isinstance(whole, Tensor) and all(_is_in(p, v, whole) for p, v in found):
-            yield name, whole
-        else:
-            # Zeros fill the padding, and parts without this state (see
-            # ``_ZERO_AT_FIRST``).
-            made = found[0][1].new_zeros(flat.layout.shard_numel)
-            for part, value in found:
-                part.view(made).copy_(value.view(part.leaf.shape))
-            yield name, made
-
-
-def require_flattenable(parts: list[Part], each: list[dict[str, Any]]) -> None:
-    """Refuse states of the originals that a flat parameter cannot represent.
-
-    In ``each`` an ``Ellipsis`` stands for an element-wise tensor that is not read yet.
-
-    Raises: CheckpointError, as ``flatten_state``.
-    """
-    for name in dict.fromkeys(name for values in each for name in values):
-        found: list[tuple[Part, Any]] = []
-        lacking: list[str] = []
-        for part, values in zip(parts, each, strict=True):
-            if name not in values:
-                # A parameter without elements on this rank cannot lack state.
-                lacking += [part.name] if part.leaf.numel() else []
-            elif values[name] is not ... and not is_elementwise(
-                part, name, values[name]
-            ):
-                found.append((part, values[name]))
-        _require_same(name, found)
-        if lacking and not found and name not in _ZERO_AT_FIRST:
-            has = next(p for p, v in zip(parts, each, strict=True) if name in v)
-            raise CheckpointError(
-                f"Optimizer state {name!r} is there for {quoted(has.name)} and not for "
-                f"{listed(map(quoted, lacking))}, which are in one flat parameter. "
-                f"{_WAY_OUT}"
-            )
-
-
-def is_elementwise(part: Part, name: str, value: Any) -> bool:
-    """Return whether a state has an element per element that this rank holds."""
-    if is_scalar(name, value, part.leaf.shape):
-        return False
-    return bool(value.numel() == part.leaf.numel())
-
-
-def _is_in(part: Part, value: Tensor, whole: Tensor) -> bool:
-    """Return whether ``value`` is already the part's view of ``whole``."""
-    # The same address is enough: parts of one flat parameter do not overlap, and both
-    # tensors have the part's number of elements.
-    home = part.view(whole)
-    return value.data_ptr() == home.data_ptr() and value.dtype == home.dtype
-
-
-def _require_same(name: str, found: list[tuple[Part, Any]]) -> None:
-    """Refuse scalars of a region that differ. Raises: CheckpointError."""
-    for part, other in found[1:]:
-        first, value = found[0]
-        if not same_scalar(value, other):
-            raise CheckpointError(
-                f"Optimizer state {name!r} is {_brief(value)} for {quoted(first.name)} "
-                f"and {_brief(other)} for {quoted(part.name)}, which are in one flat "
-                f"parameter and so have one value. {_WAY_OUT}"
-            )
-
-
-def same_scalar(one: Any, other: Any) -> bool:
-    """Return whether two states that are not element-wise tensors are equal."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and bool((one == other.to(one.device)).all())
-    return type(one) is type(other) and bool(one == other)
-
-
-def _brief(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return str(value.item()) if value.numel() == 1 else f"of {tuple(value.shape)}"
-    return repr(value)
+            if found is not None and key in state:
+                state[key] = {
+                    name: flat_part(found[1], name, value)
+                    for name, value in state[key].items()
+                }
+    return {**state_dict, "state": state}

@@ -15,18 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable_fsdp.comm.consensus import raise_on_all_ranks
 from composable_fsdp.optim.load import state_to_load
-from composable_fsdp.optim.names import (
-    Group,
-    groups_of,
-    meet_for_state,
-    require_pair,
-    shard_groups,
-    units_known,
-)
+from composable_fsdp.optim.names import groups_of, meet_for_state, require_pair
 from composable_fsdp.optim.own_state_dict import local_state_dict
 from composable_fsdp.optim.save import full_state, sharded_state
+from composable_fsdp.tree.traversal import _get_fsdp_states
 
 
 def full_optim_state_dict(
@@ -119,27 +112,16 @@ def _own_state(
     *,
     first_only: bool = False,
 ) -> dict[str, Any]:
-    """Return the optimizer's own state; an error is raised on all ranks.
-
-    Raises: DesyncError, if another rank does not call ``what``.
-    """
-    # Before the exchange of errors: a rank that is alone would wait in that exchange.
-    units = units_known(model, optim)
-    meet_for_state(units, what, first_only=first_only)
-    with raise_on_all_ranks(shard_groups(units)):
-        require_pair(model, optim, what)
-        return local_state_dict(optim)
+    """Return the optimizer's own state, after all ranks have called ``what``."""
+    require_pair(model, optim, what)
+    meet_for_state(_get_fsdp_states(model), what, first_only=first_only)
+    return local_state_dict(optim)
 
 
 def _to_load(
     saved: Any, model: nn.Module, optim: Any, optim_input: Any, what: str, **how: Any
 ) -> dict[str, Any]:
     """Return this rank's part of a state, for a single optimizer."""
-
-    # Called inside the block that raises on all ranks.
-    def groups() -> list[list[Group]]:
-        return [groups_of(model, optim, optim_input, what)]
-
-    units = units_known(model, optim)
-    (result,) = state_to_load(units, model, groups, saved, what=what, **how)
+    groups = [groups_of(model, optim, optim_input, what)]
+    (result,) = state_to_load(model, groups, saved, what=what, **how)
     return result

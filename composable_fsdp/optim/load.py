@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, islice
 from operator import attrgetter
 from typing import Any, TypeVar, overload
@@ -23,13 +23,12 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import quoted
 from composable_fsdp.optim.broadcast_state import (
     Described,
-    broadcast_groups,
-    ranks_of_broadcast,
+    routes_of,
     share_structure,
     share_tensor,
     unpacked,
 )
-from composable_fsdp.optim.experts import refuse_experts, without_other_experts
+from composable_fsdp.optim.experts import without_other_experts
 from composable_fsdp.optim.flat_state import flatten_state, originals
 from composable_fsdp.optim.keys import aligned_groups, state_by_name
 from composable_fsdp.optim.names import (
@@ -40,23 +39,18 @@ from composable_fsdp.optim.names import (
     meet_for_state,
     name_parameters,
     require_pairs,
-    units_known,
 )
 from composable_fsdp.optim.sharded import (
-    is_of_chunks,
-    own_part,
     part_for,
     require_own_parts,
-    whole_of_chunks,
+    whole_of_other,
 )
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.optim.step_checks import needs_whole_params, require_elementwise
 from composable_fsdp.runtime.recover import require_between_steps
-from composable_fsdp.state_dict.other_experts import expert_units
+from composable_fsdp.state_dict.other_experts import expert_units, refuse_experts
 from composable_fsdp.state_dict.settings import get_state_dict_type
-from composable_fsdp.state_dict.sharded import ShardedValue
-from composable_fsdp.tree.state import _FSDPState
-from composable_fsdp.tree.traversal import require_module
+from composable_fsdp.tree.traversal import _get_fsdp_states, require_module
 
 T = TypeVar("T")
 
@@ -123,33 +117,18 @@ def optim_state_dict_to_load(
     then. An error in ``load_state_dict`` of an optimizer of a list is raised after the
     optimizers before it in the list have loaded.
     """
-    units = units_known(model, optim)
-    settings = units[0].settings.state_dict if units else FULL_BY_DEFAULT
+    optims = require_pairs(model, optim, "optim_state_dict_to_load")
+    units = _get_fsdp_states(model)
+    # Raises if units differ in their settings.
+    settings = get_state_dict_type(model) if units else FULL_BY_DEFAULT
     config = settings.optim_state_dict_config
-
-    is_list = isinstance(optim, (list, tuple))
-    optims: Any = optim if is_list else [optim]
-
-    # ``param_groups`` is a function, because ``state_to_load`` has to run these checks
-    # inside the block that raises on all ranks.
-    def param_groups() -> list[list[Group]]:
-        require_pairs(model, optim, "optim_state_dict_to_load")
-        for each in optims:
-            require_elementwise(each)
-        if units:
-            # This call is only a check: the function raises if units differ in their
-            # settings.
-            get_state_dict_type(model)
-        # The optimizer may get state here before its first step, and ``state_dict()``
-        # must show that state as sharded values, too.
-        for each in optims:
-            install_optimizer_hooks(each)
-        return [each.param_groups for each in optims]
-
+    for each in optims:
+        require_elementwise(each)
+        # The optimizer may get state before its first step.
+        install_optimizer_hooks(each)
     results = state_to_load(
-        units,
         model,
-        param_groups,
+        [each.param_groups for each in optims],
         optim_state_dict,
         named=is_named_optimizer,
         elementwise=[not needs_whole_params(each) for each in optims],
@@ -161,13 +140,12 @@ def optim_state_dict_to_load(
     if load_directly:
         for each, result in zip(optims, results, strict=True):
             each.load_state_dict(result)
-    return results if is_list else results[0]
+    return results if isinstance(optim, (list, tuple)) else results[0]
 
 
 def state_to_load(
-    units: Sequence[_FSDPState],
     model: nn.Module,
-    param_groups: Callable[[], list[list[Group]]],
+    groups_of: list[list[Group]],
     saved: Any,
     *,
     named: bool = False,
@@ -178,43 +156,34 @@ def state_to_load(
     given: Mapping[int, str] | None = None,
     what: str = "optim_state_dict_to_load",
 ) -> list[dict[str, Any]]:
-    """Cut this rank's parts out of ``saved``; see ``optim_state_dict_to_load``.
-
-    Collective: none; with ``from_first`` as ``optim_state_dict_to_load``.
-    Raises: as ``optim_state_dict_to_load``.
-    """
+    """Cut this rank's parts out of ``saved``; see ``optim_state_dict_to_load``."""
+    require_module(model, what)
+    units = _get_fsdp_states(model)
     handles = [unit.handle for unit in units]
     # No rank sends, so only a meeting tells that a rank loads alone.
     meets = not local and not from_first
     if meets and expert_units(handles):
         meet_for_state(units, what, replicas=True)
         saved = without_other_experts(saved, model, handles)
-    # The structure is sent first, so that all ranks run the same checks before the
-    # first tensor is sent. A rank that raised alone would leave the others in a
-    # broadcast.
-    ranks = ranks_of_broadcast(units, group) if from_first else ()
-    senders = broadcast_groups(units, group) if from_first else ()
-    # The first rank's state is sent, so only the call itself is compared.
+    ranks, senders = routes_of(units, group) if from_first else ((), ())
     if from_first:
+        # The first rank sends over the data ranks alone.
+        refuse_forms(handles, f"{what} with rank0_only")
+        refuse_experts(handles, f"{what} with rank0_only")
+        # Only the call is compared, because the state is the first rank's.
         meet(ranks, Call(what, details=("rank0_only=True",)))
     shared = share_structure(saved, senders)
     with require_success_on_all_ranks(ranks):
         saved = unpacked(shared)
-        groups_of = param_groups()
-        # The first rank sends over the data ranks alone.
-        if from_first:
-            refuse_forms(handles, f"{what} with rank0_only")
-            refuse_experts(handles, what)
-        require_module(model, "optim_state_dict_to_load")
         for state in units:
-            require_between_steps(state, "optim_state_dict_to_load")
+            require_between_steps(state, what)
         own = [each for mine in groups_of for each in originals(mine)]
         groups = name_parameters(model, own, given)
         sizes = list(map(len, groups_of))
-        saved = state_by_name(saved, model, groups, own, "optim_state_dict_to_load")
+        saved = state_by_name(saved, model, groups, own, what)
         for mine, each in zip(_split(groups, sizes), elementwise, strict=True):
             _require_shapes(chain(*mine), saved, elementwise=each)
-        # Refuse here, before the loop below gathers or broadcasts the first tensor.
+        # Before the first tensor is gathered or broadcast.
         require_own_parts(list(chain(*groups)), saved, from_first=bool(senders))
     if meets:
         meet_for_state(units, what, replicas=True)
@@ -236,19 +205,15 @@ def _own_state(
     Collective: those of ``_part``, in the same order on all ranks.
     """
     found = {}
-    # Sort by name: each tensor of the first rank is one broadcast, and the order of the
-    # parameters in the optimizers may differ between ranks.
+    # By name: the order of parameters may differ between ranks.
     for member in sorted(members, key=attrgetter("fqn")):
-        values = saved.get(member.fqn)
-        if values is None:
-            continue
+        values = saved.get(member.fqn, {})
         parts = {
             name: _part(member, name, values[name], senders) for name in sorted(values)
         }
-        # Keep the saved order of the state names, as a plain optimizer does. Skip
-        # parameters without elements on this rank: no step would update their state
-        # here, so the state would become stale.
-        if not member.is_absent:
+        # No step would update state of a parameter without elements here. In the saved
+        # order of the state names, as a plain optimizer has them.
+        if member.fqn in saved and not member.is_absent:
             found[member.fqn] = {name: parts[name] for name in values}
     return found
 
@@ -297,26 +262,16 @@ def _require_shapes(
 def _part(
     named: Named, name: str, value: Any, senders: tuple[dist.ProcessGroup, ...]
 ) -> Any:
-    """Return this rank's part of a state value; scalars are equal on all ranks.
+    """Return this rank's part of a state value, as a copy.
 
-    Collective: none; one broadcast per group of ``senders`` for a tensor with
-    dimensions.
+    Collective: one broadcast per group of ``senders`` for a tensor with dimensions;
+        else as ``whole_of_other``.
     """
-    if isinstance(value, ShardedValue):
-        value = own_part(named, value)
-    elif is_of_chunks(value):
-        value = whole_of_chunks(value, _device(named))
-    elif senders and isinstance(value, (Tensor, Described)) and value.shape:
-        # Scalars were sent with the structure; see ``unpacked``.
-        value = share_tensor(value, senders, _device(named))
-    part = part_for(named, name, value)
-    # Clone the part: a view would keep the full tensor alive, and the optimizer would
-    # write into the memory of the state dict.
+    handle = named.handle
+    device = named.parameter.device if handle is None else handle.layout.device
+    # Scalars were sent with the structure.
+    if senders and isinstance(value, (Tensor, Described)) and value.shape:
+        value = share_tensor(value, senders, device)
+    part = part_for(named, name, whole_of_other(named, value, device))
+    # A view would keep the full tensor alive, and the optimizer would write into it.
     return part.clone() if isinstance(part, Tensor) else part
-
-
-def _device(named: Named) -> torch.device:
-    """Return the device on which this rank receives a tensor of the first rank."""
-    return (
-        named.parameter.device if named.handle is None else named.handle.layout.device
-    )

@@ -22,20 +22,23 @@ from composable_fsdp.optim.flat_state import originals
 from composable_fsdp.optim.scalars import is_scalar
 from composable_fsdp.planning import walk
 from composable_fsdp.tree.meeting import meet_over
-from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
-from composable_fsdp.tree.traversal import _get_fsdp_states
+from composable_fsdp.tree.state import _FSDPState
+
+Group = dict[str, Any]
+"""An entry of an optimizer's ``param_groups``."""
+
+Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+"""An optimizer, or several optimizers over different parameters of a model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A parameter of an optimizer: name, and slot if a unit holds the parameter."""
+    """A parameter of an optimizer: name, and place if a unit holds the parameter."""
 
     fqn: str
     """Name in the plain model, or the name that the optimizer keeps."""
     parameter: torch.Tensor
-    """The sharded parameter, or the parameter itself if no unit holds the parameter."""
     ref: ParamRef | None
-    """The parameter in its unit; None if no unit holds the parameter."""
 
     @property
     def handle(self) -> FlatParamHandle | None:
@@ -54,10 +57,7 @@ class Named:
 
     @property
     def holders(self) -> range:
-        """The ranks of the shard group that hold elements of the parameter.
-
-        All ranks for a parameter without elements. Only for a parameter of a unit.
-        """
+        """The ranks of the shard group that hold elements; all if there are none."""
         assert self.ref is not None
         return self.ref.region.layout.holders(self.ref.slot)
 
@@ -66,30 +66,29 @@ class Named:
         """Whether other ranks hold elements and this rank has none to step on."""
         return is_absent(self.parameter)
 
-    def is_scalar(self, name: str, value: Any) -> bool:
-        """Return whether this rank's state ``value`` is a scalar, not element-wise."""
-        return is_scalar(name, value, self.parameter.shape)
-
-    @property
-    def speaks_for_absent(self) -> bool:
-        """Whether this rank is the first holder and another rank has no element."""
-        assert self.ref is not None
-        return self.has_absent and self.ref.region.rank == self.holders[0]
-
     @property
     def has_absent(self) -> bool:
         """Whether some rank of the shard group holds no element; equal on all ranks."""
         assert self.ref is not None
         return len(self.holders) < self.ref.region.layout.world_size
 
+    def is_scalar(self, name: str, value: Any) -> bool:
+        """Return whether this rank's state ``value`` is a scalar, not element-wise."""
+        return is_scalar(name, value, self.parameter.shape)
+
+
+def is_absent(parameter: object) -> bool:
+    """Return whether only other ranks hold elements of a unit's parameter."""
+    if not isinstance(parameter, torch.Tensor) or parameter.numel():
+        return False
+    found = find_param(parameter)
+    # A flat parameter is stepped even if this rank's shard is only padding.
+    return found is not None and found.slot.numel > 0 and found.region.flat is None
+
 
 def require_pair(model: object, optim: object, what: str) -> None:
-    """Raise TypeError unless ``model`` is a module and ``optim`` has ``param_groups``.
-
-    Raises: TypeError.
-    """
-    # Ask for the attribute and not for ``torch.optim.Optimizer``: wrappers of
-    # optimizers have ``param_groups`` but need not be subclasses.
+    """Raise TypeError unless they are a module and have ``param_groups``."""
+    # Not ``torch.optim.Optimizer``, of which wrappers need not be subclasses.
     if not isinstance(model, nn.Module) or not hasattr(optim, "param_groups"):
         raise TypeError(
             f"{what} expects a model and its optimizer, got a {type(model).__name__} "
@@ -114,13 +113,6 @@ def refuse_flats_with_forms(optim: Any, what: str) -> None:
     # Flat state is one interval of a region, and of rectangles no interval of a whole.
     places = (find_flat(p) for group in optim.param_groups for p in group["params"])
     refuse_forms(dict.fromkeys(place[0] for place in places if place), what)
-
-
-Group = dict[str, Any]
-"""An entry of an optimizer's ``param_groups``."""
-
-Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
-"""An optimizer, or several optimizers over different parameters of a model."""
 
 
 def optimizers_of(optim: object) -> list[Any]:
@@ -149,10 +141,7 @@ def groups_of(
     optim_input: Iterable[Any] | None,
     what: str,
 ) -> list[Group]:
-    """Return the parameter groups of ``optim``, or the groups in ``optim_input``.
-
-    Raises: TypeError, if ``optim`` is not None and has no ``param_groups``.
-    """
+    """Return the groups of ``optim``, or those made from ``optim_input``."""
     if optim is not None:
         require_pair(model, optim, what)
         return optim.param_groups
@@ -165,14 +154,12 @@ def groups_of(
 def given_names(optim: object) -> dict[int, str]:
     """Return the names that ``optim`` itself keeps for parameters, by ``id``."""
     names: dict[int, str] = {}
-    # torch's ``_NamedOptimizer`` and TorchRec's optimizers keep a mapping from names to
-    # parameters.
+    # torch's ``_NamedOptimizer`` and TorchRec's optimizers keep a mapping.
     for attribute in ("named_parameters", "params"):
         table = getattr(optim, attribute, None)
         if isinstance(table, Mapping):
             names.update((id(parameter), str(key)) for key, parameter in table.items())
-    # torch keeps ``param_names`` in the groups if the optimizer was made of
-    # ``named_parameters()``.
+    # Of an optimizer that was made of ``named_parameters()``.
     for group in getattr(optim, "param_groups", ()):
         pairs = zip(group["params"], group.get("param_names", ()), strict=False)
         names.update((id(parameter), name) for parameter, name in pairs)
@@ -184,13 +171,10 @@ def name_parameters(
     param_groups: Iterable[Group],
     given: Mapping[int, str] | None = None,
 ) -> list[list[Named]]:
-    """Name the parameters of each parameter group as ``model`` names them.
+    """Name the parameters of each group as ``model`` does; of flat ones the originals.
 
-    Flat parameters are replaced by their original parameters. A parameter that
-    ``model`` does not hold takes its name from ``given``; every rank holds such a
-    parameter whole. Units may be unsharded during the call.
-
-    Returns: per group, the named parameters in the optimizer's order.
+    A parameter that ``model`` does not hold takes its name from ``given``; every rank
+    holds such a parameter whole. Units may be unsharded during the call.
 
     Raises: CheckpointError, for a parameter outside ``model`` that has no name in
     ``given``, or whose name ``model`` uses for another parameter.
@@ -198,11 +182,8 @@ def name_parameters(
     """
     members_of = originals(list(param_groups))
     names = names_of(model)
-    # While a unit is unsharded, the modules hold the full parameters, and the optimizer
-    # holds the sharded parameters.
     names |= _names_behind(names, members_of)
-    # A name in ``given`` must not be a name of the model: two parameters would share a
-    # key.
+    # Two parameters of one name would share a key.
     taken = set(names.values())
     groups = []
     for g, group in enumerate(members_of):
@@ -224,12 +205,10 @@ def name_parameters(
 
 
 def _names_behind(names: Mapping[int, str], groups: Iterable[Group]) -> dict[int, str]:
-    """Return names, by ``id``, of sharded parameters that modules do not show now."""
+    """Return names, by ``id``, of sharded parameters behind full ones in modules."""
     found = (find_leaf(each) for group in groups for each in group["params"])
-    handles = {id(place[0]): place[0] for place in found if place is not None}
     behind: dict[int, str] = {}
-    for handle in handles.values():
-        # Per place: the module's parameter table, the key, and both parameters.
+    for handle in dict.fromkeys(place[0] for place in found if place is not None):
         for table, key, sharded, _ in handle.swaps:
             name = names.get(id(table.get(key)))
             if name is not None and id(sharded) not in names:
@@ -238,11 +217,9 @@ def _names_behind(names: Mapping[int, str], groups: Iterable[Group]) -> dict[int
 
 
 def names_of(model: nn.Module) -> dict[int, str]:
-    """Return the name of each parameter in the tree of ``model``, by ``id``.
+    """Return the first name of each parameter in the tree of ``model``, by ``id``.
 
-    A parameter with several names has the first. Names are those of
-    ``model.named_parameters()`` without the prefixes of wrappers. A parameter that
-    ``named_parameters()`` leaves out is named by its place in the module tree.
+    A parameter that ``named_parameters()`` leaves out is named by its place.
 
     Warns: if a name of ``named_parameters()`` differs from every place of the
     parameter.
@@ -251,8 +228,7 @@ def names_of(model: nn.Module) -> dict[int, str]:
     for name, parameter in _places(model):
         places.setdefault(id(parameter), []).append(name)
     names: dict[int, str] = {}
-    # A class may override ``named_parameters``, for example to show the parameters of a
-    # wrapped module under shorter names; the user's checkpoints then have these names.
+    # A class may override ``named_parameters``, and its checkpoints have these names.
     for name, parameter in model.named_parameters():
         names.setdefault(id(parameter), strip_wrapper(name))
     moved = [key for key, name in names.items() if name not in places.get(key, [name])]
@@ -265,7 +241,6 @@ def names_of(model: nn.Module) -> dict[int, str]:
             "keyed by the names that it gives.",
             stacklevel=2,
         )
-    # Names of ``named_parameters()`` replace the names of places.
     return {**{key: found[0] for key, found in places.items()}, **names}
 
 
@@ -277,39 +252,6 @@ def _places(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
                 yield join_name(path, name), parameter
 
 
-def is_absent(parameter: object) -> bool:
-    """Return whether only other ranks hold elements of a unit's parameter.
-
-    The optimizer of this rank keeps no state for such a parameter. A parameter inside a
-    flat parameter does not count: the flat parameter has the state.
-    """
-    if not isinstance(parameter, torch.Tensor) or parameter.numel():
-        return False
-    found = find_param(parameter)
-    if found is None:
-        return False
-    # A flat parameter is stepped even if this rank's shard is only padding.
-    return found.slot.numel > 0 and found.region.flat is None
-
-
-def units_known(model: object, optim: object) -> list[_FSDPState]:
-    """Return the units in ``model``; if that is no module, the units of ``optim``."""
-    if isinstance(model, nn.Module):
-        return _get_fsdp_states(model)
-    # ``model`` is wrong on this rank, and may be right on the other ranks. Find the
-    # units through the optimizer, so that the other ranks receive the error.
-    optims = optim if isinstance(optim, (list, tuple)) else [optim]
-    groups = [g for each in optims for g in getattr(each, "param_groups", ())]
-    parameters = [p for group in groups for p in group["params"]]
-    places = (find_leaf(p) or find_flat(p) for p in parameters)
-    handles = dict.fromkeys(place[0] for place in places if place is not None)
-    states = [_get_module_fsdp_state(handle.infos[0].module) for handle in handles]
-    units = [state for state in states if state is not None]
-    # With several groups, the order of collectives follows the model, which is not
-    # known.
-    return units if len(shard_groups(units)) == 1 else []
-
-
 def meet_for_state(
     units: Sequence[_FSDPState],
     what: str,
@@ -319,13 +261,11 @@ def meet_for_state(
 ) -> None:
     """Wait until every rank of the units calls ``what``, a function of optimizer state.
 
-    Collective: none, as ``meet``.
     Raises: DesyncError, as ``meet``.
     """
     # With and without ``rank0_only`` other collectives are sent.
     if first_only:
         details += ("rank0_only=True",)
-    # Without the name of a unit: ``units_known`` may find the units in another order.
     meet_over(units, Call(what, details=details), replicas=replicas)
 
 

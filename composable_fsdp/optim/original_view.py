@@ -1,8 +1,4 @@
-"""A view of an optimizer over flat parameters as an optimizer over the originals.
-
-For callers that read or write the state parameter by parameter, in place: access by
-name, and the native checkpoint.
-"""
+"""A view of an optimizer over flat parameters as an optimizer over the originals."""
 
 from __future__ import annotations
 
@@ -18,18 +14,16 @@ from composable_fsdp.flat.flat_parameter import FlatParamRecord, find_flat
 from composable_fsdp.naming import quoted
 from composable_fsdp.optim.flat_state import (
     Part,
+    Values,
     flatten_state,
     has_flats,
-    is_elementwise,
     originals,
-    part_of_state,
     parts_of,
     require_flattenable,
     same_scalar,
+    values_of,
 )
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
-
-Values = dict[str, Any]
 
 
 def over_originals(optim: Any) -> Any:
@@ -60,8 +54,7 @@ class OverOriginals:
         place = self.state.places.get(id(leaf))
         if place is None:
             return torch.empty(leaf.shape, dtype=dtype, device=leaf.device)
-        # Allocate the flat parameter's state once and return views of that tensor:
-        # ``load_state_dict`` finds the views and takes the flat state without a copy.
+        # Views of one tensor, which ``load_state_dict`` then takes without a copy.
         flat, part = place
         made = self._made.setdefault(flat.parameter, {})
         if name not in made:
@@ -73,8 +66,7 @@ class OverOriginals:
         install_optimizer_hooks(self.optim)
         groups, present = self.optim.param_groups, dict(self.optim.state)
         for parameter, made in self._made.items():
-            # Include the tensors of ``new_state``, which the optimizer does not have
-            # yet.
+            # The optimizer does not have the tensors of ``new_state`` yet.
             present[parameter] = {**present.get(parameter, {}), **made}
         flat = flatten_state(groups, given, present)
         self.optim.load_state_dict(flat)
@@ -87,14 +79,13 @@ class OverOriginals:
         parameter: Any = leaf if place is None else place[0].parameter
         keep_given(self._given.get(parameter, {}), self.optim.state[parameter])
 
-    def require_joinable(self, values_of: Callable[[nn.Parameter], Values]) -> None:
+    def require_joinable(self, given: Callable[[nn.Parameter], Values]) -> None:
         """Refuse values that ``load_state_dict`` would refuse, before they are read.
 
-        ``values_of`` returns the state of an original, with ``Ellipsis`` for
-        element-wise tensors. Raises: CheckpointError, as ``require_flattenable``.
+        ``given`` returns an original's state, as ``require_flattenable`` takes it.
         """
         for _, parts in self.flats:
-            require_flattenable(parts, [values_of(part.leaf) for part in parts])
+            require_flattenable(parts, [given(part.leaf) for part in parts])
 
 
 class _States:
@@ -129,14 +120,12 @@ class _PartState(Values):
     """The state of an original; assignments write into the flat parameter's state."""
 
     def __init__(self, whole: Values, flat: FlatParamRecord, part: Part) -> None:
-        super().__init__(
-            {name: part_of_state(part, flat, name, v) for name, v in whole.items()}
-        )
+        super().__init__(values_of(part, flat, whole))
         self._whole, self._flat, self._part = whole, flat, part
 
     def __setitem__(self, name: str, value: Any) -> None:
         part, whole = self._part, self._whole
-        if not is_elementwise(part, name, value):
+        if not part.is_elementwise(name, value):
             # All originals of a flat parameter share this scalar.
             if name in whole and not same_scalar(whole[name], value):
                 raise CheckpointError(
@@ -157,8 +146,7 @@ class _PartState(Values):
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Assign each value."""
-        # ``dict.update`` would not call ``__setitem__`` and so not write into the flat
-        # state.
+        # ``dict.update`` would not call ``__setitem__``.
         for name, value in Values(*args, **kwargs).items():
             self[name] = value
 

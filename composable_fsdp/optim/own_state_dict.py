@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.optim.flat_state import originals, unflatten_state
-from composable_fsdp.optim.flat_state_dict import per_original
 from composable_fsdp.optim.keys import state_by_name
 from composable_fsdp.optim.names import (
     Group,
@@ -25,26 +24,27 @@ from composable_fsdp.planning.dtensors import is_dtensor
 from composable_fsdp.state_dict.sharded import ShardedValue
 
 wants_parts: ContextVar[bool] = ContextVar("wants_parts", default=False)
-"""True while this package calls ``optim.state_dict()`` and wants plain tensors."""
+"""True, in this thread, while the package calls ``optim.state_dict()``."""
 
 
 def local_state_dict(optim: torch.optim.Optimizer) -> dict[str, Any]:
     """Return ``optim.state_dict()`` per original, with plain tensors of this rank."""
-    # ``wants_parts`` is a context variable, so that only the call in this thread gets
-    # plain tensors.
     token = wants_parts.set(True)
     try:
-        found = unflatten_state(optim.param_groups, _plain(optim, optim.state_dict()))
+        found = optim.state_dict()
     finally:
         wants_parts.reset(token)
-    # An earlier load may have left state of a parameter without elements on this rank.
-    # No step has updated that state, so leave it out.
-    state, number = dict(found["state"]), 0
-    for group in originals(optim.param_groups):
-        for parameter in group["params"]:
-            if is_absent(parameter) and is_empty(state.get(number, {})):
-                state.pop(number, None)
-            number += 1
+    plain = {
+        key: plain_values(optim, values) if isinstance(values, dict) else values
+        for key, values in found["state"].items()
+    }
+    found = unflatten_state(optim.param_groups, {**found, "state": plain})
+    # State that an earlier load left of a parameter without elements is stale.
+    state = dict(found["state"])
+    parameters = [p for g in originals(optim.param_groups) for p in g["params"]]
+    for number, parameter in enumerate(parameters):
+        if is_absent(parameter) and is_empty(state.get(number, {})):
+            state.pop(number, None)
     return {**found, "state": state}
 
 
@@ -56,15 +56,6 @@ def is_empty(values: Any) -> bool:
     )
 
 
-def _plain(optim: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return the state dict with wrapper tensors replaced by plain tensors."""
-    state = {
-        key: plain_values(optim, values) if isinstance(values, dict) else values
-        for key, values in state_dict["state"].items()
-    }
-    return {**state_dict, "state": state}
-
-
 def plain_values(
     optim: torch.optim.Optimizer, values: dict[str, Any]
 ) -> dict[str, Any]:
@@ -72,7 +63,6 @@ def plain_values(
 
     Raises: CheckpointError, for a wrapper tensor that cannot be converted.
     """
-    # A wrapper tensor has no storage; reading the memory would crash.
     if not any(map(is_wrapper, values.values())):
         return values
     return {
@@ -91,8 +81,7 @@ def is_wrapper(value: Any) -> bool:
 
 def _dequantised(optim: torch.optim.Optimizer, name: str, value: Any) -> Tensor:
     """Return ``value.dequantize()``, or raise CheckpointError without that method."""
-    # ``Tensor.dequantize`` does not work on wrappers, so the class has to define the
-    # method.
+    # ``Tensor.dequantize`` reads memory, which wrappers do not have.
     if type(value).dequantize is not Tensor.dequantize:
         plain: Tensor = value.dequantize()
         if type(plain) is Tensor and plain.shape == value.shape:
@@ -108,18 +97,15 @@ def _dequantised(optim: torch.optim.Optimizer, name: str, value: Any) -> Tensor:
 
 def unwrapped(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return the state dict with every sharded value replaced by ``local``."""
-    return {
-        **state_dict,
-        "state": {
-            key: {
+    state = {}
+    for key, values in state_dict["state"].items():
+        state[key] = values
+        if isinstance(values, dict):
+            state[key] = {
                 name: value.local if isinstance(value, ShardedValue) else value
                 for name, value in values.items()
             }
-            if isinstance(values, dict)
-            else values
-            for key, values in state_dict["state"].items()
-        },
-    }
+    return {**state_dict, "state": state}
 
 
 def joined_state(
@@ -139,8 +125,8 @@ def joined_state(
     for optim, saved in zip(optims, given, strict=True):
         groups = originals(optim.param_groups)
         names = name_parameters(model, groups, given_names(optim))
-        # Convert flat parameters first, because they have no names.
-        saved = per_original(optim, saved)
+        # First per original, because flat parameters have no names.
+        saved = unflatten_state(optim.param_groups, saved)
         saved = unwrapped(state_by_name(saved, model, names, groups, what))
         members += names
         own += groups

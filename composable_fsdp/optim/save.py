@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from composable_fsdp.access.gather import gather_flat_values
+from composable_fsdp.access.gather import gather_flat_values, whole_in
 from composable_fsdp.access.other_parts import require_all_data
 from composable_fsdp.comm.consensus import raise_on_all_ranks
 from composable_fsdp.config import (
@@ -22,11 +22,7 @@ from composable_fsdp.config import (
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_ref import ParamRef
-from composable_fsdp.optim.experts import (
-    refuse_experts,
-    with_all_experts,
-    with_expert_names,
-)
+from composable_fsdp.optim.experts import with_all_experts, with_expert_names
 from composable_fsdp.optim.keys import aligned_groups
 from composable_fsdp.optim.names import (
     Group,
@@ -35,17 +31,19 @@ from composable_fsdp.optim.names import (
     meet_for_state,
     require_pairs,
     shard_groups,
-    units_known,
 )
 from composable_fsdp.optim.own_state_dict import joined_state, local_state_dict
 from composable_fsdp.optim.sharded import as_sharded
 from composable_fsdp.optim.state_exchange import require_same_state
 from composable_fsdp.optim.step_checks import require_elementwise
 from composable_fsdp.runtime.recover import require_between_steps
+from composable_fsdp.state_dict.other_experts import refuse_experts
 from composable_fsdp.state_dict.settings import get_state_dict_type
 from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.tree.root import outermost
 from composable_fsdp.tree.traversal import _get_fsdp_states
+
+_WHAT = "optim_state_dict"
 
 
 def optim_state_dict(
@@ -88,33 +86,24 @@ def optim_state_dict(
     ``unshard_params``; TypeError, if ``model``, ``optim`` or the number of state dicts
     is wrong.
     """
-    # If ``model`` is no module on this rank, the units of ``optim`` are used: the error
-    # below must still reach the other ranks.
-    units = units_known(model, optim)
-    settings = units[0].settings.state_dict if units else FULL_BY_DEFAULT
+    optims = require_pairs(model, optim, "optim_state_dict")
+    units = _get_fsdp_states(model)
+    # Raises if units differ in their settings.
+    settings = get_state_dict_type(model) if units else FULL_BY_DEFAULT
     is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
     config = settings.optim_state_dict_config
     first_only = isinstance(config, FullOptimStateDictConfig) and config.rank0_only
+    for each in optims:
+        require_elementwise(each)
+    if first_only:
+        refuse_experts((unit.handle for unit in units), f"{_WHAT} with rank0_only")
     # Each rank's own shards are local, and may be asked for by a rank alone.
     if not is_local:
         kind = settings.state_dict_type.name
-        meet_for_state(units, "optim_state_dict", kind, first_only=first_only)
-    # Local state needs no collective, so no other rank waits for this rank's error.
-    with raise_on_all_ranks([] if is_local else shard_groups(units)):
-        optims = require_pairs(model, optim, "optim_state_dict")
-        for each in optims:
-            require_elementwise(each)
-        if units:
-            # This call is only a check: the function raises if units differ in their
-            # settings.
-            get_state_dict_type(model)
-        if first_only:
-            refuse_experts((unit.handle for unit in units), "optim_state_dict")
-        if not is_local:
-            for unit in units:
-                top = outermost(unit).handle
-                require_all_data(unit.handle, top, "optim_state_dict")
-        given = _given(optims, optim_state_dict)
+        meet_for_state(units, _WHAT, kind, first_only=first_only)
+        for unit in units:
+            require_all_data(unit.handle, outermost(unit).handle, _WHAT)
+    given = _given(optims, optim_state_dict)
     to_cpu = config.offload_to_cpu
     if settings.state_dict_type is StateDictType.FULL_STATE_DICT:
         return full_state(model, optims, given, first_only=first_only, to_cpu=to_cpu)
@@ -122,10 +111,7 @@ def optim_state_dict(
 
 
 def _given(optims: list[torch.optim.Optimizer], given: Any) -> list[dict[str, Any]]:
-    """Return a state dict per optimizer: the given ones, or the current ones.
-
-    Raises: TypeError, if the numbers of state dicts and of optimizers differ.
-    """
+    """Return a state dict per optimizer: the given ones, or the current ones."""
     if given is None:
         return [local_state_dict(each) for each in optims]
     found = list(given) if isinstance(given, (list, tuple)) else [given]
@@ -145,32 +131,28 @@ def full_state(
     first_only: bool,
     to_cpu: bool,
 ) -> dict[str, Any]:
-    """Return full state, whatever state dict type is set; see ``optim_state_dict``.
+    """Return full state, whatever state dict type is set.
 
-    Collective: as ``optim_state_dict`` for the full type; all ranks must call.
-    Raises: as ``optim_state_dict``.
+    Collective, Raises: as ``optim_state_dict`` for the full type.
     """
     units = _get_fsdp_states(model)
     members, options, states = _agreed(model, optims, given)
     # A rank that returns {} still takes part in all collectives.
     wanted = not (first_only and units and not units[0].handle.groups.is_first)
     result: dict[str, dict[str, Any]] = {}
+    by_handle: dict[int, list[tuple[Named, dict[str, Any]]]] = {}
     for named, values in zip(members, states, strict=True):
         if values and wanted:
             result[named.fqn] = {
-                # Keep the shards of sharded parameters as placeholders, without a copy:
-                # ``_gather`` replaces each of them by the full tensor.
+                # Shards of sharded parameters hold the places of the full tensors.
                 k: v if named.is_cut and not named.is_scalar(k, v) else _copy(v, to_cpu)
                 for k, v in values.items()
             }
-    by_handle: dict[int, list[tuple[Named, dict[str, Any]]]] = {}
-    # Sort by name: the order of the collectives follows this order, and the order of
-    # the parameters in the optimizer may differ between ranks.
-    pairs = zip(members, states, strict=True)
-    for named, values in sorted(pairs, key=lambda pair: pair[0].fqn):
         if named.is_cut:
             by_handle.setdefault(id(named.handle), []).append((named, values))
-    for found in by_handle.values():
+    # By name: the order of the parameters in the optimizer may differ between ranks.
+    units_found = [sorted(f, key=lambda pair: pair[0].fqn) for f in by_handle.values()]
+    for found in sorted(units_found, key=lambda each: each[0][0].fqn):
         _gather(found, result, first_only=first_only, to_cpu=to_cpu)
     saved = {"state": result, "param_groups": options} if wanted else {}
     handles = [unit.handle for unit in units]
@@ -188,12 +170,10 @@ def sharded_state(
     """Return the state as copies in sharded values, whatever state dict type is set.
 
     Collective: one exchange of state names per shard group; none if ``alone``.
-    Raises: as ``optim_state_dict``.
     """
     members, options, states = _agreed(model, optims, given, alone=alone)
     result = {
         named.fqn: {
-            # Copy the value, so that the next step does not change the returned state.
             key: as_sharded(named, _copy(value, to_cpu))
             for key, value in values.items()
         }
@@ -204,8 +184,7 @@ def sharded_state(
     if alone:
         for value in (v for values in result.values() for v in values.values()):
             if isinstance(value, ShardedValue):
-                # Ranks without elements of a parameter lack its entry: ``full_tensor``
-                # raises instead of waiting for those ranks.
+                # ``full_tensor`` would wait for ranks that lack the entry.
                 value.home = None
         return saved
     handles = [unit.handle for unit in _get_fsdp_states(model)]
@@ -230,12 +209,10 @@ def _agreed(
         groups, joined, own = joined_state(model, optims, given, "optim_state_dict")
     members = [named for group_members in groups for named in group_members]
     # In the order of the model, which is that of every rank: a loop over the result may
-    # call ``full_tensor()``. The order of an optimizer's parameters may differ.
+    # call ``full_tensor()``.
     place = {id(parameter): n for n, parameter in enumerate(model.parameters())}
     members.sort(key=lambda named: place.get(id(named.parameter), len(place)))
     states: list[dict[str, Any]] = [joined["state"].get(m.fqn, {}) for m in members]
-    # This call also fills in the state of parameters without elements on this rank, so
-    # that every rank gathers the same state names.
     if not alone:
         require_same_state(members, states, units)
     options = aligned_groups(groups, joined, own)
@@ -276,17 +253,15 @@ def _gather(
     # Sorted, because every rank must gather the names in the same order.
     for name in sorted(by_name):
         found = by_name[name]
+        # The shards have no name here, so that they are free before the next are made.
         fulls = gather_flat_values(
             handle, _shards_of(handle, found), first_only=first_only
         )
         # With ``first_only`` the other ranks have sent their shards and need no result.
         for fqn, ref, _ in found if fulls and result else ():
-            slot, full = ref.slot, fulls[handle.layout.regions.index(ref.region)]
-            part = full[slot.offset : slot.offset + slot.numel].view(slot.shape)
-            # All ranks of tensor parallelism that have the first place here join parts.
-            part = ref.form.whole(part)
-            # Copy the part: a view would keep the whole buffer alive.
-            result[fqn][name] = _copy(part, to_cpu)
+            full = fulls[handle.layout.regions.index(ref.region)]
+            # A copy: a view would keep the whole buffer alive.
+            result[fqn][name] = _copy(whole_in(ref, full), to_cpu)
 
 
 def _shards_of(
@@ -294,8 +269,6 @@ def _shards_of(
 ) -> list[Tensor]:
     """Return per region ``(shard_numel,)`` with the values; empty without any."""
     shards = []
-    # An optimizer keeps a tensor per parameter. A flat buffer per region lets a single
-    # collective gather all of them.
     for region in handle.layout.regions:
         here = [(ref, value) for _, ref, value in found if ref.region is region]
         # The dtype of the state may differ from the dtype of the parameters.

@@ -18,35 +18,32 @@ from composable_fsdp.state_dict.parts import mismatch, sharded_value
 from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.tree.state import _get_module_fsdp_state
 
+_FULL = StateDictType.FULL_STATE_DICT
+
 
 def as_sharded(named: Named, value: Any) -> Any:
     """Return this rank's ``value`` as a ``ShardedValue``; scalars stay as they are."""
-    ref = named.ref
-    if ref is None:
+    # Of a parameter that this rank holds whole, state may have any shape.
+    if (
+        named.ref is None
+        or not isinstance(value, Tensor)
+        or value.shape != named.parameter.shape
+    ):
         return value
-    if not isinstance(value, Tensor) or value.shape != named.parameter.shape:
-        # A scalar, or state that is not element-wise of a parameter that this rank
-        # holds whole.
-        return value
-    return sharded_value(ref, value)
+    return sharded_value(named.ref, value)
 
 
 def mark_partial(handle: FlatParamHandle, values: dict[str, Any], name: str) -> None:
-    """Forbid pickling of sharded values if the unit's state dict type is full."""
+    """Forbid pickling of sharded values if the unit's state dict type is full.
+
+    Frameworks write the ``optimizer.state_dict()`` of the first rank to a file.
+    """
     unit = _get_module_fsdp_state(handle.layout.owners[0])
     if unit is None or unit.settings.state_dict.state_dict_type is not _FULL:
         return
-    # ``optimizer.state_dict()`` shows sharded values for every state dict type, and
-    # frameworks write the state dict of the first rank to a file. Without an error,
-    # such a file would lose the parts of the other ranks.
     for key, value in values.items():
-        if isinstance(value, ShardedValue) and (
-            value.world_size > 1 or value.within is not None
-        ):
+        if isinstance(value, ShardedValue) and value.is_partial:
             value.not_alone = f"state {key!r} of {name}"
-
-
-_FULL = StateDictType.FULL_STATE_DICT
 
 
 def require_own_parts(
@@ -76,58 +73,38 @@ _FROM_FIRST = (
 def _is_gathered(named: Named, value: ShardedValue) -> bool:
     """Return whether ranks can gather a sharded value of another plan."""
     known = value.home is not None and value.home.group is not None
-    return tuple(value.shape) == named.shape and (
-        known or (value.world_size == 1 and value.within is None)
-    )
-
-
-def own_part(named: Named, value: ShardedValue) -> Tensor:
-    """Return this rank's part of a value that ``require_own_parts`` accepted; no copy.
-
-    Collective: none for a value of the same plan; else as ``ShardedValue.full_tensor``.
-    """
-    if not _mismatch(named, value):
-        return value.local
-    # All ranks gather here or no rank does, because the plan of a value is equal on all
-    # ranks.
-    whole = value.full_tensor()
-    return whole if named.ref is None else named.ref.part_of(whole)
-
-
-def is_of_chunks(value: object) -> bool:
-    """Return whether ``value`` is a ``ShardedTensor`` of torch."""
-    return type(value).__name__ == "ShardedTensor" and hasattr(value, "local_shards")
-
-
-def whole_of_chunks(value: Any, device: torch.device) -> Tensor:
-    """Return the whole of a ``ShardedTensor`` of torch, on every rank of its group.
-
-    Collective: an all-reduce of the whole over the group.
-    """
-    whole = torch.zeros(value.shape, dtype=value.dtype, device=device)
-    for shard in value.local_shards():
-        place = whole
-        for dim, (at, size) in enumerate(
-            zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes, strict=True)
-        ):
-            place = place.narrow(dim, at, size)
-        place.copy_(shard.tensor)
-    collectives.all_reduce(whole, value._process_group)
-    return whole
+    return tuple(value.shape) == named.shape and (known or not value.is_partial)
 
 
 def _mismatch(named: Named, value: ShardedValue) -> str:
     """Return why ``value`` is not this rank's part; empty if the value is."""
-    ref = named.ref
-    if ref is None:
+    if named.ref is None:
         return "expected a whole tensor, because the parameter is not sharded."
-    return mismatch(ref, value)
+    return mismatch(named.ref, value)
+
+
+def whole_of_other(named: Named, value: Any, device: torch.device) -> Any:
+    """Return the whole of a value that is cut in another way; other values unchanged.
+
+    Collective: for a ``ShardedValue`` of another plan as ``full_tensor``, for torch's
+        ``ShardedTensor`` an all-reduce of the whole over its group.
+    """
+    if isinstance(value, ShardedValue):
+        # The plan of a value is equal on all ranks, and so all gather or none.
+        return value.full_tensor() if _mismatch(named, value) else value
+    if type(value).__name__ != "ShardedTensor" or not hasattr(value, "local_shards"):
+        return value
+    whole = torch.zeros(value.shape, dtype=value.dtype, device=device)
+    for shard in value.local_shards():
+        at, sizes = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+        box = tuple(slice(a, a + size) for a, size in zip(at, sizes, strict=True))
+        whole[box].copy_(shard.tensor)
+    collectives.all_reduce(whole, value._process_group)
+    return whole
 
 
 def part_for(named: Named, key: str, value: Any) -> Any:
-    """Return this rank's part of a sharded value, a full tensor or a part.
-
-    Returns: a tensor in the shape of the sharded parameter, or a scalar; no copy.
+    """Return this rank's part of a sharded value, a full tensor or a part; no copy.
 
     Raises: CheckpointError, for a sharded value of another plan or another shape.
     """
@@ -140,8 +117,7 @@ def part_for(named: Named, key: str, value: Any) -> Any:
         return value.local
     if is_scalar(key, value, named.shape):
         return value
-    # Compare with this rank's shape first: if both shapes are equal, this rank holds
-    # the whole parameter, and no cut is needed.
+    # First this rank's shape: if both are equal, this rank holds the whole parameter.
     if value.shape == named.parameter.shape:
         return value
     if tuple(value.shape) == named.shape:

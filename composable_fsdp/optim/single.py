@@ -9,17 +9,11 @@ from torch import Tensor, nn
 
 from composable_fsdp.access.gather import gather_slot
 from composable_fsdp.access.single import closest_names, find_parameter, unit_of
-from composable_fsdp.comm.consensus import raise_on_all_ranks
 from composable_fsdp.errors import CheckpointError, CompositionError
 from composable_fsdp.flat.param_ref import ParamRef
 from composable_fsdp.naming import quoted
 from composable_fsdp.optim.flat_state import originals
-from composable_fsdp.optim.names import (
-    Named,
-    meet_for_state,
-    require_pair,
-    shard_groups,
-)
+from composable_fsdp.optim.names import Named, meet_for_state, require_pair
 from composable_fsdp.optim.original_view import over_originals
 from composable_fsdp.optim.scalars import is_scalar
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
@@ -50,21 +44,16 @@ def get_full_optim_state(
     >>> get_full_optim_state(model, optim, "head.weight")["exp_avg"]
     """
     named = _find(model, optim, fqn, "get_full_optim_state")
-    values = over_originals(optim).state.get(named.parameter, {})
-    if named.ref is None:
-        return {key: _clone(value) for key, value in values.items()}
-    states = [values]
-    require_same_state([named], states)
-    (values,) = states
-    result: dict[str, Any] = {}
-    # Sort the names, because each state needs broadcasts, in the same order on all
-    # ranks.
-    for key in sorted(values):
-        value = values[key]
-        if named.is_cut and not named.is_scalar(key, value):
+    states = [over_originals(optim).state.get(named.parameter, {})]
+    if named.ref is not None:
+        require_same_state([named], states)
+    result = dict(states[0])
+    # By name, because each state needs broadcasts, in the same order on all ranks.
+    for key, value in sorted(result.items()):
+        if named.ref is not None and named.is_cut and not named.is_scalar(key, value):
             value = gather_slot(named.ref, value)
         result[key] = _clone(value)
-    return {key: result[key] for key in values}
+    return result
 
 
 @torch.no_grad()
@@ -120,7 +109,7 @@ def _part(named: Named, key: str, value: Any, before: Any) -> Any:
         scalar = named.is_scalar(key, before)
     if named.ref is not None and not scalar:
         value = named.ref.part_of(value)
-    # Keep device and dtype of existing state: optimizers keep ``step`` on the CPU.
+    # Optimizers keep ``step`` on the CPU.
     if isinstance(before, Tensor):
         value = value.to(before.device, before.dtype)
     elif not scalar:
@@ -134,29 +123,22 @@ def _find(
     fqn: str,
     what: str,
 ) -> Named:
-    """Find the parameter by name and check that ``optim`` holds the parameter.
-
-    Raises: DesyncError, CompositionError.
-    """
+    """Find the parameter by name and check that ``optim`` holds the parameter."""
+    require_pair(model, optim, what)
     found = find_parameter(model, fqn, what)
     ref = found if isinstance(found, ParamRef) else None
     named = Named(fqn, found.leaf if isinstance(found, ParamRef) else found, ref)
-    sends = what == "get_full_optim_state"
     units = [] if ref is None else [unit_of(ref)]
-    meet_for_state(units, what, repr(fqn), replicas=not sends)
-    if not sends:
-        units = []
-    with raise_on_all_ranks(shard_groups(units)):
-        require_pair(model, optim, what)
-        install_optimizer_hooks(optim)
-        require_elementwise(optim)
-        mine = {id(p) for g in originals(optim.param_groups) for p in g["params"]}
-        if id(named.parameter) not in mine:
-            raise CompositionError(
-                f"{what}: parameter {quoted(fqn)} is not in the "
-                f"{type(optim).__name__}. "
-                "Pass the optimizer that trains it."
-            )
+    # Reading sends over the shard group; writing must be the same in replicas.
+    meet_for_state(units, what, repr(fqn), replicas=what.startswith("set"))
+    install_optimizer_hooks(optim)
+    require_elementwise(optim)
+    mine = {id(p) for g in originals(optim.param_groups) for p in g["params"]}
+    if id(named.parameter) not in mine:
+        raise CompositionError(
+            f"{what}: parameter {quoted(fqn)} is not in the {type(optim).__name__}. "
+            "Pass the optimizer that trains it."
+        )
     return named
 
 

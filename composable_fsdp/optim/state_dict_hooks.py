@@ -2,8 +2,7 @@
 
 The state dict holds ``ShardedValue`` in the place of this rank's tensors; loading
 accepts ``ShardedValue``, full tensors and this rank's plain tensors. An optimizer gets
-the hooks at its first step, or before that when a function of this package or of
-``torch.distributed.checkpoint.state_dict`` is called with the optimizer.
+the hooks at its first step, or at an earlier call about it of this package or of DCP.
 """
 
 from __future__ import annotations
@@ -23,9 +22,15 @@ from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.flat.param_ref import param_ref
 from composable_fsdp.naming import quoted
-from composable_fsdp.optim.experts import refuse_torchs_full
-from composable_fsdp.optim.flat_state import flat_part, has_flats
-from composable_fsdp.optim.flat_state_dict import give_flat, take_flat, take_marks
+from composable_fsdp.optim.flat_state import (
+    BY_NAME,
+    flat_part,
+    has_flats,
+    marked,
+    sharded_state,
+    take_flat,
+    take_marks,
+)
 from composable_fsdp.optim.names import Named, refuse_flats_with_forms, shard_groups
 from composable_fsdp.optim.own_state_dict import is_empty, unwrapped, wants_parts
 from composable_fsdp.optim.save import full_state
@@ -33,6 +38,7 @@ from composable_fsdp.optim.sharded import as_sharded, mark_partial, part_for
 from composable_fsdp.optim.state_exchange import require_same_state
 from composable_fsdp.optim.step_checks import (
     cut_leaf,
+    flat_name,
     handles_of,
     steps_on_full_params,
 )
@@ -40,6 +46,7 @@ from composable_fsdp.state_dict.dcp_caller import (
     DcpRequest,
     dcp_request,
 )
+from composable_fsdp.state_dict.other_experts import refuse_experts
 from composable_fsdp.state_dict.settings import rank_0_is_first
 from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
@@ -52,61 +59,48 @@ elements, as for modules that ``composable_fsdp.fsdp2`` has sharded."""
 
 def install_optimizer_hooks(optim: object) -> None:
     """Register both hooks, if ``optim`` is torch's and holds sharded parameters."""
-    if not isinstance(optim, torch.optim.Optimizer):
-        return
-    if not hasattr(optim, "_optimizer_state_dict_post_hooks"):
-        # A wrapper that did not call ``Optimizer.__init__``. The wrapped optimizer gets
+    if not isinstance(optim, torch.optim.Optimizer) or not hasattr(
+        optim, "_optimizer_state_dict_post_hooks"
+    ):
+        # A wrapper that did not call ``Optimizer.__init__``: the wrapped optimizer gets
         # the hooks at its own step.
         return
-    parameters = [p for group in optim.param_groups for p in group["params"]]
-    # Handles and units die with the model unless held here. An optimizer that lives
-    # longer still has parts of parameters: without their handles ``state_dict()`` would
-    # show the parts as plain tensors, for a single rank to pickle as if whole.
+    handles = handles_of(optim)
+    # Held here, because they would die with the model: an optimizer that lives longer
+    # must not show its parts as plain tensors, for one rank to pickle as if whole.
     vars(optim)["_composable_fsdp_units"] = [
-        (handle, _get_module_fsdp_state(handle.layout.owners[0]))
-        for handle in handles_of(optim)
+        (handle, _get_module_fsdp_state(handle.layout.owners[0])) for handle in handles
     ]
-    if _on_state_dict in optim._optimizer_state_dict_post_hooks.values():
+    if not handles or _on_state_dict in optim._optimizer_state_dict_post_hooks.values():
         return
-    if not any(find_leaf(p) or find_flat(p) for p in parameters):
-        return
-    # torch.distributed.checkpoint takes a plain tensor for a value that every rank
-    # holds whole: the package would save a single rank's part and load that part on all
-    # ranks.
+    # DCP takes a plain tensor for a value that every rank holds whole.
     optim.register_state_dict_post_hook(_on_state_dict)
     optim.register_load_state_dict_pre_hook(_on_load_state_dict)
-    # State that was loaded before the hooks existed may hold sharded values of another
-    # optimizer's state dict.
-    take_marks(optim, optim.param_groups)
+    # State that was loaded before may hold sharded values.
+    take_marks(optim.param_groups, optim.param_groups)
     for parameter, values in optim.state.items():
-        flat = find_flat(parameter)
-        if flat is not None:
-            for key, value in values.items():
+        flat, named = find_flat(parameter), _named(parameter)
+        for key, value in values.items():
+            if flat is not None:
                 values[key] = flat_part(flat[1], key, value)
-        named = _named(parameter)
-        if named is not None:
-            for key, value in values.items():
-                if isinstance(value, ShardedValue):
-                    values[key] = part_for(named, key, value)
+            elif named is not None and isinstance(value, ShardedValue):
+                values[key] = part_for(named, key, value)
 
 
 def prepare_for_dcp(optim: object) -> bool:
     """Register both hooks, and return whether ``optim`` is in use on some rank.
 
-    Raises: CompositionError, if ``optim`` was made of full parameters.
     Collective: one exchange per shard group of the optimizer's units.
+    Raises: CompositionError, if ``optim`` was made of full parameters.
     """
     install_optimizer_hooks(optim)
     if not isinstance(optim, torch.optim.Optimizer):
         return False
-    # torch looks up the parameters by name, and does not know full parameters that
-    # modules showed when the optimizer was made.
     steps_on_full_params(optim)
     grads = (p.grad for group in optim.param_groups for p in group["params"])
     is_used = bool(optim.state) or any(grad is not None for grad in grads)
     shards = (handle.groups.shard for handle in handles_of(optim))
-    # DCP does not say whether the state is read or loaded; both exchange names first,
-    # so a rank that asks alone must not come to the exchange.
+    # A rank that asks alone must not come to the exchange.
     groups = dict.fromkeys(shard for shard in shards if shard is not None)
     meet(groups, Call("state_dict or load_state_dict of DCP", type(optim).__name__))
     for group in groups:
@@ -139,26 +133,22 @@ def _members(
 def _on_state_dict(optim: torch.optim.Optimizer, state_dict: dict[str, Any]) -> Any:
     """Return the state dict with sharded values, or in the form torch asks for.
 
-    The state of a parameter without elements on this rank is left out: state that an
-    earlier load left there is older than the state on the other ranks.
+    State of a parameter without elements on this rank is left out, because it is stale.
 
     Raises: CheckpointError, for state that is not element-wise.
     """
-    # ``local_state_dict`` of this package is calling, and needs plain tensors.
     if wants_parts.get():
         return None
     refuse_flats_with_forms(optim, "optimizer.state_dict()")
     if has_flats(optim.param_groups):
-        return give_flat(optim, state_dict)
-    # torch's functions do not say in this call that they need full tensors;
-    # ``dcp_request`` has the options of the call above.
+        return _flat(optim, state_dict)
     asked = dcp_request()
     if asked is None:
         return _own(optim, state_dict)
     if asked.full:
         return _full(optim, state_dict, asked)
-    # In a checkpoint, parameters that every rank holds whole are sharded values, too,
-    # because only for these does a load check that the file has all elements.
+    # In a checkpoint, what every rank holds whole is a sharded value, too, so that a
+    # load checks that the file has all elements.
     members = _members(optim, state_dict["param_groups"], whole=True)
     units = _get_fsdp_states(asked.model)
     with raise_on_all_ranks(shard_groups(units)):
@@ -166,11 +156,38 @@ def _on_state_dict(optim: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
     return {**state_dict, "state": _with_absent(members, state_dict, state, units)}
 
 
+def _flat(optim: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return the state dict of flat parameters with sharded values and fingerprints."""
+    _refuse_torchs_functions()
+    state = dict(state_dict["state"])
+    groups = []
+    for own, saved in zip(optim.param_groups, state_dict["param_groups"], strict=True):
+        for parameter, key in zip(own["params"], saved["params"], strict=True):
+            found = find_flat(parameter)
+            if found is not None and key in state:
+                state[key] = {
+                    k: sharded_state(found[1], v) for k, v in state[key].items()
+                }
+                mark_partial(found[0], state[key], flat_name(*found))
+        groups.append(marked(saved, own))
+    return {**state_dict, "state": state, "param_groups": groups}
+
+
+def _refuse_torchs_functions() -> None:
+    """Raise CheckpointError if a function of DCP is calling."""
+    if dcp_request() is not None:
+        raise CheckpointError(
+            "torch.distributed.checkpoint.state_dict names an optimizer's parameters "
+            "by the model's, and got an optimizer over flat parameters, which are none "
+            f"of them. {BY_NAME}"
+        )
+
+
 def _own(optim: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return the state dict that a user sees.
 
-    Collective: for parameters of ``SHOWN_ON_ALL``, if a rank lacks elements of one of
-        them, an all-gather of objects per shard group.
+    Collective: if ``SHOWN_ON_ALL`` says so and a rank lacks elements, as
+        ``require_same_state``.
     """
     members = _members(optim, state_dict["param_groups"])
     absent = [named for named in members.values() if named.has_absent]
@@ -183,8 +200,7 @@ def _own(optim: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, 
             mark_partial(named.handle, values, quoted(named.fqn))
         for value in values.values() if absent and not groups else ():
             if isinstance(value, ShardedValue):
-                # Ranks without elements of a parameter lack its entry: ``full_tensor``
-                # raises instead of waiting for those ranks.
+                # ``full_tensor`` would wait for ranks that lack the entry.
                 value.home = None
     if groups:
         state = _with_absent(members, state_dict, state)
@@ -198,7 +214,7 @@ def _all_shown(members: dict[Any, Named], given: dict[Any, Any]) -> dict[Any, An
         if named.is_absent and is_empty(state.get(key, {})):
             state.pop(key, None)
         elif key in state:
-            state[key] = _shown_values(named, state[key])
+            state[key] = _shown(named, state[key])
     return state
 
 
@@ -207,7 +223,6 @@ def _groups_that_show(
 ) -> list[dist.ProcessGroup]:
     """Return the groups whose ranks exchange state that some of them lack.
 
-    Collective: none; waits until all ranks of the groups call (``meet``).
     Raises: DesyncError, as ``meet``.
     """
     # Equal on all ranks: the plan says which parameters a rank lacks, and all ranks
@@ -236,35 +251,30 @@ def _with_absent(
     require_same_state(list(cut.values()), states, units)
     for (key, named), values in zip(cut.items(), states, strict=True):
         if named.is_absent and values:
-            state[key] = _shown_values(named, values)
+            state[key] = _shown(named, values)
     # In the order of the parameters, so that ranks which loop over the state call
     # ``full_tensor`` in the same order.
     return {key: state[key] for key in (*members, *state) if key in state}
 
 
-def _shown_values(named: Named, values: dict[str, Any]) -> dict[str, Any]:
-    return {name: _shown(named, name, value) for name, value in values.items()}
-
-
-def _shown(named: Named, name: str, value: Any) -> Any:
-    """Return a state value as a ``ShardedValue``; scalars stay as they are.
+def _shown(named: Named, values: dict[str, Any]) -> dict[str, Any]:
+    """Return state with tensors as ``ShardedValue``; scalars stay as they are.
 
     Raises: CheckpointError, for a tensor of a sharded parameter in another shape.
     """
-    if isinstance(value, Tensor) and value.shape == named.parameter.shape:
-        return as_sharded(named, value)
-    if not named.is_cut:
-        return value
-    tensors = [v for v in _pytree.tree_leaves(value) if isinstance(v, Tensor)]
-    if not any(tensor.ndim for tensor in tensors):
-        return value
-    raise CheckpointError(
-        f"optim.state_dict() was called with state {name!r} of {named.fqn!r}; expected "
-        f"scalars and tensors of this rank's shard, {tuple(named.parameter.shape)}, "
-        f"got {[tuple(tensor.shape) for tensor in tensors]}. State that is not "
-        "element-wise cannot be put together from shards: use an element-wise "
-        "optimizer, and make it hold state only after fully_shard."
-    )
+    shape = named.parameter.shape
+    for name, value in values.items() if named.is_cut else ():
+        leaves = _pytree.tree_leaves(value)
+        shapes = [tuple(v.shape) for v in leaves if isinstance(v, Tensor)]
+        if any(shapes) and not (isinstance(value, Tensor) and value.shape == shape):
+            raise CheckpointError(
+                f"optim.state_dict() was called with state {name!r} of {named.fqn!r}; "
+                "expected scalars and tensors of this rank's shard, "
+                f"{tuple(shape)}, got {shapes}. State that is not "
+                "element-wise cannot be put together from shards: use an element-wise "
+                "optimizer, and make it hold state only after fully_shard."
+            )
+    return {name: as_sharded(named, value) for name, value in values.items()}
 
 
 def _full(
@@ -273,15 +283,16 @@ def _full(
     """Return full state under the optimizer's own keys.
 
     If the request puts the state on the CPU and rank 0 is first in the shard group, the
-    other ranks return no state. Collective: as ``full_state``.
-    Raises: CompositionError, on all ranks, for experts of this rank alone.
+    other ranks return no state.
+
+    Collective, Raises: as ``full_state``; CompositionError, for experts of this rank.
     """
-    handles = [
-        named.handle for named in _members(optim, given["param_groups"]).values()
-    ]
+    # Units of which this rank holds parts, in the optimizer's order.
+    members = _members(optim, given["param_groups"]).values()
+    handles = [named.handle for named in members if named.handle is not None]
     # The keys are this optimizer's, which has none for the experts of other ranks.
-    refuse_torchs_full(handle for handle in handles if handle is not None)
-    first_only = asked.to_cpu and all(h and rank_0_is_first(h.groups) for h in handles)
+    refuse_experts(handles, "get_optimizer_state_dict with full_state_dict=True")
+    first_only = asked.to_cpu and all(rank_0_is_first(h.groups) for h in handles)
     full = full_state(
         asked.model, [optim], [given], first_only=first_only, to_cpu=asked.to_cpu
     )
@@ -303,20 +314,20 @@ def _on_load_state_dict(
 ) -> Any:
     """Return this rank's part of the given state dict, ready to load.
 
-    Raises: CheckpointError, for sharded values of another plan, before anything is
-    loaded.
+    Raises: CheckpointError, for sharded values of another plan.
     """
     refuse_flats_with_forms(optim, "optimizer.load_state_dict()")
-    state_dict = take_flat(optim, state_dict)
+    if has_flats(optim.param_groups):
+        _refuse_torchs_functions()
+    state_dict = take_flat(optim.param_groups, state_dict)
     members = _members(optim, state_dict["param_groups"], whole=True)
     state = {
         key: _parts(members[key], values) if key in members else values
         for key, values in state_dict["state"].items()
     }
     for key, named in members.items():
-        # Ranks without elements save no state, but some optimizers create state in
-        # their constructor and need the entry: keep the current entry. State from
-        # before sharding has the full shape and is dropped.
+        # Ranks without elements save no state, but optimizers that create state in
+        # their constructor need the entry. State from before sharding is dropped.
         own = optim.state.get(named.parameter)
         if key not in state and named.is_absent and own is not None and is_empty(own):
             state[key] = own

@@ -1,8 +1,7 @@
 """Compare the optimizer state of all ranks before the state is gathered.
 
-An optimizer keeps no state for a parameter without elements on its rank, because there
-is no gradient to step on. The first rank that holds elements describes the state, and
-ranks without elements take the description in the place of their own state::
+An optimizer keeps no state for a parameter without elements on its rank. The first rank
+that holds elements describes the state for those ranks::
 
     rank 0   bias [0, 2) of 3   exp_avg, step 7   says: exp_avg is float32, step is 7
     rank 1   bias [2, 3)        exp_avg, step 7   has to have the same names
@@ -14,7 +13,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Sequence
 from itertools import zip_longest
-from operator import itemgetter
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -44,9 +43,14 @@ class _Number(NamedTuple):
     is_on_cpu: bool
 
 
-Entry = tuple[str, list[str], dict[str, Any]]
-"""A parameter's name, the sorted names of its state tensors, and the description of its
-state for ranks without elements (empty if not needed)."""
+class _Entry(NamedTuple):
+    """What a rank says of a parameter."""
+
+    fqn: str
+    keys: list[str]
+    """The sorted names of its element-wise states."""
+    described: Values
+    """The state for ranks without elements; empty if there are none."""
 
 
 def require_same_state(
@@ -57,45 +61,42 @@ def require_same_state(
     """Check on all ranks that state can be gathered; complete ``states``.
 
     Collective: one all-gather of objects per shard group; all its ranks must call.
-    Raises: CheckpointError, for state that is not element-wise on some rank, and the
-    error of a rank in ``raise_on_all_ranks``; DesyncError, if ranks have different
-    state names. All on all ranks of the group.
+    Raises, on all ranks of the group: CheckpointError, for state that is not
+    element-wise on some rank, and the error of a rank in ``raise_on_all_ranks``;
+    DesyncError, if ranks have different state names.
     """
-    # A rank that raised alone, or that has nothing to send, would leave the other ranks
-    # waiting. So find the problem first, send it with the entries, and raise later.
+    # Sent with the entries and raised later, because the other ranks wait.
     misfits = [_misfit(n, values) for n, values in zip(members, states, strict=True)]
     problem = next(filter(None, misfits), None)
-    # Insert the groups of ``units`` first: all ranks must use the groups in the same
-    # order, and must use a group even if this rank has no parameter to describe there.
+    # The groups of ``units`` first, in an order equal on all ranks, also without a
+    # parameter to describe.
     cut: dict[dist.ProcessGroup, list[int]]
     cut = {group: [] for group in shard_groups(units)}
     # By name: the order of the parameters in the optimizer may differ between ranks.
     for i, named in sorted(enumerate(members), key=lambda pair: pair[1].fqn):
         if named.handle is not None and named.handle.groups.shard is not None:
             cut.setdefault(named.handle.groups.shard, []).append(i)
-    # Complete all exchanges before any error is raised: a rank that raised after the
-    # first would be missing in the next.
-    told = []
-    for group, indices in cut.items():
-        mine = [_entry(members[i], states[i]) for i in indices]
-        told.append((indices, exchange(problem, mine, group)))
+    # All exchanges before any error: a rank that raised would be missing in the next.
+    told = [
+        # Plain tuples, because the name of a class takes more bytes than the entry.
+        exchange(problem, [(*_entry(members[i], states[i]),) for i in indices], group)
+        for group, indices in cut.items()
+    ]
     if problem is not None:
         raise problem
-    for _, outcomes in told:
+    for outcomes in told:
         failure = first_failure(each.failure for each in outcomes)
         if failure is not None:
             raise failure.rebuilt()
-    for indices, outcomes in told:
-        answers = [each.value for each in outcomes]
-        _take([members[i] for i in indices], states, indices, answers)
+    for indices, outcomes in zip(cut.values(), told, strict=True):
+        answers = [[_Entry(*entry) for entry in each.value] for each in outcomes]
+        _take(members, states, indices, answers)
 
 
 def _misfit(named: Named, values: Values) -> CheckpointError | None:
     """Return an error for state that is not element-wise; None without such state."""
-    if not named.is_cut:
-        return None
-    for key, value in values.items():
-        shape = named.parameter.shape
+    shape = named.parameter.shape
+    for key, value in values.items() if named.is_cut else ():
         if not named.is_scalar(key, value) and value.shape != shape:
             return CheckpointError(
                 f"Optimizer state {key!r} of {quoted(named.fqn)} has shape "
@@ -108,21 +109,23 @@ def _misfit(named: Named, values: Values) -> CheckpointError | None:
     return None
 
 
-def _entry(named: Named, values: Values) -> Entry:
+def _entry(named: Named, values: Values) -> _Entry:
     """Return the entry that this rank sends for a parameter."""
+    assert named.ref is not None
     keys = sorted(k for k, value in values.items() if not named.is_scalar(k, value))
-    return named.fqn, keys, _described(values) if named.speaks_for_absent else {}
+    speaks = named.has_absent and named.ref.region.rank == named.holders[0]
+    return _Entry(named.fqn, keys, _described(values) if speaks else {})
 
 
-def _described(values: Values) -> dict[str, Any]:
+def _described(values: Values) -> Values:
     """Describe the state ``values``, without elements, for ranks that hold none."""
-    described: dict[str, Any] = {}
+    described: Values = {}
     for key, value in values.items():
         if not isinstance(value, Tensor):
             try:
                 pickle.dumps(value)
             except Exception:
-                # A value that does not pickle cannot be sent; leave it out.
+                # It cannot be sent; leave it out.
                 continue
             described[key] = value
         elif value.ndim:
@@ -145,49 +148,42 @@ def _take(
     members: list[Named],
     states: list[Values],
     indices: list[int],
-    answers: list[list[Entry]],
+    answers: list[list[_Entry]],
 ) -> None:
     """Compare the entries of a group's ranks; take over states that this rank lacks.
 
     Raises: DesyncError, on all ranks of the group.
     """
-    fqns = [named.fqn for named in members]
+    own = [_entry(members[i], states[i]) for i in indices]
+    name_of = attrgetter("fqn")
     for rank, entries in enumerate(answers):
-        if [*map(itemgetter(0), entries)] != fqns:
-            own = [_entry(members[at], states[i]) for at, i in enumerate(indices)]
-            nothing: Any = ("nothing more", [])
-            pairs = zip_longest(own, entries, fillvalue=nothing)
-            mine, theirs = next(pair for pair in pairs if pair[0][0] != pair[1][0])
-            there = f"on rank {rank} of the shard group"
-            raise _differing("here", mine, there, theirs)
-    for at, (named, i) in enumerate(zip(members, indices, strict=True)):
+        if list(map(name_of, entries)) != list(map(name_of, own)):
+            pairs = zip_longest(own, entries, fillvalue=_Entry("nothing more", [], {}))
+            mine, theirs = next(pair for pair in pairs if pair[0].fqn != pair[1].fqn)
+            raise _differing("here", mine, f"on rank {rank} of the shard group", theirs)
+    for at, i in enumerate(indices):
+        named = members[i]
         assert named.ref is not None
-        # The layout, which is equal on all ranks, says which ranks hold elements.
-        # Compare only these: state of other ranks may be stale.
+        # Holders only, which the layout tells: state of other ranks may be stale.
         holders, own_rank = named.holders, named.ref.region.rank
-        keys = {rank: answers[rank][at][1] for rank in holders}
-        first = holders[0]
-        other = next((rank for rank in holders if keys[rank] != keys[first]), None)
+        said = {rank: answers[rank][at] for rank in holders}
+        here = own_rank if own_rank in said else holders[0]
+        keys = said[here].keys
+        other = next((rank for rank in holders if said[rank].keys != keys), None)
         if other is not None:
-            here = own_rank if own_rank in keys else first
-            other = next(rank for rank in holders if keys[rank] != keys[here])
-            where = {each: f"on rank {each} of the shard group" for each in holders}
-            where[own_rank] = "here"
-            pair = (named.fqn, keys[here]), (named.fqn, keys[other])
-            raise _differing(where[here], pair[0], where[other], pair[1])
-        if own_rank not in keys:
-            # The description also replaces state that an earlier load or step left on
-            # this rank.
-            described = answers[first][at][2]
+            where = "here" if here == own_rank else f"on rank {here} of the shard group"
+            there = f"on rank {other} of the shard group"
+            raise _differing(where, said[here], there, said[other])
+        if own_rank not in said:
+            # Also in place of state that an earlier load or step left here.
+            described = said[here].described
             states[i] = {k: _made(v, named.parameter) for k, v in described.items()}
 
 
-def _differing(
-    here: str, mine: Sequence[Any], there: str, theirs: Sequence[Any]
-) -> DesyncError:
+def _differing(here: str, mine: _Entry, there: str, theirs: _Entry) -> DesyncError:
     """Return the error of ranks whose optimizers hold different state."""
     return DesyncError(
-        f"Optimizer state differs over ranks: {here} {quoted(mine[0])} has {mine[1]}, "
-        f"{there} {quoted(theirs[0])} has {theirs[1]}. Build the optimizer with the "
-        "same parameters on every rank, and step all of them."
+        f"Optimizer state differs over ranks: {here} {quoted(mine.fqn)} has "
+        f"{mine.keys}, {there} {quoted(theirs.fqn)} has {theirs.keys}. Build the "
+        "optimizer with the same parameters on every rank, and step all of them."
     )

@@ -1,18 +1,16 @@
 """Pass the arguments of ``torch.distributed.checkpoint`` (DCP) functions to hooks.
 
-``get_model_state_dict`` and similar functions gather only torch's own sharded tensors.
-For other models they use the results of ``module.state_dict()`` and
-``optim.state_dict()`` unchanged: a shard in place of a requested full tensor, or the
-part of a rank for all ranks. So the functions of ``_FUNCTIONS`` are replaced by
-wrappers that keep the arguments of the running call for the hooks::
+DCP gathers only torch's own sharded tensors, and takes other results of
+``module.state_dict()`` and ``optim.state_dict()`` as they are. So wrappers keep the
+arguments of the running call for the hooks::
 
     get_model_state_dict(model, options)          torch
       -> _get_model_state_dict(model, info)       keeps the model and info's options
         -> module.state_dict() -> hook            calls dcp_request()
 
 Names checked on torch 2.13 and 2.11: the functions in ``_FUNCTIONS``, the attributes
-``full_state_dict`` and ``cpu_offload`` of ``info``, and the arguments ``no_dist``,
-``process_group``, ``fqn``, ``checkpoint_md`` and ``local_chunks``.
+``full_state_dict`` and ``cpu_offload`` of ``info``, the arguments ``no_dist`` and
+``process_group``.
 """
 
 from __future__ import annotations
@@ -26,8 +24,7 @@ from functools import partial, wraps
 from importlib.abc import MetaPathFinder
 from importlib.util import find_spec
 from inspect import signature
-from math import prod
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -56,19 +53,6 @@ class DcpRequest:
     """Copy the tensors to host memory."""
 
 
-class CheckedChunks(list[Any]):
-    """The chunks to load, with a check against the chunks of the checkpoint."""
-
-    def __init__(
-        self, chunks: Sequence[Any], check: Callable[[str, Sequence[Any]], None]
-    ) -> None:
-        super().__init__(chunks)
-        self.check = check
-        """Called with the tensor's name and the saved chunks; raises if elements are
-        missing.
-        """
-
-
 # Context variables and not globals: async_save runs DCP in another thread.
 _request: ContextVar[DcpRequest | None] = ContextVar("dcp_request", default=None)
 _is_init_step: ContextVar[bool] = ContextVar("dcp_init_step", default=False)
@@ -76,6 +60,16 @@ _saving_ranks: ContextVar[int | None] = ContextVar("dcp_saving_ranks", default=N
 
 Call = Callable[..., Any]
 """Any function."""
+
+
+def dcp_request() -> DcpRequest | None:
+    """Return the options of the running DCP call; None if no call is running."""
+    return _request.get()
+
+
+def is_state_init_step() -> bool:
+    """Return whether the running step only makes an optimizer create its state."""
+    return _is_init_step.get()
 
 
 @contextmanager
@@ -89,25 +83,32 @@ def _kept(variable: ContextVar[Any], value: Any) -> Iterator[None]:
 
 
 def _with_request(run: Call, given: dict[str, Any]) -> Any:
-    """Run a DCP function with its options in ``_request``."""
+    """Run a DCP function with its options in ``_request``.
+
+    Raises: CheckpointError, if this version of torch names them otherwise.
+    """
     info, model = given.get("info"), given.get("model")
     full = getattr(info, "full_state_dict", None)
     to_cpu = getattr(info, "cpu_offload", None)
-    readable = isinstance(full, bool) and isinstance(to_cpu, bool)
-    # None if this torch names the options differently: dcp_request then refuses to
-    # guess.
-    request = None
-    if readable and isinstance(model, nn.Module):
-        request = DcpRequest(model, bool(full), bool(to_cpu))
-    with _kept(_request, request):
+    if not (
+        isinstance(full, bool)
+        and isinstance(to_cpu, bool)
+        and isinstance(model, nn.Module)
+    ):
+        raise CheckpointError(
+            f"{_MODULE} asks for a state dict; expected its options in 'info' and "
+            "'model', which this version of torch does not have. Use "
+            "module.state_dict() under state_dict_type(...), and "
+            "optim_state_dict(model, optim)."
+        )
+    with _kept(_request, DcpRequest(model, full, to_cpu)):
         return run()
 
 
 def _with_sharded_leaves(run: Call, given: dict[str, Any]) -> Any:
     """Run a DCP function for optimizers while modules show the sharded parameters.
 
-    DCP looks for the parameters of the optimizer among those that the model shows,
-    which are others while a unit is unsharded by hand.
+    DCP looks for the optimizer's parameters among those that the model shows.
     """
     model = given.get("model")
     states = _get_fsdp_states(model) if isinstance(model, nn.Module) else []
@@ -115,8 +116,8 @@ def _with_sharded_leaves(run: Call, given: dict[str, Any]) -> Any:
     for handle in shown:
         residency.use_sharded(handle)
     try:
-        # After a load with ``assign`` the modules hold other parameters, and an
-        # optimizer made since holds those: they must be leaves before hooks look.
+        # An optimizer made after a load with ``assign`` holds parameters that the units
+        # have to adopt before hooks look.
         for state in states:
             require_between_steps(state, "state of an optimizer")
         return _with_request(run, given)
@@ -131,12 +132,9 @@ _before_optimizer: list[Callable[[object], bool]] = []
 
 
 def call_before_optimizer(callback: Callable[[object], bool]) -> None:
-    """Have DCP functions call ``callback(optim)`` before they use an optimizer.
+    """Have DCP call ``callback(optim)``, which registers hooks, before an optimizer.
 
-    ``optim`` imports this module and not the reverse, and registers the installation of
-    its state-dict hooks here: an optimizer that creates state in its constructor gets
-    no step from DCP, and may not have stepped before. ``callback`` returns whether the
-    optimizer is in use on some rank, so that DCP must not make a step.
+    ``callback`` returns whether the optimizer is in use on some rank.
     """
     _before_optimizer.append(callback)
 
@@ -161,17 +159,6 @@ def _with_saving_ranks(run: Call, given: dict[str, Any]) -> Any:
         return run()
 
 
-def _with_check(run: Call, given: dict[str, Any]) -> Any:
-    """Check the chunks to load, then run DCP's function that plans the reads.
-
-    Raises: CheckpointError, if the checkpoint lacks elements.
-    """
-    wanted = given.get("local_chunks")
-    if isinstance(wanted, CheckedChunks):
-        wanted.check(given["fqn"], given["checkpoint_md"].chunks)
-    return run()
-
-
 _FUNCTIONS: dict[str, dict[str, Call]] = {
     _MODULE: {
         "_get_model_state_dict": _with_request,
@@ -181,12 +168,9 @@ _FUNCTIONS: dict[str, dict[str, Call]] = {
         "_init_optim_state": _with_init_step,
     },
     f"{_PACKAGE}.state_dict_saver": {"_save_state_dict": _with_saving_ranks},
-    f"{_PACKAGE}.planner_helpers": {"create_read_items_for_chunk_list": _with_check},
 }
-"""Wrappers by module and function name of torch.
-
-A wrapper gets the call without arguments and a dict of the arguments by name.
-"""
+"""By module and name of torch: wrappers, called with the call without arguments and a
+dict of the arguments by name."""
 
 _waiting = dict(_FUNCTIONS)
 """Modules of ``_FUNCTIONS`` whose functions have not been replaced yet."""
@@ -194,9 +178,7 @@ _waiting = dict(_FUNCTIONS)
 
 def install() -> None:
     """Replace the functions of ``_FUNCTIONS``, now or when their module is imported."""
-    # Importing DCP takes longer than importing this package. So replace the functions
-    # of loaded modules now, and the functions of other modules when a user imports
-    # them.
+    # Importing DCP takes longer than importing this package.
     for name in list(_waiting):
         module = sys.modules.get(name)
         if module is not None:
@@ -206,9 +188,7 @@ def install() -> None:
 
 
 def _put_in_front(module: ModuleType) -> None:
-    """Replace the functions of an imported module."""
-    # If this torch lacks a function, no wrapper is installed; ``dcp_request`` refuses
-    # calls that arrive without options.
+    """Replace the functions of an imported module, of those that this torch has."""
     for name, front in _waiting.pop(module.__name__, {}).items():
         function = getattr(module, name, None)
         if function is not None:
@@ -240,8 +220,6 @@ class _Finder(MetaPathFinder):
         """Return the spec of other finders, with a loader that replaces functions."""
         if name not in _waiting or name in self.busy:
             return None
-        # importlib's find_spec asks all finders, this finder included: answer None
-        # inside.
         self.busy.add(name)
         try:
             spec = find_spec(name)
@@ -263,85 +241,15 @@ class _Finder(MetaPathFinder):
 _FINDER = _Finder()
 
 
-def dcp_request() -> DcpRequest | None:
-    """Return the options of the running DCP call; ``None`` if no DCP call is running.
-
-    Raises: CheckpointError, if a DCP call is running and its options are unknown.
-    """
-    request = _request.get()
-    if request is not None:
-        return request
-    # A DCP function without a wrapper is running. State dicts are not on the hot path,
-    # so a walk over the stack is affordable.
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == _MODULE:
-            raise CheckpointError(
-                f"{_MODULE}.{frame.f_code.co_name} asks for a state dict; expected its "
-                "options in 'info' and 'model', which this version of torch does not "
-                "have. Use module.state_dict() under state_dict_type(...), and "
-                "optim_state_dict(model, optim)."
-            )
-        frame = frame.f_back
-    return None
-
-
-def is_state_init_step() -> bool:
-    """Return whether the running step only makes an optimizer create its state."""
-    return _is_init_step.get()
-
-
-def saving_ranks() -> int:
-    """Return the number of ranks that write the checkpoint being planned."""
-    known = _saving_ranks.get()
-    if known is not None:
-        return known
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
 def chunks(boxes: Sequence[Box]) -> list[Any]:
     """Return a ``ChunkStorageMetadata`` per box."""
-    # Imported here: only DCP calls these functions, and importing DCP takes longer than
-    # importing this package.
+    # Here, because importing DCP takes longer than importing this package.
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     return [
         ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
         for box in boxes
     ]
-
-
-def chunks_to_load(boxes: Sequence[Box]) -> list[Any]:
-    """Return the chunks to load, with a check that the checkpoint covers every box."""
-    # DCP's planner reads the elements of the checkpoint and leaves the other elements
-    # unchanged.
-    return CheckedChunks(chunks(boxes), partial(_require_whole, boxes))
-
-
-def _require_whole(boxes: Sequence[Box], fqn: str, saved: Sequence[Any]) -> None:
-    """Raise CheckpointError unless the ``saved`` chunks cover the boxes."""
-    for box in boxes:
-        found = sum(_overlap(box, chunk) for chunk in saved)
-        # The chunks of a checkpoint do not overlap, so the sum counts each element
-        # once.
-        if found != box.numel:
-            raise CheckpointError(
-                f"{fqn!r} is not whole in the checkpoint: of the box at "
-                f"{box.offsets} of size {box.sizes} it has {found} of "
-                f"{box.numel} elements. It was saved by too few ranks, or with "
-                "parts missing; take one that all ranks saved."
-            )
-
-
-def _overlap(box: Box, chunk: Any) -> int:
-    """Return the number of elements that a box and a saved chunk share."""
-    ends = [
-        min(at + size, start + length) - max(at, start)
-        for at, size, start, length in zip(
-            box.offsets, box.sizes, chunk.offsets, chunk.sizes, strict=True
-        )
-    ]
-    return prod(ends) if all(end > 0 for end in ends) else 0
 
 
 def write_items(
@@ -363,9 +271,11 @@ def write_items(
         WriteItemType,
     )
 
-    ranks = saving_ranks()
-    # With a single rank DCP does not check that the boxes cover the tensor, and a load
-    # would later take the incomplete tensor as complete.
+    ranks = _saving_ranks.get()
+    if ranks is None:
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+    # Of a save on a single rank DCP does not check that the boxes cover the tensor, and
+    # a load would leave the other elements as they were.
     if ranks < world_size:
         raise CheckpointError(
             f"{fqn!r} is in {world_size} parts, got {ranks} ranks to save it: "

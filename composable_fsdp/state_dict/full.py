@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from composable_fsdp.access.gather import gather_flat_values
+from composable_fsdp.access.gather import gather_flat_values, whole_in
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_ref import in_model_order, param_refs
@@ -100,9 +100,7 @@ def gather_unit(
     made: dict[int, Tensor] = {}
     # By index: ranks of tensor parallelism may have other regions, and must send alike.
     for ref in in_model_order(handle):
-        full, slot = full_of[id(ref.region)], ref.slot
-        value = full[slot.offset : slot.offset + slot.numel].view(slot.shape)
-        value = ref.form.whole(value)
+        slot, value = ref.slot, whole_in(ref, full_of[id(ref.region)])
         if slot.strides:
             # Values of the plain model have its memory format.
             value = value.new_empty_strided(value.shape, slot.strides).copy_(value)

@@ -1,9 +1,7 @@
 """``module.state_dict()`` of units and of modules inside units (their parts).
 
-While a call runs, the modules of a unit show the values that belong into the dict: full
-tensors, or the sharded values of the unit's setting. So torch's own code, hooks of
-users, ``get_extra_state`` and overridden methods work on these values, as on the plain
-model::
+While a call runs, the modules of a unit show the values that belong into the dict, so
+that hooks of users and overridden methods work on these, as on the plain model::
 
     model.state_dict()    _begin: gather the unit, show the values in the modules
       hooks of users, _save_to_state_dict, children (units below gather in turn)
@@ -14,9 +12,7 @@ The first module of a unit that is called begins, and the same module ends.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
-from itertools import chain
 from types import MethodType
 from typing import Any
 
@@ -25,14 +21,14 @@ from torch import Tensor, nn
 from composable_fsdp.access.other_parts import require_all_data
 from composable_fsdp.config import FullStateDictConfig, StateDictSettings, StateDictType
 from composable_fsdp.errors import CompositionError
-from composable_fsdp.naming import join_name, listed, quoted, strip_wrapper
+from composable_fsdp.naming import join_name, quoted, strip_wrapper
 from composable_fsdp.runtime.precision import own_buffers
 from composable_fsdp.runtime.recover import require_between_steps
 from composable_fsdp.state_dict import dcp_caller, lost_writes
-from composable_fsdp.state_dict.all_experts import add_other_experts
 from composable_fsdp.state_dict.barrier import barrier_before_gather
 from composable_fsdp.state_dict.full import full_values
 from composable_fsdp.state_dict.loading import load_from_state_dict
+from composable_fsdp.state_dict.other_experts import add_other_experts
 from composable_fsdp.state_dict.parts import sharded_values
 from composable_fsdp.state_dict.settings import effective_settings
 from composable_fsdp.state_dict.shown import Shown, owns_below
@@ -57,8 +53,6 @@ class _Saving(Shown):
 
 
 _running: dict[_FSDPState, _Saving] = {}
-
-_log = logging.getLogger("composable_fsdp.state_dict")
 
 
 def install_state_dict_hooks(state: _FSDPState, members: Iterable[nn.Module]) -> None:
@@ -166,8 +160,6 @@ def _end(
     _running.pop(state).hide()
     kind = saving.settings.state_dict_type
     keys = dict(_keys(state, module, prefix, state_dict))
-    if kind is StateDictType.SHARDED_STATE_DICT:
-        _tell_of_plain_tensors(state, module, prefix, state_dict, keys)
     if state.handle.groups.experts is not None:
         add_other_experts(
             state, module, prefix, keys, state_dict, kind, first_only=saving.first_only
@@ -182,45 +174,6 @@ def _end(
             if isinstance(state_dict[key], Tensor):
                 state_dict[key] = state_dict[key].cpu()
     lost_writes.watch(state, {key: state_dict.get(key) for key in keys})
-
-
-def _tell_of_plain_tensors(
-    state: _FSDPState,
-    module: nn.Module,
-    prefix: str,
-    state_dict: dict[str, Any],
-    keys: dict[str, int],
-) -> None:
-    """Log that a hook has put plain tensors in the place of sharded values."""
-    found = set(keys.values())
-    lost = [
-        s.fqn
-        for r in state.handle.layout.regions
-        for s in r.layout.parameters
-        if s.index not in found
-    ]
-    if not lost or module is not state.module:
-        return
-    named = chain(
-        module.named_parameters(remove_duplicate=False),
-        module.named_buffers(remove_duplicate=False),
-    )
-    known = {prefix + strip_wrapper(name) for name, _ in named}
-    added = [
-        key
-        for key, value in state_dict.items()
-        if type(value) is Tensor and key.startswith(prefix) and key not in known
-    ]
-    if added:
-        _log.warning(
-            "The sharded state dict of %s lacks %s, and a hook has added the plain "
-            "tensors %s. torch.distributed.checkpoint takes a plain tensor for equal "
-            "on all ranks and saves one rank's. Make them of full values, under "
-            "StateDictType.FULL_STATE_DICT or by value.full_tensor().",
-            state.title,
-            listed(map(quoted, lost)),
-            listed(map(quoted, added)),
-        )
 
 
 def _keys(
@@ -239,11 +192,7 @@ def _keys(
 
 
 def _require_one_type(module: nn.Module, kind: StateDictType) -> None:
-    """Refuse a state dict of two types.
-
-    Raises: CompositionError, naming a unit of another type.
-    """
-    # A mixture of full values and shards could not be loaded under any type.
+    """Refuse a state dict of two types, which could not be loaded under any type."""
     for fqn, _, below in walk_states(module):
         other = below.settings.state_dict.state_dict_type
         if other is not kind:

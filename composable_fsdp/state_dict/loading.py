@@ -83,9 +83,8 @@ def load_from_state_dict(
         lost_writes.forget(state)
     # An unsharded unit would keep showing the old values.
     free_all_full_params(state)
-    # torch calls these hooks after the children of the module have loaded, so each hook
-    # is given the full parameters by itself. A loop may replace values of a dict, and
-    # the handle that removes the hook knows the key alone.
+    # torch calls these hooks after the children have loaded, so each is given the full
+    # parameters by itself. The handle that removes the hook knows the key alone.
     for key, hook in self._load_state_dict_post_hooks.items():
         if not _is_known(hook):
             self._load_state_dict_post_hooks[key] = _OnWholeValues(hook)
@@ -153,10 +152,8 @@ def _whole_values(state: _FSDPState, *, sharded: bool) -> Iterator[None]:
     Collective: an all-gather over the shard group; none for sharded values.
     Raises: CheckpointError, for a parameter of another shape.
     """
-    shown, refs = (
-        Shown(state),
-        {ref.slot.index: ref for ref in param_refs(state.handle)},
-    )
+    shown = Shown(state)
+    refs = {ref.slot.index: ref for ref in param_refs(state.handle)}
     # Tensors made in inference mode count no versions.
     with torch.inference_mode(False):
         if sharded:
@@ -202,8 +199,7 @@ def _require_values(
 ) -> None:
     """Refuse values on meta for tensors of ``module`` that have values.
 
-    Raises: CheckpointError, naming the tensors. If ``module`` is the module on which
-        ``load_state_dict`` was called, no value has been written.
+    Raises: CheckpointError, naming the tensors.
     """
     empty = {
         strip_wrapper(key)
@@ -243,37 +239,30 @@ def _take_values(
     ``error_msgs``.
     """
     assign = bool(local_metadata.get("assign_to_params_buffers", False))
-    table = module._parameters
-    refs = {
-        place.name: place.slot_index
-        for place, owner in zip(
-            state.handle.layout.places, state.handle.layout.owners, strict=True
-        )
+    layout = state.handle.layout
+    # torch itself reports missing keys and values of a wrong type.
+    own = [
+        place
+        for place, owner in zip(layout.places, layout.owners, strict=True)
         if owner is module and isinstance(state_dict.get(prefix + place.name), Tensor)
-    }
-    if not refs:
-        return
-    places = {ref.slot.index: ref for ref in param_refs(state.handle)}
-    for name, index in refs.items():
-        # torch itself reports missing keys and values of a wrong type.
-        key = prefix + name
+    ]
+    refs = {ref.slot.index: ref for ref in param_refs(state.handle)} if own else {}
+    for place in own:
+        ref, name = refs[place.slot_index], place.name
+        key, leaf = prefix + name, ref.leaf
         value: Tensor = state_dict[key]
-        ref = places[index]
-        leaf, problem = ref.leaf, _take(ref, value, assign=assign)
+        problem = _take(ref, value, assign=assign)
         if leaf.is_meta and not problem:
             if assign:
-                # torch makes a parameter of the part and assigns this parameter, which
-                # the unit adopts later.
+                # torch assigns a parameter of the part, which the unit adopts later.
                 state_dict[key] = _part(ref, value).clone()
                 continue
-            # torch ignores a copy into a tensor on meta with a mere warning, so report
-            # an error.
+            # torch ignores a copy into a tensor on meta with a mere warning.
             problem = _ON_META
         if problem:
             error_msgs.append(f"{quoted(strip_wrapper(key))}: {problem}")
-        # torch copies the parameter onto itself, which changes nothing, and
-        # ``assign=True`` keeps the parameter object.
-        state_dict[key] = table[name] if leaf.is_meta else leaf
+        # torch copies the parameter onto itself, and ``assign=True`` keeps the object.
+        state_dict[key] = module._parameters[name] if leaf.is_meta else leaf
 
 
 def _part(ref: ParamRef, value: Tensor) -> Tensor:

@@ -9,8 +9,12 @@ from torch import Tensor
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_ref import ParamRef, param_refs
 from composable_fsdp.planning.layout import ParameterSlot
-from composable_fsdp.state_dict.shard_places import GroupAndDevice, Within
-from composable_fsdp.state_dict.sharded import ShardedValue, describe
+from composable_fsdp.state_dict.sharded import (
+    GroupAndDevice,
+    ShardedValue,
+    Within,
+    describe,
+)
 
 
 def sharded_value(ref: ParamRef, local: Tensor) -> Tensor:
@@ -21,8 +25,7 @@ def sharded_value(ref: ParamRef, local: Tensor) -> Tensor:
         return local.new_empty(ref.shape)
     if handle.groups.shard is None and not slot.shape:
         return local
-    # Also without a shard group: a load by DCP then checks that the checkpoint has no
-    # holes (``chunks_to_load``).
+    # Also without a shard group, so that DCP reads and writes boxes.
     return ShardedValue(
         local,
         ref.shape,

@@ -78,8 +78,7 @@ def set_state_dict_type(
     Raises: CompositionError, without a fully sharded module; TypeError, for a wrong
         type or a configuration of another type; ValueError, for ``_use_dtensor=True``.
     """
-    # by_name and by_fields also accept torch's own enum and configuration classes,
-    # which FSDP1 scripts import.
+    # Torch's own enum and configuration classes are taken, too.
     kind = by_name(StateDictType, state_dict_type, argument="state_dict_type")
     model_form, optim_form = _CONFIGS[kind]
     settings = StateDictSettings(
@@ -94,7 +93,6 @@ def set_state_dict_type(
         ),
     )
     for config in (settings.state_dict_config, settings.optim_state_dict_config):
-        # Refused for the model and for the optimizer before any unit changes.
         if getattr(config, "_use_dtensor", False):
             raise ValueError(_NO_DTENSOR.format(type(config).__name__))
     states = units_of(module, "set_state_dict_type", recurse=True)
@@ -138,15 +136,7 @@ def state_dict_type(
 ) -> Iterator[None]:
     """Set the type while the block runs; see ``set_state_dict_type``.
 
-    Args:
-        module: A module that holds fully sharded modules.
-        state_dict_type: The type inside the block.
-        state_dict_config: The configuration for model state dicts. Default: the default
-            configuration of the type.
-        optim_state_dict_config: The configuration for optimizer state dicts. Default:
-            the default configuration of the type.
-
-    Raises: as ``set_state_dict_type``.
+    Args, Raises: As ``set_state_dict_type``.
 
     >>> with state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
     ...     mine = model.state_dict()
@@ -170,8 +160,7 @@ def effective_settings(state: _FSDPState) -> StateDictSettings:
     if asked is None:
         return state.settings.state_dict
     if asked.full:
-        # With both options DCP keeps the result on rank 0 only, so the other ranks need
-        # no full tensors. This holds only if ``rank0_only`` selects rank 0.
+        # With both options DCP keeps the result on rank 0 only.
         first = asked.to_cpu and rank_0_is_first(state.handle.groups)
         return StateDictSettings(
             StateDictType.FULL_STATE_DICT,

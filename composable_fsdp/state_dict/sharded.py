@@ -1,19 +1,12 @@
 """SHARDED_STATE_DICT: tensors that know which part of the full value this rank holds.
 
-A ``ShardedValue`` has the shape of the full parameter and memory only for this rank's
-part: a copy, which later steps do not change. torch.distributed.checkpoint (DCP) asks
-the value for boxes, so a checkpoint is written and read without communication of
-tensors::
+A ``ShardedValue`` has the shape of the full parameter and memory for this rank's part
+alone. torch.distributed.checkpoint (DCP) asks the value for boxes::
 
     weight (5, 4) on 2 ranks, shard_numel 12
 
     rank 0   shape (5, 4), local (3, 4)   box at (0, 0) of size (3, 4)
     rank 1   shape (5, 4), local (2, 4)   box at (3, 0) of size (2, 4)
-
-Element-wise operators of equally cut values and numbers work on this rank's elements,
-as an average of state dicts needs. Operators that need the full value raise
-``TypeError``, except in state-dict hooks, where they gather it; ``full_tensor()``
-gathers, ``to_local()`` and ``local_shards()`` return this rank's elements.
 """
 
 from __future__ import annotations
@@ -21,25 +14,58 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import product
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from composable_fsdp.access.gather import gather_part
+from composable_fsdp.comm.groups import GroupRef
 from composable_fsdp.errors import CheckpointError
+from composable_fsdp.flat.param_form import ParamForm
 from composable_fsdp.planning.boxes import Box, interval_boxes, moved
 from composable_fsdp.state_dict import dcp_caller as dcp
-from composable_fsdp.state_dict.shard_places import (
-    GroupAndDevice,
-    LocalShard,
-    ShardPlace,
-    Within,
-)
 from composable_fsdp.state_dict.shown import hooks_may_run
 
 Op = Callable[..., Any]
+
+Within = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Shape and offset of a rectangle, and the number of rectangles of the full value."""
+
+
+class ShardPlace(NamedTuple):
+    """The box of a local shard; field names as in torch's ShardedTensor."""
+
+    shard_offsets: tuple[int, ...]
+    shard_sizes: tuple[int, ...]
+
+
+class LocalShard(NamedTuple):
+    """A box of a sharded value on this rank, and its place in the full value."""
+
+    tensor: Tensor
+    metadata: ShardPlace
+
+
+class GroupAndDevice:
+    """The process group and device for ``full_tensor``; not pickled with the value."""
+
+    __slots__ = ("device", "form", "group")
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        form: ParamForm | None = None,
+    ) -> None:
+        self.group = None if group is None else GroupRef(group)
+        self.device = device
+        self.form = form
+
+    def __deepcopy__(self, memo: dict[int, object]) -> GroupAndDevice:
+        return self
 
 
 def _operator(function: Op) -> Op:
@@ -57,7 +83,11 @@ class ShardedValue(Tensor):
 
     ``shape``, ``size()``, ``dtype`` and ``device`` describe the full value; ``local``
     holds this rank's elements ``[start, stop)`` of the flattened full value, in the
-    sharded parameter's shape.
+    sharded parameter's shape: a copy, which later steps do not change.
+
+    Element-wise operators of equally cut values and numbers work on these elements, as
+    an average of state dicts needs. Operators that need the full value raise
+    ``TypeError``, except in state-dict hooks, where they gather it.
     """
 
     # Ordinary attributes, because torch's stagers copy each attribute.
@@ -73,15 +103,11 @@ class ShardedValue(Tensor):
     of ``optimizer.state_dict()``.
     """
     within: Within | None = None
-    """Of a parameter that tensor parallelism cuts, the rectangle of this rank's mesh
-    place: its shape, its offset, and the number of rectangles. ``offset``,
-    ``shard_numel``, ``start`` and ``stop`` are those of the rectangle then."""
+    """Of a parameter that tensor parallelism cuts, this rank's rectangle, which
+    ``offset``, ``shard_numel``, ``start`` and ``stop`` are of then."""
     not_alone: str = ""
-    """The description of a value in ``optimizer.state_dict()``, for an error text.
-
-    If the text is not empty, pickling raises: a file of a single rank would lose the
-    parts of the other ranks.
-    """
+    """Description of a value in ``optimizer.state_dict()``: pickling raises, because a
+    file of a single rank would lose the other parts."""
 
     def __new__(
         cls,
@@ -94,16 +120,13 @@ class ShardedValue(Tensor):
         home: GroupAndDevice | None = None,
         within: Within | None = None,
     ) -> ShardedValue:
-        # A wrapper subclass has the shape of the full value without memory for its
-        # elements.
         value: ShardedValue = Tensor._make_wrapper_subclass(
             cls, shape, dtype=local.dtype, device=local.device
         )
         value.local, value.offset, value.shard_numel = local, offset, shard_numel
         value.rank, value.world_size = rank, world_size
         value.home, value.within = home, within
-        # Unpickled, perhaps in a process that saves without having made a unit: the
-        # checks need DCP's wrapped functions.
+        # Unpickled, perhaps in a process that saves without having made a unit.
         if home is None:
             dcp.install()
         return value
@@ -119,12 +142,8 @@ class ShardedValue(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run the operators of ``_OPS``; refuse all others.
-
-        Raises: TypeError.
-        """
+        """Run the operators of ``_OPS``. Raises: TypeError, for others."""
         act = _OPS.get(func.overloadpacket)
-        # These need no element of another rank.
         if act is None and is_elementwise(func):
             act = _elementwise
         # Any other operator would take this rank's part for the full value.
@@ -157,10 +176,7 @@ class ShardedValue(Tensor):
 
     @property
     def boxes(self) -> tuple[Box, ...]:
-        """Return ``local`` as rectangles of the full value.
-
-        A single rectangle if no row is cut; none without elements on this rank.
-        """
+        """Return ``local`` as rectangles of the full value; one if no row is cut."""
         if self.within is None:
             return interval_boxes(tuple(self.shape), self.start, self.stop)
         inner, offset, _ = self.within
@@ -168,27 +184,20 @@ class ShardedValue(Tensor):
 
     def with_local(self, local: Tensor) -> ShardedValue:
         """Return the same part of another full value, with the elements ``local``."""
-        return ShardedValue(
-            local,
-            tuple(self.shape),
-            self.offset,
-            self.shard_numel,
-            self.rank,
-            self.world_size,
-            self.home,
-            self.within,
-        )
+        return ShardedValue(local, *self._cut, self.home, self.within)
+
+    @property
+    def _cut(self) -> tuple[tuple[int, ...], int, int, int, int]:
+        """The facts that say how all ranks cut the value, and this rank."""
+        cut = self.offset, self.shard_numel, self.rank, self.world_size
+        return (tuple(self.shape), *cut)
 
     def to_local(self) -> Tensor:
         """Return ``local``, this rank's elements; the same memory."""
         return self.local
 
     def local_shards(self) -> list[LocalShard]:
-        """Return this rank's boxes as tensors of their own shape, views of ``local``.
-
-        The list has a single entry unless a row is cut, and none if this rank holds no
-        element.
-        """
+        """Return this rank's boxes as views of ``local``, in their own shapes."""
         flat = self.local.reshape(-1)
         return [
             LocalShard(
@@ -225,15 +234,13 @@ class ShardedValue(Tensor):
                 "the state dict under StateDictType.FULL_STATE_DICT, that of an "
                 "optimizer by optim_state_dict(model, optim)."
             )
-        # All ranks compute all intervals from the same cut, so no sizes are exchanged.
-        intervals = [self._interval(rank) for rank in range(self.world_size)]
-        inner, device = (
-            shape if self.within is None else self.within[0],
-            self.home.device,
-        )
+        device = self.home.device
+        inner = shape if self.within is None else self.within[0]
         if self.home.group is None:
             whole = self.local.to(device, copy=True).view(inner)
         else:
+            # All ranks compute all intervals from the same cut.
+            intervals = [self._interval(rank) for rank in range(self.world_size)]
             group = self.home.group.get()
             whole = gather_part(self.local, inner, intervals, group, device)
         # The rectangles lie side by side on the ranks of tensor parallelism.
@@ -244,8 +251,8 @@ class ShardedValue(Tensor):
 
     def _interval(self, rank: int) -> tuple[int, int]:
         """Return the elements ``[start, stop)`` of the full value on ``rank``."""
-        # ``rank`` holds the elements [rank * shard_numel, (rank + 1) * shard_numel) of
-        # the flat buffer. Shift by the parameter's offset, and clip to the parameter.
+        # The rank's interval of the flat buffer, shifted by the parameter's offset and
+        # clipped to the parameter.
         low, numel = rank * self.shard_numel - self.offset, self._inner_numel()
         start = min(max(low, 0), numel)
         return start, min(max(low + self.shard_numel, 0), numel)
@@ -262,9 +269,14 @@ class ShardedValue(Tensor):
     device_mesh = placements
     """As ``placements``."""
 
+    @property
+    def is_partial(self) -> bool:
+        """Whether other ranks hold other parts of the full value."""
+        return self.world_size > 1 or self.within is not None
+
     def is_part_like(self, other: ShardedValue) -> bool:
         """Return whether both values are cut alike, on every rank."""
-        return _cut(self) == _cut(other) and self.rank == other.rank
+        return self._cut == other._cut and self.within == other.within
 
     def __create_write_items__(self, fqn: str, value: Any) -> list[Any]:
         """Return DCP's write items for the boxes."""
@@ -275,7 +287,7 @@ class ShardedValue(Tensor):
 
     def __create_chunk_list__(self) -> list[Any]:
         """Return DCP's chunks to load for the boxes."""
-        return dcp.chunks_to_load(self.boxes)
+        return dcp.chunks(self.boxes)
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         """Return the box at ``index.offset``, as a view of ``local``; for DCP."""
@@ -303,19 +315,8 @@ class ShardedValue(Tensor):
                 "each rank's part. For a file of each rank, call "
                 "set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT) before."
             )
-        return (
-            ShardedValue,
-            (
-                self.local,
-                tuple(self.shape),
-                self.offset,
-                self.shard_numel,
-                self.rank,
-                self.world_size,
-                # The form stays behind: a file has no process groups.
-                *(() if self.within is None else (None, self.within)),
-            ),
-        )
+        within = () if self.within is None else (None, self.within)
+        return ShardedValue, (self.local, *self._cut, *within)
 
 
 _NO_DTENSOR = (
@@ -335,12 +336,6 @@ def describe(value: ShardedValue) -> str:
         f"elements [{value.start}, {value.stop}) of {value._inner_numel()} on rank "
         f"{value.rank} of {value.world_size}{place}"
     )
-
-
-def _cut(value: ShardedValue) -> tuple[object, ...]:
-    """Return the facts that decide how all ranks cut the value."""
-    cut = value.offset, value.shard_numel, value.world_size
-    return (tuple(value.shape), *cut, value.within)
 
 
 def args_of(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[Any]:
@@ -396,7 +391,17 @@ def _elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     loose = [v for v in given if isinstance(v, Tensor)]
     # The elements of lists are combined in order, a loose tensor with each.
     for row in zip(*lists, strict=True) if lists else [()]:
-        _require_alike(func, [*row, *loose])
+        tensors = [*row, *loose]
+        values = [v for v in tensors if isinstance(v, ShardedValue)]
+        for value, each in product(values[:1], tensors):
+            is_sharded = isinstance(each, ShardedValue)
+            if not (value.is_part_like(each) if is_sharded else not each.dim()):
+                what = describe(each) if is_sharded else "a plain tensor"
+                raise TypeError(
+                    f"{_refusal(func, value)} Element-wise operators combine it with "
+                    f"numbers and values of the same cut, got {what} of shape "
+                    f"{tuple(each.shape)}."
+                )
     # Operators in place have written into the elements of their first argument.
     result = func(*tree_map(_local, args), **tree_map(_local, kwargs))
     if func._schema.is_mutable:
@@ -410,37 +415,19 @@ def _elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     ]
 
 
-def _require_alike(func: Any, tensors: list[Any]) -> None:
-    """Refuse operands that are not cut alike. Raises: TypeError."""
-    values = [v for v in tensors if isinstance(v, ShardedValue)]
-    for value, each in product(values[:1], tensors):
-        is_sharded = isinstance(each, ShardedValue)
-        if not (value.is_part_like(each) if is_sharded else not each.dim()):
-            raise TypeError(
-                f"{_refusal(func, value)} Element-wise operators combine it "
-                f"with numbers and values of the same cut, got {_operand(each)}."
-            )
-
-
 def _local(value: Any) -> Any:
     """Return the elements of a sharded value; any other value as it is."""
     return value.local if isinstance(value, ShardedValue) else value
 
 
+def _whole(value: Any) -> Any:
+    """Return a sharded value in full; any other value as it is."""
+    return value.full_tensor() if isinstance(value, ShardedValue) else value
+
+
 def _on_whole(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Apply an operator to full values. Collective: as ``full_tensor``, per value."""
-
-    def whole(value: Any) -> Any:
-        return value.full_tensor() if isinstance(value, ShardedValue) else value
-
-    return func(*tree_map(whole, args), **tree_map(whole, kwargs))
-
-
-def _operand(value: Tensor) -> str:
-    """Describe an operand in words."""
-    if isinstance(value, ShardedValue):
-        return f"{describe(value)} of shape {tuple(value.shape)}"
-    return f"a plain tensor of shape {tuple(value.shape)}"
+    return func(*tree_map(_whole, args), **tree_map(_whole, kwargs))
 
 
 def _copy(func: Op, to: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
@@ -448,29 +435,23 @@ def _copy(func: Op, to: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
 
     Raises: TypeError, for another combination.
     """
-    plain = isinstance(to, ShardedValue) and type(source) is Tensor
-    # Optimizers that load in place pass this rank's part as a plain tensor.
-    if plain and source.shape == to.local.shape:
-        func(to.local, source, *args, **kwargs)
-        return to
-    # A load hook has made a full value, which torch copies into the parameter shown.
-    if plain and hooks_may_run() and source.shape == to.shape:
-        form = to.home.form if to.home is not None else None
-        whole = source if form is None else form.part(source)
-        part = whole.reshape(-1)[to.start : to.stop].view(to.local.shape)
+    if not (isinstance(to, ShardedValue) and isinstance(source, ShardedValue)):
+        part = None
+        if isinstance(to, ShardedValue) and type(source) is Tensor:
+            part = _part_of_plain(to, source)
+        if part is None:
+            given = to if isinstance(to, ShardedValue) else source
+            text = _refusal(func, given)
+            # A single rank has the element, so no other could save the value.
+            if not given.shape:
+                text += (
+                    " If this is async_save with a storage_writer, pass checkpoint_id "
+                    "instead: the writer's own stager makes a plain tensor of a "
+                    "parameter without dimensions."
+                )
+            raise TypeError(text)
         func(to.local, part, *args, **kwargs)
         return to
-    if not (isinstance(to, ShardedValue) and isinstance(source, ShardedValue)):
-        given = to if isinstance(to, ShardedValue) else source
-        text = _refusal(func, given)
-        # The single element is on a single rank, so no other rank could save the value.
-        if not given.shape:
-            text += (
-                " If this is async_save with a storage_writer, pass checkpoint_id "
-                "instead: the writer's own stager makes a plain tensor of a parameter "
-                "without dimensions."
-            )
-        raise TypeError(text)
     # Under another cut the same positions hold other elements.
     if not to.is_part_like(source):
         raise TypeError(
@@ -481,6 +462,19 @@ def _copy(func: Op, to: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
         )
     func(to.local, source.local, *args, **kwargs)
     return to
+
+
+def _part_of_plain(to: ShardedValue, source: Tensor) -> Tensor | None:
+    """Return this rank's part of a plain value of ``to``; None for another tensor."""
+    # Optimizers that load in place pass this rank's part.
+    if source.shape == to.local.shape:
+        return source
+    # A load hook has made a full value, which torch copies into the parameter shown.
+    if hooks_may_run() and source.shape == to.shape:
+        form = to.home.form if to.home is not None else None
+        whole = source if form is None else form.part(source)
+        return whole.reshape(-1)[to.start : to.stop].view(to.local.shape)
+    return None
 
 
 _aten = torch.ops.aten

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import (
     ShardingStrategy,
@@ -101,8 +102,7 @@ def test_norm_and_gradients_are_those_of_the_plain_model(
     assert world.all_equal(norm)
     assert_close(model, grads)
     # The infinity norm sends a second number, which tells of a NaN.
-    # With two numbers that compare ``max_norm``.
-    numel = (4,) if norm_type == INF else (3,)
+    numel = (2,) if norm_type == INF else (1,)
     sent = [c.numel for c in calls if c.op == "all_reduce" and c.numel == numel]
     assert sent == [numel] * (strategy is not ShardingStrategy.NO_SHARD)
 
@@ -243,5 +243,30 @@ def test_ranks_that_clip_to_other_norms_are_refused(
     after = [p.grad for p in model.parameters() if p.grad is not None]
     assert all(map(torch.equal, before, after))
     clip_grad_norm_(model, 0.5, norm_type)
-    assert "DesyncError: clip_grad_norm_ expects the same max_norm" in text
-    assert "got 0.5 on rank 0, 0.5 on rank 1, 0.25 on rank 2. " in text
+    assert "DesyncError: Ranks make different calls" in text
+    assert "rank 2 calls clip_grad_norm_(" in text
+    assert "max_norm=0.25)" in text
+
+
+@on_ranks(4)
+def test_a_nan_of_one_replica_raises_where_it_is_known(world: World) -> None:
+    """A reduced one on all ranks, one written after the reduction on its replica."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    model = fully_shard(
+        tiny_mlp(), device_mesh=mesh, strategy=ShardingStrategy.HYBRID_SHARD
+    )
+    clip = partial(clip_grad_norm_, model, 1.0, error_if_nonfinite=True)
+    for where in ("batch", "gradient", "nowhere"):
+        bad = math.nan if world.rank < 2 else 1.0
+        loss = model(torch.ones(2, 8)).sum()
+        (loss * bad if where == "batch" else loss).backward()
+        if where == "gradient":
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad.mul_(bad)
+        text = message_of(clip)
+        model.zero_grad()
+
+        told = where == "batch" or (where == "gradient" and world.rank < 2)
+        assert text.startswith("RuntimeError: " if told else "nothing"), (where, text)
+        assert not told or "' is nan in " in text

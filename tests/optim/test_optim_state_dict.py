@@ -13,7 +13,6 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 from composable_fsdp import (
-    FullOptimStateDictConfig,
     FullyShardedDataParallel,
     OptimStateKeyType,
     ShardingStrategy,
@@ -22,14 +21,13 @@ from composable_fsdp import (
     optim_state_dict_to_load,
     reshard,
     set_state_dict_type,
-    state_dict_type,
     unshard,
     unshard_params,
 )
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.errors import CheckpointError, PhaseError
 from composable_fsdp.features import flat_parameters
-from composable_fsdp.optim import get_full_optim_state, rekey_optim_state_dict
+from composable_fsdp.optim import rekey_optim_state_dict
 from composable_fsdp.optim.own_state_dict import local_state_dict
 from tests.optim.models import mixed, train_sharded, two_groups
 from tests.support.models import TinyGPT, tiny_mlp
@@ -43,7 +41,7 @@ from tests.support.reference import (
     gpt_input,
     loss_of,
 )
-from tests.support.sharded import UNITS, RankCount, gpt, message_of, step
+from tests.support.sharded import UNITS, gpt, message_of, step
 from tests.support.world import World
 
 FSDP = FullyShardedDataParallel
@@ -151,51 +149,6 @@ def test_what_one_rank_refuses_is_refused_on_all(world: World) -> None:
         text = message_of(act)
         assert words in text
         assert world.rank or text.startswith("CheckpointError: On rank 1: ")
-
-
-def check_wrong_arguments(world: World, how: str) -> list[str]:
-    model = apply_units(tiny_mlp(), ["0"])
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.ones(1, 8)).sum().backward()
-    optimizer.step()
-    whole = optim_state_dict(model, optimizer)
-    pair: Any = [model, optimizer]
-    if world.rank:
-        pair[how == "optimizer"] = "wrong"
-    on_first = FullOptimStateDictConfig(rank0_only=True)
-
-    def load_from_first() -> None:
-        with state_dict_type(model, StateDictType.FULL_STATE_DICT, None, on_first):
-            optim_state_dict_to_load(pair[0], pair[1], whole)
-
-    calls: list[Callable[[], object]] = [
-        lambda: optim_state_dict(*pair),
-        lambda: FSDP.full_optim_state_dict(*pair),
-        lambda: FSDP.sharded_optim_state_dict(*pair),
-        lambda: FSDP.scatter_full_optim_state_dict(whole, pair[0], None, pair[1]),
-        load_from_first,
-    ]
-    if how == "optimizer":
-        calls.append(lambda: get_full_optim_state(pair[0], pair[1], "0.weight"))
-    texts = [message_of(call) for call in calls]
-    with state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
-        alone = message_of(lambda: optim_state_dict(*pair))
-    assert (alone == "nothing was raised") == (world.rank == 0)
-    assert _same(optim_state_dict(model, optimizer), whole)
-    return texts
-
-
-@pytest.mark.parametrize("how", ["model", "optimizer"])
-def test_a_wrong_argument_on_one_rank_is_told_to_the_others(
-    ranks: RankCount, how: str
-) -> None:
-    """That rank has its own error, and the others one with its text: nobody waits."""
-    first, second = ranks(2).run(check_wrong_arguments, how, timeout=20)
-
-    for here, there in zip(first, second, strict=True):
-        assert there.startswith("TypeError: ")
-        assert " expects a model" in there
-        assert here == there.replace("TypeError: ", "TypeError: On rank 1: ")
 
 
 @pytest.mark.parametrize("group", [True, False])

@@ -23,6 +23,7 @@ from tests.support.reference import (
     apply_units,
     assert_same_training,
     backward,
+    differences,
     sgd,
     train,
     train_reference,
@@ -251,3 +252,34 @@ def test_backward_enters_by_an_input_that_was_written_in_place(world: World) -> 
             each.zero_grad()
 
     assert_same_training(model, plain, [], [], tolerance=1e-5)
+
+
+class MayClamp(Clamps):
+    """Clips its weight where it is told to."""
+
+    on = True
+
+    def write(self) -> None:
+        if self.on:
+            super().write()
+
+
+@on_ranks(2)
+def test_a_deep_copy_knows_of_writes_through_data(world: World) -> None:
+    """Also if its own first forwards, which compare all values, write nothing."""
+    plain = build(MayClamp)
+    model = apply_units(copy.deepcopy(plain), UNITS)
+    x = wide_input(WIDTH)(0, 0)
+    with torch.no_grad():
+        for _ in range(3):
+            plain(x), model(x)
+        copies = copy.deepcopy(plain), copy.deepcopy(model)
+        for each in copies:
+            for on in (False, False, False, True):
+                for layer in list(each)[:3]:
+                    layer.on = on
+                for parameter in each.parameters():
+                    parameter.mul_(2.0)
+                each(x)
+
+    assert differences(copies[1].state_dict(), copies[0].state_dict()) == {}
