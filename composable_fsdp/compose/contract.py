@@ -47,11 +47,7 @@ true result ends the call.
 
 
 class Contract(Protocol[P, S_co]):
-    """A composable API: a function of a module, or of a list of modules.
-
-    A type checker holds the arguments against the signature of the decorated function,
-    and gives the result the type of the first argument.
-    """
+    """A composable API: a function of a module, or of a list of modules."""
 
     __name__: str
 
@@ -117,10 +113,7 @@ def make_contract(
     check_names: bool,
     first: First | None = None,
 ) -> Contract[P, S]:
-    """Return ``api`` as a composable API; ``contract`` with one more argument.
-
-    Returns: a function with the name, the docstring and the arguments of ``api``.
-    """
+    """Return ``api`` as a composable API; ``contract`` with one more argument."""
     rules = _Rules(api, state_cls, check_names=check_names)
     kinds = [each.kind for each in inspect.signature(api).parameters.values()]
     # Without the module.
@@ -179,9 +172,6 @@ class _Rules:
         self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """Apply the API to a module or a list of modules, and return ``module``.
-
-        After any error, including an error of the API itself, every registry is as it
-        was before the call.
 
         Raises: CompositionError, if a module carries this API already, or if the API
         returns another object, replaces the state, or changes a name or the order of

@@ -22,6 +22,10 @@ from typing import Any, Final, Generic, TypeVar
 
 from torch import nn
 
+API: Final = "fully_shard"
+REPLICATE: Final = "replicate"
+"""The names of this package's states in the registry."""
+
 REGISTRY_KEY: Final = "_composable_api_states"
 """The key of a module's registry in ``module.__dict__``.
 
@@ -38,11 +42,7 @@ _NOTHING: Final[Mapping[str, object]] = MappingProxyType({})
 
 
 def get_registry(module: nn.Module) -> Mapping[str, object]:
-    """Return the states of the APIs applied to ``module`` itself, by API name.
-
-    The mapping is a read-only snapshot: a later call of an API does not change the
-    mapping.
-    """
+    """Return the states of the APIs applied to ``module`` itself, by API name."""
     registry: dict[str, object] | None = module.__dict__.get(REGISTRY_KEY)
     return _NOTHING if registry is None else MappingProxyType(registry)
 
@@ -67,11 +67,7 @@ def set_state(module: nn.Module, api: str, state: object) -> None:
 
 
 def remove_state(module: nn.Module, api: str) -> None:
-    """Remove the state of ``api`` from ``module``; do nothing if not applied.
-
-    Removing the last state also removes the registry, so that the module looks
-    untouched.
-    """
+    """Remove the state of ``api`` from ``module``; do nothing if not applied."""
     registry = dict(get_registry(module))
     registry.pop(api, None)
     if registry:
@@ -99,11 +95,7 @@ class _ModuleLink(weakref.ref[Any]):
 
 
 class OwnerMap(Generic[S]):
-    """A map from modules to the nearest enclosing unit's state, weak on both sides.
-
-    An entry vanishes when the module or the state dies. States need a ``__weakref__``
-    slot.
-    """
+    """A map from modules to the nearest enclosing unit's state, weak on both sides."""
 
     __slots__ = ("_drop_module", "_drop_state", "_entries")
 
@@ -174,11 +166,7 @@ _TORCH_CONTRACT: Final = "torch.distributed._composable.contract"
 
 
 def incompatible_api(module: nn.Module) -> str | None:
-    """Return the name of the API on ``module`` that excludes the subtree from sharding.
-
-    These APIs are ``replicate`` (this package's or torch's) and torch's DDP. Return
-    None if neither was applied.
-    """
+    """Return the API on ``module`` that excludes the subtree from sharding, or None."""
     return other_apis(module)[0]
 
 
@@ -196,14 +184,14 @@ def other_apis(module: nn.Module) -> tuple[str | None, str | None]:
     if not name and REGISTRY_KEY not in held and torch_key not in held:
         return _NO_OTHERS
     registry = _torch_registry(module)
-    ours = has_api(module, "replicate")
+    ours = has_api(module, REPLICATE)
     incompatible = _TORCH_REPLICATES.get(name)
     if incompatible is None and "replicate" in registry:
         incompatible = "torch's replicate"
     foreign = _TORCH_SHARDS.get(name)
     if not name and "fully_shard" in registry:
         foreign = _TORCH_SHARDS["FSDPModule"]
-    return incompatible or ("replicate" if ours else None), foreign
+    return incompatible or (REPLICATE if ours else None), foreign
 
 
 _NO_OTHERS: Final = (None, None)

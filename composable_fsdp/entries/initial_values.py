@@ -44,11 +44,6 @@ def prepare_values(
 ) -> Callable[[int], None] | None:
     """Return the function to call with each target's index before sharding, or None.
 
-    The returned function runs ``init`` on modules with meta tensors, moves buffers to
-    ``device`` in place, and with ``sync`` broadcasts the values of the group's first
-    rank.
-
-    Returns: a function of a target's index; None if no unit needs preparation.
     Collective: with ``sync`` an all-gather of objects over the shard (and replicate)
         group. The returned function: with ``sync`` a broadcast per parameter and buffer
         of the unit over these groups.

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.compose.contract import contract
+from composable_fsdp.compose.registry import REPLICATE
 from composable_fsdp.config import ShardingStrategy
 from composable_fsdp.entries.apply import apply, prepare
 from composable_fsdp.errors import CompositionError
@@ -30,7 +31,6 @@ from composable_fsdp.flat.build import set_divisions
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning.options import UnitOptions
-from composable_fsdp.planning.places import REPLICATE
 from composable_fsdp.tree.meeting import compare_models
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import walk_states

@@ -40,10 +40,6 @@ def let_copy(state: _FSDPState, members: Iterable[nn.Module]) -> None:
 def copy_state(state: _FSDPState, memo: Memo) -> _FSDPState:
     """Return the state of a copied unit, with new shards.
 
-    The parameters of the copy are copies of the sharded parameters ``(k, *trailing)``
-    without gradients, as in a copied plain model. The copy belongs to the tree that is
-    copied at the same time, or to no tree if only the unit is copied.
-
     Raises: PhaseError, inside a forward, a backward, or a block of ``unshard_params``;
         PlanError, if a parameter no longer views the shard and does not fit.
     """

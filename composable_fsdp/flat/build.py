@@ -38,9 +38,8 @@ from composable_fsdp.flat.residency import (
 )
 from composable_fsdp.flat.step_counts import written
 from composable_fsdp.planning.layout import RegionLayout
-from composable_fsdp.planning.places import Place
 from composable_fsdp.planning.planner import Target
-from composable_fsdp.planning.unit_plan import UnitPlan
+from composable_fsdp.planning.unit_plan import Place, UnitPlan
 
 
 def build_handle(
@@ -53,10 +52,7 @@ def build_handle(
     guarded: PartGuards | None = None,
     forms: Forms = NO_FORMS,
 ) -> FlatParamHandle:
-    """Turn a planned unit into flat buffers and leaves; the unit is sharded afterwards.
-
-    Returns: the handle, in the sharded state.
-    """
+    """Turn a planned unit into flat buffers and leaves, in the sharded state."""
     plan = target.plan
     made = make_layout(
         plan,
@@ -110,11 +106,7 @@ def replace_layout(
     origin: tuple[RegionLayout, ...],
     device: torch.device,
 ) -> None:
-    """Give an idle and sharded unit new regions over ``parameters``.
-
-    The handle stays the same object, because states, hooks and records refer to the
-    handle. The new full leaves have no hooks.
-    """
+    """Give an idle and sharded unit new regions over ``parameters``, without hooks."""
     # A gradient that reaches a region of before is refused by the hook of its leaf.
     for region in handle.layout.trainable:
         region.reduce.owner = no_owner
@@ -190,10 +182,7 @@ def make_layout(
     device: torch.device,
     forms: Forms = NO_FORMS,
 ) -> UnitLayout:
-    """Return the layout of a unit, with the tuples that every step iterates over.
-
-    Returns: the layout.
-    """
+    """Return the layout of a unit, with the tuples that every step iterates over."""
     trainable = tuple([r for r in regions if isinstance(r, TrainableRegion)])
     return UnitLayout(
         plan,
@@ -291,11 +280,7 @@ def make_form(
     *,
     full_precision: bool = False,
 ) -> FullForm:
-    """Return the full form over the regions' full buffers and leaves.
-
-    Returns: the form. ``runtime.grad_hooks.install_grad_hooks`` adds hooks and
-        AccumulateGrad nodes.
-    """
+    """Return the full form over the regions' full buffers and leaves."""
     if unreadable is None:
         unreadable = unreadable_versions(len(layout.sharded_placed))
     gathering = [r for r in layout.regions if r.full.is_cut and r.layout.padded_numel]

@@ -36,13 +36,7 @@ def build_region(
     sharded: bool = False,
     forms: Forms = NO_FORMS,
 ) -> FlatParameter:
-    """Copy this rank's part of ``parameters`` into the shard and create all views.
-
-    Afterwards each tensor in ``parameters`` is its own sharded leaf: the same object,
-    with ``.data`` a view of ``shard`` and, unless ``sharded``, no ``.grad``.
-
-    Returns: the region.
-    """
+    """Copy this rank's part of ``parameters`` into the shard and create all views."""
     cuts = layout.shard_cuts(rank, rows=rows)
     if any(map(_is_meta, parameters)):
         device = torch.device("meta")
@@ -143,10 +137,7 @@ def make_full(
     forms: Forms = NO_FORMS,
     wired: bool = False,
 ) -> FullBuffer:
-    """Create a full buffer ``(padded_numel,)`` of ``dtype``, and the full leaves.
-
-    Returns: the buffer, which has no memory, unless the buffer is the shard itself.
-    """
+    """Create a full buffer ``(padded_numel,)`` of ``dtype``, and the full leaves."""
     wire = layout.wire if wired and layout.padded_numel else None
     # A single rank encodes and decodes, too: numbers must not depend on the ranks.
     is_cut = layout.world_size > 1 or dtype != layout.dtype or offload or bool(wire)
@@ -224,10 +215,7 @@ def _own_parts(
 
 
 def fills_of(region: FlatParameter) -> list[tuple[Tensor, Tensor]]:
-    """Return pairs of a part of ``full`` and of the shard, with the same elements.
-
-    Empty if the all-gather reads the shard directly.
-    """
+    """Return pairs of a part of ``full`` and of the shard, with the same elements."""
     full = region.full
     if full.own_parts:
         # A copy per parameter, because each has strides of its own.

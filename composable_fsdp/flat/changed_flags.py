@@ -33,11 +33,7 @@ class ChangedFlag(NamedTuple):
 
 
 def changed_flags(handle: FlatParamHandle) -> Iterator[ChangedFlag]:
-    """Yield the parameters frozen or unfrozen since ``fully_shard``.
-
-    The names are FQNs from the root, in the order of the original regions, which all
-    ranks have compared.
-    """
+    """Yield the parameters frozen or unfrozen since ``fully_shard``."""
     layout, ranks = handle.layout, handle.groups.expert_names
     # 0: the unit was never rebuilt, as most units.
     if not layout.structure:
@@ -63,10 +59,7 @@ def _common_flags(
 
 
 def common_mode(mode: Any, groups: Groups) -> Hashable:
-    """Return the mode of a forward as all ranks of ``groups`` know the mode.
-
-    A mode is ``(fqn, training, grads, flags)``, or ``()`` without a forward.
-    """
+    """Return the mode of a forward as all ranks of ``groups`` know the mode."""
     if not mode or not mode[-1]:
         return cast("Hashable", mode)
     return (*mode[:-1], _common_flags(mode[-1], groups))

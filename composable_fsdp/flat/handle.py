@@ -27,8 +27,7 @@ from composable_fsdp.flat.use_order import NO_LOGS
 from composable_fsdp.naming import quoted
 from composable_fsdp.phases import Phase, Residency
 from composable_fsdp.planning.layout import RegionLayout
-from composable_fsdp.planning.places import ParamInfo, Place
-from composable_fsdp.planning.unit_plan import UnitPlan
+from composable_fsdp.planning.unit_plan import Place, UnitPlan
 
 NO_TASK = -1
 """Graph task id outside backward, as the autograd engine reports it."""
@@ -42,10 +41,7 @@ Swap = tuple[Table, str, nn.Parameter, nn.Parameter]
 
 @dataclass(slots=True, eq=False)
 class FullForm:
-    """The full buffers and leaves of a unit in a precision (``flat.precision``).
-
-    A graph holds the full leaves of its forward, and the forward holds the form.
-    """
+    """The full buffers and leaves of a unit in a precision (``flat.precision``)."""
 
     full_precision: bool
     """Whether the precision is that of the parameters, and not the compute dtype."""
@@ -172,6 +168,16 @@ class LeafMemory(NamedTuple):
     """The leaves that stay in memory of the user; the shard has copies."""
     moved: bool = False
     """Whether a leaf was ever elsewhere; equal on all ranks, unlike ``away``."""
+
+
+class ParamInfo(NamedTuple):
+    """A place of a parameter, ``module._parameters[name]``, as ``Place`` has it."""
+
+    fqn: str
+    module: nn.Module
+    name: str
+    primary: str
+    slot_index: int
 
 
 NO_PATHS: Mapping[int, str] = MappingProxyType({})
@@ -301,13 +307,7 @@ class FlatParamHandle:
     def begin_layout(
         self, layout: UnitLayout, form: FullForm, memory: LeafMemory
     ) -> None:
-        """Make ``layout`` the unit's layout; the unit is sharded and between steps.
-
-        Args:
-            layout: the regions and places.
-            form: the full form of the precision in use.
-            memory: the expected data location of each sharded leaf.
-        """
+        """Make ``layout`` the unit's layout; the unit is sharded and between steps."""
         self.layout = layout
         if self.rule.keeps_empty:
             for region in layout.trainable:

@@ -111,10 +111,7 @@ PLAIN: ParamForm = PlainForm()
 
 
 class Forms(dict[int, ParamForm]):
-    """The forms of a unit's parameters by slot index; ``PLAIN`` if there is no entry.
-
-    Empty for a unit of plain parameters.
-    """
+    """The forms of a unit's parameters by slot index; ``PLAIN`` without an entry."""
 
     def __missing__(self, index: int) -> ParamForm:
         return PLAIN

@@ -27,10 +27,7 @@ def place_path(handle: FlatParamHandle, at: int) -> str:
 def slot_paths(
     handle: FlatParamHandle, slot: ParameterSlot, unit: str | None = None
 ) -> list[str]:
-    """Return all paths of a parameter; a tied parameter has several.
-
-    Returns: the paths, at least one.
-    """
+    """Return all paths of a parameter; a tied parameter has several."""
     if not handle.paths:
         start = handle.full_fqn if unit is None else unit
         return [join_name(start, fqn) for fqn in slot.fqns]

@@ -48,10 +48,7 @@ def find_guards(
     *,
     forms: Forms = NO_FORMS,
 ) -> PartGuards:
-    """Find the tables of pre-hooks of a unit's parts.
-
-    Returns: the tables, without refusals.
-    """
+    """Find the tables of pre-hooks of a unit's parts."""
     # Gradients of experts are sums over other ranks' tokens, also on a single rank.
     if groups.world_size * groups.expert_ranks == 1 and not forms:
         return PartGuards(())
@@ -79,10 +76,7 @@ def has_forward(module: nn.Module) -> bool:
 
 
 def _readers(root: nn.Module, without: set[int]) -> dict[int, nn.Module]:
-    """Find the nearest modules with a forward around each container in ``without``.
-
-    Walks down from ``root``. Returns the modules by id.
-    """
+    """Find the nearest modules with a forward around each container in ``without``."""
     found: dict[int, nn.Module] = {}
     # A walk of its own: a module is entered once for each reader above the module, and
     # names and order do not matter.
@@ -114,10 +108,7 @@ def refuse_part_calls(handle: FlatParamHandle) -> None:
 
 
 def refuse_removals(handle: FlatParamHandle) -> None:
-    """Refuse ``remove_weight_norm`` and its like, which compute with this rank's rows.
-
-    Torch undoes its reparametrizations by a method of their pre-hooks.
-    """
+    """Refuse ``remove_weight_norm`` and its like, which compute with sharded rows."""
     for owner in handle.layout.owners:
         for hook in owner._forward_pre_hooks.values():
             if type(hook).__module__.startswith("torch.nn.utils."):
@@ -149,8 +140,6 @@ def allow_part_calls(handle: FlatParamHandle) -> None:
 
 def _refuse_part(module: nn.Module, args: tuple[Any, ...]) -> None:
     """Forward pre-hook of a part.
-
-    Parameters that ``torch.func.functional_call`` has put into the part are allowed.
 
     Raises: PhaseError, if a parameter of the module, or of a container without a
     forward in the module, is a sharded leaf that is cut; or is a full parameter whose

@@ -149,10 +149,7 @@ def no_owner() -> None:
 
 @dataclass(slots=True)
 class HostCopy:
-    """A device-to-host copy into the flat gradient that is in flight.
-
-    The host must not read or write the flat gradient until the copy has ended.
-    """
+    """A device-to-host copy into the flat gradient that is in flight."""
 
     arrived: bytearray
     """Per parameter, 1 if the parameter gets a gradient."""
@@ -255,10 +252,7 @@ class TrainableRegion(FlatParameter):
 def part_of(
     region: FlatParameter, slot: ParameterSlot, value: Tensor, *, like: Tensor
 ) -> Tensor:
-    """Return this rank's part of the full ``value``, in the shape of ``like``.
-
-    Returns: a view of ``value`` if ``value`` is contiguous.
-    """
+    """Return this rank's part of the full ``value``, in the shape of ``like``."""
     # A rank without elements gets an empty interval, and so an empty view.
     start, stop = region.layout.interval(slot, region.rank)
     return value.detach().reshape(-1)[start:stop].view(like.shape)

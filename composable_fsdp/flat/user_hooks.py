@@ -97,7 +97,6 @@ def show_on_flat(
 ) -> list[nn.Parameter]:
     """Add reduced gradients to ``.grad`` of the flat parameter; call the leaves' hooks.
 
-    Returns: an empty list, because the hooks have been called.
     Collective: none, except the collectives of the hooks.
     """
     if sums is not None:

@@ -54,11 +54,7 @@ _PLAIN = frozenset((Tensor, nn.Parameter))
 
 
 def hash_values(values: Sequence[Tensor]) -> Tensor:
-    """Return a hash of each tensor, ``(len(values),)`` int64, on the tensors' device.
-
-    Equal bytes in equal order have equal hashes on every rank and on every device.
-    Does not wait for the device.
-    """
+    """Return a hash of each tensor, ``(n,)`` int64, without a wait for the device."""
     if not values:
         return torch.empty(0, dtype=torch.int64, device="cpu")
     # Not a decorator, which makes a context per call: each unit comes here at set-up.
@@ -105,11 +101,7 @@ def _hash_together(
 def _joined_weights(
     nbytes: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return, for tensors in a row, each word's weight and tensor, and a zero each.
-
-    None for tensors that are not hashed together. The choice is kept with the result,
-    because most units have tensors of the same sizes.
-    """
+    """Return, for tensors in a row, each word's weight and tensor, and a zero each."""
     # A single tensor is not copied, and may lie at any address. ``|`` keeps the low
     # bits of all numbers: each has to be a multiple of 8.
     if len(nbytes) < 2 or max(nbytes) > _SMALL or reduce(or_, nbytes) % 8:

@@ -38,10 +38,7 @@ def is_dtensor(parameter: object) -> bool:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's plain tensor of a DTensor; other tensors themselves.
-
-    The result has the memory of ``tensor``.
-    """
+    """Return this rank's plain tensor of a DTensor; other tensors themselves."""
     if not is_dtensor(tensor):
         return tensor
     dtensor: Any = tensor

@@ -246,12 +246,8 @@ class RegionLayout:
 
     @cached_property
     def is_strided(self) -> bool:
-        """Whether compute sees a parameter in another memory format than shards have.
-
-        Shards are contiguous in any case, and so are gradients, optimizer state and
-        files. ``channels_last`` permutes elements inside a row (index of dim 0), so the
-        ranks can permute their own rows before the all-gather.
-        """
+        """Whether compute sees a parameter in channels_last; shards are contiguous."""
+        # It permutes inside a row, so ranks permute their own rows before the gather.
         return any(slot.strides for slot in self.parameters)
 
     @cached_property
@@ -277,11 +273,7 @@ class RegionLayout:
         return tuple((ends[i] - sizes[i], ends[i]) for i in self.cuts.gaps)
 
     def shard_cuts(self, rank: int, *, rows: bool) -> ShardCuts:
-        """Return the cuts of ``rank``'s shard into parts of parameters and padding.
-
-        With ``rows``, sharded parameters have shape ``(k, *trailing)``; otherwise
-        ``(numel,)``.
-        """
+        """Return the cuts of ``rank``'s shard into parts of parameters and padding."""
         # Units of equal shapes share a layout, so the cuts are computed once for all.
         known = self._shard_cuts.get((rank, rows))
         if known is None:
@@ -323,10 +315,7 @@ class RegionLayout:
 
 
 def _cut(held: Sequence[tuple[int, int]], numel: int) -> Cuts:
-    """Cut ``numel`` elements into the intervals ``held`` and the padding between.
-
-    Each interval is (offset, size), in memory order.
-    """
+    """Cut ``numel`` elements into the intervals ``held`` and the padding between."""
     sizes: list[int] = []
     parameters: list[int] = []
     gaps: list[int] = []
@@ -362,8 +351,6 @@ def sharded_shape(
 ) -> tuple[int, ...]:
     """Return the shape of a sharded parameter with ``numel`` elements.
 
-    Returns: the shape.
-
     >>> sharded_shape((5, 4), 8, rows=True, world_size=2)
     (2, 4)
     >>> sharded_shape((), 1, rows=True, world_size=2)
@@ -384,14 +371,7 @@ def sharded_shape(
 def plan_regions(
     specs: Iterable[ParameterSpec], *, world_size: int, launch_bytes: int = LAUNCH_BYTES
 ) -> tuple[RegionLayout, ...]:
-    """Lay out the parameters of a unit over ``world_size`` ranks.
-
-    Parameters with equal (dtype, trainable, group) form a set. Within a set, the
-    partition of the block classes with the least padding bytes plus ``launch_bytes``
-    per region is taken; up to ``EXACT_CLASSES`` classes this minimum is exact.
-
-    Returns: the regions, in the order of their first parameter.
-    """
+    """Lay out the parameters of a unit over ``world_size`` ranks."""
     specs = tuple(specs)
     if any(spec.group is not None for spec in specs):
         # A group is any object of the user's, and the cache would keep this object

@@ -25,11 +25,7 @@ from composable_fsdp.planning.partition import SHARD_ALIGNMENT
 def split_region(
     layout: RegionLayout, trainable: Sequence[bool]
 ) -> tuple[RegionLayout, ...]:
-    """Return a trainable and a frozen region; a single region if all flags are equal.
-
-    ``trainable`` has a flag per parameter of ``layout``. ``layout.interval`` of every
-    parameter stays the same on every rank.
-    """
+    """Return the parts of a region, trainable and frozen; ``trainable`` is per slot."""
     # An optimizer holds state for the elements that this rank has of a parameter, and
     # no collective moves that state. So every element stays on the same rank.
     parts = []

@@ -86,11 +86,7 @@ class InitialWeights:
         self._versions = (-1,) * len(self._versions)
 
     def refresh(self, layout: UnitLayout) -> None:
-        """Hash the values as they are now, if the unit is not cut.
-
-        Such a unit has whole values at any time, so no write is overlooked. Nothing is
-        hashed if the values were broadcast and not written to.
-        """
+        """Hash the values as they are now, if the unit is not cut."""
         leaves = sharded_leaves(layout)
         if not self.is_checked or not have_values(leaves):
             return

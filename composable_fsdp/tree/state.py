@@ -76,12 +76,7 @@ class ExecutionOrder(Generic[U]):
 
 
 class StepOrder(ExecutionOrder["_FSDPState"]):
-    """The uses of a forward that will see a backward, and how backward goes through.
-
-    The class decides when a unit reduces and what is prefetched:
-    ``runtime.recover.GradientOrder``, the default, or
-    ``features.unused.common_order.CommonOrder``, chosen when the forward begins.
-    """
+    """The uses of a forward that will see a backward, and how backward goes through."""
 
     # Only hooks in the autograd graph keep an order alive (and, the latest,
     # ``RuntimeContext.order``), so a forward without a backward leaves nothing behind.
@@ -288,11 +283,7 @@ class Reduction:
 
 
 class _FSDPState:
-    """The state of a unit. Attached to the unit's modules by ``fully_shard``.
-
-    ``_is_root`` is ``None`` until lazy initialization. The registry creates the state
-    before the unit is planned; ``fill`` makes the state that of a unit.
-    """
+    """The state of a unit. Attached to the unit's modules by ``fully_shard``."""
 
     __slots__ = (
         "__weakref__",
@@ -408,10 +399,7 @@ class _FSDPState:
         return f"{kind} {self.name}" if self.fqn or self._is_root is not None else kind
 
     def __getattr__(self, name: str) -> object:
-        """Raise ``NotRootError`` for data of the root, else ``AttributeError``.
-
-        ``NotRootError`` is an ``AttributeError``, so ``hasattr`` returns False.
-        """
+        """Raise ``NotRootError`` for data of the root, else ``AttributeError``."""
         # Python calls ``__getattr__`` only for attributes that do not exist.
         if name in _ROOT_ONLY:
             raise NotRootError(
@@ -458,19 +446,12 @@ OWNERS: OwnerMap[_FSDPState] = OwnerMap()
 
 
 def _get_module_fsdp_state(module: nn.Module) -> _FSDPState | None:
-    """Return the state of the unit that holds ``module``; ``None`` outside any unit.
-
-    ``module`` may be any submodule of a unit.
-    """
+    """Return the state of the unit that holds ``module``; ``None`` outside any unit."""
     return OWNERS.get(module)
 
 
 def _get_module_state(module: nn.Module) -> _FSDPState | None:
-    """Return the state of the composable API that manages ``module``.
-
-    Equal to ``_get_module_fsdp_state``, because ``fully_shard`` and ``replicate`` use
-    the same class of state.
-    """
+    """Return the state of the composable API that manages ``module``."""
     return OWNERS.get(module)
 
 

@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from torch import nn
 
 from composable_fsdp.compose.registry import (
+    API,
+    REPLICATE,
     TORCH_DDP,
     get_state,
     has_api,
@@ -27,7 +29,6 @@ from composable_fsdp.compose.registry import (
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import TRANSPARENT
-from composable_fsdp.planning.places import API, REPLICATE
 from composable_fsdp.planning.walk import named
 from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
 
@@ -42,10 +43,7 @@ def require_module(module: object, what: str) -> None:
 
 
 def no_unit(module: nn.Module, what: str, *, recurse: bool) -> CompositionError:
-    """Return the error for a function that found no unit.
-
-    Returns: the error, which names the nearest unit.
-    """
+    """Return the error for a function that found no unit."""
     owner = _get_module_fsdp_state(module)
     if owner is not None:
         where = (
@@ -95,11 +93,7 @@ def _get_unit_state(module: nn.Module) -> _FSDPState | None:
 
 
 def inside_wrappers(module: nn.Module) -> nn.Module:
-    """Return the unit at or inside ``module``, looking through wrappers.
-
-    A wrapper is ``FullyShardedDataParallel`` or an activation checkpointing wrapper, in
-    any nesting. Without a unit inside, return the module in the innermost wrapper.
-    """
+    """Return the unit at or inside ``module``, looking through wrappers."""
     while _get_unit_state(module) is None:
         inner = wrapped_in(module)
         if inner is None:

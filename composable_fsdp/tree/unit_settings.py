@@ -21,11 +21,7 @@ def mark_ignored(ignored: Iterable[nn.Parameter]) -> None:
 
 
 class UnitSettings:
-    """The settings of a unit that the user can change between steps.
-
-    ``access.settings``, ``access.schedule``, ``no_sync`` and ``set_state_dict_type``
-    change the settings.
-    """
+    """The settings of a unit that the user can change between steps."""
 
     __slots__ = (
         "is_last_backward",

@@ -110,11 +110,7 @@ class Slot:
         self._holder: Callable[[], FlatParamHandle | None] = _nobody
 
     def take(self, handle: FlatParamHandle) -> None:
-        """Make the slot, which must be free, the memory of the unit's full parameters.
-
-        At the first use ``full`` and the full leaves move there. Collective: as
-        ``Slots.open``.
-        """
+        """Make the free slot the memory of the full parameters; as ``Slots.open``."""
         slot = self
         if slot.memory is None:
             slot.arena.open()
@@ -134,11 +130,7 @@ class Slot:
         self._poison()
 
     def leave(self) -> None:
-        """Leave the memory of the slot to a collective that may still write there.
-
-        The units of the slot move to other memory at their next all-gather. Backward of
-        their earlier forwards raises as after an optimizer step.
-        """
+        """Leave the memory of the slot to a collective that may still write there."""
         for handle in self.members:
             before = written(handle.layout)
             # Graphs may have saved views of the leaves, which do not move. A readable
@@ -188,11 +180,7 @@ class Slot:
         )
 
     def take_reductions(self, handle: FlatParamHandle) -> bool:
-        """Lay the reduce buffers into the slot, unless another unit's gradients wait.
-
-        Returns: False if the reduce buffers need memory of their own. No graph saves
-        their views, so they move at any time. Collective: as ``Slots.open``.
-        """
+        """Lay the reduce buffers into the slot; False if they need other memory."""
         reduction, regions = handle.reduction, handle.layout.trainable
         if self.memory is None:
             self.arena.open()
@@ -217,10 +205,7 @@ class Slot:
         return True
 
     def leave_reductions(self, handle: FlatParamHandle) -> None:
-        """Leave the memory of the slot to a reduction that may still write there.
-
-        The reduce buffers have memory of their own already.
-        """
+        """Leave the memory of the slot to a reduction that may still write there."""
         self.give_back()
         handle.reduction.home = self.memory = None
 

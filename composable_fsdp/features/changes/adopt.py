@@ -52,8 +52,6 @@ class UserChanges:
     def adopt(self, state: _FSDPState, *, values_required: bool = True) -> None:
         """Make the shards of the sharded unit hold what the modules show.
 
-        Without ``values_required`` all parameters may still be on meta.
-
         Raises: PlanError, as ``require_leaves``, or if the parameters got values and a
             buffer is still on meta.
         Collective: none, except as ``finish_reduction``.
@@ -70,9 +68,6 @@ class UserChanges:
     def follow_flags(self, state: _FSDPState) -> bool:
         """Move parameters that were frozen or unfrozen to regions of their kind.
 
-        All ranks must have changed the same parameters.
-
-        Returns: whether any was.
         Raises: PhaseError, while gradients of the unit wait to be reduced.
         Collective: none, except as ``finish_reduction``.
         """

@@ -39,9 +39,6 @@ def requires_grad_changed(handle: FlatParamHandle) -> bool:
 def require_leaves(handle: FlatParamHandle) -> bool:
     """Adopt leaves that were replaced or changed; return whether full leaves are new.
 
-    The sharded form must be current, and no stream may use the old buffers. Nothing is
-    copied before all checks have passed.
-
     Raises: PlanError, naming the parameter, if it cannot take its place in the shard,
     or if gradients of ``no_sync`` wait to be reduced.
     """

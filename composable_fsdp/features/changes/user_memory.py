@@ -42,10 +42,7 @@ def leaves_view_shards(handle: FlatParamHandle) -> bool:
 
 
 def follow_user_memory(handle: FlatParamHandle) -> bool:
-    """Copy leaves in memory of the user into the shard, if nothing else has changed.
-
-    Returns: whether the shards are current now.
-    """
+    """Copy leaves in memory of the user into the shard, if nothing else has changed."""
     here = handle.writes.memory
     if not here.away:
         return False

@@ -126,11 +126,7 @@ def _form_of(parameter: nn.Parameter, offset: tuple[int, ...]) -> DTensorForm:
 
 
 def refuse_shared_ranks(targets: Iterable[Target], ranks: RankLayout) -> None:
-    """Raise PlanError if tensor-parallel ranks are also ranks of the data.
-
-    The shards of a parameter are parts of equal rectangles, so the ranks of a shard
-    group and a replicate group must stand at the same place of the parameter's mesh.
-    """
+    """Raise PlanError if tensor-parallel ranks are also ranks of the data."""
     for target in targets:
         for layout, parameters in zip(
             target.plan.regions, target.parameters, strict=True
@@ -165,10 +161,7 @@ def _ranks_in(group: dist.ProcessGroup | None) -> set[int]:
 
 
 def with_plain_parameters(target: Target) -> tuple[Target, Forms]:
-    """Put plain parameters in the place of DTensors in the modules of a unit.
-
-    Returns: the target with the plain parameters, and the forms of those it replaced.
-    """
+    """Put plain parameters in the place of DTensors in the modules of a unit."""
     forms = Forms()
     made: dict[int, nn.Parameter] = {}
     regions: list[tuple[nn.Parameter, ...]] = []
@@ -191,10 +184,7 @@ def with_plain_parameters(target: Target) -> tuple[Target, Forms]:
 
 
 def _plain_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    """Return a plain parameter with this rank's rectangle of a DTensor.
-
-    The result shares memory and attributes with ``parameter``.
-    """
+    """Return a plain parameter with this rank's rectangle of a DTensor."""
     # Detached: the parameter must not lead into the graph of the DTensor.
     with torch.no_grad():
         made = nn.Parameter(

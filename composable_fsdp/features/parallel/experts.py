@@ -28,11 +28,6 @@ Units = Sequence[tuple[str, FlatParamHandle]]
 def count_expert_ranks(top: FlatParamHandle, units: Units) -> None:
     """Set how many ranks' tokens the experts of each unit compute.
 
-    An ``expert_mesh`` says how many. Without an ``expert_mesh``, a unit of DTensors
-    over fewer ranks than the outermost unit ``top`` holds experts: the ranks that its
-    DTensors are cut over have data of their own. The ranks of tensor parallelism have
-    the data of this rank, and their units have the ranks of ``top``.
-
     Raises: CompositionError, if the meshes do not multiply to the ranks of ``top``, or
     for a trainable plain parameter beside such DTensors; no unit is then changed.
     """
