@@ -57,7 +57,7 @@ def copy_state(state: _FSDPState, memo: Memo) -> _FSDPState:
         options=state.options,
         ranks=state.ranks,
         initial=state.initial.copy(state.handle.layout, handle.layout),
-        settings=state.settings.copy(),
+        settings=copy.copy(state.settings),
     )
     made.copier = copy_state
     made.searches.writes_data = state.searches.writes_data

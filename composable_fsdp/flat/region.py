@@ -25,16 +25,14 @@ from composable_fsdp.flat.reduce_rule import NO_DIVISION
 from composable_fsdp.planning.layout import ParameterSlot, RegionLayout, ShardCuts
 
 
+@dataclass(slots=True, eq=False)
 class WireBuffer:
     """The encoded values of a region; has memory from the encoding to the decoding."""
 
-    __slots__ = ("buffer", "own")
-
-    def __init__(self, buffer: Tensor, own: Tensor) -> None:
-        self.buffer = buffer
-        """Bytes of all ranks in rank order, uint8."""
-        self.own = own
-        """This rank's slice of ``buffer``."""
+    buffer: Tensor
+    """Bytes of all ranks in rank order, uint8."""
+    own: Tensor
+    """This rank's slice of ``buffer``."""
 
 
 class FullBuffer(NamedTuple):
@@ -43,19 +41,17 @@ class FullBuffer(NamedTuple):
     buffer: Tensor
     """``(padded_numel,)``: the shards of all ranks, in rank order."""
     own_slice: Tensor | None
-    """This rank's slice ``(shard_numel,)`` of ``buffer``, if the shard must be cast or
-    copied from the host into ``buffer`` before the all-gather. ``None`` if the
-    all-gather reads ``shard`` directly."""
+    """This rank's slice ``(shard_numel,)`` of ``buffer``, if the shard must be copied
+    there before the all-gather; ``None`` if the all-gather reads ``shard``."""
     is_cut: bool
     """Whether ``buffer`` is a buffer of its own. If not, ``buffer`` is ``shard``."""
     leaves: tuple[nn.Parameter, ...]
     """The full leaves, aligned with ``FlatParameter.leaves``."""
     own_parts: tuple[Tensor, ...] = ()
-    """This rank's rows of each parameter in ``buffer``, with the strides of compute, if
-    a parameter is channels_last: where the shards are copied before the all-gather."""
+    """If a parameter is channels_last: this rank's rows of each parameter in
+    ``buffer``, where the shards are copied before the all-gather."""
     wire: WireBuffer | None = None
-    """What the all-gather fills in place of ``buffer``, if the region has a wire
-    format and the form is that of compute."""
+    """What the all-gather fills in place of ``buffer``, with a wire format."""
 
 
 class FlatGradient:
@@ -74,26 +70,21 @@ class FlatGradient:
 
     def __init__(self, dtype: torch.dtype, number: int) -> None:
         self.dtype = dtype
-        """Dtype of ``shard``: the parameters' dtype, or the reduce dtype if
-        ``keep_low_precision_grads`` is set."""
+        """Dtype of ``shard`` (``Dtypes.gradient``)."""
         self.keeps_empty = False
         """As ``ReduceRule.keeps_empty``."""
         self.shard: Tensor | None = None
-        """The reduced gradient of this rank's elements. ``None`` before the first
-        reduction, and after ``.grad`` of all leaves was cleared (released at the next
-        forward or reduction)."""
+        """The reduced gradient of this rank's elements; ``None`` before the first
+        reduction, and once the cleared ``.grad`` of all leaves was noticed."""
         self.views: tuple[Tensor | None, ...] = ()
-        """``.grad`` of each leaf: a view of ``shard``, or ``None`` for a leaf in
-        ``absent``."""
+        """``.grad`` of each leaf: a view of ``shard``; ``None`` for an absent one."""
         self.gaps: tuple[Tensor, ...] = ()
         """Views of the padding in ``shard``."""
         self.places: tuple[int, ...] = ()
-        """Addresses of ``shard`` and of its views at creation. A changed address shows
-        that a user replaced ``.data``."""
+        """Addresses of ``shard`` and its views; another shows a replaced ``.data``."""
         self.shown = self.unshown = bytes(number)
-        """``shown``: per parameter, 1 if the parameter's view of ``shard`` was set as
-        ``.grad``, so that a user may hold a reference to the view. ``unshown``: the
-        initial value of ``shown``, zeros."""
+        """Per parameter, 1 if its view of ``shard`` was set as ``.grad``, so that a
+        user may hold the view; ``unshown`` is the initial value, zeros."""
 
 
 class ReduceBuffer:
@@ -124,23 +115,18 @@ class ReduceBuffer:
         self.arrived = bytearray(len(views))
         """Per parameter: 1 if a gradient has arrived that was not reduced yet."""
         self.waiting: list[Tensor | None] = [None] * len(views)
-        """Per parameter: the gradient as autograd produced the gradient, until the copy
-        into ``buffer``."""
+        """Per parameter: autograd's gradient, until the copy into ``buffer``."""
         self.owner: Callable[[], Any] = no_owner
-        """Weak reference to the unit's state, for the gradient hooks of the full
-        leaves."""
+        """Weak reference to the unit's state, for the hooks of the full leaves."""
         self.division = NO_DIVISION
         """How sums over ranks become averages (``flat.build.set_divisions``)."""
         self.has_tensor_hooks = False
-        """Whether, in the current reduction, a leaf has tensor hooks of the user that
-        must see the gradient."""
+        """Whether a tensor hook of the user must see a gradient of this reduction."""
         self.partial: Tensor | None = None
         """``(shard_numel,)`` in the reduce dtype: sums over the shard group that wait
-        for the all-reduce over the replicate group (``set_requires_all_reduce``);
-        ``None`` if no sums wait."""
+        for the all-reduce over the replicate group; ``None`` if none wait."""
         self.temporary: Tensor | None = None
-        """Output of the reduction if the reduction cannot write into the flat gradient,
-        which holds earlier gradients, has another dtype or is on the host."""
+        """Output of a reduction that cannot write into the flat gradient."""
 
 
 def no_owner() -> None:
@@ -196,13 +182,11 @@ class FlatParameter:
         self.rank = rank
         """This rank's index in the shard group."""
         self.cuts = cuts
-        """How ``shard`` and the flat gradient are cut into parts of parameters and
-        padding."""
+        """How ``shard`` and the flat gradient are cut into parts and padding."""
         self.device = device
         """The device of the full buffer and the reduce buffer."""
         self.offload = offload
-        """Whether ``shard`` and the flat gradient are in host memory (pinned if the
-        compute device is a GPU)."""
+        """Whether ``shard`` and the flat gradient are in host memory."""
         self.shard = shard
         self.full = full
         """The full values in the current precision (``flat.precision``)."""
@@ -210,15 +194,13 @@ class FlatParameter:
         """The sharded leaves: the original parameters, in memory order."""
         self.gradient = FlatGradient(gradient_dtype, len(leaves))
         self.flat: nn.Parameter | None = None
-        """``shard`` as a single parameter, or ``None`` (``flat_parameter``). If set,
-        the flat gradient is the ``.grad`` of ``flat`` and the leaves have no
-        ``.grad``."""
+        """``shard`` as a single parameter (``flat_parameter``), whose ``.grad`` is the
+        flat gradient; the leaves have no ``.grad`` then."""
         self.graded: tuple[nn.Parameter, ...] = leaves
-        """The parameters whose ``.grad`` may show the flat gradient: the leaves, and
-        ``flat`` if set."""
+        """The leaves, and ``flat`` if set: ``.grad`` may show the flat gradient."""
         self.show = show
-        """Gives reduced gradients to the leaves (``gradients.show_on_leaves``) or, if
-        set, to ``flat`` (``user_hooks.show_on_flat``)."""
+        """Gives reduced gradients to the leaves (``gradients.show_on_leaves``) or to
+        ``flat`` (``user_hooks.show_on_flat``)."""
         self.host_copy: HostCopy | None = None
         """Offloaded units only: the copy in flight into the flat gradient."""
 
