@@ -55,8 +55,6 @@ PASSAGES: dict[str, Any] = {}
 GPU; ``full``, to which others hand on (``runtime.forward.Passage``); and ``searches``,
 what the first forwards of a unit find, made from its modules."""
 
-OPTIMIZER_CHECKED: list[Callable[[list[nn.Parameter]], None]] = []
-"""When the parameters of an optimizer are checked, before its step: the parameters."""
 ORDERS: dict[bool, Callable[[Hashable], Any]] = {}
 """Makes the order of a forward from its mode; by whether the tree reduces parameters
 without a gradient."""
