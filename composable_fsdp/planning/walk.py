@@ -117,13 +117,16 @@ def subtrees(roots: Iterable[nn.Module]) -> frozenset[nn.Module]:
 
 def is_container(module: nn.Module) -> bool:
     """Return whether ``module`` only holds others and has no forward."""
-    # A user's subclass of a container may define forward, on the class or on the
-    # instance. Without a forward no caller runs the module, so hooks on the module
-    # never run.
-    has_forward = type(module).forward is not nn.Module.forward
-    return isinstance(module, _CONTAINERS) and not (
-        has_forward or "forward" in vars(module)
-    )
+    # A user's subclass of a container may define forward.
+    return isinstance(module, _CONTAINERS) and not has_forward(module)
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Return whether the module can be called, so that hooks on it run."""
+    # ``nn.Module.forward`` is a placeholder that raises. ``forward`` may also be set on
+    # the instance. TorchScript classes do not have the attribute.
+    method = getattr(type(module), "forward", None)
+    return method is not nn.Module.forward or "forward" in vars(module)
 
 
 def own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
