@@ -12,71 +12,35 @@ form ``PLAIN``, which changes nothing. Another form::
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 
-class ParamForm(Protocol):
-    """The questions that the package asks the form of a parameter. Immutable."""
+class ParamForm:
+    """The form of a plain parameter, and what other forms override. Immutable."""
+
+    __slots__ = ()
 
     @property
     def cut_over(self) -> tuple[dist.ProcessGroup, ...]:
         """The groups whose ranks hold other parts of the parameter."""
-        ...
+        return ()
 
     @property
     def mesh_groups(self) -> tuple[dist.ProcessGroup, ...]:
         """The groups of all mesh dims, those of equal values included."""
-        ...
+        return ()
 
     def whole_shape(self, part: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the global parameter, of which ``part`` is that here."""
-        ...
-
-    def full_leaf(self, part: Tensor, leaf: nn.Parameter, *, trainable: bool) -> Any:
-        """Return the parameter that compute sees over the memory of ``part``."""
-        ...
-
-    def shown(self, local: Tensor) -> Tensor:
-        """Return ``local`` in the class that compute sees, over the same memory."""
-        ...
-
-    def gradient(self, gradient: Tensor) -> Tensor:
-        """Return the plain gradient of this rank's part.
-
-        Collective: over the groups on which ``gradient`` is a partial sum.
-        """
-        ...
-
-    def whole(self, local: Tensor) -> Tensor:
-        """Return the global value, of which ``local`` is this rank's part.
-
-        Collective: an all-gather over each group of ``cut_over``.
-        """
-        ...
-
-    def part(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of a global value, as a view."""
-        ...
-
-
-class PlainForm:
-    """The form of a parameter that is whole in the unit's groups."""
-
-    cut_over: tuple[dist.ProcessGroup, ...] = ()
-    mesh_groups: tuple[dist.ProcessGroup, ...] = ()
-
-    def whole_shape(self, part: tuple[int, ...]) -> tuple[int, ...]:
-        """See ``ParamForm``."""
         return part
 
     def full_leaf(
         self, part: Tensor, leaf: nn.Parameter, *, trainable: bool
     ) -> nn.Parameter:
-        """Give a view of ``full`` the type and the ``__dict__`` of ``leaf``."""
+        """Return the parameter that compute sees over the memory of ``part``."""
         made: nn.Parameter
         if type(leaf) is nn.Parameter:
             made = part  # type: ignore[assignment]  # from the next line on
@@ -91,23 +55,29 @@ class PlainForm:
         return made
 
     def shown(self, local: Tensor) -> Tensor:
-        """See ``ParamForm``."""
+        """Return ``local`` in the class that compute sees, over the same memory."""
         return local
 
     def gradient(self, gradient: Tensor) -> Tensor:
-        """See ``ParamForm``."""
+        """Return the plain gradient of this rank's part.
+
+        Collective: over the groups on which ``gradient`` is a partial sum.
+        """
         return gradient
 
     def whole(self, local: Tensor) -> Tensor:
-        """See ``ParamForm``."""
+        """Return the global value, of which ``local`` is this rank's part.
+
+        Collective: an all-gather over each group of ``cut_over``.
+        """
         return local
 
     def part(self, whole: Tensor) -> Tensor:
-        """See ``ParamForm``."""
+        """Return this rank's part of a global value, as a view."""
         return whole
 
 
-PLAIN: ParamForm = PlainForm()
+PLAIN = ParamForm()
 
 
 class Forms(dict[int, ParamForm]):

@@ -27,14 +27,6 @@ def test_the_first_unit_used_again_keeps_its_first_place() -> None:
     assert order.before(1) == "a"
 
 
-def test_nothing_comes_before_the_first_use() -> None:
-    """Also if that unit runs several times in a row."""
-    order = recorded("aa")
-
-    assert order.before(0) is None
-    assert order.before(1) is None
-
-
 @pytest.mark.req("D-02")
 @given(units=st.lists(st.sampled_from("abc"), min_size=1, max_size=12))
 def test_walking_back_gives_the_uses_in_reverse(units: list[str]) -> None:
