@@ -16,7 +16,8 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from itertools import zip_longest
+from itertools import compress, repeat, zip_longest
+from operator import is_not
 from types import SimpleNamespace
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
 
@@ -267,20 +268,24 @@ def _outline(module: nn.Module) -> _Outline:
     outline: _Outline = []
     # A stack instead of recursion: the depth of the tree has no limit. The walks of
     # ``planning.walk`` build names, and stand above this layer.
-    stack = [module]
+    stack: list[nn.Module | None] = [module]
     while stack:
+        current = stack.pop()
+        if current is None:
+            continue
         # ``nn.Module`` finds these attributes by ``__getattr__``, which is slower.
-        held = stack.pop().__dict__
+        held = current.__dict__
         children = held["_modules"]
         for table in (held["_parameters"], held["_buffers"], children):
-            # A key registered with None has no name in ``named_parameters()``.
+            # A key registered with None has no name in ``named_parameters()``. Most
+            # tables are empty, and no Python runs for the others.
             outline.append(
-                [key for key, each in table.items() if each is not None]
-                if table  # most are empty
+                tuple(compress(table, map(is_not, table.values(), repeat(None))))
+                if table
                 else ()
             )
         if children:
-            stack += [each for each in reversed(children.values()) if each is not None]
+            stack += reversed(children.values())
     return outline
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Final, Generic, TypeVar
 
@@ -137,6 +137,15 @@ class OwnerMap(Generic[S]):
         state: S | None = entry.owner()
         return state
 
+    def without_owner(self, modules: Iterable[nn.Module]) -> list[nn.Module]:
+        """Return the ``modules`` that no state owns."""
+        entries = self._entries
+        return [
+            module
+            for module in modules
+            if (entry := entries.get(id(module))) is None or entry.owner() is None
+        ]
+
     def clear(self, module: nn.Module) -> None:
         """Remove the owner of ``module``; do nothing if ``module`` has no owner."""
         self._entries.pop(id(module), None)
@@ -177,7 +186,8 @@ def foreign_fsdp(module: nn.Module) -> str | None:
 
 def other_apis(module: nn.Module) -> tuple[str | None, str | None]:
     """Return ``(incompatible_api(module), foreign_fsdp(module))`` in one pass."""
-    name, held = _torch_class(type(module)), module.__dict__
+    known, held = _classes.get(id(type(module))), module.__dict__
+    name = _torch_class(type(module)) if known is None else known[0]
     # Planning calls this function for every module of a tree, and nearly no module has
     # a registry: leave early.
     torch_key = getattr(sys.modules.get(_TORCH_CONTRACT), "REGISTRY_KEY", REGISTRY_KEY)
@@ -205,25 +215,18 @@ _classes: dict[int, tuple[str, weakref.ref[type]]] = {}
 
 def _torch_class(kind: type[nn.Module]) -> str:
     """Return the first class name along the MRO that is in the tables above, or ""."""
-    key = id(kind)
-    known = _classes.get(key)
-    if known is None:
-        gone = weakref.ref(kind, lambda _: _classes.pop(key, None))
-        known = _classes[key] = (_find_torch_class(kind), gone)
-    return known[0]
-
-
-def _find_torch_class(kind: type[nn.Module]) -> str:
-    """Search the MRO of ``kind`` for a class of torch that is in the tables above."""
+    found, key = "", id(kind)
     # The first match counts: ReplicateModule derives from FSDPModule.
     for base in kind.__mro__:
         name = base.__name__
-        known = name in _TORCH_REPLICATES or name in _TORCH_SHARDS
+        is_known = name in _TORCH_REPLICATES or name in _TORCH_SHARDS
         # This package's FullyShardedDataParallel has the name of torch's FSDP1, so the
         # class must also come from torch.
-        if known and base.__module__.partition(".")[0] == "torch":
-            return name
-    return ""
+        if is_known and base.__module__.partition(".")[0] == "torch":
+            found = name
+            break
+    _classes[key] = found, weakref.ref(kind, lambda _: _classes.pop(key, None))
+    return found
 
 
 def _torch_registry(module: nn.Module) -> Mapping[str, object]:

@@ -27,7 +27,6 @@ from composable_fsdp.config import (
 from composable_fsdp.entries.apply import Application, apply, prepare
 from composable_fsdp.errors import CompositionError, PlanError
 from composable_fsdp.naming import quoted
-from composable_fsdp.planning.checks import refuse_container
 from composable_fsdp.planning.options import PER_MODULE, UnitOptions, in_force
 from composable_fsdp.tree.state import _FSDPState
 
@@ -213,9 +212,6 @@ def _shard(
         param_init_fn=param_init_fn,
     )
     modules = [module] if isinstance(module, nn.Module) else list(module)
-    # A container such as nn.ModuleList has no forward, so its hooks would never run.
-    for each in modules:
-        refuse_container(each)
     apply(modules, state, application)
     return module
 

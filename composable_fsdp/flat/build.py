@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from itertools import chain
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,8 @@ from composable_fsdp.flat.step_counts import written
 from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.planner import Target
 from composable_fsdp.planning.unit_plan import Place, UnitPlan
+
+_on_meta = attrgetter("shard.is_meta")
 
 
 def build_handle(
@@ -163,7 +166,7 @@ def _make_layout(
         device,
         rows=rows,
         offload=offload,
-        on_meta=any(region.shard.is_meta for region in regions),
+        on_meta=any(map(_on_meta, regions)),
         regions=regions,
         trainable=trainable,
         reduce_groups=_reduced_together(trainable),

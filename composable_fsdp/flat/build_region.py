@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.gradients import new_shard, shard_views, show_on_leaves
-from composable_fsdp.flat.param_form import NO_FORMS, PLAIN, Forms
+from composable_fsdp.flat.param_form import NO_FORMS, Forms, plain_leaves
 from composable_fsdp.flat.region import (
     FlatParameter,
     FullBuffer,
@@ -73,7 +73,10 @@ def build_region(
             show=show_on_leaves,
         )
         if isinstance(region, TrainableRegion):
-            region.reduce = _reduce_buffer(layout, dtypes.reduce, device)
+            numel = layout.padded_numel
+            buffer = torch.empty(numel, dtype=dtypes.reduce, device=device)
+            region.reduce = ReduceBuffer(buffer, *full_views(layout, buffer))
+            memory.free(buffer)
     return region
 
 
@@ -144,7 +147,8 @@ def make_full(
     is_cut = is_cut or layout.is_strided
     buffer, own_slice = shard, None
     if is_cut:
-        buffer = memory.new_buffer(layout.padded_numel, dtype, device)
+        # The caller has left inference mode.
+        buffer = torch.empty(layout.padded_numel, dtype=dtype, device=device)
     if not wire and (dtype != layout.dtype or offload or layout.is_strided):
         start = rank * layout.shard_numel
         own_slice = buffer[start : start + layout.shard_numel]
@@ -161,7 +165,7 @@ def make_full(
 
 def _wire_buffer(layout: RegionLayout, rank: int, device: torch.device) -> WireBuffer:
     """Create the buffer of the encoded values, without memory."""
-    buffer = memory.new_buffer(layout.wire_nbytes, torch.uint8, device)
+    buffer = torch.empty(layout.wire_nbytes, dtype=torch.uint8, device=device)
     size = layout.wire_nbytes // layout.world_size
     made = WireBuffer(buffer, buffer[rank * size : (rank + 1) * size])
     memory.free(buffer)
@@ -232,11 +236,8 @@ def full_leaves(
     trainable: Sequence[bool],
 ) -> list[nn.Parameter]:
     """Return the full leaves of a region, each in the form of its parameter."""
-    if not forms:  # saves a look-up per parameter
-        return [
-            PLAIN.full_leaf(part, leaf, trainable=trains)
-            for part, leaf, trains in zip(parts, leaves, trainable, strict=True)
-        ]
+    if not forms:  # saves a call per parameter
+        return plain_leaves(parts, leaves, trainable)
     return [
         # By index and not by name: a unit may hold a name twice.
         forms[slot.index].full_leaf(part, leaf, trainable=trains)
@@ -244,13 +245,3 @@ def full_leaves(
             layout.parameters, parts, leaves, trainable, strict=True
         )
     ]
-
-
-def _reduce_buffer(
-    layout: RegionLayout, dtype: torch.dtype, device: torch.device
-) -> ReduceBuffer:
-    """Create a reduce buffer ``(padded_numel,)`` and its views, without memory."""
-    buffer = memory.new_buffer(layout.padded_numel, dtype, device)
-    made = ReduceBuffer(buffer, *full_views(layout, buffer))
-    memory.free(buffer)
-    return made

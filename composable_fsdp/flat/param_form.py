@@ -11,7 +11,8 @@ form ``PLAIN``, which changes nothing. Another form::
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,18 +42,7 @@ class ParamForm:
         self, part: Tensor, leaf: nn.Parameter, *, trainable: bool
     ) -> nn.Parameter:
         """Return the parameter that compute sees over the memory of ``part``."""
-        made: nn.Parameter
-        if type(leaf) is nn.Parameter:
-            made = part  # type: ignore[assignment]  # from the next line on
-            # Torch's lazy parameters change their class in the same way.
-            # ``nn.Parameter(part)`` would create one more tensor.
-            made.__class__ = nn.Parameter
-            made.requires_grad = trainable
-        else:
-            made = torch.Tensor._make_subclass(type(leaf), part, trainable)
-        # Shared, so that an attribute that a user sets on either is visible on both.
-        made.__dict__ = leaf.__dict__
-        return made
+        return plain_leaves([part], [leaf], [trainable])[0]
 
     def shown(self, local: Tensor) -> Tensor:
         """Return ``local`` in the class that compute sees, over the same memory."""
@@ -78,6 +68,26 @@ class ParamForm:
 
 
 PLAIN = ParamForm()
+
+
+def plain_leaves(
+    parts: Sequence[Tensor], leaves: Sequence[nn.Parameter], trainable: Sequence[bool]
+) -> list[nn.Parameter]:
+    """Make ``parts`` parameters, of the classes and attributes of ``leaves``."""
+    made: list[Any] = []
+    for part, leaf, trains in zip(parts, leaves, trainable, strict=True):
+        each: Any = part
+        if type(leaf) is nn.Parameter:
+            # Torch's lazy parameters change their class in the same way.
+            # ``nn.Parameter(part)`` would create one more tensor.
+            each.__class__ = nn.Parameter
+            each.requires_grad = trains
+        else:
+            each = torch.Tensor._make_subclass(type(leaf), part, trains)
+        # Shared, so that an attribute that a user sets on either is visible on both.
+        each.__dict__ = leaf.__dict__
+        made.append(each)
+    return made
 
 
 class Forms(dict[int, ParamForm]):

@@ -15,9 +15,8 @@ torch sees no hook that would keep ``nn.TransformerEncoderLayer`` from its fast 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -56,8 +55,8 @@ def find_guards(
     for module in modules:
         parts.pop(id(module), None)
     # Torch annotates the tables as dicts, and creates each as an OrderedDict.
-    tables = (part._forward_pre_hooks for part in parts.values())
-    return PartGuards(tuple([cast("OrderedDict[int, Any]", each) for each in tables]))
+    tables: list[Any] = [part._forward_pre_hooks for part in parts.values()]
+    return PartGuards(tuple(tables))
 
 
 def _readers(root: nn.Module, without: set[int]) -> dict[int, nn.Module]:

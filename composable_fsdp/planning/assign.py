@@ -16,6 +16,7 @@ from torch import nn
 
 from composable_fsdp.compose.registry import (
     API,
+    REGISTRY_KEY,
     REPLICATE,
     get_state,
     incompatible_api,
@@ -293,7 +294,7 @@ class _Walk:
             incompatible, foreign = other_apis(child)
             if foreign:
                 raise _foreign(path, foreign)
-            below = get_state(child, API)
+            below = get_state(child, API) if REGISTRY_KEY in vars(child) else None
             # The contract has registered a state on the modules of this call, too.
             if below is not None and id(child) not in self.index_of:
                 nearest.units_below.append(below)

@@ -55,7 +55,7 @@ def plan_targets(
     """
     units = assign_units(modules, request)
     notes: list[str] = []
-    targets = tuple(_target(i, unit, request, notes) for i, unit in enumerate(units))
+    targets = tuple([_target(i, unit, request, notes) for i, unit in enumerate(units)])
     return targets, tuple(notes)
 
 
@@ -81,7 +81,15 @@ def _target(index: int, unit: Unit, request: PlanRequest, notes: list[str]) -> T
     known: list[_Known] = []
     owners: list[tuple[nn.Module, ...]] = []
     for parameter, occurrences in unit.parameters:
-        names, places, held_by = _places(occurrences, index)
+        first = occurrences[0]
+        # Nearly every parameter has one place, and most units are at the root of the
+        # walk, from where names are relative already.
+        if len(occurrences) == 1 and len(first.chain) == 1:
+            names: tuple[str, ...] = (first.fqn,)
+            places: tuple[tuple[str, str], ...] = ((first.fqn, first.name),)
+            held_by: tuple[nn.Module, ...] = (first.module,)
+        else:
+            names, places, held_by = _places(occurrences, index)
         owners.append(held_by)
         is_plain = type(parameter) is nn.Parameter
         known.append(
@@ -159,12 +167,6 @@ def _places(
     occurrences: list[Occurrence], index: int
 ) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...], tuple[nn.Module, ...]]:
     """Return a parameter's names from its unit, its places, and each place's owner."""
-    # Nearly every parameter has a single place; this saves two dicts per parameter.
-    if len(occurrences) == 1:
-        (o,) = occurrences
-        # A unit at the root of the walk: names are relative already.
-        first = o.fqn if len(o.chain) == 1 else _relative(o, index)
-        return (first,), ((first, o.name),), (o.module,)
     names = dict.fromkeys(_relative(o, index) for o in occurrences)
     # A module that is reachable along two paths is one place with two names.
     places: dict[tuple[int, str], tuple[tuple[str, str], nn.Module]] = {}
