@@ -1,15 +1,7 @@
 """The states of the APIs on a module, and the nearest enclosing state of a module.
 
-Two stores with different lifetimes::
-
-    module.__dict__["_composable_api_states"]    {api name: state}, where an API was
-                                                 applied; copied and pickled with the
-                                                 module
-    OwnerMap                                     module ~> state, on every submodule;
-                                                 weak on both sides: keeps nothing alive
-
-Reads never write. The last part of this file recognizes torch's own data-parallel APIs
-without an import.
+``module.__dict__["_composable_api_states"]`` holds ``{api name: state}`` and is copied
+and pickled with the module; an ``OwnerMap`` keeps nothing alive. Reads never write.
 """
 
 from __future__ import annotations

@@ -1,10 +1,4 @@
-"""Prepare the values of a unit's parameters and buffers just before sharding.
-
-::
-
-    materialize modules on meta  ->  move buffers to the device  ->  broadcast  ->
-    shard
-"""
+"""Prepare the values of a unit's parameters and buffers just before sharding."""
 
 from __future__ import annotations
 

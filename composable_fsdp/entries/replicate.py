@@ -1,12 +1,7 @@
 """``replicate``: full parameters on every rank, averaged gradients; in place.
 
-``replicate`` runs the code of ``fully_shard`` with strategy NO_SHARD. The registry
-stores the state under the name ``replicate``; a walk from a unit above does not enter
-such a subtree::
-
-    fully_shard(model)                      replicate(model)
-      |- replicate(part)   left alone         |- fully_shard(block)   left to its unit
-      '- everything else   sharded            '- everything else      averaged whole
+The code of ``fully_shard`` with strategy NO_SHARD, and a state of another name, whose
+subtree a walk from a unit above does not enter; units of ``fully_shard`` below it stay.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
 """``copy.deepcopy`` of a sharded model: new shards, the same process groups.
 
-Python copies the attributes of a module in turn, including hooks and the registry, and
-therefore reaches the state of a unit while the module is only partly copied::
-
-    deepcopy(module) -> hooks -> state -> copy_state: leaves, submodules, units below
-            '--> _modules: all copied by then, found in the memo
-
-A copy is a new tree: lazy initialization finds the root of the copy again.
+Python reaches the state of a unit, by hooks and registry, while the module is only
+partly copied. A copy is a new tree: lazy initialization finds its root again.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
 """Parameters frozen, and settings changed, since ``fully_shard``; who knows them.
 
-The flags are part of the mode of a step, of which ranks keep a known order. Ranks that
-hold other experts have other names and may freeze other experts, so each order leaves
-out the units that some of its ranks lack::
-
-    order over     root unit    experts of rank 0    experts of rank 1
-    all ranks      yes          no                   no
-    edp of 0       yes          yes                  unknown here
+The flags are part of the mode of a step. Ranks that hold other experts may freeze other
+experts, so each order leaves out the units that some of its ranks lack.
 """
 
 from __future__ import annotations

@@ -1,15 +1,9 @@
 """Flat parameters: one parameter per trainable region, for element-wise optimizers.
 
-::
-
-    flat   nn.Parameter (shard_numel,)   data: ``shard``; ``.grad``: ``gradient.shard``;
-                                         ``.grad`` of the region's leaves stays None
-
-A flat parameter outlives the region: when the unit is rebuilt, the flat parameter is
-bound to the new region with the same parameters. If no such region exists, because
-parameters were frozen or unfrozen, the flat parameter is *retired*: a retired flat
-parameter has no elements, but the record in ``FLAT_PARAMS`` still knows which elements
-of the optimizer state belong to which parameter.
+A flat parameter's data is ``shard`` and its ``.grad`` is ``gradient.shard``; ``.grad``
+of the leaves stays None. It outlives the region: a new region with the same parameters
+is bound to it. Without one it is *retired*: it has no elements, and its record still
+knows which elements of the optimizer state belong to which parameter.
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
 """Tensors that ``torch.func.functional_call`` puts in place of a unit's parameters.
 
-``functional_call`` registers the given tensors in the modules, calls the module, and
-registers the previous tensors again. A unit that is called in this way computes with
-the given tensors, as a plain module does; only the other places show the unit's full
-leaves.
-
-Nothing of this package runs when ``functional_call`` registers the previous tensors. If
-these are full leaves, because the unit was full before (``unshard``, or a unit of
-several modules), the unit stays full.
+The unit computes with them; only the other places show its full leaves. Nothing of this
+package runs when torch registers the previous tensors again: if these are full leaves,
+the unit stays full.
 """
 
 from __future__ import annotations

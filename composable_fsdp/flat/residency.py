@@ -1,18 +1,12 @@
 """Where the full parameters of a unit are, and who may read the parameters.
 
-The moves of a unit between its states of residency (``phases.Residency``): only the
-functions of this file write ``handle.residency``. The moves run in every step, so each
-move checks its state inline.
+Only the functions of this file write ``handle.residency``. They run in every step, so
+each move checks its state inline.
 
-A full leaf may be read from the wait for the unit's all-gather until the unit is
-resharded. A graph that reads the leaf earlier or later would read freed memory, or
-memory that an all-gather is writing. Autograd compares the version of every saved
-tensor with the version at unpacking, so the version counters express which leaves may
-be read::
-
-    unshard    wait_unsharded         reshard
-    --- unreadable ---|--- readable ---|--- unreadable ---
-                       the version of the sharded leaf
+A full leaf may be read from the wait for the all-gather until the reshard. A graph that
+reads it earlier or later would read freed memory, or memory that an all-gather writes.
+Autograd compares version counters at unpacking, so they express which leaves may be
+read: between, a leaf has the version of the sharded leaf, else one that is never right.
 
 ``torch._C._autograd._unsafe_set_version_counter`` is private; used only here, checked
 on torch 2.13 and 2.11.

@@ -1,15 +1,9 @@
 """Hashes of values, so that ranks can compare parameters without sending them.
 
-A hash reads every byte, as a tree of sums::
-
-    bytes as int64 words   (n,)
-    rows of 32768 words    sum(mix(word) * weight) per row
-    the sums as words      again, until a single word is left
-
-``mix`` brings the high half of a word into the low half: the signs of two elements
-would cancel out otherwise. ``torch.hash_tensor`` is no replacement: it is an
-exclusive-or of the elements, the same for zeros and for ones. The hash is no
-cryptographic one: nobody attacks a rank's own weights.
+The bytes are int64 words. ``sum(mix(word) * weight)`` of each row of 32768 words gives
+a word, and again, until one is left. ``mix`` brings the high half of a word into the
+low: the signs of two elements would cancel out otherwise. ``torch.hash_tensor`` is an
+exclusive-or, the same for zeros and for ones. The hash is no cryptographic one.
 """
 
 from __future__ import annotations

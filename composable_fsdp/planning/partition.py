@@ -49,9 +49,8 @@ def pack(members: Members, itemsize: int, world_size: int, grid: int = 1) -> Pac
     end, grid = 0, _lcm(align, grid)
     for i in order:
         numel, block = members[i]
-        # A member starts at a multiple of the member's block, so that shard boundaries
-        # fall between blocks, and at a multiple of 16 bytes, because the full parameter
-        # is a view at this offset.
+        # At a multiple of the block, so that shard boundaries fall between blocks, and
+        # of 16 bytes, because the full parameter is a view at this offset.
         offsets[i] = _round_up(end, _lcm(block, align))
         end = offsets[i] + numel
         # An empty parameter has no block that a boundary could cut.
@@ -125,9 +124,8 @@ def _exact(sets: list[list[int]], cost: _Cost, merged: _Merge) -> list[tuple[int
     price = {mask: cost(indices) for mask, indices in groups.items()}
     best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
     for mask in range(1, full + 1):
-        # Only parts that contain the lowest class of ``mask`` are tried: every
-        # partition has exactly one such part, so each partition is counted a single
-        # time.
+        # Only parts with the lowest class of ``mask``, of which every partition has
+        # exactly one, so that each is counted a single time.
         low = mask & -mask
         part = mask
         options = []

@@ -11,20 +11,16 @@ from composable_fsdp.planning.options import Dtypes, UnitOptions
 
 
 class Place(NamedTuple):
-    """A place of a parameter, as names only: equal units share ``Place`` objects.
-
-    Args:
-        fqn: the parameter's name at this place, from the unit's module.
-        name: the parameter's key in ``module._parameters``.
-        primary: the parameter's first name from the unit's module.
-        slot_index: index of the parameter in the unit. In a unit of several modules,
-            two parameters may have the same name.
-    """
+    """A place of a parameter, as names only: equal units share ``Place`` objects."""
 
     fqn: str
+    """The parameter's name at this place, from the unit's module."""
     name: str
+    """The parameter's key in ``module._parameters``."""
     primary: str
+    """The parameter's first name from the unit's module."""
     slot_index: int
+    """Index of the parameter in the unit, whose names need not be unique."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,7 @@
 """Walks over a module tree without recursion, so that depth has no limit.
 
-``nn.Module.modules`` and ``parameters`` recurse and fail at a depth of about a
-thousand. The walks have the same order: a module before its children, children from
-left to right, each module once, at the first place. Names are plain: ``below`` alone
-decides that wrappers add no component.
+The order is that of ``nn.Module.modules``, which fails at a depth of about a thousand.
+Names are plain: ``below`` alone decides that wrappers add no component.
 """
 
 from __future__ import annotations

@@ -1,14 +1,7 @@
 """The moments at which the core calls functions of the layers above it.
 
 ``features.defaults`` fills the lists, once for each process. So the path from
-``fully_shard`` to a step imports none of the layers that it calls::
-
-    fully_shard          UNITS_PLANNED     BEFORE_SYNC     FORMS_TAKEN
-                         UNIT_BUILT        MODULES_SHARDED
-    first gather         MODELS_MEET
-    first forwards       TREE_FOUND        TREE_INITIALIZED
-                         RANKS_MEET        FIRST_FORWARD
-    a later forward      NEXT_FORWARD      CHANGED_FLAGS
+``fully_shard`` to a step imports none of the layers that it calls.
 """
 
 from __future__ import annotations

@@ -1,15 +1,8 @@
-"""Finding states and handles in a module tree.
+"""Finding states and handles in a module tree; functions without side effects.
 
-Functions without side effects. The order is the order of ``.modules()``: depth first,
-left to right, each module once. Subtrees of incompatible APIs (``replicate``, DDP) are
-not entered from above. If the given module itself is managed by this package's
-``replicate``, or is a DDP, its tree is walked.
-
-Idioms, for any ``module``:
-
-* all states: ``_get_fsdp_states(module)``
-* all root states: ``_get_fsdp_root_states(module)``
-* all handles: ``_get_fsdp_handles(module)``
+The order is that of ``.modules()``, each module once. Subtrees of incompatible APIs
+(``replicate``, DDP) are not entered from above; the tree of a module that is one of
+these itself is walked.
 """
 
 from __future__ import annotations

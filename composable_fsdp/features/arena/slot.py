@@ -1,22 +1,11 @@
 """Slots of memory in which the full parameters of units lie: a ``FullMemory``.
 
-Without an arena, the storage of ``full`` is resized at each unshard and reshard, so
-addresses change. In an arena the storage belongs to a slot and is never resized:
-``full`` and the full leaves become views of it at the unit's first all-gather, before a
-graph can save a view of the leaves, and stay at these addresses::
+The storage belongs to a slot and is never resized: ``full`` and the full leaves become
+views of it at the unit's first all-gather, before a graph can save a view of them.
 
-    slot 1    [ region 0 of block 0 | region 1 ]      block 0, block 2, ... in turn
-    slot 2    [ region 0 of block 1 | region 1 ]      block 1, block 3, ...
-
-The plan gives units that a step needs together slots of their own (``tools.slots``). A
-program may use its units otherwise, and then, in this order:
-
-* a unit that only waits (prefetched, kept for backward or by hand) is resharded, and
-  gathered again at its next use;
-* a unit whose full leaves were never used moves to a slot of its own;
-* else both units are in use and graphs may have saved views of both: an error.
-
-All ranks run the same program, so they decide the same.
+The plan gives units that a step needs together slots of their own. Else, in this order,
+on all ranks alike: a unit that only waits is resharded and gathered again; a unit whose
+full leaves were never used moves to a slot of its own; both are in use: an error.
 """
 
 from __future__ import annotations

@@ -1,12 +1,6 @@
 """Takes up changes that were made to a unit's parameters outside the step.
 
-A model that was sharded on meta gets values later, and a model may be moved or cast
-before the first forward. The next use of a unit detects the change::
-
-    change by the user                  detected by            answer
-    values in other memory, replaced    shards_are_unchanged   require_leaves
-    or cast parameters                  is_in_shards
-    frozen or unfrozen parameters       follow_flags           rebuild_for_requires_grad
+The next use of a unit detects the change. Seam: ``tree.moments.Changes``.
 """
 
 from __future__ import annotations
