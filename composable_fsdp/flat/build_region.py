@@ -75,7 +75,11 @@ def build_region(
         if isinstance(region, TrainableRegion):
             numel = layout.padded_numel
             buffer = torch.empty(numel, dtype=dtypes.reduce, device=device)
-            region.reduce = ReduceBuffer(buffer, *full_views(layout, buffer))
+            parts, gaps = full_views(layout, buffer)
+            number = len(parts)
+            region.reduce = ReduceBuffer(
+                buffer, tuple(parts), gaps, bytearray(number), [None] * number
+            )
             memory.free(buffer)
     return region
 

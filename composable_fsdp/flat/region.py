@@ -14,14 +14,14 @@ The views of ``shard``, ``full`` and ``reduce`` are created once, at build. The 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp.flat.reduce_rule import NO_DIVISION
+from composable_fsdp.flat.reduce_rule import NO_DIVISION, Division
 from composable_fsdp.planning.layout import ParameterSlot, RegionLayout, ShardCuts
 
 
@@ -54,83 +54,59 @@ class FullBuffer(NamedTuple):
     """What the all-gather fills in place of ``buffer``, with a wire format."""
 
 
+def no_owner() -> None:
+    """Return the state of a region that has no hooks yet, or is in no unit: None."""
+
+
+@dataclass(slots=True, eq=False)
 class FlatGradient:
     """The reduced gradient of a region (``flat.gradients``)."""
 
-    __slots__ = (
-        "dtype",
-        "gaps",
-        "keeps_empty",
-        "places",
-        "shard",
-        "shown",
-        "unshown",
-        "views",
-    )
-
-    def __init__(self, dtype: torch.dtype, number: int) -> None:
-        self.dtype = dtype
-        """Dtype of ``shard`` (``Dtypes.gradient``)."""
-        self.keeps_empty = False
-        """As ``ReduceRule.keeps_empty``."""
-        self.shard: Tensor | None = None
-        """The reduced gradient of this rank's elements; ``None`` before the first
-        reduction, and once the cleared ``.grad`` of all leaves was noticed."""
-        self.views: tuple[Tensor | None, ...] = ()
-        """``.grad`` of each leaf: a view of ``shard``; ``None`` for an absent one."""
-        self.gaps: tuple[Tensor, ...] = ()
-        """Views of the padding in ``shard``."""
-        self.places: tuple[int, ...] = ()
-        """Addresses of ``shard`` and its views; another shows a replaced ``.data``."""
-        self.shown = self.unshown = bytes(number)
-        """Per parameter, 1 if its view of ``shard`` was set as ``.grad``, so that a
-        user may hold the view; ``unshown`` is the initial value, zeros."""
+    dtype: torch.dtype
+    """Dtype of ``shard`` (``Dtypes.gradient``)."""
+    shown: bytes
+    """Per parameter, 1 if its view of ``shard`` was set as ``.grad``, so that a user
+    may hold the view."""
+    unshown: bytes
+    """The initial value of ``shown``, zeros."""
+    keeps_empty: bool = False
+    """As ``ReduceRule.keeps_empty``."""
+    shard: Tensor | None = None
+    """The reduced gradient of this rank's elements; ``None`` before the first
+    reduction, and once the cleared ``.grad`` of all leaves was noticed."""
+    views: tuple[Tensor | None, ...] = ()
+    """``.grad`` of each leaf: a view of ``shard``; ``None`` for an absent one."""
+    gaps: tuple[Tensor, ...] = ()
+    """Views of the padding in ``shard``."""
+    places: tuple[int, ...] = ()
+    """Addresses of ``shard`` and its views; another shows a replaced ``.data``."""
 
 
+@dataclass(slots=True, eq=False)
 class ReduceBuffer:
     """The unreduced gradients of a trainable region, and their reduction."""
 
-    __slots__ = (
-        "arrived",
-        "buffer",
-        "division",
-        "gaps",
-        "has_tensor_hooks",
-        "owner",
-        "partial",
-        "temporary",
-        "views",
-        "waiting",
-    )
-
-    def __init__(
-        self, buffer: Tensor, views: Sequence[Tensor], gaps: tuple[Tensor, ...]
-    ) -> None:
-        self.buffer = buffer
-        """Unreduced gradients ``(padded_numel,)``."""
-        self.views = tuple(views)
-        """The view of each parameter's gradient in ``buffer``."""
-        self.gaps = gaps
-        """Views of the padding in ``buffer``."""
-        self.arrived = bytearray(len(views))
-        """Per parameter: 1 if a gradient has arrived that was not reduced yet."""
-        self.waiting: list[Tensor | None] = [None] * len(views)
-        """Per parameter: autograd's gradient, until the copy into ``buffer``."""
-        self.owner: Callable[[], Any] = no_owner
-        """Weak reference to the unit's state, for the hooks of the full leaves."""
-        self.division = NO_DIVISION
-        """How sums over ranks become averages (``flat.build.set_divisions``)."""
-        self.has_tensor_hooks = False
-        """Whether a tensor hook of the user must see a gradient of this reduction."""
-        self.partial: Tensor | None = None
-        """``(shard_numel,)`` in the reduce dtype: sums over the shard group that wait
-        for the all-reduce over the replicate group; ``None`` if none wait."""
-        self.temporary: Tensor | None = None
-        """Output of a reduction that cannot write into the flat gradient."""
-
-
-def no_owner() -> None:
-    """Return the state of a region that has no hooks yet, or is in no unit: None."""
+    buffer: Tensor
+    """Unreduced gradients ``(padded_numel,)``."""
+    views: tuple[Tensor, ...]
+    """The view of each parameter's gradient in ``buffer``."""
+    gaps: tuple[Tensor, ...]
+    """Views of the padding in ``buffer``."""
+    arrived: bytearray
+    """Per parameter: 1 if a gradient has arrived that was not reduced yet."""
+    waiting: list[Tensor | None]
+    """Per parameter: autograd's gradient, until the copy into ``buffer``."""
+    owner: Callable[[], Any] = no_owner
+    """Weak reference to the unit's state, for the hooks of the full leaves."""
+    division: Division = NO_DIVISION
+    """How sums over ranks become averages (``flat.build.set_divisions``)."""
+    has_tensor_hooks: bool = False
+    """Whether a tensor hook of the user must see a gradient of this reduction."""
+    partial: Tensor | None = None
+    """``(shard_numel,)`` in the reduce dtype: sums over the shard group that wait for
+    the all-reduce over the replicate group; ``None`` if none wait."""
+    temporary: Tensor | None = None
+    """Output of a reduction that cannot write into the flat gradient."""
 
 
 @dataclass(slots=True)
@@ -192,7 +168,8 @@ class FlatParameter:
         """The full values in the current precision (``flat.precision``)."""
         self.leaves = leaves
         """The sharded leaves: the original parameters, in memory order."""
-        self.gradient = FlatGradient(gradient_dtype, len(leaves))
+        unshown = bytes(len(leaves))
+        self.gradient = FlatGradient(gradient_dtype, unshown, unshown)
         self.flat: nn.Parameter | None = None
         """``shard`` as a single parameter (``flat_parameter``), whose ``.grad`` is the
         flat gradient; the leaves have no ``.grad`` then."""

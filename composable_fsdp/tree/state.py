@@ -10,8 +10,9 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,7 +31,6 @@ from composable_fsdp.tree.initial_weights import InitialWeights
 from composable_fsdp.tree.moments import PASSAGES, Observer
 from composable_fsdp.tree.unit_settings import UnitSettings
 
-U = TypeVar("U")
 Reduced = tuple[FlatParamHandle, int, tuple[bytes, ...]]
 """A reduction in a log: the unit, the ``structure`` of the unit's layout, and, per
 trainable region, which parameters had a gradient."""
@@ -38,52 +38,19 @@ trainable region, which parameters had a gradient."""
 _ROOT_ONLY = ("_all_fsdp_states", "_all_handles")
 
 
-class ExecutionOrder(Generic[U]):
-    """Uses of units in a forward of the root, first to last.
-
-    >>> order = ExecutionOrder[str]()
-    >>> [order.add(unit) for unit in ("embed", "block", "block")]
-    [0, 1, 2]
-    >>> order.before(1)
-    'embed'
-    """
-
-    __slots__ = ("count", "uses")
-
-    def __init__(self) -> None:
-        # Backward refers to a use by the index in this list.
-        self.uses: list[U] = []
-        """The unit of each use, in the order in which forwards ended."""
-        self.count = 0
-        """The length of ``uses``, which saves a call of ``len`` per forward."""
-
-    def add(self, unit: U, begin: int = 0) -> int:
-        """Append a use whose forward began after ``begin`` uses; return its index."""
-        index = self.count
-        self.uses.append(unit)
-        self.count = index + 1
-        return index
-
-    def before(self, index: int) -> U | None:
-        """Return the nearest earlier use of another unit; ``None`` if there is none."""
-        # Consecutive uses of the same unit are skipped: a prefetch of the current unit
-        # would have no effect.
-        unit = self.uses[index]
-        for i in range(index - 1, -1, -1):
-            if self.uses[i] is not unit:
-                return self.uses[i]
-        return None
-
-
-class StepOrder(ExecutionOrder["_FSDPState"]):
-    """The uses of a forward that will see a backward, and how backward goes through."""
+class StepOrder:
+    """The uses of units in a forward of the root, and how backward goes through."""
 
     # Kept alive by hooks in the autograd graph alone (and, the latest, by the context),
     # so a forward without a backward leaves nothing behind.
-    __slots__ = ("mode", "open_calls", "reached", "task")
+    __slots__ = ("count", "mode", "open_calls", "reached", "task", "uses")
 
     def __init__(self, mode: Hashable = ()) -> None:
-        super().__init__()
+        # Backward refers to a use by the index in this list.
+        self.uses: list[_FSDPState] = []
+        """The unit of each use, in the order in which forwards ended."""
+        self.count = 0
+        """The length of ``uses``, which saves a call of ``len`` per forward."""
         self.mode = mode
         """Mode of the forward: FQN of the outermost unit, training or evaluation,
         gradients enabled or not, and ``RuntimeContext.changed_flags``."""
@@ -92,6 +59,21 @@ class StepOrder(ExecutionOrder["_FSDPState"]):
         self.task = self.reached = -1
         self.open_calls: dict[FlatParamHandle, int] = {}
         """Per unit: number of forwards whose inputs have not got their gradient yet."""
+
+    def add(self, unit: _FSDPState, begin: int = 0) -> int:
+        """Append a use whose forward began after ``begin`` uses; return its index."""
+        index = self.count
+        self.uses.append(unit)
+        self.count = index + 1
+        return index
+
+    def before(self, index: int) -> _FSDPState | None:
+        """Return the nearest earlier use of another unit; ``None`` if there is none."""
+        unit = self.uses[index]
+        for i in range(index - 1, -1, -1):
+            if self.uses[i] is not unit:
+                return self.uses[i]
+        return None
 
     def restore_form(self, state: _FSDPState, form: FullForm) -> None:
         """Make ``form``, the unit's full form in this forward, current for backward."""
@@ -251,24 +233,18 @@ class Summon(NamedTuple):
         return self.state.name
 
 
+@dataclass(slots=True, eq=False)
 class Reduction:
     """A reduction in flight."""
 
-    __slots__ = ("arrived", "final", "handle", "works")
-
-    def __init__(
-        self,
-        handle: FlatParamHandle,
-        works: list[Waitable],
-        arrived: tuple[bytes, ...],
-        *,
-        final: bool,
-    ) -> None:
-        # ``works`` is empty on CUDA, which waits for events; ``arrived`` has the flags
-        # per trainable region; without ``final``, no all-reduce over the replicas
-        # follows, and the sums go to ``ReduceBuffer.partial``.
-        self.handle, self.works, self.arrived = handle, works, arrived
-        self.final = final
+    handle: FlatParamHandle
+    works: list[Waitable]
+    """The collectives to wait for; empty on CUDA, which waits for events."""
+    arrived: tuple[bytes, ...]
+    """Per trainable region, the flags of ``ReduceBuffer.arrived``."""
+    final: bool
+    """False if no all-reduce over the replicas follows, so that the sums go to
+    ``ReduceBuffer.partial``."""
 
 
 class _FSDPState:

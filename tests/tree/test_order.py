@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composable_fsdp.tree.state import ExecutionOrder
+from composable_fsdp.tree.state import StepOrder
 
 
-def recorded(units: str) -> ExecutionOrder[str]:
-    order = ExecutionOrder[str]()
+def recorded(units: str) -> Any:
+    """An order of strings, in the place of states."""
+    order: Any = StepOrder()
     for unit in units:
         order.add(unit)
     return order
