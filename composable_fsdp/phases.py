@@ -102,10 +102,7 @@ _set_followers()
 def illegal_move(
     name: str, now: Phase | Residency, then: Phase | Residency
 ) -> PhaseError:
-    """Return the error for a move that the table of ``now`` does not list.
-
-    Returns: the error, for the caller to raise.
-    """
+    """Return the error for a move that the table of ``now`` does not list."""
     legal = ", ".join(state.name for state in now.followers)
     return PhaseError(
         f"Fully sharded module {name} is {now.name} ({now.value}) and cannot become "

@@ -9,12 +9,12 @@ from composable_fsdp.doors.auto_wrap import (
     transformer_auto_wrap_policy,
 )
 from composable_fsdp.doors.wrapping import enable_wrap, wrap
-from composable_fsdp.planning.callables import size_based_auto_wrap_policy
 from composable_fsdp.planning.policies import (
     CustomPolicy,
     ModuleWrapPolicy,
     Policy,
     SizePolicy,
+    size_based_auto_wrap_policy,
 )
 
 __all__ = [

@@ -7,11 +7,8 @@
          module <-- names and their order compared <-- value that it returned <-'
                             '-- on any error: the registry is restored
 
-Optimizers, checkpoints and the next API find parameters by name, so an API may not
-change names. The order of names pairs ranks and optimizer states, so ``contract``
-compares the order, too. Torch's own ``contract`` decorator
-(torch.distributed._composable) differs in two points: here, reads never write, and an
-error names the first difference.
+Optimizers, checkpoints and the next API find parameters by name, and the order of names
+pairs ranks and optimizer states.
 """
 
 from __future__ import annotations
@@ -19,8 +16,8 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import compress, repeat, zip_longest
+from operator import is_not
 from types import SimpleNamespace
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
 
@@ -47,11 +44,7 @@ true result ends the call.
 
 
 class Contract(Protocol[P, S_co]):
-    """A composable API: a function of a module, or of a list of modules.
-
-    A type checker holds the arguments against the signature of the decorated function,
-    and gives the result the type of the first argument.
-    """
+    """A composable API: a function of a module, or of a list of modules."""
 
     __name__: str
 
@@ -117,10 +110,7 @@ def make_contract(
     check_names: bool,
     first: First | None = None,
 ) -> Contract[P, S]:
-    """Return ``api`` as a composable API; ``contract`` with one more argument.
-
-    Returns: a function with the name, the docstring and the arguments of ``api``.
-    """
+    """Return ``api`` as a composable API; ``contract`` with one more argument."""
     rules = _Rules(api, state_cls, check_names=check_names)
     kinds = [each.kind for each in inspect.signature(api).parameters.values()]
     # Without the module.
@@ -179,9 +169,6 @@ class _Rules:
         self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """Apply the API to a module or a list of modules, and return ``module``.
-
-        After any error, including an error of the API itself, every registry is as it
-        was before the call.
 
         Raises: CompositionError, if a module carries this API already, or if the API
         returns another object, replaces the state, or changes a name or the order of
@@ -256,47 +243,24 @@ class _Rules:
         if after == before:
             return
         # Only a refusal needs names as strings; for equal outlines no name is built.
-        kind, index, old, new = _names(before).first_difference(_names(after))
+        olds, news = _names(before), _names(after)
+        kind, index, old, new = next(
+            (kind, index, old, new)
+            for kind in olds
+            for index, (old, new) in enumerate(zip_longest(olds[kind], news[kind]))
+            if old != new
+        )
         raise CompositionError(
             f"contract violated by {self.__name__} on a {type(module).__name__}: "
-            f"{kind} {index} was {old} and is now {new}. A composable API may not add, "
-            f"remove, rename or reorder parameters, buffers or modules; change their "
-            f"data in place, or use hooks."
+            f"{kind} {index} was {_place(old)} and is now {_place(new)}. A composable "
+            f"API may not add, remove, rename or reorder parameters, buffers or "
+            f"modules; change their data in place, or use hooks."
         )
 
 
-@dataclass
-class _Names:
-    """The names below a module in order; a shared object counts once per path."""
-
-    parameters: list[str] = field(default_factory=list)
-    buffers: list[str] = field(default_factory=list)
-    modules: list[str] = field(default_factory=list)
-
-    def first_difference(self, after: _Names) -> tuple[str, int, str, str]:
-        """Return kind and index of the first difference, and both names there."""
-        pairs = {
-            "parameter": (self.parameters, after.parameters),
-            "buffer": (self.buffers, after.buffers),
-            "module": (self.modules, after.modules),
-        }
-        for kind, (olds, news) in pairs.items():
-            for index, (old, new) in enumerate(zip_longest(olds, news)):
-                if old != new:
-                    return kind, index, _place(old), _place(new)
-        raise AssertionError("asked for the first difference of equal names")
-
-
-_Outline = list[str | None]
-"""The keys below a module in the order of the names; ``None`` ends each kind.
-
-::
-
-    (parameter* None  buffer* None  child* None)*    modules in ``.modules()`` order
-
-A module comes once per path. Equal outlines mean equal names. An outline builds no
-strings, so comparing outlines takes a third of the time of comparing names.
-"""
+_Outline = list[Sequence[str]]
+"""The keys of parameters, buffers and children, of each module in ``.modules()`` order
+and once per path. Equal if the names are, and takes a third of their time."""
 
 
 def _outline(module: nn.Module) -> _Outline:
@@ -309,34 +273,33 @@ def _outline(module: nn.Module) -> _Outline:
         current = stack.pop()
         if current is None:
             continue
-        # ``nn.Module`` finds these attributes by ``__getattr__``, which is slower, as a
-        # call of ``vars`` is.
+        # ``nn.Module`` finds these attributes by ``__getattr__``, which is slower.
         held = current.__dict__
-        for table in (held["_parameters"], held["_buffers"], held["_modules"]):
-            if table:  # most are empty
-                # A key registered with None has no name in ``named_parameters()``.
-                outline += [key for key, each in table.items() if each is not None]
-            outline.append(None)
-        if held["_modules"]:
-            stack += reversed(held["_modules"].values())
+        children = held["_modules"]
+        for table in (held["_parameters"], held["_buffers"], children):
+            # A key registered with None has no name in ``named_parameters()``. Most
+            # tables are empty, and no Python runs for the others.
+            outline.append(
+                tuple(compress(table, map(is_not, table.values(), repeat(None))))
+                if table
+                else ()
+            )
+        if children:
+            stack += reversed(children.values())
     return outline
 
 
-def _names(outline: _Outline) -> _Names:
-    """Return the names that ``named_*(remove_duplicate=False)`` give, in order."""
-    names = _Names()
-    keys = iter(outline)
+def _names(outline: _Outline) -> dict[str, list[str]]:
+    """Return the names that ``named_*(remove_duplicate=False)`` give, by kind."""
+    names: dict[str, list[str]] = {"parameter": [], "buffer": [], "module": []}
+    tables = iter(outline)
     stack = [""]
     while stack:
         name = stack.pop()
-        parameters, buffers, children = (
-            [join_name(name, key) for key in iter(keys.__next__, None)]
-            for _ in range(3)
-        )
-        names.modules.append(name)
-        names.parameters += parameters
-        names.buffers += buffers
-        stack += reversed(children)
+        names["module"].append(name)
+        for kind in ("parameter", "buffer"):
+            names[kind] += [join_name(name, key) for key in next(tables)]
+        stack += [join_name(name, key) for key in reversed(next(tables))]
     return names
 
 

@@ -1,26 +1,22 @@
 """The states of the APIs on a module, and the nearest enclosing state of a module.
 
-Two stores with different lifetimes::
-
-    module.__dict__["_composable_api_states"]    {api name: state}, where an API was
-                                                 applied; copied and pickled with the
-                                                 module
-    OwnerMap                                     module ~> state, on every submodule;
-                                                 weak on both sides: keeps nothing alive
-
-Reads never write. The last part of this file recognizes torch's own data-parallel APIs
-without an import.
+``module.__dict__["_composable_api_states"]`` holds ``{api name: state}`` and is copied
+and pickled with the module; an ``OwnerMap`` keeps nothing alive. Reads never write.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Final, Generic, TypeVar
 
 from torch import nn
+
+API: Final = "fully_shard"
+REPLICATE: Final = "replicate"
+"""The names of this package's states in the registry."""
 
 REGISTRY_KEY: Final = "_composable_api_states"
 """The key of a module's registry in ``module.__dict__``.
@@ -38,11 +34,7 @@ _NOTHING: Final[Mapping[str, object]] = MappingProxyType({})
 
 
 def get_registry(module: nn.Module) -> Mapping[str, object]:
-    """Return the states of the APIs applied to ``module`` itself, by API name.
-
-    The mapping is a read-only snapshot: a later call of an API does not change the
-    mapping.
-    """
+    """Return the states of the APIs applied to ``module`` itself, by API name."""
     registry: dict[str, object] | None = module.__dict__.get(REGISTRY_KEY)
     return _NOTHING if registry is None else MappingProxyType(registry)
 
@@ -67,11 +59,7 @@ def set_state(module: nn.Module, api: str, state: object) -> None:
 
 
 def remove_state(module: nn.Module, api: str) -> None:
-    """Remove the state of ``api`` from ``module``; do nothing if not applied.
-
-    Removing the last state also removes the registry, so that the module looks
-    untouched.
-    """
+    """Remove the state of ``api`` from ``module``; do nothing if not applied."""
     registry = dict(get_registry(module))
     registry.pop(api, None)
     if registry:
@@ -99,11 +87,7 @@ class _ModuleLink(weakref.ref[Any]):
 
 
 class OwnerMap(Generic[S]):
-    """A map from modules to the nearest enclosing unit's state, weak on both sides.
-
-    An entry vanishes when the module or the state dies. States need a ``__weakref__``
-    slot.
-    """
+    """A map from modules to the nearest enclosing unit's state, weak on both sides."""
 
     __slots__ = ("_drop_module", "_drop_state", "_entries")
 
@@ -145,6 +129,15 @@ class OwnerMap(Generic[S]):
         state: S | None = entry.owner()
         return state
 
+    def without_owner(self, modules: Iterable[nn.Module]) -> list[nn.Module]:
+        """Return the ``modules`` that no state owns."""
+        entries = self._entries
+        return [
+            module
+            for module in modules
+            if (entry := entries.get(id(module))) is None or entry.owner() is None
+        ]
+
     def clear(self, module: nn.Module) -> None:
         """Remove the owner of ``module``; do nothing if ``module`` has no owner."""
         self._entries.pop(id(module), None)
@@ -174,11 +167,7 @@ _TORCH_CONTRACT: Final = "torch.distributed._composable.contract"
 
 
 def incompatible_api(module: nn.Module) -> str | None:
-    """Return the name of the API on ``module`` that excludes the subtree from sharding.
-
-    These APIs are ``replicate`` (this package's or torch's) and torch's DDP. Return
-    None if neither was applied.
-    """
+    """Return the API on ``module`` that excludes the subtree from sharding, or None."""
     return other_apis(module)[0]
 
 
@@ -189,21 +178,22 @@ def foreign_fsdp(module: nn.Module) -> str | None:
 
 def other_apis(module: nn.Module) -> tuple[str | None, str | None]:
     """Return ``(incompatible_api(module), foreign_fsdp(module))`` in one pass."""
-    name, held = _torch_class(type(module)), module.__dict__
+    known, held = _classes.get(id(type(module))), module.__dict__
+    name = _torch_class(type(module)) if known is None else known[0]
     # Planning calls this function for every module of a tree, and nearly no module has
     # a registry: leave early.
     torch_key = getattr(sys.modules.get(_TORCH_CONTRACT), "REGISTRY_KEY", REGISTRY_KEY)
     if not name and REGISTRY_KEY not in held and torch_key not in held:
         return _NO_OTHERS
     registry = _torch_registry(module)
-    ours = has_api(module, "replicate")
+    ours = has_api(module, REPLICATE)
     incompatible = _TORCH_REPLICATES.get(name)
     if incompatible is None and "replicate" in registry:
         incompatible = "torch's replicate"
     foreign = _TORCH_SHARDS.get(name)
     if not name and "fully_shard" in registry:
         foreign = _TORCH_SHARDS["FSDPModule"]
-    return incompatible or ("replicate" if ours else None), foreign
+    return incompatible or (REPLICATE if ours else None), foreign
 
 
 _NO_OTHERS: Final = (None, None)
@@ -217,25 +207,18 @@ _classes: dict[int, tuple[str, weakref.ref[type]]] = {}
 
 def _torch_class(kind: type[nn.Module]) -> str:
     """Return the first class name along the MRO that is in the tables above, or ""."""
-    key = id(kind)
-    known = _classes.get(key)
-    if known is None:
-        gone = weakref.ref(kind, lambda _: _classes.pop(key, None))
-        known = _classes[key] = (_find_torch_class(kind), gone)
-    return known[0]
-
-
-def _find_torch_class(kind: type[nn.Module]) -> str:
-    """Search the MRO of ``kind`` for a class of torch that is in the tables above."""
+    found, key = "", id(kind)
     # The first match counts: ReplicateModule derives from FSDPModule.
     for base in kind.__mro__:
         name = base.__name__
-        known = name in _TORCH_REPLICATES or name in _TORCH_SHARDS
+        is_known = name in _TORCH_REPLICATES or name in _TORCH_SHARDS
         # This package's FullyShardedDataParallel has the name of torch's FSDP1, so the
         # class must also come from torch.
-        if known and base.__module__.partition(".")[0] == "torch":
-            return name
-    return ""
+        if is_known and base.__module__.partition(".")[0] == "torch":
+            found = name
+            break
+    _classes[key] = found, weakref.ref(kind, lambda _: _classes.pop(key, None))
+    return found
 
 
 def _torch_registry(module: nn.Module) -> Mapping[str, object]:

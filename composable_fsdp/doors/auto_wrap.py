@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from composable_fsdp.planning.callables import is_named
+from composable_fsdp.planning.policies import is_named
 
 
 def transformer_auto_wrap_policy(

@@ -27,7 +27,7 @@ from composable_fsdp.access.settings import register_comm_hook
 from composable_fsdp.access.unshard_params import unshard_params
 from composable_fsdp.comm.meshes import require_process_group
 from composable_fsdp.comm.wire_format import WireFormat
-from composable_fsdp.compose.registry import get_state
+from composable_fsdp.compose.registry import API, get_state
 from composable_fsdp.config import (
     Arena,
     BackwardPrefetch,
@@ -44,7 +44,6 @@ from composable_fsdp.flat.precision import make_precision
 from composable_fsdp.naming import WRAPPED_MODULE, strip_wrapper, strip_wrapper_in_text
 from composable_fsdp.optim import keys, legacy, load, save
 from composable_fsdp.planning import walk
-from composable_fsdp.planning.places import API
 from composable_fsdp.runtime.materialize import reset_parameters
 from composable_fsdp.state_dict import settings
 from composable_fsdp.state_dict.wrapper_keys import install_wrapper_hooks

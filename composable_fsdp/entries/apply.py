@@ -23,23 +23,15 @@ from composable_fsdp.comm.compute_device import resolve_device
 from composable_fsdp.comm.groups import RankLayout
 from composable_fsdp.comm.meshes import resolve_ranks
 from composable_fsdp.comm.registered_memory import refuse_without_nccl
+from composable_fsdp.compose.registry import API
 from composable_fsdp.entries.initial_values import prepare_values
 from composable_fsdp.errors import CompositionError, PlanError
 from composable_fsdp.flat.handle import LEAVES, find_leaf
 from composable_fsdp.naming import WRAPPED_MODULE, join_name, quoted
-from composable_fsdp.planning.assign import PlanRequest
+from composable_fsdp.planning.assign import PlanRequest, make_request
 from composable_fsdp.planning.options import UnitOptions
-from composable_fsdp.planning.places import API
-from composable_fsdp.planning.planner import (
-    Target,
-    as_list,
-    check_tied,
-    expand_ignored,
-    ignored_parameters,
-    plan_targets,
-)
+from composable_fsdp.planning.planner import Target, plan_targets
 from composable_fsdp.planning.policies import evaluate_policy
-from composable_fsdp.planning.precision import ignored_classes, overridden_classes
 from composable_fsdp.runtime.build import build_units
 from composable_fsdp.runtime.materialize import Init
 from composable_fsdp.runtime.meta_values import mark_meta_buffers, watch_shards
@@ -53,7 +45,6 @@ class Application(NamedTuple):
     """The checked arguments of one application."""
 
     request: PlanRequest
-    """The arguments that planning reads."""
     ranks: RankLayout
     """The shard group and the replicate group that the caller named."""
     device_id: int | torch.device | None
@@ -79,7 +70,6 @@ def prepare(
 ) -> Application:
     """Check the arguments and resolve the groups, without touching a module.
 
-    Returns: the checked arguments.
     Raises: TypeError, PlanError, CompositionError, for arguments that cannot be used.
     """
     if param_init_fn is not None and not callable(param_init_fn):
@@ -87,22 +77,37 @@ def prepare(
             "param_init_fn expects a function of a module, got "
             f"{type(param_init_fn).__name__}."
         )
-    # Lists, because iterators would be exhausted by the first reader.
-    ignored_modules = as_list(ignored_modules, "ignored_modules")
-    ignored_states = as_list(ignored_states, "ignored_states")
+    modules = as_list(ignored_modules, "ignored_modules")
+    states = as_list(ignored_states, "ignored_states")
     ranks = resolve_ranks(process_group, device_mesh, api, expert_mesh)
-    request = PlanRequest(
-        options=options,
-        world_size=ranks.world_size,
+    request = make_request(
+        options,
+        ranks.world_size,
+        ignored_modules=modules,
+        ignored_states=states,
+        tied_params=tied_params,
         sizes=ranks.sizes,
         policy=None if policy is None else partial(evaluate_policy, policy),
-        ignored_modules=expand_ignored(ignored_modules, ignored_states),
-        ignored_parameters=ignored_parameters(ignored_states),
-        tied_params=check_tied(tied_params),
         api=api,
+        held=LEAVES,
         owner_of=owner_of,
     )
     return Application(request, ranks, device_id, sync_module_states, param_init_fn)
+
+
+def as_list(given: Iterable[Any] | None, argument: str) -> list[Any]:
+    """Return the value of ``argument``, which may be an iterator, as a list.
+
+    Raises: TypeError, naming ``argument``, for a module, a tensor or no iterable.
+    """
+    if given is None:
+        return []
+    # nn.Sequential and torch.Tensor are iterable: a forgotten list is told by type.
+    if isinstance(given, (nn.Module, torch.Tensor)) or not isinstance(given, Iterable):
+        raise TypeError(
+            f"{argument} expects a list, got a {type(given).__name__}. Pass [it]."
+        )
+    return list(given)
 
 
 def apply(
@@ -116,38 +121,36 @@ def apply(
     Raises: PlanError, CompositionError, DesyncError; the modules are
         then unchanged. An exception of ``param_init_fn`` comes after the first change.
     """
-    # Every check runs before the first change, so that a refusal leaves the modules as
-    # they were.
+    request, ranks = application.request, application.ranks
+    # Every check runs before the first change.
     for module in modules:
-        _refuse_owned(module, application.request.api)
-    ranks = application.ranks
-    targets, _ = plan_targets(modules, application.request)
+        _refuse_owned(module, request.api)
+    targets, _ = plan_targets(modules, request)
     _refuse_started(modules[0], targets)
     parameters = [p for t in targets for region in t.parameters for p in region]
     device = _device_of(targets, parameters, application)
     _refuse_ranks(modules[0], targets, parameters, ranks, device)
     init, sync = application.param_init_fn, application.sync_module_states
     # Without an initializer the shards of a model on meta stay on meta until to_empty
-    # or a state dict gives them values; a unit with both kinds is refused.
+    # or a state dict gives them values.
     on_meta = any(map(attrgetter("is_meta"), parameters))
     stays_on_meta = on_meta and init is None and not sync
     if stays_on_meta:
         _refuse_mixed_meta(targets)
     if sync:
         for meet in moments.BEFORE_SYNC:
-            meet(application.request.api, modules[0], ranks)
-    # build_units calls ``before`` just before sharding each unit, so at most a single
-    # unit has full values beside the shards.
+            meet(request.api, modules[0], ranks)
+    # Called just before each unit is sharded, so at most one unit has full values
+    # beside the shards.
     before = prepare_values(
         targets,
         init=init,
         sync=sync,
         ranks=ranks,
         device=device,
-        ignored=application.request.ignored_parameters,
+        ignored=request.ignored_parameters,
     )
-    # Read before build_units, which runs param_init_fn: the first forward checks that
-    # buffers which were on meta have been filled.
+    # Read before build_units, which runs param_init_fn.
     awaiting = _with_meta_buffers(targets) if on_meta else []
     if stays_on_meta:
         for target in targets:
@@ -160,19 +163,17 @@ def apply(
         before=before,
         awaiting=awaiting,
         synced=sync,
-        api=application.request.api,
+        api=request.api,
     )
     if stays_on_meta:
         for state in states:
             watch_shards(state.handle)
     _tell_built(states, targets)
-    # The optimizer check warns of gradients that no rank reduces, except for parameters
-    # that the caller ignored by name.
-    mark_ignored(_ignored(modules, application.request))
-    options = application.request.options
-    if application.request.policy is not None and options.mixed_precision:
+    # No check warns of gradients that no rank reduces, if the caller ignored them.
+    mark_ignored(_ignored(modules, request))
+    if request.policy is not None:
         # targets[0] is the root unit, whose options are the caller's own choice.
-        _keep_full_precision(targets[1:], options)
+        _keep_full_precision(targets[1:], request.options)
 
 
 def _tell_built(states: Sequence[_FSDPState], targets: Sequence[Target]) -> None:
@@ -228,35 +229,35 @@ def _ignored(modules: Sequence[nn.Module], request: PlanRequest) -> list[nn.Para
     """Return the parameters that the caller ignored by argument."""
     by_module = [p for m in request.ignored_modules for p in m._parameters.values()]
     alone = request.ignored_parameters
-    # Walk over all parameters only if some are ignored individually: fully_shard is
-    # called once per block, so a walk in every call would cost quadratic time.
+    # No walk without need: in a call per block it would cost quadratic time.
     by_itself = [p for m in modules if alone for p in m.parameters() if id(p) in alone]
     return [p for p in (*by_module, *by_itself) if p is not None]
 
 
 def _keep_full_precision(units: Sequence[Target], options: UnitOptions) -> None:
     """Let units of the ignored classes compute in their own dtype, and warn."""
+    mixed = options.mixed_precision
+    if mixed is None:
+        return
     # As in FSDP1, where the ignored classes are BatchNorm by default.
-    classes = ignored_classes(options.mixed_precision)
+    classes = tuple(mixed._module_classes_to_ignore)
     kept = [u.modules[0] for u in units if isinstance(u.modules[0], classes)]
     for module in kept:
         for keep in moments.KEEPS_PRECISION:
             keep(module)
-    found = overridden_classes(kept, options.mixed_precision)
+    found = {c.__name__ for module in kept for c in classes if isinstance(module, c)}
     if found:
-        names = ", ".join(sorted(each.__name__ for each in found))
         warnings.warn(
             f"Mixed precision and a policy were given, and the tree has modules of "
-            f"{names}: each becomes a unit of its own without mixed precision "
-            "(MixedPrecision(_module_classes_to_ignore=()) casts them, too).",
+            f"{', '.join(sorted(found))}: each becomes a unit of its own without mixed "
+            "precision (MixedPrecision(_module_classes_to_ignore=()) casts them, too).",
             stacklevel=2,
         )
 
 
 def owner_of(parameter: nn.Parameter) -> str | None:
     """Return how messages describe an already sharded parameter, or ``None``."""
-    # Most parameters are in no unit; the lookup saves a call for each.
-    found = find_leaf(parameter) if id(parameter) in LEAVES else None
+    found = find_leaf(parameter)
     if found is None:
         return None
     handle, index = found
@@ -266,10 +267,7 @@ def owner_of(parameter: nn.Parameter) -> str | None:
 
 
 def _refuse_owned(module: nn.Module, api: str) -> None:
-    """Refuse a module that is wrapped or belongs to an earlier unit above.
-
-    Raises: CompositionError.
-    """
+    """Raise CompositionError for a wrapper of a unit, or a module inside of a unit."""
     owner = _get_module_fsdp_state(module)
     # The wrapper itself is no unit, but shares the state of the wrapped unit.
     if module._modules.get(WRAPPED_MODULE) is not None and owner is not None:
@@ -287,14 +285,11 @@ def _refuse_owned(module: nn.Module, api: str) -> None:
 
 
 def _refuse_started(module: nn.Module, targets: Sequence[Target]) -> None:
-    """Refuse a unit below that lazy initialization has already made a root.
-
-    Raises: CompositionError.
-    """
+    """Raise CompositionError for a unit below that has run as a root already."""
     for target in targets:
         for state in target.units_below:
-            # Lazy initialization has given this unit a context (streams, execution
-            # order) of its own, which a unit above could not share any more.
+            # It has a context (streams, execution order) of its own, which a unit above
+            # could not share any more.
             if isinstance(state, _FSDPState) and state._is_root is not None:
                 fqn = next((n for n, _, s in walk_states(module) if s is state), "")
                 raise CompositionError(
@@ -312,10 +307,7 @@ def _refuse_ranks(
     ranks: RankLayout,
     device: torch.device,
 ) -> None:
-    """Refuse targets that do not fit the groups; planning knows only their sizes.
-
-    Raises: PlanError.
-    """
+    """Raise PlanError for targets that do not fit the groups, which plans know not."""
     for check in moments.UNITS_PLANNED:
         check(targets, ranks)
     # Other ranks would wait for this rank where they exchange names and norms.
@@ -333,10 +325,7 @@ def _refuse_ranks(
 
 
 def _refuse_mixed_meta(targets: Sequence[Target]) -> None:
-    """Refuse a unit that has parameters on meta and parameters with values.
-
-    Raises: PlanError, with the names of the parameters on meta.
-    """
+    """Raise PlanError for a region with parameters on meta beside ones with values."""
     for target in targets:
         for layout, parameters in zip(
             target.plan.regions, target.parameters, strict=True

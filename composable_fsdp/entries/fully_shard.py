@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from composable_fsdp.comm.compute_device import resolve_device
+from composable_fsdp.comm.groups import RankLayout
 from composable_fsdp.comm.wire_format import WireFormat
 from composable_fsdp.compose.contract import make_contract
 from composable_fsdp.config import (
@@ -23,10 +25,9 @@ from composable_fsdp.config import (
     ShardingStrategy,
 )
 from composable_fsdp.entries.apply import Application, apply, prepare
-from composable_fsdp.entries.same_application import is_same_application
-from composable_fsdp.errors import PlanError
-from composable_fsdp.planning.checks import refuse_container
-from composable_fsdp.planning.options import PER_MODULE, UnitOptions
+from composable_fsdp.errors import CompositionError, PlanError
+from composable_fsdp.naming import quoted
+from composable_fsdp.planning.options import PER_MODULE, UnitOptions, in_force
 from composable_fsdp.tree.state import _FSDPState
 
 T = TypeVar("T", bound="nn.Module | Sequence[nn.Module]")
@@ -211,9 +212,6 @@ def _shard(
         param_init_fn=param_init_fn,
     )
     modules = [module] if isinstance(module, nn.Module) else list(module)
-    # A container such as nn.ModuleList has no forward, so its hooks would never run.
-    for each in modules:
-        refuse_container(each)
     apply(modules, state, application)
     return module
 
@@ -225,11 +223,7 @@ def unknown_text(
     translated: Mapping[str, str] = FSDP2_NAMES,
     origin: str = _ORIGIN,
 ) -> str:
-    """Return the error text for unknown arguments ``names`` of ``api``.
-
-    ``own`` are the names that ``api`` takes. ``origin`` says where the names in
-    ``translated`` come from; ``{}`` stands for these names with their translations.
-    """
+    """Return the error text for unknown arguments ``names`` of ``api``."""
     hints = [f"{n} (here: {translated[n]})" for n in names if n in translated]
     rest = [n for n in names if n not in translated]
     parts = []
@@ -245,6 +239,7 @@ def unknown_text(
 
 
 def _with_nearest(name: str, own: Collection[str]) -> str:
+    """Return an unknown name with the name that was meant, perhaps."""
     near = difflib.get_close_matches(name, own, n=1)
     return f"{name} (did you mean {near[0]}?)" if near else name
 
@@ -252,8 +247,8 @@ def _with_nearest(name: str, own: Collection[str]) -> str:
 def _is_done(module: object, given: Mapping[str, Any]) -> bool:
     """Return whether ``if_sharded="skip"`` leaves nothing to do.
 
-    Called before the contract registers a state. Raises: TypeError, for an unknown
-    argument; PlanError, for another ``if_sharded``; as ``is_same_application``.
+    Raises: TypeError, for an unknown argument; PlanError, for another ``if_sharded``;
+    CompositionError, naming the first option that differs.
     """
     # Python's own TypeError would not translate names of torch's FSDP.
     unknown = sorted(given.keys() - _OWN_NAMES.keys())
@@ -263,25 +258,67 @@ def _is_done(module: object, given: Mapping[str, Any]) -> bool:
     if choice not in ("error", "skip"):
         raise PlanError(f"if_sharded expects 'error' or 'skip', got {choice!r}.")
     modules = [module] if isinstance(module, nn.Module) else module
+    if choice == "error" or not isinstance(modules, (list, tuple)):
+        return False
+    heads = [m for m in modules[:1] if isinstance(m, nn.Module)]
+    state = fully_shard.state(heads[0]) if heads else None
     # Compare only if the first module is sharded already: reading the arguments may
     # exhaust an iterator that the application still needs.
-    return (
-        choice == "skip"
-        and isinstance(modules, (list, tuple))
-        and any(isinstance(m, nn.Module) and fully_shard.state(m) for m in modules[:1])
-        and is_same_application(modules, _application(given))
+    if state is None:
+        return False
+    options = {name: given[name] for name in PER_MODULE if name in given}
+    rest = given.keys() - options.keys() - {"if_sharded"}
+    asked = prepare(UnitOptions(**options), **{name: given[name] for name in rest})
+    found = _difference(modules, state, asked)
+    if found:
+        raise CompositionError(
+            f"fully_shard(if_sharded='skip') found {type(modules[0]).__name__} "
+            f"{quoted(state.fqn)} sharded with other settings: {found}. Use the same "
+            "settings, or a fresh module."
+        )
+    return True
+
+
+def _difference(
+    modules: Sequence[nn.Module], state: _FSDPState, application: Application
+) -> str:
+    """Describe the first difference from ``application``; empty if there is none."""
+    if list(map(id, modules)) != list(map(id, state.modules)):
+        return (
+            f"it is one unit of {len(state.modules)} modules, this call asks for a "
+            f"unit of {len(modules)}"
+        )
+    # By effect and not by spelling: a unit that a policy made was given no options.
+    has, asked = in_force(state.options), in_force(application.request.options)
+    for name, value in asked.items():
+        if has[name] != value:
+            return f"it has {name}={has[name]}, this call asks for {value}"
+    here, there = _members(state.ranks), _members(application.ranks)
+    if here != there:
+        return f"it is over {here}, this call asks for {there}"
+    # Without device_id any device is accepted: the parameters are there already.
+    if application.device_id is not None:
+        device = resolve_device(application.device_id, application.ranks, ())
+        if device != state.device:
+            return f"it computes on {state.device}, this call asks for {device}"
+    return ""
+
+
+def _members(ranks: RankLayout) -> str:
+    """Describe the ranks that a caller chose, in words."""
+    named = (
+        ("ranks", ranks.shard),
+        ("copies on", ranks.replicate),
+        ("other experts on", ranks.experts),
+    )
+    return ", ".join(
+        f"{name} {sorted(dist.get_process_group_ranks(group))}"
+        for name, group in named
+        if group is not None
     )
 
 
-def _application(given: Mapping[str, Any]) -> Application:
-    """Return the application that the keyword arguments of a call describe."""
-    options = {name: given[name] for name in PER_MODULE if name in given}
-    # The per-module options travel in UnitOptions, the other arguments by keyword.
-    rest = given.keys() - options.keys() - {"if_sharded"}
-    return prepare(UnitOptions(**options), **{name: given[name] for name in rest})
-
-
-# The keyword-only arguments: listed in error texts, and accepted by _application.
+# The keyword-only arguments: listed in error texts, and accepted by _is_done.
 _OWN_NAMES: dict[str, Any] = _shard.__kwdefaults__ or {}
 # The registry stores states under the function's name.
 _shard.__name__ = _shard.__qualname__ = "fully_shard"

@@ -1,10 +1,4 @@
-"""Prepare the values of a unit's parameters and buffers just before sharding.
-
-::
-
-    materialize modules on meta  ->  move buffers to the device  ->  broadcast  ->
-    shard
-"""
+"""Prepare the values of a unit's parameters and buffers just before sharding."""
 
 from __future__ import annotations
 
@@ -44,11 +38,6 @@ def prepare_values(
 ) -> Callable[[int], None] | None:
     """Return the function to call with each target's index before sharding, or None.
 
-    The returned function runs ``init`` on modules with meta tensors, moves buffers to
-    ``device`` in place, and with ``sync`` broadcasts the values of the group's first
-    rank.
-
-    Returns: a function of a target's index; None if no unit needs preparation.
     Collective: with ``sync`` an all-gather of objects over the shard (and replicate)
         group. The returned function: with ``sync`` a broadcast per parameter and buffer
         of the unit over these groups.

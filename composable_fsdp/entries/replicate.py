@@ -1,12 +1,7 @@
 """``replicate``: full parameters on every rank, averaged gradients; in place.
 
-``replicate`` runs the code of ``fully_shard`` with strategy NO_SHARD. The registry
-stores the state under the name ``replicate``; a walk from a unit above does not enter
-such a subtree::
-
-    fully_shard(model)                      replicate(model)
-      |- replicate(part)   left alone         |- fully_shard(block)   left to its unit
-      '- everything else   sharded            '- everything else      averaged whole
+The code of ``fully_shard`` with strategy NO_SHARD, and a state of another name, whose
+subtree a walk from a unit above does not enter; units of ``fully_shard`` below it stay.
 """
 
 from __future__ import annotations
@@ -22,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.compose.contract import contract
+from composable_fsdp.compose.registry import REPLICATE
 from composable_fsdp.config import ShardingStrategy
 from composable_fsdp.entries.apply import apply, prepare
 from composable_fsdp.errors import CompositionError
@@ -30,7 +26,6 @@ from composable_fsdp.flat.build import set_divisions
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning.options import UnitOptions
-from composable_fsdp.planning.places import REPLICATE
 from composable_fsdp.tree.meeting import compare_models
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import walk_states

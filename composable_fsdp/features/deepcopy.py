@@ -1,12 +1,7 @@
 """``copy.deepcopy`` of a sharded model: new shards, the same process groups.
 
-Python copies the attributes of a module in turn, including hooks and the registry, and
-therefore reaches the state of a unit while the module is only partly copied::
-
-    deepcopy(module) -> hooks -> state -> copy_state: leaves, submodules, units below
-            '--> _modules: all copied by then, found in the memo
-
-A copy is a new tree: lazy initialization finds the root of the copy again.
+Python reaches the state of a unit, by hooks and registry, while the module is only
+partly copied. A copy is a new tree: lazy initialization finds its root again.
 """
 
 from __future__ import annotations
@@ -40,10 +35,6 @@ def let_copy(state: _FSDPState, members: Iterable[nn.Module]) -> None:
 def copy_state(state: _FSDPState, memo: Memo) -> _FSDPState:
     """Return the state of a copied unit, with new shards.
 
-    The parameters of the copy are copies of the sharded parameters ``(k, *trailing)``
-    without gradients, as in a copied plain model. The copy belongs to the tree that is
-    copied at the same time, or to no tree if only the unit is copied.
-
     Raises: PhaseError, inside a forward, a backward, or a block of ``unshard_params``;
         PlanError, if a parameter no longer views the shard and does not fit.
     """
@@ -61,7 +52,7 @@ def copy_state(state: _FSDPState, memo: Memo) -> _FSDPState:
         options=state.options,
         ranks=state.ranks,
         initial=state.initial.copy(state.handle.layout, handle.layout),
-        settings=state.settings.copy(),
+        settings=copy.copy(state.settings),
     )
     made.copier = copy_state
     made.searches.writes_data = state.searches.writes_data

@@ -18,10 +18,7 @@ from composable_fsdp.features.audit.first_step import (
     note_step,
 )
 from composable_fsdp.features.changes.adopt import UserChanges
-from composable_fsdp.features.changes.late_registration import (
-    warn_before_step,
-    watch_registrations,
-)
+from composable_fsdp.features.changes.late_registration import watch_registrations
 from composable_fsdp.features.comm_hooks.reduction import reduce_by_hook
 from composable_fsdp.features.deepcopy import let_copy
 from composable_fsdp.features.guard.foreign_strategies import guard_strategies
@@ -83,7 +80,6 @@ moments.PASSAGES.update(first=FIRST, full=FULL, moving=MOVING, searches=Searches
 moments.HANDED_OUT.append(hand_out)
 moments.changes = UserChanges()
 moments.reduce_by_hook = reduce_by_hook
-moments.OPTIMIZER_CHECKED.append(warn_before_step)
 moments.ORDERS.update({False: GradientOrder, True: CommonOrder})
 moments.KEEPS_PRECISION.append(keep_full_precision)
 FIRST_STEPS.append(note_step)

@@ -1,14 +1,8 @@
 """Initialize a sharded model as the plain model would be, unit by unit.
 
-::
-
-    module.apply's order   blocks.0.linear   blocks.0   blocks.1.linear ...   head
-    full units             blocks.0          blocks.0   blocks.1              (root)
-
 A unit is full while the initializer runs on its modules, and its values are written
-back when the modules of another unit follow. An initializer may touch parameters of
-further units: a unit becomes full when a torch function gets one of its parameters. All
-ranks run the initializer, so all draw the same numbers.
+back when modules of another unit follow. A unit also becomes full when a torch function
+gets one of its parameters. All ranks run the initializer, so all draw equal numbers.
 """
 
 from __future__ import annotations

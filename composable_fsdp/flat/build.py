@@ -5,16 +5,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from itertools import chain
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
 
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.flat import part_guards
-from composable_fsdp.flat.build_region import (
-    build_region,
-    fills_of,
-)
+from composable_fsdp.flat.build_region import build_region, fills_of
 from composable_fsdp.flat.handle import (
     FlatParamHandle,
     FullForm,
@@ -38,9 +36,10 @@ from composable_fsdp.flat.residency import (
 )
 from composable_fsdp.flat.step_counts import written
 from composable_fsdp.planning.layout import RegionLayout
-from composable_fsdp.planning.places import Place
 from composable_fsdp.planning.planner import Target
-from composable_fsdp.planning.unit_plan import UnitPlan
+from composable_fsdp.planning.unit_plan import Place, UnitPlan
+
+_on_meta = attrgetter("shard.is_meta")
 
 
 def build_handle(
@@ -53,31 +52,18 @@ def build_handle(
     guarded: PartGuards | None = None,
     forms: Forms = NO_FORMS,
 ) -> FlatParamHandle:
-    """Turn a planned unit into flat buffers and leaves; the unit is sharded afterwards.
-
-    Returns: the handle, in the sharded state.
-    """
-    plan = target.plan
-    made = make_layout(
-        plan,
-        build_regions(
-            plan,
-            target.parameters,
-            groups.rank,
-            device,
-            sharded=sharded,
-            forms=forms,
-        ),
+    """Turn a planned unit into flat buffers and leaves, in the sharded state."""
+    made = _make_layout(
+        target.plan,
+        target.parameters,
         target.places,
         target.owners,
-        origin=plan.regions,
-        epoch=0,
+        rank=groups.rank,
         device=device,
+        sharded=sharded,
         forms=forms,
     )
-    # ``copy.deepcopy`` passes the tables, because the modules below may be partly
-    # copied.
-    # A copy brings the rule along; only a new unit learns of its ``expert_mesh`` here.
+    # ``copy.deepcopy`` passes rule and guards: modules below may be partly copied.
     if rule is None:
         rule = ReduceRule()
         rule.expert_ranks = groups.expert_ranks
@@ -110,31 +96,21 @@ def replace_layout(
     origin: tuple[RegionLayout, ...],
     device: torch.device,
 ) -> None:
-    """Give an idle and sharded unit new regions over ``parameters``.
-
-    The handle stays the same object, because states, hooks and records refer to the
-    handle. The new full leaves have no hooks.
-    """
+    """Give an idle and sharded unit new regions over ``parameters``, without hooks."""
     # A gradient that reaches a region of before is refused by the hook of its leaf.
     for region in handle.layout.trainable:
         region.reduce.owner = no_owner
-    regions = build_regions(
+    made = _make_layout(
         plan,
         parameters,
-        handle.groups.rank,
-        device,
-        sharded=True,
-        forms=handle.layout.forms,
-    )
-    made = make_layout(
-        plan,
-        regions,
         places,
         owners,
+        rank=handle.groups.rank,
+        device=device,
+        sharded=True,
+        forms=handle.layout.forms,
         origin=origin,
         epoch=handle.layout.epoch + 1,
-        device=device,
-        forms=handle.layout.forms,
     )
     form = make_form(made)
     if form.needs_gather:
@@ -149,19 +125,23 @@ def replace_layout(
     remember_leaves(handle)
 
 
-def build_regions(
+def _make_layout(
     plan: UnitPlan,
     parameters: Sequence[Sequence[nn.Parameter]],
+    places: tuple[Place, ...],
+    owners: tuple[nn.Module, ...],
+    *,
     rank: int,
     device: torch.device,
-    *,
     sharded: bool,
-    forms: Forms = NO_FORMS,
-) -> tuple[FlatParameter, ...]:
-    """Return the regions of ``plan`` over ``parameters``, which become the leaves."""
+    forms: Forms,
+    origin: tuple[RegionLayout, ...] | None = None,
+    epoch: int = 0,
+) -> UnitLayout:
+    """Build the regions of ``plan`` over ``parameters``, which become the leaves."""
     options = plan.options
     rows, offload = options.keeps_rows, plan.is_offloaded
-    return tuple(
+    regions = tuple(
         [
             build_region(
                 layout,
@@ -177,33 +157,16 @@ def build_regions(
             for layout, leaves in zip(plan.regions, parameters, strict=True)
         ]
     )
-
-
-def make_layout(
-    plan: UnitPlan,
-    regions: tuple[FlatParameter, ...],
-    places: tuple[Place, ...],
-    owners: tuple[nn.Module, ...],
-    *,
-    origin: tuple[RegionLayout, ...],
-    epoch: int,
-    device: torch.device,
-    forms: Forms = NO_FORMS,
-) -> UnitLayout:
-    """Return the layout of a unit, with the tuples that every step iterates over.
-
-    Returns: the layout.
-    """
     trainable = tuple([r for r in regions if isinstance(r, TrainableRegion)])
     return UnitLayout(
         plan,
-        origin,
+        origin or plan.regions,
         epoch,
-        0 if plan.regions == origin else _checksum(plan.regions),
+        0 if not origin or plan.regions == origin else _checksum(plan.regions),
         device,
-        rows=plan.options.keeps_rows,
-        offload=plan.is_offloaded,
-        on_meta=any(region.shard.is_meta for region in regions),
+        rows=rows,
+        offload=offload,
+        on_meta=any(map(_on_meta, regions)),
         regions=regions,
         trainable=trainable,
         reduce_groups=_reduced_together(trainable),
@@ -261,8 +224,7 @@ def _reduced_together(
         for region in trainable
         if region.layout.padded_numel
     }
-    # The common case, with a single region, reuses the existing tuple: fewer objects
-    # for the garbage collector.
+    # The common case reuses the tuple: fewer objects for the garbage collector.
     if len(dtypes) == len(trainable) == 1:
         return (trainable,)
     return tuple(
@@ -291,17 +253,12 @@ def make_form(
     *,
     full_precision: bool = False,
 ) -> FullForm:
-    """Return the full form over the regions' full buffers and leaves.
-
-    Returns: the form. ``runtime.grad_hooks.install_grad_hooks`` adds hooks and
-        AccumulateGrad nodes.
-    """
+    """Return the full form over the regions' full buffers and leaves."""
     if unreadable is None:
         unreadable = unreadable_versions(len(layout.sharded_placed))
     gathering = [r for r in layout.regions if r.full.is_cut and r.layout.padded_numel]
-    # The all-gather reads the shard directly if the shard has the compute dtype and is
-    # on the compute device. Otherwise the shard is first cast or copied into this
-    # rank's slice of ``full``, and the all-gather runs in place on that slice.
+    # The shard itself, if it has the compute dtype and is on the compute device. Else
+    # it is first cast or copied into this rank's slice of ``full``, in place.
     inputs = [_gathered_from(r) for r in gathering]
     fulls = [r.full.buffer for r in gathering]
     wires = [r.full.wire for r in gathering]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.gradients import new_shard, shard_views, show_on_leaves
-from composable_fsdp.flat.param_form import NO_FORMS, PLAIN, Forms
+from composable_fsdp.flat.param_form import NO_FORMS, Forms, plain_leaves
 from composable_fsdp.flat.region import (
     FlatParameter,
     FullBuffer,
@@ -36,13 +36,7 @@ def build_region(
     sharded: bool = False,
     forms: Forms = NO_FORMS,
 ) -> FlatParameter:
-    """Copy this rank's part of ``parameters`` into the shard and create all views.
-
-    Afterwards each tensor in ``parameters`` is its own sharded leaf: the same object,
-    with ``.data`` a view of ``shard`` and, unless ``sharded``, no ``.grad``.
-
-    Returns: the region.
-    """
+    """Copy this rank's part of ``parameters`` into the shard and create all views."""
     cuts = layout.shard_cuts(rank, rows=rows)
     if any(map(_is_meta, parameters)):
         device = torch.device("meta")
@@ -79,7 +73,14 @@ def build_region(
             show=show_on_leaves,
         )
         if isinstance(region, TrainableRegion):
-            region.reduce = _reduce_buffer(layout, dtypes.reduce, device)
+            numel = layout.padded_numel
+            buffer = torch.empty(numel, dtype=dtypes.reduce, device=device)
+            parts, gaps = full_views(layout, buffer)
+            number = len(parts)
+            region.reduce = ReduceBuffer(
+                buffer, tuple(parts), gaps, bytearray(number), [None] * number
+            )
+            memory.free(buffer)
     return region
 
 
@@ -143,17 +144,15 @@ def make_full(
     forms: Forms = NO_FORMS,
     wired: bool = False,
 ) -> FullBuffer:
-    """Create a full buffer ``(padded_numel,)`` of ``dtype``, and the full leaves.
-
-    Returns: the buffer, which has no memory, unless the buffer is the shard itself.
-    """
+    """Create a full buffer ``(padded_numel,)`` of ``dtype``, and the full leaves."""
     wire = layout.wire if wired and layout.padded_numel else None
     # A single rank encodes and decodes, too: numbers must not depend on the ranks.
     is_cut = layout.world_size > 1 or dtype != layout.dtype or offload or bool(wire)
     is_cut = is_cut or layout.is_strided
     buffer, own_slice = shard, None
     if is_cut:
-        buffer = memory.new_buffer(layout.padded_numel, dtype, device)
+        # The caller has left inference mode.
+        buffer = torch.empty(layout.padded_numel, dtype=dtype, device=device)
     if not wire and (dtype != layout.dtype or offload or layout.is_strided):
         start = rank * layout.shard_numel
         own_slice = buffer[start : start + layout.shard_numel]
@@ -170,7 +169,7 @@ def make_full(
 
 def _wire_buffer(layout: RegionLayout, rank: int, device: torch.device) -> WireBuffer:
     """Create the buffer of the encoded values, without memory."""
-    buffer = memory.new_buffer(layout.wire_nbytes, torch.uint8, device)
+    buffer = torch.empty(layout.wire_nbytes, dtype=torch.uint8, device=device)
     size = layout.wire_nbytes // layout.world_size
     made = WireBuffer(buffer, buffer[rank * size : (rank + 1) * size])
     memory.free(buffer)
@@ -224,10 +223,7 @@ def _own_parts(
 
 
 def fills_of(region: FlatParameter) -> list[tuple[Tensor, Tensor]]:
-    """Return pairs of a part of ``full`` and of the shard, with the same elements.
-
-    Empty if the all-gather reads the shard directly.
-    """
+    """Return pairs of a part of ``full`` and of the shard, with the same elements."""
     full = region.full
     if full.own_parts:
         # A copy per parameter, because each has strides of its own.
@@ -244,11 +240,8 @@ def full_leaves(
     trainable: Sequence[bool],
 ) -> list[nn.Parameter]:
     """Return the full leaves of a region, each in the form of its parameter."""
-    if not forms:  # saves a look-up per parameter
-        return [
-            PLAIN.full_leaf(part, leaf, trainable=trains)
-            for part, leaf, trains in zip(parts, leaves, trainable, strict=True)
-        ]
+    if not forms:  # saves a call per parameter
+        return plain_leaves(parts, leaves, trainable)
     return [
         # By index and not by name: a unit may hold a name twice.
         forms[slot.index].full_leaf(part, leaf, trainable=trains)
@@ -256,13 +249,3 @@ def full_leaves(
             layout.parameters, parts, leaves, trainable, strict=True
         )
     ]
-
-
-def _reduce_buffer(
-    layout: RegionLayout, dtype: torch.dtype, device: torch.device
-) -> ReduceBuffer:
-    """Create a reduce buffer ``(padded_numel,)`` and its views, without memory."""
-    buffer = memory.new_buffer(layout.padded_numel, dtype, device)
-    made = ReduceBuffer(buffer, *full_views(layout, buffer))
-    memory.free(buffer)
-    return made

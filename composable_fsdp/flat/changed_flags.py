@@ -1,12 +1,7 @@
 """Parameters frozen, and settings changed, since ``fully_shard``; who knows them.
 
-The flags are part of the mode of a step, of which ranks keep a known order. Ranks that
-hold other experts have other names and may freeze other experts, so each order leaves
-out the units that some of its ranks lack::
-
-    order over     root unit    experts of rank 0    experts of rank 1
-    all ranks      yes          no                   no
-    edp of 0       yes          yes                  unknown here
+The flags are part of the mode of a step. Ranks that hold other experts may freeze other
+experts, so each order leaves out the units that some of its ranks lack.
 """
 
 from __future__ import annotations
@@ -33,11 +28,7 @@ class ChangedFlag(NamedTuple):
 
 
 def changed_flags(handle: FlatParamHandle) -> Iterator[ChangedFlag]:
-    """Yield the parameters frozen or unfrozen since ``fully_shard``.
-
-    The names are FQNs from the root, in the order of the original regions, which all
-    ranks have compared.
-    """
+    """Yield the parameters frozen or unfrozen since ``fully_shard``."""
     layout, ranks = handle.layout, handle.groups.expert_names
     # 0: the unit was never rebuilt, as most units.
     if not layout.structure:
@@ -63,10 +54,7 @@ def _common_flags(
 
 
 def common_mode(mode: Any, groups: Groups) -> Hashable:
-    """Return the mode of a forward as all ranks of ``groups`` know the mode.
-
-    A mode is ``(fqn, training, grads, flags)``, or ``()`` without a forward.
-    """
+    """Return the mode of a forward as all ranks of ``groups`` know the mode."""
     if not mode or not mode[-1]:
         return cast("Hashable", mode)
     return (*mode[:-1], _common_flags(mode[-1], groups))

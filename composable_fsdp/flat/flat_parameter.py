@@ -1,15 +1,9 @@
 """Flat parameters: one parameter per trainable region, for element-wise optimizers.
 
-::
-
-    flat   nn.Parameter (shard_numel,)   data: ``shard``; ``.grad``: ``gradient.shard``;
-                                         ``.grad`` of the region's leaves stays None
-
-A flat parameter outlives the region: when the unit is rebuilt, the flat parameter is
-bound to the new region with the same parameters. If no such region exists, because
-parameters were frozen or unfrozen, the flat parameter is *retired*: a retired flat
-parameter has no elements, but the record in ``FLAT_PARAMS`` still knows which elements
-of the optimizer state belong to which parameter.
+A flat parameter's data is ``shard`` and its ``.grad`` is ``gradient.shard``; ``.grad``
+of the leaves stays None. It outlives the region: a new region with the same parameters
+is bound to it. Without one it is *retired*: it has no elements, and its record still
+knows which elements of the optimizer state belong to which parameter.
 """
 
 from __future__ import annotations
@@ -67,11 +61,7 @@ def find_flat(parameter: object) -> tuple[FlatParamHandle, FlatParamRecord] | No
 
 
 def flat_of(handle: FlatParamHandle, region: FlatParameter) -> nn.Parameter:
-    """Return the region's flat parameter; create the flat parameter at the first call.
-
-    Existing gradients of the leaves become the gradient of the flat parameter, and
-    ``.grad`` of the leaves becomes None.
-    """
+    """Return the region's flat parameter, which takes over gradients of the leaves."""
     if region.flat is None:
         with torch.inference_mode(False), torch.no_grad():
             flat = nn.Parameter(region.shard)
@@ -125,14 +115,7 @@ def _forget(known: weakref.ref[FlatParamHandle]) -> None:
 def rebind_flat_parameters(
     handle: FlatParamHandle, before: Iterable[FlatParameter]
 ) -> bool:
-    """Bind flat parameters of the old regions ``before`` to the unit's new regions.
-
-    A flat parameter continues if a new region has the same parameters at the same
-    offsets. Other flat parameters are retired, and their gradients become gradients of
-    the leaves.
-
-    Returns: whether any flat parameter was retired.
-    """
+    """Bind flat parameters of the old regions ``before`` to the unit's new regions."""
     regions = {_identity(region): region for region in handle.layout.regions}
     retired = False
     for old in before:
@@ -180,10 +163,7 @@ def leaf_gradients(region: FlatParameter) -> list[Tensor | None]:
 def set_leaf_gradient(
     handle: FlatParamHandle, region: FlatParameter, index: int, value: Tensor | None
 ) -> None:
-    """Write the gradient of a leaf, or of its part of the flat parameter.
-
-    A leaf without elements on this rank gets no gradient.
-    """
+    """Write the gradient of a leaf, or of its part of the flat parameter."""
     leaf = region.leaves[index]
     if region.flat is None:
         if value is None or index in region.absent:
@@ -206,11 +186,7 @@ def set_leaf_gradient(
 
 
 def add_own_gradients(handle: FlatParamHandle, region: FlatParameter) -> None:
-    """Move ``.grad`` of the leaves into the flat gradient, by addition.
-
-    Leaves get a ``.grad`` if a loss uses the sharded parameters outside their unit (a
-    weight penalty), or if a user sets ``.grad``.
-    """
+    """Move ``.grad`` of the leaves into the flat gradient, by addition."""
     # No Python loop: every optimizer step and every reduction calls this function.
     gradients = [*map(grad_of, region.leaves)]
     if gradients.count(None) != len(gradients):

@@ -1,13 +1,8 @@
 """Tensors that ``torch.func.functional_call`` puts in place of a unit's parameters.
 
-``functional_call`` registers the given tensors in the modules, calls the module, and
-registers the previous tensors again. A unit that is called in this way computes with
-the given tensors, as a plain module does; only the other places show the unit's full
-leaves.
-
-Nothing of this package runs when ``functional_call`` registers the previous tensors. If
-these are full leaves, because the unit was full before (``unshard``, or a unit of
-several modules), the unit stays full.
+The unit computes with them; only the other places show its full leaves. Nothing of this
+package runs when torch registers the previous tensors again: if these are full leaves,
+the unit stays full.
 """
 
 from __future__ import annotations
@@ -25,9 +20,6 @@ from composable_fsdp.naming import quoted
 
 def save_functional_params(handle: FlatParamHandle, *, over_full: bool) -> None:
     """Show full leaves at all places, except where a foreign tensor is registered.
-
-    Records the foreign tensors in ``RunningForwards.foreign``. ``over_full``: whether
-    the unit was full when the foreign tensors were registered.
 
     Raises: CompositionError, if a foreign tensor does not have the shape of the full
     parameter. The modules are then unchanged.
@@ -74,12 +66,9 @@ def restore_functional_params(handle: FlatParamHandle) -> None:
 
 @contextmanager
 def functional_params_aside(handle: FlatParamHandle) -> Iterator[None]:
-    """Register the unit's own leaves while the block runs.
-
-    ``functional_call`` of the outermost module has registered its tensors before the
-    forward begins. A full unit takes every tensor that is not its own for one of these,
-    a sharded unit no ``nn.Parameter``, which may be the parameter's replacement.
-    """
+    """Register the unit's own leaves while the block runs."""
+    # ``functional_call`` of the outermost module has registered its tensors already. A
+    # sharded unit takes no ``nn.Parameter`` for one: it may be a replacement.
     own = handle.form.placed if handle.is_full else handle.layout.sharded_placed
     aside = []
     for (table, key, sharded, full), leaf in zip(handle.swaps, own, strict=True):
@@ -97,10 +86,7 @@ def functional_params_aside(handle: FlatParamHandle) -> Iterator[None]:
 
 
 def will_be_full(handle: FlatParamHandle) -> bool:
-    """Return whether ``functional_call`` runs and will register full leaves again.
-
-    Tensors of a ``functional_call`` that was interrupted are forgotten.
-    """
+    """Return whether ``functional_call`` runs and will register full leaves again."""
     running, layout = handle.running, handle.layout
     shown = [table.get(key) for table, key, *_ in handle.swaps]
     if any(shown[at] is not found for at, found in running.foreign.items()):

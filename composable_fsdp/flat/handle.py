@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, count
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -27,8 +27,7 @@ from composable_fsdp.flat.use_order import NO_LOGS
 from composable_fsdp.naming import quoted
 from composable_fsdp.phases import Phase, Residency
 from composable_fsdp.planning.layout import RegionLayout
-from composable_fsdp.planning.places import ParamInfo, Place
-from composable_fsdp.planning.unit_plan import UnitPlan
+from composable_fsdp.planning.unit_plan import Place, UnitPlan
 
 NO_TASK = -1
 """Graph task id outside backward, as the autograd engine reports it."""
@@ -42,10 +41,7 @@ Swap = tuple[Table, str, nn.Parameter, nn.Parameter]
 
 @dataclass(slots=True, eq=False)
 class FullForm:
-    """The full buffers and leaves of a unit in a precision (``flat.precision``).
-
-    A graph holds the full leaves of its forward, and the forward holds the form.
-    """
+    """The full buffers and leaves of a unit in a precision (``flat.precision``)."""
 
     full_precision: bool
     """Whether the precision is that of the parameters, and not the compute dtype."""
@@ -84,12 +80,10 @@ class BackwardProgress:
     """How far a graph task is in a unit. Each graph task has an object of its own."""
 
     task: int
-    """The graph task whose pre-backward hook has reached the unit, or whose gradient
-    has arrived without a pre-backward; ``NO_TASK`` outside backward."""
+    """The graph task that has reached the unit; ``NO_TASK`` outside backward."""
     pending: int = 0
-    """Number of full leaves that get a gradient from ``task`` and have not got the
-    gradient yet. Negative if a gradient arrived without a pre-backward: only the end of
-    the graph task reduces then."""
+    """Full leaves whose gradient is still to come in ``task``. Negative if a gradient
+    arrived without a pre-backward: only the end of the graph task reduces then."""
     retained: bool = False
     """Whether the backward builds a graph, so that the unit stays full."""
     open_calls: int = 0
@@ -114,14 +108,13 @@ class UnitLayout:
 
     plan: UnitPlan
     origin: tuple[RegionLayout, ...]
-    """Region layouts from ``fully_shard``, with today's dtypes. ``plan`` holds the
-    current layouts, which differ after parameters were frozen or unfrozen."""
+    """Region layouts from ``fully_shard``, with today's dtypes; those of ``plan``
+    differ after parameters were frozen or unfrozen."""
     epoch: int
     """Number of times the regions were rebuilt since ``fully_shard``."""
     structure: int
     """0 if the regions are those of ``fully_shard``; else a checksum of the parameters
-    in each region. The orders of steps are known per structure, so that a program which
-    freezes and unfreezes parameters in turn comes back to a known order."""
+    in each region, by which a program that freezes in turn finds a known order."""
     device: torch.device
     """The compute device, which holds the full parameters."""
     rows: bool
@@ -131,18 +124,14 @@ class UnitLayout:
     on_meta: bool
     """Whether the shards are on the meta device and have no values yet."""
     regions: tuple[FlatParameter, ...]
-    """The flat buffers. The parameters of a region have the same dtype, are all
-    trainable or all frozen, and belong to the same ``group_by`` group."""
     trainable: tuple[TrainableRegion, ...]
     """Regions whose parameters have gradients."""
     reduce_groups: tuple[tuple[TrainableRegion, ...], ...]
     """Trainable regions with elements, grouped by reduce dtype."""
-    # The fields from here on, and ``FullForm.placed``, are aligned: index *i* is the
-    # same place in all of them. Parallel tuples, and not a tuple of records, keep the
-    # number of objects small that the garbage collector tracks per unit.
+    # The fields from here on, and ``FullForm.placed``, are aligned by place: parallel
+    # tuples, because the garbage collector would visit each of many records.
     places: tuple[Place, ...]
-    """Every place (module and key) at which a parameter is registered. A tied parameter
-    has several places."""
+    """Every place of every parameter; a tied parameter has several."""
     owners: tuple[nn.Module, ...]
     """The module of each place."""
     tables: tuple[Table, ...]
@@ -174,6 +163,16 @@ class LeafMemory(NamedTuple):
     """Whether a leaf was ever elsewhere; equal on all ranks, unlike ``away``."""
 
 
+class ParamInfo(NamedTuple):
+    """A place of a parameter, ``module._parameters[name]``, as ``Place`` has it."""
+
+    fqn: str
+    module: nn.Module
+    name: str
+    primary: str
+    slot_index: int
+
+
 NO_PATHS: Mapping[int, str] = MappingProxyType({})
 
 
@@ -182,37 +181,32 @@ class ShardWrites:
     """How changes of a unit's shards are noticed that the unit has not made itself."""
 
     memory: LeafMemory
-    """The expected data location of each sharded leaf."""
     at_build: int
     """Sum of the version counters of the sharded leaves at build; -1 if on meta."""
     make_readable: Callable[[FlatParamHandle], None]
     """Allows autograd to read the full leaves: ``flat.residency.make_readable``, or its
     counterpart for a unit with ``flat_parameters``."""
     gathered_at: tuple[int, ...] | None = None
-    """``runtime.unshard.shard_versions`` when the last all-gather read the shards. If
-    the versions differ later, the shards were written to (for example by an optimizer
-    step). Empty before the first all-gather; ``None`` as long as the unit is never kept
-    unsharded, so that other units pay nothing."""
+    """``runtime.unshard.shard_versions`` at the last all-gather, which show later
+    writes. Empty before the first; ``None`` as long as the unit is never kept full."""
     steps: int = 0
     """Optimizer steps over the unit's leaves since counting began (``step_counts``)."""
     flat_parameters: tuple[nn.Parameter, ...] = ()
     """Flat parameters of the regions for which ``flat_of`` created a flat parameter."""
 
 
+@dataclass(slots=True, eq=False)
 class RunningForwards:
     """The forwards of a unit that are running."""
 
-    __slots__ = ("calls", "foreign", "over_full")
-
-    def __init__(self) -> None:
-        # ``Any``: the class is in a higher layer.
-        self.calls: list[Any] = []
-        """The ``UnitForward`` of each running forward of the unit, outermost first."""
-        self.foreign: dict[int, Any] = {}
-        """By index of the place: tensors from ``torch.func.functional_call`` that the
-        modules show instead of full leaves while the unit is full."""
-        self.over_full = False
-        """Whether ``functional_call`` has replaced full leaves, not sharded ones."""
+    # ``Any``: the class is in a higher layer.
+    calls: list[Any] = field(default_factory=list)
+    """The ``UnitForward`` of each running forward of the unit, outermost first."""
+    foreign: dict[int, Any] = field(default_factory=dict)
+    """By index of the place: tensors from ``torch.func.functional_call`` that the
+    modules show instead of full leaves while the unit is full."""
+    over_full: bool = False
+    """Whether ``functional_call`` has replaced full leaves, not sharded ones."""
 
 
 @dataclass(slots=True)
@@ -220,8 +214,7 @@ class PartGuards:
     """The parts of a unit, whose calls are refused while the unit is sharded."""
 
     tables: tuple[OrderedDict[int, Any], ...]
-    """Tables of forward pre-hooks, one per part, to which ``part_guards`` adds the
-    refusal."""
+    """Tables of forward pre-hooks, one per part, for the refusal (``part_guards``)."""
     open: bool = True
     """Whether calls of the parts are allowed, as inside the unit's forward."""
 
@@ -281,16 +274,12 @@ class FlatParamHandle:
         guards: PartGuards,
         writes: ShardWrites,
     ) -> None:
-        self.groups = groups
-        """The process groups over which the unit is sharded and replicated."""
-        self.rule = rule
-        """Settings of the unit's gradient reduction."""
+        self.groups, self.rule = groups, rule
         self.full_fqn = layout.plan.fqn
         """FQN of the unit's module from the root; until lazy initialization, from the
         module that ``fully_shard`` was called on."""
         self.paths: Mapping[int, str] = NO_PATHS
-        """Unit of several modules, once its root is known: paths from the root of the
-        modules that hold parameters, by id. Other units: empty."""
+        """Of a unit of several modules below a root: paths of its owners, by id."""
         self.logs = NO_LOGS
         """The order logs; assigned by lazy initialization."""
         self.guards = guards
@@ -301,13 +290,7 @@ class FlatParamHandle:
     def begin_layout(
         self, layout: UnitLayout, form: FullForm, memory: LeafMemory
     ) -> None:
-        """Make ``layout`` the unit's layout; the unit is sharded and between steps.
-
-        Args:
-            layout: the regions and places.
-            form: the full form of the precision in use.
-            memory: the expected data location of each sharded leaf.
-        """
+        """Make ``layout`` the unit's layout; the unit is sharded and between steps."""
         self.layout = layout
         if self.rule.keeps_empty:
             for region in layout.trainable:
@@ -329,8 +312,7 @@ class FlatParamHandle:
         (``create_graph=True``)."""
         self.kept_full = False
         """Whether ``full`` was kept for the next forward, after backward or by
-        ``unshard``. The next forward compares ``ShardWrites.gathered_at`` with the
-        versions of then."""
+        ``unshard``."""
         self.block_leaves: list[nn.Parameter] = []
         """The full parameters that ``unshard_params`` shows, after the first block."""
         self.reduction = ReductionProgress()
@@ -422,11 +404,9 @@ class FlatParamHandle:
         )
 
 
-# ``LEAVES`` maps a sharded leaf to its unit, so that functions which receive bare
-# parameters (``clip_grad_norm_``) find the process groups. The key is the leaf's id and
-# not a weak reference, because ``torch.utils.swap_tensors`` refuses a parameter that
-# has weak references. The handle keeps its leaves alive, so an id cannot be reused
-# while the entry exists.
+# From a sharded leaf to its unit, for functions that get bare parameters. By id,
+# because ``torch.utils.swap_tensors`` refuses a parameter with weak references; the
+# handle keeps its leaves alive, so no id is used again while the entry exists.
 class _LeavesOf(weakref.ref[FlatParamHandle]):
     """Weak reference to a handle; ``indices`` maps the id of each leaf to its index."""
 

@@ -49,14 +49,8 @@ def require_unresizable(tensor: Tensor, error: RuntimeError) -> None:
 
 
 def leave(base: Tensor, views: Iterable[Tensor]) -> Tensor:
-    """Give ``views`` of ``base`` other memory, with undefined values.
-
-    The old memory is neither freed nor used again as long as a collective that was
-    given ``base`` has not ended.
-
-    Returns: the buffer to use instead of ``base``.
-    """
-    # Another object: the collective holds ``base`` itself, and so its memory.
+    """Give ``views`` of ``base`` other memory, with undefined values."""
+    # Another object: the collective that may still run holds ``base`` and its memory.
     fresh = new_buffer(base.numel(), base.dtype, base.device)
     move(views, fresh, since=int(base.storage_offset()))
     return fresh
@@ -79,10 +73,7 @@ def is_allocated(tensor: Tensor) -> bool:
 def new_buffer(
     numel: int, dtype: torch.dtype, device: torch.device, *, pinned: bool = False
 ) -> Tensor:
-    """Create an uninitialised flat buffer.
-
-    Returns: a tensor ``(numel,)``, never an inference tensor.
-    """
+    """Create an uninitialised flat buffer."""
     # Buffers live across calls. If an inference tensor were created here, training
     # could not write to the buffer.
     with outside_inference():
@@ -102,11 +93,7 @@ def is_at(leaf: torch.Tensor, home: torch.Tensor) -> bool:
 
 
 class FullMemory(Protocol):
-    """Memory for full parameters that units use in turn (``features.arena``).
-
-    A unit without one resizes the storages of its full buffers, inline in ``residency``
-    and ``gradients``: the common case costs no call. ``handle`` is that of a unit.
-    """
+    """Memory for full parameters that units use in turn (``features.arena``)."""
 
     def take(self, handle: Any) -> None:
         """Lay the full parameters into the memory, for an all-gather to fill."""

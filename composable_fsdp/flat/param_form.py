@@ -11,110 +11,87 @@ form ``PLAIN``, which changes nothing. Another form::
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 
-class ParamForm(Protocol):
-    """The questions that the package asks the form of a parameter. Immutable."""
+class ParamForm:
+    """The form of a plain parameter, and what other forms override. Immutable."""
+
+    __slots__ = ()
 
     @property
     def cut_over(self) -> tuple[dist.ProcessGroup, ...]:
         """The groups whose ranks hold other parts of the parameter."""
-        ...
+        return ()
 
     @property
     def mesh_groups(self) -> tuple[dist.ProcessGroup, ...]:
         """The groups of all mesh dims, those of equal values included."""
-        ...
+        return ()
 
     def whole_shape(self, part: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the global parameter, of which ``part`` is that here."""
-        ...
+        return part
 
-    def full_leaf(self, part: Tensor, leaf: nn.Parameter, *, trainable: bool) -> Any:
+    def full_leaf(
+        self, part: Tensor, leaf: nn.Parameter, *, trainable: bool
+    ) -> nn.Parameter:
         """Return the parameter that compute sees over the memory of ``part``."""
-        ...
+        return plain_leaves([part], [leaf], [trainable])[0]
 
     def shown(self, local: Tensor) -> Tensor:
         """Return ``local`` in the class that compute sees, over the same memory."""
-        ...
+        return local
 
     def gradient(self, gradient: Tensor) -> Tensor:
         """Return the plain gradient of this rank's part.
 
         Collective: over the groups on which ``gradient`` is a partial sum.
         """
-        ...
+        return gradient
 
     def whole(self, local: Tensor) -> Tensor:
         """Return the global value, of which ``local`` is this rank's part.
 
         Collective: an all-gather over each group of ``cut_over``.
         """
-        ...
+        return local
 
     def part(self, whole: Tensor) -> Tensor:
         """Return this rank's part of a global value, as a view."""
-        ...
-
-
-class PlainForm:
-    """The form of a parameter that is whole in the unit's groups."""
-
-    cut_over: tuple[dist.ProcessGroup, ...] = ()
-    mesh_groups: tuple[dist.ProcessGroup, ...] = ()
-
-    def whole_shape(self, part: tuple[int, ...]) -> tuple[int, ...]:
-        """See ``ParamForm``."""
-        return part
-
-    def full_leaf(
-        self, part: Tensor, leaf: nn.Parameter, *, trainable: bool
-    ) -> nn.Parameter:
-        """Give a view of ``full`` the type and the ``__dict__`` of ``leaf``."""
-        made: nn.Parameter
-        if type(leaf) is nn.Parameter:
-            made = part  # type: ignore[assignment]  # from the next line on
-            # Torch's lazy parameters change their class in the same way.
-            # ``nn.Parameter(part)`` would create one more tensor.
-            made.__class__ = nn.Parameter
-            made.requires_grad = trainable
-        else:
-            made = torch.Tensor._make_subclass(type(leaf), part, trainable)
-        # Shared, so that an attribute that a user sets on either is visible on both.
-        made.__dict__ = leaf.__dict__
-        return made
-
-    def shown(self, local: Tensor) -> Tensor:
-        """See ``ParamForm``."""
-        return local
-
-    def gradient(self, gradient: Tensor) -> Tensor:
-        """See ``ParamForm``."""
-        return gradient
-
-    def whole(self, local: Tensor) -> Tensor:
-        """See ``ParamForm``."""
-        return local
-
-    def part(self, whole: Tensor) -> Tensor:
-        """See ``ParamForm``."""
         return whole
 
 
-PLAIN: ParamForm = PlainForm()
+PLAIN = ParamForm()
+
+
+def plain_leaves(
+    parts: Sequence[Tensor], leaves: Sequence[nn.Parameter], trainable: Sequence[bool]
+) -> list[nn.Parameter]:
+    """Make ``parts`` parameters, of the classes and attributes of ``leaves``."""
+    made: list[Any] = []
+    for part, leaf, trains in zip(parts, leaves, trainable, strict=True):
+        each: Any = part
+        if type(leaf) is nn.Parameter:
+            # Torch's lazy parameters change their class in the same way.
+            # ``nn.Parameter(part)`` would create one more tensor.
+            each.__class__ = nn.Parameter
+            each.requires_grad = trains
+        else:
+            each = torch.Tensor._make_subclass(type(leaf), part, trains)
+        # Shared, so that an attribute that a user sets on either is visible on both.
+        each.__dict__ = leaf.__dict__
+        made.append(each)
+    return made
 
 
 class Forms(dict[int, ParamForm]):
-    """The forms of a unit's parameters by slot index; ``PLAIN`` if there is no entry.
-
-    Empty for a unit of plain parameters.
-    """
+    """The forms of a unit's parameters by slot index; ``PLAIN`` without an entry."""
 
     def __missing__(self, index: int) -> ParamForm:
         return PLAIN

@@ -1,10 +1,7 @@
 """Paths of parameters from the root, by which messages name a parameter.
 
-The names in a plan begin at a module of the unit. A unit of several modules has several
-beginnings, and two of its parameters may have the same name there::
-
-    fully_shard([model.a, model.b])      plan: "weight", "weight"
-                                         paths: "a.weight", "b.weight"
+The names in a plan begin at a module of the unit: in a unit of several modules, two of
+its parameters may have the same name there.
 """
 
 from __future__ import annotations
@@ -27,10 +24,7 @@ def place_path(handle: FlatParamHandle, at: int) -> str:
 def slot_paths(
     handle: FlatParamHandle, slot: ParameterSlot, unit: str | None = None
 ) -> list[str]:
-    """Return all paths of a parameter; a tied parameter has several.
-
-    Returns: the paths, at least one.
-    """
+    """Return all paths of a parameter; a tied parameter has several."""
     if not handle.paths:
         start = handle.full_fqn if unit is None else unit
         return [join_name(start, fqn) for fqn in slot.fqns]

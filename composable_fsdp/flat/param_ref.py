@@ -65,10 +65,7 @@ class ParamRef:
         return self.region.layout.shard_offset(self.slot, self.region.rank)
 
     def part_of(self, value: Tensor) -> Tensor:
-        """Return this rank's part of the full ``value``, in the shape of ``leaf``.
-
-        The value has the plain model's shape, of which tensor parallelism cuts.
-        """
+        """Return this rank's part of the full ``value``, in the shape of ``leaf``."""
         # First the part of this rank's mesh, of which the shard group cuts rows.
         own = self.form.part(value)
         return part_of(self.region, self.slot, own, like=self.leaf)
@@ -108,10 +105,7 @@ def find_param(parameter: object) -> ParamRef | None:
 
 
 def originals_by_vars() -> dict[int, tuple[FlatParamHandle, int]]:
-    """Return every existing sharded parameter, by the identity of the ``__dict__``.
-
-    A full parameter shares the ``__dict__`` of the sharded parameter.
-    """
+    """Return every existing sharded parameter, by the identity of the ``__dict__``."""
     # All parameters of a unit share a weak reference to the handle; visit each handle
     # once.
     links = {id(link): link for link in list(LEAVES.values())}

@@ -1,29 +1,22 @@
 """Refusing calls of a part of a unit while the unit is sharded.
 
-A part is a module that holds parameters of a unit and has no hooks of that unit. The
-forward of a part would compute with this rank's rows, which fits on some ranks and
-raises on others. If the unit is not cut (NO_SHARD, ``replicate``), the part would
-compute with full weights, but the gradients would bypass the unit, which averages
-gradients: such calls are refused if gradients are enabled. A container without a
-forward (``nn.ParameterList``) is never called; the module around the container, whose
-forward reads the parameters, is the part.
+A part is a module that holds parameters of a unit and has no hooks of that unit. Its
+forward would compute with this rank's rows; if the unit is not cut (NO_SHARD,
+``replicate``), its gradients would not be averaged. Around a container without a
+forward (``nn.ParameterList``), the module that reads it is the part.
 
-While the unit is sharded, each part has a forward pre-hook that refuses the call;
-inside the unit's forward, no part has the pre-hook. So a step pays for a table entry
-per part and for no call::
+While the unit is sharded, each part has a forward pre-hook that refuses the call. So a
+step pays for a table entry per part and for no call, and inside the unit's forward
+torch sees no hook that would keep ``nn.TransformerEncoderLayer`` from its fast path::
 
     use_sharded    hooks[REFUSE] = refuse_part      for hooks in handle.guards.tables
-    pre_forward    del hooks[REFUSE]
-
-For the same reason torch sees no hook on a part inside the unit's forward: a hook would
-keep ``nn.TransformerEncoderLayer`` from its fast path.
+    use_full       del hooks[REFUSE]
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,6 +29,7 @@ from composable_fsdp.flat.param_paths import place_path
 from composable_fsdp.flat.param_ref import find_param
 from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.planning import walk
+from composable_fsdp.planning.walk import has_forward
 
 REFUSE = -2
 """Key of the refusal among a part's pre-hooks. Torch's own keys start at 0."""
@@ -48,17 +42,12 @@ def find_guards(
     *,
     forms: Forms = NO_FORMS,
 ) -> PartGuards:
-    """Find the tables of pre-hooks of a unit's parts.
-
-    Returns: the tables, without refusals.
-    """
+    """Return the tables of pre-hooks of a unit's parts, without refusals."""
     # Gradients of experts are sums over other ranks' tokens, also on a single rank.
     if groups.world_size * groups.expert_ranks == 1 and not forms:
         return PartGuards(())
-    # A module that owns parameters and has a forward is a part.
     parts = {id(owner): owner for owner in owners}
     without = {key for key, owner in parts.items() if not has_forward(owner)}
-    # For containers without a forward, the modules around them are the parts.
     if without:
         parts = {key: each for key, each in parts.items() if key not in without}
         for module in modules:
@@ -66,26 +55,14 @@ def find_guards(
     for module in modules:
         parts.pop(id(module), None)
     # Torch annotates the tables as dicts, and creates each as an OrderedDict.
-    tables = (part._forward_pre_hooks for part in parts.values())
-    return PartGuards(tuple([cast("OrderedDict[int, Any]", each) for each in tables]))
-
-
-def has_forward(module: nn.Module) -> bool:
-    """Return whether the module can be called, unlike ``nn.ParameterList``."""
-    # ``nn.Module.forward`` is a placeholder that raises. ``forward`` may also be set on
-    # the instance. TorchScript classes do not have the attribute.
-    method = getattr(type(module), "forward", None)
-    return method is not nn.Module.forward or "forward" in vars(module)
+    tables: list[Any] = [part._forward_pre_hooks for part in parts.values()]
+    return PartGuards(tuple(tables))
 
 
 def _readers(root: nn.Module, without: set[int]) -> dict[int, nn.Module]:
-    """Find the nearest modules with a forward around each container in ``without``.
-
-    Walks down from ``root``. Returns the modules by id.
-    """
+    """Return the nearest modules with a forward around each container, by id."""
     found: dict[int, nn.Module] = {}
-    # A walk of its own: a module is entered once for each reader above the module, and
-    # names and order do not matter.
+    # A walk of its own: a module is entered once for each reader above the module.
     seen: set[tuple[int, int]] = set()
     waiting = [(root, root)]
     while waiting:
@@ -94,12 +71,9 @@ def _readers(root: nn.Module, without: set[int]) -> dict[int, nn.Module]:
             reader = module
         elif id(module) in without:
             found[id(reader)] = reader
-        # Several modules may hold the same container, and each of those modules has
-        # a forward that reads the parameters.
         if (id(module), id(reader)) not in seen:
             seen.add((id(module), id(reader)))
-            below = (child for child in module._modules.values() if child is not None)
-            waiting.extend((child, reader) for child in below)
+            waiting.extend((child, reader) for child in walk.children(module))
     return found
 
 
@@ -113,13 +87,20 @@ def refuse_part_calls(handle: FlatParamHandle) -> None:
     handle.guards.open = False
 
 
-def refuse_removals(handle: FlatParamHandle) -> None:
-    """Refuse ``remove_weight_norm`` and its like, which compute with this rank's rows.
+def allow_part_calls(handle: FlatParamHandle) -> None:
+    """Remove the refusal from the unit's parts, for a forward."""
+    for hooks in handle.guards.tables:
+        # A user may have cleared the hooks of the module.
+        if REFUSE in hooks:
+            del hooks[REFUSE]
+    handle.guards.open = True
 
-    Torch undoes its reparametrizations by a method of their pre-hooks.
-    """
+
+def refuse_removals(handle: FlatParamHandle) -> None:
+    """Refuse ``remove_weight_norm`` and its like, which compute with sharded rows."""
     for owner in handle.layout.owners:
         for hook in owner._forward_pre_hooks.values():
+            # Torch undoes its reparametrizations by a method of their pre-hooks.
             if type(hook).__module__.startswith("torch.nn.utils."):
                 vars(hook)["remove"] = _refuse_removal
 
@@ -136,54 +117,49 @@ def _refuse_removal(module: nn.Module) -> None:
     )
 
 
-def allow_part_calls(handle: FlatParamHandle) -> None:
-    """Remove the refusal from the unit's parts, for a forward."""
-    # Backward does not call this function: most backwards call no part, and the
-    # pre-hook lets a part pass that shows full leaves.
-    for hooks in handle.guards.tables:
-        # A user may have cleared the hooks of the module.
-        if REFUSE in hooks:
-            del hooks[REFUSE]
-    handle.guards.open = True
-
-
 def _refuse_part(module: nn.Module, args: tuple[Any, ...]) -> None:
-    """Forward pre-hook of a part.
+    """Forward pre-hook of a part, which may hold tensors of ``functional_call``.
 
-    Parameters that ``torch.func.functional_call`` has put into the part are allowed.
-
-    Raises: PhaseError, if a parameter of the module, or of a container without a
-    forward in the module, is a sharded leaf that is cut; or is a full parameter whose
-    gradient would not be averaged.
+    Raises: PhaseError, if a parameter of the part, or of a container without a forward
+    in it, is cut, or is a full one whose gradient would not be averaged.
     """
+    holders = walk.named(
+        module,
+        enter=lambda each: each is module or not has_forward(each),
+        every_path=True,
+    )
     # The unit is found through the parameters and not through a closure, so that a
     # copied or pickled module may keep the hook.
-    for path, holder in _holders(module):
+    for path, holder in holders:
         for key, parameter in holder._parameters.items():
             found = find_param(parameter)
             if found is None or parameter is None:
                 continue
-            handle, cut = found.handle, found.region.layout.world_size > 1
-            if not cut:
-                # An uncut parameter has correct values; only its gradient would not be
-                # averaged.
+            if found.region.layout.world_size == 1:
+                # The values are right, and only the gradient would not be averaged.
                 trains = torch.is_grad_enabled() and parameter.requires_grad
-                if not trains or handle.data_ranks == 1:
+                if not trains or found.handle.data_ranks == 1:
                     continue
-            place = _name(handle, holder)
-            part = place.removesuffix(path).removesuffix(".") if path else place
-            made = f"{type(module).__name__} {quoted(part)}"
-            raise _refusal(handle, made, quoted(part), quoted(join_name(place, key)))
+            raise _refusal(found.handle, module, path, holder, key)
 
 
-def _refusal(handle: FlatParamHandle, made: str, part: str, name: str) -> PhaseError:
-    """Return the error for the call of a part, because of its parameter ``name``."""
+def _refusal(
+    handle: FlatParamHandle, module: nn.Module, path: str, holder: nn.Module, key: str
+) -> PhaseError:
+    """Return the error for the call of a part, because of a parameter of ``holder``."""
+    layout = handle.layout
+    at = next((i for i, each in enumerate(layout.owners) if each is holder), None)
+    place = ""
+    if at is not None:
+        place = place_path(handle, at).removesuffix(layout.keys[at]).removesuffix(".")
+    name = quoted(join_name(place, key))
+    part = quoted(place.removesuffix(path).removesuffix(".") if path else place)
     # Before lazy initialization the FQN is empty for every unit that ``fully_shard``
     # was called on directly; the class name says more.
-    unit = f"({handle.layout.plan.class_name})"
+    unit = f"({layout.plan.class_name})"
     if handle.full_fqn:
         unit = quoted(handle.full_fqn)
-    if handle.layout.regions[0].layout.world_size > 1:
+    if layout.regions[0].layout.world_size > 1:
         where = f"while fully sharded module {unit}, which gathers its parameters, is "
         where += f"sharded: it would compute with this rank's rows of {name}"
         way = "Outside the step, unshard_params(module) shows whole parameters."
@@ -192,18 +168,9 @@ def _refusal(handle: FlatParamHandle, made: str, part: str, name: str) -> PhaseE
         where += f"{handle.data_ranks} ranks: that of {name} would be this rank's alone"
         way = "Without gradients, call it under torch.no_grad()."
     return PhaseError(
-        f"{made} was called {where}. Call {unit}; or, for a method of {unit} that "
-        f"calls its parts, register_forward_method(module, name); or make {part} a "
-        f"fully sharded module as well, before its parent. {way}"
-    )
-
-
-def _holders(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield names and modules: the module and its containers without a forward."""
-    return walk.named(
-        module,
-        enter=lambda each: each is module or not has_forward(each),
-        every_path=True,
+        f"{type(module).__name__} {part} was called {where}. Call {unit}; or, for a "
+        f"method of {unit} that calls its parts, register_forward_method(module, name);"
+        f" or make {part} a fully sharded module as well, before its parent. {way}"
     )
 
 
@@ -211,12 +178,3 @@ def _holders(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 refuse_part: Any = vars(torch)["_disable_dynamo"](_refuse_part)
 # A pickled module stores hooks by name, so the wrapped function needs a name.
 refuse_part.__module__, refuse_part.__qualname__ = __name__, "refuse_part"
-
-
-def _name(handle: FlatParamHandle, module: nn.Module) -> str:
-    """Return the FQN of ``module``, by the first of its places in the unit."""
-    for at, place in enumerate(handle.layout.places):
-        if handle.layout.owners[at] is module:
-            path = place_path(handle, at)
-            return path.removesuffix(place.name).removesuffix(".")
-    return ""

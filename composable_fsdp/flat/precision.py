@@ -5,7 +5,7 @@ evaluation if requested, parameters are shown in their own dtype: a second set o
 buffers and leaves, created at the first use. ``handle.form`` is the current form, and
 ``handle.other_form`` the other.
 
-``planning.precision`` selects the units that have mixed precision, and
+``planning.assign`` selects the units that have mixed precision, and
 ``runtime.precision`` casts inputs, outputs and buffers.
 """
 

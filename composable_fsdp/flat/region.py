@@ -14,27 +14,25 @@ The views of ``shard``, ``full`` and ``reduce`` are created once, at build. The 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp.flat.reduce_rule import NO_DIVISION
+from composable_fsdp.flat.reduce_rule import NO_DIVISION, Division
 from composable_fsdp.planning.layout import ParameterSlot, RegionLayout, ShardCuts
 
 
+@dataclass(slots=True, eq=False)
 class WireBuffer:
     """The encoded values of a region; has memory from the encoding to the decoding."""
 
-    __slots__ = ("buffer", "own")
-
-    def __init__(self, buffer: Tensor, own: Tensor) -> None:
-        self.buffer = buffer
-        """Bytes of all ranks in rank order, uint8."""
-        self.own = own
-        """This rank's slice of ``buffer``."""
+    buffer: Tensor
+    """Bytes of all ranks in rank order, uint8."""
+    own: Tensor
+    """This rank's slice of ``buffer``."""
 
 
 class FullBuffer(NamedTuple):
@@ -43,116 +41,77 @@ class FullBuffer(NamedTuple):
     buffer: Tensor
     """``(padded_numel,)``: the shards of all ranks, in rank order."""
     own_slice: Tensor | None
-    """This rank's slice ``(shard_numel,)`` of ``buffer``, if the shard must be cast or
-    copied from the host into ``buffer`` before the all-gather. ``None`` if the
-    all-gather reads ``shard`` directly."""
+    """This rank's slice ``(shard_numel,)`` of ``buffer``, if the shard must be copied
+    there before the all-gather; ``None`` if the all-gather reads ``shard``."""
     is_cut: bool
     """Whether ``buffer`` is a buffer of its own. If not, ``buffer`` is ``shard``."""
     leaves: tuple[nn.Parameter, ...]
     """The full leaves, aligned with ``FlatParameter.leaves``."""
     own_parts: tuple[Tensor, ...] = ()
-    """This rank's rows of each parameter in ``buffer``, with the strides of compute, if
-    a parameter is channels_last: where the shards are copied before the all-gather."""
+    """If a parameter is channels_last: this rank's rows of each parameter in
+    ``buffer``, where the shards are copied before the all-gather."""
     wire: WireBuffer | None = None
-    """What the all-gather fills in place of ``buffer``, if the region has a wire
-    format and the form is that of compute."""
-
-
-class FlatGradient:
-    """The reduced gradient of a region (``flat.gradients``)."""
-
-    __slots__ = (
-        "dtype",
-        "gaps",
-        "keeps_empty",
-        "places",
-        "shard",
-        "shown",
-        "unshown",
-        "views",
-    )
-
-    def __init__(self, dtype: torch.dtype, number: int) -> None:
-        self.dtype = dtype
-        """Dtype of ``shard``: the parameters' dtype, or the reduce dtype if
-        ``keep_low_precision_grads`` is set."""
-        self.keeps_empty = False
-        """As ``ReduceRule.keeps_empty``."""
-        self.shard: Tensor | None = None
-        """The reduced gradient of this rank's elements. ``None`` before the first
-        reduction, and after ``.grad`` of all leaves was cleared (released at the next
-        forward or reduction)."""
-        self.views: tuple[Tensor | None, ...] = ()
-        """``.grad`` of each leaf: a view of ``shard``, or ``None`` for a leaf in
-        ``absent``."""
-        self.gaps: tuple[Tensor, ...] = ()
-        """Views of the padding in ``shard``."""
-        self.places: tuple[int, ...] = ()
-        """Addresses of ``shard`` and of its views at creation. A changed address shows
-        that a user replaced ``.data``."""
-        self.shown = self.unshown = bytes(number)
-        """``shown``: per parameter, 1 if the parameter's view of ``shard`` was set as
-        ``.grad``, so that a user may hold a reference to the view. ``unshown``: the
-        initial value of ``shown``, zeros."""
-
-
-class ReduceBuffer:
-    """The unreduced gradients of a trainable region, and their reduction."""
-
-    __slots__ = (
-        "arrived",
-        "buffer",
-        "division",
-        "gaps",
-        "has_tensor_hooks",
-        "owner",
-        "partial",
-        "temporary",
-        "views",
-        "waiting",
-    )
-
-    def __init__(
-        self, buffer: Tensor, views: Sequence[Tensor], gaps: tuple[Tensor, ...]
-    ) -> None:
-        self.buffer = buffer
-        """Unreduced gradients ``(padded_numel,)``."""
-        self.views = tuple(views)
-        """The view of each parameter's gradient in ``buffer``."""
-        self.gaps = gaps
-        """Views of the padding in ``buffer``."""
-        self.arrived = bytearray(len(views))
-        """Per parameter: 1 if a gradient has arrived that was not reduced yet."""
-        self.waiting: list[Tensor | None] = [None] * len(views)
-        """Per parameter: the gradient as autograd produced the gradient, until the copy
-        into ``buffer``."""
-        self.owner: Callable[[], Any] = no_owner
-        """Weak reference to the unit's state, for the gradient hooks of the full
-        leaves."""
-        self.division = NO_DIVISION
-        """How sums over ranks become averages (``flat.build.set_divisions``)."""
-        self.has_tensor_hooks = False
-        """Whether, in the current reduction, a leaf has tensor hooks of the user that
-        must see the gradient."""
-        self.partial: Tensor | None = None
-        """``(shard_numel,)`` in the reduce dtype: sums over the shard group that wait
-        for the all-reduce over the replicate group (``set_requires_all_reduce``);
-        ``None`` if no sums wait."""
-        self.temporary: Tensor | None = None
-        """Output of the reduction if the reduction cannot write into the flat gradient,
-        which holds earlier gradients, has another dtype or is on the host."""
+    """What the all-gather fills in place of ``buffer``, with a wire format."""
 
 
 def no_owner() -> None:
     """Return the state of a region that has no hooks yet, or is in no unit: None."""
 
 
+@dataclass(slots=True, eq=False)
+class FlatGradient:
+    """The reduced gradient of a region (``flat.gradients``)."""
+
+    dtype: torch.dtype
+    """Dtype of ``shard`` (``Dtypes.gradient``)."""
+    shown: bytes
+    """Per parameter, 1 if its view of ``shard`` was set as ``.grad``, so that a user
+    may hold the view."""
+    unshown: bytes
+    """The initial value of ``shown``, zeros."""
+    keeps_empty: bool = False
+    """As ``ReduceRule.keeps_empty``."""
+    shard: Tensor | None = None
+    """The reduced gradient of this rank's elements; ``None`` before the first
+    reduction, and once the cleared ``.grad`` of all leaves was noticed."""
+    views: tuple[Tensor | None, ...] = ()
+    """``.grad`` of each leaf: a view of ``shard``; ``None`` for an absent one."""
+    gaps: tuple[Tensor, ...] = ()
+    """Views of the padding in ``shard``."""
+    places: tuple[int, ...] = ()
+    """Addresses of ``shard`` and its views; another shows a replaced ``.data``."""
+
+
+@dataclass(slots=True, eq=False)
+class ReduceBuffer:
+    """The unreduced gradients of a trainable region, and their reduction."""
+
+    buffer: Tensor
+    """Unreduced gradients ``(padded_numel,)``."""
+    views: tuple[Tensor, ...]
+    """The view of each parameter's gradient in ``buffer``."""
+    gaps: tuple[Tensor, ...]
+    """Views of the padding in ``buffer``."""
+    arrived: bytearray
+    """Per parameter: 1 if a gradient has arrived that was not reduced yet."""
+    waiting: list[Tensor | None]
+    """Per parameter: autograd's gradient, until the copy into ``buffer``."""
+    owner: Callable[[], Any] = no_owner
+    """Weak reference to the unit's state, for the hooks of the full leaves."""
+    division: Division = NO_DIVISION
+    """How sums over ranks become averages (``flat.build.set_divisions``)."""
+    has_tensor_hooks: bool = False
+    """Whether a tensor hook of the user must see a gradient of this reduction."""
+    partial: Tensor | None = None
+    """``(shard_numel,)`` in the reduce dtype: sums over the shard group that wait for
+    the all-reduce over the replicate group; ``None`` if none wait."""
+    temporary: Tensor | None = None
+    """Output of a reduction that cannot write into the flat gradient."""
+
+
 @dataclass(slots=True)
 class HostCopy:
-    """A device-to-host copy into the flat gradient that is in flight.
-
-    The host must not read or write the flat gradient until the copy has ended.
-    """
+    """A device-to-host copy into the flat gradient that is in flight."""
 
     arrived: bytearray
     """Per parameter, 1 if the parameter gets a gradient."""
@@ -199,29 +158,26 @@ class FlatParameter:
         self.rank = rank
         """This rank's index in the shard group."""
         self.cuts = cuts
-        """How ``shard`` and the flat gradient are cut into parts of parameters and
-        padding."""
+        """How ``shard`` and the flat gradient are cut into parts and padding."""
         self.device = device
         """The device of the full buffer and the reduce buffer."""
         self.offload = offload
-        """Whether ``shard`` and the flat gradient are in host memory (pinned if the
-        compute device is a GPU)."""
+        """Whether ``shard`` and the flat gradient are in host memory."""
         self.shard = shard
         self.full = full
         """The full values in the current precision (``flat.precision``)."""
         self.leaves = leaves
         """The sharded leaves: the original parameters, in memory order."""
-        self.gradient = FlatGradient(gradient_dtype, len(leaves))
+        unshown = bytes(len(leaves))
+        self.gradient = FlatGradient(gradient_dtype, unshown, unshown)
         self.flat: nn.Parameter | None = None
-        """``shard`` as a single parameter, or ``None`` (``flat_parameter``). If set,
-        the flat gradient is the ``.grad`` of ``flat`` and the leaves have no
-        ``.grad``."""
+        """``shard`` as a single parameter (``flat_parameter``), whose ``.grad`` is the
+        flat gradient; the leaves have no ``.grad`` then."""
         self.graded: tuple[nn.Parameter, ...] = leaves
-        """The parameters whose ``.grad`` may show the flat gradient: the leaves, and
-        ``flat`` if set."""
+        """The leaves, and ``flat`` if set: ``.grad`` may show the flat gradient."""
         self.show = show
-        """Gives reduced gradients to the leaves (``gradients.show_on_leaves``) or, if
-        set, to ``flat`` (``user_hooks.show_on_flat``)."""
+        """Gives reduced gradients to the leaves (``gradients.show_on_leaves``) or to
+        ``flat`` (``user_hooks.show_on_flat``)."""
         self.host_copy: HostCopy | None = None
         """Offloaded units only: the copy in flight into the flat gradient."""
 
@@ -255,10 +211,7 @@ class TrainableRegion(FlatParameter):
 def part_of(
     region: FlatParameter, slot: ParameterSlot, value: Tensor, *, like: Tensor
 ) -> Tensor:
-    """Return this rank's part of the full ``value``, in the shape of ``like``.
-
-    Returns: a view of ``value`` if ``value`` is contiguous.
-    """
+    """Return this rank's part of the full ``value``, in the shape of ``like``."""
     # A rank without elements gets an empty interval, and so an empty view.
     start, stop = region.layout.interval(slot, region.rank)
     return value.detach().reshape(-1)[start:stop].view(like.shape)

@@ -54,10 +54,7 @@ def times_replaced() -> int:
 
 
 def successor(parameter: nn.Parameter) -> tuple[FlatParamHandle, nn.Parameter] | None:
-    """Return the unit and the leaf that replaced ``parameter``.
-
-    ``None`` if ``parameter`` was not replaced, or is a leaf again.
-    """
+    """Return the unit and the leaf that replaced ``parameter``."""
     place = _places.get(parameter)
     handle = None if place is None else place.handle()
     if handle is None or find_leaf(parameter) is not None:

@@ -1,18 +1,12 @@
 """Where the full parameters of a unit are, and who may read the parameters.
 
-The moves of a unit between its states of residency (``phases.Residency``): only the
-functions of this file write ``handle.residency``. The moves run in every step, so each
-move checks its state inline.
+Only the functions of this file write ``handle.residency``. They run in every step, so
+each move checks its state inline.
 
-A full leaf may be read from the wait for the unit's all-gather until the unit is
-resharded. A graph that reads the leaf earlier or later would read freed memory, or
-memory that an all-gather is writing. Autograd compares the version of every saved
-tensor with the version at unpacking, so the version counters express which leaves may
-be read::
-
-    unshard    wait_unsharded         reshard
-    --- unreadable ---|--- readable ---|--- unreadable ---
-                       the version of the sharded leaf
+A full leaf may be read from the wait for the all-gather until the reshard. A graph that
+reads it earlier or later would read freed memory, or memory that an all-gather writes.
+Autograd compares version counters at unpacking, so they express which leaves may be
+read: between, a leaf has the version of the sharded leaf, else one that is never right.
 
 ``torch._C._autograd._unsafe_set_version_counter`` is private; used only here, checked
 on torch 2.13 and 2.11.
@@ -85,9 +79,6 @@ def hold_full(handle: FlatParamHandle) -> None:
 def use_full(handle: FlatParamHandle) -> None:
     """Register the full leaves in the modules. The data of the leaves must be there.
 
-    A place that shows another tensor than the sharded leaf keeps the other tensor until
-    ``use_sharded``: ``torch.func.functional_call`` has put the tensor there.
-
     Raises: CompositionError, if such a tensor does not have the shape of the full
     parameter.
     """
@@ -152,12 +143,7 @@ def use_sharded(handle: FlatParamHandle) -> None:
 
 
 def end_functional_call(handle: FlatParamHandle) -> bool:
-    """Register tensors of ``torch.func.functional_call`` for it to remove.
-
-    Returns: whether full leaves come in their place, so that the unit stays full. Else
-        the modules show the sharded leaves at all other places. Inside an outer call
-        of the unit nothing happens.
-    """
+    """Register tensors of ``torch.func.functional_call`` for it to remove."""
     if handle.running.calls:
         return False
     if handle.running.over_full:
@@ -168,13 +154,11 @@ def end_functional_call(handle: FlatParamHandle) -> bool:
 
 
 def free_full(handle: FlatParamHandle) -> None:
-    """Free the memory of every ``full``.
-
-    The sharded leaves must be registered already: a kernel that reads a freed leaf
-    crashes.
-    """
+    """Free the memory of every ``full``."""
     if SHARDED not in handle.residency.followers:
         raise illegal_move(handle.name, handle.residency, SHARDED)
+    # The sharded leaves are registered already: a kernel that reads a freed leaf
+    # crashes.
     if handle.form.readable is not None:  # ``make_unreadable``, inlined
         set_versions(handle.form.placed, handle.form.unreadable)
         handle.form.readable = None
@@ -192,11 +176,9 @@ def free_full(handle: FlatParamHandle) -> None:
 
 
 def leave_full(handle: FlatParamHandle) -> None:
-    """Give every ``full`` other memory, after a wait for the all-gather that raised.
-
-    A rank that comes late still completes the all-gather, in a thread of the backend,
-    which writes into the memory that the collective was given.
-    """
+    """Give every ``full`` other memory, after a wait for the all-gather that raised."""
+    # A rank that comes late still completes the all-gather, in a thread of the backend,
+    # which writes into the memory that the collective was given.
     gathered, fulls = handle.form.gather_lists[0], handle.form.fulls
     for region in handle.layout.regions:
         full = region.full
@@ -242,11 +224,7 @@ def drop_full(handle: FlatParamHandle) -> None:
 
 
 def unreadable_versions(number: int) -> tuple[int, ...]:
-    """Return versions for ``number`` leaves that mean "must not be read".
-
-    Each version is given out once (until the counter wraps around), so that the version
-    in an autograd error identifies the leaf.
-    """
+    """Return versions for ``number`` leaves that mean "must not be read"."""
     global _given
     first = _FIRST + _given % (_FIRST >> 1)
     _given += number
@@ -302,11 +280,7 @@ def forget_readable(form: FullForm) -> None:
 
 
 def find_unreadable(text: str) -> str | None:
-    """Return the name of the parameter that autograd refused to read.
-
-    ``text`` is the message of autograd's error, from which the version is parsed. The
-    result is ``None`` if ``text`` names no unreadable version that is in use.
-    """
+    """Return the name of the parameter that autograd refused to read."""
     _, found, rest = text.partition("is at version ")
     number = rest.partition(";")[0]
     if not found or not number.isdecimal() or int(number) < _FIRST:
@@ -319,11 +293,7 @@ def find_unreadable(text: str) -> str | None:
 
 
 def find_written(text: str) -> list[str]:
-    """Return the names of parameters that may have been written to since a forward.
-
-    ``text`` is the message of autograd's error about a saved tensor. The parameters
-    have the size and the version that the message names, in units whose backward runs.
-    """
+    """Return the names of parameters that may have been written to since a forward."""
     found = _CHANGED.search(text)
     if found is None:
         return []
@@ -346,10 +316,7 @@ _CHANGED = re.compile(
 
 
 def shards_are_unchanged(handle: FlatParamHandle) -> bool:
-    """Return whether every leaf is registered and has its data in the shard.
-
-    The sharded form must be current. Costs about 0.1 microseconds per leaf.
-    """
+    """Return whether every leaf is registered and has its data in the shard."""
     # As ``handle.swaps``, inlined to save the property call.
     for parameters, name, leaf, full in zip(
         handle.layout.tables,

@@ -17,10 +17,7 @@ _LENGTH = 16
 
 @torch.no_grad()
 def digest_of_start(part: Tensor) -> int:
-    """Return a digest of the first numbers, below ``2**56``; 0 if not like random ones.
-
-    A random parameter has no two equal rows, and the numbers are not sorted.
-    """
+    """Return a digest of the first numbers, ``< 2**56``; 0 if not like random ones."""
     if part.numel() < _LENGTH or not part.is_floating_point() or part.is_meta:
         return 0
     if part.dim() > 1 and (len(part) < 2 or torch.equal(part[0], part[1])):

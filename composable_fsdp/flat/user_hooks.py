@@ -1,12 +1,9 @@
 """Hooks that users registered on the sharded parameters, called after the reduction.
 
-Autograd runs on the full parameters, so the engine does not call hooks of the sharded
-parameters. As in a plain model, tensor hooks (``register_hook``) run first and may
-replace the new gradient; post-accumulate-grad hooks find the total in ``.grad``. Both
-see this rank's part of the gradient, averaged over ranks, in the dtype of ``.grad``,
-once per reduction. The hooks also run on a rank without elements of the parameter,
-because a hook may issue a collective. The gradient is empty there, and ``.grad`` is set
-only while the hooks run.
+As in a plain model, tensor hooks run first and may replace the new gradient;
+post-accumulate-grad hooks find the total in ``.grad``. Both see this rank's part,
+averaged over ranks, once per reduction, also on a rank without elements of the
+parameter, because a hook may issue a collective.
 
 ``_backward_hooks`` and ``_post_accumulate_grad_hooks`` are private attributes of a
 tensor: a dict, or None without hooks (checked on torch 2.13).
@@ -97,7 +94,6 @@ def show_on_flat(
 ) -> list[nn.Parameter]:
     """Add reduced gradients to ``.grad`` of the flat parameter; call the leaves' hooks.
 
-    Returns: an empty list, because the hooks have been called.
     Collective: none, except the collectives of the hooks.
     """
     if sums is not None:

@@ -1,15 +1,9 @@
 """Hashes of values, so that ranks can compare parameters without sending them.
 
-A hash reads every byte, as a tree of sums::
-
-    bytes as int64 words   (n,)
-    rows of 32768 words    sum(mix(word) * weight) per row
-    the sums as words      again, until a single word is left
-
-``mix`` brings the high half of a word into the low half: the signs of two elements
-would cancel out otherwise. ``torch.hash_tensor`` is no replacement: it is an
-exclusive-or of the elements, the same for zeros and for ones. The hash is no
-cryptographic one: nobody attacks a rank's own weights.
+The bytes are int64 words. ``sum(mix(word) * weight)`` of each row of 32768 words gives
+a word, and again, until one is left. ``mix`` brings the high half of a word into the
+low: the signs of two elements would cancel out otherwise. ``torch.hash_tensor`` is an
+exclusive-or, the same for zeros and for ones. The hash is no cryptographic one.
 """
 
 from __future__ import annotations
@@ -54,11 +48,7 @@ _PLAIN = frozenset((Tensor, nn.Parameter))
 
 
 def hash_values(values: Sequence[Tensor]) -> Tensor:
-    """Return a hash of each tensor, ``(len(values),)`` int64, on the tensors' device.
-
-    Equal bytes in equal order have equal hashes on every rank and on every device.
-    Does not wait for the device.
-    """
+    """Return a hash of each tensor, ``(n,)`` int64, without a wait for the device."""
     if not values:
         return torch.empty(0, dtype=torch.int64, device="cpu")
     # Not a decorator, which makes a context per call: each unit comes here at set-up.
@@ -105,11 +95,7 @@ def _hash_together(
 def _joined_weights(
     nbytes: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return, for tensors in a row, each word's weight and tensor, and a zero each.
-
-    None for tensors that are not hashed together. The choice is kept with the result,
-    because most units have tensors of the same sizes.
-    """
+    """Return, for tensors in a row, each word's weight and tensor, and a zero each."""
     # A single tensor is not copied, and may lie at any address. ``|`` keeps the low
     # bits of all numbers: each has to be a multiple of 8.
     if len(nbytes) < 2 or max(nbytes) > _SMALL or reduce(or_, nbytes) % 8:

@@ -32,7 +32,6 @@ from composable_fsdp.flat.param_ref import originals_by_vars, param_ref
 from composable_fsdp.flat.replaced_params import successor
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.phases import Phase
-from composable_fsdp.tree.moments import OPTIMIZER_CHECKED
 from composable_fsdp.tree.unit_settings import IGNORED
 
 _REASONS: Final = {
@@ -205,8 +204,6 @@ def require_current(optim: torch.optim.Optimizer) -> None:
             "Make the optimizer after that, or of flat_parameters(module), which go "
             "along."
         )
-    for call in OPTIMIZER_CHECKED:
-        call(parameters_of(optim))
 
 
 def compare_ranks(optim: torch.optim.Optimizer) -> None:

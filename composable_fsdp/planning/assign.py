@@ -7,13 +7,17 @@ units is refused, or promoted to the lowest unit above all these places.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from composable_fsdp.compose.registry import (
+    API,
+    REGISTRY_KEY,
+    REPLICATE,
     get_state,
     incompatible_api,
     other_apis,
@@ -24,6 +28,7 @@ from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.checks import (
     SUSPECT,
+    WIDE,
     refuse_container,
     refuse_module,
     refuse_overlapping_storage,
@@ -31,44 +36,74 @@ from composable_fsdp.planning.checks import (
     share_storage,
 )
 from composable_fsdp.planning.options import UnitOptions, as_keywords, override
-from composable_fsdp.planning.places import API, REPLICATE
-from composable_fsdp.planning.precision import with_full_precision
 
 Chosen = Mapping[nn.Module, tuple[nn.Module, ...]]
 """Per unit, its first module in walking order, and all its modules."""
 
 
 class PlanRequest(NamedTuple):
-    """All inputs of a plan besides the tree.
-
-    Args:
-        options: the options of the root; a policy overrides options per unit.
-        world_size: number of ranks in all.
-        sizes: a function from a strategy to (ranks per shard group, replicas). Default
-            None: a single shard group of ``world_size`` ranks.
-        api: the API that is applied, ``fully_shard`` (default) or ``replicate``.
-        policy: returns the units below the root, ``policies.evaluate_policy`` of the
-            caller's policy. Default None: no units.
-        chosen: the units below the root, instead of ``policy``, with the root's
-            options. Default: none.
-        ignored_modules: modules whose own parameters stay unsharded; must hold whole
-            subtrees. Default: none.
-        ignored_parameters: ids of parameters that stay unsharded. Default: none.
-        tied_params: "error" (default) or "promote", for parameters tied across units.
-        owner_of: returns the unit of an earlier call that holds a parameter, as text
-            for a message, or None. Default: None for every parameter.
-    """
+    """All inputs of a plan besides the tree."""
 
     options: UnitOptions
+    """The options of the root; a policy overrides options per unit."""
     world_size: int
     sizes: Callable[[ShardingStrategy], tuple[int, int]] | None = None
+    """From a strategy to (ranks per shard group, replicas); None: one shard group."""
     api: str = API
     policy: Callable[..., Mapping[nn.Module, Mapping[str, Any]]] | None = None
+    """Returns the units below the root: ``evaluate_policy`` of the caller's policy."""
     chosen: Chosen = {}  # noqa: RUF012  # never changed
+    """The units below the root, instead of ``policy``, with the root's options."""
     ignored_modules: frozenset[nn.Module] = frozenset()
+    """Modules whose own parameters stay unsharded; whole subtrees."""
     ignored_parameters: frozenset[int] = frozenset()
+    """Ids of parameters that stay unsharded."""
     tied_params: str = "error"
+    held: Collection[int] = frozenset()
+    """Ids of parameters that units of earlier calls may hold."""
     owner_of: Callable[[nn.Parameter], str | None] = lambda parameter: None
+    """Of a parameter in ``held``: its unit as text for a message, or None."""
+
+
+def make_request(
+    options: UnitOptions,
+    world_size: int,
+    *,
+    ignored_modules: Sequence[nn.Module] = (),
+    ignored_states: Sequence[Any] = (),
+    tied_params: str = "error",
+    **others: Any,
+) -> PlanRequest:
+    """Return a checked request; ``others`` are further fields of ``PlanRequest``.
+
+    Raises: TypeError or PlanError, for an argument that cannot be used.
+    """
+    for module in ignored_modules:
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"ignored_modules expects modules, got {type(module).__name__}; pass "
+                "parameters as ignored_states."
+            )
+    for state in ignored_states:
+        if not isinstance(state, (nn.Parameter, nn.Module)):
+            raise TypeError(
+                "ignored_states expects parameters or modules, got "
+                f"{type(state).__name__}."
+            )
+    if tied_params not in ("error", "promote"):
+        raise PlanError(
+            f"tied_params expects 'error' or 'promote', got {tied_params!r}."
+        )
+    alone = [each for each in ignored_states if isinstance(each, nn.Parameter)]
+    tops = [each for each in ignored_states if isinstance(each, nn.Module)]
+    return PlanRequest(
+        options,
+        world_size,
+        ignored_modules=walk.subtrees([*ignored_modules, *tops]),
+        ignored_parameters=frozenset(map(id, alone)),
+        tied_params=tied_params,
+        **others,
+    )
 
 
 Chain = tuple[tuple[int, int], ...]
@@ -79,10 +114,7 @@ An entry is (index of the unit, number of characters of the name of its module).
 
 
 class Occurrence(NamedTuple):
-    """A place of a parameter: ``module._parameters[name]``, ``fqn`` from the root.
-
-    ``chain`` are the enclosing units on this path.
-    """
+    """A place of a parameter, with the units that enclose it on this path."""
 
     chain: Chain
     fqn: str
@@ -111,8 +143,6 @@ class Unit:
 def assign_units(modules: Sequence[nn.Module], request: PlanRequest) -> list[Unit]:
     """Return the units with their parameters, in ``.modules()`` order.
 
-    The function reads the tree and changes nothing.
-
     Raises: PlanError or CompositionError, naming the module, the parameter and the
     remedy.
     """
@@ -120,7 +150,8 @@ def assign_units(modules: Sequence[nn.Module], request: PlanRequest) -> list[Uni
         _check_root(module, request.api)
         if module in request.ignored_modules:
             warnings.warn(_IGNORED_ITSELF.format(type(module).__name__), stacklevel=2)
-    units, found = _walk(modules, _evaluate(modules, request), request)
+    done = _Walk(modules, _units_below(modules, request), request)
+    units, found = done.units, done.found
     # Comparing intervals sorts all parameters; the cheap test on storages comes first.
     if share_storage([parameter for parameter, _ in found.values()]):
         refuse_overlapping_storage([(o[0].fqn, p) for p, o in found.values()])
@@ -151,9 +182,8 @@ def _check_root(module: nn.Module, api: str) -> None:
         )
     other, foreign = other_apis(module)
     if foreign:
-        raise CompositionError(_foreign_text("", foreign))
-    # ``replicate`` finds its own name here: the contract registers the state before
-    # planning.
+        raise _foreign("", foreign)
+    # The contract has registered the state of ``api`` itself before planning.
     if other and other != api:
         raise CompositionError(
             f"{api} got a {type(module).__name__} that {other} already manages; "
@@ -162,9 +192,9 @@ def _check_root(module: nn.Module, api: str) -> None:
         )
 
 
-def _foreign_text(fqn: str, foreign: str) -> str:
-    """Return the message for a module that torch's FSDP1 or FSDP2 shards already."""
-    return (
+def _foreign(fqn: str, foreign: str) -> CompositionError:
+    """Return the error for a module that torch's FSDP1 or FSDP2 shards already."""
+    return CompositionError(
         f"Module {quoted(fqn)} is sharded by {foreign}; this package would shard its "
         "pieces again. Use one of the two for the whole model: remove the other call, "
         "or replace it by composable_fsdp's (docs: names of FSDP1 and FSDP2 beside "
@@ -172,7 +202,7 @@ def _foreign_text(fqn: str, foreign: str) -> str:
     )
 
 
-def _evaluate(
+def _units_below(
     modules: Sequence[nn.Module], request: PlanRequest
 ) -> Mapping[nn.Module, Mapping[str, Any]]:
     """Return the units below the root, with the options of each unit."""
@@ -184,27 +214,32 @@ def _evaluate(
             "Apply fully_shard with the policy to each module, or pass the list "
             "without a policy."
         )
-    # Modules that an earlier call or an incompatible API manages. The policy may not
-    # make units of these modules or of modules below.
+    root = modules[0]
+    # The policy makes no units of these modules nor of modules below.
     boundaries = frozenset(
-        m for m in walk.modules(modules[0]) if m is not modules[0] and _is_boundary(m)
+        m for m in walk.modules(root) if m is not root and _is_boundary(m)
     )
     root_kwargs = as_keywords(request.options)
     targets = request.policy(
-        modules[0],
+        root,
         ignored_modules=request.ignored_modules,
         ignored_params=request.ignored_parameters,
         boundaries=boundaries,
         root_kwargs=root_kwargs,
     )
-    # Modules of ignored classes become units even if the policy did not select them.
-    return with_full_precision(
-        targets,
-        modules[0],
-        mixed_precision=request.options.mixed_precision,
-        left_out=walk.subtrees([*request.ignored_modules, *boundaries]),
-        root_kwargs=root_kwargs,
-    )
+    mixed = request.options.mixed_precision
+    if mixed is None or not mixed._module_classes_to_ignore:
+        return targets
+    # Modules of these classes become units in full precision, whatever the policy says.
+    left_out = walk.subtrees([*request.ignored_modules, *boundaries])
+    kept = {
+        module: {**root_kwargs, **targets.get(module, {}), "mixed_precision": None}
+        for module in walk.modules(root)
+        if isinstance(module, tuple(mixed._module_classes_to_ignore))
+        and module is not root
+        and module not in left_out
+    }
+    return {**targets, **kept}
 
 
 def _is_boundary(module: nn.Module) -> bool:
@@ -212,137 +247,128 @@ def _is_boundary(module: nn.Module) -> bool:
     return get_state(module, API) is not None or incompatible_api(module) is not None
 
 
-_Found = dict[int, tuple[nn.Parameter, list[Occurrence]]]
-"""Per id of a parameter: the parameter, and every place of the parameter."""
+class _Walk:
+    """Visits every path from left to right: a shared module once per path."""
 
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        overrides: Mapping[nn.Module, Mapping[str, Any]],
+        request: PlanRequest,
+    ) -> None:
+        self.request, self.overrides = request, overrides
+        self.units = [Unit("", tuple(modules), request.options)]
+        self.found: dict[int, tuple[nn.Parameter, list[Occurrence]]] = {}
+        """Per id of a parameter: the parameter, and every place of the parameter."""
+        self.index_of = {id(module): 0 for module in modules}
+        self.skipped: list[tuple[str, nn.Module]] = []
+        # Reversed, because the stack pops the last entry first.
+        self.stack: list[tuple[nn.Module, str, Chain]] = [
+            (m, "", ()) for m in reversed(modules)
+        ]
+        while self.stack:
+            self._visit(*self.stack.pop())
+        # Only now does ``found`` hold every parameter that gets sharded.
+        seen: set[nn.Module] = set()
+        for path, child in self.skipped:
+            seen |= self._refuse_outside_use(path, child)
+        # Ignored modules that are not below the modules of this call.
+        for module in request.ignored_modules - seen:
+            self._refuse_outside_use(f"({type(module).__name__})", module)
 
-def _walk(
-    modules: Sequence[nn.Module],
-    overrides: Mapping[nn.Module, Mapping[str, Any]],
-    request: PlanRequest,
-) -> tuple[list[Unit], _Found]:
-    """Visit every path from left to right; return the units and the parameters.
-
-    A module that is reachable along two paths is visited once per path.
-    """
-    units = [Unit("", tuple(modules), request.options)]
-    index_of = {id(module): 0 for module in modules}
-    found: _Found = {}
-    skipped: list[tuple[str, nn.Module]] = []
-    # A walk of its own: each path carries the chain of units above, and shared modules
-    # are entered once per path. Reversed, because the stack pops the last entry first.
-    stack: list[tuple[nn.Module, str, Chain]] = [(m, "", ()) for m in reversed(modules)]
-    while stack:
-        module, fqn, chain = stack.pop()
-        index = index_of.get(id(module))
+    def _visit(self, module: nn.Module, fqn: str, chain: Chain) -> None:
+        """Note a module on one path, and put its children on the stack."""
+        index = self.index_of.get(id(module))
         # A shared module becomes a unit on the first path; later paths find its index.
-        if index is None and module in overrides:
-            index = len(units)
-            made = request.chosen.get(module, (module,))
-            index_of.update((id(each), index) for each in made)
-            options = override(request.options, overrides[module], fqn=fqn)
-            units.append(Unit(fqn, made, options, chain[-1][0]))
+        if index is None and module in self.overrides:
+            index = self._begin_unit(module, fqn, chain[-1][0])
         if index is not None:
-            # Names inside a unit are relative to the unit's module: the module's own
-            # name has ``len(fqn)`` characters on this path.
+            # Names inside a unit are relative to the unit's module, whose own name has
+            # ``len(fqn)`` characters on this path.
             chain = (*chain, (index, len(fqn)))
-        nearest = units[chain[-1][0]]
+        nearest = self.units[chain[-1][0]]
         nearest.members.append(module)
-        if module not in request.ignored_modules:
-            _note_parameters(module, fqn, chain, found, request)
+        if module not in self.request.ignored_modules:
+            self._note_parameters(module, fqn, chain)
         for path, child in walk.below(fqn, module) if module._modules else ():
             incompatible, foreign = other_apis(child)
             if foreign:
-                raise CompositionError(_foreign_text(path, foreign))
-            below = get_state(child, API)
-            # The walk does not enter subtrees of earlier calls, of ignored modules and
-            # of incompatible APIs. A module of this call also carries a state, because
-            # the contract registers the state before planning; ``index_of`` holds the
-            # modules of this call.
-            if below is not None and id(child) not in index_of:
+                raise _foreign(path, foreign)
+            below = get_state(child, API) if REGISTRY_KEY in vars(child) else None
+            # The contract has registered a state on the modules of this call, too.
+            if below is not None and id(child) not in self.index_of:
                 nearest.units_below.append(below)
-            elif child not in request.ignored_modules and not incompatible:
-                stack.append((child, path, chain))
+            elif child in self.request.ignored_modules or incompatible:
+                self.skipped.append((path, child))
             else:
-                skipped.append((path, child))
-    # Check after the walk, when ``found`` holds every parameter that gets sharded.
-    seen: set[nn.Module] = set()
-    for path, child in skipped:
-        seen |= _refuse_outside_use(path, child, found, request)
-    # Ignored modules that are not below the modules of this call.
-    for module in request.ignored_modules - seen:
-        _refuse_outside_use(f"({type(module).__name__})", module, found, request)
-    return units, found
+                self.stack.append((child, path, chain))
 
+    def _begin_unit(self, module: nn.Module, fqn: str, parent: int) -> int:
+        """Make ``module`` a unit, with the modules that were chosen with it."""
+        request, index = self.request, len(self.units)
+        made = request.chosen.get(module, (module,))
+        self.index_of.update((id(each), index) for each in made)
+        options = override(request.options, self.overrides[module], fqn=fqn)
+        self.units.append(Unit(fqn, made, options, parent))
+        return index
 
-def _refuse_outside_use(
-    fqn: str, module: nn.Module, found: _Found, request: PlanRequest
-) -> frozenset[nn.Module]:
-    """Raise PlanError if a skipped subtree uses a parameter that a unit shards.
-
-    The skipped module would compute with this rank's shard instead of the parameter.
-    Return the modules of the subtree.
-    """
-    # A subtree of an incompatible API is a boundary as a whole, and so has no module
-    # that could use a parameter of an earlier call unnoticed.
-    below = walk.subtrees([module])
-    units = walk.subtrees(each for each in below if _is_boundary(each))
-    for inner in walk.modules(module):
-        for name, parameter in inner._parameters.items():
-            if parameter is None:
+    def _note_parameters(self, module: nn.Module, fqn: str, chain: Chain) -> None:
+        """Add the module's own parameters; refuse those that cannot be sharded."""
+        # Only few classes can be refused; the isinstance test saves a call per module.
+        if isinstance(module, SUSPECT):
+            refuse_module(module, fqn)
+        prefix = f"{fqn}." if fqn else ""
+        request, found = self.request, self.found
+        for name, parameter in module._parameters.items():
+            key = id(parameter)
+            if parameter is None or key in request.ignored_parameters:
                 continue
-            known = found.get(id(parameter))
-            owner = quoted(known[1][0].fqn) if known else None
-            # A unit of an earlier call in the subtree may hold the parameter itself.
-            if known is None and inner not in units:
-                owner = request.owner_of(parameter)
-            if owner is None:
-                continue
-            where = join_name(fqn, join_name(walk.name_of(module, inner), name))
-            raise PlanError(
-                f"Parameter {owner} is tied to {quoted(where)}, which is ignored "
-                "(ignored_modules, or replicate): that module would compute with this "
-                "rank's shard. Ignore both places, or neither."
-            )
-    return below
+            where = prefix + name
+            if key in request.held and (owner := request.owner_of(parameter)):
+                raise _tied_across_calls(where, owner, module)
+            # Nearly all parameters need no call.
+            if (
+                type(parameter) is not nn.Parameter
+                or parameter.dtype not in WIDE
+                or parameter.layout is not torch.strided
+            ):
+                refuse_parameter(parameter, where)
+            place = Occurrence(chain, where, module, name)
+            # Tied parameters are the same object, so the id identifies a parameter.
+            if key in found:
+                found[key][1].append(place)
+            else:
+                found[key] = (parameter, [place])
+
+    def _refuse_outside_use(self, fqn: str, module: nn.Module) -> frozenset[nn.Module]:
+        """Return a skipped subtree, unless it uses a parameter that a unit shards.
+
+        Raises: PlanError, because it would compute with this rank's shard.
+        """
+        request = self.request
+        below = walk.subtrees([module])
+        # Of these, an earlier call has moved the parameters itself.
+        units = walk.subtrees(each for each in below if _is_boundary(each))
+        for inner in walk.modules(module):
+            for name, parameter in inner._parameters.items():
+                known = self.found.get(id(parameter))
+                owner = quoted(known[1][0].fqn) if known else None
+                if not known and parameter is not None and inner not in units:
+                    owner = request.owner_of(parameter)
+                if owner is None:
+                    continue
+                where = join_name(fqn, join_name(walk.name_of(module, inner), name))
+                raise PlanError(
+                    f"Parameter {owner} is tied to {quoted(where)}, which is ignored "
+                    "(ignored_modules, or replicate): that module would compute with "
+                    "this rank's shard. Ignore both places, or neither."
+                )
+        return below
 
 
-def _note_parameters(
-    module: nn.Module,
-    fqn: str,
-    chain: Chain,
-    found: _Found,
-    request: PlanRequest,
-) -> None:
-    """Add the module's own parameters; refuse parameters that cannot be sharded."""
-    # Only few classes can be refused; the isinstance test saves a call per module.
-    if isinstance(module, SUSPECT):
-        refuse_module(module, fqn)
-    prefix = f"{fqn}." if fqn else ""
-    for name, parameter in module._parameters.items():
-        if parameter is None:
-            continue
-        key = id(parameter)
-        if key in request.ignored_parameters:
-            continue
-        where = prefix + name
-        # A parameter that a unit of an earlier call holds is tied across calls.
-        owner = request.owner_of(parameter)
-        if owner is not None:
-            raise PlanError(_owned_text(where, owner, module))
-        refuse_parameter(parameter, where)
-        place = Occurrence(chain, where, module, name)
-        known = found.get(key)
-        # Tied parameters are the same object, so the id identifies a parameter.
-        if known is None:
-            found[key] = (parameter, [place])
-        else:
-            known[1].append(place)
-
-
-def _owned_text(where: str, owner: str, module: nn.Module) -> str:
-    """Return the message for a parameter that a unit of an earlier call manages."""
-    return (
+def _tied_across_calls(where: str, owner: str, module: nn.Module) -> PlanError:
+    """Return the error for a parameter that a unit of an earlier call manages."""
+    return PlanError(
         f"In this {type(module).__name__}, parameter {quoted(where)} is tied to "
         f"{owner}, which another fully_shard call already manages: one unit would "
         "gather it and both would use it. Make one unit of both places: "
@@ -363,37 +389,28 @@ def _unit_of(places: list[Occurrence], units: list[Unit], request: PlanRequest) 
     nearest = {place.chain[-1][0] for place in places}
     if len(nearest) == 1:
         return nearest.pop()
-    common = 0
-    # The chains start at the root; the last common entry is the lowest common unit.
-    for steps in zip(*(place.chain for place in places), strict=False):
-        if len({index for index, _ in steps}) > 1:
-            break
-        common = steps[0][0]
     if request.tied_params == "promote":
+        common = 0
+        # The chains start at the root; the last common entry is the lowest common unit.
+        for steps in zip(*(place.chain for place in places), strict=False):
+            if len({index for index, _ in steps}) > 1:
+                break
+            common = steps[0][0]
         return common
     first = places[0]
     other = next(p for p in places if p.chain[-1][0] != first.chain[-1][0])
-    ancestor = lowest_common_ancestor([place.fqn for place in places])
+    paths = zip(*(place.fqn.split(".")[:-1] for place in places), strict=False)
+    shared: list[str] = []
+    for parts in paths:
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
     raise PlanError(
         f"Parameter {quoted(first.fqn)} of unit "
         f"{quoted(units[first.chain[-1][0]].fqn)} "
         f"is the same object as {quoted(other.fqn)} of unit "
         f"{quoted(units[other.chain[-1][0]].fqn)}: one unit would gather it and both "
-        f"would use it. Their lowest common ancestor is {quoted(ancestor)}: shard that "
-        "module as one unit and leave the two out of the policy, or pass "
+        f"would use it. Their lowest common ancestor is {quoted('.'.join(shared))}: "
+        "shard that module as one unit and leave the two out of the policy, or pass "
         "tied_params='promote' to keep the parameter in the unit that holds both."
     )
-
-
-def lowest_common_ancestor(fqns: Sequence[str]) -> str:
-    """Return the name of the deepest module that holds all parameters in ``fqns``.
-
-    >>> lowest_common_ancestor(["enc.emb.weight", "enc.head.weight"])
-    'enc'
-    """
-    shared: list[str] = []
-    for parts in zip(*(fqn.split(".")[:-1] for fqn in fqns), strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return ".".join(shared)

@@ -56,9 +56,6 @@ def moved(boxes: Sequence[Box], by: Sequence[int]) -> tuple[Box, ...]:
 def interval_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
     """Cut elements ``[start, stop)`` of a row-major tensor of ``shape`` into boxes.
 
-    Returns: boxes in memory order that cover each element of the interval exactly once;
-    at most ``2 * len(shape) - 1`` boxes (a single box for a 0-d tensor), none for an
-    empty interval.
     Raises: ValueError, if the interval is not inside the tensor.
 
     >>> [(box.offsets, box.sizes) for box in interval_boxes((4, 5), 3, 17)]

@@ -49,11 +49,7 @@ SUSPECT = (torch.jit.ScriptModule, nn.Embedding, nn.EmbeddingBag)
 
 
 def refuse_module(module: nn.Module, fqn: str) -> None:
-    """Raise PlanError for a layer whose parameters cannot live in a flat buffer.
-
-    These are layers that write to a weight in forward, layers with sparse gradients,
-    and compiled TorchScript modules.
-    """
+    """Raise PlanError for a layer whose parameters cannot live in a flat buffer."""
     # TorchScript reads parameters in C++, where full parameters cannot be swapped in.
     if isinstance(module, torch.jit.ScriptModule):
         raise PlanError(
@@ -175,10 +171,7 @@ def share_storage(parameters: Sequence[nn.Parameter]) -> bool:
 
 
 def refuse_overlapping_storage(named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Raise PlanError if distinct parameters share memory.
-
-    Sharding would separate these parameters, and only one of them would be trained.
-    """
+    """Raise PlanError if distinct parameters share memory."""
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for fqn, given in named:
         parameter = local_of(given)
@@ -212,7 +205,6 @@ def refuse_overlapping_storage(named: Sequence[tuple[str, nn.Parameter]]) -> Non
 def group_of(group_by: GroupBy | None, fqn: str, parameter: nn.Parameter) -> Hashable:
     """Return the group of a parameter: the answer of ``group_by``.
 
-    Returns: a hashable key; None without ``group_by``.
     Raises: TypeError, if the answer is a tensor or not hashable.
     """
     if group_by is None:

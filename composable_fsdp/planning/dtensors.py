@@ -1,11 +1,4 @@
-"""Parameters that are DTensors: how a plan sees a parameter that a mesh cuts.
-
-``parallelize_module`` leaves each rank of a tensor-parallel mesh with a rectangle of a
-parameter, in a ``DTensor``. The plan lays out the rectangle, as a parameter of its own,
-and notes where in the global parameter the rectangle lies::
-
-    global weight (8, 4), Shard(0) over 2 ranks     rank 0: shape (4, 4), offset (0, 0)
-                                                    rank 1: shape (4, 4), offset (4, 0)
+"""Parameters that are DTensors: the plan lays out this rank's rectangle, and its place.
 
 The only file that uses private parts of DTensor: ``DTensor._local_tensor``,
 ``torch.distributed.tensor._utils.compute_local_shape_and_global_offset``; and
@@ -38,10 +31,7 @@ def is_dtensor(parameter: object) -> bool:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's plain tensor of a DTensor; other tensors themselves.
-
-    The result has the memory of ``tensor``.
-    """
+    """Return this rank's plain tensor of a DTensor; other tensors themselves."""
     if not is_dtensor(tensor):
         return tensor
     dtensor: Any = tensor

@@ -57,37 +57,24 @@ class Whole(NamedTuple):
 
 
 class ParameterSpec(NamedTuple):
-    """The facts about a parameter that a layout depends on.
-
-    Args:
-        fqns: the parameter's names from the unit's module, the first owner's name
-            first; several names if the parameter is tied inside the unit.
-        shape: shape of the full parameter.
-        dtype: dtype of the parameter.
-        trainable: ``requires_grad``.
-        block: run of elements that no shard boundary may cut.
-        group: the answer of ``group_by``. Parameters of different groups share no
-            region. Default None: no group.
-        whole: of a DTensor, the place of this rank's rectangle, whose shape is
-            ``shape``. Default None: a plain parameter.
-        wire: the format in which the parameter is gathered. Parameters of different
-            formats share no region. Default None: as it is, in the compute dtype.
-        uncut: whether the parameter lies on a single rank, if it is no larger than a
-            rank's share. Default False.
-        strides: of the full parameter that compute sees, if it is channels_last.
-            Default None: contiguous.
-    """
+    """The facts about a parameter that a layout depends on."""
 
     fqns: tuple[str, ...]
+    """Names from the unit's module; several if it is tied inside the unit."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     trainable: bool
     block: int
+    """Run of elements that no shard boundary may cut."""
+    # Parameters of different groups (``group_by``) or formats share no region.
     group: Hashable = None
     whole: Whole | None = None
+    """Of a DTensor, the place of this rank's rectangle, whose shape is ``shape``."""
     wire: WireFormat | None = None
     uncut: bool = False
+    """Whether it lies on a single rank, if it is no larger than a rank's share."""
     strides: tuple[int, ...] | None = None
+    """Of the full parameter that compute sees, if it is channels_last."""
 
     @property
     def numel(self) -> int:
@@ -100,15 +87,11 @@ class ParameterSlot:
     """The interval ``[offset, offset + numel)`` of a parameter in its region.
 
     Args:
-        fqns: the parameter's names, as in ``ParameterSpec``.
-        shape: shape of the full parameter.
+        fqns, shape, block, whole, strides: as in ``ParameterSpec``.
         numel: number of elements.
-        block: run of elements that no shard boundary may cut.
         offset: first element in the region.
         index: position in the unit's list of parameters. Names do not identify a
             parameter, because two modules of a unit may use the same name.
-        whole: as in ``ParameterSpec``. Default None.
-        strides: as in ``ParameterSpec``. Default None.
     """
 
     fqns: tuple[str, ...]
@@ -173,10 +156,8 @@ class RegionLayout:
         padded_numel: elements of the whole buffer.
         shard_numel: elements of a shard.
         parameters: the slots in memory order.
-        group: the answer of ``group_by`` for all parameters of the region. Default
-            None.
-        wire: the format in which the region is gathered. Default None: in the compute
-            dtype.
+        group: the answer of ``group_by`` for all parameters of the region.
+        wire: the format in which the region is gathered; None: in the compute dtype.
     """
 
     dtype: torch.dtype
@@ -246,12 +227,8 @@ class RegionLayout:
 
     @cached_property
     def is_strided(self) -> bool:
-        """Whether compute sees a parameter in another memory format than shards have.
-
-        Shards are contiguous in any case, and so are gradients, optimizer state and
-        files. ``channels_last`` permutes elements inside a row (index of dim 0), so the
-        ranks can permute their own rows before the all-gather.
-        """
+        """Whether compute sees a parameter in channels_last; shards are contiguous."""
+        # It permutes inside a row, so ranks permute their own rows before the gather.
         return any(slot.strides for slot in self.parameters)
 
     @cached_property
@@ -277,11 +254,7 @@ class RegionLayout:
         return tuple((ends[i] - sizes[i], ends[i]) for i in self.cuts.gaps)
 
     def shard_cuts(self, rank: int, *, rows: bool) -> ShardCuts:
-        """Return the cuts of ``rank``'s shard into parts of parameters and padding.
-
-        With ``rows``, sharded parameters have shape ``(k, *trailing)``; otherwise
-        ``(numel,)``.
-        """
+        """Return the cuts of ``rank``'s shard into parts of parameters and padding."""
         # Units of equal shapes share a layout, so the cuts are computed once for all.
         known = self._shard_cuts.get((rank, rows))
         if known is None:
@@ -312,8 +285,6 @@ class RegionLayout:
     @cached_property
     def _shard_cuts(self) -> dict[tuple[int, bool], ShardCuts]:
         """Cache of ``shard_cuts`` by (rank, rows)."""
-        # A cached_property writes to the instance's ``__dict__``, which a frozen
-        # dataclass without slots allows.
         return {}
 
     @property
@@ -323,10 +294,7 @@ class RegionLayout:
 
 
 def _cut(held: Sequence[tuple[int, int]], numel: int) -> Cuts:
-    """Cut ``numel`` elements into the intervals ``held`` and the padding between.
-
-    Each interval is (offset, size), in memory order.
-    """
+    """Cut ``numel`` elements into the intervals ``held`` and the padding between."""
     sizes: list[int] = []
     parameters: list[int] = []
     gaps: list[int] = []
@@ -362,8 +330,6 @@ def sharded_shape(
 ) -> tuple[int, ...]:
     """Return the shape of a sharded parameter with ``numel`` elements.
 
-    Returns: the shape.
-
     >>> sharded_shape((5, 4), 8, rows=True, world_size=2)
     (2, 4)
     >>> sharded_shape((), 1, rows=True, world_size=2)
@@ -384,14 +350,7 @@ def sharded_shape(
 def plan_regions(
     specs: Iterable[ParameterSpec], *, world_size: int, launch_bytes: int = LAUNCH_BYTES
 ) -> tuple[RegionLayout, ...]:
-    """Lay out the parameters of a unit over ``world_size`` ranks.
-
-    Parameters with equal (dtype, trainable, group) form a set. Within a set, the
-    partition of the block classes with the least padding bytes plus ``launch_bytes``
-    per region is taken; up to ``EXACT_CLASSES`` classes this minimum is exact.
-
-    Returns: the regions, in the order of their first parameter.
-    """
+    """Lay out the parameters of a unit over ``world_size`` ranks."""
     specs = tuple(specs)
     if any(spec.group is not None for spec in specs):
         # A group is any object of the user's, and the cache would keep this object
@@ -421,10 +380,9 @@ def _plan_regions(
             (specs[i].numel, specs[i].block if world_size > 1 else 1) for i in cut
         )
         packed = []
-        # A region with several block classes (rows of 768, rows of 3072, single
-        # elements) needs shards of a multiple of the LCM of the blocks, so padding
-        # grows quickly with many ranks. A region per class costs an additional launch
-        # instead. ``partition`` takes the cheapest choice.
+        # With several block classes (rows of 768, rows of 3072, single elements) shards
+        # are multiples of the LCM, and padding grows quickly with many ranks; a region
+        # per class costs an additional launch instead.
         for chosen in partition(key, item, world_size, launch_bytes, grid):
             packing = pack(tuple(key[i] for i in chosen), item, world_size, grid)
             packed.append(([(cut[i], *key[i]) for i in chosen], packing))

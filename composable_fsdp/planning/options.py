@@ -65,8 +65,6 @@ _ENUMS: tuple[tuple[str, type[Enum]], ...] = (
 class UnitOptions:
     """The options of a unit: how the unit is sharded and when the unit communicates.
 
-    Instances are frozen and compare by value.
-
     Raises: TypeError, if a value has a wrong type; PlanError, for an unknown
     ``check_weights``.
     """
@@ -148,7 +146,7 @@ class UnitOptions:
             strides = None
         return ParameterSpec(
             fqns,
-            shape,
+            tuple(shape),
             dtype,
             trainable,
             block,
@@ -231,7 +229,6 @@ _EXAMPLES: dict[type, str] = {
 def by_name(kind: type[E], value: object, *, argument: str) -> E:
     """Return ``value`` as a member of ``kind``; torch's members are matched by name.
 
-    Returns: the member of ``kind``.
     Raises: TypeError, if ``kind`` has no such member.
     """
     if isinstance(value, kind):
@@ -250,7 +247,6 @@ def by_fields(
 ) -> D:
     """Return ``value`` as a ``kind``; torch's dataclass of the same name is copied.
 
-    Returns: the instance of ``kind``.
     Raises: TypeError, if ``value`` is neither.
 
     >>> by_fields(CPUOffload, CPUOffload(), argument="cpu_offload")
@@ -279,7 +275,6 @@ def override(
 ) -> UnitOptions:
     """Return ``root`` with the options that a policy returned for a module.
 
-    Returns: the module's options.
     Raises: PlanError, if a name is unknown, or if a value differs from the root's that
     must be equal in the whole tree.
     """
@@ -309,10 +304,7 @@ def as_keywords(options: UnitOptions) -> dict[str, Any]:
 
 
 def in_force(options: UnitOptions) -> dict[str, object]:
-    """Return the options by name, reduced to their effect.
-
-    Options without an effect compare equal to options that were not given.
-    """
+    """Return the options by name, reduced to their effect."""
     found = {name: getattr(options, name) for name in PER_MODULE}
     del found["use_orig_params"]  # both values have the same effect
     # Two functions may return the same groups.
@@ -324,10 +316,7 @@ def in_force(options: UnitOptions) -> dict[str, object]:
 
 
 def precision_fields(options: UnitOptions) -> dict[str, object]:
-    """Return all fields of ``mixed_precision`` that ``in_force`` may return, by name.
-
-    A field without an effect is None.
-    """
+    """Return all fields of ``mixed_precision``; None for those without an effect."""
     found = _precision_in_force(options)
     names = [f.name for f in fields(MixedPrecision) if f.name[0] != "_"]
     return {name: found.get(name) for name in names}

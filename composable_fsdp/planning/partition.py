@@ -39,10 +39,7 @@ Members = tuple[tuple[int, int], ...]
 
 @lru_cache(maxsize=4096)
 def pack(members: Members, itemsize: int, world_size: int, grid: int = 1) -> Packing:
-    """Place the members in a buffer, without overlap and with few gaps.
-
-    Returns: the offsets and the size of the shards.
-    """
+    """Place the members in a buffer, without overlap and with few gaps."""
     # In elements; at least 1, for items wider than the alignment.
     align = max(SHARD_ALIGNMENT // itemsize, 1)
     # Wide blocks first: their starts have the coarsest grid, and narrow members fit
@@ -52,9 +49,8 @@ def pack(members: Members, itemsize: int, world_size: int, grid: int = 1) -> Pac
     end, grid = 0, _lcm(align, grid)
     for i in order:
         numel, block = members[i]
-        # A member starts at a multiple of the member's block, so that shard boundaries
-        # fall between blocks, and at a multiple of 16 bytes, because the full parameter
-        # is a view at this offset.
+        # At a multiple of the block, so that shard boundaries fall between blocks, and
+        # of 16 bytes, because the full parameter is a view at this offset.
         offsets[i] = _round_up(end, _lcm(block, align))
         end = offsets[i] + numel
         # An empty parameter has no block that a boundary could cut.
@@ -69,15 +65,7 @@ def pack(members: Members, itemsize: int, world_size: int, grid: int = 1) -> Pac
 def pack_whole(
     sizes: tuple[int, ...], itemsize: int, world_size: int, grid: int = 1
 ) -> Packing:
-    """Place each member inside the shard of a single rank.
-
-    The largest member comes first, each to the rank with the fewest elements (longest
-    processing time first; Graham, 1969). If no member is larger than the elements of a
-    unit divided by the ranks, these members included, then the padding is less than the
-    elements of the unit, up to alignment: a unit at most doubles.
-
-    Returns: the offsets and the size of the shards.
-    """
+    """Place each member inside the shard of a single rank."""
     align = max(SHARD_ALIGNMENT // itemsize, 1)
     # The rank as second entry: of equally full ranks the first, on every rank alike.
     ranks = [(0, rank) for rank in range(world_size)]
@@ -97,13 +85,7 @@ def pack_whole(
 def partition(
     members: Members, itemsize: int, world_size: int, launch_bytes: int, grid: int = 1
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the partition of ``members`` into regions that costs least.
-
-    The cost of a region is its padding in bytes plus ``launch_bytes``.
-
-    Returns: per region, the indices of the members; regions in the order of their first
-    member.
-    """
+    """Return the partition of ``members`` into regions that costs least."""
     # Members with equal blocks always share a region. A unit has few classes: rows of
     # one or two widths, and single elements.
     classes: dict[int, list[int]] = {}
@@ -142,9 +124,8 @@ def _exact(sets: list[list[int]], cost: _Cost, merged: _Merge) -> list[tuple[int
     price = {mask: cost(indices) for mask, indices in groups.items()}
     best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
     for mask in range(1, full + 1):
-        # Only parts that contain the lowest class of ``mask`` are tried: every
-        # partition has exactly one such part, so each partition is counted a single
-        # time.
+        # Only parts with the lowest class of ``mask``, of which every partition has
+        # exactly one, so that each is counted a single time.
         low = mask & -mask
         part = mask
         options = []

@@ -8,7 +8,7 @@ Planning runs every check before any tensor moves, so a refused model stays unch
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -16,19 +16,13 @@ import torch
 from torch import nn
 
 from composable_fsdp.comm.groups import group_sizes
-from composable_fsdp.errors import PlanError
 from composable_fsdp.naming import join_name
-from composable_fsdp.planning import walk
 from composable_fsdp.planning.assign import Occurrence, PlanRequest, Unit, assign_units
 from composable_fsdp.planning.checks import group_of
 from composable_fsdp.planning.dtensors import local_of, whole_of
-from composable_fsdp.planning.layout import (
-    Whole,
-    plan_regions,
-)
+from composable_fsdp.planning.layout import plan_regions
 from composable_fsdp.planning.options import UnitOptions
-from composable_fsdp.planning.places import Place
-from composable_fsdp.planning.unit_plan import UnitPlan, padding_notes
+from composable_fsdp.planning.unit_plan import Place, UnitPlan, padding_notes
 
 
 class Target(NamedTuple):
@@ -43,7 +37,6 @@ class Target(NamedTuple):
     """The parameters, by region and then by slot of the region."""
     places: tuple[Place, ...]
     """Every place of every parameter, in the order of ``parameters``."""
-    """Per entry of ``places``, the parameter's key in ``module._parameters``."""
     owners: tuple[nn.Module, ...]
     """Per entry of ``places``, the module that holds the parameter there."""
     parent: int
@@ -55,17 +48,14 @@ class Target(NamedTuple):
 def plan_targets(
     modules: Sequence[nn.Module], request: PlanRequest
 ) -> tuple[tuple[Target, ...], tuple[str, ...]]:
-    """Plan one application of ``fully_shard`` to ``modules``.
+    """Return a ``Target`` per unit in ``.modules()`` order, and notes for a reader.
 
-    Several modules form a single unit. The function reads the tree and changes nothing.
-
-    Returns: a ``Target`` per unit in ``.modules()`` order, and sentences for a reader.
     Raises: PlanError or CompositionError, naming the module, the parameter and the
     remedy.
     """
     units = assign_units(modules, request)
     notes: list[str] = []
-    targets = tuple(_target(i, unit, request, notes) for i, unit in enumerate(units))
+    targets = tuple([_target(i, unit, request, notes) for i, unit in enumerate(units)])
     return targets, tuple(notes)
 
 
@@ -79,60 +69,44 @@ class _Build(NamedTuple):
     notes: tuple[str, ...]
 
 
-_Known = tuple[
-    tuple[str, ...],
-    tuple[tuple[str, str], ...],
-    tuple[int, ...],
-    torch.dtype,
-    bool,
-    Hashable,
-    Whole | None,
-    tuple[int, ...] | None,
-]
-"""The cache key of a parameter.
-
-The entries: the parameter's names, the places as (name from the unit, key), the shape,
-the dtype, ``requires_grad``, the answer of ``group_by``, the place in the global
-parameter, and the strides if not contiguous.
-"""
+_Known = tuple[Any, ...]
+"""The cache key of a parameter: its names, its places as (name from the unit, key),
+and the other arguments of ``UnitOptions.spec``."""
 
 
 def _target(index: int, unit: Unit, request: PlanRequest, notes: list[str]) -> Target:
     """Build the ``Target`` of unit ``index``; append its warnings to ``notes``."""
     sizes = request.sizes or partial(group_sizes, world_size=request.world_size)
-    found = [_places(occurrences, index) for _, occurrences in unit.parameters]
     by = unit.options.group_by
-    known = [
-        (
-            names,
-            places,
-            parameter.shape,
-            parameter.dtype,
-            parameter.requires_grad,
-            by and group_of(by, join_name(unit.fqn, names[0]), parameter),
-            None,
-            # No question to most parameters.
-            _channels_last(parameter) if parameter.dim() > 3 else None,
+    known: list[_Known] = []
+    owners: list[tuple[nn.Module, ...]] = []
+    for parameter, occurrences in unit.parameters:
+        first = occurrences[0]
+        # Nearly every parameter has one place, and most units are at the root of the
+        # walk, from where names are relative already.
+        if len(occurrences) == 1 and len(first.chain) == 1:
+            names: tuple[str, ...] = (first.fqn,)
+            places: tuple[tuple[str, str], ...] = ((first.fqn, first.name),)
+            held_by: tuple[nn.Module, ...] = (first.module,)
+        else:
+            names, places, held_by = _places(occurrences, index)
+        owners.append(held_by)
+        is_plain = type(parameter) is nn.Parameter
+        known.append(
+            (
+                names,
+                places,
+                # Of a DTensor, the plan lays out this rank's rectangle.
+                parameter.shape if is_plain else local_of(parameter).shape,
+                parameter.dtype,
+                parameter.requires_grad,
+                by and group_of(by, join_name(unit.fqn, names[0]), parameter),
+                None if is_plain else whole_of(parameter),
+                # No question to most parameters.
+                _channels_last(parameter) if is_plain and parameter.dim() > 3 else None,
+            )
         )
-        # A DTensor has a class of its own; the plan lays out this rank's rectangle.
-        if type(parameter) is nn.Parameter
-        else (
-            names,
-            places,
-            local_of(parameter).shape,
-            parameter.dtype,
-            parameter.requires_grad,
-            by and group_of(by, join_name(unit.fqn, names[0]), parameter),
-            whole_of(parameter),
-            None,
-        )
-        for (names, places, _), (parameter, _) in zip(
-            found, unit.parameters, strict=True
-        )
-    ]
-    # The cache keeps all arguments alive. ``options`` would keep the user's
-    # ``group_by``, and the model that this function may refer to, so such units bypass
-    # the cache.
+    # The cache keeps all arguments alive, and with ``group_by`` perhaps the model.
     build_unit = _build if by is None else _build.__wrapped__
     build = build_unit(
         unit.fqn,
@@ -147,9 +121,8 @@ def _target(index: int, unit: Unit, request: PlanRequest, notes: list[str]) -> T
         unit.modules,
         tuple(unit.members),
         tuple([tuple([unit.parameters[i][0] for i in r]) for r in build.order]),
-        # Equal units share these tuples of names; only the objects differ per unit.
         build.places,
-        tuple([owner for r in build.order for i in r for owner in found[i][2]]),
+        tuple([owner for r in build.order for i in r for owner in owners[i]]),
         unit.parent,
         tuple(unit.units_below),
     )
@@ -173,21 +146,14 @@ def _build(
     parameters: tuple[_Known, ...],
     sizes: tuple[int, int],
 ) -> _Build:
-    """Plan a single unit.
-
-    Equal arguments, as for equal transformer blocks, return the same object. ``sizes``
-    holds the size of the shard group and the number of replicas.
-    """
+    """Plan a unit; equal arguments, as of equal blocks, return the same object."""
     regions = plan_regions(
-        [
-            options.spec(names, tuple(shape), dtype, trainable, group, whole, strides)
-            for names, _, shape, dtype, trainable, group, whole, strides in parameters
-        ],
+        [options.spec(names, *facts) for names, _, *facts in parameters],
         world_size=sizes[0],
     )
     plan = UnitPlan(fqn, class_name, regions, options, *sizes)
     # Regions sort their slots; ``order`` maps the slots back to the walk's order.
-    order = tuple(tuple(s.index for s in region.parameters) for region in regions)
+    order = tuple([region.indices for region in regions])
     places = [
         Place(name, key, parameters[i][0][0], i)
         for region in order
@@ -200,101 +166,22 @@ def _build(
 def _places(
     occurrences: list[Occurrence], index: int
 ) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...], tuple[nn.Module, ...]]:
-    """Return a parameter's names from its unit, its places, and each place's owner.
-
-    A module that is reachable along two paths holds the parameter once, but adds two
-    names.
-    """
-    # Nearly every parameter has a single place; this branch saves three dicts per
-    # parameter.
-    if len(occurrences) == 1:
-        (o,) = occurrences
-        # A unit at the root of the walk: names are relative already.
-        first = o.fqn if len(o.chain) == 1 else _relative(o, index)
-        return (first,), ((first, o.name),), (o.module,)
-    names: dict[str, None] = {}
-    places: dict[tuple[int, str], tuple[str, str]] = {}
-    owners: dict[tuple[int, str], nn.Module] = {}
+    """Return a parameter's names from its unit, its places, and each place's owner."""
+    names = dict.fromkeys(_relative(o, index) for o in occurrences)
+    # A module that is reachable along two paths is one place with two names.
+    places: dict[tuple[int, str], tuple[tuple[str, str], nn.Module]] = {}
     for o in occurrences:
-        fqn = _relative(o, index)
-        names[fqn] = None
-        # Keyed by module identity and key, so that a shared module counts as a single
-        # place.
-        places.setdefault((id(o.module), o.name), (fqn, o.name))
-        owners.setdefault((id(o.module), o.name), o.module)
-    return tuple(names), tuple(places.values()), tuple(owners.values())
+        key = (id(o.module), o.name)
+        places.setdefault(key, ((_relative(o, index), o.name), o.module))
+    found, owners = zip(*places.values(), strict=True)
+    return tuple(names), found, owners
 
 
 def _relative(place: Occurrence, index: int) -> str:
     """Return the name of ``place`` from the module of unit ``index``."""
-    # A unit's module that is reachable along two paths has two names. The prefix to
-    # remove is the name on the path of this occurrence, which the chain records.
+    # A unit's module that is reachable along two paths has two names; the chain has
+    # the length of the name on this path.
     for unit, length in place.chain[::-1]:
         if unit == index:
             return place.fqn[length + 1 :] if length else place.fqn
     raise AssertionError(f"{place.fqn} is not below unit {index}")
-
-
-def as_list(given: Iterable[Any] | None, argument: str) -> list[Any]:
-    """Return the value of ``argument``, which may be an iterator, as a list.
-
-    Raises: TypeError, naming ``argument``, if ``given`` is a module, a tensor or no
-    iterable.
-    """
-    if given is None:
-        return []
-    # nn.Sequential and torch.Tensor are iterable, so a forgotten list must be refused
-    # by type.
-    if isinstance(given, (nn.Module, torch.Tensor)) or not isinstance(given, Iterable):
-        raise TypeError(
-            f"{argument} expects a list, got a {type(given).__name__}. Pass [it]."
-        )
-    return list(given)
-
-
-def expand_ignored(
-    ignored_modules: Sequence[nn.Module] | None, ignored_states: Sequence[Any] | None
-) -> frozenset[nn.Module]:
-    """Return all ignored modules: the given modules and every module below them.
-
-    Raises: TypeError, if ``ignored_modules`` holds an object that is no module.
-    """
-    if not ignored_modules and not ignored_states:
-        return frozenset()
-    given = list(ignored_modules or ())
-    given += [state for state in ignored_states or () if isinstance(state, nn.Module)]
-    for module in given:
-        if not isinstance(module, nn.Module):
-            raise TypeError(
-                f"ignored_modules expects modules, got {type(module).__name__}; pass "
-                "parameters as ignored_states."
-            )
-    return walk.subtrees(given)
-
-
-def ignored_parameters(ignored_states: Sequence[Any] | None) -> frozenset[int]:
-    """Return the ids of the parameters that ``ignored_states`` names directly.
-
-    Raises: TypeError, if an entry is neither a parameter nor a module.
-    """
-    if not ignored_states:
-        return frozenset()
-    for state in ignored_states:
-        if not isinstance(state, (nn.Parameter, nn.Module)):
-            raise TypeError(
-                "ignored_states expects parameters or modules, got "
-                f"{type(state).__name__}."
-            )
-    return frozenset(
-        id(state) for state in ignored_states if isinstance(state, nn.Parameter)
-    )
-
-
-def check_tied(value: str) -> str:
-    """Return ``value`` if it is a valid ``tied_params``: "error" or "promote".
-
-    Raises: PlanError, for any other value.
-    """
-    if value not in ("error", "promote"):
-        raise PlanError(f"tied_params expects 'error' or 'promote', got {value!r}.")
-    return value

@@ -1,12 +1,9 @@
 """Policies: functions of a module tree that return units as ``{module: options}``.
 
 A policy only selects modules; no policy here wraps or changes the tree.
-``evaluate_policy`` accepts three forms:
-
-* an object with ``_run_policy(root_module, ignored_modules, root_kwargs)``: the classes
-  of this file and the policy classes of torch's FSDP1;
-* a function ``(root, ignored, root_kwargs)`` that returns the map;
-* FSDP1's functions ``(module, recurse, nonwrapped_numel) -> bool`` (``callables.py``).
+``evaluate_policy`` accepts an object with ``_run_policy`` (the classes of this file and
+of torch's FSDP1), a function ``(root, ignored, root_kwargs)`` that returns the map, and
+FSDP1's functions ``(module, recurse, nonwrapped_numel) -> bool`` (``choose_units``).
 """
 
 from __future__ import annotations
@@ -21,13 +18,6 @@ from torch import nn
 from composable_fsdp.errors import PlanError
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning import walk
-from composable_fsdp.planning.callables import (
-    classes_of,
-    container_text,
-    is_named,
-    size_based_auto_wrap_policy,
-)
-from composable_fsdp.planning.dry_pass import choose_units
 
 Targets = dict[nn.Module, dict[str, Any]]
 """The units, and the options of each unit."""
@@ -64,7 +54,7 @@ class ModuleWrapPolicy:
     """
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
-        self._module_classes = classes_of(module_classes, "ModuleWrapPolicy")
+        self._module_classes = _classes_of(module_classes, "ModuleWrapPolicy")
 
     def _run_policy(
         self,
@@ -72,27 +62,19 @@ class ModuleWrapPolicy:
         ignored_modules: Set[nn.Module],
         root_kwargs: Mapping[str, Any],
     ) -> Targets:
-        found = [
-            module
-            for module in walk.modules(root_module)
-            if isinstance(module, self._module_classes)
-        ]
-        # Check before ignored modules are removed: a class that only ignored modules
-        # have is spelled correctly.
+        tree = walk.modules(root_module)
+        found = [module for module in tree if isinstance(module, self._module_classes)]
+        # A class that only ignored modules have is spelled correctly.
         if not found:
-            self._warn_of_none(root_module)
+            classes = sorted({type(m).__name__ for m in tree})
+            more = ", ..." if len(classes) > _SHOWN else ""
+            warnings.warn(
+                f"{self!r} matches no module of this {type(root_module).__name__}, so "
+                f"all of it is one unit. Its modules are {', '.join(classes[:_SHOWN])}"
+                f"{more}; name those that repeat.",
+                stacklevel=2,
+            )
         return {m: dict(root_kwargs) for m in found if m not in ignored_modules}
-
-    def _warn_of_none(self, root: nn.Module) -> None:
-        """Warn that no module matches, and list the classes of the tree."""
-        classes = sorted({type(m).__name__ for m in walk.modules(root)})
-        more = ", ..." if len(classes) > _SHOWN else ""
-        warnings.warn(
-            f"{self!r} matches no module of this {type(root).__name__}, so all of it "
-            f"is one unit. Its modules are {', '.join(classes[:_SHOWN])}{more}; name "
-            "those that repeat.",
-            stacklevel=2,
-        )
 
     def __call__(
         self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any
@@ -181,9 +163,9 @@ class SizePolicy:
         if not isinstance(min_numel, (int, float)) or min_numel < 0:
             raise ValueError(f"SizePolicy expects min_numel >= 0, got {min_numel!r}.")
         self._min_numel = min_numel
-        self._exclude = None if exclude is None else classes_of(exclude, "exclude")
-        self._force_leaf = (
-            None if force_leaf is None else classes_of(force_leaf, "force_leaf")
+        self._exclude, self._force_leaf = (
+            None if given is None else set(_classes_of(given, name))
+            for name, given in (("exclude", exclude), ("force_leaf", force_leaf))
         )
 
     def _run_policy(
@@ -202,12 +184,97 @@ class SizePolicy:
             recurse,
             nonwrapped_numel,
             self._min_numel,
-            None if self._force_leaf is None else set(self._force_leaf),
-            None if self._exclude is None else set(self._exclude),
+            self._force_leaf,
+            self._exclude,
         )
 
     def __repr__(self) -> str:
         return f"SizePolicy({self._min_numel})"
+
+
+def size_based_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    min_num_params: int = int(1e8),
+    force_leaf_modules: set[type[nn.Module]] | None = None,
+    exclude_wrap_modules: set[type[nn.Module]] | None = None,
+) -> bool:
+    """Return whether ``nonwrapped_numel`` reaches ``min_num_params``.
+
+    ``SizePolicy`` makes the same decisions.
+
+    Args:
+        module: the module in question.
+        recurse: True on the way down, False on the way up.
+        nonwrapped_numel: elements of the subtree that no unit below has taken.
+        min_num_params: smallest size of a unit, in elements. Default 1e8.
+        force_leaf_modules: classes whose subtrees stay whole. Default None: the
+            attribute ``FORCE_LEAF_MODULES`` of this function, read at each call.
+        exclude_wrap_modules: classes whose modules never become units. Default None:
+            the attribute ``EXCLUDE_WRAP_MODULES`` of this function, read at each call.
+
+    Returns: on the way down, whether to visit the children; on the way up, whether
+    ``module`` becomes a unit.
+    """
+    # As in FSDP1: the leaf classes stop the way down, the excluded classes matter on
+    # the way up.
+    given = force_leaf_modules if recurse else exclude_wrap_modules
+    if given is None:
+        default = "FORCE_LEAF_MODULES" if recurse else "EXCLUDE_WRAP_MODULES"
+        given = getattr(size_based_auto_wrap_policy, default)
+    return nonwrapped_numel >= min_num_params and not isinstance(module, tuple(given))
+
+
+# Users extend these sets in place, as they extend FSDP1's sets. vars() sets them
+# because a type checker knows no attributes of a function.
+vars(size_based_auto_wrap_policy).update(
+    EXCLUDE_WRAP_MODULES={nn.ModuleList, nn.ModuleDict},
+    FORCE_LEAF_MODULES={nn.MultiheadAttention},
+)
+
+
+def is_named(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
+    """Return whether ``module`` is one of ``classes``.
+
+    Raises: PlanError, if it is, and a container without a forward.
+    """
+    named = isinstance(module, classes)
+    if named and walk.is_container(module):
+        raise _container(module, "")
+    return named
+
+
+def _container(module: nn.Module, name: str) -> PlanError:
+    """Return the error for a policy that selects a module without a forward."""
+    where = f" {name}" if name else ""
+    return PlanError(
+        f"The policy names {type(module).__name__}{where}, which has no forward, so "
+        "nothing would ever unshard it. Name the modules inside it, or the module "
+        "that holds it."
+    )
+
+
+def _classes_of(
+    classes: Iterable[type[nn.Module]], argument: str
+) -> tuple[type[nn.Module], ...]:
+    """Return the distinct classes in ``classes``.
+
+    Raises: TypeError, naming ``argument``, if ``classes`` is not an iterable of module
+    classes.
+    """
+    # A forgotten set is the usual mistake: ``ModuleWrapPolicy(nn.Linear)``.
+    if isinstance(classes, type) or not isinstance(classes, Iterable):
+        raise TypeError(
+            f"{argument} expects several module classes, such as {{nn.Linear}}, "
+            f"got {classes!r}."
+        )
+    # dict.fromkeys() removes duplicates and keeps the order, unlike a set.
+    distinct = tuple(dict.fromkeys(classes))
+    for cls in distinct:
+        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+            raise TypeError(f"{argument} expects module classes, got {cls!r}.")
+    return distinct
 
 
 def evaluate_policy(
@@ -221,24 +288,25 @@ def evaluate_policy(
 ) -> Targets:
     """Return the units that ``policy`` selects below ``root``, in ``.modules()`` order.
 
-    Each unit gets a new dict: the root's options, overridden by the policy's options.
-    The tree and the dicts of the caller and of the policy stay unchanged.
-
-    Returns: ``{module: options}``.
     Raises: PlanError, if a unit is not below ``root`` or has no forward; TypeError, if
     the policy or its answer has a wrong type.
     """
     left_out = walk.subtrees([*ignored_modules, *boundaries])
     answer = _answer(policy, root, left_out, ignored_params, root_kwargs)
     _check_targets(answer, root)
-    # In the order of the tree and not of the policy's dict: a policy may build the dict
-    # from a set, whose order differs between ranks, and ranks must agree on the order
-    # of units.
+    # In the order of the tree: a policy may build the dict from a set, whose order
+    # differs between ranks, and ranks must agree on the order of units.
     return {
         module: {**root_kwargs, **answer[module]}
         for module in walk.modules(root)
         if module in answer and module is not root and module not in left_out
     }
+
+
+_FORMS = (
+    "(module, recurse, nonwrapped_numel) -> bool, "
+    "(root, ignored, root_kwargs) -> {module: options}, or a policy object"
+)
 
 
 def _answer(
@@ -249,13 +317,15 @@ def _answer(
     root_kwargs: Mapping[str, Any],
 ) -> Mapping[nn.Module, Mapping[str, Any]]:
     """Call ``policy`` in the form that it has, and return its answer as a map."""
+    # The name of a function, which has no address in it; else the repr.
+    named = getattr(policy, "__qualname__", None) or repr(policy)
     if isinstance(policy, type) or not (callable(policy) or isinstance(policy, Policy)):
         raise TypeError(
-            f"A policy expects one of the forms {_FORMS}, got {_named(policy)}. "
+            f"A policy expects one of the forms {_FORMS}, got {named}. "
             "For units by class, pass ModuleWrapPolicy({TheClass})."
         )
-    # Pass copies, since a policy may change the arguments. A SizePolicy takes the
-    # branch below: ``choose_units`` leaves the ignored parameters out of the numel.
+    # Copies, since a policy may change them. ``choose_units`` leaves the ignored
+    # parameters out of the numel, which ``SizePolicy._run_policy`` cannot.
     if isinstance(policy, Policy) and not isinstance(policy, SizePolicy):
         answer: object = policy._run_policy(root, set(left_out), dict(root_kwargs))
     elif isinstance(policy, SizePolicy) or _takes(
@@ -267,7 +337,7 @@ def _answer(
         return {module: {} for module in units}
     elif not _takes(policy, root, left_out, root_kwargs):
         raise TypeError(
-            f"A policy expects one of the forms {_FORMS}, got {_named(policy)}, "
+            f"A policy expects one of the forms {_FORMS}, got {named}, "
             f"which takes {inspect.signature(policy)}. For a function of one module, "
             "pass CustomPolicy(function); if it takes more arguments than a form, bind "
             "them with functools.partial(function, name=value)."
@@ -277,20 +347,9 @@ def _answer(
     if not isinstance(answer, Mapping):
         raise TypeError(
             f"A policy expects to return a dict {{module: options}}, got {answer!r} "
-            f"from {_named(policy)}. A policy has one of the forms {_FORMS}."
+            f"from {named}. A policy has one of the forms {_FORMS}."
         )
     return answer
-
-
-def _named(policy: object) -> str:
-    """Return the name of a function, which has no address in it; else the repr."""
-    return getattr(policy, "__qualname__", None) or repr(policy)
-
-
-_FORMS = (
-    "(module, recurse, nonwrapped_numel) -> bool, "
-    "(root, ignored, root_kwargs) -> {module: options}, or a policy object"
-)
 
 
 def _takes(policy: Callable[..., object], *given: object, **named: object) -> bool:
@@ -311,8 +370,7 @@ def _check_targets(
     """Refuse a target that cannot be a unit, before any module is changed."""
     tree = set(walk.modules(root))
     for module, options in answer.items():
-        # A policy is user code, so the annotated types are not certain: check the
-        # values as plain objects.
+        # A policy is user code: check the values as plain objects.
         found: object = module
         if not isinstance(found, nn.Module):
             raise TypeError(
@@ -325,13 +383,78 @@ def _check_targets(
                 f"not below the {type(root).__name__} it was asked about. Name modules "
                 "of that tree, such as those from root.modules()."
             )
-        # ``name_of`` walks the tree, so it runs only for a message.
-        name = quoted(walk.name_of(root, module)) if walk.is_container(module) else ""
-        if name and module is not root:
-            raise PlanError(container_text(module, name))
+        if walk.is_container(module) and module is not root:
+            raise _container(module, quoted(walk.name_of(root, module)))
         given: object = options
         if not isinstance(given, Mapping):
             raise TypeError(
                 f"A policy expects a dict of options per module, got {given!r} for "
                 f"{quoted(walk.name_of(root, module))}."
             )
+
+
+def choose_units(
+    policy: Callable[..., object],
+    root: nn.Module,
+    *,
+    left_out: Set[nn.Module] = frozenset(),
+    ignored_params: Set[int] = frozenset(),
+) -> list[nn.Module]:
+    """Return the modules below ``root`` that FSDP1's function form makes units.
+
+    Questions and order are those of FSDP1, which decides and wraps in one recursion::
+
+                           down: recurse=True       up: recurse=False
+        root               asked with 30            (never asked: the caller's)
+          a  (10)          asked with 10            asked with 10      -> unit
+          b  (20)          asked with 20            asked with 20 - 12
+            c  (12)        asked with 12            asked with 12      -> unit
+
+    Raises: TypeError, if the policy returns a dict of options instead of a bool.
+    """
+    # Parameters of skipped modules count zero, also where a visited module shares them.
+    outside = {id(p) for module in left_out for p in walk.own_parameters(module)}
+    numels = walk.subtree_numels(root, outside | ignored_params)
+    units: list[nn.Module] = []
+    # Per visited module, the elements in units at or below it: a module with several
+    # parents is asked once.
+    taken: dict[nn.Module, int] = {root: 0}
+
+    def ask(module: nn.Module, *, recurse: bool, numel: int) -> bool:
+        answer = policy(module=module, recurse=recurse, nonwrapped_numel=numel)
+        # A non-empty dict is true: without this check the options would be lost.
+        if isinstance(answer, dict):
+            raise TypeError(
+                "A policy called with (module, recurse, nonwrapped_numel) expects to "
+                f"return a bool, got a dict for {type(module).__name__}. To give "
+                "options per module, pass CustomPolicy(function of the module)."
+            )
+        return bool(answer)
+
+    # Each entry: a module that was entered, and its children that are still to come.
+    stack = [(root, iter(walk.children(root)))]
+    if not ask(root, recurse=True, numel=numels[root]):
+        return units
+    while stack:
+        module, pending = stack[-1]
+        child = next(pending, None)
+        if child is None:
+            stack.pop()
+            if module is root:
+                break
+            left = numels[module] - taken[module]
+            wanted = ask(module, recurse=False, numel=left)
+            if wanted and not walk.is_container(module):
+                units.append(module)
+                taken[module] = numels[module]
+            taken[stack[-1][0]] += taken[module]
+        elif child in left_out:
+            continue
+        # A shared child was visited under another parent, and is not asked again.
+        elif child in taken:
+            taken[module] += taken[child]
+        else:
+            taken[child] = 0
+            if ask(child, recurse=True, numel=numels[child]):
+                stack.append((child, iter(walk.children(child))))
+    return units

@@ -1,15 +1,11 @@
 """Splits a region in two while every rank keeps the elements that the rank holds.
 
 A parameter whose ``requires_grad`` changes belongs into another region. Shard
-boundaries inside parameters stay, and only the space between the parts closes up::
+boundaries inside parameters stay; a dot is padding, never more than before::
 
     a (6), b (4), c (6) on two ranks    [ a a a a a a b b | b b c c c c c c ]
     a frozen: b and c                   [ . . . . . . b b | b b c c c c c c ]
               a                         [ a a a a a a | . . . . . . ]
-
-A dot is padding. A parameter that continues on the next rank ends at the end of the
-shard, because a parameter is contiguous in the region. A new region is never larger
-than the region that was split.
 """
 
 from __future__ import annotations
@@ -25,11 +21,7 @@ from composable_fsdp.planning.partition import SHARD_ALIGNMENT
 def split_region(
     layout: RegionLayout, trainable: Sequence[bool]
 ) -> tuple[RegionLayout, ...]:
-    """Return a trainable and a frozen region; a single region if all flags are equal.
-
-    ``trainable`` has a flag per parameter of ``layout``. ``layout.interval`` of every
-    parameter stays the same on every rank.
-    """
+    """Return the parts of a region, trainable and frozen; ``trainable`` is per slot."""
     # An optimizer holds state for the elements that this rank has of a parameter, and
     # no collective moves that state. So every element stays on the same rank.
     parts = []

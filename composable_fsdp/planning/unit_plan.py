@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from composable_fsdp.naming import ROOT_NAME
 from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.options import Dtypes, UnitOptions
+
+
+class Place(NamedTuple):
+    """A place of a parameter, as names only: equal units share ``Place`` objects."""
+
+    fqn: str
+    """The parameter's name at this place, from the unit's module."""
+    name: str
+    """The parameter's key in ``module._parameters``."""
+    primary: str
+    """The parameter's first name from the unit's module."""
+    slot_index: int
+    """Index of the parameter in the unit, whose names need not be unique."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +64,7 @@ class UnitPlan:
 
     @property
     def full_bytes(self) -> int:
-        """Bytes of the full parameters of the unsharded unit, in the compute dtype.
-
-        A region needs no full buffer if the shard group has one rank, the shard has the
-        compute dtype and the memory format of compute, and the shard is on the device.
-        """
+        """Bytes of the full parameters of the unsharded unit, in the compute dtype."""
         return sum(self.full_regions)
 
     @property

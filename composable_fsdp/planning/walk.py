@@ -1,14 +1,11 @@
 """Walks over a module tree without recursion, so that depth has no limit.
 
-``nn.Module.modules`` and ``parameters`` recurse and fail at a depth of about a
-thousand. The walks have the same order: a module before its children, children from
-left to right, each module once, at the first place. Names are plain: ``below`` alone
-decides that wrappers add no component.
+The order is that of ``nn.Module.modules``, which fails at a depth of about a thousand.
+Names are plain: ``below`` alone decides that wrappers add no component.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import NamedTuple
 
@@ -61,13 +58,7 @@ def modules(root: nn.Module) -> Iterable[nn.Module]:
 def below(
     name: str, module: nn.Module, hidden: str | None = None
 ) -> list[tuple[str, nn.Module]]:
-    """Return the children of ``module`` and their plain names, from right to left.
-
-    The order is that in which a stack takes them: the child on the left is popped
-    first.
-
-    Returns: pairs of name and module; a module under two keys comes twice.
-    """
+    """Return the children of ``module`` and their plain names, from right to left."""
     start = f"{name}." if name else ""
     return [
         (name if key in TRANSPARENT or key == hidden else start + key, child)
@@ -83,10 +74,7 @@ def named(
     every_path: bool = False,
     hidden: Callable[[nn.Module], str | None] | None = None,
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield plain names and modules, in the order of ``root.modules()``.
-
-    Returns: an iterator.
-    """
+    """Yield plain names and modules, in the order of ``root.modules()``."""
     seen: set[int] = set()
     stack = [("", root)]
     while stack:
@@ -102,10 +90,7 @@ def named(
 
 
 def post_order(root: nn.Module) -> list[nn.Module]:
-    """Return all modules, each module after all modules below; ``root`` comes last.
-
-    In a tree, the order is ``modules`` reversed.
-    """
+    """Return all modules, each module after all modules below; ``root`` comes last."""
     order: list[nn.Module] = []
     seen = {root}
     # Children from right to left. A plain reverse of ``modules`` would be wrong for a
@@ -130,13 +115,16 @@ def subtrees(roots: Iterable[nn.Module]) -> frozenset[nn.Module]:
 
 def is_container(module: nn.Module) -> bool:
     """Return whether ``module`` only holds others and has no forward."""
-    # A user's subclass of a container may define forward, on the class or on the
-    # instance. Without a forward no caller runs the module, so hooks on the module
-    # never run.
-    has_forward = type(module).forward is not nn.Module.forward
-    return isinstance(module, _CONTAINERS) and not (
-        has_forward or "forward" in vars(module)
-    )
+    # A user's subclass of a container may define forward.
+    return isinstance(module, _CONTAINERS) and not has_forward(module)
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Return whether the module can be called, so that hooks on it run."""
+    # ``nn.Module.forward`` is a placeholder that raises. ``forward`` may also be set on
+    # the instance. TorchScript classes do not have the attribute.
+    method = getattr(type(module), "forward", None)
+    return method is not nn.Module.forward or "forward" in vars(module)
 
 
 def own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -158,44 +146,13 @@ def name_of(root: nn.Module, module: nn.Module) -> str:
 def subtree_numels(
     root: nn.Module, left_out: Collection[int] = frozenset()
 ) -> dict[nn.Module, int]:
-    """Return the elements of the distinct parameters in each module's subtree.
-
-    Parameters whose ``id`` is in ``left_out`` count zero. The time is linear in the
-    tree.
-    """
-    # Only parameters that can occur twice in a subtree are carried upwards as sets; all
-    # others as a sum.
-    met_twice = _met_twice(root)
-    plain: dict[nn.Module, int] = {}
-    repeated: dict[nn.Module, frozenset[nn.Parameter]] = {}
+    """Return the elements of the distinct parameters in each module's subtree."""
+    held: dict[nn.Module, frozenset[nn.Parameter]] = {}
     for module in post_order(root):
-        counted = {p for p in own_parameters(module) if id(p) not in left_out}
-        below = children(module)
-        # Parameters that occur a single time can be summed upwards: no ancestor meets
-        # such a parameter twice.
-        once = sum(p.numel() for p in counted if p not in met_twice)
-        plain[module] = once + sum(plain.get(child, 0) for child in below)
-        carried = [repeated[child] for child in below if repeated.get(child)]
-        own = frozenset(counted & met_twice)
-        # Share one set along a chain of modules, so that deep trees stay linear.
-        repeated[module] = (
-            carried[0] if len(carried) == 1 and not own else own.union(*carried)
-        )
-    return {
-        module: plain[module] + sum(p.numel() for p in repeated[module])
-        for module in plain
-    }
-
-
-def _met_twice(root: nn.Module) -> frozenset[nn.Parameter]:
-    """Return the parameters that a walk along every path could meet more than once."""
-    held = Counter(edge.child for parent in modules(root) for edge in edges(parent))
-    # All modules below a module with several parents are reachable along several paths.
-    below_shared = subtrees(module for module, places in held.items() if places > 1)
-    places: Counter[nn.Parameter] = Counter()
-    for module in modules(root):
-        # Twice stands for several paths.
-        times = 2 if module in below_shared else 1
-        for param in own_parameters(module):
-            places[param] += times
-    return frozenset(param for param, times in places.items() if times > 1)
+        own = [p for p in own_parameters(module) if id(p) not in left_out]
+        # A set, because a parameter may lie in a subtree along several paths. Modules
+        # one inside the other share it, so that deep trees stay cheap.
+        carried = [held[child] for child in children(module)]
+        alone = len(carried) == 1 and not own
+        held[module] = carried[0] if alone else frozenset(own).union(*carried)
+    return {module: sum(p.numel() for p in held[module]) for module in held}

@@ -84,11 +84,8 @@ def build_units(
         for below in target.units_below:
             if isinstance(below, _FSDPState) and below.parent is None:
                 below._parent = weakref.ref(state)
-        # Nested units were built first and own their modules already; a module has a
-        # single owner.
-        heads = target.modules
-        free = [m for m in target.members if m in heads or OWNERS.get(m) is None]
-        OWNERS.set(state, *free)
+        # Nested units were built first and own their modules already.
+        OWNERS.set(state, *target.modules, *OWNERS.without_owner(target.members))
         install_hooks(state)
     return states
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from composable_fsdp.comm.groups import group_sizes
 from composable_fsdp.comm.wire_format import WireFormat
-from composable_fsdp.compose.registry import get_state
+from composable_fsdp.compose.registry import API, get_state
 from composable_fsdp.config import (
     Arena,
     BackwardPrefetch,
@@ -22,20 +22,14 @@ from composable_fsdp.config import (
     RowBlock,
     ShardingStrategy,
 )
-from composable_fsdp.entries.apply import owner_of
+from composable_fsdp.entries.apply import as_list, owner_of
 from composable_fsdp.entries.fully_shard import FSDP2_NAMES, unknown_text
 from composable_fsdp.errors import PlanError
+from composable_fsdp.flat.handle import LEAVES
 from composable_fsdp.naming import WRAPPED_MODULE
 from composable_fsdp.planning import walk
-from composable_fsdp.planning.assign import PlanRequest
+from composable_fsdp.planning.assign import make_request
 from composable_fsdp.planning.options import GroupBy, UnitOptions
-from composable_fsdp.planning.places import API
-from composable_fsdp.planning.planner import (
-    as_list,
-    check_tied,
-    expand_ignored,
-    ignored_parameters,
-)
 from composable_fsdp.planning.policies import evaluate_policy
 from composable_fsdp.planning.unit_plan import UnitPlan
 from composable_fsdp.tools.chosen import chosen_units
@@ -195,7 +189,7 @@ def plan(
         # Lists, because iterators would be exhausted by the first reader.
         as_list(ignored_modules, "ignored_modules"),
         as_list(ignored_states, "ignored_states"),
-        check_tied(tied_params),
+        tied_params,
     )
     # The wrapper is no unit; the wrapped module is.
     wrapped = module._modules.get(WRAPPED_MODULE)
@@ -231,9 +225,9 @@ def _plan_new(
     module: nn.Module, world_size: int, shard_world_size: int | None, given: _Options
 ) -> ShardingPlan:
     """Return the plan of ``module`` without the units that are sharded already."""
-    request = PlanRequest(
-        options=given.options,
-        world_size=world_size,
+    request = make_request(
+        given.options,
+        world_size,
         sizes=partial(
             group_sizes, world_size=world_size, shard_world_size=shard_world_size
         ),
@@ -241,9 +235,10 @@ def _plan_new(
             None if given.policy is None else partial(evaluate_policy, given.policy)
         ),
         chosen={} if given.units is None else chosen_units(module, given.units),
-        ignored_modules=expand_ignored(given.ignored_modules, given.ignored_states),
-        ignored_parameters=ignored_parameters(given.ignored_states),
+        ignored_modules=given.ignored_modules,
+        ignored_states=given.ignored_states,
         tied_params=given.tied_params,
+        held=LEAVES,
         owner_of=owner_of,
     )
     return plan_modules([module], request)[0]

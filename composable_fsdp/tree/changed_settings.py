@@ -1,12 +1,7 @@
 """Settings of units that were changed after ranks have compared their models.
 
-Ranks compare the settings of their models once. A setting that a rank alone changes
-later would move, drop or replace collectives, so changed settings join the mode of a
-forward, which the order logs compare::
-
-    set_reshard_after_forward(blocks[1], False)
-        note_change      the values before            once per unit
-        next forward     "reshard_after_forward=False of 'blocks.1'"
+A setting that a rank alone changes later would move, drop or replace collectives, so
+changed settings join the mode of a forward, which the order logs compare.
 """
 
 from __future__ import annotations

@@ -1,18 +1,13 @@
 """Hashes of the values that a rank passed to ``fully_shard``.
 
-``fully_shard`` hashes whole values, because a rank keeps only its own rows afterwards.
-Before the first gather ``guard.same_weights`` compares the hashes with those of other
-ranks. If a parameter was written to in the meantime, for example by a checkpoint that
-was loaded, its hash is not valid any more::
-
-    fully_shard       hash_weights     whole values -> hashes
-                      mark             which parameters hold these values
-    first gather      valid_hashes     hashes of parameters that were not written to
+A rank keeps only its own rows, so ``fully_shard`` hashes whole values. Before the first
+gather ``guard.same_weights`` compares the hashes of parameters not written to since.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from operator import attrgetter
@@ -33,42 +28,28 @@ NOBODY, SHARD_RANKS, ALL_RANKS = range(3)
 the replicas, too."""
 
 
+@dataclass(slots=True, eq=False)
 class InitialWeights:
     """A record of the values that ``fully_shard`` was given."""
 
-    __slots__ = (
-        "_ids",
-        "_versions",
-        "awaits_buffers",
-        "compared",
-        "hashes",
-        "is_checked",
-        "synced",
-        "was_on_meta",
-    )
-
-    def __init__(
-        self, *, is_checked: bool, hashes: Tensor | None, synced: bool
-    ) -> None:
-        self.is_checked = is_checked
-        """Whether ranks compare the values of the unit. False with
-        ``check_weights="off"``, and if there is no other rank."""
-        self.hashes = hashes
-        """The hash of each parameter, by slot index. None after a broadcast, which made
-        the values equal, for values on meta, and for a unit that is not cut."""
-        self.synced = synced
-        """Whether the initial values were broadcast."""
-        # Two tuples of integers instead of a tuple of pairs, because the garbage
-        # collector visits each pair.
-        self._ids: tuple[int, ...] = ()
-        self._versions: tuple[int, ...] = ()
-        self.compared = NOBODY
-        """On the outermost unit of a tree: with which ranks the tree was compared."""
-        self.awaits_buffers = False
-        """Whether buffers of the unit were on meta and may still have no values."""
-        self.was_on_meta = False
-        """Whether shards of the model were on meta on any rank; known from the first
-        gather."""
+    is_checked: bool
+    """Whether ranks compare the values of the unit. False with
+    ``check_weights="off"``, and if there is no other rank."""
+    hashes: Tensor | None
+    """The hash of each parameter, by slot index. None for values that were broadcast or
+    are on meta, and for a unit that is not cut."""
+    synced: bool
+    """Whether the initial values were broadcast."""
+    # Two tuples of integers: the garbage collector would visit each pair.
+    _ids: tuple[int, ...] = ()
+    _versions: tuple[int, ...] = ()
+    compared: int = NOBODY
+    """On the outermost unit of a tree: with which ranks the tree was compared."""
+    awaits_buffers: bool = False
+    """Whether buffers of the unit were on meta and may still have no values."""
+    was_on_meta: bool = False
+    """Whether shards of the model were on meta on any rank; known from the first
+    gather."""
 
     def mark(self, layout: UnitLayout) -> None:
         """Remember that the sharded parameters hold the initial values."""
@@ -83,11 +64,7 @@ class InitialWeights:
         self._versions = (-1,) * len(self._versions)
 
     def refresh(self, layout: UnitLayout) -> None:
-        """Hash the values as they are now, if the unit is not cut.
-
-        Such a unit has whole values at any time, so no write is overlooked. Nothing is
-        hashed if the values were broadcast and not written to.
-        """
+        """Hash the values as they are now, if the unit is not cut."""
         leaves = sharded_leaves(layout)
         if not self.is_checked or not have_values(leaves):
             return
@@ -118,19 +95,18 @@ class InitialWeights:
         )
         made.awaits_buffers = self.awaits_buffers
         made.mark(copied)
-        # The copied tensors have versions of their own, so a parameter that was written
-        # to needs a version that no tensor has.
-        if self._ids:
-            made._versions = tuple(
-                [
-                    version if is_unwritten else -1
-                    for version, is_unwritten in zip(
-                        made._versions, self.unwritten(layout), strict=True
-                    )
-                ]
-            )
-        else:
+        if not self._ids:
             made._ids = ()
+            return made
+        # The copied tensors have versions of their own; none has the version -1.
+        made._versions = tuple(
+            [
+                version if is_unwritten else -1
+                for version, is_unwritten in zip(
+                    made._versions, self.unwritten(layout), strict=True
+                )
+            ]
+        )
         return made
 
 
@@ -143,7 +119,6 @@ def in_slot_order(
     regions: tuple[RegionLayout, ...], found: Sequence[Sequence[T]]
 ) -> list[T]:
     """Return the values ``found`` of each region, in the order of the slots."""
-    # Regions hold parameters by dtype and size; slots count in the module's order.
     if len(regions) == 1:
         # Without a copy: units are hashed, marked and compared one by one at set-up.
         slots, values = regions[0].indices, found[0]

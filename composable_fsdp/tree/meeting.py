@@ -39,10 +39,6 @@ def meet_over(
 def compare_models(state: _FSDPState, *, replicas: bool, written: bool = False) -> None:
     """Ensure that all ranks have sharded the same model as the tree of ``state``.
 
-    Call before a tree is gathered, at a place where all ranks call; the first call
-    compares. Without ``replicas`` only the ranks of the shard groups are compared;
-    ``written``: the values are about to be written, so weights may differ.
-
     Collective: in the first call, as ``guard.same_models.compare_models``.
     Raises: DesyncError with the first difference, on all ranks alike.
     """

@@ -1,14 +1,7 @@
 """The moments at which the core calls functions of the layers above it.
 
 ``features.defaults`` fills the lists, once for each process. So the path from
-``fully_shard`` to a step imports none of the layers that it calls::
-
-    fully_shard          UNITS_PLANNED     BEFORE_SYNC     FORMS_TAKEN
-                         UNIT_BUILT        MODULES_SHARDED
-    first gather         MODELS_MEET
-    first forwards       TREE_FOUND        TREE_INITIALIZED
-                         RANKS_MEET        FIRST_FORWARD
-    a later forward      NEXT_FORWARD      CHANGED_FLAGS
+``fully_shard`` to a step imports none of the layers that it calls.
 """
 
 from __future__ import annotations
@@ -55,8 +48,6 @@ PASSAGES: dict[str, Any] = {}
 GPU; ``full``, to which others hand on (``runtime.forward.Passage``); and ``searches``,
 what the first forwards of a unit find, made from its modules."""
 
-OPTIMIZER_CHECKED: list[Callable[[list[nn.Parameter]], None]] = []
-"""When the parameters of an optimizer are checked, before its step: the parameters."""
 ORDERS: dict[bool, Callable[[Hashable], Any]] = {}
 """Makes the order of a forward from its mode; by whether the tree reduces parameters
 without a gradient."""

@@ -33,8 +33,6 @@ _EQUAL_IN_A_TREE = ("limit_all_gathers", "use_orig_params")
 def ensure_root(state: _FSDPState) -> RuntimeContext:
     """Return the context of the tree of ``state``; initialize the tree if needed.
 
-    Starts at the outermost unit that contains the module of ``state``.
-
     Raises: CompositionError, if options that must be equal in a tree differ, or if the
     outermost unit consists of several modules.
     """
@@ -131,10 +129,7 @@ def share_streams(contexts: Sequence[RuntimeContext]) -> None:
 
 
 def forget_root(context: RuntimeContext) -> None:
-    """Undo lazy initialization of a tree that is between steps, so units can be added.
-
-    The next forward, or the next call that needs a root, initializes the tree again.
-    """
+    """Undo lazy initialization of a tree between steps, so that units can be added."""
     root = root_of(context)
     for state in root._root_states:
         state._is_root = state.context = None

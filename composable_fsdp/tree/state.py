@@ -10,8 +10,9 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,7 +31,6 @@ from composable_fsdp.tree.initial_weights import InitialWeights
 from composable_fsdp.tree.moments import PASSAGES, Observer
 from composable_fsdp.tree.unit_settings import UnitSettings
 
-U = TypeVar("U")
 Reduced = tuple[FlatParamHandle, int, tuple[bytes, ...]]
 """A reduction in a log: the unit, the ``structure`` of the unit's layout, and, per
 trainable region, which parameters had a gradient."""
@@ -38,65 +38,42 @@ trainable region, which parameters had a gradient."""
 _ROOT_ONLY = ("_all_fsdp_states", "_all_handles")
 
 
-class ExecutionOrder(Generic[U]):
-    """Uses of units in a forward of the root, first to last.
+class StepOrder:
+    """The uses of units in a forward of the root, and how backward goes through."""
 
-    >>> order = ExecutionOrder[str]()
-    >>> [order.add(unit) for unit in ("embed", "block", "block")]
-    [0, 1, 2]
-    >>> order.before(1)
-    'embed'
-    """
+    # Kept alive by hooks in the autograd graph alone (and, the latest, by the context),
+    # so a forward without a backward leaves nothing behind.
+    __slots__ = ("count", "mode", "open_calls", "reached", "task", "uses")
 
-    __slots__ = ("count", "uses")
-
-    def __init__(self) -> None:
+    def __init__(self, mode: Hashable = ()) -> None:
         # Backward refers to a use by the index in this list.
-        self.uses: list[U] = []
+        self.uses: list[_FSDPState] = []
         """The unit of each use, in the order in which forwards ended."""
         self.count = 0
         """The length of ``uses``, which saves a call of ``len`` per forward."""
+        self.mode = mode
+        """Mode of the forward: FQN of the outermost unit, training or evaluation,
+        gradients enabled or not, and ``RuntimeContext.changed_flags``."""
+        # The last graph task that reached this forward, and the index of the earliest
+        # use that it has reached, for prefetching.
+        self.task = self.reached = -1
+        self.open_calls: dict[FlatParamHandle, int] = {}
+        """Per unit: number of forwards whose inputs have not got their gradient yet."""
 
-    def add(self, unit: U, begin: int = 0) -> int:
+    def add(self, unit: _FSDPState, begin: int = 0) -> int:
         """Append a use whose forward began after ``begin`` uses; return its index."""
         index = self.count
         self.uses.append(unit)
         self.count = index + 1
         return index
 
-    def before(self, index: int) -> U | None:
+    def before(self, index: int) -> _FSDPState | None:
         """Return the nearest earlier use of another unit; ``None`` if there is none."""
-        # Consecutive uses of the same unit are skipped: a prefetch of the current unit
-        # would have no effect.
         unit = self.uses[index]
         for i in range(index - 1, -1, -1):
             if self.uses[i] is not unit:
                 return self.uses[i]
         return None
-
-
-class StepOrder(ExecutionOrder["_FSDPState"]):
-    """The uses of a forward that will see a backward, and how backward goes through.
-
-    The class decides when a unit reduces and what is prefetched:
-    ``runtime.recover.GradientOrder``, the default, or
-    ``features.unused.common_order.CommonOrder``, chosen when the forward begins.
-    """
-
-    # Only hooks in the autograd graph keep an order alive (and, the latest,
-    # ``RuntimeContext.order``), so a forward without a backward leaves nothing behind.
-    __slots__ = ("mode", "open_calls", "reached", "task")
-
-    def __init__(self, mode: Hashable = ()) -> None:
-        super().__init__()
-        self.mode = mode
-        """Mode of the forward: FQN of the outermost unit, training or evaluation,
-        gradients enabled or not, and ``RuntimeContext.changed_flags``."""
-        # ``task``: the last graph task that reached this forward. ``reached``: index of
-        # the earliest use that the graph task has reached, for prefetching.
-        self.task = self.reached = -1
-        self.open_calls: dict[FlatParamHandle, int] = {}
-        """Per unit: number of forwards whose inputs have not got their gradient yet."""
 
     def restore_form(self, state: _FSDPState, form: FullForm) -> None:
         """Make ``form``, the unit's full form in this forward, current for backward."""
@@ -156,57 +133,48 @@ class RuntimeContext:
     )
 
     def __init__(self, root: _RootFSDPState, device: torch.device) -> None:
-        # Weak: the root state references this context, and the garbage collector should
-        # not be needed to free a model.
+        # Weak: no garbage collection should be needed to free a model.
         self.root = weakref.ref(root)
-        """Weak reference to the root state."""
         self.handles: tuple[FlatParamHandle, ...] = ()
         """Handles of all units, in ``.modules()`` order."""
         self.marked = MarkedUnits()
         """The units that need rare work, so that a step does not visit all units."""
         self.changed_flags: tuple[ChangedFlag, ...] = ()
-        """The parameters that were frozen or unfrozen since ``fully_shard``, and the
-        settings that were changed; part of the mode of a forward."""
+        """Parameters and settings that were changed since; part of a forward's mode."""
         self.forward_logs: tuple[UseOrder, ...] = ()
         """Order logs of all-gathers in forward."""
         self.backward_logs: tuple[UseOrder, ...] = ()
         """Order logs of all-gathers and reductions in backward."""
         self.prefetched: list[FlatParamHandle] = []
-        """Units prefetched in the current forward, to be resharded at its end if
-        unused."""
+        """Prefetched in this forward; resharded at its end if unused."""
         self.streams = Streams(device)
         """The side streams; a null object on CPU."""
         # Replaced, and not cleared, when an iteration begins: hooks in the autograd
         # graph still refer to the order of their own forward.
         self.order = StepOrder()
-        """Record of the current forward, or of the latest forward."""
+        """The order of the current or the latest forward."""
         self.outermost: _FSDPState | None = None
-        """The unit whose forward began the iteration, while that forward runs; else
-        None."""
-        # A KeyboardInterrupt runs no forward hook and leaves ``outermost`` set. If the
-        # frame is no longer on the stack, the forward was interrupted
-        # (``recover.is_live``).
+        """The unit whose forward began the iteration, while that forward runs."""
+        # A KeyboardInterrupt runs no forward hook and leaves ``outermost`` set: then
+        # the frame is no longer on the stack (``recover.is_live``).
         self.frame: FrameType | None = None
-        """Stack frame of the module call that began the iteration, while that forward
-        runs."""
+        """Stack frame of the module call that began the iteration, while it runs."""
         self.dead: set[int] = set()
         """Graph tasks that raised and are still in ``tasks``."""
         self.tasks: dict[int, list[_FSDPState]] = {}
-        """Per live graph task: the units whose backward runs in the task, in order of
-        arrival."""
-        # The end of backward, or the backward of an earlier forward, sends the
-        # reductions of these forwards that no gradient has triggered.
+        """Per live graph task: the units whose backward runs, in order of arrival."""
+        # Their reductions that no gradient triggers are sent at the end of backward, or
+        # by the backward of an earlier forward.
         self.filling: list[StepOrder] = []
         """Forwards with ``common_order.CommonOrder`` whose backward is running."""
         self.retiring: deque[FlatParamHandle] = deque()
-        """Units that are resharded on the CPU while the GPU may still read ``full``;
-        oldest first."""
+        """Resharded units whose ``full`` the GPU may still read, oldest first."""
         self.replicating: Reduction | None = None
         """CUDA only: the hybrid reduction before, whose all-reduce is in flight."""
         self.reducing: Reduction | None = None
         """The reduction that was issued last and is not finished."""
         self.summoned: Summon | None = None
-        """The running block of ``unshard_params``, else None."""
+        """The running block of ``unshard_params``."""
         self.is_checked = False
         """Whether the first forward has made its extra checks."""
         self.observers: tuple[Observer, ...] = ()  # empty in steady steps
@@ -226,8 +194,7 @@ class RuntimeContext:
             # Computing the mode reads all units, so this is done once per round.
             log.depart(use, ())
             return
-        # Per unit: whether reductions are on (rounds under ``no_sync`` have an order of
-        # their own), and the ``structure`` (freezing changes the regions).
+        # Rounds under ``no_sync`` have an order of their own; freezing changes regions.
         root = self.root()
         states = root._root_states if root is not None else ()
         syncs = tuple([state.settings.sync_gradients for state in states])
@@ -266,33 +233,22 @@ class Summon(NamedTuple):
         return self.state.name
 
 
+@dataclass(slots=True, eq=False)
 class Reduction:
     """A reduction in flight."""
 
-    __slots__ = ("arrived", "final", "handle", "works")
-
-    def __init__(
-        self,
-        handle: FlatParamHandle,
-        works: list[Waitable],
-        arrived: tuple[bytes, ...],
-        *,
-        final: bool,
-    ) -> None:
-        # ``works``: the collectives to wait for; empty on CUDA, which waits for events.
-        # ``arrived``: per trainable region, the flags of ``ReduceBuffer.arrived``.
-        # ``final``: False if the reduction omits the all-reduce over the replicate
-        # group, so that the sums go to ``ReduceBuffer.partial``.
-        self.handle, self.works, self.arrived = handle, works, arrived
-        self.final = final
+    handle: FlatParamHandle
+    works: list[Waitable]
+    """The collectives to wait for; empty on CUDA, which waits for events."""
+    arrived: tuple[bytes, ...]
+    """Per trainable region, the flags of ``ReduceBuffer.arrived``."""
+    final: bool
+    """False if no all-reduce over the replicas follows, so that the sums go to
+    ``ReduceBuffer.partial``."""
 
 
 class _FSDPState:
-    """The state of a unit. Attached to the unit's modules by ``fully_shard``.
-
-    ``_is_root`` is ``None`` until lazy initialization. The registry creates the state
-    before the unit is planned; ``fill`` makes the state that of a unit.
-    """
+    """The state of a unit. Attached to the unit's modules by ``fully_shard``."""
 
     __slots__ = (
         "__weakref__",
@@ -332,17 +288,13 @@ class _FSDPState:
         """Cache of all handles of the tree; filled on the root only."""
         self.context: RuntimeContext | None = None
         """The objects that the tree shares; ``None`` until lazy initialization."""
-        # A copied unit has no listed units: the copy prefetches by the order of the
-        # forward again.
+        # Of a copied unit empty again.
         self.ahead_in_forward: tuple[_FSDPState, ...] = ()
-        """Units to prefetch in forward. Empty, the default: the next unit by the
-        forward log."""
+        """Units to prefetch in forward. Empty: the next unit by the forward log."""
         self.ahead_in_backward: tuple[_FSDPState, ...] = ()
-        """Units to prefetch in backward. Empty, the default: the unit used before this
-        unit in forward."""
+        """Units to prefetch in backward. Empty: the unit used before in forward."""
         self.remaining: frozenset[int] = frozenset()
-        """Unit of several modules: ids of the modules that have not run in this
-        forward."""
+        """Of a unit of several modules: ids of those still to run in this forward."""
         self.copier: Callable[[_FSDPState, dict[int, Any]], _FSDPState]
         """Implementation of ``copy.deepcopy``, set at ``moments.UNIT_BUILT``."""
 
@@ -360,18 +312,13 @@ class _FSDPState:
     ) -> None:
         """Make this state the state of a unit."""
         self.fqn, self.modules = fqn, modules
-        self.handle = handle
-        """The unit's flat buffers."""
+        self.handle, self.options, self.settings = handle, options, settings
         self.precision = precision
         """Casts of inputs, outputs and buffers; ``None`` without casts."""
-        self.options = options
-        """The unit's options, resolved from ``fully_shard``."""
         self.ranks = ranks
         """The ranks that the caller of ``fully_shard`` chose."""
         self.initial = initial
-        """The values that ``fully_shard`` was given, for a comparison with other
-        ranks."""
-        self.settings = settings
+        """The values that ``fully_shard`` was given, to be compared over ranks."""
         self.passage = PASSAGES["first"]
         """How values enter and leave forwards (``runtime.forward.Passage``)."""
         self.searches = PASSAGES["searches"](modules)
@@ -395,8 +342,7 @@ class _FSDPState:
     @property
     def name(self) -> str:
         """The unit's name as error messages print it."""
-        # Until lazy initialization the FQN starts at the module that ``fully_shard``
-        # was called on, for which the FQN is empty: use the class name.
+        # Until lazy initialization the FQN of that module itself is empty.
         if not self.fqn and self._is_root is None and self.modules:
             return f"({type(self.module).__name__})"
         return quoted(self.fqn)
@@ -408,11 +354,7 @@ class _FSDPState:
         return f"{kind} {self.name}" if self.fqn or self._is_root is not None else kind
 
     def __getattr__(self, name: str) -> object:
-        """Raise ``NotRootError`` for data of the root, else ``AttributeError``.
-
-        ``NotRootError`` is an ``AttributeError``, so ``hasattr`` returns False.
-        """
-        # Python calls ``__getattr__`` only for attributes that do not exist.
+        """Raise ``NotRootError`` for data of the root, else ``AttributeError``."""
         if name in _ROOT_ONLY:
             raise NotRootError(
                 f"{name} is kept on the root only; unit {self.name} is "
@@ -458,27 +400,19 @@ OWNERS: OwnerMap[_FSDPState] = OwnerMap()
 
 
 def _get_module_fsdp_state(module: nn.Module) -> _FSDPState | None:
-    """Return the state of the unit that holds ``module``; ``None`` outside any unit.
-
-    ``module`` may be any submodule of a unit.
-    """
+    """Return the state of the unit that holds ``module``; ``None`` outside any unit."""
     return OWNERS.get(module)
 
 
 def _get_module_state(module: nn.Module) -> _FSDPState | None:
-    """Return the state of the composable API that manages ``module``.
-
-    Equal to ``_get_module_fsdp_state``, because ``fully_shard`` and ``replicate`` use
-    the same class of state.
-    """
+    """Return the state of the composable API that manages ``module``."""
     return OWNERS.get(module)
 
 
 def root_of(context: RuntimeContext) -> _RootFSDPState:
     """Return the root state of ``context``."""
     root = context.root()
-    # The context holds the root weakly. The root is alive while any module of its tree
-    # can run.
+    # Alive while any module of its tree can run.
     assert root is not None
     return root
 

@@ -1,15 +1,8 @@
-"""Finding states and handles in a module tree.
+"""Finding states and handles in a module tree; functions without side effects.
 
-Functions without side effects. The order is the order of ``.modules()``: depth first,
-left to right, each module once. Subtrees of incompatible APIs (``replicate``, DDP) are
-not entered from above. If the given module itself is managed by this package's
-``replicate``, or is a DDP, its tree is walked.
-
-Idioms, for any ``module``:
-
-* all states: ``_get_fsdp_states(module)``
-* all root states: ``_get_fsdp_root_states(module)``
-* all handles: ``_get_fsdp_handles(module)``
+The order is that of ``.modules()``, each module once. Subtrees of incompatible APIs
+(``replicate``, DDP) are not entered from above; the tree of a module that is one of
+these itself is walked.
 """
 
 from __future__ import annotations
@@ -19,6 +12,8 @@ from collections.abc import Iterator
 from torch import nn
 
 from composable_fsdp.compose.registry import (
+    API,
+    REPLICATE,
     TORCH_DDP,
     get_state,
     has_api,
@@ -27,7 +22,6 @@ from composable_fsdp.compose.registry import (
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import TRANSPARENT
-from composable_fsdp.planning.places import API, REPLICATE
 from composable_fsdp.planning.walk import named
 from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
 
@@ -42,10 +36,7 @@ def require_module(module: object, what: str) -> None:
 
 
 def no_unit(module: nn.Module, what: str, *, recurse: bool) -> CompositionError:
-    """Return the error for a function that found no unit.
-
-    Returns: the error, which names the nearest unit.
-    """
+    """Return the error for a function that found no unit."""
     owner = _get_module_fsdp_state(module)
     if owner is not None:
         where = (
@@ -95,11 +86,7 @@ def _get_unit_state(module: nn.Module) -> _FSDPState | None:
 
 
 def inside_wrappers(module: nn.Module) -> nn.Module:
-    """Return the unit at or inside ``module``, looking through wrappers.
-
-    A wrapper is ``FullyShardedDataParallel`` or an activation checkpointing wrapper, in
-    any nesting. Without a unit inside, return the module in the innermost wrapper.
-    """
+    """Return the unit at or inside ``module``, looking through wrappers."""
     while _get_unit_state(module) is None:
         inner = wrapped_in(module)
         if inner is None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, StateDictType
+from torch.distributed.fsdp import BackwardPrefetch, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.api import (
     FullOptimStateDictConfig,
@@ -25,11 +25,7 @@ from torch.distributed.fsdp.api import (
 from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import (
-    ModuleWrapPolicy,
-    enable_wrap,
-    size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
-    wrap,
 )
 
 VOCAB, WIDTH, CONTEXT = 32, 16, 8
@@ -202,94 +198,6 @@ def rekeyed(model: FSDP, optimizer: torch.optim.Optimizer) -> list[Any]:
     return [sorted(numbered["state"]), sorted(full["state"])]
 
 
-def other_ways_to_wrap() -> list[float]:
-    """``enable_wrap`` while a model is built; sizes as a policy."""
-    device, losses = torch.device("cpu"), []
-    torch.manual_seed(1)
-    with enable_wrap(wrapper_cls=FSDP, use_orig_params=True, device_id=device):
-        layers = [wrap(nn.Linear(8, 8)), nn.ReLU(), wrap(nn.Linear(8, 2))]
-        by_hand = wrap(nn.Sequential(*layers))
-    by_size = FSDP(
-        nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)),
-        auto_wrap_policy=functools.partial(
-            size_based_auto_wrap_policy, min_num_params=50
-        ),
-        use_orig_params=True,
-        device_id=device,
-    )
-    for model, units in ((by_hand, 3), (by_size, 2)):
-        assert len(FSDP.fsdp_modules(model)) == units
-        loss: Tensor = model(torch.ones(3, 8)).square().mean()
-        loss.backward()  # type: ignore[no-untyped-call]
-        losses.append(loss.item())
-    return losses
-
-
-def give_values(module: nn.Module) -> None:
-    """Memory and values for a module on meta that holds some itself."""
-    module.to_empty(device="cpu", recurse=False)
-    with torch.no_grad():
-        for parameter in module.parameters(recurse=False):
-            values = torch.arange(parameter.numel(), dtype=torch.float32)
-            parameter.copy_(torch.cos(values).view_as(parameter) * 0.1)
-
-
-def step_options(strategy: ShardingStrategy, **options: Any) -> list[float]:
-    """Losses of three steps with one more option of the wrapper's."""
-    torch.manual_seed(2)
-    hook = options.pop("hook", None)
-    with torch.device("meta" if "param_init_fn" in options else "cpu"):
-        blocks = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
-    model = FSDP(
-        blocks,
-        sharding_strategy=strategy,
-        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-        use_orig_params=True,
-        device_id=torch.device("cpu"),
-        **options,
-    )
-    if hook is not None:
-        model.register_comm_hook(*hook)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    losses = []
-    for step in range(3):
-        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-        x = torch.randn(4, WIDTH, generator=generator)
-        loss: Tensor = model(x).float().square().mean()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def quiet_hook(
-    state: list[int], gradient: Tensor, output: Tensor | None = None
-) -> None:
-    """Average as usual, and count."""
-    state.append(gradient.numel())
-    gradient.div_(dist.get_world_size())
-    if output is None:
-        dist.all_reduce(gradient)
-    else:
-        reduce_scatter(output, gradient)
-
-
-def with_options(strategy: ShardingStrategy) -> dict[str, list[float]]:
-    """The options that change how a step runs, one by one."""
-    low = MixedPrecision(torch.bfloat16, torch.float32, cast_forward_inputs=True)
-    counted: list[int] = []
-    found = {
-        "plain": step_options(strategy),
-        "mixed precision": step_options(strategy, mixed_precision=low),
-        "forward prefetch": step_options(strategy, forward_prefetch=True),
-        "from meta": step_options(strategy, param_init_fn=give_values),
-        "hook": step_options(strategy, hook=(counted, quiet_hook)),
-    }
-    assert len(counted) == 9
-    return found
-
-
 def main(strategy: str, offload: bool) -> dict[str, Any]:
     """Train, save, train on; go back to what was saved and train on again.
 
@@ -316,8 +224,6 @@ def main(strategy: str, offload: bool) -> dict[str, Any]:
         "keys": keys if dist.get_rank() == 0 else None,
         "model": describe(resumed, offload),
         "rekeyed": rekeyed(resumed, optimizer),
-        "other ways": other_ways_to_wrap(),
-        "options": with_options(ShardingStrategy[strategy]),
     }
 
 

@@ -6,12 +6,12 @@ import pytest
 from torch import nn
 
 import composable_fsdp
+from composable_fsdp.compose.registry import API
 from composable_fsdp.config import ShardingStrategy
 from composable_fsdp.entries.apply import prepare
 from composable_fsdp.flat.build import build_handle
 from composable_fsdp.planning.assign import PlanRequest, assign_units
 from composable_fsdp.planning.options import UnitOptions
-from composable_fsdp.planning.places import API
 from composable_fsdp.runtime.build import build_units
 from composable_fsdp.tools.sharding_plan import plan_modules
 from composable_fsdp.tree.state import _FSDPState

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Iterable
 from functools import cache, partial
-from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torchs
 
-from composable_fsdp import checkpoint, fully_shard
+from composable_fsdp import checkpoint
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.doors import checkpoint_wrapper as wrappers
 from composable_fsdp.doors.checkpoint_wrapper import (
@@ -24,7 +21,7 @@ from composable_fsdp.doors.checkpoint_wrapper import (
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.naming import TRANSPARENT
 from composable_fsdp.tree.traversal import _get_fsdp_states
-from tests.support.models import TinyBlock, TinyGPT
+from tests.support.models import TinyGPT
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     PATHS,
@@ -192,36 +189,6 @@ def test_recomputation_gathers_no_unit_twice(
     assert ranks(2).run(gathers, place, kind) == usual == [[3, 2]] * 2
 
 
-class Named(nn.Module):
-    """Takes keyword arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, *, scale: Tensor, twice: bool = False) -> Tensor:
-        """``linear(x) * scale``, perhaps twice that."""
-        y: Tensor = self.linear(x) * scale
-        return 2 * y if twice else y
-
-
-@pytest.mark.parametrize("kind", ["in place, reentrant", "wrapper, reentrant"])
-def test_keyword_arguments_go_through_the_reentrant_mode(
-    one_rank: World, kind: str
-) -> None:
-    """They arrive by name, and tensors among them get their gradients."""
-    plain = Named()
-    model = KINDS[kind](fully_shard(copy.deepcopy(plain)))
-    x, scale = torch.ones(2, 4), torch.full((4,), 3.0, requires_grad=True)
-
-    backward(model(x, scale=scale, twice=True).sum())
-
-    expected = torch.autograd.grad(plain(x, scale=scale, twice=True).sum(), scale)
-    assert scale.grad is not None
-    assert torch.equal(scale.grad, expected[0])
-    assert all(p.grad is not None for p in model.parameters())
-
-
 @pytest.mark.parametrize(
     ("call", "text"),
     [
@@ -264,28 +231,6 @@ def test_wrappers_have_the_signatures_of_torch(name: str) -> None:
             getattr(b.default, "name", type(b.default))
         )
     assert list(CheckpointImpl.__members__) == list(torchs.CheckpointImpl.__members__)
-
-
-def wrapped_by(where: Any, **options: Any) -> list[tuple[str, str]]:
-    """Names and classes of all modules after ``apply_activation_checkpointing``."""
-    model = Tower()
-    where.apply_activation_checkpointing(model, **options)
-    return [(name, type(module).__name__) for name, module in model.named_modules()]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"check_fn": lambda m: isinstance(m, nn.Linear)},
-        {"check_fn": lambda m: isinstance(m, (TinyBlock, nn.LayerNorm))},
-        {"auto_wrap_policy": lambda module, recurse, nonwrapped_numel: recurse},
-    ],
-)
-def test_the_chosen_modules_are_those_that_torch_chooses(
-    options: dict[str, Any],
-) -> None:
-    """``check_fn`` and policies wrap the same modules, and never the root."""
-    assert wrapped_by(wrappers, **options) == wrapped_by(torchs, **options)
 
 
 def fqns(model: nn.Module) -> list[str]:

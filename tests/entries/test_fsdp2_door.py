@@ -268,57 +268,6 @@ def test_modules_inside_others_of_a_list_and_torchs_own_policies_are_taken(
     backward(loss_of(model, gpt_input(0, world.rank)))
 
 
-class Product(nn.Module):
-    """A product in a unit of its own; the root has no parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map ``(batch, 4)`` to the same."""
-        product: torch.Tensor = self.inner(x)
-        return product
-
-
-def scaled_steps(
-    api: Any, world: World, *, unscale: bool
-) -> list[tuple[float, torch.Tensor]]:
-    """Scale and weight of each of three steps; the second has an inf on rank 0."""
-    torch.manual_seed(0)
-    model: Any = Product()
-    api.fully_shard(model.inner)
-    api.fully_shard(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    found = []
-    for step in range(3):
-        output = model(torch.ones(2, 4) * (step + 1 + world.rank))
-        # The gradient of one row alone is infinite, so one rank alone sees an inf.
-        factor = torch.ones(4)
-        if step == 1:
-            factor[0] = float("inf")
-        backward(scaler.scale((output * factor).sum()))
-        if unscale:
-            scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        full = model.state_dict()["inner.weight"].full_tensor()
-        found.append((scaler.get_scale(), full.clone()))
-    return found
-
-
-@pytest.mark.req("N-05", "P-13")
-@pytest.mark.parametrize("ranks_of", [2, 4])
-def test_torchs_own_scaler_decides_for_all_ranks(
-    ranks: RankCount, ranks_of: int
-) -> None:
-    """As over DTensors: the same scales and weights, if one rank sees an inf, too."""
-    for scales in ranks(ranks_of).run(check_scaler):
-        assert scales == [8.0, 4.0, 4.0]
-
-
 def trained(api: Any, world: World, **options: Any) -> list[torch.Tensor]:
     """The loss of each of two steps, and the weights behind them."""
     torch.manual_seed(0)
@@ -365,13 +314,3 @@ def test_options_of_memory_alone_are_taken_with_a_warning(ranks: RankCount) -> N
             "set_unshard_in_backward(False) is ignored",
         ):
             assert any(words in text for text in texts)
-
-
-def check_scaler(world: World) -> list[float]:
-    theirs = scaled_steps(importlib.import_module(TORCH), world, unscale=False)
-    for unscale in (False, True):
-        ours = scaled_steps(fsdp2, world, unscale=unscale)
-        for (scale, weight), (expected, reference) in zip(ours, theirs, strict=True):
-            assert scale == expected
-            torch.testing.assert_close(weight, reference)
-    return [scale for scale, _ in theirs]

@@ -13,7 +13,6 @@ from composable_fsdp import (
     fully_shard,
 )
 from composable_fsdp.tree.traversal import _get_fsdp_states
-from tests.support.memory import LiveBytes
 from tests.support.models import TinyBlock, TinyGPT
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
@@ -25,7 +24,6 @@ from tests.support.reference import (
     sgd,
     train,
     train_reference,
-    wide_input,
 )
 from tests.support.world import World
 
@@ -157,60 +155,3 @@ def test_a_child_may_run_before_its_parent(world: World) -> None:
 
     assert_same_training(model, plain, losses, [step[world.rank] for step in expected])
     assert torch.equal(model.blocks[0](x), plain.blocks[0](x))
-
-
-class Loop(nn.Module):
-    """One layer used three times, and held under two names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(6, 6)
-        self.again = self.layer
-        self.last = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``(batch, 6)`` to the same."""
-        for module in (self.layer, self.last, self.again, self.layer):
-            x = torch.tanh(module(x)) + x
-        return x
-
-
-@pytest.mark.req("B-11", "B-03")
-@pytest.mark.parametrize("path", ["composable", "wrapper"])
-@on_ranks(1, 2)
-def test_a_unit_used_several_times_in_one_forward_trains(
-    world: World, path: str
-) -> None:
-    """A shared module is one unit, however often and by whatever name it runs."""
-    model = Loop()
-    plain = copy.deepcopy(model)
-    sharded = apply_units(model, ["layer", "last"], path=path)
-
-    expected = train_reference(plain, world.world_size, wide_input(6), sgd)
-    losses = train(sharded, world.rank, wide_input(6), sgd)
-
-    mine = [step[world.rank] for step in expected]
-    assert_same_training(sharded, plain, losses, mine, tolerance=1e-6)
-    states = _get_fsdp_states(sharded)
-    assert [state.fqn for state in states] == ["", "layer", "last"]
-
-
-@pytest.mark.req("S3-02")
-@on_ranks(2)
-def test_layers_that_are_sharded_as_they_are_built_are_whole_in_turn(
-    world: World,
-) -> None:
-    """Beside the shards, memory holds what builds a layer, however many there are."""
-    layer, peaks = 4 * 256 * 256, []
-    for count in (4, 12):
-        with LiveBytes() as live:
-            model = nn.Sequential(
-                *(fully_shard(nn.Linear(256, 256, bias=False)) for _ in range(count))
-            )
-            fully_shard(model)
-        peaks.append(live.peak)
-
-    # Eight layers more take their shards more, half of them, and 1 KiB of small values.
-    assert 4 * layer <= peaks[1] - peaks[0] < 4 * layer + 1024
-    assert peaks[1] < 12 * layer

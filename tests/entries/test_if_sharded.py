@@ -205,3 +205,18 @@ def test_a_unit_that_a_policy_made_is_compared_by_what_it_has(one_rank: World) -
     assert fully_shard(pair, if_sharded="skip") is pair
     with pytest.raises(CompositionError, match="one unit of 2 modules"):
         fully_shard(pair[0], if_sharded="skip")
+
+
+@pytest.mark.req("P-18")
+@on_ranks(2)
+def test_the_groups_that_were_given_are_compared(world: World) -> None:
+    """By their ranks: other objects over the same ranks are equal."""
+    rank = dist.get_rank()
+    pair, again = ((dist.new_group([rank]), world.group) for _ in range(2))
+    model = fully_shard(tiny_mlp(), process_group=pair)
+
+    assert fully_shard(model, if_sharded="skip", process_group=again) is model
+    text = message_of(
+        partial(fully_shard, model, if_sharded="skip", process_group=pair[0])
+    )
+    assert f"it is over ranks [{rank}], copies on [0, 1], this call asks for" in text

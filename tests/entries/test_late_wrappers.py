@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp import register_forward_method
 from composable_fsdp.access import (
     set_modules_to_forward_prefetch,
     set_reshard_after_forward,
@@ -17,7 +16,7 @@ from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import apply_units
-from tests.support.sharded import RankCount, both_paths
+from tests.support.sharded import both_paths
 from tests.support.world import World
 
 
@@ -68,18 +67,3 @@ def test_settings_of_a_wrapped_unit_find_it(world: World, path: str) -> None:
         second.settings.reshard_after_forward,
     ) == (False, None)
     assert first.ahead_in_forward == (second,)
-
-
-def call_method(world: World, path: str) -> Tensor:
-    model = sharded(path)
-    layer: Any = units(model)[0][0]
-    register_forward_method(layer, "twice")
-    result: Tensor = layer.twice(torch.ones(1, 2))
-    return result.detach()
-
-
-@both_paths
-def test_methods_of_a_wrapped_unit_find_it_full(ranks: RankCount, path: str) -> None:
-    """The method is that of the module inside."""
-    for result in ranks(2).run(call_method, path):
-        assert torch.equal(result, torch.full((1, 2), 6.0))

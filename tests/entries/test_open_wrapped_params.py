@@ -192,19 +192,6 @@ def test_state_goes_into_another_model(world: World, tmp_path: Path) -> None:
 
 
 @pytest.mark.req("M-04")
-def test_an_opened_model_without_sharding_computes_the_same(one_rank: World) -> None:
-    """And takes the full state dict of a sharded model; nothing stays after forward."""
-    model, x = plain(seed=3), wide_input(WIDTH)(0, 0)
-    sharded = opened()
-
-    assert open_wrapped_params(model) is model
-    model.load_state_dict(sharded.state_dict())
-
-    assert torch.equal(model(x), plain()(x))
-    assert "weight" not in vars(model[0])
-
-
-@pytest.mark.req("M-04")
 def test_a_cast_of_scales_is_refused_before_it_counts(one_rank: World) -> None:
     """The text names the tensor and the setting."""
     half = MixedPrecision(param_dtype=torch.bfloat16, cast_forward_inputs=True)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import (
     FullyShardedDataParallel,
@@ -17,7 +16,6 @@ from composable_fsdp import (
     fully_shard,
     plan,
 )
-from composable_fsdp.access import set_reshard_after_forward
 from composable_fsdp.errors import CompositionError, PlanError
 from composable_fsdp.tools.sharding_plan import ShardingPlan
 from tests.support.tiny import TinyBlock
@@ -95,40 +93,6 @@ def test_blocks_that_are_sharded_count_below_a_root_that_is_not() -> None:
         assert other == plan(made, world_size=4)
     assert [u.options.mixed_precision for u in half.units] == [None, *[LOW] * 4]
     assert [u.fqn for u in half.units] == ["", "1.0", "1.1", "1.2", "1.3"]
-
-
-def test_groups_and_modules_of_a_mesh_are_kept() -> None:
-    """A 2-D mesh, a unit of two modules, and a strategy changed later."""
-    with fake_world(8):
-        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
-        made = model()
-        fully_shard([blocks(made)[0], blocks(made)[1]], device_mesh=mesh)
-        fully_shard(made, device_mesh=mesh)
-        set_reshard_after_forward(blocks(made)[0], False, recurse=False)
-
-        found = plan(made)
-        wide = plan(made, world_size=64)
-
-    fresh = model()
-    two: list[nn.Module | str] = [blocks(fresh)[0], "1.1"]
-    expected = plan(fresh, world_size=8, shard_world_size=4, units=[two])
-    assert [u.regions for u in found.units] == [u.regions for u in expected.units]
-    assert found.units[1].options.strategy is ShardingStrategy.SHARD_GRAD_OP
-    assert [(u.shard_world_size, u.replicas) for u in wide.units] == [(4, 16)] * 2
-    assert len(expected.units) == 2
-
-
-def test_what_was_frozen_later_counts_as_frozen() -> None:
-    """On the same ranks and on others."""
-    with fake_world(2):
-        made = fully_shard(nn.Linear(8, 8))
-        made.weight.requires_grad_(False)
-        made(torch.zeros(1, 8))
-
-        (unit,) = plan(made).units
-        (alone,) = plan(made, world_size=1).units
-    assert (unit.trainable, unit.frozen) == ({"bias": 8}, {"weight": 64})
-    assert alone.gradient_bytes == 8 * 4
 
 
 def test_wrong_units_are_refused_with_the_way_out() -> None:

@@ -9,14 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable.replicate import replicate as torchs
 from torch.nn.parallel import DistributedDataParallel
 
 from composable_fsdp import (
     FullyShardedDataParallel,
     ModuleWrapPolicy,
     fully_shard,
-    no_sync,
     replicate,
 )
 from composable_fsdp.errors import CompositionError
@@ -30,7 +28,6 @@ from tests.support.reference import (
     backward,
     differences,
     gpt_input,
-    loss_of,
     sgd,
     tolerance_at,
     train,
@@ -131,25 +128,6 @@ def test_replicated_and_sharded_parts_train_as_the_plain_model(
     assert losses == [step[world.rank] for step in expected]
 
 
-@pytest.mark.req("S1-16")
-@pytest.mark.filterwarnings("ignore")
-@on_ranks(2)
-def test_losses_equal_those_of_torchs_replicate_and_ddp(world: World) -> None:
-    """The same four losses."""
-    model = TinyGPT()
-    peers = [
-        torchs(copy.deepcopy(model)),
-        DistributedDataParallel(copy.deepcopy(model)),
-    ]
-    ours = replicate(model)
-    mine = train(ours, world.rank, gpt_input, adamw, steps=4)
-
-    for peer in peers:
-        theirs = train(peer, world.rank, gpt_input, adamw, steps=4)
-        assert mine == pytest.approx(theirs, rel=1e-6)
-    assert len(set(mine)) == 4
-
-
 def train_as_hybrid(world: World, path: str, same_start: bool) -> list[str]:
     """Blocks sharded over pairs, the model replicated across: four ranks' average."""
     model = TinyGPT()
@@ -208,25 +186,6 @@ def test_replicas_start_from_the_values_of_the_first_rank(ranks: RankCount) -> N
     """As with DDP; without ``init_sync`` nothing is sent and nothing changes."""
     assert ranks(2).run(start_apart, True) == [[0.0, 0.0]] * 2
     assert ranks(2).run(start_apart, False) == [[0.0, 0.0], [1.0, 1.0]]
-
-
-def count_reductions(world: World, compose: Compose) -> list[int]:
-    """All-reduces of a backward under ``no_sync``, and of the next one."""
-    model = compose(TinyGPT(), "composable")
-    counts = []
-    with record_steps() as calls, no_sync(model):
-        backward(loss_of(model, gpt_input(0, world.rank)))
-    counts.append(len(calls))
-    with record_steps() as calls:
-        backward(loss_of(model, gpt_input(1, world.rank)))
-    assert {call.op for call in calls} == {"all_reduce"}
-    return [*counts, len(calls)]
-
-
-def test_each_unit_reduces_once_and_no_sync_holds_it_back(ranks: RankCount) -> None:
-    """One all-reduce per unit; nothing is gathered."""
-    assert ranks(2).run(count_reductions, alone) == [[0, 1]] * 2
-    assert ranks(2).run(count_reductions, by_policy) == [[0, 3]] * 2
 
 
 # ---- which units are whose --------------------------------------------------

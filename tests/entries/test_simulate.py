@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor
 
 from composable_fsdp import (
     CPUOffload,
@@ -130,15 +129,6 @@ def test_the_collectives_are_the_planned_ones() -> None:
     assert found.collectives[-1].phase == "clip"
 
 
-def test_a_slower_link_takes_longer_and_the_same_memory() -> None:
-    """Times are those of the machine; bytes are not."""
-    fast, slow = step_on_64_ranks(FAST), step_on_64_ranks(SLOW)
-
-    assert slow.seconds > 10 * fast.seconds
-    assert slow.exposed > fast.exposed > 0
-    assert slow.peak.memory == fast.peak.memory
-
-
 def real_step(world: World, steps: int) -> tuple[int, list[tuple[str, str]]]:
     """Peak of the last step with real tensors, and the collectives of the step."""
     model = sharded()
@@ -212,25 +202,6 @@ def test_the_trace_is_one_of_the_trace_event_format() -> None:
     for row in spans.values():
         # A row is one stream or the link, which does one thing after the other.
         assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(row))
-
-
-def test_a_function_may_make_a_mesh_and_its_batch() -> None:
-    """As a training script does; a number that is read from a tensor is 1."""
-    read: list[float] = []
-
-    def make() -> tuple[nn.Module, Any]:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        return fully_shard(text(), device_mesh=mesh), {"tokens": batch()}
-
-    def loss(output: Tensor) -> Tensor:
-        found = output.square().mean()
-        read.append(found.item())
-        return found
-
-    found = simulate(make, world_size=4, loss=loss, optimizer=torch.optim.AdamW)
-
-    assert (found.world_size, found.optimizer) == (4, "AdamW")
-    assert read == [1.0, 1.0]
 
 
 def test_nothing_stays_behind_or_is_seen_by_other_threads() -> None:

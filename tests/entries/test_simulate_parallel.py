@@ -34,13 +34,12 @@ from composable_fsdp import (
     clip_grad_norm_,
     forecast,
     fully_shard,
-    plan,
     simulate,
 )
 from composable_fsdp.doors.checkpoint_wrapper import apply_activation_checkpointing
 from composable_fsdp.errors import PlanError
 from composable_fsdp.features import recent_operations
-from composable_fsdp.tools import Simulation, measure_activations
+from composable_fsdp.tools import Simulation
 from composable_fsdp.tools.unit_costs import Traffic
 from tests.parallel import experts, models
 from tests.support.memory import LiveBytes
@@ -282,28 +281,6 @@ def test_the_peak_is_the_planned_one(
     assert (found.world_size, found.plan.world_size) == (dp * tp, dp)
 
 
-def test_activations_of_a_tensor_parallel_model_are_the_simulated_ones() -> None:
-    """``plan`` with a batch counts a rank's parts, also of logits and norms."""
-    dp, tp = 2, 2
-    with fake_world(dp * tp):
-        models.forget_meshes()
-        mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
-        with torch.device("meta"):
-            model = parallel(mesh)
-        planned = plan(model, world_size=dp, units=["blocks.*"])
-        with loss_parallel():
-            saved = measure_activations(model, planned, [batch(256)], loss=loss_of)
-        models.forget_meshes()
-
-    found = run(partial(sharded, dp, tp), dp * tp, batch=batch(256), loss=loss_of)
-
-    expected = forecast(
-        planned, optimizer="adamw-fused", activations=saved, device_type="cpu"
-    )
-    assert max(m.memory.activations for m in found.timeline) > 400_000
-    assert found.peak.memory.total == pytest.approx(expected.total, rel=0.01)
-
-
 def test_the_function_gets_the_mesh_of_the_job() -> None:
     """With units and options of the call, and the dims of a hybrid mesh by name."""
     seen: list[Any] = []
@@ -404,22 +381,6 @@ def test_an_expert_parallel_step_is_the_real_one(ep: int, *, listed: bool) -> No
 
     assert sum(op == "all_to_all" for op, _ in real[1]) >= 10
     assert_same(run(make, 4, batch=experts.batch(0, 0), loss=mean), real)
-
-
-@pytest.mark.req("N-02")
-def test_the_peak_of_experts_is_the_planned_one() -> None:
-    """Within 1 %, on 256 ranks, with units over 64 ranks and over all."""
-    # Stacked experts hold a gradient per expert beside that of the stack, which only
-    # a plan with activations counts.
-    make = partial(wide, experts.Recipe(experts=8, ep=4, listed=True, shared=True))
-
-    with patch.multiple(experts, DIM=512, HIDDEN=1024):
-        found = run(make, 256, batch=experts.batch(0, 0)[:1, :2], loss=mean)
-
-    planned = forecast(found.plan, optimizer="adamw-fused", device_type="cpu")
-    assert found.peak.memory.total == pytest.approx(planned.total, rel=0.01)
-    assert {unit.shard_world_size for unit in found.plan.units} == {64, 256}
-    assert {each.ranks for each in found.collectives if each.by_model} == {4}
 
 
 def mean(output: Tensor) -> Tensor:

@@ -145,20 +145,3 @@ def test_ddp_over_ranks_that_nobody_would_average_is_refused(ranks: RankCount) -
             )
             assert "device_mesh of (replicate, shard)" in text
             assert "replicate(model, process_group=...) of this package" in text
-
-
-@on_ranks(4)
-def test_frozen_units_get_the_first_replicas_rows(world: World) -> None:
-    """DDP gives them to ranks that hold the same rows, and to no others."""
-    row, column = groups_of_four(world.rank)
-    model = nn.Sequential(tiny_mlp(seed=world.rank // 2), nn.Linear(4, 4))
-    model[0].requires_grad_(False)
-    whole = tiny_mlp(seed=0).state_dict()
-    fully_shard(model[0], process_group=row)
-
-    DistributedDataParallel(model, process_group=column)
-
-    assert differences(model[0].state_dict(), whole) == {}
-    before = [p.detach().clone() for p in model[0].parameters()]
-    DistributedDataParallel(model, process_group=row)
-    assert all(map(torch.equal, before, model[0].parameters()))

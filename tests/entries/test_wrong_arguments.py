@@ -21,7 +21,7 @@ from composable_fsdp.naming import listed
 from tests.support.models import tiny_mlp
 from tests.support.reference import backward
 from tests.support.sharded import message_of
-from tests.support.world import World, fake_world
+from tests.support.world import World
 
 Wrong = Callable[[Any, Path], object]
 api: Any = cf
@@ -288,16 +288,6 @@ def test_ignored_parameters_may_come_from_an_iterator(
     door(model, ignored_states=model[0].parameters())
 
     assert model[0].weight.data_ptr() == kept
-
-
-def test_a_pair_of_groups_that_is_no_grid_is_refused() -> None:
-    """The same two ranks cannot both share parameters and hold copies."""
-    with fake_world(2) as world:
-        pair = (world.group, world.group)
-        with pytest.raises(
-            cf.errors.PlanError, match=r"one rank in common; got ranks \[0, 1\]"
-        ):
-            cf.fully_shard(tiny_mlp(), process_group=pair)
 
 
 @pytest.mark.req("N-09")

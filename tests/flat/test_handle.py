@@ -117,28 +117,6 @@ def test_moves_that_the_table_does_not_list_raise(now: Residency) -> None:
         assert handle.residency is now
 
 
-@pytest.mark.req("D-08", "D-09")
-def test_regions_are_gathered_together_and_only_trainable_ones_reduced() -> None:
-    """Two dtypes and a frozen bias: one gather of three regions, two reductions."""
-    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.LayerNorm(8))
-    model[0].to(torch.bfloat16)
-    model[1].bias.requires_grad_(False)
-
-    (handle,) = handles_of(model)
-
-    assert [full.dtype for full in handle.form.gather_lists[0]] == [
-        torch.bfloat16,
-        torch.float32,
-        torch.float32,
-    ]
-    assert [
-        [r.layout.dtype for r in group] for group in handle.layout.reduce_groups
-    ] == [
-        [torch.bfloat16],
-        [torch.float32],
-    ]
-
-
 def test_a_handle_that_is_gone_leaves_no_entry() -> None:
     """Nothing keeps a handle alive but its model, and the table forgets its leaves."""
     gc.collect()  # handles of other tests go now, not below

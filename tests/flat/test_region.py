@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.build_region import build_region
-from composable_fsdp.flat.region import FlatParameter, TrainableRegion
+from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.planning.layout import ParameterSpec, plan_regions, row_block
 from composable_fsdp.planning.options import Dtypes
 
@@ -107,19 +107,3 @@ def test_writing_into_full_leaves_the_version_of_full_leaves_alone() -> None:
     assert leaf._version == version
     assert x.grad is not None
     assert torch.equal(x.grad, expected)
-
-
-def test_a_region_built_under_inference_mode_can_be_trained() -> None:
-    """Buffers and leaves are ordinary tensors, whatever the mode at build."""
-    params = parameters([(4, 2)])
-    with torch.inference_mode():
-        region = region_of(params, world_size=2)
-
-    assert isinstance(region, TrainableRegion)
-    made = [region.shard, region.full.buffer, region.reduce.buffer]
-    made += [*region.leaves, *region.full.leaves, *region.reduce.views]
-    assert not any(tensor.is_inference() for tensor in made)
-    gather(region, [region.shard, region.shard])
-    total: torch.Tensor = region.full.leaves[0].sum()
-    torch.autograd.backward([total])
-    assert region.full.leaves[0].grad is not None

@@ -10,79 +10,13 @@ from torch import nn
 
 from composable_fsdp.config import (
     Block,
-    ShardingStrategy,
 )
 from composable_fsdp.tools.plan import plan
-from composable_fsdp.tools.sharding_plan import ShardingPlan
 from composable_fsdp.tools.step_memory import PeakMemory
-from composable_fsdp.tools.unit_costs import Traffic
 from tests.planning.trees import linears, units
 
 MATRIX = 16 * 4
 """Bytes of the one weight of each layer of ``linears``."""
-
-
-def three_units(strategy: ShardingStrategy, world_size: int = 2) -> ShardingPlan:
-    """A root with one matrix over two units with one matrix each."""
-    return plan(
-        linears(3),
-        world_size=world_size,
-        policy=units({"1": {}, "2": {}}),
-        strategy=strategy,
-    )
-
-
-@pytest.mark.parametrize(
-    ("strategy", "calls"),
-    [
-        (ShardingStrategy.FULL_SHARD, 5),
-        (ShardingStrategy.SHARD_GRAD_OP, 3),
-    ],
-)
-def test_a_step_gathers_each_unit_and_again_what_was_resharded(
-    strategy: ShardingStrategy, calls: int
-) -> None:
-    """One gather per unit in forward, one more in backward for all but the root."""
-    assert three_units(strategy).traffic == Traffic(
-        all_gather_calls=calls,
-        all_gather_bytes=calls * MATRIX,
-        reduce_scatter_calls=3,
-        reduce_scatter_bytes=3 * MATRIX,
-    )
-
-
-def test_hybrid_sharding_reduces_within_a_group_and_averages_its_shards() -> None:
-    """Two replicas of two shards: half of each gradient is averaged across replicas."""
-    result = plan(
-        linears(1),
-        world_size=4,
-        shard_world_size=2,
-        strategy=ShardingStrategy.HYBRID_SHARD,
-    )
-
-    assert result.traffic == Traffic(
-        all_gather_calls=1,
-        all_gather_bytes=MATRIX,
-        reduce_scatter_calls=1,
-        reduce_scatter_bytes=MATRIX,
-        all_reduce_calls=1,
-        all_reduce_bytes=MATRIX // 2,
-    )
-
-
-@pytest.mark.req("D-09")
-def test_frozen_weights_are_gathered_and_never_reduced() -> None:
-    """A LoRA-like unit reduces what trains: 4 elements, not 20."""
-    model = nn.Linear(4, 4)
-    model.weight.requires_grad_(False)
-
-    result = plan(model, world_size=2)
-
-    assert result.traffic.all_gather_calls == 1
-    assert result.traffic.all_gather_bytes == (16 + 8) * 4
-    assert result.traffic.reduce_scatter_bytes == 8 * 4
-    assert result.gradient_bytes == 4 * 4
-    assert result.parameter_bytes == (8 + 4) * 4
 
 
 def test_the_peak_is_a_sum_that_can_be_worked_out_by_hand() -> None:

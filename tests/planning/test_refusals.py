@@ -216,6 +216,7 @@ def test_a_parameter_of_an_earlier_unit_is_refused_by_both_names() -> None:
     request = PlanRequest(
         options=UnitOptions(),
         world_size=2,
+        held={id(p) for p in model.parameters()},
         owner_of=lambda p: "'emb.weight' of an earlier unit" if p.ndim == 2 else None,
     )
 

@@ -326,3 +326,16 @@ def test_a_view_of_a_weight_on_an_attribute_is_copied(world: World) -> None:
         assert torch.equal(cache["row"], whole[0])
         if out.requires_grad:
             backward(out.sum())
+
+
+@on_ranks(2)
+def test_a_view_that_a_raising_first_forward_kept_is_copied(world: World) -> None:
+    """The unit is sharded after the raise, and the attribute keeps the whole weight."""
+    keeper = Keeper()
+    whole = keeper.layer.weight.detach().clone()
+    model = apply_units(nn.Sequential(keeper, nn.Linear(8, 3)), ["0"])
+    with pytest.raises(RuntimeError):
+        model(torch.ones(1, 7))  # of another width
+
+    assert torch.equal(keeper.last, whole)
+    assert torch.equal(keeper.cache["row"], whole[0])

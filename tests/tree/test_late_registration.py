@@ -124,26 +124,6 @@ def test_what_was_added_is_told_at_the_next_forward_by_name(
 
 @pytest.mark.req("P-15")
 @on_ranks(2)
-def test_an_optimizer_that_gets_what_was_added_tells_at_its_step(world: World) -> None:
-    """Where that is before the next forward."""
-    model = stack()
-    backward(loss_of(model, INPUT(0, world.rank)))
-    ours = optim.SGD(model.parameters(), lr=0.1)
-    ours.step()
-    added = linear()
-    model.more.append(added)
-    assert caught(ours.step) == []
-    ours.add_param_group({"params": list(added.parameters())})
-
-    (first,) = caught(ours.step)
-
-    assert "Linear 'more.0' was registered after fully_shard" in first
-    assert caught(ours.step) == []
-    assert caught(lambda: model(INPUT(0, 0))) == []
-
-
-@pytest.mark.req("P-15")
-@on_ranks(2)
 def test_what_nobody_has_to_reduce_is_not_told(world: World) -> None:
     """Frozen, wrapped late, assigned again, held by a unit, taken away, units later."""
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composable_fsdp.tree.state import ExecutionOrder
+from composable_fsdp.tree.state import StepOrder
 
 
-def recorded(units: str) -> ExecutionOrder[str]:
-    order = ExecutionOrder[str]()
+def recorded(units: str) -> Any:
+    """An order of strings, in the place of states."""
+    order: Any = StepOrder()
     for unit in units:
         order.add(unit)
     return order
@@ -25,14 +28,6 @@ def test_the_first_unit_used_again_keeps_its_first_place() -> None:
     assert order.add("a") == 3
     assert order.before(2) == "b"
     assert order.before(1) == "a"
-
-
-def test_nothing_comes_before_the_first_use() -> None:
-    """Also if that unit runs several times in a row."""
-    order = recorded("aa")
-
-    assert order.before(0) is None
-    assert order.before(1) is None
 
 
 @pytest.mark.req("D-02")

@@ -1,22 +1,11 @@
 """Slots of memory in which the full parameters of units lie: a ``FullMemory``.
 
-Without an arena, the storage of ``full`` is resized at each unshard and reshard, so
-addresses change. In an arena the storage belongs to a slot and is never resized:
-``full`` and the full leaves become views of it at the unit's first all-gather, before a
-graph can save a view of the leaves, and stay at these addresses::
+The storage belongs to a slot and is never resized: ``full`` and the full leaves become
+views of it at the unit's first all-gather, before a graph can save a view of them.
 
-    slot 1    [ region 0 of block 0 | region 1 ]      block 0, block 2, ... in turn
-    slot 2    [ region 0 of block 1 | region 1 ]      block 1, block 3, ...
-
-The plan gives units that a step needs together slots of their own (``tools.slots``). A
-program may use its units otherwise, and then, in this order:
-
-* a unit that only waits (prefetched, kept for backward or by hand) is resharded, and
-  gathered again at its next use;
-* a unit whose full leaves were never used moves to a slot of its own;
-* else both units are in use and graphs may have saved views of both: an error.
-
-All ranks run the same program, so they decide the same.
+The plan gives units that a step needs together slots of their own. Else, in this order,
+on all ranks alike: a unit that only waits is resharded and gathered again; a unit whose
+full leaves were never used moves to a slot of its own; both are in use: an error.
 """
 
 from __future__ import annotations
@@ -110,11 +99,7 @@ class Slot:
         self._holder: Callable[[], FlatParamHandle | None] = _nobody
 
     def take(self, handle: FlatParamHandle) -> None:
-        """Make the slot, which must be free, the memory of the unit's full parameters.
-
-        At the first use ``full`` and the full leaves move there. Collective: as
-        ``Slots.open``.
-        """
+        """Make the free slot the memory of the full parameters; as ``Slots.open``."""
         slot = self
         if slot.memory is None:
             slot.arena.open()
@@ -134,11 +119,7 @@ class Slot:
         self._poison()
 
     def leave(self) -> None:
-        """Leave the memory of the slot to a collective that may still write there.
-
-        The units of the slot move to other memory at their next all-gather. Backward of
-        their earlier forwards raises as after an optimizer step.
-        """
+        """Leave the memory of the slot to a collective that may still write there."""
         for handle in self.members:
             before = written(handle.layout)
             # Graphs may have saved views of the leaves, which do not move. A readable
@@ -188,11 +169,7 @@ class Slot:
         )
 
     def take_reductions(self, handle: FlatParamHandle) -> bool:
-        """Lay the reduce buffers into the slot, unless another unit's gradients wait.
-
-        Returns: False if the reduce buffers need memory of their own. No graph saves
-        their views, so they move at any time. Collective: as ``Slots.open``.
-        """
+        """Lay the reduce buffers into the slot; False if they need other memory."""
         reduction, regions = handle.reduction, handle.layout.trainable
         if self.memory is None:
             self.arena.open()
@@ -217,10 +194,7 @@ class Slot:
         return True
 
     def leave_reductions(self, handle: FlatParamHandle) -> None:
-        """Leave the memory of the slot to a reduction that may still write there.
-
-        The reduce buffers have memory of their own already.
-        """
+        """Leave the memory of the slot to a reduction that may still write there."""
         self.give_back()
         handle.reduction.home = self.memory = None
 

@@ -1,12 +1,6 @@
 """Takes up changes that were made to a unit's parameters outside the step.
 
-A model that was sharded on meta gets values later, and a model may be moved or cast
-before the first forward. The next use of a unit detects the change::
-
-    change by the user                  detected by            answer
-    values in other memory, replaced    shards_are_unchanged   require_leaves
-    or cast parameters                  is_in_shards
-    frozen or unfrozen parameters       follow_flags           rebuild_for_requires_grad
+The next use of a unit detects the change. Seam: ``tree.moments.Changes``.
 """
 
 from __future__ import annotations
@@ -52,8 +46,6 @@ class UserChanges:
     def adopt(self, state: _FSDPState, *, values_required: bool = True) -> None:
         """Make the shards of the sharded unit hold what the modules show.
 
-        Without ``values_required`` all parameters may still be on meta.
-
         Raises: PlanError, as ``require_leaves``, or if the parameters got values and a
             buffer is still on meta.
         Collective: none, except as ``finish_reduction``.
@@ -70,9 +62,6 @@ class UserChanges:
     def follow_flags(self, state: _FSDPState) -> bool:
         """Move parameters that were frozen or unfrozen to regions of their kind.
 
-        All ranks must have changed the same parameters.
-
-        Returns: whether any was.
         Raises: PhaseError, while gradients of the unit wait to be reduced.
         Collective: none, except as ``finish_reduction``.
         """

@@ -1,17 +1,14 @@
-"""Warnings about modules and parameters that were registered in a unit after build.
+"""A warning of modules and parameters that were registered in a unit after build.
 
-No unit holds such parameters: no collective reduces their gradients, and each rank
-trains the parameters separately. torch calls a hook for every registration of a module
-or parameter, in constructors and assignments. This module records registrations inside
-units, and the next forward or optimizer step warns with the names. Code that writes
-into ``_modules`` or ``_parameters`` directly (``ModuleList.insert``) is not noticed.
+No unit holds them: nothing reduces their gradients, and each rank trains its own. torch
+calls a hook for every registration, and the next forward of the tree warns by name.
+Code that writes into ``_modules`` or ``_parameters`` directly is not noticed.
 """
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -49,45 +46,30 @@ def _note(module: nn.Module, name: str, value: object) -> None:
     """Registration hook: record the registration if a unit holds ``module``."""
     if value is not None and OWNERS.get(module) is not None:
         if not PENDING:
-            NEXT_FORWARD.append(_warn_in_forward)
+            NEXT_FORWARD.append(_warn_of_added)
         PENDING[id(module), name] = weakref.ref(module)
 
 
-def _warn_of_added(chosen: Callable[[_FSDPState, list[nn.Parameter]], bool]) -> None:
-    """Warn of ``chosen`` registrations whose parameters no unit holds; forget them."""
+def _warn_of_added(context: RuntimeContext) -> None:
+    """Warn of registrations in this tree that no unit holds, and forget them."""
     # A copy, because entries are removed in the loop.
     for key, link in list(PENDING.items()):
         module, name = link(), key[1]
         state = None if module is None else OWNERS.get(module)
-        # The module was deleted, or has left the unit.
-        if module is None or state is None:
-            PENDING.pop(key, None)
+        if state is not None and state.context is not context:
             continue
-        found = _unmanaged(state, module, name)
-        if chosen(state, list(found.values())):
-            PENDING.pop(key, None)
+        del PENDING[key]
+        # Else the module was deleted, or has left the unit.
+        if module is not None and state is not None:
+            found = _unmanaged(state, module, name)
             if found:
-                _warn(state, module, name, list(found))
-    if not PENDING and _warn_in_forward in NEXT_FORWARD:
-        NEXT_FORWARD.remove(_warn_in_forward)
+                _warn(state, module, name, found)
+    if not PENDING:
+        NEXT_FORWARD.remove(_warn_of_added)
 
 
-def warn_before_step(parameters: list[nn.Parameter]) -> None:
-    """Warn of what an optimizer holds."""
-    if PENDING:
-        held = set(map(id, parameters))
-        _warn_of_added(lambda _, added: any(id(p) in held for p in added))
-
-
-def _warn_in_forward(context: RuntimeContext) -> None:
-    """Warn of the tree whose forward begins."""
-    _warn_of_added(lambda state, _: state.context is context)
-
-
-def _unmanaged(
-    state: _FSDPState, module: nn.Module, name: str
-) -> dict[str, nn.Parameter]:
-    """Return trainable parameters of the registration that no unit holds, by name."""
+def _unmanaged(state: _FSDPState, module: nn.Module, name: str) -> list[str]:
+    """Return names of trainable parameters of the registration that no unit holds."""
     added, layout = module._modules.get(name), state.handle.layout
     found: dict[str, Any] = {}
     if added is not None:
@@ -100,21 +82,21 @@ def _unmanaged(
         for table, key in zip(layout.tables, layout.keys, strict=True)
     ):
         found[name] = module._parameters.get(name)
-    return {
-        name: parameter
+    return [
+        name
         for name, parameter in found.items()
         if parameter is not None
         and parameter.requires_grad
         and not hasattr(parameter, IGNORED)
         and find_leaf(parameter) is None
         and find_flat(parameter) is None
-    }
+    ]
 
 
 def _is_free(module: nn.Module) -> bool:
     """Return whether no unit and no other API manages the module."""
-    # A module with an owner existed when the unit was built, or has a separate record.
-    # Other APIs (DDP, ``replicate``) manage the whole subtree of their module.
+    # A module with an owner existed when the unit was built, or has a record of its
+    # own; other APIs (DDP, ``replicate``) manage the whole subtree of their module.
     return OWNERS.get(module) is None and not any(other_apis(module))
 
 

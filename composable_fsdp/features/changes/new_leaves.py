@@ -1,9 +1,7 @@
 """New regions over parameters that were replaced, cast, moved, frozen or unfrozen.
 
-``module.to(dtype)``, ``to_empty``, ``load_state_dict(assign=True)`` or an assignment
-gives a module parameters with memory of their own. A changed parameter is adopted as
-plain modules do: the parameter that a module shows is the parameter from now on, with
-its dtype. ``adopt`` calls this file, and knows of streams, reductions and hooks.
+As in plain modules, what a module shows is the parameter from now on, with its dtype.
+``adopt`` calls this file, and knows of streams, reductions and hooks.
 """
 
 from __future__ import annotations
@@ -26,6 +24,7 @@ from composable_fsdp.flat.replaced_params import record_replaced
 from composable_fsdp.flat.residency import shards_are_unchanged
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.planning.dtensors import is_dtensor
+from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.split import split_region
 
 
@@ -38,9 +37,6 @@ def requires_grad_changed(handle: FlatParamHandle) -> bool:
 
 def require_leaves(handle: FlatParamHandle) -> bool:
     """Adopt leaves that were replaced or changed; return whether full leaves are new.
-
-    The sharded form must be current, and no stream may use the old buffers. Nothing is
-    copied before all checks have passed.
 
     Raises: PlanError, naming the parameter, if it cannot take its place in the shard,
     or if gradients of ``no_sync`` wait to be reduced.
@@ -114,16 +110,18 @@ def _require_fit(
             "device=...) and then load, on every rank; or pass param_init_fn to "
             "fully_shard."
         )
-    # Shape and dtype are compared with the sharded leaf, and dtypes within the region:
-    # a region has a single dtype. The whole region may be cast.
+    # A region has a single dtype, and parameters that were frozen since may come back
+    # to the region that they had.
+    dtypes = {
+        slot.index: current[layout.parameters[0].index].dtype
+        for layout in handle.layout.origin
+        for slot in layout.parameters
+    }
     for region in handle.layout.regions:
         homes, _ = shard_views(region.cuts, region.shard)
-        parameters = [current[slot.index] for slot in region.layout.parameters]
-        for slot, home, found in zip(
-            region.layout.parameters, homes, parameters, strict=True
-        ):
-            fqn = names[slot.index]
-            if found.shape != home.shape or found.dtype != parameters[0].dtype:
+        for slot, home in zip(region.layout.parameters, homes, strict=True):
+            fqn, found = names[slot.index], current[slot.index]
+            if found.shape != home.shape or found.dtype != dtypes[slot.index]:
                 raise _misfit(fqn, home, found)
             if handle.layout.offload and found.device.type != "cpu":
                 raise PlanError(
@@ -153,8 +151,8 @@ def _is_replaced(handle: FlatParamHandle) -> bool:
 def _device(handle: FlatParamHandle, current: dict[int, nn.Parameter]) -> torch.device:
     """Return the compute device after the change."""
     devices = {parameter.device for parameter in current.values()}
-    # A CPU is the compute device only because the parameters were on the CPU, so the
-    # unit follows parameters that moved. A GPU was chosen and stays.
+    # A CPU was the compute device because the parameters were there, so the unit
+    # follows them. A GPU was chosen and stays.
     if (
         handle.layout.device.type == "cpu"
         and len(devices) == 1
@@ -172,7 +170,7 @@ def _misfit(fqn: str, expected: torch.Tensor, got: torch.Tensor) -> PlanError:
         f"elements), found {tuple(got.shape)} {got.dtype}. To change "
         "values, write in place inside unshard_params, or call set_full_param; to "
         "change shapes, change the plain model before fully_shard. A cast of the "
-        "whole model is taken up."
+        "whole model is taken up; a region has one dtype."
     )
 
 
@@ -187,25 +185,27 @@ def _rebuild_handle(
     # The layout stays, even if a narrower dtype makes shard boundaries less than
     # 16-byte aligned: another layout would move elements between ranks.
     before = handle.layout
-    layouts = []
-    for old, parameters in zip(before.regions, leaves, strict=True):
-        dtype = parameters[0].dtype if parameters else old.layout.dtype
-        layouts.append(replace(old.layout, dtype=dtype))
-    # ``origin`` may divide the parameters into other regions than ``plan`` does, so the
-    # new dtypes are found by slot.
-    dtypes = {slot.index: each.dtype for each in layouts for slot in each.parameters}
-    replace_layout(
-        handle,
-        replace(before.plan, regions=tuple(layouts)),
-        leaves,
-        before.places,
-        before.owners,
-        origin=tuple(
+    dtypes = {
+        slot.index: parameter.dtype
+        for region, parameters in zip(before.regions, leaves, strict=True)
+        for slot, parameter in zip(region.layout.parameters, parameters, strict=True)
+    }
+
+    def cast(layouts: tuple[RegionLayout, ...]) -> tuple[RegionLayout, ...]:
+        return tuple(
             replace(each, dtype=dtypes[each.parameters[0].index])
             if each.parameters
             else each
-            for each in before.origin
-        ),
+            for each in layouts
+        )
+
+    replace_layout(
+        handle,
+        replace(before.plan, regions=cast(before.plan.regions)),
+        leaves,
+        before.places,
+        before.owners,
+        origin=cast(before.origin),
         device=device,
     )
     for leaf in handle.leaves:

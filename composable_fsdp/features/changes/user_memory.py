@@ -2,12 +2,9 @@
 
 ::
 
-    p.data = torch.zeros(3)             the leaf alone holds the memory: the next
-                                        iteration moves the values into the shard
-    kept = p.data; p.data = other       the user holds ``kept``, which views the shard:
-                                        the shard gets new memory
-    p.data = buffer[a:b]                the user holds ``buffer``: the leaf stays there,
-                                        and each iteration copies it into the shard
+    p.data = torch.zeros(3)             the leaf alone holds the memory: the values move
+    kept = p.data; p.data = other       ``kept`` views the shard, which gets new memory
+    p.data = buffer[a:b]                the leaf stays there, and each iteration copies
 
 So no memory is written that the plain model would not write, and a leaf and a buffer of
 the user follow each other for as long as both exist.
@@ -42,10 +39,7 @@ def leaves_view_shards(handle: FlatParamHandle) -> bool:
 
 
 def follow_user_memory(handle: FlatParamHandle) -> bool:
-    """Copy leaves in memory of the user into the shard, if nothing else has changed.
-
-    Returns: whether the shards are current now.
-    """
+    """Copy leaves in memory of the user into the shard, if nothing else has changed."""
     here = handle.writes.memory
     if not here.away:
         return False

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from composable_fsdp.comm.groups import RankLayout
 from composable_fsdp.errors import PlanError
-from composable_fsdp.flat.param_form import Forms
+from composable_fsdp.flat.param_form import Forms, ParamForm
 from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.planning.dtensors import is_dtensor, local_of
 from composable_fsdp.planning.planner import Target
 
 
 @dataclass(frozen=True, slots=True)
-class DTensorForm:
+class DTensorForm(ParamForm):
     """The form of a DTensor."""
 
     mesh: Any
@@ -35,18 +35,15 @@ class DTensorForm:
     """Index of this rank's first element in the global parameter."""
 
     def whole_shape(self, part: tuple[int, ...]) -> tuple[int, ...]:
-        """See ``ParamForm``."""
         return tuple(self.shape)
 
     @property
     def mesh_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """See ``ParamForm``."""
         # Looked up each time: a form must not keep a destroyed group alive.
         return tuple(self.mesh.get_group(dim) for dim in range(self.mesh.ndim))
 
     @property
     def cut_over(self) -> tuple[dist.ProcessGroup, ...]:
-        """See ``ParamForm``."""
         # The ranks of a replicated dim hold equal values, which a norm counts once.
         return tuple(
             self.mesh.get_group(dim)
@@ -66,7 +63,6 @@ class DTensorForm:
         return made
 
     def shown(self, local: Tensor) -> Tensor:
-        """See ``ParamForm``."""
         from torch.distributed.tensor import DTensor
 
         # A node of the graph would make the full leaf no leaf.
@@ -83,7 +79,6 @@ class DTensorForm:
 
     @torch.no_grad()
     def gradient(self, gradient: Tensor) -> Tensor:
-        """See ``ParamForm``."""
         # All ranks of the mesh run the same graph, so all of them redistribute here, in
         # the same order.
         given: Any = gradient
@@ -94,14 +89,12 @@ class DTensorForm:
 
     @torch.no_grad()
     def whole(self, local: Tensor) -> Tensor:
-        """See ``ParamForm``."""
         shown: Any = self.shown(local)
         # Of a replicated parameter nothing is sent.
         whole: Tensor = shown.full_tensor()
         return whole
 
     def part(self, whole: Tensor) -> Tensor:
-        """See ``ParamForm``."""
         for dim, (start, size) in enumerate(
             zip(self.offset, self.local_shape, strict=True)
         ):
@@ -126,11 +119,7 @@ def _form_of(parameter: nn.Parameter, offset: tuple[int, ...]) -> DTensorForm:
 
 
 def refuse_shared_ranks(targets: Iterable[Target], ranks: RankLayout) -> None:
-    """Raise PlanError if tensor-parallel ranks are also ranks of the data.
-
-    The shards of a parameter are parts of equal rectangles, so the ranks of a shard
-    group and a replicate group must stand at the same place of the parameter's mesh.
-    """
+    """Raise PlanError if tensor-parallel ranks are also ranks of the data."""
     for target in targets:
         for layout, parameters in zip(
             target.plan.regions, target.parameters, strict=True
@@ -165,10 +154,7 @@ def _ranks_in(group: dist.ProcessGroup | None) -> set[int]:
 
 
 def with_plain_parameters(target: Target) -> tuple[Target, Forms]:
-    """Put plain parameters in the place of DTensors in the modules of a unit.
-
-    Returns: the target with the plain parameters, and the forms of those it replaced.
-    """
+    """Put plain parameters in the place of DTensors in the modules of a unit."""
     forms = Forms()
     made: dict[int, nn.Parameter] = {}
     regions: list[tuple[nn.Parameter, ...]] = []
@@ -191,10 +177,7 @@ def with_plain_parameters(target: Target) -> tuple[Target, Forms]:
 
 
 def _plain_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    """Return a plain parameter with this rank's rectangle of a DTensor.
-
-    The result shares memory and attributes with ``parameter``.
-    """
+    """Return a plain parameter with this rank's rectangle of a DTensor."""
     # Detached: the parameter must not lead into the graph of the DTensor.
     with torch.no_grad():
         made = nn.Parameter(

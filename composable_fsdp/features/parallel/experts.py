@@ -1,13 +1,9 @@
 """Units over other ranks than the units around them: experts on a mesh of their own.
 
-The ranks of ``ep`` hold different experts and send each other tokens, so a rank's
-experts have gradients of the losses of all ranks of ``ep`` before any reduction::
-
-    4 ranks, mesh (edp 2, ep 2)     gradient of a rank     reduced over    losses in all
-    the model                       1 loss                 4 ranks         4
-    its experts                     2 losses               2 ranks, edp    4
-
-Both are divided by 4. The norm of all gradients is a sum over ``edp`` and over ``ep``.
+The ranks of ``ep`` send each other tokens, so a rank's experts have gradients of the
+losses of all ranks of ``ep`` before any reduction. With 4 ranks, mesh (edp 2, ep 2),
+both the model (1 loss, reduced over 4) and its experts (2 losses, reduced over edp) are
+divided by 4. The norm of all gradients is a sum over ``edp`` and over ``ep``.
 """
 
 from __future__ import annotations
@@ -27,11 +23,6 @@ Units = Sequence[tuple[str, FlatParamHandle]]
 
 def count_expert_ranks(top: FlatParamHandle, units: Units) -> None:
     """Set how many ranks' tokens the experts of each unit compute.
-
-    An ``expert_mesh`` says how many. Without an ``expert_mesh``, a unit of DTensors
-    over fewer ranks than the outermost unit ``top`` holds experts: the ranks that its
-    DTensors are cut over have data of their own. The ranks of tensor parallelism have
-    the data of this rank, and their units have the ranks of ``top``.
 
     Raises: CompositionError, if the meshes do not multiply to the ranks of ``top``, or
     for a trainable plain parameter beside such DTensors; no unit is then changed.

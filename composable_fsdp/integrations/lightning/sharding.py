@@ -29,8 +29,8 @@ from composable_fsdp.config import MixedPrecision
 from composable_fsdp.entries.fully_shard import fully_shard
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.handle import find_leaf
-from composable_fsdp.flat.part_guards import has_forward
 from composable_fsdp.naming import listed, quoted
+from composable_fsdp.planning.walk import has_forward
 from composable_fsdp.tools.model_units import NoSplitPolicy
 
 AUTO = "auto"
