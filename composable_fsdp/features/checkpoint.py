@@ -128,11 +128,7 @@ def run_checkpointed(
     use_reentrant: bool,
     **options: Any,
 ) -> Any:
-    """Return ``function(*args, **kwargs)``, checkpointed by ``run``.
-
-    Returns: the result of ``function``.
-    Collective: none itself; units inside ``function`` are all-gathered.
-    """
+    """Return ``function(*args, **kwargs)``, checkpointed by ``run``."""
     if not use_reentrant or not kwargs:
         return run(function, *args, use_reentrant=use_reentrant, **options, **kwargs)
     # torch's reentrant mode accepts positional arguments only: pass the values by

@@ -33,10 +33,7 @@ def show_units(state: _FSDPState, members: Iterable[nn.Module]) -> None:
 
 
 def _extra_repr(state: _FSDPState, index: int, own: Any) -> str:
-    """Return the module's own line, and the line of the unit.
-
-    Returns: the text.
-    """
+    """Return the module's own line, and the line of the unit."""
     module = state.modules[index]
     before = own() if own is not None else type(module).extra_repr(module)
     # A module without children is printed on a single line.

@@ -1,14 +1,8 @@
 """The audit of the first step: functions that take a shard for the whole parameter.
 
 A mode sees each torch function of the user between the first forward and the forward
-after the first optimizer step, except inside forwards of units::
-
-    forward 1        backward, clip, ..., step        forward 2
-           |--------- the mode is on ---------------|           nothing from here on
-
-A tensor counts as a part of a parameter if it is the sharded leaf or its gradient, or
-comes from one of them by views and element-wise functions. ``rules`` decides what is
-told. The mode is taken off when torch.compile begins, which would trace it.
+after the first optimizer step, except inside forwards of units. A tensor is a part of a
+parameter if it is the leaf or its gradient, or a view or element-wise function of them.
 """
 
 from __future__ import annotations
@@ -340,11 +334,7 @@ _TEXTS = {
 
 
 def _of_other_sizes(call: _Call) -> str:
-    """Return what a call that has failed met, if a part and a tensor of another size.
-
-    As with an average of a model whose units are others: equal parameters lie there at
-    other rows.
-    """
+    """Return what a failed call met, if a part and a tensor of another size."""
     parts = {id(tensor) for tensor, _ in call.given}
     others = [v for v in (*call.values, *call.named.values()) if isinstance(v, Tensor)]
     for _, part in call.given:

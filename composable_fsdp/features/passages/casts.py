@@ -83,11 +83,7 @@ _GIVEN: weakref.WeakKeyDictionary[nn.Module, torch.dtype] = weakref.WeakKeyDicti
 
 
 def keep_full_precision(module: nn.Module) -> None:
-    """Cast the inputs of ``module`` to the module's own dtype, and the outputs back.
-
-    The own dtype is that of the first floating point parameter, else float32. Outputs
-    get the dtype of the first floating point input; without one nothing is cast.
-    """
+    """Cast inputs of ``module`` to its own dtype, and outputs to that of the inputs."""
     raise_inputs = _disable_dynamo(_raise_inputs)
     # ``prepend``: hooks of the user should see the inputs that the forward gets.
     module.register_forward_pre_hook(raise_inputs, prepend=True, with_kwargs=True)

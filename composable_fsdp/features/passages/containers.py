@@ -1,14 +1,8 @@
 """Tensors inside of arguments and outputs, at any depth.
 
-Containers that pytree knows are traversed by pytree; other containers as dataclass,
-mapping or list; other objects in outputs by attributes. A tensor that is missed would
-cause an error in backward.
-
-If a tensor in a list of the caller requires grad, is on another device or must be cast,
-the forward gets a copy of the list with another tensor: what recomputes in backward
-keeps the list, and must find that tensor there. The forward may append to the list, or
-set an item of a cache, to return a value, so changes of the copy are applied to the
-caller's list afterwards::
+If a tensor in a list of the caller is replaced, the forward gets a copy of the list:
+what recomputes in backward keeps the list, and must find the first tensor there.
+Changes of the copy are applied to the caller's list afterwards::
 
     given    [h]        the caller's           caller's afterwards  [h, aux]
     before   [h']       the copy at first
@@ -107,10 +101,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def _items_of(value: Any) -> dict[Any, Any] | None:
-    """Return the items of a mutable container; None if ``value`` is no such container.
-
-    Objects count if they are dataclasses or known to pytree.
-    """
+    """Return the items of a mutable container; None if ``value`` is none."""
     if isinstance(value, MutableSequence):
         return dict(enumerate(value))
     if isinstance(value, MutableMapping):
@@ -173,10 +164,7 @@ class Given:
         """Sequence number of the next autograd node when the forward began."""
 
     def replace(self, arguments: Arguments, change: Change) -> Arguments:
-        """Return the arguments with ``change(tensor)`` for each tensor.
-
-        Containers with other tensors are copies, until ``give_back``.
-        """
+        """Return the arguments with other tensors; containers of these are copies."""
         seen: dict[int, Any] = {}
         args = tuple([_replaced(v, change, self, seen) for v in arguments[0]])
         kwargs = {k: _replaced(v, change, self, seen) for k, v in arguments[1].items()}
@@ -192,10 +180,7 @@ class Given:
         self._copies.append(ContainerCopy(container, made, items))
 
     def write_casts_back(self) -> None:
-        """Copy in-place writes of the forward to cast inputs into the originals.
-
-        Raises: RuntimeError, as torch for an in-place write to the original.
-        """
+        """Copy in-place writes of the forward to cast inputs into the originals."""
         for original, made, version in self.casts:
             # Plain torch refuses in-place writes to a leaf that requires grad, so there
             # is no plain model whose caller sees such a write.
@@ -205,10 +190,7 @@ class Given:
                 original.copy_(made)
 
     def give_back(self, output: Any = None) -> Any:
-        """Apply changes of the copies to the caller's containers.
-
-        Returns: ``output`` with the caller's containers in place of copies.
-        """
+        """Apply changes of the copies; return the output with the caller's objects."""
         # A copy of a copy (cast, then aliased) was appended after the first copy.
         for each in reversed(self._copies):
             self._apply(each)
@@ -259,10 +241,7 @@ class Given:
 
 
 def map_tensors(value: Any, change: Change) -> Any:
-    """Return ``value`` with ``change(tensor)`` for each tensor.
-
-    Containers in which no tensor changes stay the same objects; others are copied.
-    """
+    """Return ``value`` with other tensors; containers without a change stay."""
     return _replaced(value, change, None, {})
 
 

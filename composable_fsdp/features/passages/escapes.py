@@ -1,16 +1,8 @@
 """Tensors that leave the forward of a unit: other than by the output, or as weights.
 
-Backward may enter the unit through any of these tensors, and must then find the unit
-unsharded: an input that the unit changed in place, a tensor that the unit put into a
-container of the caller, or a tensor on an attribute or buffer of a module in the unit
-(an auxiliary loss). If a tensor leaves in another way (a closure, a global list),
-backward raises an error when the graph reads parameters of the sharded unit.
-
-The memory of full parameters is freed after the forward, so outputs and attributes that
-share it become copies.
-
-``torch._C._functorch.is_functorch_wrapped_tensor`` and ``get_unwrapped`` are private,
-checked on torch 2.13 and 2.11.
+Backward may enter the unit through inputs changed in place, containers of the caller,
+and attributes of modules; what left in another way raises if its graph reads the unit.
+Outputs and attributes that share the memory of full parameters become copies.
 """
 
 from __future__ import annotations
@@ -43,11 +35,7 @@ Place = tuple[dict[str, Any], str]
 
 
 def below_transforms(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return tangents and the tensors below the wrappers of ``torch.func``.
-
-    Under ``jvp`` a tensor has no grad_fn. An outer ``vjp``, or the backward outside,
-    enters the graph at the tensor inside the wrapper and at the tangent.
-    """
+    """Return tangents and the tensors below the wrappers of ``torch.func``."""
     found: list[Tensor] = []
     for tensor in tensors:
         if not _is_wrapped(tensor):
@@ -131,10 +119,7 @@ def _is_view(handle: FlatParamHandle, tensor: Tensor) -> bool:
 
 
 def copy_weights(state: _FSDPState, output: Any) -> Any:
-    """Return ``output`` with copies in place of the unit's full parameters.
-
-    Raises: PhaseError, if an object holds a parameter and cannot be rebuilt.
-    """
+    """Return ``output`` with copies in place of the unit's full parameters."""
     handle = state.handle
     # Gradients flow through ``clone`` to the parameter.
     output = map_tensors(output, lambda t: t.clone() if is_weight(handle, t) else t)

@@ -1,15 +1,7 @@
 """The passages of everything: casts, containers, attributes, writes to weights.
 
-::
-
-    FULL      casts, containers, several modules, what the first forwards found
-    FIRST     FULL, for the first forwards of a unit, which search
-    MOVING    FULL, for the outermost call on a GPU, which moves the inputs there
-
 Passages are not combined, because values enter in an order of their own (moved, cast,
-aliased, held) and leave in another (cast, checked, copied, found, given back). A
-passage may hand a call on to a wider one, and only the end of the first forwards
-chooses a narrower one.
+aliased, held) and leave in another (cast, checked, copied, found, given back).
 """
 
 from __future__ import annotations
@@ -54,11 +46,7 @@ _FORWARDS = 2
 
 
 class Searches:
-    """Facts that the first forwards of a unit search for.
-
-    Searches take too long for every step, so only the first forwards search: of each
-    module, because another module of the unit may write, or keep a tensor.
-    """
+    """Facts that only the first forwards search for, since it takes too long."""
 
     __slots__ = ("before", "found_at", "looks", "scans", "writes_data")
 
@@ -123,11 +111,7 @@ class FullPassage(Passage):
         return None if all(map(is_, old, made)) else new
 
     def leave(self, state: _FSDPState, call: UnitForward, output: Any) -> Left:
-        """Add what left by attributes and containers; give the caller's containers.
-
-        Raises: PhaseError, if the output is a generator or a coroutine, or as
-            ``copy_weights`` and ``copy_writes``.
-        """
+        """Add what left by attributes and containers; give the caller's containers."""
         given: Given | None = call.given
         searches, precision = state.searches, state.precision
         if precision is not None and precision.output_dtype is not None:
@@ -165,10 +149,7 @@ class FullPassage(Passage):
 
     @staticmethod
     def keep_writes(state: _FSDPState, call: UnitForward) -> None:
-        """Copy what the forward wrote to parameters and inputs, or keeps of parameters.
-
-        Raises: PhaseError, as ``copy_writes``; RuntimeError, as ``write_casts_back``.
-        """
+        """Copy what the forward wrote to parameters and inputs, or keeps of these."""
         handle, searches = state.handle, state.searches
         if call.given is not None:
             call.given.write_casts_back()

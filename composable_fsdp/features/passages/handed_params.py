@@ -1,8 +1,7 @@
 """Full parameters that ``unshard`` has handed to a user, who may keep them.
 
 Such a parameter shows this rank's rows once its unit is sharded again, and the unit
-continues with new full parameters. As long as a backward may read the parameter, it
-stays, with its memory. ``sys.getrefcount`` tells whether a parameter was kept.
+continues with new ones; not while a backward may read it. ``sys.getrefcount`` tells.
 """
 
 from __future__ import annotations
@@ -49,11 +48,7 @@ class _Handed:
         """The number of steps when a graph that reads the parameters was met last."""
 
     def __call__(self, handle: FlatParamHandle) -> bool:
-        """Make kept parameters show the shards, unless a backward may read them.
-
-        Returns: whether the memory must stay; differs between ranks, which all gather
-            again alike.
-        """
+        """Make kept parameters show the shards; return if their memory must stay."""
         waits = handle.phase is BACKWARD_PRE
         if waits or handle.phase is BACKWARD_POST or current_task() != NO_TASK:
             self._read_at = handle.writes.steps

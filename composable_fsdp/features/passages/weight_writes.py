@@ -1,10 +1,7 @@
 """Copying a forward's writes to the unit's weights into the shards.
 
-A forward that normalises or clamps weights writes to the full leaves, whose memory is
-freed afterwards. Two kinds of write are detected. An in-place write increments the
-version counter of the leaf, which every forward compares. A write through ``.data``
-does not: the first forwards compare the bits of all parameters (large ones by a
-checksum), and if such a write is found, every later forward copies all parameters.
+The version counter of a leaf tells of a write in place. A write through ``.data`` is
+found by the first forwards, which compare values; then every later forward copies all.
 """
 
 from __future__ import annotations
@@ -38,10 +35,7 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def copy_writes(state: _FSDPState, *, all_values: bool) -> None:
     """Copy full parameters that the forward wrote to into the shards.
 
-    ``all_values``: the forward may have written through ``.data``.
-
-    Raises: PhaseError, naming the parameter, if the full parameters are copies in
-    another dtype, from which the shard cannot be written without loss.
+    Raises: PhaseError, naming the parameter, if the shard would lose the write.
     """
     context, handle = state.context, state.handle
     assert context is not None
@@ -124,10 +118,7 @@ def snapshot(handle: FlatParamHandle) -> list[Tensor] | None:
 
 
 def is_unchanged(handle: FlatParamHandle, before: list[Tensor]) -> bool:
-    """Return whether the full parameters are those of the snapshot ``before``.
-
-    Equal on all ranks, because the full parameters are.
-    """
+    """Return whether the full parameters are as ``before``, on all ranks alike."""
     now = [_bits(region.full.buffer) for region in handle.layout.regions]
     return all(map(torch.equal, before, now))
 

@@ -78,10 +78,7 @@ class _CopiedWorks(Works):
         self._outputs, self._results = outputs, results
 
     def wait(self, limit: timedelta) -> None:
-        """Wait for the calls, at most ``limit`` for each, and copy the results.
-
-        Raises: RuntimeError, after ``limit`` or if the backend raises.
-        """
+        """Wait for the calls, at most ``limit`` for each, and copy the results."""
         super().wait(limit)
         # Buffer by buffer: regions may have different dtypes.
         for output, result in zip(self._outputs, self._results, strict=True):
@@ -97,11 +94,9 @@ def all_gather(
     async_op: bool = False,
     operation: Operation,
 ) -> Operation | None:
-    """Do as ``collectives.all_gather_flat``, by ``comm``.
+    """Do as ``collectives.all_gather_flat``, by a call of ``comm`` per buffer.
 
-    Returns: the operation if ``async_op``, else None.
     Raises: CollectiveError, if the backend raises; errors of ``comm``.
-    Collective: a call of ``comm`` per buffer; every rank must call.
     """
 
     def start() -> _CopiedWorks:
@@ -137,11 +132,9 @@ def reduce_scatter(
     async_op: bool = False,
     operation: Operation,
 ) -> Operation | None:
-    """Do as ``collectives.reduce_scatter_flat``, by ``comm``.
+    """Do as ``collectives.reduce_scatter_flat``, by a call of ``comm`` per buffer.
 
-    Returns: the operation if ``async_op``, else None.
     Raises: CollectiveError, if the backend raises; errors of ``comm``.
-    Collective: a call of ``comm`` per buffer; every rank must call.
     """
     op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
 
