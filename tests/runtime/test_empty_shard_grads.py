@@ -94,13 +94,6 @@ def assert_gradients(model: nn.Module, wanted: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found, whole, msg=name)
 
 
-def reduced_once(world: World, path: str) -> nn.Module:
-    model = narrow(path)
-    once(world, model)
-    assert_gradients(model, expected(world, 0))
-    return model
-
-
 def accumulated(world: World, path: str) -> nn.Module:
     model = narrow(path)
     with no_sync(model):
@@ -108,16 +101,6 @@ def accumulated(world: World, path: str) -> nn.Module:
     for at in (1, 2):
         once(world, model, at)
     assert_gradients(model, expected(world, 0, 1, 2))
-    return model
-
-
-def own_tensors(world: World, path: str) -> nn.Module:
-    """Sums go into tensors of the user's, and one that is empty is taken away."""
-    model = narrow(path)
-    for leaf in model.parameters():
-        leaf.grad = torch.zeros_like(leaf)
-    once(world, model)
-    assert_gradients(model, expected(world, 0))
     return model
 
 
@@ -129,21 +112,7 @@ def offloaded(world: World, path: str) -> nn.Module:
     return model
 
 
-PROGRAMS = (
-    reduced_once,
-    accumulated,
-    own_tensors,
-    offloaded,
-)
-
-
-def assert_idioms(model: nn.Module) -> None:
-    """What scripts do with gradients; nothing is NaN and nothing raises."""
-    held = [p.grad for p in model.parameters() if p.grad is not None and p.numel()]
-    for gradient in held:
-        assert gradient.abs().max() >= gradient.mean()
-    if held:
-        assert torch.stack([gradient.norm() for gradient in held]).isfinite().all()
+PROGRAMS = accumulated, offloaded
 
 
 @pytest.mark.req("P-03")
@@ -156,7 +125,6 @@ def test_grad_is_none_exactly_where_nothing_is_held(
     for path in PATHS:
         model = program(world, path)
         assert sum(map(is_absent, model.parameters())) > 0
-        assert_idioms(model)
         model.zero_grad()
         once(world, model)
         assert_gradients(model, expected(world, 0))
