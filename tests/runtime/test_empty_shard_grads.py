@@ -33,7 +33,7 @@ from tests.support.reference import (
     train_reference,
     wide_input,
 )
-from tests.support.sharded import both_paths, gpt, own_gradient, own_parts
+from tests.support.sharded import both_paths
 from tests.support.tiny import tiny_mlp
 from tests.support.world import World
 
@@ -215,11 +215,6 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 }
 
 
-def torch_hook(parameter: Any, hook: Callable[[Tensor], object]) -> Any:
-    """``parameter.register_hook(hook)``, which has no types."""
-    return parameter.register_hook(hook)
-
-
 def step_in_backward(model: nn.Module, name: str) -> None:
     """Have each parameter step as soon as it has its gradient."""
 
@@ -268,20 +263,3 @@ def test_optimizers_that_step_in_backward_train_as_after_it(
     mine = [step[world.rank] for step in expected]
     assert_same_training(sharded, plain, losses, mine)
     assert all(p.grad is None for p in sharded.parameters())
-
-
-@on_ranks(1, 2)
-def test_what_tensor_hooks_return_is_the_gradient(world: World) -> None:
-    """One after the other, before it is added to what is there."""
-    model, plain = gpt("composable"), TinyGPT()
-    for parameter in model.parameters():
-        torch_hook(parameter, lambda gradient: gradient * 3)
-        torch_hook(parameter, lambda gradient: gradient + 1)
-
-    for _ in range(2):
-        backward(loss_of(model, gpt_input(0, world.rank)))
-
-    inputs = [gpt_input(0, rank) for rank in range(world.world_size)]
-    full = {n: 2 * (3 * g + 1) for n, g in gradients_of(plain, inputs).items()}
-    for name, (leaf, part) in own_parts(model, full).items():
-        torch.testing.assert_close(own_gradient(leaf), part, msg=name)

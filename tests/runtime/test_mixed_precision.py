@@ -31,13 +31,10 @@ from tests.support.reference import (
     backward,
     gpt_input,
     gpt_units,
-    loss_of,
     sgd,
     train,
     wide_input,
 )
-from tests.support.sharded import own_gradient
-from tests.support.tiny import tiny_mlp
 from tests.support.world import World
 
 BF16 = torch.bfloat16
@@ -132,23 +129,6 @@ def test_a_forward_meets_the_dtypes_it_meets_under_fsdp1(world: World) -> None:
     # Integers stay, and the state dict gives the original dtypes.
     assert ours.count.dtype is torch.int64
     assert {v.dtype for v in ours.state_dict().values()} == {torch.float32, torch.int64}
-
-
-@pytest.mark.req("B-20")
-@on_ranks(2)
-def test_gradients_stay_in_low_precision_on_request(world: World) -> None:
-    """In the reduce dtype, also when a second backward adds to them."""
-    model = tiny_mlp()
-    options = MixedPrecision(torch.float32, BF16, keep_low_precision_grads=True)
-    fully_shard(model, mixed_precision=options)
-
-    for batch in range(2):
-        backward(loss_of(model, wide_input(8)(batch, world.rank)))
-
-    for p in model.parameters():
-        assert not p.numel() or own_gradient(p).dtype is BF16
-        assert p.dtype is torch.float32
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
 @pytest.mark.req("B-14")
