@@ -138,9 +138,10 @@ def register_task_end(context: RuntimeContext, state: _FSDPState, task: int) -> 
                 require_no_other_backward(context)
             if context.frame is not None:
                 require_not_elsewhere(context)
-        # The gather stream waited for the caller's stream when the forward began. The
-        # shards may have changed since (an optimizer step), so wait again.
-        context.streams.wait_for_step()
+        else:
+            # The gather stream waited for the caller's stream when the forward began.
+            # The shards may have changed since (an optimizer step), so wait again.
+            context.streams.wait_for_step()
         context.tasks[task] = []
         _engine.queue_callback(TaskEnd(context, task))
     context.tasks[task].append(state)

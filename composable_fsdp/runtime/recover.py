@@ -109,7 +109,8 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
     fills = any(map(_fills, context.handles))
     make = moments.OWN_ORDERS.get(context)
     context.order = make(mode, fills) if make else moments.ORDERS[fills](mode)
-    if context.streams.begin_iteration():
+    streams = context.streams
+    if not streams.host_waits and streams.begin_iteration():
         make_nodes_on_current_stream(context)
     context.outermost = state
 

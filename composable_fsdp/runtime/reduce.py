@@ -14,6 +14,7 @@ one event frees it: ``events.reduce``, behind the reduce-scatter.
 from __future__ import annotations
 
 from itertools import compress
+from typing import Any
 
 import torch
 from torch import nn
@@ -63,11 +64,15 @@ def copy_grads_to_reduce_buffers(
     if context.reducing is not None and context.reducing.handle is handle:
         # The reduction in flight reads the reduce buffers, so finish before writing.
         finish_reduction(context)
-    users = context.streams.users(handle.events)  # none on CPU
-    for stream in users[1:]:
-        users[0].wait_stream(stream)
+    streams = context.streams
+    owner: Any = None  # of the memory, on CUDA
+    others: list[torch.cuda.Stream] = []
+    if not streams.host_waits:
+        owner, *others = streams.users(handle.events)
+    for stream in others:
+        owner.wait_stream(stream)
     if not handle.reduction.has_memory:
-        allocate_reduce(handle, users[0] if users else None)
+        allocate_reduce(handle, owner)
     for region in handle.layout.trainable:
         waiting = region.reduce.waiting
         gradients = [gradient for gradient in waiting if gradient is not None]
@@ -77,8 +82,8 @@ def copy_grads_to_reduce_buffers(
                 into = tuple(compress(into, [g is not None for g in waiting]))
             torch._foreach_copy_(into, gradients)
         del gradients
-    for stream in users[1:]:
-        stream.wait_stream(users[0])
+    for stream in others:
+        stream.wait_stream(owner)
     # Drop the gradients only now. Memory of a gradient that was made on another stream
     # is returned behind the hooks' stream, which the engine recorded as a user of the
     # memory. The hooks' stream is behind the copy only after the wait above.
