@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.features.passages.containers import (
-    CastInput,
     Change,
     Given,
     map_tensors,
@@ -43,7 +42,7 @@ def _casting(given: Given, dtype: torch.dtype) -> Change:
                 made = tensor.to(dtype)
         else:
             made = tensor.to(dtype)
-        given.casts.append(CastInput(tensor, made, made._version))
+        given.casts.append((tensor, made, made._version))
         return made
 
     return cast

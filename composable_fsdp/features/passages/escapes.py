@@ -118,18 +118,26 @@ def _is_view(handle: FlatParamHandle, tensor: Tensor) -> bool:
     )
 
 
-def copy_weights(state: _FSDPState, output: Any) -> Any:
-    """Return ``output`` with copies in place of the unit's full parameters."""
-    handle = state.handle
+def copy_weights(state: _FSDPState, output: Any) -> tuple[Any, list[Tensor]]:
+    """Return ``output`` with copies of full parameters, and the tensors in it."""
+    handle, tensors = state.handle, tensors_in(output)
+    # The result of an operation with a graph is no weight.
+    if not any(
+        is_weight(handle, tensor)
+        for tensor in tensors
+        if tensor.grad_fn is None or tensor._base is not None
+    ):
+        return output, tensors
     # Gradients flow through ``clone`` to the parameter.
     output = map_tensors(output, lambda t: t.clone() if is_weight(handle, t) else t)
-    if any(is_weight(handle, tensor) for tensor in tensors_in(output)):
+    tensors = tensors_in(output)
+    if any(is_weight(handle, tensor) for tensor in tensors):
         raise PhaseError(
             f"The forward of fully sharded module {state.name} returned its own weight "
             f"inside a {type(output).__name__}, and its memory is freed now. Return "
             "weight.clone(), or a tuple, a dict or a dataclass."
         )
-    return output
+    return output, tensors
 
 
 def copy_kept_weights(handle: FlatParamHandle, places: Iterable[Place]) -> None:

@@ -30,7 +30,6 @@ from composable_fsdp.runtime.forward import (
     PLAIN,
     Left,
     Passage,
-    is_weight,
 )
 from composable_fsdp.runtime.unshard import wait_unsharded
 from composable_fsdp.tree.state import _FSDPState
@@ -125,10 +124,7 @@ class FullPassage(Passage):
         if searches_now and not checks:
             searches.found_at = escapes.find_places(state, since, searches.found_at)
         self.keep_writes(state, call)
-        tensors = tensors_in(output)
-        if any(_may_be_weight(t) and is_weight(state.handle, t) for t in tensors):
-            output = escapes.copy_weights(state, output)
-            tensors = tensors_in(output)
+        output, tensors = escapes.copy_weights(state, output)
         # Backward may enter by an input that was changed in place.
         tensors += escapes.written_in_place(call.inputs, first_number(call.aliases))
         kept = [table.get(key) for table, key in searches.found_at if call.has_graph]
@@ -142,10 +138,7 @@ class FullPassage(Passage):
             state.passage = _choose(state, has_graph=True)
         return output, tensors
 
-    @staticmethod
-    def below_transforms(tensors: list[Tensor]) -> list[Tensor]:
-        """Return the tensors inside ``tensors`` of ``torch.func``."""
-        return escapes.below_transforms(tensors)
+    below_transforms = staticmethod(escapes.below_transforms)
 
     @staticmethod
     def keep_writes(state: _FSDPState, call: UnitForward) -> None:
@@ -190,11 +183,6 @@ def _choose(state: _FSDPState, *, has_graph: bool) -> Passage:
     return (
         FULL if found or len(state.modules) > 1 or casts.casts_values(state) else PLAIN
     )
-
-
-def _may_be_weight(tensor: Tensor) -> bool:
-    """Return whether the tensor is not the result of an operation with a graph."""
-    return tensor.grad_fn is None or tensor._base is not None
 
 
 def moving_to(device: torch.device) -> Change:
