@@ -82,13 +82,10 @@ def _copy_write_to_shard(
     full, sharded = region.full.leaves[index], region.leaves[index]
     # A write to a low-precision copy would be rounded, or lost at the next all-gather.
     if not region.is_exact:
-        raise PhaseError(
-            f"Parameter {quoted(slot_path(handle, slot))} was written to "
-            "in the "
-            f"forward of unit {handle.name}, where it is a copy in {full.dtype} of "
-            f"shards in {sharded.dtype} ({_cause(region)[0]}), so the write would be "
-            "lost or rounded. Write to it between steps, inside "
-            f"unshard_params(module), or give the unit no {_cause(region)[1]}."
+        raise _inexact(
+            region,
+            f"Parameter {quoted(slot_path(handle, slot))} was written to in the "
+            f"forward of unit {handle.name}, where it is a copy",
         )
     # A full leaf may view the shard itself, which already has the new values.
     if region.full.is_cut or handle.writes.memory.away:
@@ -99,11 +96,16 @@ def _copy_write_to_shard(
     set_versions((sharded,), (versions,))
 
 
-def _cause(region: FlatParameter) -> tuple[str, str]:
-    """Return why the full values are no exact copies, and the option to leave out."""
+def _inexact(region: FlatParameter, what: str) -> PhaseError:
+    """Return the error of a write to full values that are no exact copies."""
+    cause, option = "MixedPrecision", "param_dtype"
     if region.full.wire is not None:
-        return repr(region.layout.wire), "wire"
-    return "MixedPrecision", "param_dtype"
+        cause, option = repr(region.layout.wire), "wire"
+    return PhaseError(
+        f"{what} in {region.full.buffer.dtype} of shards in {region.shard.dtype} "
+        f"({cause}), so the write would be lost or rounded. Write between steps, "
+        f"inside unshard_params(module), or give the unit no {option}."
+    )
 
 
 def snapshot(handle: FlatParamHandle) -> list[Tensor] | None:
@@ -144,12 +146,10 @@ def _copy_all_to_shards(handle: FlatParamHandle) -> None:
     # All checks have passed, so either every region is copied or none.
     for region in handle.layout.regions:
         if not region.is_exact:
-            raise PhaseError(
+            raise _inexact(
+                region,
                 f"The forward of unit {handle.name} wrote to its weights through "
-                f".data, where they are copies in {region.full.buffer.dtype} of shards "
-                f"in {region.shard.dtype} ({_cause(region)[0]}), so the write would be "
-                "lost or rounded. Write between steps, inside unshard_params(module), "
-                f"or give the unit no {_cause(region)[1]}."
+                ".data, where they are copies",
             )
     for region in handle.layout.regions:
         if region.full.own_parts:

@@ -1,14 +1,9 @@
 """All-gathers and reduce-scatters by an object of the user, as FSDP2 takes them.
 
-The object has two methods: ``allocate(size, dtype=, device=)`` gives the buffers of a
-collective, and calling the object hands the collective to a backend. The collective
-runs in these buffers, and the copies are ours::
+An object is called once per region of a unit, in buffers that it allocates::
 
     all-gather       shard -copy-> allocated slice =object=> allocated -copy-> full
     reduce-scatter   full -copy-> allocated =object=> allocated slice -copy-> shard
-
-An object is called once per region of a unit (a unit of equal dtypes usually has a
-single region), with keyword arguments.
 """
 
 from __future__ import annotations
