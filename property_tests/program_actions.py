@@ -307,28 +307,9 @@ def mode(side: Side, train: bool) -> Seen:
     side.model.train(train)
 
 
-def average(side: Side) -> Seen:
-    """An EMA over the local values, kept and put in later."""
-    for name, p in named(side.model).items():
-        before = side.average.get(name)
-        value = p.detach()
-        if before is None or before.dtype is not value.dtype:
-            side.average[name] = value.clone()
-        else:
-            before.lerp_(value, 0.5)
-
-
-def use_average(side: Side) -> Seen:
-    with torch.no_grad():
-        for name, p in named(side.model).items():
-            if name in side.average and side.average[name].dtype is p.dtype:
-                p.copy_(side.average[name])
-
-
 def cast(side: Side, dtype: str, back: bool) -> Seen:
     """``model.to``, and back."""
     side.slots.clear()
-    side.average.clear()
     side.model.to(DTYPES[dtype])
     if back:
         side.model.to(torch.float64)
@@ -364,16 +345,6 @@ def step_half(side: Side, odd: bool) -> Seen:
     forget_hidden(side)
     chosen = [p for _, p in sorted(named(side.model).items())][odd::2]
     torch.optim.SGD([{"params": chosen}], lr=0.05, momentum=0.9).step()
-
-
-def learning_rate(side: Side, factor: float) -> Seen:
-    for group in side.optimizer.param_groups:
-        group["lr"] *= factor
-
-
-def scheduler(side: Side) -> Seen:
-    made = torch.optim.lr_scheduler.ExponentialLR(side.optimizer, 0.5)
-    return made.get_last_lr()
 
 
 def module_hook(side: Side, index: int, kind: str) -> Seen:
@@ -557,11 +528,6 @@ def raise_in_backward(side: Side, index: int, batch: int, cleared: str) -> Seen:
 
 def collect(side: Side) -> Seen:
     gc.collect()
-
-
-def drop(side: Side) -> Seen:
-    """Forget every graph."""
-    side.slots.clear()
 
 
 def call_core(side: Side, index: int, batch: int) -> Seen:

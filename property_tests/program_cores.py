@@ -84,14 +84,10 @@ vector(lambda x, w: x * torch.pow(w, 3), "pow")
 vector(lambda x, w: F.prelu(x, w), "prelu")
 vector(lambda x, w: F.rms_norm(x, (len(w),), w), "rms")
 vector(lambda x, w: F.layer_norm(x, (len(w),), w), "layer_norm")
-vector(lambda x, w: torch.where(x > 0, x * w, x), "where")
-vector(lambda x, w: torch.addcmul(x, x, w, value=0.5), "addcmul")
 vector(lambda x, w: x * w.norm() / 3, "norm_of_weight")
 vector(lambda x, w: x * float(w.sum()) / len(w), "python_value")
 vector(lambda x, w: x + w.detach() * x, "detached")
-vector(lambda x, w: x * w[0] + w[1:].sum(), "slices")
 vector(lambda x, w: x.clone().mul_(w).add_(w), "inplace_inside")
-vector(lambda x, w: torch.einsum("bi,i->bi", x, w), "einsum")
 vector(lambda x, w: torch.func.vmap(lambda row: row * w)(x), "vmap")
 vector(lambda x, w: x + torch.func.grad(lambda v: (v * w).pow(3).sum())(x), "func_grad")
 vector(lambda x, w: cast(Any, _Scale).apply(x, w), "custom")
@@ -351,15 +347,6 @@ class Quantized(Linear):
 
 
 @core
-class SavedView(Linear):
-    """Computes with a view of a weight that an earlier line made."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        turned = self.weight.t()
-        return x + torch.tanh(x @ turned.detach()) + torch.tanh(x @ turned)
-
-
-@core
 class Hooked(Linear):
     """Hooks of a user: before and after forward, and after backward."""
 
@@ -390,22 +377,6 @@ class OneRowOnly(Linear):
         if not self.training:
             return super().forward(x)
         return x + torch.tanh(x @ self.weight.t())
-
-
-@core
-class Buffered(Linear):
-    """Keeps an average of its weight in a buffer, and computes with it."""
-
-    average: Tensor
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.register_buffer("average", torch.zeros(width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.average.lerp_(self.weight.detach(), 0.5)
-        return super().forward(x) + x @ self.average.detach().clone()
 
 
 @core

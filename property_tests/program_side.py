@@ -112,7 +112,6 @@ class Side:
         self.optimizer = optimizer or optimizer_of(self.kind, self.model, groups)
         self.slots: list[Slot] = []
         self.kept: dict[str, Tensor] = {}
-        self.average: dict[str, Tensor] = {}
         self.saved: dict[str, Tensor] = {}
         self.taken: Taken | None = None
         self.pending: Future[None] | None = None

@@ -131,7 +131,6 @@ def actions() -> st.SearchStrategy[list[Action]]:
         ),
         _action("raise_in_forward", INDEX, BATCH, ON),
         _action("raise_in_backward", INDEX, BATCH, clears),
-        _action("drop"),
         _action("collect"),
     ]
     gradients = [
@@ -145,8 +144,6 @@ def actions() -> st.SearchStrategy[list[Action]]:
         _action("freeze", INDEX),
         _action("freeze_piece", INDEX, ON),
         _action("write", INDEX, ["no_grad", "data", "assign", "copy", "foreach"]),
-        _action("average"),
-        _action("use_average"),
         _action("cast", ["float32", "bfloat16", "float64"], ON),
         _action("copy_model", ON),
         _action("copy_aside", BATCH),
@@ -154,8 +151,6 @@ def actions() -> st.SearchStrategy[list[Action]]:
         _action("mode", ON),
         _action("step_half", ON),
         _action("new_optimizer", list(OPTIMIZERS)),
-        _action("learning_rate", [0.5, 2.0]),
-        _action("scheduler"),
     ]
     states = [
         _action("save"),

@@ -39,8 +39,6 @@ WITHIN = ("forward", "raise_in_forward", "copy_aside")
 """Actions in which a module may run a backward of its own."""
 ON_SHARDS = (
     "write",
-    "use_average",
-    "average",
     "freeze",
     "freeze_piece",
     "leaf_hook",

@@ -197,7 +197,7 @@ RESTORE = [("restore", i) for i in range(10)]
 
 @pytest.mark.req("B-07", "R-02")
 @pytest.mark.parametrize("world_size", [1, 2])
-@examples(8)
+@examples(4)
 @example(case(*SWAP, ("step", 0), *RESTORE, ("step", 0), ("drop", 0), ("step", 0)))
 @example(case(("flatten", 0), ("step", 0), ("write kept", 0), ("unshard", 0)))
 @example(case(("flatten", 0), ("load", 0), ("drop", 0), ("inference", 0), ("step", 0)))

@@ -129,7 +129,6 @@ def legal(combination: Combination, world_size: int) -> Combination:
     if made.model.replicated_paths():
         # No backward comes by a replicated tree that was not used.
         made = replace(made, steps=tuple(map(_without_bypass, made.steps)))
-    made = replace(made, steps=tuple(map(_one_backward_if_unsharded, made.steps)))
     if not made.is_exact(world_size):
         # Then in float64, and a cast makes a step of the last bit.
         made = replace(
@@ -150,16 +149,6 @@ def _without_filling(step: Step) -> Step:
     micro = tuple(replace(m, by_rank=False) for m in step.micro)
     kept = tuple(a for a in step.actions if a[0] != "fill")
     return replace(step, micro=micro, actions=kept)
-
-
-def _one_backward_if_unsharded(step: Step) -> Step:
-    # A unit that was unsharded by hand, and whose parameters something refers to, has
-    # other full parameters after the first backward. A second backward through the
-    # same forward is refused, on that rank alone: a known fault.
-    if not any(action[0].startswith("unshard") for action in step.actions):
-        return step
-    micro = tuple(replace(m, forwards=1, backward="joint") for m in step.micro)
-    return replace(step, micro=micro)
 
 
 def _without_bypass(step: Step) -> Step:
@@ -203,6 +192,17 @@ FOUND = {
         PAIR,
         units=(Unit(strategy="NO_SHARD"),),
         steps=(Step(), Step(actions=(("freeze", 0),))),
+    ),
+    # Full parameters that were kept became others after the first of two backwards.
+    "two backwards after an unshard by hand": Combination(
+        PAIR,
+        steps=(
+            Step(
+                actions=(("unshard_unit", 1, False),),
+                micro=(Micro(forwards=2, backward="twice"),),
+            ),
+            Step(actions=(("unshard_unit", 0, True),)),
+        ),
     ),
 }
 

@@ -16,17 +16,10 @@ def transformer_auto_wrap_policy(
     nonwrapped_numel: int,
     transformer_layer_cls: set[type[nn.Module]],
 ) -> bool:
-    """Return whether ``module`` is an instance of a layer class.
+    """Return whether ``module`` is of a layer class; always True on the way down.
 
-    ``ModuleWrapPolicy`` makes the same decisions.
+    ``ModuleWrapPolicy`` decides the same; ``nonwrapped_numel`` has no influence.
 
-    Args:
-        module: the module in question.
-        recurse: True on the way down, where the answer is always True.
-        nonwrapped_numel: has no influence; part of FSDP1's signature.
-        transformer_layer_cls: the layer classes.
-
-    Returns: on the way up, whether ``module`` becomes a unit.
     Raises: PlanError, if the module is a container such as ``nn.ModuleList``.
     """
     return recurse or is_named(module, tuple(transformer_layer_cls))
@@ -38,16 +31,7 @@ def lambda_auto_wrap_policy(
     nonwrapped_numel: int,
     lambda_fn: Callable[[nn.Module], bool],
 ) -> bool:
-    """Return ``lambda_fn(module)``; see ``CustomPolicy``.
-
-    Args:
-        module: the module in question.
-        recurse: True on the way down, where the answer is always True.
-        nonwrapped_numel: has no influence; part of FSDP1's signature.
-        lambda_fn: tells whether a module becomes a unit.
-
-    Returns: on the way up, whether ``module`` becomes a unit.
-    """
+    """Return ``lambda_fn(module)``; True on the way down; see ``CustomPolicy``."""
     return recurse or lambda_fn(module)
 
 

@@ -1,9 +1,7 @@
 """Activation wrappers under the names that torch's FSDP scripts import.
 
-``checkpoint_wrapper`` recomputes activations; ``offload_wrapper`` keeps activations in
-host memory. Each wrapper adds a level to the module tree and removes the wrapper's
-component from the names in state dicts and from ``named_parameters``. ``checkpoint``
-recomputes without an additional level.
+Each adds a level to the module tree and removes its component from the names in state
+dicts and from ``named_parameters``; ``checkpoint`` recomputes without a level.
 """
 
 from __future__ import annotations

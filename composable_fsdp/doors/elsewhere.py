@@ -33,10 +33,9 @@ _OWN = {
 
 
 def submodule(name: str) -> ModuleType:
-    """Return a submodule of the package; for the package's ``__getattr__`` alone.
+    """Return a submodule of the package; for the package's ``__getattr__``.
 
-    Raises: ImportError in ``from composable_fsdp import name`` for a name of another
-        module, else AttributeError.
+    Raises: ImportError in ``from composable_fsdp import ...``, else AttributeError.
     """
     full = f"composable_fsdp.{name}"
     # Without private names: ``__main__`` would run the command line.

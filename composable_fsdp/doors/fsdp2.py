@@ -1,12 +1,7 @@
 """FSDP2's functions over the units of this package, for ``composable_fsdp.fsdp2``.
 
-::
-
-    fully_shard(mesh=, mp_policy=, ...)
-      composable_fsdp.fully_shard(device_mesh=, mixed_precision=, ...)
-      state dicts hold sharded values; the class becomes FSDP<name>
-
-This door alone changes classes. Parameters stay plain tensors, as everywhere.
+State dicts hold sharded values, and the class becomes ``FSDP<name>``: this door alone
+changes classes. Parameters stay plain tensors, as everywhere.
 """
 
 from __future__ import annotations
@@ -203,10 +198,7 @@ def _roots(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
 def _reshards(
     given: object, mesh: DeviceMesh | None
 ) -> tuple[ShardingStrategy, bool | None]:
-    """Return the strategy, and whether the unit reshards; None if its place decides.
-
-    Raises: ValueError, for a number that does not divide the ranks that shard.
-    """
+    """Return the strategy, and whether the unit reshards; None if its place decides."""
     if given is None:
         return ShardingStrategy.FULL_SHARD, None
     if not isinstance(given, int):

@@ -1,13 +1,7 @@
 """``FSDPModule``: FSDP2's methods on modules that the door of FSDP2 has sharded.
 
-::
-
-    class of the module     Linear            before fully_shard
-                            FSDPLinear        after: (FSDPModule, Linear), made once
-
-Each method calls the function of this package with the same meaning. A method whose
-promise concerns memory, streams or communicators that flat buffers do not have raises,
-and the message says how to do without the call; no result depends on such a method.
+Each method calls the function of this package with the same meaning. One whose promise
+concerns memory, streams or communicators raises; no result depends on such a method.
 """
 
 from __future__ import annotations

@@ -103,11 +103,7 @@ def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def mixed_precision_of(policy: object) -> MixedPrecision | None:
-    """Return the ``MixedPrecision`` that equals FSDP2's ``policy``.
-
-    Raises: TypeError, if ``policy`` is no ``MixedPrecisionPolicy``, or for a dtype that
-        is no floating point dtype.
-    """
+    """Return the ``MixedPrecision`` that equals FSDP2's ``policy``."""
     own = by_fields(MixedPrecisionPolicy, policy, argument="mp_policy", home=HOME)
     # Without a dtype nothing is cast, whatever ``cast_forward_inputs`` says.
     if own.param_dtype is own.reduce_dtype is own.output_dtype is None:
@@ -125,8 +121,7 @@ def mixed_precision_of(policy: object) -> MixedPrecision | None:
 def cpu_offload_of(policy: object, device_type: str) -> CPUOffload | None:
     """Return the ``CPUOffload`` that equals FSDP2's ``policy``.
 
-    Raises: TypeError, if ``policy`` is no ``OffloadPolicy``; PlanError, for memory that
-        is not pinned beside a GPU.
+    Raises: TypeError, for another ``policy``; PlanError, for pageable memory.
     """
     # By name, because a script may still import the class from torch.
     kinds = [base.__name__ for base in type(policy).__mro__]

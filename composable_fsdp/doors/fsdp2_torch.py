@@ -2,15 +2,12 @@
 
 ::
 
-    torch.nn.utils.clip_grad_norm_(parameters)   units of the door: clip_grad_norm_ of
-                                                 this package; all others: as before
-    torch.amp.GradScaler                         ranks agree whether there is an inf in
-                                                 gradients of units of the door
+    torch.nn.utils.clip_grad_norm_(parameters)   units of the door: over all ranks
+    torch.amp.GradScaler                         ranks agree whether there is an inf
     parameter.full_tensor, placements, ...       an AttributeError, with the way out
 
-All are installed by the first ``fully_shard`` of the door and stay. Private:
-``torch.nn.utils.clip_grad_norm_`` is a wrapper that calls the variable ``func`` of its
-closure; ``GradScaler._unscale_grads_`` (checked on torch 2.13).
+Installed by the first ``fully_shard`` of the door. Private: the closure's variable
+``func`` of the first, and ``GradScaler._unscale_grads_`` (checked on torch 2.13).
 """
 
 from __future__ import annotations
@@ -72,12 +69,7 @@ def change_torch() -> None:
 
 
 def _clip_cell() -> CellType | None:
-    """Return the cell that holds the body of torch's function; None if there is none.
-
-    A change of the cell reaches every reference to the function, also in a script that
-    has imported the function before. Without a cell nothing changes, and the audit of
-    the first step tells of the norm of shards (``features.audit``).
-    """
+    """Return the cell that holds the body of torch's function, or None."""
     function: Any = torch.nn.utils.clip_grad_norm_
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     return function.__closure__[names.index("func")] if "func" in names else None
@@ -141,10 +133,7 @@ def _is_of_the_door(parameter: Tensor) -> bool:
 
 
 def _handle_of_the_door(parameter: Tensor) -> FlatParamHandle | None:
-    """Return the unit of ``parameter``, if the door has sharded it.
-
-    Other units keep the checks of ``optim``: their scripts are not FSDP2's.
-    """
+    """Return the unit of ``parameter``, if the door has sharded it."""
     found = find_leaf(parameter) if id(parameter) in LEAVES else None
     if found is None:
         return None

@@ -26,10 +26,7 @@ from composable_fsdp.optim.own_state_dict import is_wrapper
 
 
 class TensorsInside(nn.Module):
-    """The tensors of a frozen parameter that wrapped them, as parameters.
-
-    ``open_wrapped_params`` makes this module and puts it in the parameter's place.
-    """
+    """The tensors of a frozen parameter that wrapped them, in its place."""
 
     def __init__(self, wrapper: Any) -> None:
         super().__init__()
@@ -43,10 +40,7 @@ class TensorsInside(nn.Module):
             self.register_parameter(key, nn.Parameter(inner, requires_grad=False))
 
     def wrapped(self) -> Tensor:
-        """Return the tensor of the original class, over the memory of the parameters.
-
-        Raises: PlanError, if a mixed precision cast the parameters.
-        """
+        """Return the tensor of the original class, over the parameters' memory."""
         inner: dict[str, Tensor] = {}
         for key, dtype in self._dtypes.items():
             tensor = self.get_parameter(key)

@@ -245,11 +245,7 @@ class FullyShardedDataParallel(Attributes, nn.Module):
             yield strip_wrapper(name), buffer
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Map the wrapped module's names to the wrapper component, for torch's DCP.
-
-        torch's state dict functions step through the component when they follow these
-        names.
-        """
+        """Map the wrapped module's names to the wrapper component, for torch's DCP."""
         inner = self.module
         names = (*inner._modules, *inner._parameters, *inner._buffers)
         return dict.fromkeys(names, WRAPPED_MODULE)
@@ -418,10 +414,7 @@ def _wrap(module: nn.Module, _: dict[str, Any]) -> nn.Module:
 
 
 def _require_plain_module(module: object, *, again: bool) -> None:
-    """Refuse what no wrapper can hold; ``again``: ``__new__`` returned the wrapper.
-
-    Raises: TypeError; CompositionError, for a wrapper; as ``require_process_group``.
-    """
+    """Refuse what no wrapper can hold; ``again``: ``__new__`` returned the wrapper."""
     if not isinstance(module, nn.Module):
         raise TypeError(
             f"FullyShardedDataParallel expects a module, got a "

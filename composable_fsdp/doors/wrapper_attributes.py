@@ -1,9 +1,4 @@
-"""Read-only attributes of FSDP1's wrapper: the options and the ranks of its unit.
-
-Each property reads the unit's state at every access, so the value always agrees with
-the behavior of the unit. Assignment is not supported, because a new value would have no
-effect.
-"""
+"""Read-only attributes of FSDP1's wrapper: the options and the ranks of its unit."""
 
 from __future__ import annotations
 
@@ -107,12 +102,7 @@ class Attributes:
 
 
 def attribute_of(wrapper: nn.Module, module: nn.Module, name: str) -> object:
-    """Return the attribute ``name`` of the wrapped ``module``.
-
-    Returns: the attribute.
-    Raises: AttributeError, naming the wrapper. An AttributeError from inside a property
-        of ``module`` is raised unchanged.
-    """
+    """Return an attribute of the wrapped ``module``, or raise as the wrapper."""
     try:
         return getattr(module, name)
     except AttributeError as error:

@@ -23,13 +23,11 @@ def post_order_apply(
 ) -> None:
     """Call ``fn(module, options)`` for each target, after all targets below.
 
-    In a tree, the order is ``root.modules()`` reversed. Each module is visited once; a
-    replacement that ``fn`` returns takes the module's place under every name and
-    parent. ``root`` itself is skipped: only the caller can replace the root.
+    Each module is visited once; a replacement that ``fn`` returns takes its place under
+    every name and parent. ``root`` is skipped: only the caller can replace it.
 
-    Raises: PlanError, before any call of ``fn``, if a target is not below ``root``;
-    TypeError, if ``fn`` returns neither a module nor None.
-    Collective: none, besides the collectives of ``fn``.
+    Raises: PlanError, before any call, if a target is not below ``root``; TypeError, if
+        ``fn`` returns neither a module nor None.
     """
     order = walk.post_order(root)
     # Check all targets before the first change of the tree.

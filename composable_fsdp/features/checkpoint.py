@@ -1,14 +1,8 @@
 """``checkpoint``: activation checkpointing in place.
 
-``checkpoint`` replaces the module's ``forward``, which runs twice. Module hooks stay
-outside and run once, so the nesting does not depend on whether ``checkpoint`` or
-``fully_shard`` is applied first::
-
-    module(x):  hooks of fully_shard (gather) [ checkpointed forward ] hooks (reshard)
-    backward:   gather                        [ forward again, its backward ]  reduce
-
-Units below the module lie inside the recomputation: their hooks run again, all-gather
-again if necessary, and are not recorded in the execution order.
+The module's ``forward`` runs twice; module hooks stay outside and run once, so it does
+not matter whether ``checkpoint`` or ``fully_shard`` is applied first. Units below run
+again, all-gather if necessary, and are not recorded in the execution order.
 """
 
 from __future__ import annotations
@@ -128,11 +122,7 @@ def run_checkpointed(
     use_reentrant: bool,
     **options: Any,
 ) -> Any:
-    """Return ``function(*args, **kwargs)``, checkpointed by ``run``.
-
-    Returns: the result of ``function``.
-    Collective: none itself; units inside ``function`` are all-gathered.
-    """
+    """Return ``function(*args, **kwargs)``, checkpointed by ``run``."""
     if not use_reentrant or not kwargs:
         return run(function, *args, use_reentrant=use_reentrant, **options, **kwargs)
     # torch's reentrant mode accepts positional arguments only: pass the values by

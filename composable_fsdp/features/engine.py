@@ -1,17 +1,7 @@
 """Wrapper of autograd's entry into the engine, ``_engine_run_backward``.
 
-``Tensor.backward``, ``torch.autograd.backward`` and ``torch.autograd.grad`` all call
-``torch.autograd._engine_run_backward``. The first ``fully_shard`` wraps that function
-(as ``torch.compiler`` does during tracing), for two purposes:
-
-* ``backward(inputs=...)`` with sharded parameters among the inputs. The graph of a
-  forward holds the full parameters, so the engine would find the sharded parameters
-  unreachable. The wrapper passes the full parameters instead, whose hooks reduce.
-* clear errors: for ``torch.autograd.grad`` with respect to sharded parameters, which
-  would return None or zeros, and for a read of parameters while the unit is sharded
-  (``flat.residency``): torch's message has a shape and two version numbers.
-
-Any other backward pays a single function call.
+For ``backward(inputs=...)`` with sharded parameters, in whose place graphs hold full
+ones, and for clear errors; any other backward pays a single function call.
 """
 
 from __future__ import annotations
@@ -57,8 +47,7 @@ def _for_parameters(
 ) -> Any:
     """Run ``backward(inputs=...)`` with sharded parameters among the inputs.
 
-    Raises: PhaseError, on all ranks alike before the engine runs, for
-        ``torch.autograd.grad``.
+    Raises: PhaseError, on all ranks before the engine runs, for ``autograd.grad``.
     """
     if not accumulate_grad:
         raise PhaseError(
@@ -83,11 +72,7 @@ def _for_parameters(
 
 
 def _in_graph(given: Any) -> tuple[Any, ...]:
-    """Return the tensors that stand for ``given`` in graphs.
-
-    For a sharded parameter: the full parameters of a forward, and the sharded parameter
-    itself, because a penalty on weights uses the sharded parameter.
-    """
+    """Return the tensors that stand for ``given`` in graphs."""
     flat = find_flat(given)
     if flat is not None:
         region = flat[1].region
@@ -114,10 +99,7 @@ def _units(inputs: Sequence[Any]) -> list[FlatParamHandle]:
 
 
 def _require_no_fill(inputs: Sequence[Any]) -> None:
-    """Raise if zeros would be reduced for parameters that are not in ``inputs``.
-
-    Raises: PhaseError, on all ranks alike.
-    """
+    """Raise PhaseError if zeros would be reduced for parameters not in ``inputs``."""
     for handle in _units(inputs):
         owner = (
             handle.layout.trainable[0].reduce.owner()

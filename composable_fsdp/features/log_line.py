@@ -14,11 +14,7 @@ LOGGER = logging.getLogger("composable_fsdp")
 
 
 def log_units(context: RuntimeContext) -> None:
-    """Log the units of a tree, their bytes on this rank, and the peak of a step.
-
-    The numbers are those of the plan, which the step obeys; activations and the state
-    of the optimizer come on top. Nothing is computed if the logger is off.
-    """
+    """Log the units of a tree, their bytes on this rank, and the peak of a step."""
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     level = logging.INFO if is_first else logging.DEBUG
     # A plan of a thousand units takes milliseconds to add up.

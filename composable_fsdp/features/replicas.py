@@ -1,14 +1,7 @@
 """The state of a replica, for replicas that die and join again while others train.
 
-::
-
-    replica 0   rank 0  rank 1      each replica shards the model over its own ranks;
-                  |       |         rank k of a replica has the shards of rank k of
-    replica 1   rank 0  rank 1      each other replica
-
-Gradients are averaged over the replicas that are alive by ``replica_hook``. A replica
-that joins gets this state from a rank of the same number, without files: see
-``docs/how_to/replicas.md``. The manager of torchft decides who is alive.
+Rank k of a replica has the shards of rank k of each other one, of which a replica that
+joins gets this state. The manager of torchft decides who is alive.
 """
 
 from __future__ import annotations

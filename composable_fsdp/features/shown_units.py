@@ -1,15 +1,7 @@
 """``print(model)`` shows which modules are sharded.
 
-``nn.Module.__repr__`` prints the result of ``extra_repr``, and each unit's module gets
-an ``extra_repr`` as an attribute of the instance. The class of a module never changes,
-and a module without a unit prints as before. The attribute refers to the unit's state,
-as the hooks of the module do: so ``copy.deepcopy`` gives the copy an attribute that
-refers to the copied state, and pickling a module is refused with the message that the
-hooks give. No state dict has the attribute.
-
-*Rejected:* a class of its own per sharded module, as FSDP2, because users compare
-classes; a wrapper of ``nn.Module.__repr__``, because it would run for every module of
-the process.
+Each unit's module gets an ``extra_repr`` on the instance: its class never changes, and
+a wrapper of ``nn.Module.__repr__`` would run for every module of the process.
 """
 
 from __future__ import annotations
@@ -33,10 +25,7 @@ def show_units(state: _FSDPState, members: Iterable[nn.Module]) -> None:
 
 
 def _extra_repr(state: _FSDPState, index: int, own: Any) -> str:
-    """Return the module's own line, and the line of the unit.
-
-    Returns: the text.
-    """
+    """Return the module's own line, and the line of the unit."""
     module = state.modules[index]
     before = own() if own is not None else type(module).extra_repr(module)
     # A module without children is printed on a single line.

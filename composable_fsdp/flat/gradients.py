@@ -1,15 +1,8 @@
 """Gradients of a unit: reduce buffers, flat gradients, and ``.grad`` of the leaves.
 
-Gradients as autograd made them wait in ``ReduceBuffer.waiting``, and are copied into
-the reduce buffer of the region together. The reduction writes the flat gradient
-(``gradient.shard``), and ``.grad`` of each leaf is a view of the flat gradient. After
-``zero_grad`` no leaf shows such a view, and the flat gradient is released: at the next
-forward, so that activations can use the memory, or at the latest at the next reduction,
-which allocates another.
-
-A user may clear ``.grad`` of some leaves only, exchange ``.grad`` of two leaves, or set
-a tensor of their own. Then sums are added to each leaf's gradient separately and in
-place, as autograd does.
+Gradients wait in ``ReduceBuffer.waiting`` and are copied together; the reduction writes
+the flat gradient, of which ``.grad`` are views. It is released after ``zero_grad``. If
+the user exchanged ``.grad`` of leaves, sums are added to each, as autograd does.
 """
 
 from __future__ import annotations
@@ -29,10 +22,7 @@ from composable_fsdp.planning.layout import ShardCuts
 def new_shard(
     numel: int, dtype: torch.dtype, device: torch.device, *, offload: bool
 ) -> Tensor:
-    """Create an uninitialised buffer ``(numel,)`` on the device of the shards.
-
-    Returns: the buffer.
-    """
+    """Create an uninitialised buffer ``(numel,)`` on the device of the shards."""
     if not offload or device.type == "meta":
         return memory.new_buffer(numel, dtype, device)
     # Copies between host and device are asynchronous only if the host memory is pinned.
@@ -43,11 +33,7 @@ def new_shard(
 def shard_views(
     shard_cuts: ShardCuts, base: Tensor
 ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-    """Return views of a buffer that is laid out like the shard.
-
-    Returns: one view per parameter (empty if this rank has no elements), and the views
-    of the padding.
-    """
+    """Return a view per parameter of a buffer like the shard, and the padding's."""
     _, cuts, shapes, _ = shard_cuts
     # One split creates all pieces; slices would need one operation each.
     pieces = base.split_with_sizes(cuts.sizes)
@@ -94,10 +80,7 @@ def with_absent(
 
 
 def ready_gradient(region: FlatParameter, *, settled: bool = True) -> None:
-    """Create the flat gradient, unless leaves show parts of the existing flat gradient.
-
-    The values are undefined for leaves without ``.grad``.
-    """
+    """Create the flat gradient, unless leaves show parts of the existing one."""
     # In the steady state the forward has released the flat gradient (``free_cleared``),
     # and the leaves are not examined.
     may_go = region.gradient.shard is not None and settled and region.host_copy is None
@@ -149,11 +132,7 @@ def _free_gradient(region: FlatParameter) -> None:
 def add_to_all(region: FlatParameter, sums: Tensor, arrived: bytes) -> bool:
     """Add ``sums`` to the whole flat gradient, if that is correct for every leaf.
 
-    Correct means, for every leaf with elements: the leaf shows its view of the flat
-    gradient; or the leaf has no ``.grad``, and either did not arrive or never showed
-    the view. Otherwise nothing is changed.
-
-    Returns: whether ``sums`` was added.
+    Correct: each leaf shows its view, or has no ``.grad`` and has not shown the view.
     """
     grad_shard = region.gradient.shard
     assert grad_shard is not None
@@ -191,10 +170,7 @@ def add_to_all(region: FlatParameter, sums: Tensor, arrived: bytes) -> bool:
 
 @torch.no_grad()
 def add_to_each(region: FlatParameter, sums: Tensor, arrived: bytes) -> None:
-    """Add the parts of ``sums`` to the gradients of the leaves separately, in place.
-
-    A leaf without ``.grad`` gets a copy of its part.
-    """
+    """Add the parts of ``sums`` to the gradients of the leaves separately, in place."""
     views, _ = shard_views(region.cuts, sums)
     parts = with_absent(region, views)
     for leaf, part, hit in zip(region.leaves, parts, arrived, strict=True):
@@ -212,11 +188,7 @@ def add_to_each(region: FlatParameter, sums: Tensor, arrived: bytes) -> None:
 
 @torch.no_grad()
 def own_gradients(region: FlatParameter) -> None:
-    """Make ``gradient.shard`` hold all existing gradients, and zeros elsewhere.
-
-    Afterwards the leaves with a gradient, or the flat parameter, show the flat
-    gradient.
-    """
+    """Make ``gradient.shard`` hold and show all gradients, and zeros elsewhere."""
     if region.flat is not None:
         _own_flat_gradient(region, region.flat)
         return
@@ -266,10 +238,7 @@ def _own_flat_gradient(region: FlatParameter, flat: nn.Parameter) -> None:
 def show_on_leaves(
     region: FlatParameter, sums: Tensor | None, arrived: bytes
 ) -> list[nn.Parameter]:
-    """Add reduced gradients to ``.grad`` of the leaves.
-
-    Returns: the leaves that got a gradient and have a post-accumulate-grad hook.
-    """
+    """Add reduced gradients to ``.grad``; return the leaves that have hooks to call."""
     # A single addition for the whole region, if that is correct for every parameter.
     if sums is not None and not add_to_all(region, sums, arrived):
         add_to_each(region, sums, arrived)
@@ -336,11 +305,7 @@ def free_reduce(handle: FlatParamHandle) -> None:
 
 
 def leave_reduce(handle: FlatParamHandle) -> None:
-    """Free the reduce buffers, but not the memory in which a reduction may write.
-
-    Called after a wait for the reduction that raised; see ``residency.leave_full``. The
-    reduction's results are given up.
-    """
+    """Free the reduce buffers, but not memory in which a failed reduction may write."""
     for region in handle.layout.trainable:
         reduce = region.reduce
         if memory.is_allocated(reduce.buffer):
@@ -376,10 +341,7 @@ def zero_missing(handle: FlatParamHandle) -> None:
 
 
 def arrived_flags(handle: FlatParamHandle) -> tuple[bytes, ...]:
-    """Return per region which leaves get a gradient from this reduction.
-
-    Includes gradients of earlier reductions whose sums wait in ``partial``.
-    """
+    """Return per region which leaves get a gradient, with sums that were held."""
     arrived = tuple(map(bytes, map(handle.rule.flags, handle.layout.trainable)))
     if handle.reduction.held is not None:
         arrived = tuple(
@@ -395,11 +357,8 @@ def clear_arrived(handle: FlatParamHandle) -> None:
         region.reduce.arrived[:] = bytes(len(region.reduce.arrived))
 
 
-def add_waiting_to_reduce_buffers(handle: FlatParamHandle) -> None:
-    """Copy waiting gradients that are views of ``full``, before ``full`` is freed.
-
-    Does not write to the reduce buffers: the copies wait in ``ReduceBuffer.waiting``.
-    """
+def copy_waiting_views(handle: FlatParamHandle) -> None:
+    """Copy waiting gradients that are views of ``full``, before ``full`` is freed."""
     for region in handle.layout.trainable:
         # A custom ``autograd.Function`` may return a saved weight as a gradient.
         begin = region.full.buffer.data_ptr()

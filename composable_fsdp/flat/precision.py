@@ -1,12 +1,7 @@
 """The precision of a unit: the dtypes of its casts, and the two forms of its values.
 
-With mixed precision, a step gathers in the compute dtype. Outside the step, and in
-evaluation if requested, parameters are shown in their own dtype: a second set of full
-buffers and leaves, created at the first use. ``handle.form`` is the current form, and
-``handle.other_form`` the other.
-
-``planning.assign`` selects the units that have mixed precision, and
-``runtime.precision`` casts inputs, outputs and buffers.
+With mixed precision, a step gathers in the compute dtype; elsewhere parameters may be
+shown in their own dtype, in a second form (``handle.other_form``) of full buffers.
 """
 
 from __future__ import annotations
@@ -66,10 +61,7 @@ def has_two_forms(handle: FlatParamHandle) -> bool:
 
 
 def switch_form(handle: FlatParamHandle) -> bool:
-    """Make the other precision current; the unit must be sharded and hold no memory.
-
-    Returns: True if full leaves were created now, which have no hooks yet.
-    """
+    """Make the other precision current; return whether its leaves are new."""
     assert handle.residency is Residency.SHARDED
     form, other = handle.form, handle.other_form
     forget_readable(form)
@@ -102,10 +94,7 @@ def switch_form(handle: FlatParamHandle) -> bool:
 def renew_full_leaves(
     handle: FlatParamHandle,
 ) -> list[tuple[nn.Parameter, nn.Parameter, nn.Parameter]]:
-    """Give the unit new full leaves over its buffers, which have memory; no hooks.
-
-    Returns: per parameter the old full leaf, the new one and the sharded leaf.
-    """
+    """Give the unit new full leaves without hooks; return (old, new, sharded)."""
     found: list[tuple[nn.Parameter, nn.Parameter, nn.Parameter]] = []
     for region in handle.layout.regions:
         full, layout = region.full, region.layout

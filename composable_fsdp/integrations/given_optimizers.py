@@ -13,11 +13,7 @@ from composable_fsdp.storage.commit import folders_in
 
 
 def shard_state(optimizer: torch.optim.Optimizer) -> None:
-    """Cut the state that ``optimizer`` made over full parameters to this rank's rows.
-
-    Adagrad makes state in its constructor, and a loaded optimizer has state, too. State
-    that fits this rank's rows, and state on meta, stays.
-    """
+    """Cut state that ``optimizer`` made over full parameters to this rank's rows."""
     for parameter, values in optimizer.state.items():
         ref = find_param(parameter)
         if ref is None or not isinstance(values, dict) or parameter.shape == ref.shape:
@@ -34,11 +30,7 @@ def shard_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def next_state(folder: str | os.PathLike[str]) -> str:
-    """Return the path of the next state in ``folder``, as ``state-3``.
-
-    ``save`` overwrites nothing, and the frameworks save into existing folders; with
-    ``keep=1`` an earlier state is removed after the commit of the next one.
-    """
+    """Return the path of the next state in ``folder``, as ``state-3``."""
     # Committed ones alone: another rank may be in the save already.
     found = folders_in(os.fspath(folder)) if os.path.isdir(folder) else ()
     names = [os.path.basename(each.path) for each in found if each.is_committed]

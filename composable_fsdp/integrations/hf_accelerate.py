@@ -1,15 +1,7 @@
 """An ``Accelerator`` that shards the model, and the parts that the Trainer shares.
 
 accelerate has no registry of strategies, so ``ShardedAccelerator`` overrides the public
-methods that would see this rank's shards alone::
-
-    prepare_model     wraps in DDP            -> shards in place, and wraps in nothing
-    clip_grad_norm_   norm of the shards      -> norm over all ranks
-    no_sync           does nothing            -> gradients stay local
-    get_state_dict    waits for other ranks   -> full values on the first rank
-    save_state        pickles of one rank     -> the sharded checkpoint of ``save``
-
-Checked with accelerate 1.15.
+methods that would see this rank's shards alone. Checked with accelerate 1.15.
 """
 
 from __future__ import annotations
@@ -101,8 +93,7 @@ class ShardedAccelerator(Accelerator):
         """Shard ``model`` in place as the accelerator's settings ask.
 
         Collective: as ``fully_shard``; all ranks must call.
-        Raises: ValueError, if bf16 is asked for and ``model`` is sharded already
-            without a mixed precision; as ``fully_shard``.
+        Raises: ValueError, if a sharded ``model`` lacks the mixed precision of bf16.
         """
         bf16 = self.mixed_precision == "bf16"
         if _get_unit_state(model) is not None:
@@ -127,9 +118,7 @@ class ShardedAccelerator(Accelerator):
     ) -> nn.Module:
         """Shard ``model``, unless only an evaluation is asked for; see ``Accelerator``.
 
-        Returns: the model, the same object unless it is compiled.
-        Collective: as ``fully_shard``; all ranks must call.
-        Raises: as ``shard``.
+        Collective: as ``fully_shard``; all ranks must call. Raises: as ``shard``.
         """
         if not evaluation_mode:
             self.shard(model)
@@ -144,9 +133,6 @@ class ShardedAccelerator(Accelerator):
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare models, optimizers and loaders; see ``Accelerator.prepare``.
-
-        State that an optimizer has already, as Adagrad makes it in its constructor, is
-        cut to this rank's rows.
 
         Collective: as ``fully_shard``; all ranks must call. Raises: as ``shard``.
         """
@@ -170,11 +156,7 @@ class ShardedAccelerator(Accelerator):
         max_norm: float,
         norm_type: float = 2,
     ) -> Tensor:
-        """Clip by the norm over all ranks; see ``composable_fsdp.clip_grad_norm_``.
-
-        Returns: the norm before clipping, equal on all ranks.
-        Collective: an all-reduce of a number per shard group; all ranks must call.
-        """
+        """Clip by the norm over all ranks; see ``composable_fsdp.clip_grad_norm_``."""
         # Plain parameters, which are equal on all ranks, count once.
         return clip_grad_norm_(parameters, max_norm, norm_type)
 
@@ -182,7 +164,6 @@ class ShardedAccelerator(Accelerator):
         """Return the full state dict in host memory of the first rank; empty elsewhere.
 
         Collective: a gather per region; all ranks must call.
-        Raises: as ``model.state_dict()``.
         """
         # A plain model is complete on every rank.
         if not units_in(model):
@@ -200,12 +181,8 @@ class ShardedAccelerator(Accelerator):
     ) -> Any:
         """Save all that was prepared; models and their optimizers sharded, by ``save``.
 
-        The arguments are those of ``Accelerator.save_state``. The folder
-        ``sharded_state`` of a save before is replaced.
-
-        Returns: the folder.
-        Collective: as ``save``; all ranks must call.
-        Raises: as ``save``.
+        Returns: the folder, in which ``sharded_state`` of a save before is replaced.
+        Collective, Raises: as ``save``; all ranks must call.
         """
 
         def drop(models: list[nn.Module], weights: list[Any], folder: str) -> None:
@@ -235,10 +212,7 @@ class ShardedAccelerator(Accelerator):
     ) -> None:
         """Load a checkpoint of ``save_state``, at any number of ranks.
 
-        The arguments are those of ``Accelerator.load_state``.
-
-        Collective: as ``load``; all ranks must call.
-        Raises: as ``load``.
+        Collective, Raises: as ``load``; all ranks must call.
         """
         found: list[str] = []
 
@@ -313,10 +287,7 @@ if not hasattr(LocalSGD.__init__, "__wrapped__"):
 
 
 def as_sharding(given: HFSharding | Mapping[str, Any] | None) -> HFSharding:
-    """Return the sharding that a user has passed, or the default.
-
-    Raises: as ``from_hf_config``.
-    """
+    """Return the sharding that a user has passed, or the default."""
     # ``HFSharding`` takes any argument of ``fully_shard``, as a mesh.
     if isinstance(given, HFSharding):
         return given

@@ -1,14 +1,7 @@
 """Adapters of PEFT in a sharded model: their values, merging, and the names around.
 
-::
-
-    base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight   frozen region
-    base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight   trainable
-
-PEFT puts an adapter beside the layer that the adapter changes, so both are in the same
-unit. Frozen and trainable parameters are in different regions of the unit; reading the
-adapters gathers the regions that hold adapters, and not the base model. Checked with
-peft 0.21.
+An adapter is in the unit of the layer that it changes, in a trainable region beside the
+frozen one, so reading adapters gathers no base weights. Checked with peft 0.21.
 """
 
 from __future__ import annotations
@@ -41,11 +34,8 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def adapter_values(model: nn.Module) -> dict[str, Tensor]:
-    """Return the full adapter parameters on the first rank; empty on other ranks.
+    """Return the full adapter and trained parameters on the first rank, by name.
 
-    Parameters that are trained are included, such as biases and heads.
-
-    Returns: tensors in host memory by the names of the model's state dict.
     Collective: a gather per region with an adapter parameter; all ranks must call.
     """
     made: dict[str, Tensor] = {}
@@ -149,10 +139,7 @@ def require_merged(model: nn.Module) -> None:
 
 
 def base_names(model: nn.Module) -> Callable[[str], str | None]:
-    """Return a function from names of ``model`` to names of the base model.
-
-    The function returns None for a parameter of an adapter.
-    """
+    """Return a function to names of the base model; None for parts of adapters."""
     if not has_adapters(model):
         return lambda name: name
     is_adapter = _adapter_test(model)

@@ -1,16 +1,8 @@
 """Names and forms of weights in files of transformers, which differ from the model's.
 
-Some models of transformers hold weights in another form than their files: a file of
-Mixtral has two matrices per expert, the model a single tensor for all experts.
-transformers has a table of such conversions per model. This module applies the table
-to a part of the weights at a time::
-
-    model.layers.0.mlp.experts.gate_up_proj (8, 28672, 4096)      of the model
-        to_file ->   <- FileSource
-    model.layers.0.block_sparse_moe.experts.0.w1.weight, ...      of the files
-
-Checked with transformers 5.23, which introduced the table; models without an entry
-need none of this.
+transformers has a table of conversions per model, which is applied to a part of the
+weights at a time: a file of Mixtral has two matrices per expert, the model one tensor
+for all. Checked with transformers 5.23, which introduced the table.
 """
 
 from __future__ import annotations
@@ -44,11 +36,7 @@ def _is_pretrained(model: nn.Module) -> bool:
 
 
 def as_model(model: nn.Module, source: Source, names: Iterable[str]) -> Source:
-    """Return ``source`` with the tensors of ``model`` in place of those of the files.
-
-    Returns: ``source`` itself if no tensor has another name or form.
-    Raises: CheckpointError, if a conversion of transformers fails.
-    """
+    """Return ``source`` with the tensors of ``model`` in place of the files'."""
     if not _is_pretrained(model):
         return source
     made = FileSource(model, source, set(names))

@@ -1,14 +1,7 @@
 """The Trainer of transformers, training a sharded model.
 
-::
-
-    accelerator       a ShardedAccelerator: sharding, clipping, accumulation, bf16
-    save_model        the weights tensor by tensor, as ``save_pretrained`` writes them
-    optimizer state   the folder ``sharded_state`` of a checkpoint, by ``save``
-    resume, best      each rank reads its part of the weights
-
-Overridden methods that begin with an underscore are Trainer's hooks
-for other engines, and not documented there; checked with transformers 5.23.
+Overridden methods that begin with an underscore are the Trainer's hooks for other
+engines, and not documented there; checked with transformers 5.23.
 """
 
 from __future__ import annotations
@@ -94,10 +87,7 @@ class ShardedTrainer(Trainer):
         return found
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make a ``ShardedAccelerator`` and shard the model; see ``Trainer``.
-
-        Collective: as ``fully_shard``.
-        """
+        """Make a ``ShardedAccelerator`` and shard the model; see ``Trainer``."""
         super().create_accelerator_and_postprocess()
         self.accelerator = ShardedAccelerator(
             **self._accelerator_args, sharding=self._sharding
@@ -118,14 +108,11 @@ class ShardedTrainer(Trainer):
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Return the operations of a step on ``inputs``, as of the unsharded model."""
         model: Any = self.model
-        if not units_in(model) or not hasattr(model, "num_parameters"):
+        tokens = inputs.get(getattr(model, "main_input_name", "input_ids"))
+        if not units_in(model) or tokens is None:
             return int(super().floating_point_ops(inputs))
-        # ``Trainer`` asks the model, which would count this rank's rows.
-        vars(model)["num_parameters"] = partial(_num_parameters, model)
-        try:
-            return int(super().floating_point_ops(inputs))
-        finally:
-            del vars(model)["num_parameters"]
+        # ``Trainer`` would count this rank's rows.
+        return 6 * int(tokens.numel()) * _num_parameters(model)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave the shards where they are: under CPU offload, in host memory."""
@@ -135,10 +122,7 @@ class ShardedTrainer(Trainer):
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
     ) -> None:
-        """Save the weights tensor by tensor, and all else as ``Trainer`` does.
-
-        Collective: as ``save_pretrained``; all ranks must call.
-        """
+        """Save the weights tensor by tensor, and all else as ``Trainer`` does."""
         # The model's parts come from all ranks, so all ranks enter.
         folder = output_dir or self.args.output_dir
         if not units_in(self.model):
@@ -256,20 +240,18 @@ def _sharding_of(
     return as_sharding(config)
 
 
-def _num_parameters(
-    model: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False
-) -> int:
-    """Return the elements of the parameters over all ranks; as ``num_parameters``."""
+def _num_parameters(model: nn.Module) -> int:
+    """Return the elements of the parameters over all ranks, without embeddings."""
     # By name, as transformers does: a head that is tied to an embedding has its name.
     embeddings = {
         f"{name}.weight"
         for name, module in model.named_modules()
-        if exclude_embeddings and isinstance(module, nn.Embedding)
+        if isinstance(module, nn.Embedding)
     }
     return sum(
         param_ref(*found).slot.numel if (found := find_leaf(each)) else each.numel()
         for name, each in model.named_parameters()
-        if name not in embeddings and (each.requires_grad or not only_trainable)
+        if name not in embeddings
     )
 
 

@@ -1,12 +1,7 @@
 """``save_pretrained`` and ``from_pretrained`` for sharded models, part by part.
 
-::
-
-    save   first rank    gathers a unit, writes its tensors into the files, frees them
-           all ranks     send their parts
-    load   each rank     maps the files, copies the elements that the rank holds
-
-The files are those that the plain model's ``save_pretrained`` writes.
+The files are those of the plain model. The first rank gathers and writes a unit at a
+time; to load, each rank maps the files and copies the elements that it holds.
 """
 
 from __future__ import annotations
@@ -108,7 +103,6 @@ def write_weights(
 ) -> None:
     """Write a directory: ``others()`` writes all but the weights of the model.
 
-    Collective: as ``save_pretrained``.
     Raises: the first error of any rank, on all ranks.
     """
     team = team_of(model)
@@ -295,10 +289,7 @@ def _base_of(model: nn.Module) -> nn.Module:
 
 
 def _bytes_of(size: int | str) -> int:
-    """Return a size in bytes, which may be written as ``"5GB"``.
-
-    Raises: ValueError.
-    """
+    """Return a size in bytes, which may be written as ``"5GB"``."""
     if isinstance(size, int) and size > 0:
         return size
     found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMGT]B)\s*", str(size).upper())

@@ -288,13 +288,12 @@ def _hide_old_values(handles: Sequence[weakref.ref[FlatParamHandle]]) -> None:
     for link in handles:
         handle = link()
         # A unit in forward or backward reads the full parameters.
-        if (
-            handle is not None
-            and handle.residency is residency.UNSHARDED
-            and handle.backward.task == NO_TASK
-            and not handle.running.calls
-        ):
+        if handle is None or handle.backward.task != NO_TASK or handle.running.calls:
+            continue
+        if handle.residency is residency.UNSHARDED:
             residency.use_sharded(handle)
+        elif handle.residency is residency.SHARDED and handle.form.handed is not None:
+            handle.form.handed(handle)
 
 
 def _may_have_stepped(

@@ -8,8 +8,7 @@ Hooks of the graph and of the full parameters call this file, first to last::
     arrive                   a gradient: ``pending`` parameters are left; 0 may reduce
     UnitForward.input_done   the last alias: the parameters are no longer needed
 
-``graph_task`` ends the units that saw only a part of these. What the counters of
-``BackwardProgress`` mean together::
+``graph_task`` ends the units that saw only a part of these. ``BackwardProgress`` says::
 
     pending > 0                          gradients of this graph task are to come
     open_calls > 0                       a forward of the unit still waits for gradients
@@ -17,11 +16,6 @@ Hooks of the graph and of the full parameters call this file, first to last::
     pending == open_calls == 0           the unit is through: reshard, then reduce
     pending < 0                          no pre-backward: the end of the task reduces
     retained                             ``create_graph``: full until the task ends
-
-``Tensor._post_accumulate_grad_hooks`` is private (also used in ``user_hooks``
-and ``grad_hooks``), and so are ``torch._C._autograd._get_sequence_nr`` and
-``Node._sequence_nr``, which ascends in the order in which nodes are made. Checked on
-torch 2.13 and 2.11.
 """
 
 from __future__ import annotations
@@ -76,11 +70,7 @@ FSDP_HOOK_KEY = -1
 
 @dataclass(slots=True, eq=False)
 class UnitForward:
-    """One forward of a unit, for its end and for the backward that may follow.
-
-    Hooks of the autograd graph hold this object. The object must not hold a node of the
-    graph after the forward: the reference cycle would keep the activations alive.
-    """
+    """One forward of a unit; hooks of the autograd graph hold it until backward."""
 
     state: _FSDPState
     module: nn.Module
@@ -95,12 +85,14 @@ class UnitForward:
     """The full form of the unit at the time: the graph holds the full leaves of it."""
     given: Any = None
     """What the passage has to give back to the caller; None after the forward."""
+    # Emptied at the end of the forward: a graph node that is held from the hook of one
+    # would be a cycle, which keeps the activations alive.
     aliases: tuple[Any, ...] = ()
-    """Nodes of the aliases of the inputs; emptied at the end of the forward."""
+    """Nodes of the aliases of the inputs."""
     aliased: bool = False
     """Whether the call had an alias, so that ``input_done`` will run."""
     inputs: tuple[tuple[Tensor, int], ...] = ()
-    """Inputs with their versions at the start; emptied at the end of the forward."""
+    """Inputs with their versions at the start; emptied alike."""
     index: int = -1
     """Position of this use in ``order.uses``; -1 in a recomputed forward."""
     task: int = NO_TASK
@@ -173,10 +165,7 @@ class UnitForward:
 
 
 def hook_outputs(call: UnitForward, tensors: list[Tensor], *, adds: bool) -> bool:
-    """Register ``pre_backward`` on the nodes of the outputs.
-
-    Returns: False if no output has a node, so that no backward can reach this call.
-    """
+    """Register ``pre_backward`` on the outputs; return if a backward can come."""
     aliases = call.aliases
     call.aliased = bool(aliases)
     # ``forget_inputs``, inlined: a call per forward.
@@ -214,18 +203,14 @@ def hook_outputs(call: UnitForward, tensors: list[Tensor], *, adds: bool) -> boo
 
 
 def grad_fns_of(tensors: Iterable[Tensor], since: int) -> list[Any]:
-    """Return the nodes at which backward may enter through ``tensors``, each once.
-
-    For a view, the node of the base is included if its sequence number is at least
-    ``since``; an older node was made before the forward.
-    """
+    """Return the nodes, each once, at which backward may enter through ``tensors``."""
     found: dict[int, Any] = {}
     for tensor in tensors:
         node = tensor.grad_fn
         if node is None:
             continue
         # If the caller changes a view in place, either the node of the view or the node
-        # of the base stays in the graph, so hook both.
+        # of the base stays in the graph, so hook both; an older base is no part of it.
         found[id(node)] = node
         if tensor._base is not None:
             base = tensor._base.grad_fn
@@ -235,10 +220,7 @@ def grad_fns_of(tensors: Iterable[Tensor], since: int) -> list[Any]:
 
 
 def first_number(aliases: tuple[Any, ...]) -> int:
-    """Return the first sequence number of a forward with these ``aliases``.
-
-    0 without an alias: each node that leads to an output belongs to the forward.
-    """
+    """Return the first sequence number of a forward; 0 if it has no alias."""
     return min([alias._sequence_nr() for alias in aliases], default=0)
 
 
@@ -254,14 +236,9 @@ def _put_first(hook: Any, tensor: Tensor) -> None:
 
 
 def pre_backward(call: UnitForward, aliases: tuple[Any, ...], _: object = None) -> None:
-    """Hook of the node of an output: unshard the unit and expect gradients.
+    """Unshard the unit and expect gradients, once per call and graph task.
 
-    Runs once per forward call and graph task, whichever output comes first.
-
-    Raises: DesyncError, if another rank runs another unit; PhaseError, if the layout of
-        the unit has changed since the forward.
-    Collective: the all-gather of the unit, if the unit is sharded, and of each unit
-        that is prefetched; over the shard group, all ranks of which must call.
+    Raises: DesyncError, PhaseError. Collective: all-gathers of this and the next unit.
     """
     task = current_task()
     if call.task == task:
@@ -305,11 +282,8 @@ def pre_backward(call: UnitForward, aliases: tuple[Any, ...], _: object = None) 
 
 
 def _hook_for_next_backward(call: UnitForward, gradients: tuple[Any, ...]) -> None:
-    """Register a hook that unshards the unit in a backward of this backward.
-
-    The graph of the unit's backward reads the parameters. ``gradients`` are the
-    gradients of an aliased input: a second backward enters the graph at their nodes.
-    """
+    """Register a hook that unshards the unit in a backward of this backward."""
+    # It enters the graph, which reads the parameters, at the inputs' gradients.
     hook = partial(pre_next_backward, call)
     for gradient in gradients:
         if gradient is not None and gradient.grad_fn is not None:
@@ -317,10 +291,7 @@ def _hook_for_next_backward(call: UnitForward, gradients: tuple[Any, ...]) -> No
 
 
 def pre_next_backward(call: UnitForward, _: object = None) -> None:
-    """Hook of a gradient's node: unshard the unit until this graph task ends.
-
-    Collective: the all-gather of the unit, if the unit is sharded.
-    """
+    """Hook of a gradient's node: unshard the unit until this graph task ends."""
     task, state = current_task(), call.state
     handle, context = state.handle, state.context
     assert context is not None
@@ -398,11 +369,7 @@ def make_grad_hook(
 def _on_unexpected_grad(state: _FSDPState, handle: FlatParamHandle) -> None:
     """Have the end of the graph task reduce a gradient that no pre-backward announced.
 
-    Gradients of an earlier backward may wait (``no_sync``), and the unit may be part of
-    an outer graph task.
-
-    Raises: PhaseError, if the unit is sharded, because the operations before this
-        gradient may have read parameters that are not valid.
+    Raises: PhaseError, if the unit is sharded: operations before may have read garbage.
     """
     context = state.context
     assert context is not None

@@ -1,19 +1,12 @@
 """Forward of a unit: functions that the hooks of the modules call.
 
-::
-
-    pre_forward    begin the iteration if outermost, unshard, let the inputs enter
-    post_forward   hook the outputs, reshard unless backward wants the weights kept
-
-A passage says how values enter and leave. Each call has one whole passage, chosen when
-the call begins::
+Each call has one whole passage, which says how values enter and leave::
 
     PLAIN    tensors and tuples of tensors
     QUIET    the same without a graph: the values stay as they are
     others   of ``features.passages``, to which PLAIN hands a call on that needs more
 
-A recomputed forward (activation checkpointing) runs inside backward: pre_forward makes
-the unit full if needed, the use is not recorded, and backward reshards the unit.
+A recomputed forward (activation checkpointing) runs inside backward, which reshards.
 """
 
 from __future__ import annotations
@@ -90,13 +83,7 @@ class Passage:
         return (made, named) if call.aliases else None
 
     def leave(self, state: _FSDPState, call: UnitForward, output: Any) -> Left:
-        """Return the output, and the tensors through which backward may enter the unit.
-
-        Parameters of the unit in the output become copies, and writes to parameters go
-        to the shards.
-
-        Raises: PhaseError, as the wider passages, to which this one hands on.
-        """
+        """Return the output, and the tensors by which backward may enter the unit."""
         handle = state.handle
         if type(output) is Tensor:
             tensors = [output]
@@ -121,10 +108,7 @@ class Passage:
 
 
 class QuietPassage(Passage):
-    """The passage of a forward without a graph, which stands for the call as well.
-
-    Such a call has nothing to remember, so one object serves all calls of all units.
-    """
+    """The passage and the call of all forwards without a graph: nothing to remember."""
 
     __slots__ = ()
     has_graph, inputs, aliases, given = False, (), (), None
@@ -166,15 +150,11 @@ def is_weight(handle: FlatParamHandle, tensor: Tensor) -> bool:
 def pre_forward(
     state: _FSDPState, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Arguments | None:
-    """Unshard the unit before its forward, and let the inputs enter.
+    """Unshard the unit before its forward; return new arguments if one was replaced.
 
-    The outermost unit also begins the iteration and moves inputs to a CUDA device.
-
-    Returns: the new ``(args, kwargs)`` if an argument was replaced, else None.
     Raises: PhaseError, inside ``unshard_params``; DesyncError, if ranks run different
         units.
-    Collective: the all-gather of the unit, unless already unsharded, and of prefetched
-        units.
+    Collective: the all-gather of the unit, unless unsharded, and of prefetched units.
     """
     context = state.context or ensure_root(state)
     handle, passage = state.handle, state.passage
@@ -256,10 +236,6 @@ def post_forward(
     """Hook the outputs for backward, and reshard unless backward needs the parameters.
 
     Also runs if the forward raised (``always_call=True``), with ``output`` None.
-
-    Returns: the output, cast or with copies of parameters if need be.
-    Raises: PhaseError, if the output is a generator or a coroutine, or an object that
-        holds parameters and cannot be rebuilt.
     """
     context, handle = state.context, state.handle
     running, calls = handle.running, handle.running.calls

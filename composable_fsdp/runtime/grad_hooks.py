@@ -1,19 +1,8 @@
 """Hooks and AccumulateGrad nodes of full parameters, and the streams of the nodes.
 
-The engine runs an AccumulateGrad node, and the hook with the node, on the stream that
-was current when the node was made. A model is usually built on the default stream, and
-may be trained, or captured in a CUDA graph, on another one::
-
-    nodes of the build stream     compute ---------------- wait for build, reduce
-                                  build     copy gradients -^
-    nodes made again              compute   copy gradients, reduce
-
-An event per gradient would order the streams, and inside a capture the build stream
-would have to wait for an event of the capture, which ends the capture. So a forward on
-another stream than the last one makes the nodes again.
-
-Private, checked on torch 2.13 and 2.11: ``torch._C._functions.DelayedError`` and
-``Tensor._post_accumulate_grad_hooks``.
+The engine runs a node, and its hook, on the stream that was current when the node was
+made. A capture on another stream could not wait for that stream, and an event per
+gradient is dear; so a forward on another stream than the last makes the nodes again.
 """
 
 from __future__ import annotations
@@ -122,11 +111,7 @@ def _note_streams(handle: FlatParamHandle) -> None:
 
 @outside_transforms
 def make_nodes_on_current_stream(context: RuntimeContext) -> None:
-    """Make the AccumulateGrad nodes of all units again, on the caller's stream.
-
-    A node that a living graph holds stays on its stream. Without gradients (evaluation)
-    nothing is changed.
-    """
+    """Make the AccumulateGrad nodes of all units again, on the caller's stream."""
     # Evaluation on a stream of its own must not move the nodes of training.
     if not torch.is_grad_enabled():
         return

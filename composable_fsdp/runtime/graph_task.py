@@ -1,19 +1,13 @@
 """Graph tasks: a graph task is one run of the autograd engine.
 
-``run_backward`` wraps the entry into the engine (``engine.install``).
-A unit joins the graph task whose backward reaches the unit. At the end of a graph task
-the engine calls ``TaskEnd``, which finishes these units. If backward raises, the engine
-drops ``TaskEnd`` without a call; ``TaskEnd.__del__`` then records the graph task as
-dead.
-
-``torch._C._current_graph_task_id``, ``torch._C._will_engine_execute_node`` and the
-engine's ``queue_callback`` are private; used only here, checked on torch 2.13 and 2.11.
+A unit joins the task whose backward reaches it, and ``TaskEnd`` finishes its units. If
+backward raises, the engine drops ``TaskEnd`` uncalled, which marks the task as dead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from threading import get_ident
 from typing import Any
 
@@ -61,16 +55,16 @@ from composable_fsdp.runtime.unshard import (
 )
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState, root_of
 
+# These three of torch are private; used here only, checked on torch 2.13 and 2.11.
 current_task: Callable[[], int] = torch._C._current_graph_task_id
 """Return the id of the graph task that runs on this thread; ``NO_TASK`` outside
 backward."""
 will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 """Return whether the graph task that is running will execute the node."""
 _engine = torch.autograd.Variable._execution_engine
+# Of the process: on CUDA, hooks run in a thread of the engine.
 _other_requests = 0
-"""Number of running backwards that were asked for gradients of other tensors only. A
-counter of the process: hooks read it, which run in a thread of the engine on CUDA, and
-several threads may run backwards at once."""
+"""Number of running backwards that were asked for gradients of other tensors only."""
 
 
 def run_backward(
@@ -82,19 +76,23 @@ def run_backward(
 ) -> Any:
     """Run the engine by ``run``; gradients of sharded parameters come from their unit.
 
-    Raises: PhaseError, naming a parameter that the graph reads while the unit is
-        sharded, or whose gradient cannot be requested separately.
-    Collective: as the backward; the reductions of the units of requested parameters.
+    Raises: PhaseError, naming a parameter that the graph reads while it is sharded.
     """
+    global _other_requests
     thread = get_ident()
     BACKWARDS[thread] = BACKWARDS.get(thread, 0) + 1
     try:
         # ``args``: grad_outputs, retain_graph, create_graph, inputs.
         if len(args) > 3 and args[3]:
-            if _holds_ours(args[3]):
+            # A sharded parameter, or a flat parameter.
+            ids = set(map(id, args[3]))
+            if ids & LEAVES.keys() or ids & FLAT_PARAMS.keys():
                 return of_parameters(run, outputs, *args, **kwargs)
-            with requesting_other_tensors():
+            _other_requests += 1
+            try:
                 return run(outputs, *args, **kwargs)
+            finally:
+                _other_requests -= 1
         return run(outputs, *args, **kwargs)
     except RuntimeError as error:
         name = find_unreadable(str(error))
@@ -127,23 +125,6 @@ def parameters_not_requested() -> bool:
     return _other_requests > 0
 
 
-@contextmanager
-def requesting_other_tensors() -> Iterator[None]:
-    """Count such a backward as running inside the block."""
-    global _other_requests
-    _other_requests += 1
-    try:
-        yield
-    finally:
-        _other_requests -= 1
-
-
-def _holds_ours(inputs: Sequence[Any]) -> bool:
-    """Return whether ``inputs`` include a sharded parameter or a flat parameter."""
-    ids = set(map(id, inputs))
-    return not (LEAVES.keys().isdisjoint(ids) and FLAT_PARAMS.keys().isdisjoint(ids))
-
-
 def register_task_end(context: RuntimeContext, state: _FSDPState, task: int) -> None:
     """Add the unit to graph task ``task``; the end of the task will finish the unit."""
     if state.handle.phase is SUMMON:
@@ -157,9 +138,10 @@ def register_task_end(context: RuntimeContext, state: _FSDPState, task: int) -> 
                 require_no_other_backward(context)
             if context.frame is not None:
                 require_not_elsewhere(context)
-        # The gather stream waited for the caller's stream when the forward began. The
-        # shards may have changed since (an optimizer step), so wait again.
-        context.streams.wait_for_step()
+        else:
+            # The gather stream waited for the caller's stream when the forward began.
+            # The shards may have changed since (an optimizer step), so wait again.
+            context.streams.wait_for_step()
         context.tasks[task] = []
         _engine.queue_callback(TaskEnd(context, task))
     context.tasks[task].append(state)
@@ -197,7 +179,10 @@ def begin_unit_backward(context: RuntimeContext, state: _FSDPState, task: int) -
 
 def _full_param_requested(handle: FlatParamHandle) -> PhaseError:
     """Return the error for ``autograd.grad`` with respect to a full parameter."""
-    captured = next(filter(_is_captured, handle.form.accumulators))
+    captured = handle.form.accumulators[0]
+    with suppress(RuntimeError):
+        for captured in handle.form.accumulators:
+            will_run(captured)  # raises for the captured one
     shown = [leaf is captured.variable for leaf in handle.form.placed]
     return PhaseError(
         "torch.autograd.grad was asked for the gradient of full parameter "
@@ -208,15 +193,6 @@ def _full_param_requested(handle: FlatParamHandle) -> PhaseError:
     )
 
 
-def _is_captured(accumulator: Any) -> bool:
-    """Return whether ``autograd.grad`` takes the gradient of this node."""
-    try:
-        will_run(accumulator)
-    except RuntimeError:
-        return True
-    return False
-
-
 def join_unannounced(context: RuntimeContext, state: _FSDPState, task: int) -> None:
     """Add a unit to the graph task whose gradient came without a pre-backward."""
     register_task_end(context, state, task)
@@ -225,11 +201,7 @@ def join_unannounced(context: RuntimeContext, state: _FSDPState, task: int) -> N
 
 
 class TaskEnd:
-    """Callback at the end of a graph task; if dropped uncalled, it marks the task dead.
-
-    The engine holds the callback together with the graph task, and releases both when
-    backward raises.
-    """
+    """Callback at the end of a graph task; dropped uncalled, the task is dead."""
 
     __slots__ = ("context", "task")
 
@@ -316,9 +288,6 @@ def finish_task(context: RuntimeContext, task: int) -> None:
     """Finish a graph task: reduce and reshard the units that no hook has finished.
 
     Raises: DesyncError, if another rank reduces more units.
-    Collective: the reductions of units with gradients that no pre-backward announced,
-        and of gradients that ``no_sync`` or a delayed all-reduce left; all-gathers and
-        reductions of ``common_order.CommonOrder``.
     """
     if context.filling and len(context.tasks) == 1:
         for order in tuple(context.filling):

@@ -51,11 +51,7 @@ def call_method(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call ``method`` as if the method were the forward of the unit's ``module``.
-
-    Returns: the output of ``method``, cast if the options ask so.
-    Collective: as in a forward of the unit.
-    """
+    """Call ``method`` as if it were the forward of the unit's ``module``."""
     try:
         changed = _pre_forward(state, module, args, kwargs)
         if changed is not None:

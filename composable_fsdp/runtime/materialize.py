@@ -1,11 +1,5 @@
 """Initialization of parameters on meta, unit by unit, before each unit is sharded.
 
-::
-
-    per unit, inner ones first     init(module) for each module that holds meta tensors
-                                   broadcast from the first rank, if asked for
-                                   shard; the full values are freed
-
 The memory above the shards is therefore that of a single unit.
 """
 
@@ -79,10 +73,7 @@ def empty_like(tensor: Tensor, device: torch.device) -> Any:
 def find_meta_modules(
     targets: Sequence[Target], kept: frozenset[int]
 ) -> list[list[MetaModule]]:
-    """Return the modules to initialize per target, in ``.modules()`` order.
-
-    ``kept``: identities of parameters that stay on meta because the user ignores them.
-    """
+    """Return the modules to initialize per target, without tensors in ``kept``."""
     first: dict[int, tuple[int, str]] = {}
     for top in targets[0].modules:
         for module in top.modules():
@@ -131,10 +122,7 @@ def require_reset_parameters(waiting: Sequence[MetaModule]) -> None:
 
 @torch.no_grad()
 def materialize(waiting: MetaModule, init: Init) -> None:
-    """Run ``init`` on a module; afterwards no tensor of the module is on meta.
-
-    Raises: PlanError, if ``init`` left a tensor on meta or changed the shape or dtype.
-    """
+    """Run ``init`` on a module; afterwards no tensor of the module is on meta."""
     for table, key, tensor in waiting.held:
         # A tensor that several modules hold gets the values of the first module.
         # Initializers of the other modules run, too, each on a temporary tensor, as in

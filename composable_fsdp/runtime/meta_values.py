@@ -1,14 +1,8 @@
 """Detection of values that were on meta and were not filled since.
 
-``to_empty`` gives memory and no values: a checkpoint lacks buffers that are not
-persistent, and a new head. Until then tensors on meta have classes that fill new memory
-with a mark::
-
-    meta --to_empty--> all NaN (integers: the smallest) --fill--> values
-
-A tensor that holds only marks at the first forward was never written. A shard that got
-memory is a ``WatchedShard`` until the unit adopts it, and refuses copies of whole
-values. An object that the user assigned in place of a tensor has values.
+``to_empty`` gives memory and no values, so tensors on meta have classes that mark new
+memory: NaN, or the smallest integer. What holds only marks at the first forward was
+never written. A shard with memory is a ``WatchedShard`` until the unit adopts it.
 """
 
 from __future__ import annotations
@@ -44,10 +38,7 @@ def _run(
 
 
 class UnfilledBuffer(Tensor):
-    """A buffer on meta. The result of an operation on such a buffer is a plain tensor.
-
-    ``DisableTorchFunctionSubclass`` checked on torch 2.13 and 2.11.
-    """
+    """A buffer on meta, of which operations make plain tensors."""
 
     @classmethod
     def __torch_function__(
@@ -94,10 +85,7 @@ class Whole:
 
 
 class WatchedShard(Tensor):
-    """A shard with memory, or a view of it, until the unit adopts the parameter.
-
-    Any function runs as on a plain tensor. ``Parameter(shard)`` keeps the class.
-    """
+    """A shard with memory, or a view of it, until the unit adopts the parameter."""
 
     whole: Whole
 

@@ -1,20 +1,8 @@
 """Copies of gradients to the host, for units with offloaded shards.
 
-::
-
-    reduce   [reduce-scatter k] [+ earlier] [copy to host k] [reduce-scatter k-1] ...
-    host     ... issues, and waits for nothing ...    end of backward: one wait, .grad
-
-A copy is ordered by the reduce stream only (of hybrid units the all-reduce stream), so
-the host must not access the flat gradient while a copy is in flight. Two rules ensure
-this: the parameters have no ``.grad`` until the host has waited, once, at the end of
-backward (FSDP1 set ``.grad`` earlier, and an optimizer could read half a copy); and the
-host accesses the flat gradient only before the first copy of a backward.
-
-Copies of shards to the device need care, too: an all-gather reads the shard
-asynchronously. Optimizers wait before they write shards (``comm.device``), and
-functions of this package call ``synchronize_copy_stream``. Other writes after a forward
-with gradients and without a backward are not ordered; use ``torch.no_grad``.
+A copy is ordered by the reduce stream only (of hybrid units the all-reduce stream): the
+parameters have no ``.grad`` until the host has waited, once, at the end of backward,
+and the host accesses the flat gradient only before the first copy of a backward.
 """
 
 from __future__ import annotations
@@ -31,11 +19,7 @@ from composable_fsdp.tree.state import RuntimeContext
 
 
 def start_d2h_grad_copies(region: FlatParameter, sums: Tensor, arrived: bytes) -> None:
-    """Copy ``sums`` to ``gradient.shard`` on the host, added to earlier gradients.
-
-    Runs on the current stream and does not wait. The parameters have no ``.grad`` until
-    ``finish_d2h_grad_copies``.
-    """
+    """Copy ``sums`` to ``gradient.shard`` on the host, added to earlier gradients."""
     copy = region.host_copy
     if copy is None:
         copy = region.host_copy = _take_gradients(region)

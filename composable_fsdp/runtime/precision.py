@@ -1,7 +1,4 @@
-"""The full form of a forward and its backward, and casts of buffers.
-
-``flat.precision`` says in which dtypes; ``features.passages`` casts inputs and outputs.
-"""
+"""The full form of a forward and its backward, and casts of buffers."""
 
 from __future__ import annotations
 
@@ -21,10 +18,7 @@ from composable_fsdp.tree.state import OWNERS, RuntimeContext, _FSDPState
 
 
 def select_form(state: _FSDPState, form: FullForm) -> None:
-    """Make ``form``, whose full leaves a graph holds, the current form of the unit.
-
-    Raises: PhaseError, if the unit has other full leaves in that precision since.
-    """
+    """Make ``form``, whose full leaves a graph holds, the current form of the unit."""
     if form is not state.handle.other_form:
         raise earlier_forward(f"unit {state.name}")
     assert state.context is not None

@@ -1,9 +1,7 @@
 """Begin an iteration, and reset a tree after a forward or backward that raised.
 
-A forward that raises still runs the post-forward hooks, which reshard the units at
-once. A backward that raises runs no hook of ours: the next entry (a forward,
-``unshard_params``, a state dict) finds graph tasks that have not ended and resets their
-units. A reset is local and waits for no other rank.
+A backward that raises runs no hook of ours: the next entry (a forward, a state dict)
+finds graph tasks that have not ended and resets their units, without waiting for ranks.
 """
 
 from __future__ import annotations
@@ -69,13 +67,8 @@ class GradientOrder(StepOrder):
 def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
     """Begin a forward at ``state``, the outermost unit of this call.
 
-    Raises: PlanError, if a parameter was given data that does not fit the shard, or, in
-        the first forward, if a buffer was on meta and has no values; PhaseError, if
-        ``requires_grad`` has changed while gradients wait, or if shards were written to
-        while the unit was kept full; DesyncError, as the functions of ``RANKS_MEET``.
-    Collective: in the first forward, and in the first forward whose gradients are
-    reduced, as the functions of ``RANKS_MEET``; else none, except as
-    ``finish_reduction`` if a reduction is in flight.
+    Raises: PlanError, PhaseError, for changes of parameters that cannot be taken up.
+    Collective: in the first forwards as ``RANKS_MEET``; else as ``finish_reduction``.
     """
     require_outside_block(context, state)
     # Outside backward a graph task that has not ended belongs to a backward that
@@ -104,8 +97,19 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
         unit.remaining = frozenset()
     for unit in context.marked.precisions:
         cast_buffers(unit)
-    context.order = _new_order(context, state)
-    if context.streams.begin_iteration():
+    # The order log keeps a separate order of uses for each mode. With the frozen
+    # parameters: a rank that froze others than the rest would reduce buffers of other
+    # sizes, which aborts the process.
+    mode = (
+        state.fqn,
+        state.module.training,
+        torch.is_grad_enabled(),
+        context.changed_flags,
+    )
+    fills = any(map(_fills, context.handles))
+    context.order = moments.ORDERS[fills](mode)
+    streams = context.streams
+    if not streams.host_waits and streams.begin_iteration():
         make_nodes_on_current_stream(context)
     context.outermost = state
 
@@ -151,18 +155,6 @@ def _follow_changes(context: RuntimeContext, root: _RootFSDPState) -> None:
         moments.CHANGED.discard(context)
 
 
-def _new_order(context: RuntimeContext, state: _FSDPState) -> StepOrder:
-    """Return the order of the forward that begins at ``state``."""
-    training = state.module.training
-    # The order log keeps a separate order of uses for each mode.
-    # With the frozen parameters: a rank that froze others than the rest would reduce
-    # buffers of other sizes, which aborts the process.
-    mode = (state.fqn, training, torch.is_grad_enabled(), context.changed_flags)
-    fills = any(map(_fills, context.handles))
-    order: StepOrder = moments.ORDERS[fills](mode)
-    return order
-
-
 def _keep_or_discard(context: RuntimeContext, handle: FlatParamHandle) -> None:
     """Reshard a unit that is full, unless the unit was kept and is current."""
     if handle.kept_full and require_current_full_params(handle):
@@ -190,8 +182,6 @@ def end_iteration(context: RuntimeContext) -> None:
 
 def require_current_full_params(handle: FlatParamHandle) -> bool:
     """Return whether a unit that was kept full after backward can be used as is.
-
-    False if a parameter no longer views the shard, or was frozen or unfrozen.
 
     Raises: PhaseError, if the shards were written to since.
     """
@@ -249,10 +239,7 @@ def recover(context: RuntimeContext, *, drop_gradients: bool) -> None:
     """Reshard every unit and reset all forwards and backwards that were running.
 
     ``drop_gradients`` also discards gradients that have arrived and were not reduced.
-    Waits for collectives that this rank has issued.
-
-    Raises: RuntimeError, if such a collective has failed. Every unit is reset before.
-    Collective: none, except as ``finish_reduction`` if ``drop_gradients`` is False.
+    Raises: RuntimeError, if a collective of this rank has failed, after the reset.
     """
     failed: RuntimeError | None = None
     end_iteration(context)
@@ -298,11 +285,7 @@ def recover(context: RuntimeContext, *, drop_gradients: bool) -> None:
 def require_between_steps(state: _FSDPState, what: str) -> None:
     """Ensure that the tree of ``state`` is between steps and shows sharded parameters.
 
-    ``what`` names the caller in error messages. A tree that was not initialized stays
-    so, because a query must not decide which unit is the root.
-
-    Raises: PhaseError, inside a forward, a backward, or a block of ``unshard_params``.
-    Collective: none, except as ``finish_reduction`` after an interrupted forward.
+    Raises: PhaseError, with ``what`` as the caller's name, inside of anything else.
     """
     context = state.context
     if context is None:
@@ -352,14 +335,7 @@ def free_all_full_params(state: _FSDPState) -> None:
 
 
 def require_idle(state: _FSDPState, what: str) -> RuntimeContext:
-    """Reset the tree of ``state``, initialize it if needed, and return the context.
-
-    Units that were kept between forward and backward are resharded; backward gathers
-    the units again.
-
-    Raises: as ``require_between_steps``; PlanError, as ``moments.changes.adopt``.
-    Collective: none, except as ``finish_reduction`` if a reduction is in flight.
-    """
+    """Reshard and initialize the tree of ``state``, and return the context."""
     require_between_steps(state, what)
     context = ensure_root(state)
     for handle in context.handles:

@@ -1,30 +1,20 @@
 """Reduction of gradients: from the reduce buffers to ``.grad`` of sharded parameters.
 
-A rank has at most one reduction in flight: the next reduction first finishes that
-reduction. On CPU the rank waits for the ``Work``; on CUDA the compute stream waits for
-the reduce stream::
-
-    compute [.. k+1 ..]--event   [.. k ..]   [wait done(k+1); divide, add, free] ..
-    reduce             [reduce-scatter k+1]--event done(k+1)
-
-The all-reduce of a hybrid unit, which is slow between nodes, runs on CUDA on a stream
-of its own over its own communicator. The next reduce-scatter does not wait for it; the
-reduction after next does, so that the outputs of at most two reductions are alive::
+A rank has one reduction in flight, and the next finishes it first; of a hybrid unit the
+all-reduce, on a stream and a communicator of its own, may outlast the next one::
 
     compute    [.. k+1 ..]  [.. k ..]   [wait scattered(k+1)]   [wait summed(k+1)]
     reduce             [reduce-scatter k+1]  [reduce-scatter k]
     all-reduce                            [== all-reduce k+1 ==][== all-reduce k ==]
 
-A reduce buffer is allocated after the previous buffer was freed, so a single buffer is
-alive at a time, except for buffers that hold gradients of ``no_sync``. Its owner is the
-stream of the first copy into it (``comm.device``), and one event frees it:
-``events.reduce``, behind the reduce-scatter.
+The owner of a reduce buffer is the stream of the first copy into it (``comm.device``);
+one event frees it: ``events.reduce``, behind the reduce-scatter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import compress
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,7 +34,6 @@ from composable_fsdp.flat.gradients import (
     zero_missing,
 )
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.region import TrainableRegion
 from composable_fsdp.flat.user_hooks import (
     call_post_hooks,
     call_tensor_hooks,
@@ -65,11 +54,7 @@ from composable_fsdp.tree.state import Reduction, RuntimeContext
 def copy_grads_to_reduce_buffers(
     context: RuntimeContext, handle: FlatParamHandle
 ) -> None:
-    """Copy the waiting gradients of the unit into the reduce buffers.
-
-    Reduce buffers without memory are allocated on the current stream. Collective: none,
-    except as ``finish_reduction`` if a reduction of this unit is in flight.
-    """
+    """Copy the waiting gradients of the unit into the reduce buffers."""
     if torch.is_grad_enabled():
         # With ``create_graph`` gradients are enabled here. ``no_grad`` as a decorator
         # would take 2.5 us in every step.
@@ -79,11 +64,15 @@ def copy_grads_to_reduce_buffers(
     if context.reducing is not None and context.reducing.handle is handle:
         # The reduction in flight reads the reduce buffers, so finish before writing.
         finish_reduction(context)
-    users = context.streams.users(handle.events)  # none on CPU
-    for stream in users[1:]:
-        users[0].wait_stream(stream)
+    streams = context.streams
+    owner: Any = None  # of the memory, on CUDA
+    others: list[torch.cuda.Stream] = []
+    if not streams.host_waits:
+        owner, *others = streams.users(handle.events)
+    for stream in others:
+        owner.wait_stream(stream)
     if not handle.reduction.has_memory:
-        allocate_reduce(handle, users[0] if users else None)
+        allocate_reduce(handle, owner)
     for region in handle.layout.trainable:
         waiting = region.reduce.waiting
         gradients = [gradient for gradient in waiting if gradient is not None]
@@ -93,8 +82,8 @@ def copy_grads_to_reduce_buffers(
                 into = tuple(compress(into, [g is not None for g in waiting]))
             torch._foreach_copy_(into, gradients)
         del gradients
-    for stream in users[1:]:
-        stream.wait_stream(users[0])
+    for stream in others:
+        stream.wait_stream(owner)
     # Drop the gradients only now. Memory of a gradient that was made on another stream
     # is returned behind the hooks' stream, which the engine recorded as a user of the
     # memory. The hooks' stream is behind the copy only after the wait above.
@@ -110,17 +99,12 @@ def expect_gradients(handle: FlatParamHandle) -> None:
 def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
     """Average the arrived gradients over the ranks and give each parameter its part.
 
-    Reads the reduce buffers ``(padded_numel,)``. Afterwards ``.grad`` of the sharded
-    parameters are views of the flat gradient ``(shard_numel,)``; the averages are added
-    to earlier gradients. A gradient that did not arrive on this rank counts as zeros
-    and leaves ``.grad`` unchanged, unless ``set_reduce_scatter_unused_params`` is on.
-    ``.grad`` of an offloaded unit is None until ``finish_d2h_grad_copies``.
+    Reads the reduce buffers ``(padded_numel,)``; ``.grad`` become views of the flat
+    gradient ``(shard_numel,)``, with earlier gradients added.
 
     Raises: DesyncError, if another rank reduces another unit or other parameters.
-    Collective: one reduce-scatter per reduce dtype (regions coalesced) over the shard
-        group, then one all-reduce per reduce dtype over the replicate group, unless
-        ``set_requires_all_reduce`` is off. A group of one rank has no collective.
-        With a communication hook: the collectives of the hook.
+    Collective: one reduce-scatter per reduce dtype over the shard group, then one
+        all-reduce over the replicate group; or those of the communication hook.
     """
     finish_reduction(context, ahead_of=handle)
     copy_grads_to_reduce_buffers(context, handle)
@@ -217,11 +201,7 @@ def _replicate_on_stream(streams: Streams, reduction: Reduction) -> None:
 def finish_reduction(
     context: RuntimeContext, *, ahead_of: FlatParamHandle | None = None
 ) -> None:
-    """Wait for the reductions in flight, if any, and free the reduce buffers.
-
-    Divides, adds, sets ``.grad`` and calls the hooks of the user, on the current
-    stream. For an offloaded unit on CUDA a side stream has done so already, except
-    ``.grad``, which ``finish_d2h_grad_copies`` sets.
+    """Wait for the reductions in flight, free the reduce buffers, and set ``.grad``.
 
     Collective: on CPU one all-reduce per reduce dtype over the replicate group, if
         parameters are both sharded and replicated; else none.
@@ -250,7 +230,9 @@ def finish_reduction(
             raise
         _apply_reduced_gradients(reduction)
     else:
-        _wait_on_streams(streams, reduction)
+        # The side streams write buffers that no parameter shows.
+        applies = not handle.layout.offload and not handle.reduction.replicates
+        _wait_on_streams(streams, reduction, handle.events.reduce, applies=applies)
     if handle.reduction.replicates:
         free_reduce(handle)
         context.replicating = reduction
@@ -263,17 +245,17 @@ def finish_reduction(
     free_reduce(handle)
 
 
-def _wait_on_streams(streams: Streams, reduction: Reduction) -> None:
-    """Have the current stream wait for the reduce-scatters, and set ``.grad``."""
+def _wait_on_streams(
+    streams: Streams, reduction: Reduction, event: Waitable, *, applies: bool
+) -> None:
+    """Have the current stream wait for ``event``, and set ``.grad`` if asked."""
     # Autograd, optimizers and users access ``.grad`` on the compute stream, so only
-    # that stream writes ``.grad``. The side streams write buffers that no parameter
-    # shows.
-    handle = reduction.handle
-    current, *others = streams.users(handle.events)
+    # that stream writes ``.grad``.
+    current, *others = streams.users(reduction.handle.events)
     for stream in others:
         current.wait_stream(stream)
-    handle.events.reduce.wait()
-    if not handle.layout.offload and not handle.reduction.replicates:
+    event.wait()
+    if applies:
         _apply_reduced_gradients(reduction)
     for stream in others:
         stream.wait_stream(current)
@@ -288,13 +270,8 @@ def _finish_all_reduce(context: RuntimeContext, reduction: Reduction) -> None:
             # Compute reads nothing. Outputs are given back to the reduce stream below.
             streams.reduce.wait_stream(streams.all_reduce)
         else:
-            current, *others = streams.users(handle.events)
-            for stream in others:
-                current.wait_stream(stream)
-            handle.events.all_reduce.wait()
-            _apply_reduced_gradients(reduction)
-            for stream in others:
-                stream.wait_stream(current)
+            event = handle.events.all_reduce
+            _wait_on_streams(streams, reduction, event, applies=True)
     # Also if a hook of the user raised: ``drop_reduction`` does not know this one.
     finally:
         _forget_outputs(handle)
@@ -347,12 +324,7 @@ def drop_unreduced_grads(handle: FlatParamHandle) -> None:
 
 
 def _choose_targets(handle: FlatParamHandle, *, final: bool) -> None:
-    """Choose the output of each reduction: ``gradient.shard`` or a temporary buffer.
-
-    The flat gradient is used if no parameter has an earlier gradient, the flat gradient
-    is on the device and has the reduce dtype, and no later all-reduce or communication
-    hook follows.
-    """
+    """Choose the output of each reduction: ``gradient.shard`` or a temporary buffer."""
     whole = final and handle.rule.hook is None
     for region in handle.layout.trainable:
         reduce = region.reduce
@@ -373,12 +345,8 @@ def _choose_targets(handle: FlatParamHandle, *, final: bool) -> None:
 
 
 def _issue(reduction: Reduction, *, async_op: bool) -> None:
-    """Issue the reduce-scatters; a shard group of one rank copies.
-
-    Works to wait for are added to ``reduction.works`` at once: a later collective of
-    the reduction may raise. A final reduction that is not asynchronous also issues the
-    all-reduces.
-    """
+    """Issue the reduce-scatters; on CUDA (not ``async_op``) also the all-reduces."""
+    # Works to wait for are noted at once: a later collective may raise.
     handle, final = reduction.handle, reduction.final
     groups, rule, works = handle.groups, handle.rule, reduction.works
     if rule.hook is not None and final:
@@ -388,10 +356,15 @@ def _issue(reduction: Reduction, *, async_op: bool) -> None:
         # All regions of a group have the same reduce dtype, hence the same division.
         before, _, average = regions[0].reduce.division
         buffers = [r.reduce.buffer for r in regions]
-        targets = [reduce_target(r) for r in regions]
+        targets = list(map(reduce_target, regions))
         if before != 1:
             torch._foreach_div_(buffers, before)
-        if (ref := rule.group or groups.shard_ref) is not None:
+        ref, work = rule.group or groups.shard_ref, None
+        if ref is None:
+            torch._foreach_copy_(targets, buffers)
+            if final:
+                work = all_reduce_over_replicas(handle, regions, async_op=async_op)
+        else:
             group = ref.ref() or ref.get()  # ``get`` raises if it was destroyed
             # An object of the user stands in through the door of FSDP2.
             scatter = rule.reduce_scatter or collectives.reduce_scatter_flat
@@ -410,33 +383,13 @@ def _issue(reduction: Reduction, *, async_op: bool) -> None:
                     buffers[0],
                 ),
             )
-            if work is not None:
-                works.append(work)
             # On CPU the reduce-scatter is asynchronous, so ``replicate`` adds. On CUDA
             # the sums belong to this stream, which must be the last to read them.
-            if final and not async_op:
-                _add_held_sums(handle, regions)
-        else:
-            torch._foreach_copy_(targets, buffers)
-            if final:
-                works += _sum_over_replicas(handle, regions, async_op=async_op)
-
-
-def _add_held_sums(handle: FlatParamHandle, regions: Sequence[TrainableRegion]) -> None:
-    """Add the sums that wait for the all-reduce over the replicate group."""
-    if handle.groups.replicas > 1:
-        for region in regions:
-            add_partial_sums(region)
-
-
-def _sum_over_replicas(
-    handle: FlatParamHandle, regions: Sequence[TrainableRegion], *, async_op: bool
-) -> list[Waitable]:
-    """Issue the all-reduce of gradients that need no reduce-scatter."""
-    if handle.groups.replicate_ref is None:
-        return []
-    work = all_reduce_over_replicas(handle, regions, async_op=async_op)
-    return [] if work is None else [work]
+            if final and not async_op and groups.replicas > 1:
+                for region in regions:
+                    add_partial_sums(region)
+        if work is not None:
+            works.append(work)
 
 
 def _apply_reduced_gradients(reduction: Reduction) -> None:
@@ -468,12 +421,7 @@ def _apply_reduced_gradients(reduction: Reduction) -> None:
 
 
 def unshard_in_backward(context: RuntimeContext, handle: FlatParamHandle) -> None:
-    """Unshard a unit whose backward begins and that was not prefetched.
-
-    Collective: the all-gather of the unit. Without ``backward_prefetch``, and if
-        parameters are both sharded and replicated on CPU, the all-reduces of the
-        reduction in flight precede the all-gather.
-    """
+    """Unshard a unit whose backward begins and that was not prefetched."""
     # Without prefetch, finish the reduction in flight first, so that the reduce buffer
     # is free while gradients arrive. This wait costs nothing: a backend runs
     # collectives in order, so the all-gather runs after the reduction in any case.

@@ -3,10 +3,7 @@
 ::
 
     reduce buffer (padded_numel,) -reduce-scatter-> target (shard_numel,)
-                                   + sums of earlier reductions (no_sync over replicas)
-                                  -all-reduce over the replicate group-> target
-
-Functions of ``runtime.reduce`` choose the stream, wait, and make gradients of targets.
+        + sums of earlier reductions -all-reduce over the replicate group-> target
 """
 
 from __future__ import annotations
@@ -39,7 +36,8 @@ def all_reduce_over_replicas(
 ) -> Operation | None:
     """Issue the all-reduce of regions with the same reduce dtype over the replicas."""
     ref = handle.groups.replicate_ref
-    assert ref is not None
+    if ref is None:
+        return None
     for region in regions:
         add_partial_sums(region)
     targets = [reduce_target(region) for region in regions]

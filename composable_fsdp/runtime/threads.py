@@ -1,9 +1,4 @@
-"""Refuses a second thread that uses a tree while a first thread is inside.
-
-The units of a tree send collectives in one order, and each unit is in one state. The
-checks run only where a tree is found in use: at the begin of a forward or backward, at
-a departure from the recorded order, and in calls between steps.
-"""
+"""Refuses a second thread that uses a tree while a first thread is inside."""
 
 from __future__ import annotations
 

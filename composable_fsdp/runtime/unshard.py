@@ -1,9 +1,7 @@
 """Unshard and reshard a unit, and manage the memory of the full buffers.
 
-``unshard`` issues the all-gather, ``wait_unsharded`` makes compute wait for the
-all-gather and puts the full parameters into the modules, ``reshard`` puts the sharded
-parameters back and releases the memory. On CUDA the memory of full buffers belongs to
-the gather stream::
+On CUDA each full buffer has one owner, the gather stream, and one event that frees it,
+``events.free``, recorded at the reshard on the stream of the last reader::
 
     gather   [wait free(k-2)] [all-gather k]---event k
     compute  [ ...     k-1    ...          ]  [wait event k] [ ... k ... ]--free(k)
@@ -22,14 +20,7 @@ What gives the full parameters up, and what becomes of their memory::
     residency.drop_full     nothing is freed; the values may be written over
     residency.leave_full    left to a collective that failed and may still write
 
-Each full buffer has one owner, the gather stream, and one event that frees it:
-``events.free``, recorded at the reshard on the stream of the last reader.
-
-A prefetch issues the all-gather before the unit is needed. The next unit is read from a
-record and never searched in the module tree: in backward from the order of the forward,
-in forward from the order of the last forward of the same mode. All ranks have equal
-records, so all ranks issue the same all-gathers. A user may list the units to prefetch
-instead.
+A prefetch reads the next unit from a record that is equal on all ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +30,7 @@ from composable_fsdp.comm.device import Streams, Waitable, copy_async
 from composable_fsdp.comm.sequence import Operation
 from composable_fsdp.errors import CompositionError, PhaseError
 from composable_fsdp.flat import residency, step_counts
-from composable_fsdp.flat.gradients import add_waiting_to_reduce_buffers
+from composable_fsdp.flat.gradients import copy_waiting_views
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.residency import (
     COPIES_SHOWN,
@@ -51,20 +42,15 @@ from composable_fsdp.flat.residency import (
     make_unreadable,
 )
 from composable_fsdp.planning.options import RETIRING_LIMIT, RETIRING_UNLIMITED
-from composable_fsdp.runtime.wires import decoding, encode_shards
+from composable_fsdp.runtime.wires import decoding, encode_shards, free_encoded
 from composable_fsdp.tree.state import RuntimeContext, StepOrder, _FSDPState
 
 
 def unshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
-    """Issue the all-gather that fills the full buffers on each rank of the shard group.
-
-    For each region, reads ``shard`` ``(shard_numel,)`` and fills ``full``
-    ``(padded_numel,)`` in rank order, cast to the compute dtype and, if offloaded,
-    copied to the device. Does not wait: call ``wait_unsharded`` before compute.
+    """Issue the all-gather that fills the full buffers; ``wait_unsharded`` comes next.
 
     Raises: PhaseError, if the unit is unsharded or an all-gather is in flight.
-    Collective: one all-gather (regions coalesced) over the shard group, all ranks of
-        which must call; none if the group has a single rank.
+    Collective: one all-gather (regions coalesced) over the shard group.
     """
     if handle.residency not in NOT_GATHERED:
         raise PhaseError(
@@ -102,15 +88,15 @@ def _gather(handle: FlatParamHandle, *, async_op: bool) -> Waitable | None:
         group = ref.ref() or ref.get()  # ``get`` raises if the group was destroyed
         # An object of the user stands in through the door of FSDP2.
         gather = handle.rule.all_gather or collectives.all_gather_flat
-        work = gather(
-            full,
-            shards,
-            group,
-            async_op=async_op,
-            operation=Operation(
-                ref.operations, "all_gather", handle.full_fqn, handle.phase, full[0]
-            ),
+        operation = Operation(
+            ref.operations, "all_gather", handle.full_fqn, handle.phase, full[0]
         )
+        try:
+            work = gather(full, shards, group, async_op=async_op, operation=operation)
+        except BaseException:
+            # The reshard that follows frees ``full`` alone.
+            free_encoded(handle)
+            raise
     return decoding(handle, work) if handle.form.wired else work
 
 
@@ -142,11 +128,8 @@ def _limit(handle: FlatParamHandle) -> int:
 
 
 def wait_for_freed_memory(context: RuntimeContext, handle: FlatParamHandle) -> None:
-    """Free the oldest resharded unit if no further unit may keep memory.
-
-    Called before ``handle`` is prefetched: the all-gather of ``handle`` then waits for
-    the last reader of the freed unit, and overlaps the compute of the unit in use.
-    """
+    """Free the oldest resharded unit if no further unit may keep memory."""
+    # The next all-gather waits for its last reader, and overlaps the unit in use.
     free_oldest(context, keep=_limit(handle) - 1)
 
 
@@ -193,11 +176,7 @@ def _end_gather(handle: FlatParamHandle, ready: Waitable) -> None:
 
 
 def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
-    """Put the sharded parameters back into the modules and release the full buffers.
-
-    Nothing happens to a unit that is sharded already. A unit that is kept for a second
-    backward (``kept``) only gets the sharded parameters back.
-    """
+    """Put the sharded parameters back into the modules and release the full buffers."""
     if handle.ready is not None:
         # The unit was prefetched and not used; the all-gather still writes into the
         # memory.
@@ -215,7 +194,7 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
     if handle.reduction.due and handle.form.needs_gather:
         # A custom ``autograd.Function`` may return a saved parameter as a gradient;
         # copy such a gradient before the memory is freed.
-        add_waiting_to_reduce_buffers(handle)
+        copy_waiting_views(handle)
     if not handle.form.needs_gather:
         residency.drop_full(handle)
         return
@@ -325,11 +304,7 @@ def release(context: RuntimeContext, handle: FlatParamHandle) -> None:
 
 
 def prefetch_backward(context: RuntimeContext, order: StepOrder, reached: int) -> None:
-    """Unshard the unit whose backward comes next.
-
-    Collective: the all-gather of that unit; none if no unit is earlier, or that unit is
-        unsharded already.
-    """
+    """Unshard the unit whose backward comes next. Collective: its all-gather."""
     state = order.before(reached)
     if state is None or state.handle.residency not in NOT_GATHERED:
         return
@@ -340,10 +315,7 @@ def prefetch_backward(context: RuntimeContext, order: StepOrder, reached: int) -
 
 
 def prefetch_forward(context: RuntimeContext, state: _FSDPState) -> None:
-    """Unshard the unit that followed this use in the last forward, or the listed units.
-
-    Collective: one all-gather per unit that is not unsharded.
-    """
+    """Unshard the unit that followed in the last forward, or the listed units."""
     if state.ahead_in_forward:
         prefetch_listed(context, state, state.ahead_in_forward)
         return
@@ -359,7 +331,6 @@ def prefetch_listed(
     """Unshard the units that the user listed for ``state``, in the order of the list.
 
     Raises: CompositionError, if a listed unit belongs to another tree.
-    Collective: one all-gather per unit that is not unsharded.
     """
     for target in listed:
         if target.context is not context:

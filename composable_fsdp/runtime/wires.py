@@ -1,11 +1,6 @@
 """Encode the shards of a unit before an all-gather, and decode the gathered bytes.
 
-::
-
-    CPU     unshard: encode, send          wait: wait for the all-gather, decode
-    CUDA    gather stream: encode | all-gather | decode | event
-
-The encoded values have memory from the encoding to the decoding.
+On CUDA on the gather stream; the encoded values have memory until the decoding.
 """
 
 from __future__ import annotations
@@ -27,8 +22,7 @@ from composable_fsdp.flat.region import FlatParameter
 def encode_shards(handle: FlatParamHandle) -> None:
     """Write the shards of regions with a wire format into this rank's slices.
 
-    Collective: an all-reduce over the shard group per region whose format needs the
-    largest magnitudes; else none.
+    Collective: an all-reduce per region whose format needs the largest magnitudes.
     """
     for region in handle.layout.regions:
         wire, layout = region.full.wire, region.layout
@@ -99,4 +93,11 @@ def _decode_full(handle: FlatParamHandle) -> None:
         # Autograd saves views of ``full`` only from here on (``make_readable``), so
         # these writes invalidate no saved tensor.
         layout.wire.decode(wire.buffer, region.full.buffer, layout.wire_layout)
-        memory.free(wire.buffer)
+    free_encoded(handle)
+
+
+def free_encoded(handle: FlatParamHandle) -> None:
+    """Free the encoded values of a unit, if it has any."""
+    for region in handle.layout.regions:
+        if region.full.wire is not None:
+            memory.free(region.full.wire.buffer)

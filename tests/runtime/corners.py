@@ -65,13 +65,10 @@ class Step(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.in_place = False
 
     def forward(self, x: Tensor, depth: int = 0) -> Any:
         if depth:
             x = self(x, depth - 1)
-        if self.in_place:
-            x = x.mul_(2.0)
         return torch.tanh(self.linear(x))
 
 
@@ -95,14 +92,6 @@ class Chain(nn.Module):
         for _ in range(self.loops):
             x = self.b(x, self.depth)
         return self.c(x) + 1.0
-
-
-def several_forwards(model: Chain, x: Tensor) -> list[Tensor]:
-    """Three forwards, then three backwards in the same order."""
-    losses = [model(x + i).square().mean() for i in range(3)]
-    for loss in losses:
-        backward(loss)
-    return losses
 
 
 def sum_of_forwards(model: Chain, x: Tensor) -> list[Tensor]:
@@ -154,87 +143,6 @@ def inner_module_alone(model: Chain, x: Tensor) -> list[Tensor]:
     return [*values, alone, last]
 
 
-def input_gradient(model: Chain, x: Tensor) -> list[Tensor]:
-    """The gradient of the input, beside those of the parameters."""
-    x = x.clone().requires_grad_()
-    backward(model(x).square().mean())
-    assert x.grad is not None
-    return [x.grad]
-
-
-def input_gradient_only(model: Chain, x: Tensor) -> list[Tensor]:
-    """``autograd.grad`` for the input: no parameter gets a gradient."""
-    x = x.clone().requires_grad_()
-    return list(torch.autograd.grad(model(x).square().mean(), x))
-
-
-def retained_graph(model: Chain, x: Tensor) -> list[Tensor]:
-    """One forward, three backwards."""
-    loss = model(x).square().mean()
-    torch.autograd.backward(loss, retain_graph=True)
-    torch.autograd.backward(loss, retain_graph=True)
-    backward(loss)
-    return [loss]
-
-
-def gradient_penalty(model: Chain, x: Tensor) -> list[Tensor]:
-    """A loss of the gradient of the input: double backward."""
-    x = x.clone().requires_grad_()
-    (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-    backward(slope.square().sum())
-    return [slope.detach()]
-
-
-def forward_inside_no_grad(model: Chain, x: Tensor) -> list[Tensor]:
-    """Evaluations around and between, in all three ways."""
-    with torch.no_grad():
-        values = [model(x)]
-    with torch.inference_mode():
-        values.append(model(x).clone())
-    loss = model(x).square().mean()
-    with torch.inference_mode():
-        values.append(model.b(x).clone())
-    backward(loss)
-    with torch.no_grad(), torch.enable_grad():
-        again = model(x).mean()
-    backward(again)
-    return [*values, loss, again]
-
-
-def dropped_output(model: Chain, x: Tensor) -> list[Tensor]:
-    """A forward whose output is dropped, one that is detached, one that counts."""
-    model(x)
-    value = model(x).detach()
-    loss = (model(x) + value).square().mean()
-    backward(loss)
-    return [value, loss]
-
-
-def no_input_needs_it(model: Chain, x: Tensor) -> list[Tensor]:
-    """A unit first in its graph, called with a number as well."""
-    loss = model.b(x, depth=1).square().mean()
-    if loss.requires_grad:  # not so where the unit is frozen
-        backward(loss)
-    return [loss]
-
-
-def output_changed_in_place(model: Chain, x: Tensor) -> list[Tensor]:
-    """The output is multiplied in place before the loss."""
-    y = model(x)
-    y.mul_(3.0)
-    loss = y.square().mean()
-    backward(loss)
-    return [loss]
-
-
-def input_changed_in_place(model: Chain, x: Tensor) -> list[Tensor]:
-    """A unit writes into its input."""
-    model.b.in_place = True
-    losses = sum_of_forwards(model, x)
-    model.b.in_place = False
-    return losses
-
-
 def checkpointed_by_hand(model: Chain, x: Tensor) -> list[Tensor]:
     """``torch.utils.checkpoint`` around a unit, and around two, of both kinds."""
     total = torch.zeros(())
@@ -250,22 +158,11 @@ def checkpointed_by_hand(model: Chain, x: Tensor) -> list[Tensor]:
 CORNERS: dict[str, Corner] = {
     corner.__name__: corner
     for corner in (
-        several_forwards,
-        sum_of_forwards,
         forward_on_own_output,
         root_re_entered,
         unit_re_entered,
         unit_in_a_loop,
         inner_module_alone,
-        input_gradient,
-        input_gradient_only,
-        retained_graph,
-        gradient_penalty,
-        forward_inside_no_grad,
-        dropped_output,
-        no_input_needs_it,
-        output_changed_in_place,
-        input_changed_in_place,
         checkpointed_by_hand,
     )
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,10 +14,7 @@ from composable_fsdp import (
     CPUOffload,
     MixedPrecision,
     ShardingStrategy,
-    checkpoint,
     fully_shard,
-    no_sync,
-    unshard_params,
 )
 from composable_fsdp.features import Arena, Float8Wire
 from composable_fsdp.tree.traversal import _get_fsdp_handles
@@ -134,108 +130,11 @@ def test_the_planned_peak_is_that_of_a_step(
     assert found == pytest.approx(measured, rel=0.01)
 
 
-# ---- programs under an arena ----
-
 SHARED = Arena(poison=True, reduce=True)
-
-
-def vector(model: nn.Module, rank: int, steps: int = 3) -> Tensor:
-    """The gradients after some steps, and the weights, as one vector."""
-    optimizer = sgd(model.parameters())
-    for step in range(steps):
-        optimizer.zero_grad()
-        backward(loss_of(model, gpt_input(step, rank)))
-        optimizer.step()
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    return torch.cat(
-        [each.detach().flatten() for each in (*grads, *model.parameters())]
-    )
-
-
-def checkpointed(model: TinyGPT, rank: int) -> None:
-    """Forwards run again in backward."""
-    for block in model.blocks:
-        checkpoint(block)
-
-
-def accumulated(model: TinyGPT, rank: int) -> None:
-    """Gradients wait in the reduce buffers."""
-    # The second backward copies gradients of all units, which then wait together.
-    with no_sync(model):
-        for step in (6, 7):
-            backward(loss_of(model, gpt_input(step, rank)))
-    backward(loss_of(model, gpt_input(8, rank)))
-
-
-def frozen_and_unfrozen(model: TinyGPT, rank: int) -> None:
-    """The units get other regions, and then the first ones again."""
-    vector(model, rank)
-    model.blocks[0].requires_grad_(False)
-    backward(loss_of(model, gpt_input(2, rank)))
-    model.requires_grad_(True)
-
-
-def shown(model: TinyGPT, rank: int) -> None:
-    """All units are full at the same time, and are written to."""
-    with unshard_params(model):
-        for parameter in model.parameters():
-            parameter.data.add_(0.125)
-
-
-def raised(model: TinyGPT, rank: int) -> None:
-    """A forward and a backward end half-way."""
-    vector(model, rank)
-    for register in ("register_forward_pre_hook", "register_full_backward_pre_hook"):
-        hook = getattr(model.blocks[2], register)(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            backward(loss_of(model, gpt_input(0, rank)))
-        hook.remove()
-    model.zero_grad()
-
-
-def copied(model: TinyGPT, rank: int) -> None:
-    """A copy has slots of its own."""
-    twin = copy.deepcopy(model)
-    assert torch.equal(vector(model, rank), vector(twin, rank))
-    if _get_fsdp_handles(model)[0].form.slot is not None:
-        assert not set(addresses(twin)) & set(addresses(model))
-
-
-PROGRAMS: Sequence[Callable[[TinyGPT, int], None]] = (
-    checkpointed,
-    accumulated,
-    frozen_and_unfrozen,
-    shown,
-    raised,
-    copied,
-)
 MODES: dict[str, dict[str, Any]] = {
     "own": {},
     "zero2": {"strategy": ShardingStrategy.SHARD_GRAD_OP},
-    "low": {"mixed_precision": MixedPrecision(torch.bfloat16)},
 }
-
-
-@pytest.mark.few(4)
-@pytest.mark.req("M-07")
-@by_arena
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda each: each.__name__)
-@on_ranks(2)
-def test_programs_get_the_numbers_of_without(
-    world: World, arena: Arena, program: Callable[[TinyGPT, int], None], mode: str
-) -> None:
-    """Bit by bit, also in the training that follows."""
-    results = []
-    for model in both("composable", arena, **MODES[mode]):
-        assert isinstance(model, TinyGPT)
-        program(model, world.rank)
-        # ``train`` clears the gradients of the program.
-        grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-        results.append(torch.cat([*grads, vector(model, world.rank)]))
-
-    assert torch.equal(*results)
-    assert not results[0].isnan().any()
 
 
 class Ordered(nn.Module):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.runtime.corners import CORNERS, UNITS, WIDTH, Chain, Corner
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
-    PATHS,
     STRATEGIES,
     apply_units,
     assert_same_training,
@@ -148,59 +146,6 @@ def scalar(model: nn.Module, x: Tensor) -> Tensor:
 def chosen(model: nn.Module) -> list[nn.Parameter]:
     """Some parameters of every unit."""
     return [p for n, p in model.named_parameters() if "weight" in n and "norm" not in n]
-
-
-def with_inputs_of_both_kinds(model: nn.Module) -> Tensor | None:
-    """The model's input among the parameters."""
-    x = POINTS.requires_grad_()
-    torch.autograd.backward(scalar(model, x), inputs=[x, *chosen(model)])
-    return x.grad
-
-
-def hessian(model: nn.Module) -> Tensor:
-    """One backward through the graph for each row."""
-    take: Any = torch.autograd.functional.hessian  # untyped in torch
-    found: Tensor = take(partial(scalar, model), POINTS)
-    return found
-
-
-def penalty_again(model: nn.Module) -> None:
-    """A gradient penalty, the loss, another forward, and the penalty again."""
-    x = POINTS.requires_grad_()
-    loss = scalar(model, x)
-    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
-    penalty = gradient.square().sum()
-    torch.autograd.backward(penalty, retain_graph=True)
-    torch.autograd.backward(loss, retain_graph=True)
-    backward(scalar(model, 2 * POINTS))
-    backward(penalty)
-
-
-def with_penalty(model: nn.Module) -> None:
-    """Parameters in the loss itself, and parameters that nothing else uses."""
-    loss = scalar(model, POINTS) + sum(p.square().sum() for p in model.parameters())
-    torch.autograd.backward(loss, inputs=list(model.parameters()))
-
-
-@pytest.mark.few(3)
-@pytest.mark.req("P-09", "P-10")
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
-@on_ranks(2)
-def test_requested_gradients_are_those_of_the_plain_model(
-    world: World, path: str, strategy: ShardingStrategy
-) -> None:
-    """``backward(inputs=...)``, Hessians, and penalties with other backwards between;
-    all ranks have the same data, so their mean is what each has."""
-    for program in (with_inputs_of_both_kinds, with_penalty, hessian, penalty_again):
-        plain, model = pair(path, strategy)
-        expected, got = program(plain), program(model)
-
-        if expected is not None:
-            torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
-        for each in (plain, model):
-            torch.optim.SGD(each.parameters(), lr=0.1).step()
-        assert_same_training(model, plain, [], [], tolerance=1e-4)
 
 
 @pytest.mark.req("P-09")

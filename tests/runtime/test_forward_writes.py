@@ -1,6 +1,6 @@
-"""What a forward writes to its weights, and weights that a caller puts in its place.
+"""Weights that a caller puts in place of those of a unit, and checksums of weights.
 
-Other things that units do to what they are given are forms of `property_tests`.
+What a forward writes to its weights is a core of the programs of `property_tests`.
 """
 
 from __future__ import annotations
@@ -13,100 +13,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp import ShardingStrategy, reshard, unshard
+from composable_fsdp import reshard, unshard
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.features.passages import weight_writes as forward_writes
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
-    PATHS,
-    STRATEGIES,
     apply_units,
     assert_same_training,
     backward,
     differences,
-    sgd,
-    train,
-    train_reference,
     wide_input,
 )
 from tests.support.world import World
 
 WIDTH = 6
-
-
-class Writes(nn.Module):
-    """A layer whose forward writes to its weights first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def write(self) -> None:
-        """Change the weights; the same a second time changes nothing."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.write()
-        return x + torch.tanh(self.layer(x))
-
-
-class Normalises(Writes):
-    """Forced weight norm, as in EDM2."""
-
-    def write(self) -> None:
-        with torch.no_grad():
-            weight = self.layer.weight
-            weight.copy_(2 * weight / weight.norm(dim=1, keepdim=True))
-
-
-class Clamps(Writes):
-    """Weight clipping, through ``.data``."""
-
-    def write(self) -> None:
-        self.layer.weight.data.clamp_(-0.2, 0.2)
-
-
-class Sorts(Writes):
-    """Changes the order of weights, and neither their sum nor their bits."""
-
-    def write(self) -> None:
-        self.layer.weight.data.copy_(self.layer.weight.data.sort(dim=0).values)
-
-
-KINDS = (Normalises, Clamps, Sorts)
-
-
-def build(kind: type[nn.Module]) -> nn.Sequential:
-    """Three layers and a head; the same values in every process."""
-    torch.manual_seed(0)
-    return nn.Sequential(kind(), kind(), kind(), nn.Linear(WIDTH, 2))
-
-
-UNITS = ("0", "1", "2")
-
-
-@pytest.mark.few(2)
-@pytest.mark.req("P-06")
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
-@on_ranks(2)
-def test_a_write_to_weights_in_forward_reaches_the_shards(
-    world: World, path: str, strategy: ShardingStrategy
-) -> None:
-    """In place and through ``.data``, in training and evaluation."""
-    make = wide_input(WIDTH)
-    for kind in KINDS:
-        plain = build(kind)
-        model = apply_units(copy.deepcopy(plain), UNITS, path=path, strategy=strategy)
-        losses = train(model, world.rank, make, sgd)
-        with torch.no_grad():
-            model(make(9, world.rank))
-        losses += train(model, world.rank, make, sgd)
-        expected = train_reference(plain, world.world_size, make, sgd)
-        with torch.no_grad():
-            plain(make(9, 0))
-        expected += train_reference(plain, world.world_size, make, sgd)
-        mine = [step[world.rank] for step in expected]
-        assert_same_training(model, plain, losses, mine, tolerance=1e-6)
 
 
 class Generates(nn.Module):
@@ -213,62 +133,25 @@ def test_a_large_buffer_is_compared_by_checksums_that_see_each_element(
                 assert not torch.equal(forward_writes._bits(other), before)
 
 
-class Scales(nn.Module):
-    """Writes to an input that the caller reads, and returns another tensor."""
+class MayClamp(nn.Module):
+    """Clips its weight through ``.data``, where it is told to."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.gain = nn.Parameter(torch.full((WIDTH,), 1.5))
-
-    def forward(self, x: Tensor, into: Tensor) -> Tensor:
-        into.mul_(self.gain)
-        return x + 1
-
-
-class Reads(nn.Module):
-    """Reads what the unit below has written to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.unit = nn.Linear(WIDTH, WIDTH), Scales()
+        self.layer, self.on = nn.Linear(WIDTH, WIDTH), True
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.first(x) * 1
-        self.unit(x, y)
-        return y
-
-
-@pytest.mark.req("P-06")
-@on_ranks(2)
-def test_backward_enters_by_an_input_that_was_written_in_place(world: World) -> None:
-    """In the first forwards, which search for more, and in those after."""
-    plain = Reads()
-    model = apply_units(copy.deepcopy(plain), ["unit"])
-    for _ in range(4):
-        for each in (plain, model):
-            backward(each(torch.ones(2, WIDTH)).square().sum())
-            sgd(each.parameters()).step()
-            each.zero_grad()
-
-    assert_same_training(model, plain, [], [], tolerance=1e-5)
-
-
-class MayClamp(Clamps):
-    """Clips its weight where it is told to."""
-
-    on = True
-
-    def write(self) -> None:
         if self.on:
-            super().write()
+            self.layer.weight.data.clamp_(-0.2, 0.2)
+        return x + torch.tanh(self.layer(x))
 
 
 @on_ranks(2)
 def test_a_deep_copy_knows_of_writes_through_data(world: World) -> None:
     """Also if its own first forwards, which compare all values, write nothing."""
-    plain = build(MayClamp)
-    model = apply_units(copy.deepcopy(plain), UNITS)
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(MayClamp() for _ in range(3)), nn.Linear(WIDTH, 2))
+    model = apply_units(copy.deepcopy(plain), ("0", "1", "2"))
     x = wide_input(WIDTH)(0, 0)
     with torch.no_grad():
         for _ in range(3):

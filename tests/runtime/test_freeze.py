@@ -262,28 +262,6 @@ def test_units_without_a_gradient_take_part_with_zeros(
         assert not state.handle.reduction.due
 
 
-@pytest.mark.req("B-17")
-@on_ranks(1, 2)
-def test_units_that_no_rank_uses_cost_nothing_and_leave_nothing(world: World) -> None:
-    """They are sharded at the end of backward, and ``.grad`` stays None."""
-    model = Experts()
-    plain = copy.deepcopy(model)
-    for unit in (*UNITS, ""):
-        fully_shard(model.get_submodule(unit))
-
-    for step in range(2):
-        backward(model(batch(step, world.rank), [0]))
-
-    expected = averages(plain, [[0]] * world.world_size, world.world_size, [0, 1])
-    for name, (leaf, part) in own_parts(model, expected).items():
-        unused = name.startswith(("experts.1", "experts.2"))
-        assert (leaf.grad is None) == (unused or not leaf.numel()), name
-        if leaf.grad is not None:
-            torch.testing.assert_close(leaf.grad, part, msg=name)
-    states = _get_fsdp_states(model)
-    assert not any(s.handle.residency is not Residency.SHARDED for s in states)
-
-
 def test_a_gradient_of_some_parameters_is_refused(one_rank: World) -> None:
     """The others would get zeros that nobody asked for."""
     model = fully_shard(Pair())

@@ -63,22 +63,6 @@ def resting(model: nn.Module) -> bool:
     )
 
 
-@pytest.mark.parametrize(
-    ("strategy", "kept"),
-    [(STRATEGIES[0], [True, False, False]), (STRATEGIES[1], [True, True, True])],
-)
-@on_ranks(2)
-def test_a_step_gives_its_memory_back(
-    world: World, strategy: ShardingStrategy, kept: list[bool]
-) -> None:
-    """After a step no full or reduce buffer has a byte; between, the root's has."""
-    model = apply_units(TinyGPT(), gpt_units(TinyGPT()), strategy=strategy)
-    loss = loss_of(model, gpt_input(0, world.rank))
-    assert [full_bytes(h) > 0 for h in _get_fsdp_handles(model)] == kept
-    backward(loss)
-    assert resting(model)
-
-
 @pytest.mark.req("S1-38")
 @on_ranks(2)
 def test_forward_and_backward_are_functions_on_a_state(world: World) -> None:
@@ -265,8 +249,3 @@ def require_between_steps(model: nn.Module) -> None:
         assert not handle.reduction.has_memory
         for region in handle.layout.regions:
             assert region.full.buffer.untyped_storage().nbytes() == 0
-
-
-# ---- units that are lists of modules ----
-
-X = torch.ones(1, 2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from composable_fsdp import (
     ModuleWrapPolicy,
     ShardingStrategy,
     fully_shard,
-    get_full_grad,
     no_sync,
 )
 from tests.support.models import TinyGPT
@@ -33,81 +31,16 @@ from tests.support.reference import (
     backward,
     gpt_input,
     gpt_units,
-    loss_of,
     sgd,
     train,
     wide_input,
 )
-from tests.support.sharded import own_gradient
-from tests.support.tiny import tiny_mlp
 from tests.support.world import World
 
 BF16 = torch.bfloat16
 COMPUTE = MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32)
 
 both_paths = pytest.mark.parametrize("path", PATHS)
-
-
-class Writing(nn.Module):
-    """Writes to an input, which may be in a list, and returns what it computed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(0.1, 1, 4))
-
-    def forward(self, x: Tensor, others: list[Tensor], *, y: Tensor) -> Tensor:
-        x[:, 1:].mul_(2)
-        x.add_(self.weight)
-        others[0].relu_()
-        others.append(x * 2)
-        y.sub_(x)
-        return x * 1
-
-
-class Caller(nn.Module):
-    """Reads what the unit below has written."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.below = Writing()
-        self.bias = nn.Parameter(torch.linspace(-1, 1, 4))
-
-    def forward(self, x: Tensor, fails: bool = False) -> Tensor:
-        a, b, c = (x + self.bias).float(), (x * self.bias).float(), x.float() - 1
-        given = [b]
-        with pytest.raises(AttributeError) if fails else nullcontext():
-            result = self.below(a, given, y=None if fails else c)
-        return a + b + given[1] + (c if fails else result + c)
-
-
-@on_ranks(1, 2)
-@both_paths
-@pytest.mark.parametrize("mode", ["train", "fails", "no_grad", "inference"])
-def test_writes_to_inputs_that_are_cast_reach_the_caller(
-    world: World, path: str, mode: str
-) -> None:
-    """Alone, in a list, to which is appended, and by keyword, also before an error."""
-    plain = Caller()
-    wide = MixedPrecision(
-        param_dtype=torch.float64, cast_forward_inputs=True, output_dtype=torch.float32
-    )
-    model = apply_units(Caller(), ["below"], path=path, mixed_precision=wide)
-    x = torch.linspace(-2, 2, 12).view(3, 4)
-    modes: dict[str, Any] = {
-        "no_grad": torch.no_grad,
-        "fails": torch.no_grad,
-        "inference": torch.inference_mode,
-    }
-    with modes.get(mode, nullcontext)():
-        outputs = [each(x.clone(), mode == "fails") for each in (plain, model)]
-
-    torch.testing.assert_close(outputs[1], outputs[0].to(outputs[1].dtype))
-    if outputs[0].requires_grad:
-        for output in outputs:
-            torch.autograd.backward(output.square().sum())
-        for name, parameter in plain.named_parameters():
-            assert parameter.grad is not None
-            torch.testing.assert_close(get_full_grad(model, name), parameter.grad)
 
 
 class Seen(nn.Module):
@@ -196,23 +129,6 @@ def test_a_forward_meets_the_dtypes_it_meets_under_fsdp1(world: World) -> None:
     # Integers stay, and the state dict gives the original dtypes.
     assert ours.count.dtype is torch.int64
     assert {v.dtype for v in ours.state_dict().values()} == {torch.float32, torch.int64}
-
-
-@pytest.mark.req("B-20")
-@on_ranks(2)
-def test_gradients_stay_in_low_precision_on_request(world: World) -> None:
-    """In the reduce dtype, also when a second backward adds to them."""
-    model = tiny_mlp()
-    options = MixedPrecision(torch.float32, BF16, keep_low_precision_grads=True)
-    fully_shard(model, mixed_precision=options)
-
-    for batch in range(2):
-        backward(loss_of(model, wide_input(8)(batch, world.rank)))
-
-    for p in model.parameters():
-        assert not p.numel() or own_gradient(p).dtype is BF16
-        assert p.dtype is torch.float32
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
 @pytest.mark.req("B-14")

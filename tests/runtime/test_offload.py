@@ -23,7 +23,6 @@ from composable_fsdp.runtime import offload
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.runtime.offloading import (
     OFFLOAD,
-    accumulate,
     train_offloaded,
 )
 from tests.support.reference import (
@@ -51,17 +50,6 @@ def test_an_offloaded_gpt_trains_as_the_plain_one(
 ) -> None:
     """Losses and weights are equal, bitwise at one and two ranks; NO_SHARD included."""
     ranks(world_size).run(train_offloaded, path, strategy, tolerance_at(world_size))
-
-
-@pytest.mark.req("B-14")
-@pytest.mark.parametrize("how", ["every time", "no_sync"])
-@all_strategies
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_offloaded_gradients_accumulate(
-    ranks: RankCount, world_size: int, strategy: ShardingStrategy, how: str
-) -> None:
-    """With and without communication, the sum of all microbatches is on the host."""
-    ranks(world_size).run(accumulate, strategy, how)
 
 
 # ---- copies that take their time --------------------------------------------

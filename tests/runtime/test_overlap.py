@@ -217,7 +217,7 @@ def moment(events: list[Event], what: str, unit: str) -> int:
     return events.index((what, unit))
 
 
-@pytest.mark.req("S2-01", "S2-04", "S1-06", "S2-02")
+@pytest.mark.req("S2-01", "S2-04", "S1-06", "S2-02", "S1-33")
 @pytest.mark.parametrize(
     ("path", "mode", "ahead", "live"),
     [

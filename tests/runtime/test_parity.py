@@ -19,66 +19,21 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP1
 from torch.distributed.fsdp import fully_shard as torch_fsdp2
 from torch.nn.parallel import DistributedDataParallel
 
-from composable_fsdp import ShardingStrategy, clip_grad_norm_
+from composable_fsdp import ShardingStrategy
 from composable_fsdp.comm import collectives
-from tests.runtime.parity import trains_as
 from tests.support.models import TinyGPT
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
-    PATHS,
-    STRATEGIES,
-    Optimize,
     adamw,
     apply_units,
-    assert_same_training,
     backward,
     gpt_input,
     gpt_units,
     loss_of,
-    sgd,
     train,
-    train_reference,
     wide_input,
 )
 from tests.support.world import World
-
-OPTIMIZERS: list[Optimize] = [sgd, adamw]
-
-
-@pytest.mark.few(8)
-@pytest.mark.req("S2-10")
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("optimize", OPTIMIZERS)
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
-@on_ranks(1, 2, 3)
-def test_a_small_gpt_trains_as_the_plain_one(
-    world: World, strategy: ShardingStrategy, optimize: Optimize, path: str
-) -> None:
-    """Losses and weights of three steps are equal, bitwise at one and two ranks."""
-    model = apply_units(TinyGPT(), gpt_units(TinyGPT()), path=path, strategy=strategy)
-
-    trains_as(world, model, TinyGPT(), gpt_input, optimize)
-    assert world.all_equal(model.state_dict())
-
-
-@pytest.mark.req("B-22")
-@on_ranks(1, 2, 4)
-def test_tied_embeddings_and_clipping_train_as_the_plain_model(world: World) -> None:
-    """The tied weight is reduced once, and the clipped steps are the unsharded ones."""
-    model, plain = TinyGPT(tied_head=True), TinyGPT(tied_head=True)
-    apply_units(model, gpt_units(model))
-    expected = train_reference(
-        plain,
-        world.world_size,
-        gpt_input,
-        adamw,
-        clip=lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.05),
-    )
-    losses = train(
-        model, world.rank, gpt_input, adamw, clip=lambda m: clip_grad_norm_(m, 0.05)
-    )
-    mine = [step[world.rank] for step in expected]
-    assert_same_training(model, plain, losses, mine, tolerance=1e-5)
 
 
 def fsdp1(model: TinyGPT) -> nn.Module:

@@ -28,12 +28,10 @@ from tests.runtime.parity import trains_as
 from tests.support.models import TinyGPT, tiny_mlp
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
-    PATHS,
     adamw,
     apply_units,
     backward,
     gpt_input,
-    gpt_units,
     loss_of,
     wide_input,
 )
@@ -144,23 +142,6 @@ def test_inputs_are_moved_at_any_depth(kind: str) -> None:
     assert kwargs["k"].grad_fn is not None
     given.give_back()
     assert not OPEN[kind](argument).is_meta
-
-
-@pytest.mark.req("B-07")
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@on_ranks(2)
-def test_a_model_cast_after_sharding_trains_in_that_dtype(
-    world: World, path: str, dtype: torch.dtype
-) -> None:
-    """Wider and narrower, equal to the plain model cast alike."""
-    model = TinyGPT()
-    plain = copy.deepcopy(model).to(dtype)
-    sharded = apply_units(model, gpt_units(model), path=path).to(dtype)
-
-    trains_as(world, sharded, plain, gpt_input, adamw)
-    assert all(p.dtype == dtype for p in sharded.parameters())
-    assert all(v.dtype == dtype for v in sharded.state_dict().values())
 
 
 @pytest.mark.req("B-07")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import os
-from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -27,18 +26,14 @@ from composable_fsdp.errors import PlanError
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.runtime.traffic import Counts, counts, planned
 from tests.support.models import TinyGPT, module_at
-from tests.support.on_ranks import on_ranks
 from tests.support.recording import record_steps
 from tests.support.reference import (
     PATHS,
     adamw,
     apply_units,
     assert_same_training,
-    backward,
     gpt_input,
     gpt_units,
-    loss_of,
-    sgd,
     tolerance_at,
     train,
     train_reference,
@@ -125,7 +120,7 @@ FORMS = [
 
 
 @pytest.mark.few(12)
-@pytest.mark.req("D-07", "B-04", "B-19")
+@pytest.mark.req("D-07", "B-04", "B-19", "S2-10")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("strategy", ShardingStrategy, ids=lambda s: s.name)
 @pytest.mark.parametrize(("form", "shape"), FORMS, ids=str)
@@ -224,7 +219,7 @@ def train_mixed(world: World, path: str, form: str) -> dict[str, tuple[int, int]
 
 
 @pytest.mark.few(2)
-@pytest.mark.req("D-07")
+@pytest.mark.req("D-07", "B-22")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     ("form", "whole"),
@@ -276,30 +271,3 @@ def test_ranks_that_do_not_say_who_shares_are_refused(
             fully_shard(model, strategy=strategy, **given)
     assert [p.shape for p in model.parameters()] == shapes
     assert fully_shard.state(model) is None
-
-
-# ---- collectives of a step ----
-
-
-@pytest.mark.req("B-19", "S1-33")
-@pytest.mark.parametrize("path", PATHS)
-@on_ranks(2)
-def test_a_unit_is_gathered_once_per_pass_and_reduced_once(
-    world: World, path: str
-) -> None:
-    """Root and two blocks: three gathers, two more, three reductions, nothing."""
-    model = apply_units(TinyGPT(), gpt_units(TinyGPT()), path=path)
-    optimizer = sgd(model.parameters())
-    for step in range(3):
-        with record_steps() as forward:
-            loss = loss_of(model, gpt_input(step, world.rank))
-        with record_steps() as rest:
-            backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-
-        assert Counter(call.op for call in forward) == {"all_gather": 3}
-        assert Counter(call.op for call in rest) == {
-            "all_gather": 2,
-            "reduce_scatter": 3,
-        }

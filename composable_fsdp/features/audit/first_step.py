@@ -1,14 +1,8 @@
 """The audit of the first step: functions that take a shard for the whole parameter.
 
 A mode sees each torch function of the user between the first forward and the forward
-after the first optimizer step, except inside forwards of units::
-
-    forward 1        backward, clip, ..., step        forward 2
-           |--------- the mode is on ---------------|           nothing from here on
-
-A tensor counts as a part of a parameter if it is the sharded leaf or its gradient, or
-comes from one of them by views and element-wise functions. ``rules`` decides what is
-told. The mode is taken off when torch.compile begins, which would trace it.
+after the first optimizer step, except inside forwards of units. A tensor is a part of a
+parameter if it is the leaf or its gradient, or a view or element-wise function of them.
 """
 
 from __future__ import annotations
@@ -52,8 +46,7 @@ from composable_fsdp.tree.state import RuntimeContext, _FSDPState
 
 _ACTIONS = ("warn", "error", "off")
 _PATIENCE = 64
-"""Forwards after which the audit ends without a step. One before which gradients were
-cleared counts for half of them: then the program has its own way to step."""
+"""Forwards after which the audit ends without a step."""
 
 _wanted: weakref.WeakKeyDictionary[_FSDPState, str] = weakref.WeakKeyDictionary()
 _nodes: weakref.WeakKeyDictionary[RuntimeContext, object] = weakref.WeakKeyDictionary()
@@ -154,7 +147,7 @@ class _Audit:
         _take_off()
         context = self.context()
         assert context is not None  # it calls
-        self._left -= 1 if _has_gradients(context) else _PATIENCE // 2
+        self._left -= 1
         if self.has_stepped or self._left <= 0:
             context.observers = ()
             _MODE.forget(self)
@@ -340,11 +333,7 @@ _TEXTS = {
 
 
 def _of_other_sizes(call: _Call) -> str:
-    """Return what a call that has failed met, if a part and a tensor of another size.
-
-    As with an average of a model whose units are others: equal parameters lie there at
-    other rows.
-    """
+    """Return what a failed call met, if a part and a tensor of another size."""
     parts = {id(tensor) for tensor, _ in call.given}
     others = [v for v in (*call.values, *call.named.values()) if isinstance(v, Tensor)]
     for _, part in call.given:
@@ -357,15 +346,6 @@ def _of_other_sizes(call: _Call) -> str:
                     "units, or compute inside unshard_params(model) of both."
                 )
     return ""
-
-
-def _has_gradients(context: RuntimeContext) -> bool:
-    """Return whether gradients wait for a step, or for a reduction."""
-    return any(
-        handle.reduction.due or any(leaf.grad is not None for leaf in region.graded)
-        for handle in context.handles
-        for region in handle.layout.trainable
-    )
 
 
 def _put_on() -> None:

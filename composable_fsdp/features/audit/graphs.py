@@ -1,14 +1,10 @@
 """Shards in the graph of a loss: told when the gradient of a sharded leaf arrives.
 
-Units compute with full parameters, so the AccumulateGrad node of a sharded leaf runs
-only if the user computed with the shard itself. That is right for a sum over elements,
-as an L2 penalty, which the graph shows::
+Units compute with full parameters, so the AccumulateGrad node of a sharded leaf, which
+has a hook, runs only if the user computed with the shard::
 
-    AccumulateGrad <- PowBackward <- SumBackward <- MulBackward <- the loss     right
+    AccumulateGrad <- PowBackward <- SumBackward <- MulBackward <- loss         right
     AccumulateGrad <- TBackward <- MmBackward <- ...                             told
-
-A hook on each node costs a step nothing, since the node does not run. The first use of
-a parameter decides; then its hook goes.
 """
 
 from __future__ import annotations

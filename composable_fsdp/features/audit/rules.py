@@ -1,15 +1,12 @@
 """What a function does to a part of a parameter: right on rows, or on whole parameters.
 
-A shard holds whole rows of a parameter, so a function is right on it if every row of
-the result comes from a row of the shard::
+A function is right on a shard if every row of the result comes from a row of the shard.
+Mostly the shapes tell; names decide where shapes cannot::
 
     shard (3, 6) of (5, 6)    w * 2      (3, 6)   each element by itself
                               w.sum(1)   (3,)     each row by itself
                               w.sum(0)   (6,)     over rows: another sum on each rank
-                              w.t() @ w  (6, 6)   over rows
                               w[:2]      (2, 6)   other rows on each rank
-
-Mostly the shapes tell. Names decide where shapes cannot.
 """
 
 from __future__ import annotations
@@ -98,10 +95,7 @@ def after(
     given: tuple[Tensor, Part],
     result: Tensor,
 ) -> Part | str | None:
-    """Return what ``result`` is a part of, or what the call does wrong.
-
-    None: neither, as the result of a sum that belongs to a loss.
-    """
+    """Return what ``result`` is a part of, or what the call does wrong, or None."""
     tensor, part = given
     rows = result.shape[:1] == tensor.shape[:1]
     if _NEITHER.fullmatch(name):

@@ -35,10 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 def harmless(function: Callable[P, T]) -> Callable[P, T | None]:
-    """Return ``function`` with its own errors in the log, and None in their place.
-
-    What the audit does beside a program must never end the program.
-    """
+    """Return ``function`` with its own errors in the log, and None in their place."""
 
     @wraps(function)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> T | None:
@@ -66,11 +63,7 @@ def is_own_call(frame: FrameType) -> bool:
 
 
 def place_of(frame: FrameType | None) -> Place | None:
-    """Return the user's line that has led to ``frame``.
-
-    None for calls of this package, of ``_OWN_CALLS``, and of an optimizer or a scaler
-    that says that it is right on shards.
-    """
+    """Return the user's line that led to ``frame``; None where parts are right."""
     entry = ""
     # The audit's own mode stands between a backward and the user.
     while frame is not None and (
@@ -133,10 +126,7 @@ def backward_frame(code: object) -> FrameType | None:
 
 
 def tell(text: str, place: Place | None, *, is_error: bool) -> None:
-    """Warn at ``place``, or raise.
-
-    Raises: CompositionError, if ``is_error``.
-    """
+    """Warn at ``place``, or raise CompositionError."""
     text = f"composable_fsdp: shard taken for the parameter: {text}"
     if is_error:
         where = f" ({place.file}:{place.line})" if place else ""

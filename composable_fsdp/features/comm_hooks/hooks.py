@@ -1,11 +1,8 @@
 """Communication hooks: a function of the user that replaces the gradient collectives.
 
-The contract and the names are FSDP1's. A hook is called once per region and reduction,
-on the stream of the reduction: ``hook(state, gradient, output)`` if parameters are
-sharded, ``hook(state, gradient)`` if the shard group has a single rank. ``gradient`` is
-``(padded_numel,)`` in the reduce dtype and may be overwritten. The contents of
-``output`` ``(shard_numel,)`` (or of ``gradient``) become the gradient unchanged, so the
-hook must also divide. The hook may give either tensor another dtype through ``.data``.
+Called per region and reduction, on its stream: ``hook(state, gradient, output)``, or
+``hook(state, gradient)`` where nothing is cut. ``gradient`` ``(padded_numel,)`` may be
+overwritten; the contents of ``output`` ``(shard_numel,)`` become the gradient.
 """
 
 from __future__ import annotations

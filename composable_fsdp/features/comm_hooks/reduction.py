@@ -20,10 +20,8 @@ def reduce_by_hook(handle: FlatParamHandle) -> None:
 
 
 def _call_comm_hook(rule: ReduceRule, region: TrainableRegion) -> Tensor:
-    """Have the hook reduce the region, with sums that wait for an all-reduce.
+    """Have the hook reduce the region; return its result ``(shard_numel,)``.
 
-    Returns: the result ``(shard_numel,)``.
-    Collective: the collectives of the hook.
     Raises: FSDPError, if the result has not ``shard_numel`` elements.
     """
     assert rule.hook is not None

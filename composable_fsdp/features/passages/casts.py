@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.features.passages.containers import (
-    CastInput,
     Change,
     Given,
     map_tensors,
@@ -43,7 +42,7 @@ def _casting(given: Given, dtype: torch.dtype) -> Change:
                 made = tensor.to(dtype)
         else:
             made = tensor.to(dtype)
-        given.casts.append(CastInput(tensor, made, made._version))
+        given.casts.append((tensor, made, made._version))
         return made
 
     return cast
@@ -83,11 +82,7 @@ _GIVEN: weakref.WeakKeyDictionary[nn.Module, torch.dtype] = weakref.WeakKeyDicti
 
 
 def keep_full_precision(module: nn.Module) -> None:
-    """Cast the inputs of ``module`` to the module's own dtype, and the outputs back.
-
-    The own dtype is that of the first floating point parameter, else float32. Outputs
-    get the dtype of the first floating point input; without one nothing is cast.
-    """
+    """Cast inputs of ``module`` to its own dtype, and outputs to that of the inputs."""
     raise_inputs = _disable_dynamo(_raise_inputs)
     # ``prepend``: hooks of the user should see the inputs that the forward gets.
     module.register_forward_pre_hook(raise_inputs, prepend=True, with_kwargs=True)

@@ -1,14 +1,8 @@
 """Tensors inside of arguments and outputs, at any depth.
 
-Containers that pytree knows are traversed by pytree; other containers as dataclass,
-mapping or list; other objects in outputs by attributes. A tensor that is missed would
-cause an error in backward.
-
-If a tensor in a list of the caller requires grad, is on another device or must be cast,
-the forward gets a copy of the list with another tensor: what recomputes in backward
-keeps the list, and must find that tensor there. The forward may append to the list, or
-set an item of a cache, to return a value, so changes of the copy are applied to the
-caller's list afterwards::
+If a tensor in a list of the caller is replaced, the forward gets a copy of the list:
+what recomputes in backward keeps the list, and must find the first tensor there.
+Changes of the copy are applied to the caller's list afterwards::
 
     given    [h]        the caller's           caller's afterwards  [h, aux]
     before   [h']       the copy at first
@@ -30,7 +24,7 @@ from contextlib import suppress
 from dataclasses import is_dataclass
 from operator import is_
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -107,10 +101,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def _items_of(value: Any) -> dict[Any, Any] | None:
-    """Return the items of a mutable container; None if ``value`` is no such container.
-
-    Objects count if they are dataclasses or known to pytree.
-    """
+    """Return the items of a mutable container; None if ``value`` is none."""
     if isinstance(value, MutableSequence):
         return dict(enumerate(value))
     if isinstance(value, MutableMapping):
@@ -140,62 +131,32 @@ def _delete_item(container: Any, key: Any) -> None:
         object.__delattr__(container, key)
 
 
-class CastInput(NamedTuple):
-    """A tensor of the caller, and the cast copy that the forward gets."""
-
-    original: Tensor
-    copy: Tensor
-    version: int
-    """Version counter of the copy at the start of the forward."""
-
-
-class ContainerCopy(NamedTuple):
-    """A container of the caller, and its copy with the items at the start."""
-
-    original: Any
-    copy: Any
-    before: dict[Any, Any]
-
-
 class Given:
     """The arguments that a forward gets, and what the caller gave in their place."""
 
-    __slots__ = ("_copies", "_originals", "casts", "held", "since")
+    __slots__ = ("casts", "copies", "held", "originals", "since")
 
     def __init__(self) -> None:
-        self._copies: list[ContainerCopy] = []
-        self._originals: dict[int, tuple[Any, Any]] = {}
+        self.copies: list[tuple[Any, Any, dict[Any, Any]]] = []
+        """A container of the caller, its copy, and the items of the copy at first."""
+        self.originals: dict[int, tuple[Any, Any]] = {}
         """By id of what the forward gets: that object, and the caller's."""
-        self.casts: list[CastInput] = []
+        self.casts: list[tuple[Tensor, Tensor, int]] = []
+        """A tensor of the caller, its cast copy, and the copy's version at first."""
         self.held: object = None
         """The arguments, if the forward can put a tensor into one of them."""
         self.since = -1
         """Sequence number of the next autograd node when the forward began."""
 
     def replace(self, arguments: Arguments, change: Change) -> Arguments:
-        """Return the arguments with ``change(tensor)`` for each tensor.
-
-        Containers with other tensors are copies, until ``give_back``.
-        """
+        """Return the arguments with other tensors; containers of these are copies."""
         seen: dict[int, Any] = {}
         args = tuple([_replaced(v, change, self, seen) for v in arguments[0]])
         kwargs = {k: _replaced(v, change, self, seen) for k, v in arguments[1].items()}
         return args, kwargs
 
-    def note(self, given: Any, made: Any) -> None:
-        """Note that the forward gets ``made`` in place of ``given``."""
-        # With ``made``, so that its id stays its own.
-        self._originals[id(made)] = made, given
-
-    def note_copy(self, container: Any, made: Any, items: dict[Any, Any]) -> None:
-        """Note a copy of a container of the caller, and its items."""
-        self._copies.append(ContainerCopy(container, made, items))
-
     def write_casts_back(self) -> None:
-        """Copy in-place writes of the forward to cast inputs into the originals.
-
-        Raises: RuntimeError, as torch for an in-place write to the original.
-        """
+        """Copy in-place writes of the forward to cast inputs into the originals."""
         for original, made, version in self.casts:
             # Plain torch refuses in-place writes to a leaf that requires grad, so there
             # is no plain model whose caller sees such a write.
@@ -205,29 +166,25 @@ class Given:
                 original.copy_(made)
 
     def give_back(self, output: Any = None) -> Any:
-        """Apply changes of the copies to the caller's containers.
-
-        Returns: ``output`` with the caller's containers in place of copies.
-        """
+        """Apply changes of the copies; return the output with the caller's objects."""
         # A copy of a copy (cast, then aliased) was appended after the first copy.
-        for each in reversed(self._copies):
-            self._apply(each)
-        copies = {id(each.copy) for each in self._copies}
+        for each in reversed(self.copies):
+            self._apply(*each)
+        copies = {id(copied) for _, copied, _ in self.copies}
         output = self._restored(output, copies) if copies else output
-        self._copies.clear()
-        self._originals.clear()
+        self.copies.clear()
+        self.originals.clear()
         return output
 
     def _own(self, item: Any) -> Any:
         """Return the caller's object for ``item``, or ``item``."""
         # Several steps: a tensor may have been cast, and then aliased.
-        while id(item) in self._originals:
-            item = self._originals[id(item)][1]
+        while id(item) in self.originals:
+            item = self.originals[id(item)][1]
         return item
 
-    def _apply(self, copied: ContainerCopy) -> None:
+    def _apply(self, original: Any, made: Any, before: dict[Any, Any]) -> None:
         """Apply the changes of a copy to the original container."""
-        original, made, before = copied
         now = _items_of(made) or {}
         if isinstance(original, MutableSequence):
             items, earlier = list(now.values()), list(before.values())
@@ -259,10 +216,7 @@ class Given:
 
 
 def map_tensors(value: Any, change: Change) -> Any:
-    """Return ``value`` with ``change(tensor)`` for each tensor.
-
-    Containers in which no tensor changes stay the same objects; others are copied.
-    """
+    """Return ``value`` with other tensors; containers without a change stay."""
     return _replaced(value, change, None, {})
 
 
@@ -287,7 +241,7 @@ def _replaced(
             made = _replace_items(value, items, change, given, seen)
             seen[id(value)] = made
     if given is not None and made is not value:
-        given.note(value, made)
+        given.originals[id(made)] = made, value  # with it, so that the id stays its own
     return made
 
 
@@ -311,7 +265,7 @@ def _replace_items(
         if item is not items[key]:
             _set_item(made, key, item)
     if given is not None:
-        given.note_copy(value, made, new)
+        given.copies.append((value, made, new))
     return made
 
 

@@ -1,16 +1,8 @@
 """Tensors that leave the forward of a unit: other than by the output, or as weights.
 
-Backward may enter the unit through any of these tensors, and must then find the unit
-unsharded: an input that the unit changed in place, a tensor that the unit put into a
-container of the caller, or a tensor on an attribute or buffer of a module in the unit
-(an auxiliary loss). If a tensor leaves in another way (a closure, a global list),
-backward raises an error when the graph reads parameters of the sharded unit.
-
-The memory of full parameters is freed after the forward, so outputs and attributes that
-share it become copies.
-
-``torch._C._functorch.is_functorch_wrapped_tensor`` and ``get_unwrapped`` are private,
-checked on torch 2.13 and 2.11.
+Backward may enter the unit through inputs changed in place, containers of the caller,
+and attributes of modules; what left in another way raises if its graph reads the unit.
+Outputs and attributes that share the memory of full parameters become copies.
 """
 
 from __future__ import annotations
@@ -43,11 +35,7 @@ Place = tuple[dict[str, Any], str]
 
 
 def below_transforms(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return tangents and the tensors below the wrappers of ``torch.func``.
-
-    Under ``jvp`` a tensor has no grad_fn. An outer ``vjp``, or the backward outside,
-    enters the graph at the tensor inside the wrapper and at the tangent.
-    """
+    """Return tangents and the tensors below the wrappers of ``torch.func``."""
     found: list[Tensor] = []
     for tensor in tensors:
         if not _is_wrapped(tensor):
@@ -130,21 +118,26 @@ def _is_view(handle: FlatParamHandle, tensor: Tensor) -> bool:
     )
 
 
-def copy_weights(state: _FSDPState, output: Any) -> Any:
-    """Return ``output`` with copies in place of the unit's full parameters.
-
-    Raises: PhaseError, if an object holds a parameter and cannot be rebuilt.
-    """
-    handle = state.handle
+def copy_weights(state: _FSDPState, output: Any) -> tuple[Any, list[Tensor]]:
+    """Return ``output`` with copies of full parameters, and the tensors in it."""
+    handle, tensors = state.handle, tensors_in(output)
+    # The result of an operation with a graph is no weight.
+    if not any(
+        is_weight(handle, tensor)
+        for tensor in tensors
+        if tensor.grad_fn is None or tensor._base is not None
+    ):
+        return output, tensors
     # Gradients flow through ``clone`` to the parameter.
     output = map_tensors(output, lambda t: t.clone() if is_weight(handle, t) else t)
-    if any(is_weight(handle, tensor) for tensor in tensors_in(output)):
+    tensors = tensors_in(output)
+    if any(is_weight(handle, tensor) for tensor in tensors):
         raise PhaseError(
             f"The forward of fully sharded module {state.name} returned its own weight "
             f"inside a {type(output).__name__}, and its memory is freed now. Return "
             "weight.clone(), or a tuple, a dict or a dataclass."
         )
-    return output
+    return output, tensors
 
 
 def copy_kept_weights(handle: FlatParamHandle, places: Iterable[Place]) -> None:

@@ -1,15 +1,7 @@
 """The passages of everything: casts, containers, attributes, writes to weights.
 
-::
-
-    FULL      casts, containers, several modules, what the first forwards found
-    FIRST     FULL, for the first forwards of a unit, which search
-    MOVING    FULL, for the outermost call on a GPU, which moves the inputs there
-
 Passages are not combined, because values enter in an order of their own (moved, cast,
-aliased, held) and leave in another (cast, checked, copied, found, given back). A
-passage may hand a call on to a wider one, and only the end of the first forwards
-chooses a narrower one.
+aliased, held) and leave in another (cast, checked, copied, found, given back).
 """
 
 from __future__ import annotations
@@ -38,7 +30,6 @@ from composable_fsdp.runtime.forward import (
     PLAIN,
     Left,
     Passage,
-    is_weight,
 )
 from composable_fsdp.runtime.unshard import wait_unsharded
 from composable_fsdp.tree.state import _FSDPState
@@ -54,11 +45,7 @@ _FORWARDS = 2
 
 
 class Searches:
-    """Facts that the first forwards of a unit search for.
-
-    Searches take too long for every step, so only the first forwards search: of each
-    module, because another module of the unit may write, or keep a tensor.
-    """
+    """Facts that only the first forwards search for, since it takes too long."""
 
     __slots__ = ("before", "found_at", "looks", "scans", "writes_data")
 
@@ -123,11 +110,7 @@ class FullPassage(Passage):
         return None if all(map(is_, old, made)) else new
 
     def leave(self, state: _FSDPState, call: UnitForward, output: Any) -> Left:
-        """Add what left by attributes and containers; give the caller's containers.
-
-        Raises: PhaseError, if the output is a generator or a coroutine, or as
-            ``copy_weights`` and ``copy_writes``.
-        """
+        """Add what left by attributes and containers; give the caller's containers."""
         given: Given | None = call.given
         searches, precision = state.searches, state.precision
         if precision is not None and precision.output_dtype is not None:
@@ -141,10 +124,7 @@ class FullPassage(Passage):
         if searches_now and not checks:
             searches.found_at = escapes.find_places(state, since, searches.found_at)
         self.keep_writes(state, call)
-        tensors = tensors_in(output)
-        if any(_may_be_weight(t) and is_weight(state.handle, t) for t in tensors):
-            output = escapes.copy_weights(state, output)
-            tensors = tensors_in(output)
+        output, tensors = escapes.copy_weights(state, output)
         # Backward may enter by an input that was changed in place.
         tensors += escapes.written_in_place(call.inputs, first_number(call.aliases))
         kept = [table.get(key) for table, key in searches.found_at if call.has_graph]
@@ -158,17 +138,11 @@ class FullPassage(Passage):
             state.passage = _choose(state, has_graph=True)
         return output, tensors
 
-    @staticmethod
-    def below_transforms(tensors: list[Tensor]) -> list[Tensor]:
-        """Return the tensors inside ``tensors`` of ``torch.func``."""
-        return escapes.below_transforms(tensors)
+    below_transforms = staticmethod(escapes.below_transforms)
 
     @staticmethod
     def keep_writes(state: _FSDPState, call: UnitForward) -> None:
-        """Copy what the forward wrote to parameters and inputs, or keeps of parameters.
-
-        Raises: PhaseError, as ``copy_writes``; RuntimeError, as ``write_casts_back``.
-        """
+        """Copy what the forward wrote to parameters and inputs, or keeps of these."""
         handle, searches = state.handle, state.searches
         if call.given is not None:
             call.given.write_casts_back()
@@ -209,11 +183,6 @@ def _choose(state: _FSDPState, *, has_graph: bool) -> Passage:
     return (
         FULL if found or len(state.modules) > 1 or casts.casts_values(state) else PLAIN
     )
-
-
-def _may_be_weight(tensor: Tensor) -> bool:
-    """Return whether the tensor is not the result of an operation with a graph."""
-    return tensor.grad_fn is None or tensor._base is not None
 
 
 def moving_to(device: torch.device) -> Change:

@@ -1,29 +1,29 @@
 """Full parameters that ``unshard`` has handed to a user, who may keep them.
 
 Such a parameter shows this rank's rows once its unit is sharded again, and the unit
-continues with new full parameters. As long as a graph reads the parameter, the memory
-stays. ``sys.getrefcount`` tells whether a parameter was kept.
+continues with new ones; not while a backward may read it. ``sys.getrefcount`` tells.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from functools import partial
 from sys import getrefcount
 
 import torch
 
 from composable_fsdp.flat import memory
-from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.flat.precision import renew_full_leaves
 from composable_fsdp.flat.residency import (
+    SHARDED,
     UNSHARDED,
     leave_full,
     make_unreadable,
 )
-from composable_fsdp.phases import BACKWARD_PRE
+from composable_fsdp.phases import BACKWARD_POST, BACKWARD_PRE
 from composable_fsdp.planning.dtensors import is_dtensor
 from composable_fsdp.runtime.grad_hooks import make_nodes
+from composable_fsdp.runtime.graph_task import current_task
 
 
 def hand_out(handle: FlatParamHandle) -> None:
@@ -36,26 +36,44 @@ def hand_out(handle: FlatParamHandle) -> None:
         and handle.residency is not UNSHARDED
         and form.handed is None
     ):
-        form.handed = partial(_take_back, _references(handle))
+        form.handed = _Handed(_references(handle))
 
 
-def _take_back(before: tuple[int, ...], handle: FlatParamHandle) -> bool:
-    """Make kept parameters of a unit that is being resharded show the shards.
+class _Handed:
+    """Takes kept parameters of a unit back, at a reshard or after an optimizer step."""
 
-    The modules show the sharded parameters already.
+    def __init__(self, before: tuple[int, ...]) -> None:
+        self._before = before
+        self._read_at = -1
+        """The number of steps when a graph that reads the parameters was met last."""
 
-    Returns: whether the memory must stay, because a graph reads parameters that the
-    user has kept. A decision of this rank: all ranks gather again alike.
-    """
-    kept = _references(handle) != before
-    if handle.phase is BACKWARD_PRE:
-        if kept:
-            make_unreadable(handle)
-        return kept
-    handle.form.handed = None
-    if not (kept or _is_viewed(handle)):
+    def __call__(self, handle: FlatParamHandle) -> bool:
+        """Make kept parameters show the shards; return if their memory must stay."""
+        waits = handle.phase is BACKWARD_PRE
+        if waits or handle.phase is BACKWARD_POST or current_task() != NO_TASK:
+            self._read_at = handle.writes.steps
+        kept = _references(handle) != self._before
+        # A graph that waits for its first backward views the memory, too.
+        viewed = not waits and _is_viewed(handle)
+        # The graph may be retained for a further backward, also by a rank that has kept
+        # nothing: only a step, which makes all values old, ends that.
+        if self._read_at == handle.writes.steps:
+            if kept:
+                make_unreadable(handle)
+            elif viewed:
+                leave_full(handle)
+            return kept
+        handle.form.handed = None
+        if kept or viewed:
+            _replace_leaves(handle)
         return False
+
+
+def _replace_leaves(handle: FlatParamHandle) -> None:
+    """Give the unit new full leaves; the old ones show the shards from now on."""
     make_unreadable(handle)
+    for buffer in handle.form.fulls:
+        memory.allocate(buffer)  # a step comes when the unit may have given it up
     # Leaving inference mode enables gradients, without which there are no nodes.
     with torch.inference_mode(False):
         # Views that the user has made keep the old memory.
@@ -66,7 +84,11 @@ def _take_back(before: tuple[int, ...], handle: FlatParamHandle) -> bool:
             if not is_dtensor(full):
                 full.data = leaf.data
         make_nodes(handle)
-    return False
+    if handle.residency is SHARDED:
+        # After a step: no reshard follows that would free the new memory, which nothing
+        # has used.
+        for buffer in handle.form.fulls:
+            memory.free(buffer)
 
 
 def _references(handle: FlatParamHandle) -> tuple[int, ...]:

@@ -1,10 +1,7 @@
 """Copying a forward's writes to the unit's weights into the shards.
 
-A forward that normalises or clamps weights writes to the full leaves, whose memory is
-freed afterwards. Two kinds of write are detected. An in-place write increments the
-version counter of the leaf, which every forward compares. A write through ``.data``
-does not: the first forwards compare the bits of all parameters (large ones by a
-checksum), and if such a write is found, every later forward copies all parameters.
+The version counter of a leaf tells of a write in place. A write through ``.data`` is
+found by the first forwards, which compare values; then every later forward copies all.
 """
 
 from __future__ import annotations
@@ -38,10 +35,7 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def copy_writes(state: _FSDPState, *, all_values: bool) -> None:
     """Copy full parameters that the forward wrote to into the shards.
 
-    ``all_values``: the forward may have written through ``.data``.
-
-    Raises: PhaseError, naming the parameter, if the full parameters are copies in
-    another dtype, from which the shard cannot be written without loss.
+    Raises: PhaseError, naming the parameter, if the shard would lose the write.
     """
     context, handle = state.context, state.handle
     assert context is not None
@@ -88,13 +82,10 @@ def _copy_write_to_shard(
     full, sharded = region.full.leaves[index], region.leaves[index]
     # A write to a low-precision copy would be rounded, or lost at the next all-gather.
     if not region.is_exact:
-        raise PhaseError(
-            f"Parameter {quoted(slot_path(handle, slot))} was written to "
-            "in the "
-            f"forward of unit {handle.name}, where it is a copy in {full.dtype} of "
-            f"shards in {sharded.dtype} ({_cause(region)[0]}), so the write would be "
-            "lost or rounded. Write to it between steps, inside "
-            f"unshard_params(module), or give the unit no {_cause(region)[1]}."
+        raise _inexact(
+            region,
+            f"Parameter {quoted(slot_path(handle, slot))} was written to in the "
+            f"forward of unit {handle.name}, where it is a copy",
         )
     # A full leaf may view the shard itself, which already has the new values.
     if region.full.is_cut or handle.writes.memory.away:
@@ -105,11 +96,16 @@ def _copy_write_to_shard(
     set_versions((sharded,), (versions,))
 
 
-def _cause(region: FlatParameter) -> tuple[str, str]:
-    """Return why the full values are no exact copies, and the option to leave out."""
+def _inexact(region: FlatParameter, what: str) -> PhaseError:
+    """Return the error of a write to full values that are no exact copies."""
+    cause, option = "MixedPrecision", "param_dtype"
     if region.full.wire is not None:
-        return repr(region.layout.wire), "wire"
-    return "MixedPrecision", "param_dtype"
+        cause, option = repr(region.layout.wire), "wire"
+    return PhaseError(
+        f"{what} in {region.full.buffer.dtype} of shards in {region.shard.dtype} "
+        f"({cause}), so the write would be lost or rounded. Write between steps, "
+        f"inside unshard_params(module), or give the unit no {option}."
+    )
 
 
 def snapshot(handle: FlatParamHandle) -> list[Tensor] | None:
@@ -124,10 +120,7 @@ def snapshot(handle: FlatParamHandle) -> list[Tensor] | None:
 
 
 def is_unchanged(handle: FlatParamHandle, before: list[Tensor]) -> bool:
-    """Return whether the full parameters are those of the snapshot ``before``.
-
-    Equal on all ranks, because the full parameters are.
-    """
+    """Return whether the full parameters are as ``before``, on all ranks alike."""
     now = [_bits(region.full.buffer) for region in handle.layout.regions]
     return all(map(torch.equal, before, now))
 
@@ -153,12 +146,10 @@ def _copy_all_to_shards(handle: FlatParamHandle) -> None:
     # All checks have passed, so either every region is copied or none.
     for region in handle.layout.regions:
         if not region.is_exact:
-            raise PhaseError(
+            raise _inexact(
+                region,
                 f"The forward of unit {handle.name} wrote to its weights through "
-                f".data, where they are copies in {region.full.buffer.dtype} of shards "
-                f"in {region.shard.dtype} ({_cause(region)[0]}), so the write would be "
-                "lost or rounded. Write between steps, inside unshard_params(module), "
-                f"or give the unit no {_cause(region)[1]}."
+                ".data, where they are copies",
             )
     for region in handle.layout.regions:
         if region.full.own_parts:

@@ -1,15 +1,11 @@
 """Batches for ranks whose loaders end at different times.
 
-All ranks make the same number of turns, so forwards, clipping, optimizer steps,
-schedulers and evaluations pair. Rank 0 has 3 batches, rank 1 has 5::
+All ranks make the same number of turns. Rank 0 has 3 batches, rank 1 has 5::
 
     policy      rank 0: batch (weight)           rank 1: batch (weight)
     shortest    0 (1)  1 (1)  2 (1)              0 (1)  1 (1)  2 (1)
     pad         0 (1)  1 (1)  2 (1) 2 (0) 2 (0)  0 (1)  1 (1)  2 (1)  3 (2)  4 (2)
     error       0 (1)  1 (1)  2 (1) DesyncError  0 (1)  1 (1)  2 (1)  DesyncError
-
-Before a turn begins, each rank takes the batch of the turn after, and an all-reduce of
-24 bytes tells the others whether there is any. The all-reduce runs during the turn.
 """
 
 from __future__ import annotations

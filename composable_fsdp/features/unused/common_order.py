@@ -1,18 +1,13 @@
 """Backward in which all ranks issue equal collectives, whichever parameters they use.
 
-With ``set_reduce_scatter_unused_params`` a rank may get no gradient for a unit that
-other ranks train. "Reduce when the gradients are complete" is then not the same order
-on all ranks. The forward is the same on all ranks: the uses of units, and which uses
-lie inside which. Backward therefore goes through the uses in reverse. When backward
-reaches a use, the rank first issues, for the uses that were skipped, the collectives
-that the other ranks issue there::
+The uses of units in a forward are the same on all ranks, so backward goes through them
+in reverse, and issues at each use, also a skipped one, what other ranks issue there::
 
     forward     [ a ] [ b ] [ c ]            uses 0 1 2, of the root 3
     this rank   root, c, a                   the loss does not reach b
     sends       gather c | reduce c, gather b | reduce b, gather a | reduce a, root
 
-A unit is reduced when backward reaches a use before the first forward of that unit
-began.
+A unit is reduced when backward reaches a use from before its first forward began.
 """
 
 from __future__ import annotations
@@ -83,12 +78,7 @@ class CommonOrder(StepOrder):
     def reach(
         self, context: RuntimeContext, handle: FlatParamHandle, index: int
     ) -> None:
-        """Issue the collectives of all uses after ``index`` that were not issued yet.
-
-        Raises: DesyncError, if another rank is at another use.
-        Collective: per skipped use the all-gather and the prefetch; per unit with no
-            uses left, the reduction.
-        """
+        """Issue the collectives of all uses after ``index``, in reverse."""
         self._issue_until(context, index)
 
     def finish(self, context: RuntimeContext) -> None:
@@ -130,11 +120,7 @@ class CommonOrder(StepOrder):
 
 
 def finish_later_forwards(context: RuntimeContext) -> None:
-    """Finish the backward of the forwards so far: backward has reached an earlier one.
-
-    Which units of these forwards are still full differs between ranks, so reshard all
-    of them, or keep all that are configured so. Collective: as ``CommonOrder.reach``.
-    """
+    """Finish the backward of forwards that are later than the one reached now."""
     for order in tuple(context.filling):
         order.finish(context)
         for state in dict.fromkeys(order.uses):

@@ -1,14 +1,9 @@
 """All-gathers and reduce-scatters by an object of the user, as FSDP2 takes them.
 
-The object has two methods: ``allocate(size, dtype=, device=)`` gives the buffers of a
-collective, and calling the object hands the collective to a backend. The collective
-runs in these buffers, and the copies are ours::
+An object is called once per region of a unit, in buffers that it allocates::
 
     all-gather       shard -copy-> allocated slice =object=> allocated -copy-> full
     reduce-scatter   full -copy-> allocated =object=> allocated slice -copy-> shard
-
-An object is called once per region of a unit (a unit of equal dtypes usually has a
-single region), with keyword arguments.
 """
 
 from __future__ import annotations
@@ -78,10 +73,7 @@ class _CopiedWorks(Works):
         self._outputs, self._results = outputs, results
 
     def wait(self, limit: timedelta) -> None:
-        """Wait for the calls, at most ``limit`` for each, and copy the results.
-
-        Raises: RuntimeError, after ``limit`` or if the backend raises.
-        """
+        """Wait for the calls, at most ``limit`` for each, and copy the results."""
         super().wait(limit)
         # Buffer by buffer: regions may have different dtypes.
         for output, result in zip(self._outputs, self._results, strict=True):
@@ -97,11 +89,9 @@ def all_gather(
     async_op: bool = False,
     operation: Operation,
 ) -> Operation | None:
-    """Do as ``collectives.all_gather_flat``, by ``comm``.
+    """Do as ``collectives.all_gather_flat``, by a call of ``comm`` per buffer.
 
-    Returns: the operation if ``async_op``, else None.
     Raises: CollectiveError, if the backend raises; errors of ``comm``.
-    Collective: a call of ``comm`` per buffer; every rank must call.
     """
 
     def start() -> _CopiedWorks:
@@ -137,11 +127,9 @@ def reduce_scatter(
     async_op: bool = False,
     operation: Operation,
 ) -> Operation | None:
-    """Do as ``collectives.reduce_scatter_flat``, by ``comm``.
+    """Do as ``collectives.reduce_scatter_flat``, by a call of ``comm`` per buffer.
 
-    Returns: the operation if ``async_op``, else None.
     Raises: CollectiveError, if the backend raises; errors of ``comm``.
-    Collective: a call of ``comm`` per buffer; every rank must call.
     """
     op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
 

@@ -1,17 +1,8 @@
 """Wire formats: how an all-gather sends matrices, encoded in fewer bytes.
 
-::
-
-    shard (shard_numel,) --encode--> own slice of wire --all-gather--> wire
-    wire  --decode--> full (padded_numel,), with which the unit computes
-
-A rank's slice of the wire holds a byte per element, and then scales in float32::
-
-    | values (shard_numel,) | padding | scales | padding |     multiples of 16 bytes
-
-The shards, and with them the optimizer and checkpoints, keep the exact values. Source
-of the block-wise format: ZeRO++ (Wang et al., arXiv:2306.10209, section 3.1). No
-function here uses a collective.
+A rank's slice of the wire holds values, then scales, each in multiples of 16 bytes. The
+shards keep the exact values. Source of the block-wise format: ZeRO++ (Wang et al.,
+arXiv:2306.10209, section 3.1).
 """
 
 from __future__ import annotations

@@ -1,14 +1,8 @@
 """Full and sharded checkpoints of Lightning, for the Trainer and for Fabric.
 
-::
-
-    full      last.ckpt                        a file, as of any strategy of Lightning
-    sharded   last.ckpt/state-2/manifest.json  a checkpoint of this library
-
-A sharded checkpoint holds model and optimizers as ``composable_fsdp.save`` writes them,
-and in ``extra`` the rest of Lightning's dictionary, as the bytes of ``torch.save``. To
-overwrite means to write ``state-3`` beside ``state-2``, and then to remove
-``state-2``; so a crash leaves the old or the new checkpoint, never half of one.
+A sharded one, ``last.ckpt/state-2/manifest.json``, has in ``extra`` the rest of
+Lightning's dictionary. ``state-3`` is complete before ``state-2`` is removed, so a
+crash leaves the old or the new checkpoint.
 """
 
 from __future__ import annotations
@@ -58,10 +52,7 @@ RANDOM = "composable_fsdp_random_states"
 
 @contextmanager
 def alike_on_all_ranks() -> Iterator[None]:
-    """Raise the error of the block, on whichever rank, on all ranks.
-
-    Collective: one all-gather of objects over the default group.
-    """
+    """Raise the error of the block, on whichever rank, on all ranks."""
     world = dist.group.WORLD if dist.is_initialized() else None
     # Alone, a rank has nobody to tell.
     groups = [world] if world is not None and world.size() > 1 else []
@@ -76,10 +67,7 @@ def is_sharded_checkpoint(path: str | os.PathLike[str]) -> bool:
 
 
 def full_model_state(module: nn.Module) -> dict[str, Any]:
-    """Return the state dict of the plain model, on the CPU of rank 0; else ``{}``.
-
-    Collective: as ``state_dict`` of the full type with ``rank0_only``.
-    """
+    """Return the state dict of the plain model, on the CPU of rank 0; else ``{}``."""
     # A module without parameters has no unit.
     if not has_units(module):
         return module.state_dict()
@@ -89,14 +77,7 @@ def full_model_state(module: nn.Module) -> dict[str, Any]:
 
 
 def full_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return the state of the plain optimizer, keyed by numbers; else ``{}``.
-
-    The state is that of ``optimizer.state_dict()`` over the plain ``module``, on the
-    CPU of rank 0.
-
-    Collective: as ``optim_state_dict`` of the full type with ``rank0_only``.
-    Raises: as ``optim_state_dict``.
-    """
+    """Return the state of the plain optimizer on the CPU of rank 0; else ``{}``."""
     if not has_units(module):
         return optimizer.state_dict()
     full = StateDictType.FULL_STATE_DICT
@@ -115,10 +96,7 @@ def full_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, A
 def load_full_optimizer_state(
     module: nn.Module, optimizer: Optimizer, state: dict[str, Any]
 ) -> None:
-    """Give ``optimizer`` this rank's part of a state of the plain optimizer.
-
-    The state is keyed by numbers or names, and whole on every rank.
-    """
+    """Give ``optimizer`` this rank's part of a whole state of the plain optimizer."""
     if not has_units(module):
         optimizer.load_state_dict(state)
         return
@@ -142,10 +120,7 @@ def restore_random(states: Sequence[dict[str, Any]], path: object) -> None:
 def read_full(path: str | os.PathLike[str], weights_only: bool | None) -> Any:
     """Return the dictionary in a file of ``torch.save``, with tensors on the CPU.
 
-    Tensors are mapped, so that the ranks of a node share the pages of the file.
-
-    Raises: CheckpointError, with the way out, for a file with more than tensors and
-        plain values, unless ``weights_only`` is False.
+    Raises: CheckpointError, for objects in the file, unless ``weights_only`` is False.
     """
     # Files of torch before 1.6 are no archives and cannot be mapped.
     mapped = zipfile.is_zipfile(path)
@@ -160,9 +135,6 @@ def write_sharded(
 ) -> None:
     """Write a sharded checkpoint at rank 0's ``path``; an older one there is replaced.
 
-    ``rest`` is everything but model and optimizers; rank 0's is saved.
-
-    Collective: an exchange of errors; then as ``save``.
     Raises: CheckpointError, on all ranks; a checkpoint at ``path`` is unchanged.
     """
     extra: dict[str, Any] | None = None
@@ -203,10 +175,7 @@ def read_sharded(
 ) -> dict[str, Any]:
     """Load model and optimizers from a sharded checkpoint; return the rest.
 
-    Without ``optimizers``, optimizer and random states are left alone. The rest is
-    empty for a checkpoint that ``composable_fsdp.save`` wrote.
-
-    Collective: as ``load``. Raises: CheckpointError, on all ranks.
+    Raises: CheckpointError, on all ranks.
     """
     # Another ``precision=`` than at the save is no error, as in a full checkpoint.
     options = LoadOptions(strict=strict, cast=True, rng=optimizers is not None)
@@ -224,10 +193,7 @@ def holds_optimizers(path: str | os.PathLike[str]) -> bool:
 def read_whole(
     path: str | os.PathLike[str], weights_only: bool | None = None
 ) -> dict[str, Any]:
-    """Return a sharded checkpoint as the dictionary of a full one, on the CPU.
-
-    Every process reads the whole model, so call this function in one process.
-    """
+    """Return a sharded checkpoint as a full one, on the CPU; for one process."""
     with open_source(path) as source:
         rest = _rest_of(source.extra, path, weights_only)
         # ``save`` joined the states of all optimizers; the names divide them again.

@@ -88,10 +88,7 @@ class ComposableFSDPFabricStrategy(ShardingStrategyMixin, ParallelStrategy):
         """Do nothing before sharding: a whole model need not fit into a GPU."""
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Shard the parameters that no unit holds; return ``module``.
-
-        Collective: as ``fully_shard``. Raises: as ``fully_shard``.
-        """
+        """Shard the parameters that no unit holds; return ``module``."""
         # Fabric casts the inputs and the outputs of the module itself.
         kind = getattr(self.precision, "precision", "")
         shard(module, self._options_here(), precision.mixed_precision(kind))
@@ -120,10 +117,7 @@ class ComposableFSDPFabricStrategy(ShardingStrategyMixin, ParallelStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clip by the norm over all ranks, and return the norm before clipping.
-
-        Collective: as ``clip_grad_norm_``. Raises: as ``clip_grad_norm_``.
-        """
+        """Clip by the norm over all ranks, and return the norm before clipping."""
         # Gradients are still multiplied by the scale of 16-mixed.
         self.precision.unscale_gradients(optimizer)
         parameters = self.precision.main_params(optimizer)
@@ -142,7 +136,6 @@ class ComposableFSDPFabricStrategy(ShardingStrategyMixin, ParallelStrategy):
     ) -> None:
         """Write ``state`` at rank 0's path, in the form that ``state_dict_type`` says.
 
-        Collective: as the state dicts, and an exchange of errors.
         Raises: CheckpointError, on all ranks.
         """
         path = self.broadcast(path)
@@ -180,13 +173,10 @@ class ComposableFSDPFabricStrategy(ShardingStrategyMixin, ParallelStrategy):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Load the full or sharded checkpoint at rank 0's path into ``state``.
+        """Load the checkpoint at rank 0's path into ``state``; return what is left.
 
-        ``state`` may be a module, for a file that holds just its state dict. Without
-        ``state`` the whole checkpoint is returned.
+        ``state`` may be a module, for a file of its state dict, or None to return all.
 
-        Returns: the values that ``state`` has no name for.
-        Collective: an exchange of errors; for sharded checkpoints as ``load``.
         Raises: CheckpointError or KeyError, on all ranks.
         """
         path = self.broadcast(path)
@@ -288,10 +278,7 @@ def _plain(value: Any) -> Any:
 
 
 def _module_of(state: dict[str, Any], optimizer: Optimizer) -> Any:
-    """Return the module of ``state`` whose parameters ``optimizer`` holds.
-
-    Raises: CheckpointError, if ``state`` has none.
-    """
+    """Return the module of ``state`` whose parameters ``optimizer`` holds."""
     # Several models in a state are told apart by their parameters.
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for module in _parts(state)[0]:
@@ -337,11 +324,7 @@ def _load_values(
 
 
 def _redirects(own: Any) -> Any:
-    """Return ``_FabricModule.__getattr__`` that redirects for this strategy, too.
-
-    Fabric runs a marked method as a forward if the strategy has wrapped the module;
-    this strategy wraps nothing. Checked on Lightning 2.6.6.
-    """
+    """Return ``_FabricModule.__getattr__`` that redirects for this strategy, too."""
 
     @wraps(own)
     def find(self: Any, name: str) -> Any:

@@ -1,15 +1,4 @@
-"""The meaning of ``precision=`` of the Trainer and of Fabric for a sharded model.
-
-=======================  ==========================================================
-32-true, 64-true         the dtype of the parameters
-bf16-true, 16-true       parameters in half precision, converted before sharding
-bf16-mixed, 16-mixed     parameters and optimizer in float32; all-gather and compute
-                         in half precision, reduction of gradients in float32;
-                         autocast around the step; for 16-mixed ``ShardedGradScaler``
-=======================  ==========================================================
-
-Every other plugin is refused by name.
-"""
+"""The meaning of ``precision=`` of the Trainer and of Fabric for a sharded model."""
 
 from __future__ import annotations
 
@@ -37,10 +26,7 @@ class ShardedPrecision(trainer.Precision):
     """
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Scale the optimizer's gradients to a norm over all ranks of ``clip_val``.
-
-        Collective: as ``clip_grad_norm_``.
-        """
+        """Scale the optimizer's gradients to a norm over all ranks of ``clip_val``."""
         # Lightning's own method would clip by the norm of this rank's shards.
         clip_grad_norm_(self.main_params(optimizer), float(clip_val))
 
@@ -74,10 +60,7 @@ class _Mixed(ShardedPrecision, trainer.MixedPrecision):
 
 
 def for_trainer(plugin: Any) -> ShardedPrecision | None:
-    """Return the counterpart of ``plugin`` for sharded models.
-
-    Raises: CompositionError, for a plugin without a counterpart.
-    """
+    """Return the counterpart of ``plugin`` for sharded models, or raise."""
     if plugin is None or isinstance(plugin, ShardedPrecision):
         return plugin
     # By exact class: a subclass may do anything with whole parameters.
@@ -95,10 +78,7 @@ def for_trainer(plugin: Any) -> ShardedPrecision | None:
 
 
 def for_fabric(plugin: Any) -> Any:
-    """Return ``plugin`` with a scaler that decides alike on all ranks.
-
-    Raises: CompositionError, for a plugin without a counterpart.
-    """
+    """Return ``plugin`` with a scaler that decides alike on all ranks, or raise."""
     kinds = (fabric.Precision, fabric.HalfPrecision, fabric.DoublePrecision)
     if plugin is None or type(plugin) in kinds:
         return plugin

@@ -1,15 +1,7 @@
 """Chooses the units of a Lightning module, and shards the parameters outside of units.
 
-::
-
-    automatic optimization              manual optimization
-    LightningModule   one root          LightningModule   no unit
-      net             held by the root    generator       a root
-        layers.0      a unit by policy    discriminator   a root
-
-The steps (``training_step`` and others) run as forwards of the root, so user code may
-call any part of the model in a step. With manual optimization a step also runs backward
-and the optimizer, and must not be a forward: each child is a root of its own.
+With automatic optimization the LightningModule is one root, whose forwards are steps.
+With manual optimization a step also runs backward, so each child is a root of its own.
 """
 
 from __future__ import annotations
@@ -47,21 +39,10 @@ def shard(
     *,
     has_one_root: bool = True,
 ) -> None:
-    """Shard the parameters of ``module`` that no unit holds yet.
+    """Shard the parameters of ``module`` that no unit holds yet, except of metrics.
 
-    A repeated call does nothing. Metrics of torchmetrics keep their parameters.
-
-    Args:
-        module: the module, plain or with units made by hand.
-        options: the arguments of ``fully_shard``; ``policy`` may be ``AUTO``.
-        mixed_precision: the meaning of the trainer's precision for units; used unless
-            ``options`` has a ``mixed_precision`` of its own.
-        has_one_root: make ``module`` itself the root; else each child. Default True.
-
-    Collective: as ``fully_shard``.
     Raises: CompositionError, if an earlier strategy sharded the module differently, or
-        if without one root a parameter is in no child with a forward; as
-        ``fully_shard``.
+        if without one root a parameter is in no child with a forward.
     """
     # Metrics such as FID hold networks of their own, which are replicated: torchmetrics
     # copies and moves their tensors as whole tensors.
@@ -93,11 +74,7 @@ def shard(
 
 
 def for_steps(mixed_precision: MixedPrecision | None) -> MixedPrecision | None:
-    """Return the precision of a root whose forwards are steps.
-
-    A batch holds targets beside inputs. Targets must keep their dtype, so the root
-    casts no inputs; the children of the root do.
-    """
+    """Return the precision of a root whose forwards are steps: it casts no inputs."""
     # Full precision: nothing is cast.
     if mixed_precision is None:
         return None
@@ -107,10 +84,7 @@ def for_steps(mixed_precision: MixedPrecision | None) -> MixedPrecision | None:
 def _roots(
     module: nn.Module, kept: set[int], *, has_one_root: bool
 ) -> Iterator[nn.Module]:
-    """Yield the modules to shard, with those that a strategy sharded before.
-
-    ``kept`` are identities of parameters that stay as they are.
-    """
+    """Yield the modules to shard, with those that a strategy sharded before."""
     if has_one_root:
         if _is_to_shard(module, kept):
             yield module
@@ -173,10 +147,7 @@ def _callable_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _refuse_shared(module: nn.Module, name: str, child: nn.Module) -> None:
-    """Refuse a parameter that ``child`` shares with a module outside of ``child``.
-
-    Raises: CompositionError; each child is a tree of its own, and no root is above.
-    """
+    """Refuse a parameter that ``child`` shares with a module outside of ``child``."""
     # All names of tied parameters, because the first name alone would hide the tie.
     inside = dict(child.named_parameters(prefix=name, remove_duplicate=False))
     identities = {id(parameter): path for path, parameter in inside.items()}

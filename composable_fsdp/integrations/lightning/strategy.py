@@ -116,10 +116,7 @@ class ShardingStrategyMixin:
             strategy_registry.register(name, made, cls.__name__, override=True)
 
     def _options_here(self) -> dict[str, Any]:
-        """Return the options of ``fully_shard``, with the device and the mesh.
-
-        Collective: for a mesh, the creation of its groups; all ranks must call.
-        """
+        """Return the options of ``fully_shard``, with the device and the mesh."""
         # The whole model may be on the CPU: only shards and buffers go to the device.
         chosen = {"device_id": self.root_device, **self._options}
         mesh = chosen.get("device_mesh")
@@ -150,11 +147,7 @@ def _require_known(given: Mapping[str, Any], own: Mapping[str, Any], api: str) -
 
 
 def move_to_device(module: nn.Module, device: torch.device) -> None:
-    """Move plain parameters, buffers and metrics of ``module`` to ``device``.
-
-    Parameters of units stay: ``fully_shard`` has put them on the device, or into host
-    memory with ``cpu_offload``, where the optimizer steps.
-    """
+    """Move plain parameters, buffers and metrics of ``module`` to ``device``."""
     for each in module.modules():
         # States of metrics are attributes, which only the metric itself can move.
         if isinstance(each, Metric):

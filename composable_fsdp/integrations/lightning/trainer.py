@@ -1,10 +1,7 @@
 """``ComposableFSDPStrategy``: the Trainer of Lightning over fully sharded modules.
 
-The order of the hooks that the Trainer calls::
-
-    connect -> setup_environment -> setup and configure_model of the module -> setup
-        setup: SyncBatchNorm | precision | shard the rest | device | optimizers
-    -> load_checkpoint -> fit, validate, test or predict -> teardown
+The Trainer calls ``setup_environment``, then ``configure_model`` of the module, then
+``setup``, then ``load_checkpoint``, and then fits, validates, tests or predicts.
 """
 
 from __future__ import annotations
@@ -12,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partialmethod
 from typing import Any
 
 import lightning.pytorch as pl
@@ -115,10 +113,7 @@ class ComposableFSDPStrategy(ShardingStrategyMixin, ParallelStrategy):
         self.setup_distributed()
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Shard the module and create the optimizers.
-
-        Collective: as ``fully_shard``. Raises: as ``fully_shard``.
-        """
+        """Shard the module and create the optimizers, as ``fully_shard``."""
         self.accelerator.setup(trainer)
         module = self.lightning_module
         # Lightning creates optimizers to fit only.
@@ -152,23 +147,7 @@ class ComposableFSDPStrategy(ShardingStrategyMixin, ParallelStrategy):
         self._reset_optimizers_and_schedulers()
         super().setup_optimizers(trainer)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step as a forward of the root. Collective: as a forward."""
-        return self._step("training_step", "train", args, kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step as a forward of the root. Collective: as a forward."""
-        return self._step("validation_step", "val", args, kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step as a forward of the root. Collective: as a forward."""
-        return self._step("test_step", "test", args, kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step as a forward of the root. Collective: as a forward."""
-        return self._step("predict_step", "predict", args, kwargs)
-
-    def _step(self, name: str, context: str, args: Any, kwargs: Any) -> Any:
+    def _step(self, name: str, context: str, /, *args: Any, **kwargs: Any) -> Any:
         """Run the method ``name`` of the module, with full root parameters."""
         module = self.lightning_module
         method = getattr(module, name)
@@ -180,6 +159,12 @@ class ComposableFSDPStrategy(ShardingStrategyMixin, ParallelStrategy):
                 return method(*args, **kwargs)
             return call_method(state, module, method, *args, **kwargs)
 
+    # Each as a forward of the root.
+    training_step: Any = partialmethod(_step, "training_step", "train")
+    validation_step: Any = partialmethod(_step, "validation_step", "val")
+    test_step: Any = partialmethod(_step, "test_step", "test")
+    predict_step: Any = partialmethod(_step, "predict_step", "predict")
+
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Accumulate gradients without communication."""
@@ -190,20 +175,14 @@ class ComposableFSDPStrategy(ShardingStrategyMixin, ParallelStrategy):
     def reduce(
         self, tensor: Any, group: Any = None, reduce_op: Any = "mean"
     ) -> Tensor | Any:
-        """Return a tensor reduced over the ranks; another value is returned as is.
-
-        Collective: an all-reduce.
-        """
+        """Return a tensor reduced over the ranks; another value is returned as is."""
         if isinstance(tensor, Tensor):
             return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
         return tensor
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Create modules on the CPU, or on meta with ``empty_init``.
-
-        A whole model need not fit into the memory of a GPU.
-        """
+        """Create modules on the CPU, or on meta with ``empty_init``."""
         with (
             torch.device("meta") if empty_init else nullcontext(),
             self.precision_plugin.tensor_init_context(),
@@ -211,20 +190,14 @@ class ComposableFSDPStrategy(ShardingStrategyMixin, ParallelStrategy):
             yield
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the full state dict on rank 0; ``{}`` for sharded checkpoints.
-
-        Collective: as ``state_dict``, for full checkpoints.
-        """
+        """Return the full state dict on rank 0; ``{}`` for sharded checkpoints."""
         # ``save_checkpoint`` lets each rank write its own part instead.
         if self._state_dict_type == SHARDED:
             return {}
         return checkpoints.full_model_state(self.lightning_module)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the full state on rank 0; ``{}`` for sharded checkpoints.
-
-        Collective: as ``optim_state_dict``, for full checkpoints.
-        """
+        """Return the full state on rank 0; ``{}`` for sharded checkpoints."""
         if self._state_dict_type == SHARDED:
             return {}
         # The wrapper has no parameters of its own.
@@ -237,7 +210,6 @@ class ComposableFSDPStrategy(ShardingStrategyMixin, ParallelStrategy):
     ) -> None:
         """Write a checkpoint at rank 0's path, in the form of ``state_dict_type``.
 
-        Collective: an exchange of errors; for sharded checkpoints as ``save``.
         Raises: CheckpointError, on all ranks.
         """
         # Names with metrics or times in them may differ between ranks.
@@ -263,11 +235,8 @@ class ComposableFSDPStrategy(ShardingStrategyMixin, ParallelStrategy):
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read the full or sharded checkpoint at rank 0's path; return its dictionary.
+        """Read the checkpoint at rank 0's path; a sharded one is also loaded.
 
-        For a sharded checkpoint, model and optimizers are loaded already.
-
-        Collective: an exchange of errors; for sharded checkpoints as ``load``.
         Raises: CheckpointError or FileNotFoundError, on all ranks.
         """
         # A rank whose "best" or "last" differs would load other weights.
@@ -384,12 +353,7 @@ def _foreign_directory(path: Any) -> CheckpointError:
 
 
 class _Reader:
-    """Lets ``load_from_checkpoint`` read a sharded checkpoint, without a process group.
-
-    Lightning opens the path as a file, through ``pl_load`` of its module ``saving``
-    (checked on Lightning 2.6.6). This object takes the place of that function, which it
-    calls for all other paths.
-    """
+    """Lets ``load_from_checkpoint`` read a sharded checkpoint, as ``pl_load``."""
 
     def __init__(self, own: Any) -> None:
         self._own = own
