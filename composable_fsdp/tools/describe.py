@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -29,9 +28,9 @@ from composable_fsdp.storage.manifest import SavedTensor
 from composable_fsdp.storage.native import NativeSource
 from composable_fsdp.storage.opening import NATIVE, find_checkpoint, open_source
 from composable_fsdp.storage.source import Source
-from composable_fsdp.tools.command import counted
 from composable_fsdp.tools.fold import fold_units
 from composable_fsdp.tools.plan_in_force import unit_plan
+from composable_fsdp.tools.texts import counted, dtype_text
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import walk_states
 
@@ -91,7 +90,7 @@ class DescribedUnit:
             "bytes_per_rank": plan.parameter_bytes,
             "regions": [
                 {
-                    "dtype": _name(region.dtype),
+                    "dtype": dtype_text(region.dtype),
                     "numel": region.numel,
                     "padded_numel": region.padded_numel,
                     "shard_numel": region.shard_numel,
@@ -274,7 +273,7 @@ def _tensors_of(
                 # A module may register None in the place of a bias.
                 if tensor is not None and id(tensor) not in held:
                     name, shape = join_name(fqn, key), tuple(tensor.shape)
-                    yield DescribedTensor(name, kind, _name(tensor.dtype), shape)
+                    yield DescribedTensor(name, kind, dtype_text(tensor.dtype), shape)
 
 
 def _of_checkpoint(path: str | PathLike[str]) -> Description:
@@ -298,7 +297,7 @@ def _of_checkpoint(path: str | PathLike[str]) -> Description:
                 DescribedTensor(
                     each.fqns[0],
                     f"tensor of rank {rank}",
-                    _name(each.dtype),
+                    dtype_text(each.dtype),
                     each.shape,
                     tuple(each.fqns[1:]),
                 )
@@ -309,7 +308,7 @@ def _of_checkpoint(path: str | PathLike[str]) -> Description:
             DescribedTensor(
                 name,
                 "tensor",
-                _name(info.dtype),
+                dtype_text(info.dtype),
                 info.shape,
                 also.get(name, ()),
                 parts.get(name, ()),
@@ -386,7 +385,7 @@ def _unit_lines(name: str, times: int, unit: DescribedUnit) -> list[str]:
         frozen = "" if region.trainable else " frozen"
         padding = region.padded_numel - region.numel
         lines.append(
-            f"  {_name(region.dtype)}{frozen}, {region.numel:,} elements, "
+            f"  {dtype_text(region.dtype)}{frozen}, {region.numel:,} elements, "
             f"{region.shard_numel:,} per rank, {padding:,} of padding"
         )
         for slot in region.parameters:
@@ -430,8 +429,3 @@ def _written(parts: Sequence[HeldPart]) -> str:
 def _range(what: str, first: int, last: int) -> str:
     """Return a range of rows or elements in words."""
     return f"{what}s {first:,}-{last:,}" if last > first else f"{what} {first:,}"
-
-
-def _name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype without "torch."."""
-    return str(dtype).removeprefix("torch.")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from composable_fsdp.errors import PlanError
 from composable_fsdp.planning.unit_plan import UnitPlan
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerMemory:
+class OptimizerMemory(NamedTuple):
     """Bytes of an optimizer, for this rank's shards.
 
     Args:
@@ -30,23 +29,19 @@ class OptimizerMemory:
 
     def state_bytes(self, unit: UnitPlan) -> int:
         """Return the bytes of the states of this rank's shards, padding included."""
-        return sum(
-            self.states * size + round(self.bytes_per_element * numel)
-            for numel, size in _trainable(unit)
-        )
+        return self._bytes(unit, self.states, self.bytes_per_element)
 
     def temporary_bytes(self, unit: UnitPlan) -> int:
         """Return the bytes that the step allocates beside the states."""
-        return sum(self.temporaries * size for _, size in _trainable(unit))
+        return self._bytes(unit, self.temporaries)
 
-
-def _trainable(unit: UnitPlan) -> list[tuple[int, int]]:
-    """Return elements and bytes of the shards of a rank that have optimizer state."""
-    return [
-        (region.shard_numel, region.shard_numel * region.dtype.itemsize)
-        for region in unit.regions
-        if region.trainable
-    ]
+    def _bytes(self, unit: UnitPlan, tensors: int, each: float = 0) -> int:
+        """Return the bytes of tensors per trainable parameter, and per element."""
+        trainable = [region for region in unit.regions if region.trainable]
+        return sum(
+            tensors * r.shard_numel * r.dtype.itemsize + round(each * r.shard_numel)
+            for r in trainable
+        )
 
 
 OPTIMIZERS = {
@@ -64,17 +59,12 @@ OPTIMIZERS = {
 
 
 def optimizer_memory(given: str | float | OptimizerMemory) -> OptimizerMemory:
-    """Return the memory of an optimizer.
-
-    ``given`` is a name of ``OPTIMIZERS``, or a number of bytes per element, also as
-    text.
+    """Return the memory of an optimizer by name, or by bytes per element, as text too.
 
     Raises: PlanError, if ``given`` is neither.
 
-    >>> optimizer_memory("adamw").states
-    2
-    >>> optimizer_memory(2.5).bytes_per_element
-    2.5
+    >>> optimizer_memory("adamw").states, optimizer_memory(2.5).bytes_per_element
+    (2, 2.5)
     """
     if isinstance(given, OptimizerMemory):
         return given

@@ -1,11 +1,4 @@
-"""Builds the model that a command names, on meta: no parameter takes memory.
-
-::
-
-    train:build_model     a function or class without arguments, or a module
-    train.py:build_model  the same, in a file
-    config.json           a configuration of transformers
-"""
+"""Builds the model that a command names, on meta: no parameter takes memory."""
 
 from __future__ import annotations
 
@@ -27,17 +20,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_fsdp.errors import FSDPError, PlanError
+from composable_fsdp.errors import PlanError
 from composable_fsdp.planning import walk
-from composable_fsdp.tools.simulate import is_sharded
+from composable_fsdp.tools.command import UsageError
 from composable_fsdp.tools.tensor_parallel import check_cut, without_arguments
+from composable_fsdp.tree.traversal import walk_states
 
 CONFIG = "config.json"
 """The name of a configuration in a directory of a Hugging Face model."""
-
-
-class UsageError(FSDPError, ValueError):
-    """A command that cannot run as it was written; the exit status is 2."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +38,9 @@ class Model:
         module: the model.
         source: the text that named the model.
         inputs: arguments of a forward; None if none are known.
-        loss: a function from the output to the loss; None for the default of
-            ``measure_activations``.
+        loss: a function from the output to the loss; None for the default.
         config: the configuration of transformers; None for other models.
+        notes: sentences for the report.
     """
 
     module: nn.Module
@@ -61,35 +51,34 @@ class Model:
     notes: list[str] = field(default_factory=list)
 
 
+def is_sharded(module: nn.Module) -> bool:
+    """Return whether a module in the tree of ``module`` is a unit."""
+    return any(True for _ in walk_states(module))
+
+
 def load_model(target: str, mesh: DeviceMesh | None = None) -> Model:
     """Return the model that ``target`` names; with a mesh, if its function takes one.
 
     Raises: UsageError, with the way out.
     """
-    if target.endswith(".json") or Path(target).is_dir():
-        _require_function(mesh, f"{target} is a configuration, which")
-        return load_config(target)
-    found = object_of(target)
+    is_config = target.endswith(".json") or Path(target).is_dir()
+    found = None if is_config else object_of(target)
     # A class of modules is callable and no module.
-    if isinstance(found, nn.Module):
-        _require_function(mesh, f"{target} is a module, which")
-        return Model(found, target)
-    if not callable(found):
+    if not is_config and not isinstance(found, nn.Module):
+        if callable(found):
+            return _from_function(found, target, mesh)
         raise UsageError(
             f"{target} expects to be a module, or a function or class without "
             f"arguments that makes one; got {found!r:.80}."
         )
-    return _from_function(found, target, mesh)
-
-
-def _require_function(mesh: DeviceMesh | None, what: str) -> None:
-    """Refuse a mesh for a model that no function makes. Raises: UsageError."""
     if mesh is not None:
         raise UsageError(
-            f"{what} does not say how its model is cut over --tensor-parallel-size "
-            "ranks. Write a function of the mesh that makes the model and calls "
-            'parallelize_module(model, mesh["tp"], {...}), and pass MODULE:FUNCTION.'
+            f"{target} is no function, and so does not say how its model is cut over "
+            "--tensor-parallel-size ranks. Write a function of the mesh that makes the "
+            'model and calls parallelize_module(model, mesh["tp"], {...}), and pass '
+            "MODULE:FUNCTION."
         )
+    return Model(found, target) if isinstance(found, nn.Module) else load_config(target)
 
 
 def object_of(target: str) -> Any:
@@ -125,7 +114,18 @@ def _import(path: str) -> ModuleType:
     if is_file and not Path(path).is_file():
         raise UsageError(f"There is no file {path!r}.")
     try:
-        return _import_file(path) if is_file else importlib.import_module(path)
+        if not is_file:
+            return importlib.import_module(path)
+        # The script may import its neighbours.
+        sys.path.insert(0, str(Path(path).resolve().parent))
+        spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        # Dataclasses and pickles look their module up.
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        return module
     # The module is the user's code and may raise anything, also SystemExit.
     except (Exception, SystemExit) as error:
         # The module itself is missing, or a module that it imports.
@@ -142,28 +142,15 @@ def _import(path: str) -> ModuleType:
         ) from error
 
 
-def _import_file(path: str) -> ModuleType:
-    """Import a file."""
-    # The script may import its neighbours.
-    sys.path.insert(0, str(Path(path).resolve().parent))
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses and pickles look their module up.
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def _from_function(
     function: Callable[..., Any], source: str, mesh: DeviceMesh | None
 ) -> Model:
     """Return the model that ``function`` makes."""
     # The call would fail with the same, but from inside of the user's code.
     try:
-        option = "--tensor-parallel-size"
-        make = without_arguments(function, mesh, source, option=option)
+        make = without_arguments(
+            function, mesh, source, option="--tensor-parallel-size"
+        )
     except PlanError as error:
         # The same text; ``args`` is without the rank, which is none of the user's.
         raise UsageError(*error.args) from error
@@ -195,8 +182,6 @@ def _from_function(
 
 def load_config(path: str) -> Model:
     """Return the model of a configuration of transformers, with random weights on meta.
-
-    ``path`` is a file, or a directory with a config.json.
 
     Raises: UsageError, if transformers is missing or does not know the model.
     """
