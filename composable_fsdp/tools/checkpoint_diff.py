@@ -132,10 +132,7 @@ def _others(first: Source, second: Source, rank: int | None) -> list[str]:
 def _tensors(
     source: Source, part: str, rank: int | None
 ) -> Iterator[tuple[str, _Saved]]:
-    """Yield each tensor with its name, tied names included.
-
-    With a rank, only tensors of that rank alone, with the rank in their names.
-    """
+    """Yield each tensor with its name, or those of a rank alone; with tied names."""
     found: dict[str, tuple[str, _Saved]] = {}
     if part == "optimizer":
         for name, states in source.optim.items():

@@ -34,11 +34,7 @@ class _Change(NamedTuple):
 
 
 def fit(found: Forecast, capacity: int) -> dict[str, Any]:
-    """Return whether ``found`` fits into ``capacity`` bytes, and what else would.
-
-    If it does not fit, the dict has ``changes`` that need less memory, each alone;
-    then, if none of them is enough, the smallest sets of changes that fit.
-    """
+    """Return whether ``found`` fits into ``capacity`` bytes, and what else would."""
     fits = found.total <= capacity
     return {
         "capacity": capacity,
@@ -96,10 +92,7 @@ def at_world_size(found: Forecast, world_size: int) -> Forecast:
 
 
 def smallest_world_size(found: Forecast, capacity: int) -> int | None:
-    """Return the smallest world size at which ``found`` fits; None if there is none.
-
-    With shard groups and replicas, only multiples of the group's size are tried.
-    """
+    """Return the smallest world size at which ``found`` fits; None if there is none."""
     groups = [u.shard_world_size for u in found.plan.units if u.replicas > 1]
     # NO_SHARD has replicas and groups of one rank. The groups keep their size, so a
     # number of ranks between two multiples is no plan.

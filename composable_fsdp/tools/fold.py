@@ -32,10 +32,7 @@ class Fold(NamedTuple):
 
 
 def fold_units(units: Sequence[UnitPlan]) -> list[Fold]:
-    """Return the units in groups of equal units, in the order of the first units.
-
-    Names of equal units differ in numbers only; all else but the name is equal.
-    """
+    """Return the units in groups of those that are equal but for numbers in names."""
     groups: dict[Hashable, list[int]] = {}
     for index, unit in enumerate(units):
         pattern = ".".join("#" if p.isdigit() else p for p in unit.fqn.split("."))

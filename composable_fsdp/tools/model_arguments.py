@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp.config import (
@@ -21,7 +20,6 @@ from composable_fsdp.config import (
 )
 from composable_fsdp.errors import FSDPError
 from composable_fsdp.features.wires.formats import Float8Wire, Int8Wire
-from composable_fsdp.planning import walk
 from composable_fsdp.planning.policies import SizePolicy
 from composable_fsdp.tools.command import (
     DTYPES,
@@ -36,7 +34,7 @@ from composable_fsdp.tools.command import (
     words,
 )
 from composable_fsdp.tools.fake_world import simulated_meshes
-from composable_fsdp.tools.model_units import guess_units
+from composable_fsdp.tools.model_units import NoSplitPolicy, guess_units
 from composable_fsdp.tools.plan_models import Model, is_sharded
 from composable_fsdp.tools.simulated_clock import Clock, Machine
 from composable_fsdp.tools.simulated_world import simulated_world
@@ -96,133 +94,101 @@ def _block(text: str) -> Block | RowBlock:
     return Block.rows(int(number))
 
 
-_UNITS, _SHARDING = "units (default: found in the model)", "options of fully_shard"
 _FLAG: dict[str, Any] = {"action": "store_true"}
 _NUMBER: dict[str, Any] = {"type": count, "metavar": "N"}
-_DTYPE: dict[str, Any] = {"type": dtype_name, "choices": DTYPES, "group": _SHARDING}
+_DTYPE: dict[str, Any] = {"type": dtype_name, "choices": DTYPES}
+
+_ROWS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
+    "": {
+        "world-size": ("ranks (GPUs) in all (default: 8)", {"default": 8, **_NUMBER}),
+        "tensor-parallel-size": (
+            "ranks over which MODEL cuts matrices; its function gets the mesh "
+            "('dp', 'tp') (default: no tensor parallelism)",
+            _NUMBER,
+        ),
+        "gpu-memory": (
+            "memory of a GPU, as 80GiB: says whether the step fits",
+            {"type": byte_size, "metavar": "SIZE"},
+        ),
+        "batch": (
+            "shape of the input of a rank, as 4x2048 for 4 texts of 2048 tokens "
+            "(default: the inputs that the function of MODEL returns)",
+            {"type": shape_of, "metavar": "BxT"},
+        ),
+    },
+    "units (default: found in the model)": {
+        "units": (
+            "names or patterns of modules, as 'blocks.*,head'",
+            {"type": words, "metavar": "NAMES"},
+        ),
+        "unit-class": ("class names, as Block", {"type": words, "metavar": "CLASSES"}),
+        "min-parameters": ("the smallest modules with at least N parameters", _NUMBER),
+        "tied-params": (
+            "parameters tied across units: refuse, or give to the unit above",
+            {"choices": ("error", "promote"), "default": "error"},
+        ),
+    },
+    "options of fully_shard": {
+        "strategy": (
+            "what is sharded, and when (default: full-shard)",
+            {"type": _strategy, "choices": _STRATEGIES, "default": "full-shard"},
+        ),
+        "shard-world-size": (
+            "ranks that share the parameters; others hold copies (default: all)",
+            _NUMBER,
+        ),
+        "dtype": (
+            "dtype of the parameters and the optimizer (default: as the model is "
+            "built, which is float32 for a config.json)",
+            _DTYPE,
+        ),
+        "param-dtype": (
+            "dtype of all-gathers and compute (default: the parameters' dtype)",
+            _DTYPE,
+        ),
+        "reduce-dtype": (
+            "dtype of reductions of gradients (default: --param-dtype)",
+            _DTYPE,
+        ),
+        "cpu-offload": (
+            "keep parameters, gradients and optimizer state in host memory",
+            _FLAG,
+        ),
+        "backward-prefetch": (
+            "when backward gathers the next unit (default: pre, the most overlap)",
+            {"choices": _PREFETCH, "default": "pre"},
+        ),
+        "forward-prefetch": ("gather the next unit early in forward, too", _FLAG),
+        "block": (
+            "the piece that shards may not cut (default: row)",
+            {
+                "type": _block,
+                "default": Block.ROW,
+                "metavar": "|".join([*_BLOCKS, "rows:N"]),
+            },
+        ),
+        "wire": (
+            "format of all-gathers with about one byte per element (default: none)",
+            {"choices": _WIRES},
+        ),
+    },
+}
 
 MODEL_OPTIONS = [
-    option("--world-size", "ranks (GPUs) in all (default: 8)", default=8, **_NUMBER),
-    option(
-        "--tensor-parallel-size",
-        "ranks over which MODEL cuts matrices; its function gets the mesh ('dp', 'tp') "
-        "(default: no tensor parallelism)",
-        **_NUMBER,
-    ),
-    option(
-        "--gpu-memory",
-        "memory of a GPU, as 80GiB: says whether the step fits",
-        type=byte_size,
-        metavar="SIZE",
-    ),
-    option(
-        "--batch",
-        "shape of the input of a rank, as 4x2048 for 4 texts of 2048 tokens (default: "
-        "the inputs that the function of MODEL returns)",
-        type=shape_of,
-        metavar="BxT",
-    ),
-    option(
-        "--units",
-        "names or patterns of modules, as 'blocks.*,head'",
-        group=_UNITS,
-        type=words,
-        metavar="NAMES",
-    ),
-    option(
-        "--unit-class",
-        "class names, as Block",
-        group=_UNITS,
-        type=words,
-        metavar="CLASSES",
-    ),
-    option(
-        "--min-parameters",
-        "the smallest modules with at least N parameters",
-        group=_UNITS,
-        **_NUMBER,
-    ),
-    option(
-        "--tied-params",
-        "parameters tied across units: refuse, or give to the unit above",
-        group=_UNITS,
-        choices=("error", "promote"),
-        default="error",
-    ),
-    option(
-        "--strategy",
-        "what is sharded, and when (default: full-shard)",
-        group=_SHARDING,
-        type=_strategy,
-        choices=_STRATEGIES,
-        default="full-shard",
-    ),
-    option(
-        "--shard-world-size",
-        "ranks that share the parameters; other ranks hold copies (default: all)",
-        group=_SHARDING,
-        **_NUMBER,
-    ),
-    option(
-        "--dtype",
-        "dtype of the parameters and the optimizer (default: as the model is built, "
-        "which is float32 for a config.json)",
-        **_DTYPE,
-    ),
-    option(
-        "--param-dtype",
-        "dtype of all-gathers and compute (default: the parameters' dtype)",
-        **_DTYPE,
-    ),
-    option(
-        "--reduce-dtype",
-        "dtype of reductions of gradients (default: --param-dtype)",
-        **_DTYPE,
-    ),
-    option(
-        "--cpu-offload",
-        "keep parameters, gradients and optimizer state in host memory",
-        group=_SHARDING,
-        **_FLAG,
-    ),
-    option(
-        "--backward-prefetch",
-        "when backward gathers the next unit (default: pre, the most overlap)",
-        group=_SHARDING,
-        choices=_PREFETCH,
-        default="pre",
-    ),
-    option(
-        "--forward-prefetch",
-        "gather the next unit early in forward, too",
-        group=_SHARDING,
-        **_FLAG,
-    ),
-    option(
-        "--block",
-        "the piece that shards may not cut (default: row)",
-        group=_SHARDING,
-        type=_block,
-        default=Block.ROW,
-        metavar="|".join([*_BLOCKS, "rows:N"]),
-    ),
-    option(
-        "--wire",
-        "format of all-gathers with about one byte per element (default: none)",
-        group=_SHARDING,
-        choices=_WIRES,
-    ),
+    option(f"--{name}", about, group=group, **words_)
+    for group, rows in _ROWS.items()
+    for name, (about, words_) in rows.items()
 ]
 
 
 @contextmanager
 def job(given: argparse.Namespace, label: str) -> Iterator[DeviceMesh | None]:
-    """Be a rank of the job that the arguments describe, in this block.
+    """Be a rank of the job that the arguments describe; yields its mesh, if it has one.
 
-    A function that cuts its model needs the process groups of the job, which here are
-    those of a simulated world. Yields the mesh of the job; None without
-    ``--tensor-parallel-size``. An error that the arguments cause becomes a UsageError.
+    Raises: UsageError, for an error that the arguments cause in this block.
     """
+    # A function that cuts its model needs the process groups of the job, which here are
+    # those of a simulated world. No step runs, so nobody reads the times.
     try:
         with progress(label, wanted=not given.json):
             if given.tensor_parallel_size is None:
@@ -234,7 +200,6 @@ def job(given: argparse.Namespace, label: str) -> Iterator[DeviceMesh | None]:
                 given.tensor_parallel_size,
             )
             check_sizes(*sizes)
-            # No step runs, so nobody reads the times.
             world = simulated_world(sizes[0], Clock(Machine()), streams=False)
             with world, simulated_meshes():
                 yield job_mesh(*sizes)
@@ -255,11 +220,7 @@ def cast_model(model: Model, given: argparse.Namespace) -> None:
 
 
 def chosen_of(model: Model, given: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """Return the policy or the units that the arguments select, and how they do.
-
-    A function of MODEL that shards has chosen its units itself, if the arguments select
-    none.
-    """
+    """Return the policy or the units that the arguments select, and how they do."""
     selections = [given.min_parameters, given.unit_class, given.units]
     if sum(map(bool, selections)) > 1:
         raise UsageError(
@@ -267,18 +228,19 @@ def chosen_of(model: Model, given: argparse.Namespace) -> tuple[dict[str, Any], 
             "one of them."
         )
     if given.min_parameters:
-        policy = SizePolicy(given.min_parameters)
         number = f"{given.min_parameters:,}"
+        policy: object = SizePolicy(given.min_parameters)
         return {"policy": policy}, f"the smallest modules of {number} parameters"
     if given.unit_class:
-        units: Sequence[nn.Module | str] = _of_classes(model.module, given.unit_class)
-        return {"units": units}, f"modules of class {', '.join(given.unit_class)}"
+        policy = NoSplitPolicy(given.unit_class)
+        return {"policy": policy}, f"modules of class {', '.join(given.unit_class)}"
     if given.units:
         return {"units": given.units}, ", ".join(given.units)
+    # A function of MODEL that shards has chosen its units itself.
     if is_sharded(model.module):
         return {}, f"those that {model.source} shards"
-    units, units_from = guess_units(model.module)
-    return {"units": units}, units_from
+    names, units_from = guess_units(model.module)
+    return {"units": names}, units_from
 
 
 def options_of(given: argparse.Namespace) -> dict[str, Any]:
@@ -301,18 +263,3 @@ def options_of(given: argparse.Namespace) -> dict[str, Any]:
         "wire": _WIRES.get(given.wire),
         "tied_params": given.tied_params,
     }
-
-
-def _of_classes(module: nn.Module, names: Sequence[str]) -> list[nn.Module]:
-    """Return the modules below ``module`` whose class has one of ``names``."""
-    # By name: the command line has no classes.
-    below = [each for each in walk.modules(module) if each is not module]
-    known = {type(each).__name__ for each in below}
-    for name in names:
-        if name not in known:
-            listed = ", ".join(sorted(known)[:8])
-            raise UsageError(
-                f"--unit-class names {name}, which no module of the model has as class."
-                f" Its classes are {listed}{', ...' if len(known) > 8 else ''}."
-            )
-    return [each for each in below if type(each).__name__ in names]

@@ -1,8 +1,4 @@
-"""Finds the modules of a model that are good units, and keeps tied parameters together.
-
-Models of transformers name the classes of their layers in ``_no_split_modules``. The
-planner's command and the policy below find units by the same functions.
-"""
+"""Finds the modules of a model that are good units, with tied parameters together."""
 
 from __future__ import annotations
 
@@ -57,27 +53,22 @@ class NoSplitPolicy:
         ignored_modules: Set[nn.Module],
         root_kwargs: Mapping[str, Any],
     ) -> dict[nn.Module, dict[str, Any]]:
-        if self._classes is not None:
-            self._require_there(root_module, self._classes)
-        # Without names a missing class is no error: many models name several classes.
-        chosen = dict(_units(root_module, self._classes)[0])
-        return {
-            m: dict(root_kwargs) for m in chosen.values() if m not in ignored_modules
-        }
-
-    def _require_there(self, root: nn.Module, classes: Iterable[str]) -> None:
-        """Raise PlanError if ``root`` has no module of one of ``classes``."""
-        there = sorted({type(module).__name__ for module in walk.modules(root)})
-        for name in classes:
+        there = sorted({type(module).__name__ for module in walk.modules(root_module)})
+        for name in self._classes or ():
             if name not in there:
                 near = difflib.get_close_matches(name, there, n=1)
                 hint = f" Did you mean {near[0]}?" if near else ""
                 more = f" and {len(there) - _SHOWN} more" if len(there) > _SHOWN else ""
                 raise PlanError(
-                    f"{self!r} names the class {name}, and this {type(root).__name__} "
-                    f"has no module of the class.{hint} Its classes are "
-                    f"{', '.join(there[:_SHOWN])}{more}."
+                    f"{self!r} names the class {name}, and this "
+                    f"{type(root_module).__name__} has no module of the class.{hint} "
+                    f"Its classes are {', '.join(there[:_SHOWN])}{more}."
                 )
+        # Without names a missing class is no error: many models name several classes.
+        chosen = dict(_units(root_module, self._classes)[0])
+        return {
+            m: dict(root_kwargs) for m in chosen.values() if m not in ignored_modules
+        }
 
     def __repr__(self) -> str:
         names = "" if self._classes is None else repr(list(self._classes))
@@ -85,12 +76,7 @@ class NoSplitPolicy:
 
 
 def guess_units(module: nn.Module) -> tuple[list[str], str]:
-    """Return the names of modules that are good units, and a reason for a reader.
-
-    Models of transformers name the classes that must stay whole. In other models, the
-    entries of lists of modules repeat, and are units if they have parameters. Modules
-    with a parameter that is tied to a module elsewhere stay in the root.
-    """
+    """Return the names of modules that are good units, and a reason for a reader."""
     chosen, reason = _units(module, None)
     counts = Counter(type(each).__name__ for _, each in chosen)
     text = ", ".join(f"{times} {name}" for name, times in counts.items())
@@ -102,10 +88,7 @@ def guess_units(module: nn.Module) -> tuple[list[str], str]:
 def _units(
     module: nn.Module, classes: Iterable[str] | None
 ) -> tuple[list[tuple[str, nn.Module]], str]:
-    """Return the units with their names, and where the choice comes from.
-
-    ``classes`` are names of classes; None means those that the model names.
-    """
+    """Return units of ``classes``, or as the model says, with names and a reason."""
     named = list(walk.named(module))
     if classes is None:
         # Some classes of transformers have None there.
@@ -126,12 +109,8 @@ def _tied_outside(root: nn.Module, modules: Sequence[nn.Module]) -> set[nn.Modul
     """Return those of ``modules`` that share a parameter with a module outside."""
 
     def places(module: nn.Module) -> Counter[nn.Parameter]:
-        """Count the places of each parameter below ``module``."""
-        return Counter(
-            parameter
-            for each in walk.modules(module)
-            for parameter in walk.own_parameters(each)
-        )
+        below = map(walk.own_parameters, walk.modules(module))
+        return Counter(parameter for each in below for parameter in each)
 
     # Most models tie one parameter or none, and no unit is searched then.
     everywhere = {p: times for p, times in places(root).items() if times > 1}

@@ -97,10 +97,7 @@ _OPTIONS = [
 
 
 def _run(given: argparse.Namespace) -> Report:
-    """Make the plan, and return its report.
-
-    Raises: UsageError, if no plan can be made.
-    """
+    """Make the plan, and return its report."""
     # ``--hf`` is another way to write a MODEL.
     targets = [*given.models, *([given.hf] if given.hf else [])]
     if len(targets) != (2 if given.diff else 1):

@@ -57,10 +57,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def load_model(target: str, mesh: DeviceMesh | None = None) -> Model:
-    """Return the model that ``target`` names; with a mesh, if its function takes one.
-
-    Raises: UsageError, with the way out.
-    """
+    """Return the model that ``target`` names; its function may take the mesh."""
     is_config = target.endswith(".json") or Path(target).is_dir()
     found = None if is_config else object_of(target)
     # A class of modules is callable and no module.
@@ -82,10 +79,7 @@ def load_model(target: str, mesh: DeviceMesh | None = None) -> Model:
 
 
 def object_of(target: str) -> Any:
-    """Return the function, class or module that ``target`` names.
-
-    Raises: UsageError, with the way out.
-    """
+    """Return the function, class or module that ``target`` names."""
     # The last colon: a path of Windows has another.
     path, _, name = target.rpartition(":")
     if not path or not name:
@@ -181,10 +175,7 @@ def _from_function(
 
 
 def load_config(path: str) -> Model:
-    """Return the model of a configuration of transformers, with random weights on meta.
-
-    Raises: UsageError, if transformers is missing or does not know the model.
-    """
+    """Return the model of a configuration of transformers, on meta."""
     file = Path(path) / CONFIG if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise UsageError(
@@ -234,68 +225,37 @@ def load_config(path: str) -> Model:
 def inputs_for(model: Model, shape: Sequence[int]) -> Any:
     """Return arguments of a forward for a batch of ``shape``.
 
-    Models of transformers get what their forward takes, with labels if they have a
-    loss: ``shape`` is (batch, time) of token ids or of samples, and ``shape[0]`` is the
-    number of images or of spectrograms, whose sizes the configuration has. Other models
-    get one tensor of ``shape``: token ids if the model begins with an embedding, else
-    floats.
+    Models of transformers that read token ids get ids, with labels if they have a loss.
+    Other models get one tensor: ids if they begin with an embedding, else floats.
 
     Raises: UsageError, if the model takes something else.
     """
-    config = model.config
-    if config is None:
-        first = next((m for m in walk.modules(model.module) if m._parameters), None)
-        dtype = torch.long if isinstance(first, nn.Embedding) else torch.float32
-        return [torch.zeros(*shape, dtype=dtype, device="cpu")]
+    first = next((m for m in walk.modules(model.module) if m._parameters), None)
+    reads_ids = model.config is not None or isinstance(first, nn.Embedding)
+    dtype = torch.long if reads_ids else torch.float32
+    made = torch.zeros(*shape, dtype=dtype, device="cpu")
+    if model.config is None:
+        return [made]
     kind = type(model.module)
-    main = getattr(model.module, "main_input_name", "input_ids")
     takes = inspect.signature(kind.forward).parameters
-    made = _tensors(config, shape)
-    # A model of two towers takes both inputs; one of images alone has no text config.
-    towers = {"vision_config": "pixel_values", "text_config": "input_ids"}
-    parts = [each for each, own in vars(config).items() if hasattr(own, "to_dict")]
-    needed = [main, *(name for each, name in towers.items() if each in parts)]
+    main = getattr(model.module, "main_input_name", "input_ids")
     # Better refused by name than a forward that fails without its input.
-    missing = [name for name in needed if name not in made]
+    missing = [n for n in (main, "pixel_values") if n in takes and n != "input_ids"]
     if missing:
         raise UsageError(
-            f"--batch makes no {missing[0]}, which {kind.__name__} takes. Write a "
-            "function that returns (model, {...arguments of forward...}) and pass "
-            "MODULE:FUNCTION."
+            f"--batch makes token ids and no {missing[0]}, which {kind.__name__} "
+            "takes. Write a function that returns (model, {...arguments of forward...})"
+            " and pass MODULE:FUNCTION."
         )
     extra = {
-        **_labels(kind.__name__, made["input_ids"]),
+        **_labels(kind.__name__, made),
         # A cache of keys and values is for generation.
         "use_cache": False,
-        # Two towers are compared by a loss, if the model is asked for one.
-        "return_loss": True,
     }
     # An encoder and a decoder read two texts, which are equally long here.
-    if getattr(config, "is_encoder_decoder", False):
-        extra["decoder_input_ids"] = made["input_ids"]
-    return {
-        **{name: made[name] for name in needed},
-        **{name: value for name, value in extra.items() if name in takes},
-    }
-
-
-def _tensors(config: Any, shape: Sequence[int]) -> dict[str, torch.Tensor]:
-    """Return the inputs that models of transformers take, by their names."""
-    vision = getattr(config, "vision_config", config)
-    size = getattr(vision, "image_size", 224)
-    # Some configurations have (height, width).
-    height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    image = (shape[0], getattr(vision, "num_channels", 3), height, width)
-    found = {
-        "input_ids": torch.zeros(*shape, dtype=torch.long, device="cpu"),
-        "input_values": torch.zeros(*shape, device="cpu"),
-        "pixel_values": torch.zeros(*image, device="cpu"),
-    }
-    # The encoder of Whisper halves the length of a spectrogram.
-    if hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions"):
-        sound = (shape[0], config.num_mel_bins, 2 * config.max_source_positions)
-        found["input_features"] = torch.zeros(*sound, device="cpu")
-    return found
+    if getattr(model.config, "is_encoder_decoder", False):
+        extra["decoder_input_ids"] = made
+    return {"input_ids": made, **{n: each for n, each in extra.items() if n in takes}}
 
 
 def _labels(kind: str, ids: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -304,7 +264,7 @@ def _labels(kind: str, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     # The end of the name tells the head; classes without a head have no loss.
     if kind.endswith("QuestionAnswering"):
         return {"start_positions": per_example, "end_positions": per_example}
-    if kind.endswith(("SequenceClassification", "ImageClassification")):
+    if kind.endswith("SequenceClassification"):
         return {"labels": per_example}
     per_token = ("LM", "LMHeadModel", "ConditionalGeneration", "TokenClassification")
     return {"labels": ids} if kind.endswith(per_token) else {}

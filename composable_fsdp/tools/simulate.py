@@ -64,8 +64,6 @@ _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 OPTIMIZERS = (*_OPTIMIZERS, "none")
 """The names that ``simulate`` accepts."""
 
-DEVICE_TYPES = ("cuda", "cpu")
-
 
 class _Step(NamedTuple):
     """The model, its inputs, and the functions of a step."""
@@ -221,8 +219,7 @@ def _check(
             f"optimizer expects one of {', '.join(OPTIMIZERS)}, or a function from "
             f"parameters to an optimizer; got {optimizer!r}."
         )
-    # The two orders of allocation that the runtime has.
-    if device_type not in DEVICE_TYPES:
+    if device_type not in ("cuda", "cpu"):
         raise PlanError(f'device_type expects "cuda" or "cpu", got {device_type!r}.')
 
 
@@ -296,17 +293,12 @@ def _shard(
 
 def _check_plain(model: nn.Module) -> None:
     """Raise PlanError for a module with units or DTensors, which are of a world."""
-    if is_sharded(model):
-        raise PlanError(
-            "simulate got a module that is sharded over the ranks of a process "
-            "group. Pass a function that builds and shards the module."
-        )
     name = first_dtensor(model)
-    if name is not None:
+    if is_sharded(model) or name is not None:
+        what = "is sharded" if name is None else f"has a DTensor, {quoted(name)},"
         raise PlanError(
-            f"simulate got a module whose parameter {quoted(name)} is a DTensor, over "
-            "a mesh of other process groups than those of the step. Pass a function "
-            "that makes the mesh, the module and its DTensors; with "
+            f"simulate got a module that {what} over the ranks of a process group. Pass "
+            "a function that makes the mesh, the module and its units; with "
             "tensor_parallel_size the function gets a mesh."
         )
 

@@ -75,10 +75,7 @@ _OPTIONS = [
 
 
 def _run(given: argparse.Namespace) -> Report:
-    """Simulate the step, write the trace, and return the report.
-
-    Raises: UsageError, if no step can be simulated.
-    """
+    """Simulate the step, write the trace, and return the report."""
     # Inputs and units are those of the model on meta, also if the step builds another.
     with job(given, "building") as mesh:
         model = load_model(given.model, mesh)

@@ -80,11 +80,7 @@ class MemoryLog(StorageLog):  # type: ignore[no-untyped-call]  # torch has no ty
         self._before = Memory(*before.values(), when="start")
 
     def timeline(self) -> Iterator[StepMoment]:
-        """Yield the memory at the start and behind the changes since ``restart``.
-
-        Of several changes at the same time only those are there that end a row of
-        allocations or of frees, so no maximum is left out.
-        """
+        """Yield the memory at the start and behind the changes since ``restart``."""
         # Kinds are read here, after the last call of ``mark``.
         now = self._before.by_kind()
         yield StepMoment(self._before)
@@ -92,6 +88,8 @@ class MemoryLog(StorageLog):  # type: ignore[no-untyped-call]  # torch has no ty
         following = [*((c.at, c.more > 0) for c in self.changes[1:]), None]
         for (block, more, at), later in zip(self.changes, following, strict=True):
             now[block.kind] += more
+            # Of changes at the same time, those that end a row of allocations or of
+            # frees: no maximum is left out.
             if later == (at, more > 0):
                 continue
             # The host runs ahead of streams: its order is kept where times go back.
