@@ -297,8 +297,8 @@ def _check_plain(model: nn.Module) -> None:
     if is_sharded(model) or name is not None:
         what = "is sharded" if name is None else f"has a DTensor, {quoted(name)},"
         raise PlanError(
-            f"simulate got a module that {what} over the ranks of a process group. Pass "
-            "a function that makes the mesh, the module and its units; with "
+            f"simulate got a module that {what} over the ranks of a process group. "
+            "Pass a function that makes the mesh, the module and its units; with "
             "tensor_parallel_size the function gets a mesh."
         )
 
