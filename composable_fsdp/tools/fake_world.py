@@ -252,7 +252,7 @@ def simulated_meshes() -> Iterator[None]:
         for name in ("__getitem__", "_flatten"):
             method = _with(_plain_tensors, getattr(DeviceMesh, name))
             stack.enter_context(replaced(DeviceMesh, name, method))
-        ranks = property(_with(_plain_tensors, DeviceMesh.mesh.fget))
+        ranks = property(_with(_plain_tensors, vars(DeviceMesh)["mesh"].fget))
         stack.enter_context(replaced(DeviceMesh, "mesh", ranks))
         _forget_meshes()
         stack.callback(_forget_meshes)

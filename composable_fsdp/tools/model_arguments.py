@@ -29,7 +29,6 @@ from composable_fsdp.tools.command import (
     dtype_name,
     error_text,
     option,
-    progress,
     shape_of,
     words,
 )
@@ -182,27 +181,10 @@ MODEL_OPTIONS = [
 
 
 @contextmanager
-def job(given: argparse.Namespace, label: str) -> Iterator[DeviceMesh | None]:
-    """Be a rank of the job that the arguments describe; yields its mesh, if it has one.
-
-    Raises: UsageError, for an error that the arguments cause in this block.
-    """
-    # A function that cuts its model needs the process groups of the job, which here are
-    # those of a simulated world. No step runs, so nobody reads the times.
+def as_usage_errors() -> Iterator[None]:
+    """Turn an error that the arguments cause into a UsageError with the same text."""
     try:
-        with progress(label, wanted=not given.json):
-            if given.tensor_parallel_size is None:
-                yield None
-                return
-            sizes = (
-                given.world_size,
-                given.shard_world_size,
-                given.tensor_parallel_size,
-            )
-            check_sizes(*sizes)
-            world = simulated_world(sizes[0], Clock(Machine()), streams=False)
-            with world, simulated_meshes():
-                yield job_mesh(*sizes)
+        yield
     # Refusals of the planner and the runtime, wrong values of options, files that
     # cannot be written.
     except (FSDPError, OSError, TypeError, ValueError) as error:
@@ -210,6 +192,21 @@ def job(given: argparse.Namespace, label: str) -> Iterator[DeviceMesh | None]:
         if isinstance(error, FSDPError):
             error.rank = None
         raise UsageError(error_text(error)) from error
+
+
+@contextmanager
+def job(given: argparse.Namespace) -> Iterator[DeviceMesh | None]:
+    """Be a rank of the job that the arguments describe; yields its mesh, or None."""
+    if given.tensor_parallel_size is None:
+        yield None
+        return
+    sizes = (given.world_size, given.shard_world_size, given.tensor_parallel_size)
+    check_sizes(*sizes)
+    # A function that cuts its model needs the process groups of the job, which here are
+    # those of a simulated world. No step runs, so nobody reads the times.
+    world = simulated_world(sizes[0], Clock(Machine()), streams=False)
+    with world, simulated_meshes():
+        yield job_mesh(*sizes)
 
 
 def cast_model(model: Model, given: argparse.Namespace) -> None:

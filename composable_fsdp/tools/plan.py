@@ -38,7 +38,7 @@ from composable_fsdp.planning.planner import (
 )
 from composable_fsdp.planning.policies import evaluate_policy
 from composable_fsdp.planning.unit_plan import UnitPlan
-from composable_fsdp.tools.chosen import chosen_units
+from composable_fsdp.tools.model_units import chosen_units
 from composable_fsdp.tools.plan_in_force import unit_plan
 from composable_fsdp.tools.replan import replan
 from composable_fsdp.tools.sharding_plan import ShardingPlan, plan_modules

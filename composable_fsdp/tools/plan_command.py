@@ -20,16 +20,16 @@ from composable_fsdp.tools.command import (
     option,
     words,
 )
-from composable_fsdp.tools.forecast import forecast
+from composable_fsdp.tools.forecast import OPTIMIZERS, forecast
 from composable_fsdp.tools.model_arguments import (
     MODEL_HELP,
     MODEL_OPTIONS,
+    as_usage_errors,
     cast_model,
     chosen_of,
     job,
     options_of,
 )
-from composable_fsdp.tools.optimizers import OPTIMIZERS
 from composable_fsdp.tools.plan import plan
 from composable_fsdp.tools.plan_models import (
     inputs_for,
@@ -113,7 +113,7 @@ def _run(given: argparse.Namespace) -> Report:
     for index, target in enumerate(targets):
         if reports[index] is None:
             # Measuring activations sends, and so does planning for other dtypes.
-            with job(given, "planning") as mesh:
+            with as_usage_errors(), job(given) as mesh:
                 reports[index] = _report_of(target, given, mesh)
     found = [each for each in reports if each is not None]
     if given.diff:

@@ -225,7 +225,7 @@ def load_config(path: str) -> Model:
 def inputs_for(model: Model, shape: Sequence[int]) -> Any:
     """Return arguments of a forward for a batch of ``shape``.
 
-    Models of transformers that read token ids get ids, with labels if they have a loss.
+    Models of transformers that read token ids get ids, and labels if they predict ids.
     Other models get one tensor: ids if they begin with an embedding, else floats.
 
     Raises: UsageError, if the model takes something else.
@@ -247,24 +247,13 @@ def inputs_for(model: Model, shape: Sequence[int]) -> Any:
             "takes. Write a function that returns (model, {...arguments of forward...})"
             " and pass MODULE:FUNCTION."
         )
-    extra = {
-        **_labels(kind.__name__, made),
-        # A cache of keys and values is for generation.
-        "use_cache": False,
-    }
+    # A cache of keys and values is for generation.
+    extra: dict[str, Any] = {"use_cache": False}
+    # The end of the name tells the head; other heads have no loss without labels, and
+    # the sum of their output stands for it.
+    if kind.__name__.endswith(("LM", "LMHeadModel", "ConditionalGeneration")):
+        extra["labels"] = made
     # An encoder and a decoder read two texts, which are equally long here.
     if getattr(model.config, "is_encoder_decoder", False):
         extra["decoder_input_ids"] = made
     return {"input_ids": made, **{n: each for n, each in extra.items() if n in takes}}
-
-
-def _labels(kind: str, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return labels for the head of the class ``kind``, by the names of arguments."""
-    per_example = ids.reshape(ids.shape[0], -1)[:, 0]
-    # The end of the name tells the head; classes without a head have no loss.
-    if kind.endswith("QuestionAnswering"):
-        return {"start_positions": per_example, "end_positions": per_example}
-    if kind.endswith("SequenceClassification"):
-        return {"labels": per_example}
-    per_token = ("LM", "LMHeadModel", "ConditionalGeneration", "TokenClassification")
-    return {"labels": ids} if kind.endswith(per_token) else {}

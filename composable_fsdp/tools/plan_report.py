@@ -7,7 +7,7 @@ from typing import Any
 
 from composable_fsdp.naming import size_text
 from composable_fsdp.tools.fit import at_world_size, fit
-from composable_fsdp.tools.forecast import Forecast
+from composable_fsdp.tools.forecast import Forecast, UnitRow
 from composable_fsdp.tools.sharding_plan import ShardingPlan, owner_lines
 from composable_fsdp.tools.texts import counted, dtype_text, sent_text, table
 from composable_fsdp.tools.unit_costs import Traffic
@@ -49,13 +49,7 @@ def report_of(
     Raises: PlanError, if a world size is not possible.
     """
     plan, peak, activations = found.plan, found.peak.memory, found.activations
-    columns = ("numel", "padded_numel", *_KEPT, "sharded", "full")
-    rows = [
-        {"unit": row.fold.name, "times": row.fold.times}
-        | {"class": row.fold.unit.class_name, **_traffic(row.traffic)}
-        | {name: getattr(row, name) for name in columns}
-        for row in found.rows
-    ]
+    rows = [_row(row) for row in found.rows]
     cut = tensor_parallel_size or 1
     # The root of a hybrid plan may be unsharded; the units below tell the groups.
     groups = max(plan.units, key=lambda unit: unit.shard_world_size)
@@ -112,6 +106,18 @@ def report_of(
             for n in world_sizes
         ]
     return report
+
+
+def _row(row: UnitRow) -> Report:
+    """Return the numbers of equal units."""
+    columns = ("numel", "padded_numel", *_KEPT, "sharded", "full")
+    return {
+        "unit": row.fold.name,
+        "times": row.fold.times,
+        "class": row.fold.unit.class_name,
+        **{name: getattr(row, name) for name in columns},
+        **_traffic(row.traffic),
+    }
 
 
 def _at(found: Forecast, capacity: int | None) -> Report:

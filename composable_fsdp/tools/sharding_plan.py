@@ -23,7 +23,7 @@ from composable_fsdp.tools.memory import Memory
 from composable_fsdp.tools.owner_plan import OwnerPlan, plan_owners
 from composable_fsdp.tools.step_memory import StepMemory, memory_of_step
 from composable_fsdp.tools.texts import counted, dtype_text, sent_text, table
-from composable_fsdp.tools.unit_costs import Traffic, memory_of, traffic_of
+from composable_fsdp.tools.unit_costs import Traffic, UnitMemory, traffic_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,7 @@ class ShardingPlan:
         on_cuda = device_type == "cuda"
         return memory_of_step(
             [
-                memory_of(
+                UnitMemory(
                     unit,
                     parent=parents[i],
                     in_backward=flows,
@@ -210,9 +210,7 @@ class ShardingPlan:
             streams=on_cuda,
         )
 
-    @property
-    def report(self) -> str:
-        """The plan as text: table of units, totals, partly frozen units, warnings."""
+    def __str__(self) -> str:
         peak, root = self.peak(), self.units[0] if self.units else None
         # A dict and not a set: the report lists strategies in the order of units.
         strategies = {unit.options.strategy.name: None for unit in self.units}
@@ -242,9 +240,6 @@ class ShardingPlan:
                 *self.warnings,
             ]
         )
-
-    def __str__(self) -> str:
-        return self.report
 
 
 def offloaded_gradients(units: Iterable[UnitPlan]) -> int:

@@ -25,13 +25,13 @@ from composable_fsdp.flat.region import FlatParameter, TrainableRegion
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning import walk
 from composable_fsdp.tools.activations import first_line
-from composable_fsdp.tools.chosen import unit_names
 from composable_fsdp.tools.fake_world import (
     default_loss,
     fake_like,
     fake_tensors,
     simulated_meshes,
 )
+from composable_fsdp.tools.model_units import unit_names
 from composable_fsdp.tools.plan import plan
 from composable_fsdp.tools.plan_models import is_sharded
 from composable_fsdp.tools.simulated_clock import Clock, Machine

@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp.naming import size_text
 from composable_fsdp.planning.options import UnitOptions
-from composable_fsdp.tools.chosen import unit_names
 from composable_fsdp.tools.command import (
     BAD,
     Command,
@@ -24,11 +23,13 @@ from composable_fsdp.tools.command import (
 from composable_fsdp.tools.model_arguments import (
     MODEL_HELP,
     MODEL_OPTIONS,
+    as_usage_errors,
     cast_model,
     chosen_of,
     job,
     options_of,
 )
+from composable_fsdp.tools.model_units import unit_names
 from composable_fsdp.tools.plan_models import (
     Model,
     inputs_for,
@@ -37,6 +38,7 @@ from composable_fsdp.tools.plan_models import (
     object_of,
 )
 from composable_fsdp.tools.simulate import OPTIMIZERS, simulate
+from composable_fsdp.tools.simulation import Simulation
 from composable_fsdp.tools.tensor_parallel import without_arguments
 
 _EPILOG = f"""\
@@ -76,8 +78,27 @@ _OPTIONS = [
 
 def _run(given: argparse.Namespace) -> Report:
     """Simulate the step, write the trace, and return the report."""
+    with as_usage_errors():
+        found = _simulate(given)
+        # The trace is written before the report is printed, which names the file.
+        if given.trace:
+            found.save_trace(given.trace)
+    report = {"model": given.model, **found.as_dict()}
+    # The text is made only if it is printed.
+    if not given.json:
+        report["text"] = str(found)
+    if given.trace:
+        report["trace"] = str(given.trace)
+    if given.gpu_memory:
+        report["fits"] = found.peak.memory.total <= given.gpu_memory
+        report["gpu_memory"] = given.gpu_memory
+    return report
+
+
+def _simulate(given: argparse.Namespace) -> Simulation:
+    """Run the step of a model on meta, or of one that its function cuts."""
     # Inputs and units are those of the model on meta, also if the step builds another.
-    with job(given, "building") as mesh:
+    with job(given) as mesh:
         model = load_model(given.model, mesh)
         inputs = inputs_for(model, given.batch) if given.batch else model.inputs
         if inputs is None:
@@ -100,33 +121,18 @@ def _run(given: argparse.Namespace) -> Report:
                 for name, each in options.items()
                 if each != getattr(default, name, "error")
             }
-    # Outside of the job, because ``simulate`` makes one itself.
-    with job(argparse.Namespace(tensor_parallel_size=None, json=given.json), "running"):
-        found = simulate(
-            model.module if mesh is None else _maker(given),
-            world_size=given.world_size,
-            batch=inputs,
-            loss=model.loss,
-            shard_world_size=given.shard_world_size,
-            tensor_parallel_size=given.tensor_parallel_size,
-            optimizer=given.optimizer,
-            max_norm=given.max_norm,
-            **chosen,
-            **options,
-        )
-        # The trace is written before the report is printed, which names the file.
-        if given.trace:
-            found.save_trace(given.trace)
-    report = {"model": given.model, **found.as_dict()}
-    # The text is made only if it is printed.
-    if not given.json:
-        report["text"] = str(found)
-    if given.trace:
-        report["trace"] = str(given.trace)
-    if given.gpu_memory:
-        report["fits"] = found.peak.memory.total <= given.gpu_memory
-        report["gpu_memory"] = given.gpu_memory
-    return report
+    return simulate(
+        model.module if mesh is None else _maker(given),
+        world_size=given.world_size,
+        batch=inputs,
+        loss=model.loss,
+        shard_world_size=given.shard_world_size,
+        tensor_parallel_size=given.tensor_parallel_size,
+        optimizer=given.optimizer,
+        max_norm=given.max_norm,
+        **chosen,
+        **options,
+    )
 
 
 def _maker(given: argparse.Namespace) -> Callable[[DeviceMesh], nn.Module]:

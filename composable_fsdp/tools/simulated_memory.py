@@ -77,7 +77,7 @@ class MemoryLog(StorageLog):  # type: ignore[no-untyped-call]  # torch has no ty
         before = Memory().by_kind()
         for block in self.blocks.values():
             before[block.kind] += block.nbytes
-        self._before = Memory(*before.values(), when="start")
+        self._before = Memory._make([*before.values(), "start"])
 
     def timeline(self) -> Iterator[StepMoment]:
         """Yield the memory at the start and behind the changes since ``restart``."""
@@ -94,4 +94,4 @@ class MemoryLog(StorageLog):  # type: ignore[no-untyped-call]  # torch has no ty
                 continue
             # The host runs ahead of streams: its order is kept where times go back.
             latest = max(latest, at[0])
-            yield StepMoment(Memory(*now.values(), when=at[1]), seconds=latest)
+            yield StepMoment(Memory._make([*now.values(), at[1]]), seconds=latest)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from operator import add
 from typing import NamedTuple
 
-from composable_fsdp.config import Arena
 from composable_fsdp.features.comm_hooks.int8_exchange import (
     Int8Exchange,
     int8_exchange,
@@ -43,33 +42,71 @@ class Traffic(NamedTuple):
         return dict(zip(names, zip(self[::2], self[1::2], strict=True), strict=True))
 
 
-class UnitMemory(NamedTuple):
-    """Bytes of a unit's buffers, and the facts that determine their lifetimes."""
+class UnitMemory:
+    """Bytes of a unit's buffers, and the facts that determine their lifetimes.
 
-    plan: UnitPlan
-    parent: int  # index of the enclosing unit; -1 for the root
-    full: int  # full parameters, in the compute dtype
-    wire: int  # encoded parameters, from the all-gather to the decoding
-    scratch: int  # temporaries of the encoding, or of a cast of offloaded shards
-    buffers: int  # reduce buffers
-    output: int  # output of the reduction, if it is not the sharded gradient itself
-    brief: int  # temporaries of a hook, or of a cast before a copy to the host
-    kept: int  # sharded gradients on the device until ``zero_grad``
-    sends: bool  # whether the reduction communicates
-    replicates: bool  # whether an all-reduce over replicas follows a reduce-scatter
-    gradients: int  # gradients of all parameters, in the compute dtype
-    early: int  # those of them that autograd makes before any of a nested unit
-    in_backward: bool  # whether gradients flow through the unit
-    fed: bool  # whether the inputs need gradients, as a trainable unit precedes
-    reshards: bool  # whether the unit is resharded after forward
-    gathers: bool  # whether unsharding needs an all-gather
-    retiring_limit: int  # resharded units whose memory may wait for the GPU
-    slots: tuple[int, int]  # bytes of slots for full parameters and for reductions
+    Args:
+        unit: the plan of the unit.
+        parent: index of the enclosing unit; -1 for the root.
+        in_backward: whether gradients flow through the unit.
+        fed: whether the inputs need gradients, as a trainable unit precedes.
+        on_host: whether shards are in host memory, which is not the device's.
+    """
 
-    @property
-    def arena(self) -> Arena | None:
-        """The arena of the unit; None if ``full`` is allocated and freed."""
-        return self.plan.options.arena
+    def __init__(
+        self,
+        unit: UnitPlan,
+        *,
+        parent: int,
+        in_backward: bool,
+        fed: bool,
+        on_host: bool,
+    ) -> None:
+        self.plan, self.parent = unit, parent
+        self.in_backward, self.fed = in_backward, fed
+        options = unit.options
+        self.arena = options.arena
+        self.reshards = options.reshard_after_forward and parent >= 0
+        self.full, self.wire = unit.full_bytes, unit.wire_bytes
+        # Whether unsharding needs an all-gather.
+        self.gathers = unit.shard_world_size > 1 and unit.full_bytes > 0
+        # Temporaries of the encoding, or of a cast of offloaded shards. Regions are
+        # encoded, or copied and cast, in turn; the device casts what was copied.
+        self.scratch = max(
+            (
+                r.wire_scratch + on_host * r.shard_numel * r.dtype.itemsize
+                for r, d in unit.with_dtypes
+                if r.wire or d.compute != r.dtype or r.is_strided
+            ),
+            default=0,
+        )
+        # Reduce buffers; the output, if it is not the sharded gradient itself; and
+        # temporaries of a hook, or of a cast before a copy to the host.
+        self.buffers = unit.reduce_bytes
+        self.output, self.brief = _output(unit), _brief(unit, on_host=on_host)
+        # Sharded gradients that stay until ``zero_grad``; offloaded ones have host
+        # memory of their own permanently.
+        self.kept = 0 if unit.is_offloaded else unit.gradient_bytes
+        self.sends = unit.shard_world_size * unit.replicas > 1
+        self.replicates = unit.shard_world_size > 1 and unit.replicas > 1
+        gradients = {
+            slot.index: slot.numel * d.compute.itemsize
+            for r, d in unit.reduced
+            for slot in r.parameters
+        }
+        self.gradients = sum(gradients.values())
+        # Gradients that autograd makes before any of a nested unit: that of the
+        # parameter which forward uses first, the first of the unit, comes last. That of
+        # a tied parameter is summed from the last use in forward on.
+        last = min(gradients, default=0)
+        tied = {s.index for r in unit.regions for s in r.parameters if s.fqns[1:]}
+        self.early = self.gradients - (0 if last in tied else gradients.get(last, 0))
+        # Resharded units whose memory may wait for the GPU.
+        limited = options.limit_all_gathers
+        self.retiring_limit = RETIRING_LIMIT if limited else RETIRING_UNLIMITED
+        # Bytes of slots of an arena for full parameters and for reductions.
+        sizes = [r.padded_numel * d.reduce.itemsize for r, d in unit.reduced]
+        self.slots = slot_bytes(unit.full_regions), slot_bytes(sizes)
 
 
 def traffic_of(unit: UnitPlan, *, is_root: bool, in_backward: bool) -> Traffic:
@@ -113,62 +150,6 @@ def traffic_of(unit: UnitPlan, *, is_root: bool, in_backward: bool) -> Traffic:
         part = nbytes // unit.shard_world_size
         total += Traffic(all_reduce_calls=dtypes, all_reduce_bytes=part)
     return total
-
-
-def memory_of(
-    unit: UnitPlan, *, parent: int, in_backward: bool, fed: bool, on_host: bool
-) -> UnitMemory:
-    """Return the bytes of this unit's buffers, as the input of ``memory_of_step``."""
-    gradients = {
-        slot.index: slot.numel * d.compute.itemsize
-        for r, d in unit.reduced
-        for slot in r.parameters
-    }
-    total = sum(gradients.values())
-    # The parameter that comes first in the unit counts as the first used in forward.
-    last = min(gradients, default=0)
-    # A parameter with several names is tied.
-    tied = {s.index for r in unit.regions for s in r.parameters if s.fqns[1:]}
-    options = unit.options
-    return UnitMemory(
-        plan=unit,
-        parent=parent,
-        full=unit.full_bytes,
-        wire=unit.wire_bytes,
-        # Regions are encoded, or copied and cast, in turn. The device casts, so an
-        # offloaded shard is copied first.
-        scratch=max(
-            (
-                r.wire_scratch + on_host * r.shard_numel * r.dtype.itemsize
-                for r, d in unit.with_dtypes
-                if r.wire or d.compute != r.dtype or r.is_strided
-            ),
-            default=0,
-        ),
-        buffers=unit.reduce_bytes,
-        output=_output(unit),
-        brief=_brief(unit, on_host=on_host),
-        # Offloaded gradients have host memory of their own permanently.
-        kept=0 if unit.is_offloaded else unit.gradient_bytes,
-        sends=unit.shard_world_size * unit.replicas > 1,
-        replicates=unit.shard_world_size > 1 and unit.replicas > 1,
-        gradients=total,
-        # Backward produces the gradient of the parameter that forward uses first as the
-        # last. The gradient of a tied parameter is summed from the last use in forward
-        # on, so the memory exists from the start of the unit's backward.
-        early=total - (0 if last in tied else gradients.get(last, 0)),
-        in_backward=in_backward,
-        fed=fed,
-        reshards=options.reshard_after_forward and parent >= 0,
-        gathers=unit.shard_world_size > 1 and unit.full_bytes > 0,
-        retiring_limit=(
-            RETIRING_LIMIT if options.limit_all_gathers else RETIRING_UNLIMITED
-        ),
-        slots=(
-            slot_bytes(unit.full_regions),
-            slot_bytes([r.padded_numel * d.reduce.itemsize for r, d in unit.reduced]),
-        ),
-    )
 
 
 def _output(unit: UnitPlan) -> int:
