@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from composable_fsdp import CustomPolicy, MixedPrecision, fully_shard, plan
-from composable_fsdp.tools.step_memory import PeakMemory
+from composable_fsdp.tools.memory import Memory
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.support import seam
 from tests.support.memory import LiveBytes
@@ -301,7 +301,7 @@ class Chain(nn.Module):
 
 def chain_peaks(
     width: int, device: torch.device, world_size: int, steps: int = 20
-) -> tuple[Peaks, PeakMemory]:
+) -> tuple[Peaks, Memory]:
     """Measured and planned, of steps of a ``Chain`` in bf16."""
     models = []
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     )
     from composable_fsdp.tools.describe import Description as Description
     from composable_fsdp.tools.forecast import Forecast as Forecast
-    from composable_fsdp.tools.simulated_world import Machine as Machine
+    from composable_fsdp.tools.simulated_clock import Machine as Machine
     from composable_fsdp.tools.simulation import Simulation as Simulation
 
 _resolve, __all__ = resolver(
@@ -19,7 +19,7 @@ _resolve, __all__ = resolver(
         "tools.activations": "Activations measure_activations",
         "tools.describe": "Description",
         "tools.forecast": "Forecast",
-        "tools.simulated_world": "Machine",
+        "tools.simulated_clock": "Machine",
         "tools.simulation": "Simulation",
     }
 )

@@ -5,62 +5,46 @@ from __future__ import annotations
 import argparse
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from composable_fsdp.naming import printable
 from composable_fsdp.storage.convert import open_whole
-from composable_fsdp.storage.source import Source, TensorInfo
+from composable_fsdp.storage.source import Read, Source, TensorInfo
 from composable_fsdp.tools.command import (
     BAD,
     USAGE,
+    WEIGHTS_ONLY,
     Advance,
     Command,
     Report,
     bound,
-    counted,
+    option,
     progress,
 )
+from composable_fsdp.tools.texts import counted, dtype_text
 
 _SHOWN = 5
 """Most names in a line of the text; ``--json`` has all."""
 
-_Read = Callable[[int, int], Tensor]
 
+class _Saved(NamedTuple):
+    """A tensor of a checkpoint; ``own`` is equal for the names of a tied tensor."""
 
-def add_weights_only(command: argparse.ArgumentParser) -> None:
-    """Add ``--weights-only``."""
-    command.add_argument(
-        "--weights-only",
-        action="store_true",
-        help="leave optimizer and extra state alone, unread",
-    )
-
-
-def _add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``diff``."""
-    command.add_argument("first", metavar="A", help="a checkpoint; a path or URL")
-    command.add_argument("second", metavar="B", help="the other checkpoint")
-    add_weights_only(command)
-    command.add_argument(
-        "--tolerance",
-        type=bound,
-        default=0.0,
-        metavar="X",
-        help="values that differ by X or less count as equal (default: 0)",
-    )
+    info: TensorInfo
+    read: Read
+    own: object
 
 
 def nbytes_of(source: Source, *, weights_only: bool) -> int:
     """Return the bytes of all tensors; of the model only, with ``weights_only``."""
-    total = sum(info.nbytes for info in source.model.values())
-    if not weights_only:
-        total += sum(i.nbytes for s in source.optim.values() for i in s.values())
-    return total
+    states = [] if weights_only else source.optim.values()
+    tables = (source.model, *states)
+    return sum(info.nbytes for each in tables for info in each.values())
 
 
 def _run(given: argparse.Namespace) -> Report:
@@ -96,29 +80,36 @@ def compare(
         ``others`` names further parts that differ.
     Raises: CheckpointError, for damaged or missing data.
     """
-    found = {part: _none() for part in ("model", "optimizer")[: 2 - weights_only]}
+    found: dict[str, dict[str, Any]] = {
+        part: {"tensors": 0, "only_first": [], "only_second": [], "different": {}}
+        for part in ("model", "optimizer")[: 2 - weights_only]
+    }
     others: list[str] = []
     # First the tensors that all ranks share, and then those of each rank.
     for rank in (None, *range(max(first.local_ranks, second.local_ranks))):
-        for source in (first, second):
-            source.on_rank(rank)
+        first.on_rank(rank)
+        second.on_rank(rank)
         for part, entries in found.items():
-            sides = [
-                _tensors(source, optim=part == "optimizer", rank=rank)
-                for source in (first, second)
-            ]
-            _compare_tensors(sides[0], sides[1], tolerance, advance, entries)
+            a, b = (dict(_tensors(each, part, rank)) for each in (first, second))
+            # In the order of the first checkpoint, which is usually that of the model.
+            both = [name for name in a if name in b]
+            entries["tensors"] += len(both)
+            entries["only_first"] += [name for name in a if name not in b]
+            entries["only_second"] += [name for name in b if name not in a]
+            # The names of a tie lead to the same pair of tensors, which is read once.
+            known: dict[tuple[object, object], dict[str, Any]] = {}
+            for name in both:
+                key = a[name].own, b[name].own
+                if key not in known:
+                    known[key] = _difference(a[name], b[name], tolerance, advance)
+                if known[key]:
+                    entries["different"][name] = known[key]
         # Not even touched with ``weights_only``: the other parts may be unreadable.
         if not weights_only:
             others += [w for w in _others(first, second, rank) if w not in others]
     keys = ("only_first", "only_second", "different")
     equal = not others and not any(part[key] for part in found.values() for key in keys)
     return {"equal": equal, **found, "others": others}
-
-
-def _none() -> dict[str, Any]:
-    """Return the result of a comparison of no tensors."""
-    return {"tensors": 0, "only_first": [], "only_second": [], "different": {}}
 
 
 def _others(first: Source, second: Source, rank: int | None) -> list[str]:
@@ -139,87 +130,52 @@ def _others(first: Source, second: Source, rank: int | None) -> list[str]:
 
 
 def _tensors(
-    source: Source, *, optim: bool, rank: int | None
-) -> dict[str, tuple[TensorInfo, _Read, object]]:
-    """Return info, reader and identity of each tensor by name, tied names included.
-
-    With a rank, only tensors of that rank alone, with the rank in their names.
-    """
-    if optim:
-        found: dict[str, tuple[TensorInfo, _Read, object]] = {
-            f"{name}, {key}": (info, partial(source.read_optim, name, key), (name, key))
-            for name, states in source.optim.items()
-            for key, info in states.items()
-        }
+    source: Source, part: str, rank: int | None
+) -> Iterator[tuple[str, _Saved]]:
+    """Yield each tensor with its name, or those of a rank alone; with tied names."""
+    found: dict[str, tuple[str, _Saved]] = {}
+    if part == "optimizer":
+        for name, states in source.optim.items():
+            for key, info in states.items():
+                read = partial(source.read_optim, name, key)
+                found[f"{name}, {key}"] = name, _Saved(info, read, (name, key))
     else:
         # The other names of a tie lead to the tensor under the kept name.
         kept = {**{name: name for name in source.model}, **source.aliases}
-        found = {
-            name: (source.model[own], partial(source.read_model, own), own)
-            for name, own in kept.items()
-        }
-    if rank is None:
-        return found
-    return {
-        f"{name} (rank {rank})": value
-        for name, value in found.items()
-        if name.partition(", ")[0] in source.local_tensors
-    }
-
-
-def _compare_tensors(
-    first: Mapping[str, tuple[TensorInfo, _Read, object]],
-    second: Mapping[str, tuple[TensorInfo, _Read, object]],
-    tolerance: float,
-    advance: Advance,
-    entries: dict[str, Any],
-) -> None:
-    """Add how two sets of tensors differ to ``entries``; see ``compare``."""
-    # The names of a tie lead to the same pair of tensors, which is read once.
-    known: dict[tuple[object, object], dict[str, Any]] = {}
-    # In the order of the first checkpoint, which is usually that of the model.
-    both = [name for name in first if name in second]
-    for name in both:
-        (info, read, own), (other, read_other, theirs) = first[name], second[name]
-        if (own, theirs) not in known:
-            known[own, theirs] = _difference(
-                info, read, other, read_other, tolerance, advance
-            )
-        if known[own, theirs]:
-            entries["different"][name] = known[own, theirs]
-    entries["tensors"] += len(both)
-    entries["only_first"] += [name for name in first if name not in second]
-    entries["only_second"] += [name for name in second if name not in first]
+        for name, own in kept.items():
+            read = partial(source.read_model, own)
+            found[name] = name, _Saved(source.model[own], read, own)
+    for text, (name, saved) in found.items():
+        if rank is None:
+            yield text, saved
+        elif name in source.local_tensors:
+            yield f"{text} (rank {rank})", saved
 
 
 def _difference(
-    first: TensorInfo,
-    read_first: _Read,
-    second: TensorInfo,
-    read_second: _Read,
-    tolerance: float,
-    advance: Advance,
+    first: _Saved, second: _Saved, tolerance: float, advance: Advance
 ) -> dict[str, Any]:
     """Return how two tensors differ; empty if they are equal."""
-    if first.shape != second.shape:
-        return {"shapes": [list(first.shape), list(second.shape)]}
+    info, other = first.info, second.info
+    if info.shape != other.shape:
+        return {"shapes": [list(info.shape), list(other.shape)]}
     found: dict[str, Any] = {}
-    if first.dtype != second.dtype:
-        found["dtypes"] = [_name(first.dtype), _name(second.dtype)]
     # Tensors of different dtypes may still hold equal values, so go on.
+    if info.dtype != other.dtype:
+        found["dtypes"] = [dtype_text(info.dtype), dtype_text(other.dtype)]
     count, most = 0, 0.0
-    for start, stop in first.slices():
-        a, b = read_first(start, stop), read_second(start, stop)
-        # Slices, so that a tensor larger than the memory can be compared.
+    # Slices, so that a tensor larger than the memory can be compared.
+    for start, stop in info.slices():
+        a, b = first.read(start, stop), second.read(start, stop)
         more, largest = _distance(a, b, tolerance)
         # NaN is larger than any number: a value became NaN, or ceased to be.
         most = largest if math.isnan(largest) else max(most, largest)
         count += more
-        advance((stop - start) * first.dtype.itemsize)
+        advance((stop - start) * info.dtype.itemsize)
     if count:
         # JSON has no NaN and no infinity.
         told = most if math.isfinite(most) else str(most)
-        found |= {"elements": count, "of": first.numel, "max_difference": told}
+        found |= {"elements": count, "of": info.numel, "max_difference": told}
     return found
 
 
@@ -249,17 +205,16 @@ def _distance(a: Tensor, b: Tensor, tolerance: float) -> tuple[int, float]:
 def _same(first: Any, second: Any) -> bool:
     """Return whether two nested values are equal; NaN equals NaN."""
     # Formats keep tuples or make them lists.
-    for kind in (Tensor, Mapping, deque, (list, tuple)):
-        if isinstance(first, kind) != isinstance(second, kind):
-            return False
+    kinds = (Tensor, Mapping, deque, (list, tuple))
+    if any(isinstance(first, k) != isinstance(second, k) for k in kinds):
+        return False
     if isinstance(first, Mapping):
         return first.keys() == second.keys() and all(
             _same(value, second[key]) for key, value in first.items()
         )
-    if isinstance(first, deque):
-        return _same([first.maxlen, *first], [second.maxlen, *second])
-    if isinstance(first, (list, tuple)):
-        return len(first) == len(second) and all(map(_same, first, second))
+    if isinstance(first, (list, tuple, deque)):
+        lengths = [(len(each), getattr(each, "maxlen", 0)) for each in (first, second)]
+        return lengths[0] == lengths[1] and all(map(_same, first, second))
     # Tensors, and arrays of numpy, compare to arrays, which have no truth.
     if isinstance(first, Tensor) or (
         hasattr(first, "tobytes") and hasattr(second, "tobytes")
@@ -278,11 +233,6 @@ def _same_array(first: Any, second: Any) -> bool:
     return bool(first.tobytes() == second.tobytes())
 
 
-def _name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype without "torch."."""
-    return str(dtype).removeprefix("torch.")
-
-
 def _show(found: Report) -> None:
     """Print the differences as text."""
     first, second = map(printable, found["paths"])
@@ -294,9 +244,14 @@ def _show(found: Report) -> None:
         different = list(entries["different"].items())
         tensors = counted(entries["tensors"], "tensor")
         print(f"  {part:10} {tensors} in both, {len(different)} differ")
-        for path, key in ((first, "only_first"), (second, "only_second")):
-            if entries[key]:
-                print(f"    only in {path}: {_listed(entries[key])}")
+        for path, names in (
+            (first, entries["only_first"]),
+            (second, entries["only_second"]),
+        ):
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            if names:
+                shown = ", ".join(map(printable, names[:_SHOWN]))
+                print(f"    only in {path}: {shown}{more}")
         # After a step of training every tensor differs.
         for name, each in different[:_SHOWN]:
             print(f"    {printable(name)}: {_words(each)}")
@@ -306,18 +261,11 @@ def _show(found: Report) -> None:
         print(f"  also differ: {', '.join(map(printable, found['others']))}")
 
 
-def _listed(names: list[str]) -> str:
-    """Return names in a line."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(map(printable, names[:_SHOWN])) + more
-
-
 def _words(difference: dict[str, Any]) -> str:
     """Return the difference of two tensors in words."""
     words = []
     if "shapes" in difference:
-        a, b = (tuple(shape) for shape in difference["shapes"])
-        words.append(f"shape {a} and {b}")
+        words.append("shape {} and {}".format(*map(tuple, difference["shapes"])))
     if "dtypes" in difference:
         words.append("{} and {}".format(*difference["dtypes"]))
     if "elements" in difference:
@@ -333,12 +281,22 @@ COMMAND = Command(
     """\
 examples:
   python -m composable_fsdp diff runs/step_100 runs/step_200
-  python -m composable_fsdp diff runs/step_100 step_100.pt --weights-only
   python -m composable_fsdp diff before after --tolerance 1e-6 --json
 
 exit status: 0 equal, 1 different, 2 wrong usage, or a checkpoint cannot be read
 """,
-    _add_arguments,
+    [
+        option("first", "a checkpoint; a path or URL", metavar="A"),
+        option("second", "the other checkpoint", metavar="B"),
+        WEIGHTS_ONLY,
+        option(
+            "--tolerance",
+            "values that differ by X or less count as equal (default: 0)",
+            type=bound,
+            default=0.0,
+            metavar="X",
+        ),
+    ],
     _run,
     _show,
     lambda found: 0 if found["equal"] else BAD,

@@ -1,8 +1,8 @@
 """``python -m composable_fsdp``: plan a model; verify and convert checkpoints.
 
 Commands on checkpoints need no process group and no device, and execute no code from a
-checkpoint.
-Results go to standard output, as text or as a JSON object; errors go to standard error.
+checkpoint. Results go to standard output, as text or as a JSON object; errors go to
+standard error.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from composable_fsdp.errors import CheckpointError, FSDPError
-from composable_fsdp.naming import printable
+from composable_fsdp.naming import printable, size_text
 from composable_fsdp.storage.convert import (
     MAX_SHARD_BYTES,
     check_readable,
@@ -44,18 +42,22 @@ from composable_fsdp.tools import (
     plan_command,
     simulate_command,
 )
-from composable_fsdp.tools.checkpoint_diff import add_weights_only, nbytes_of
+from composable_fsdp.tools.checkpoint_diff import nbytes_of
 from composable_fsdp.tools.command import (
+    DTYPES,
     USAGE,
+    WEIGHTS_ONLY,
     Command,
     Report,
+    UsageError,
     byte_size,
-    counted,
+    dtype_name,
+    error_text,
+    option,
     progress,
 )
 from composable_fsdp.tools.describe import describe
-from composable_fsdp.tools.model_arguments import DTYPES, dtype_name, error_text
-from composable_fsdp.tools.plan_models import UsageError
+from composable_fsdp.tools.texts import counted
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C: 128 + SIGINT, the shells' convention."""
@@ -68,19 +70,6 @@ formats, told apart by what lies at the path:
   torch        a file that torch.save wrote: a state dict, or {"model": ..}
 
 exit status: 0 good, 1 bad checkpoint or nothing written, 2 wrong usage
-"""
-
-_EXAMPLES = """\
-examples:
-  python -m composable_fsdp plan --hf config.json --world-size 64 --batch 1x4096 \\
-      --param-dtype bfloat16 --checkpointing --gpu-memory 80GiB
-  python -m composable_fsdp simulate train:build_model --batch 4x2048 --trace s.json
-  python -m composable_fsdp inspect runs/step_100
-  python -m composable_fsdp verify runs/step_100
-  python -m composable_fsdp diff runs/step_100 runs/step_200
-  python -m composable_fsdp convert runs/step_100 step_100.pt --to torch
-  python -m composable_fsdp export runs/step_100 my-model --dtype bfloat16
-
 """
 
 
@@ -97,35 +86,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command: Command = given.command
     try:
         found = command.run(given)
-    except UsageError as error:
-        return _failed(error, given, USAGE)
     except (FSDPError, OSError) as error:
-        return _failed(error, given, command.bad)
+        text, status = error_text(error), command.bad
+        status = USAGE if isinstance(error, UsageError) else status
+        # Standard output is always a JSON object with ``--json``, so a script can
+        # parse failures, too.
+        if given.json:
+            print(json.dumps({"ok": False, "error": text}))
+        # A message may have several lines, and hold names from a file.
+        lines = "\n".join(map(printable, text.split("\n")))
+        print(f"error: {lines}", file=sys.stderr)
+        return status
     except KeyboardInterrupt:
         print("interrupted; nothing was left behind", file=sys.stderr)
         return INTERRUPTED
-    if given.json:
-        print(json.dumps({"ok": True, **found}))
-    else:
-        try:
+    try:
+        if given.json:
+            print(json.dumps({"ok": True, **found}))
+        else:
             command.show(found)
-        # ``| head`` has read enough. Python would fail once more when it flushes.
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    # ``| head`` has read enough. Python would fail once more when it flushes.
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return command.status(found)
-
-
-def _failed(error: Exception, given: argparse.Namespace, status: int) -> int:
-    """Print the error, and return the exit status."""
-    text = error_text(error)
-    # Standard output is always a JSON object with ``--json``, so a script can parse
-    # failures, too.
-    if given.json:
-        print(json.dumps({"ok": False, "error": text}))
-    # A message may have several lines, and hold names from a file.
-    lines = "\n".join(map(printable, text.split("\n")))
-    print(f"error: {lines}", file=sys.stderr)
-    return status
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -133,11 +116,15 @@ def _parser() -> argparse.ArgumentParser:
     # ``sys.argv`` is that of the test runner in a test, and of ``__main__`` with -m.
     name = Path(sys.argv[0]).name
     raw = argparse.RawDescriptionHelpFormatter
+    examples = [
+        next(line for line in each.epilog.splitlines() if line.startswith("  python"))
+        for each in COMMANDS.values()
+    ]
     parser = argparse.ArgumentParser(
         prog=name if name == "composable-fsdp" else "python -m composable_fsdp",
         description="Plan the sharding of a model; check, compare, convert and export\n"
         "checkpoints. COMMAND --help shows how.",
-        epilog=_EXAMPLES + _FORMATS_HELP,
+        epilog="\n".join(["examples:", *examples, "", _FORMATS_HELP]),
         formatter_class=raw,
     )
     parser.add_argument(
@@ -147,6 +134,12 @@ def _parser() -> argparse.ArgumentParser:
         help="print the version",
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    json_ = option(
+        "--json",
+        'print one JSON object instead of text; false under "ok" says that the command '
+        "failed",
+        action="store_true",
+    )
     for name, command in COMMANDS.items():
         about = command.about
         each = commands.add_parser(
@@ -156,69 +149,13 @@ def _parser() -> argparse.ArgumentParser:
             epilog=command.epilog,
             formatter_class=raw,
         )
-        each.add_argument(
-            "--json",
-            action="store_true",
-            help='print one JSON object instead of text; false under "ok" says that '
-            "the command failed",
-        )
-        command.add_arguments(each)
+        groups: dict[str, Any] = {"": each}
+        for found in (json_, *command.options):
+            if found.group not in groups:
+                groups[found.group] = each.add_argument_group(found.group)
+            groups[found.group].add_argument(found.name, **found.words)
         each.set_defaults(command=command)
     return parser
-
-
-def _path_argument(command: argparse.ArgumentParser) -> None:
-    """Add the path of a checkpoint."""
-    command.add_argument("path", metavar="PATH", help="the checkpoint; a path or URL")
-
-
-def _verify_arguments(command: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``verify``."""
-    _path_argument(command)
-    add_weights_only(command)
-
-
-def _write_arguments(command: argparse.ArgumentParser, destination: str) -> None:
-    """Add the arguments of a command that writes a checkpoint."""
-    command.add_argument("source", metavar="SRC", help="the checkpoint; a path or URL")
-    command.add_argument("destination", type=Path, metavar="DST", help=destination)
-    command.add_argument(
-        "--max-shard-size",
-        type=byte_size,
-        metavar="SIZE",
-        default=MAX_SHARD_BYTES,
-        help="largest safetensors file, as 5GB or 500MB (default: 5GB)",
-    )
-
-
-def _convert_arguments(command: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``convert``."""
-    _write_arguments(command, "what to make; must not exist")
-    command.add_argument("--to", choices=FORMATS, required=True, help="format of DST")
-    add_weights_only(command)
-
-
-def _export_arguments(command: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``export``."""
-    _write_arguments(
-        command, "directory to make, or one file if it ends in .safetensors"
-    )
-    command.add_argument(
-        "--dtype",
-        type=dtype_name,
-        choices=DTYPES,
-        help="dtype of the floating-point weights (default: as in SRC)",
-    )
-
-
-def _inspect(given: argparse.Namespace) -> Report:
-    """Describe the checkpoint; only the manifest, or the tables of the files, are read.
-
-    Raises: CheckpointError, if the checkpoint cannot be read.
-    """
-    described = describe(given.path)
-    # JSON has no use for the text, which is made only if it is printed.
-    return described.as_dict() | ({} if given.json else {"text": str(described)})
 
 
 def _verify(given: argparse.Namespace) -> Report:
@@ -245,10 +182,7 @@ def _verify(given: argparse.Namespace) -> Report:
 
 
 def _verify_native(path: str, given: argparse.Namespace) -> int:
-    """Verify every checksum, and return the bytes that were read.
-
-    Raises: CheckpointError, listing all damage.
-    """
+    """Verify every checksum, and return the bytes that were read."""
     # The manifest has the sizes, wherever the files lie; a damaged one has none.
     try:
         total = sum(file.payload_nbytes for file in read_manifest(path)[0].files)
@@ -269,49 +203,38 @@ def _verify_native(path: str, given: argparse.Namespace) -> int:
     return found.nbytes
 
 
-def _convert(given: argparse.Namespace) -> Report:
+def _write(given: argparse.Namespace) -> Report:
     """Write the checkpoint in the format ``--to``, and return the report."""
-    return _write(given, given.to, weights_only=given.weights_only)
-
-
-def _export(given: argparse.Namespace) -> Report:
-    """Write the weights as safetensors, and return the report."""
-    # ``get``: no ``--dtype`` keeps all dtypes.
-    dtype = DTYPES.get(given.dtype)
-    return _write(given, SAFETENSORS, weights_only=True, dtype=dtype)
-
-
-def _write(
-    given: argparse.Namespace,
-    to: str,
-    *,
-    weights_only: bool,
-    dtype: torch.dtype | None = None,
-) -> Report:
-    """Convert the checkpoint, and return the report."""
     with open_whole(given.source) as whole:
+        # Without ``--dtype``, or with another command, all dtypes are kept.
+        dtype = DTYPES.get(getattr(given, "dtype", None) or "")
         source = whole if dtype is None else CastWeights(whole, dtype)
         # A safetensors file holds weights only.
-        weights = weights_only or to == SAFETENSORS
+        weights = given.weights_only or given.to == SAFETENSORS
         total = nbytes_of(source, weights_only=weights)
         # DCP stores a tied parameter once per name.
-        if to == DCP:
+        if given.to == DCP:
             total += sum(source.model[kept].nbytes for kept in source.aliases.values())
         with progress("writing", total, wanted=not given.json) as advance:
             left_out = convert(
                 source,
                 given.destination,
-                to,
-                weights_only=weights_only,
+                given.to,
+                weights_only=given.weights_only,
                 max_shard_bytes=given.max_shard_size,
                 progress=advance,
             )
         return {
             "path": str(given.destination),
-            "format": to,
-            **_summary(source, weights_only=weights),
+            "format": given.to,
+            **_summary(source, weights_only=given.weights_only),
             "left_out": left_out,
         }
+
+
+def _export(given: argparse.Namespace) -> Report:
+    """Write the weights as safetensors, and return the report."""
+    return _write(argparse.Namespace(**vars(given), to=SAFETENSORS, weights_only=True))
 
 
 def _summary(source: Source, *, weights_only: bool) -> dict[str, Any]:
@@ -337,36 +260,34 @@ def _summary(source: Source, *, weights_only: bool) -> dict[str, Any]:
 
 def _show(found: Report) -> None:
     """Print a report as text."""
-    model, optim = found["model"], found.get("optimizer")
     is_check = "bytes_read" in found
     end = "good" if is_check else "written"
     lines = [f"{found['path']}: {found['format']} checkpoint, {end}"]
-    tied = f", {counted(model['tied'], 'tied name')}" if model["tied"] else ""
-    size = _bytes(model["bytes"])
-    lines.append(f"  model      {counted(model['tensors'], 'tensor')}, {size}{tied}")
-    if optim is not None:
-        lines.append(
-            f"  optimizer  {counted(optim['tensors'], 'tensor')}, "
-            f"{_bytes(optim['bytes'])}, {counted(optim['groups'], 'group')}"
-        )
+    for part in ("model", "optimizer"):
+        if part in found:
+            each = found[part]
+            words = [counted(each["tensors"], "tensor"), size_text(each["bytes"])]
+            words += [counted(each["tied"], "tied name")] if each.get("tied") else []
+            words += [counted(each["groups"], "group")] if "groups" in each else []
+            lines.append(f"  {part:10} {', '.join(words)}")
     if found.get("extra"):
         lines.append("  extra      yes")
     if is_check:
-        lines.append(f"  read       {_bytes(found['bytes_read'])}, every byte")
+        lines.append(f"  read       {size_text(found['bytes_read'])}, every byte")
     if found.get("left_out"):
         lines.append(f"  left out   {', '.join(found['left_out'])}")
     print("\n".join(map(printable, lines)))
 
 
-def _bytes(number: int) -> str:
-    """Return bytes as text, in units of powers of 1000."""
-    size, unit = float(number), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if size < 1000:
-            break
-        size, unit = size / 1000, larger
-    return f"{size:.1f} {unit}" if unit != "B" else f"{number} B"
-
+_PATH = option("path", "the checkpoint; a path or URL", metavar="PATH")
+_SOURCE = option("source", "the checkpoint; a path or URL", metavar="SRC")
+_MAX_SHARD = option(
+    "--max-shard-size",
+    "largest safetensors file, as 5GB or 500MB (default: 5GB)",
+    type=byte_size,
+    metavar="SIZE",
+    default=MAX_SHARD_BYTES,
+)
 
 COMMANDS = {
     "plan": plan_command.COMMAND,
@@ -382,8 +303,13 @@ In a program, composable_fsdp.describe(model) shows the same of a sharded model.
 
 """
         + _FORMATS_HELP,
-        _path_argument,
-        _inspect,
+        [_PATH],
+        # JSON has no use for the text.
+        lambda given: (
+            describe(given.path).as_dict()
+            if given.json
+            else {"text": str(describe(given.path))}
+        ),
         lambda found: print(found["text"]),
     ),
     "verify": Command(
@@ -392,11 +318,10 @@ In a program, composable_fsdp.describe(model) shows the same of a sharded model.
 examples:
   python -m composable_fsdp verify runs/step_100
   python -m composable_fsdp verify model.pt --weights-only
-  python -m composable_fsdp verify runs/step_100 --json
 
 """
         + _FORMATS_HELP,
-        _verify_arguments,
+        [_PATH, WEIGHTS_ONLY],
         _verify,
         _show,
     ),
@@ -405,28 +330,46 @@ examples:
         "write a checkpoint in another format",
         """\
 examples:
-  python -m composable_fsdp convert old.pt step_100 --to dcp
   python -m composable_fsdp convert step_100 step_100.pt --to torch
   python -m composable_fsdp convert old.pt weights --to dcp --weights-only
 
 """
         + _FORMATS_HELP,
-        _convert_arguments,
-        _convert,
+        [
+            _SOURCE,
+            option("destination", "what to make", type=Path, metavar="DST"),
+            _MAX_SHARD,
+            option("--to", "format of DST", choices=FORMATS, required=True),
+            WEIGHTS_ONLY,
+        ],
+        _write,
         _show,
     ),
     "export": Command(
         "write the weights as safetensors, for inference",
         """\
 examples:
-  python -m composable_fsdp export runs/step_100 my-model
-  python -m composable_fsdp export runs/step_100 my-model.safetensors
   python -m composable_fsdp export runs/step_100 my-model --dtype bfloat16
-  python -m composable_fsdp export runs/step_100 my-model --max-shard-size 500MB
+  python -m composable_fsdp export runs/step_100 my-model.safetensors
 
 """
         + _FORMATS_HELP,
-        _export_arguments,
+        [
+            _SOURCE,
+            option(
+                "destination",
+                "directory to make, or one file if it ends in .safetensors",
+                type=Path,
+                metavar="DST",
+            ),
+            _MAX_SHARD,
+            option(
+                "--dtype",
+                "dtype of the floating-point weights (default: as in SRC)",
+                type=dtype_name,
+                choices=DTYPES,
+            ),
+        ],
         _export,
         _show,
     ),

@@ -1,24 +1,17 @@
 """``describe``: who holds what of a sharded model, or of a checkpoint.
 
-::
-
-    model       units and their states --.
-                                          >-- Description --> str(), as_dict()
-    checkpoint  tensors of the manifest --'
-
 A description is made of plans, so it needs no collective and reads no values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.naming import join_name, printable, size_text
@@ -29,9 +22,9 @@ from composable_fsdp.storage.manifest import SavedTensor
 from composable_fsdp.storage.native import NativeSource
 from composable_fsdp.storage.opening import NATIVE, find_checkpoint, open_source
 from composable_fsdp.storage.source import Source
-from composable_fsdp.tools.command import counted
 from composable_fsdp.tools.fold import fold_units
 from composable_fsdp.tools.plan_in_force import unit_plan
+from composable_fsdp.tools.texts import counted, dtype_text
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import walk_states
 
@@ -71,12 +64,8 @@ class DescribedUnit:
     def parts(self, region: RegionLayout, slot: ParameterSlot) -> list[HeldPart]:
         """Return the parts of a parameter, one per rank that holds elements."""
         # The ranks without elements are left out: of 1,024 ranks a bias is on one.
-        if not slot.numel:
-            return []
-        return [
-            HeldPart(self.ranks[shard], *region.interval(slot, shard))
-            for shard in region.holders(slot)
-        ]
+        holders = region.holders(slot) if slot.numel else ()
+        return [HeldPart(self.ranks[n], *region.interval(slot, n)) for n in holders]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the unit for JSON."""
@@ -91,7 +80,7 @@ class DescribedUnit:
             "bytes_per_rank": plan.parameter_bytes,
             "regions": [
                 {
-                    "dtype": _name(region.dtype),
+                    "dtype": dtype_text(region.dtype),
                     "numel": region.numel,
                     "padded_numel": region.padded_numel,
                     "shard_numel": region.shard_numel,
@@ -161,19 +150,38 @@ class Description:
         return {**found, "optimizer": self.optimizer} if self.optimizer else found
 
     def __str__(self) -> str:
-        lines = [f"{self.title}: {_headline(self)}"]
-        for fold in fold_units([unit.plan for unit in self.units]):
+        # A tied parameter counts once, as in the plan.
+        plans = [unit.plan for unit in self.units]
+        numel = sum(region.numel for plan in plans for region in plan.regions)
+        words = [counted(len(plans), "unit"), f"{numel:,} parameters"]
+        # Checkpoints of other formats, and buffers.
+        if self.tensors:
+            words.append(counted(len(self.tensors), "other tensor"))
+        # The names of the states tell which optimizer was saved.
+        if self.optimizer:
+            words.append(
+                f"{self.optimizer['tensors']:,} tensors of optimizer state "
+                f"({', '.join(self.optimizer['states'])}; "
+                f"{size_text(self.optimizer['bytes'])})"
+            )
+        lines = [f"{self.title}: {', '.join(words)}"]
+        for fold in fold_units(plans):
             lines += _unit_lines(fold.name, fold.times, self.units[fold.indices[0]])
         if self.tensors:
             lines.append("in no unit, whole on every rank" if self.units else "tensors")
             # Names are left-aligned, and the columns behind them begin alike.
             names = [" = ".join((each.name, *each.also)) for each in self.tensors]
             width = max(map(len, names))
-            lines += [
-                f"  {name:{width}}  {each.kind} {each.dtype} {each.shape}"
-                f"{_written(each.parts)}"
-                for name, each in zip(names, self.tensors, strict=True)
-            ]
+            for name, each in zip(names, self.tensors, strict=True):
+                parts = each.parts if len(each.parts) > 1 else ()
+                told = [
+                    f"rank {rank}: {_range('element', start, stop)}"
+                    for rank, start, stop in parts
+                ]
+                lines.append(
+                    f"  {name:{width}}  {each.kind} {each.dtype} {each.shape}"
+                    f"{_few(told) and f'  {_few(told)}'}"
+                )
         # Names from a file may hold escape sequences.
         return "\n".join(map(printable, lines))
 
@@ -228,29 +236,27 @@ def _of_model(model: nn.Module) -> Description:
 def _unit_of(fqn: str, state: _FSDPState, names: Mapping[int, str]) -> DescribedUnit:
     """Return a unit of a model; ``names`` has the name of each module by identity."""
     layout, groups = state.handle.layout, state.handle.groups
-    # From the places and not from the plan: modules of a list have names of their own.
+    # From the places and not from the plan: modules of a list have names of their own,
+    # and a tied parameter has several places.
     held: dict[int, tuple[str, ...]] = {}
-    # A tied parameter has several places.
-    for place, owner, key in zip(
-        layout.places, layout.owners, layout.keys, strict=True
-    ):
+    places = zip(layout.places, layout.owners, layout.keys, strict=True)
+    for place, owner, key in places:
         name = join_name(names.get(id(owner), ""), key)
         held[place.slot_index] = (*held.get(place.slot_index, ()), name)
     here = dist.get_rank() if dist.is_initialized() else 0
     # A group of one rank is no group.
-    ranks = (
-        [here] if groups.shard is None else dist.get_process_group_ranks(groups.shard)
+    shard, experts = (
+        [here] if group is None else dist.get_process_group_ranks(group)
+        for group in (groups.shard, groups.experts)
     )
-    experts = groups.experts
-    everyone = [] if experts is None else dist.get_process_group_ranks(experts)
     return DescribedUnit(
         unit_plan(fqn, state),
         held,
-        tuple(ranks),
+        tuple(shard),
         "full" if state.handle.is_full else "sharded",
         str(layout.device),
         # Of this rank's experts the line itself tells.
-        tuple(rank for rank in everyone if rank != here),
+        tuple(rank for rank in experts if rank != here),
     )
 
 
@@ -265,16 +271,13 @@ def _tensors_of(
         for leaf in (*state.handle.leaves, *state.handle.form.placed)
     }
     for fqn, module in walk.named(model):
-        tables: list[Mapping[str, Tensor | None]] = [
-            module._parameters,
-            module._buffers,
-        ]
-        for kind, table in zip(("parameter", "buffer"), tables, strict=True):
+        tables = ("parameter", module._parameters), ("buffer", module._buffers)
+        for kind, table in tables:
             for key, tensor in table.items():
                 # A module may register None in the place of a bias.
                 if tensor is not None and id(tensor) not in held:
                     name, shape = join_name(fqn, key), tuple(tensor.shape)
-                    yield DescribedTensor(name, kind, _name(tensor.dtype), shape)
+                    yield DescribedTensor(name, kind, dtype_text(tensor.dtype), shape)
 
 
 def _of_checkpoint(path: str | PathLike[str]) -> Description:
@@ -285,31 +288,27 @@ def _of_checkpoint(path: str | PathLike[str]) -> Description:
         NativeSource(found, values=False) if kind == NATIVE else open_source(found)
     )
     with source:
-        parts: dict[str, tuple[HeldPart, ...]] = {}
         # Formats other than native may keep ties, too.
         also: dict[str, tuple[str, ...]] = {}
         for name, kept in source.aliases.items():
             also[kept] = (*also.get(kept, ()), name)
+        parts: dict[str, tuple[HeldPart, ...]] = {}
+        # Tensors that ranks have saved for themselves.
         own: list[DescribedTensor] = []
         if isinstance(source, NativeSource):
             parts = {each.fqns[0]: _parts(each) for each in source.manifest.tensors}
-            # Tensors that ranks have saved for themselves.
-            own = [
-                DescribedTensor(
-                    each.fqns[0],
-                    f"tensor of rank {rank}",
-                    _name(each.dtype),
-                    each.shape,
-                    tuple(each.fqns[1:]),
-                )
-                for rank, local in enumerate(source.manifest.local)
-                for each in local.tensors
-            ]
+            for rank, local in enumerate(source.manifest.local):
+                for each in local.tensors:
+                    name, *more = each.fqns
+                    kind_, dtype = f"tensor of rank {rank}", dtype_text(each.dtype)
+                    own.append(
+                        DescribedTensor(name, kind_, dtype, each.shape, tuple(more))
+                    )
         tensors = [
             DescribedTensor(
                 name,
                 "tensor",
-                _name(info.dtype),
+                dtype_text(info.dtype),
                 info.shape,
                 also.get(name, ()),
                 parts.get(name, ()),
@@ -338,25 +337,6 @@ def _parts(saved: SavedTensor) -> tuple[HeldPart, ...]:
     )
 
 
-def _headline(described: Description) -> str:
-    """Return the number of units and of parameters."""
-    # A tied parameter counts once, as in the plan.
-    plans = [unit.plan for unit in described.units]
-    numel = sum(region.numel for plan in plans for region in plan.regions)
-    words = f"{counted(len(plans), 'unit')}, {numel:,} parameters"
-    # Checkpoints of other formats, and buffers.
-    if described.tensors:
-        words += f", {counted(len(described.tensors), 'other tensor')}"
-    optimizer = described.optimizer
-    # The names of the states tell which optimizer was saved.
-    if optimizer:
-        words += (
-            f", {optimizer['tensors']:,} tensors of optimizer state "
-            f"({', '.join(optimizer['states'])}; {size_text(optimizer['bytes'])})"
-        )
-    return words
-
-
 def _unit_lines(name: str, times: int, unit: DescribedUnit) -> list[str]:
     """Return the lines of equal units, of their regions and parameters."""
     # Replicas hold the same shards, so only their number is told.
@@ -372,39 +352,40 @@ def _unit_lines(name: str, times: int, unit: DescribedUnit) -> list[str]:
         "shards on the host" if plan.is_offloaded else "",
     ]
     lines = [", ".join(filter(None, words))]
-    # The names of equal units differ, so those from the unit stand for all.
+    # The names of equal units differ, so those from the unit stand for all. Columns are
+    # as wide as the widest entry of the unit.
+    slots = [slot for region in plan.regions for slot in region.parameters]
     names = {
         slot.index: " = ".join(slot.fqns if times > 1 else unit.names[slot.index])
-        for region in plan.regions
-        for slot in region.parameters
+        for slot in slots
     }
-    # A row per parameter, with columns as wide as the widest entry of the unit.
-    slots = [slot for region in plan.regions for slot in region.parameters]
     width = max(map(len, names.values()), default=0)
     shapes = max((len(str(slot.shape)) for slot in slots), default=0)
     for region in plan.regions:
         frozen = "" if region.trainable else " frozen"
         padding = region.padded_numel - region.numel
         lines.append(
-            f"  {_name(region.dtype)}{frozen}, {region.numel:,} elements, "
+            f"  {dtype_text(region.dtype)}{frozen}, {region.numel:,} elements, "
             f"{region.shard_numel:,} per rank, {padding:,} of padding"
         )
         for slot in region.parameters:
-            told = f"    {names[slot.index]:{width}}  {slot.shape!s:{shapes}}  "
             # The shape is that of this rank's part of the plain model's parameter.
             whole = "" if slot.whole is None else f", {slot.whole}"
-            lines.append(told + _held(unit, region, slot) + whole)
+            lines.append(
+                f"    {names[slot.index]:{width}}  {slot.shape!s:{shapes}}  "
+                f"{_held(unit, region, slot)}{whole}"
+            )
     return lines
 
 
 def _held(unit: DescribedUnit, region: RegionLayout, slot: ParameterSlot) -> str:
-    """Return which rank holds what of a parameter, at most four ranks."""
+    """Return which rank holds what of a parameter."""
     # Shards of ``Block.ELEMENT`` may begin inside a row.
     by_rows = unit.plan.options.keeps_rows and len(slot.shape) > 1 and slot.numel
     what, width = ("row", slot.numel // slot.shape[0]) if by_rows else ("element", 1)
     words = []
     for rank, start, stop in unit.parts(region, slot):
-        part = _range(what, start // width, (stop - 1) // width)
+        part = _range(what, start // width, -(-stop // width))
         words.append(
             f"rank {rank}: {'whole' if (start, stop) == (0, slot.numel) else part}"
         )
@@ -419,19 +400,7 @@ def _few(words: list[str]) -> str:
     return " | ".join(words)
 
 
-def _written(parts: Sequence[HeldPart]) -> str:
-    """Return which rank has written what of a tensor, if several have."""
-    if len(parts) < 2:
-        return ""
-    told = [f"rank {r}: {_range('element', a, b - 1)}" for r, a, b in parts]
-    return f"  {_few(told)}"
-
-
-def _range(what: str, first: int, last: int) -> str:
-    """Return a range of rows or elements in words."""
-    return f"{what}s {first:,}-{last:,}" if last > first else f"{what} {first:,}"
-
-
-def _name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype without "torch."."""
-    return str(dtype).removeprefix("torch.")
+def _range(what: str, start: int, stop: int) -> str:
+    """Return rows or elements ``[start, stop)`` in words."""
+    last = stop - 1
+    return f"{what}s {start:,}-{last:,}" if last > start else f"{what} {start:,}"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,75 +25,64 @@ MOST_RANKS = 1 << 17
 """The largest world size that ``smallest_world_size`` tries."""
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A change of the plan, and the bytes at the peak with the change.
-
-    Args:
-        text: the change, for a reader.
-        total: bytes on the device at the peak.
-        fits: whether the peak is within the memory of the device.
-    """
+class _Change(NamedTuple):
+    """A change of the plan: for a reader, for the command line, and for ``replan``."""
 
     text: str
-    total: int
-    fits: bool
+    option: str
+    changes: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """Whether a forecast fits on a device.
-
-    Args:
-        capacity: bytes of the device.
-        total: bytes at the peak.
-        smallest: the smallest world size that fits, None if none up to ``MOST_RANKS``
-            does.
-        changes: changes that need less memory, each alone; then, if none of them is
-            enough, the smallest sets of changes that fit.
-    """
-
-    capacity: int
-    total: int
-    smallest: int | None
-    changes: tuple[Change, ...]
-
-    @property
-    def fits(self) -> bool:
-        """Whether the peak is within the memory of the device."""
-        return self.total <= self.capacity
+def fit(found: Forecast, capacity: int) -> dict[str, Any]:
+    """Return whether ``found`` fits into ``capacity`` bytes, and what else would."""
+    fits = found.total <= capacity
+    return {
+        "capacity": capacity,
+        "fits": fits,
+        "smallest_world_size": smallest_world_size(found, capacity),
+        "changes": [] if fits else _what_helps(found, capacity),
+    }
 
 
-def fit(found: Forecast, capacity: int) -> Fit:
-    """Return whether ``found`` fits into ``capacity`` bytes, and what else would.
-
-    Changes are listed only if the forecast does not fit.
-    """
-    changes = _what_helps(found, capacity) if found.total > capacity else []
-    return Fit(
-        capacity, found.total, smallest_world_size(found, capacity), tuple(changes)
-    )
-
-
-def _what_helps(found: Forecast, capacity: int) -> list[Change]:
+def _what_helps(found: Forecast, capacity: int) -> list[dict[str, Any]]:
     """Return the changes that need less memory, and the smallest sets that fit."""
+
+    # A step takes seconds, and many sets of changes are tried.
+    @cache
+    def measured(mixed: MixedPrecision | None, again: bool) -> Activations:
+        assert found.activations is not None
+        plan = replan(found.plan, mixed_precision=mixed) if mixed else found.plan
+        return found.activations.measure(plan=plan, checkpointing=again)
+
+    def total(chosen: Sequence[_Change]) -> int:
+        given = {name: value for each in chosen for name, value in each.changes.items()}
+        kept = found.activations
+        if kept is not None and {"mixed_precision", "checkpointing"} & given.keys():
+            again = given.pop("checkpointing", kept.checkpointed)
+            kept = measured(given.get("mixed_precision"), again)
+        plan = replan(found.plan, **given)
+        return replace(found, plan=plan, activations=kept).total
+
     useful = _changes(found)
-    changes: list[Change] = []
+    changes: list[dict[str, Any]] = []
     for size in range(1, len(useful) + 1):
         # If no smaller set is enough, take the sets that are.
-        if any(change.fits for change in changes):
+        if any(change["fits"] for change in changes):
             break
         for chosen in combinations(useful, size):
-            changed = found
-            for _, apply in chosen:
-                changed = apply(changed)
-            total = changed.total
+            needed = total(chosen)
             # A single change is told if it helps; it is in no set if it does not.
-            if size == 1 and total >= found.total:
+            if size == 1 and needed >= found.total:
                 useful = [each for each in useful if each is not chosen[0]]
-            elif size == 1 or total <= capacity:
-                text = " and ".join(text for text, _ in chosen)
-                changes.append(Change(text, total, total <= capacity))
+            elif size == 1 or needed <= capacity:
+                changes.append(
+                    {
+                        "change": " and ".join(each.text for each in chosen),
+                        "options": " ".join(each.option for each in chosen),
+                        "bytes": needed,
+                        "fits": needed <= capacity,
+                    }
+                )
     return changes
 
 
@@ -103,22 +92,18 @@ def at_world_size(found: Forecast, world_size: int) -> Forecast:
 
 
 def smallest_world_size(found: Forecast, capacity: int) -> int | None:
-    """Return the smallest world size at which ``found`` fits; None if there is none.
-
-    With shard groups and replicas, only multiples of the group's size are tried.
-    """
+    """Return the smallest world size at which ``found`` fits; None if there is none."""
     groups = [u.shard_world_size for u in found.plan.units if u.replicas > 1]
-    # NO_SHARD has replicas and groups of one rank.
+    # NO_SHARD has replicas and groups of one rank. The groups keep their size, so a
+    # number of ranks between two multiples is no plan.
     step = max(groups, default=1)
 
-    # The groups keep their size, so a number of ranks between two multiples is no plan.
     def fits(count: int) -> bool:
         return at_world_size(found, count * step).total <= capacity
 
     # Memory falls with the world size but for padding: double until the forecast fits,
-    # then halve the interval.
+    # then halve the interval. Many models need no sharding, so 1 is first.
     high = 1
-    # A world size of one is tried first: many models need no sharding.
     while not fits(high):
         high *= 2
         if high * step > MOST_RANKS:
@@ -130,89 +115,63 @@ def smallest_world_size(found: Forecast, capacity: int) -> int | None:
     return high * step
 
 
-_Apply = Callable[[Forecast], Forecast]
-
-
-def _changes(found: Forecast) -> list[tuple[str, _Apply]]:
-    """Return the changes that may need less memory, with a function per change."""
+def _changes(found: Forecast) -> list[_Change]:
+    """Return the changes that may need less memory."""
     plan, units = found.plan, found.plan.units
     options = [unit.options for unit in units]
     full, hybrid = ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD
     strategy = hybrid if any(o.strategy in HYBRID for o in options) else full
-    offload = CPUOffload(offload_params=True)
     activations = found.activations
-    # In the order of what a user loses: first memory for time, at last the host.
-    rows: list[tuple[bool, str, _Apply]] = [
+    low = MixedPrecision(param_dtype=torch.bfloat16)
+    offload = CPUOffload(offload_params=True)
+    name = strategy.name.lower().replace("_", "-")
+    # Text, option of the command line, arguments of ``replan``, and whether it changes
+    # anything. In the order of what a user loses: first memory for time, at last the
+    # host.
+    rows: list[tuple[str, str, dict[str, Any], bool]] = [
         (
-            any(o.strategy not in (full, hybrid) for o in options),
             f"strategy={strategy.name}",
-            _option(strategy=strategy),
+            f"--strategy {name}",
+            {"strategy": strategy},
+            any(o.strategy not in (full, hybrid) for o in options),
         ),
         (
+            "one shard group of all ranks, without replicas",
+            "--strategy full-shard, without --shard-world-size",
+            {"shard_world_size": plan.world_size, "strategy": full},
             # NO_SHARD has replicas without groups, and FULL_SHARD is its change.
             any(u.shard_world_size > 1 and u.replicas > 1 for u in units),
-            "one shard group of all ranks, without replicas",
-            _option(shard_world_size=plan.world_size, strategy=full),
         ),
         (
-            any(o.mixed_precision is None for o in options),
             "mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)",
-            _low_precision(found),
+            "--param-dtype bfloat16",
+            {"mixed_precision": low},
+            any(o.mixed_precision is None for o in options),
         ),
         (
-            any(o.backward_prefetch is not None for o in options),
             "backward_prefetch=None",
-            _option(backward_prefetch=None),
+            "--backward-prefetch none",
+            {"backward_prefetch": None},
+            any(o.backward_prefetch is not None for o in options),
         ),
         (
+            "block=Block.ELEMENT",
+            "--block element",
+            {"block": Block.ELEMENT},
             # Less padding is not worth sharded parameters of one dimension.
             plan.padded_numel > 1.01 * plan.numel,
-            "block=Block.ELEMENT",
-            _option(block=Block.ELEMENT),
         ),
         (
-            activations is not None and not activations.checkpointed,
             "activation checkpointing of each unit",
-            _checkpoint,
+            "--checkpointing",
+            {"checkpointing": True},
+            activations is not None and not activations.checkpointed,
         ),
         (
-            not all(unit.is_offloaded for unit in units),
             "cpu_offload=CPUOffload(offload_params=True)",
-            _option(cpu_offload=offload),
+            "--cpu-offload",
+            {"cpu_offload": offload},
+            not all(unit.is_offloaded for unit in units),
         ),
     ]
-    return [(text, apply) for holds, text, apply in rows if holds]
-
-
-def _option(**changes: Any) -> _Apply:
-    """Return a function that replaces options of every unit."""
-    return lambda found: replace(found, plan=replan(found.plan, **changes))
-
-
-def _low_precision(found: Forecast) -> _Apply:
-    """Return a function that makes every unit compute in bfloat16."""
-    low = MixedPrecision(param_dtype=torch.bfloat16)
-
-    # Measured once: a forward takes seconds, and many sets of changes are tried.
-    @cache
-    def measured() -> Activations | None:
-        saved = found.activations
-        plan = replan(found.plan, mixed_precision=low)
-        return None if saved is None else saved.measured_for(plan)
-
-    def apply(changed: Forecast) -> Forecast:
-        plan = replan(changed.plan, mixed_precision=low)
-        saved, activations = measured(), changed.activations
-        if saved is not None and activations is not None:
-            activations = replace(saved, checkpointed=activations.checkpointed)
-        return replace(changed, plan=plan, activations=activations)
-
-    return apply
-
-
-def _checkpoint(found: Forecast) -> Forecast:
-    """Return the forecast with activation checkpointing of each unit."""
-    # ``_changes`` asks only where activations are known.
-    if found.activations is None:
-        return found
-    return replace(found, activations=found.activations.with_checkpointing())
+    return [_Change(text, opt, made) for text, opt, made, holds in rows if holds]

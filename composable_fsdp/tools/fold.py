@@ -1,16 +1,9 @@
-"""Folds equal units into rows, so that a plan of 126 equal blocks has a row for all.
-
-::
-
-    (root)   blocks.0   blocks.1   ...   blocks.23   ->   (root)   blocks.0-23, 24 x
-
-Units are equal if they have equal classes, regions, options and ranks, and if their
-names differ in numbers only.
-"""
+"""Folds equal units into rows: ``blocks.0`` to ``blocks.23`` are ``blocks.0-23``."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
 from itertools import groupby
 from math import prod
 from typing import NamedTuple
@@ -39,27 +32,15 @@ class Fold(NamedTuple):
 
 
 def fold_units(units: Sequence[UnitPlan]) -> list[Fold]:
-    """Return the units in groups of equal units, in the order of the first units."""
+    """Return the units in groups of those that are equal but for numbers in names."""
     groups: dict[Hashable, list[int]] = {}
     for index, unit in enumerate(units):
-        pattern = tuple("#" if p.isdigit() else p for p in unit.fqn.split("."))
+        pattern = ".".join("#" if p.isdigit() else p for p in unit.fqn.split("."))
         # Layouts compare by value, so blocks built apart are equal, too.
-        key = (
-            pattern,
-            unit.class_name,
-            unit.regions,
-            unit.options,
-            unit.shard_world_size,
-            unit.replicas,
-        )
-        groups.setdefault(key, []).append(index)
+        groups.setdefault(replace(unit, fqn=pattern), []).append(index)
     return [
-        Fold(
-            _common_name([units[i].fqn for i in indices]),
-            units[indices[0]],
-            tuple(indices),
-        )
-        for indices in groups.values()
+        Fold(_common_name([units[i].fqn for i in all_]), units[all_[0]], tuple(all_))
+        for all_ in groups.values()
     ]
 
 
@@ -84,15 +65,13 @@ def _common_name(fqns: Sequence[str]) -> str:
     )
 
 
-def _ranges(numbers: map[int]) -> str:
+def _ranges(numbers: Iterable[int]) -> str:
     """Return distinct numbers as text, runs as "first-last"."""
+    # In a run, number and position grow together.
     runs = [
         [number for _, number in run]
-        # In a run, number and position grow together.
         for _, run in groupby(
             enumerate(sorted(set(numbers))), lambda pair: pair[1] - pair[0]
         )
     ]
-    return ",".join(
-        str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs
-    )
+    return ",".join(f"{run[0]}-{run[-1]}" if run[1:] else str(run[0]) for run in runs)

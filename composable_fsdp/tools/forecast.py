@@ -1,67 +1,94 @@
-"""``Forecast``: the memory of a rank and the traffic of a step, as sums that add up.
-
-A forecast adds an optimizer and, if known, activations to a plan::
-
-    ShardingPlan --Forecast--> rows      parameters, gradients, optimizer per unit
-                           '-> moments   all bytes on the device, through one step
-                           '-> peak      the moment with most bytes
-"""
+"""``Forecast``: the memory of a rank and the traffic of a step, as sums that add up."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from composable_fsdp.errors import PlanError
 from composable_fsdp.planning.unit_plan import UnitPlan
 from composable_fsdp.tools.activations import Activations, Held
 from composable_fsdp.tools.fold import Fold, fold_units
-from composable_fsdp.tools.optimizers import (
-    OPTIMIZERS,
-    OptimizerMemory,
-    optimizer_memory,
-)
-from composable_fsdp.tools.sharding_plan import ShardingPlan
-from composable_fsdp.tools.step_memory import Event
+from composable_fsdp.tools.memory import Memory, StepMoment
+from composable_fsdp.tools.sharding_plan import ShardingPlan, offloaded_gradients
 from composable_fsdp.tools.unit_costs import Traffic
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceMemory:
-    """Bytes on a rank's device at a moment, by kind.
+class OptimizerMemory(NamedTuple):
+    """Bytes of an optimizer, for this rank's shards.
 
     Args:
-        parameters: sharded parameters.
-        gradients: sharded gradients.
-        optimizer: states of the optimizer.
-        full: full parameters in use, or not freed yet.
-        ahead: full parameters whose all-gather is in flight, ahead of their use.
-        reduce: buffers of the reduction in flight.
-        in_flight: gradients from autograd that are not in a reduce buffer yet.
-        activations: tensors that forward saved for backward.
-        temporaries: tensors that a computation or the optimizer's step allocates and
-            frees: gradients of activations, the loss.
+        name: the name, for a reader.
+        states: tensors that the optimizer keeps per trainable parameter, in the
+            parameter's dtype. Default 0.
+        temporaries: tensors of the parameter's dtype and size that the step allocates
+            for all parameters together, as the ``foreach`` form of AdamW does. Default
+            0.
+        bytes_per_element: bytes that the optimizer keeps per element of a trainable
+            parameter, besides ``states``. Default 0.
     """
 
-    parameters: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    full: int = 0
-    ahead: int = 0
-    reduce: int = 0
-    in_flight: int = 0
-    activations: int = 0
+    name: str
+    states: int = 0
     temporaries: int = 0
+    bytes_per_element: float = 0
 
-    @property
-    def total(self) -> int:
-        """Sum of all bytes."""
-        return sum(self.by_kind().values())
+    def state_bytes(self, unit: UnitPlan) -> int:
+        """Return the bytes of the states of this rank's shards, padding included."""
+        return self._bytes(unit, self.states, self.bytes_per_element)
 
-    def by_kind(self) -> dict[str, int]:
-        """Return the bytes by the name of the field."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+    def temporary_bytes(self, unit: UnitPlan) -> int:
+        """Return the bytes that the step allocates beside the states."""
+        return self._bytes(unit, self.temporaries)
+
+    def _bytes(self, unit: UnitPlan, tensors: int, each: float = 0) -> int:
+        """Return the bytes of tensors per trainable parameter, and per element."""
+        trainable = [region for region in unit.regions if region.trainable]
+        return sum(
+            tensors * r.shard_numel * r.dtype.itemsize + round(each * r.shard_numel)
+            for r in trainable
+        )
+
+
+OPTIMIZERS = {
+    # The default of torch on CUDA is the ``foreach`` form, whose step holds the square
+    # roots of all second moments at once.
+    "adamw": OptimizerMemory("AdamW", states=2, temporaries=1),
+    "adamw-fused": OptimizerMemory("AdamW(fused=True)", states=2),
+    "adam": OptimizerMemory("Adam", states=2, temporaries=1),
+    "adam-fused": OptimizerMemory("Adam(fused=True)", states=2),
+    "sgd": OptimizerMemory("SGD"),
+    "sgd-momentum": OptimizerMemory("SGD with momentum", states=1),
+    "none": OptimizerMemory("no optimizer"),
+}
+"""Optimizers of torch by the names that ``optimizer_memory`` accepts."""
+
+
+def optimizer_memory(given: str | float | OptimizerMemory) -> OptimizerMemory:
+    """Return the memory of an optimizer by name, or by bytes per element, as text too.
+
+    Raises: PlanError, if ``given`` is neither.
+
+    >>> optimizer_memory("adamw").states, optimizer_memory(2.5).bytes_per_element
+    (2, 2.5)
+    """
+    if isinstance(given, OptimizerMemory):
+        return given
+    if isinstance(given, str) and given.lower() in OPTIMIZERS:
+        return OPTIMIZERS[given.lower()]
+    # The command line passes numbers as text.
+    try:
+        size = float(given)
+    except (TypeError, ValueError):
+        size = -1.0
+    # Neither NaN nor infinity is a size.
+    if not 0 <= size < 1e6:
+        raise PlanError(
+            f"optimizer expects one of {', '.join(OPTIMIZERS)}, or the bytes that the "
+            f"optimizer keeps per element of a parameter, such as 2; got {given!r}."
+        )
+    return OptimizerMemory(f"{size:g} bytes per element", bytes_per_element=size)
 
 
 class UnitRow(NamedTuple):
@@ -93,14 +120,6 @@ class UnitRow(NamedTuple):
         return self.parameters + self.gradients + self.optimizer
 
 
-class StepMoment(NamedTuple):
-    """A moment of a step: the event (None for the optimizer's step) and the memory."""
-
-    event: Event | None
-    when: str
-    memory: DeviceMemory
-
-
 @dataclass(frozen=True)
 class Forecast:
     """What a rank holds and sends in a training step.
@@ -109,7 +128,8 @@ class Forecast:
         plan: the plan of the model.
         optimizer: the optimizer's memory. Default: AdamW in its ``foreach`` form, the
             default of torch.
-        activations: what forward saves for backward. Default None: left out.
+        activations: what a step holds beside the plan's buffers. Default None: left
+            out.
         device_type: "cuda" (default) or "cpu", as in ``ShardingPlan.peak``.
     """
 
@@ -124,82 +144,60 @@ class Forecast:
         # Equal units may have unequal traffic: the first trainable unit ends backward.
         traffic = self.plan.unit_traffic()
         return tuple(
-            self._row(fold, sum((traffic[i] for i in fold.indices), Traffic()))
+            UnitRow(
+                fold,
+                fold.times * sum(region.numel for region in fold.unit.regions),
+                fold.times * sum(region.padded_numel for region in fold.unit.regions),
+                fold.times * fold.unit.parameter_bytes,
+                fold.times * fold.unit.gradient_bytes,
+                fold.times * self.optimizer.state_bytes(fold.unit),
+                fold.unit.full_bytes,
+                sum((traffic[i] for i in fold.indices), Traffic()),
+            )
             for fold in fold_units(self.plan.units)
-        )
-
-    def _row(self, fold: Fold, traffic: Traffic) -> UnitRow:
-        """Return the row of equal units."""
-        unit, count = fold.unit, fold.times
-        return UnitRow(
-            fold,
-            count * sum(region.numel for region in unit.regions),
-            count * sum(region.padded_numel for region in unit.regions),
-            count * unit.parameter_bytes,
-            count * unit.gradient_bytes,
-            count * self.optimizer.state_bytes(unit),
-            unit.full_bytes,
-            traffic,
         )
 
     @cached_property
     def moments(self) -> tuple[StepMoment, ...]:
         """The memory at each operation of a step, ending with the optimizer's step."""
-        units = self._on_device
-        # These are the same at every moment of a step.
-        kept = {
-            "parameters": sum(unit.parameter_bytes for unit in units),
-            "optimizer": sum(self.optimizer.state_bytes(unit) for unit in units),
-        }
-        # Offloaded gradients have memory of their own from step to step. The walk
-        # through the step counts the gradients of all other units.
-        own = sum(unit.gradient_bytes for unit in units if unit.is_offloaded)
+        units = self.plan.on_device(self.device_type)
         step = self.plan.step_memory(device_type=self.device_type)
-        found = [
-            StepMoment(
-                event,
-                event.moment.when,
-                DeviceMemory(
-                    **kept,
-                    gradients=event.moment.gradients + own,
-                    full=event.moment.full - event.moment.ahead,
-                    ahead=event.moment.ahead,
-                    reduce=event.moment.reduce,
-                    in_flight=event.moment.in_flight,
-                    activations=held.saved,
-                    temporaries=held.beside,
-                ),
-            )
-            for event, held in zip(step.events, self._held(step.events), strict=True)
-        ]
+        held = [Held(0, 0)] * len(step.events)
+        if self.activations is not None:
+            fqns = [unit.fqn for unit in self.plan.units]
+            held = self.activations.through(step.events, fqns)
+        own = offloaded_gradients(units)
         # The optimizer steps after backward, when no full parameters are left, but the
-        # slots of an arena.
-        end = DeviceMemory(
-            **kept,
+        # slots of an arena. What stays from step to step is there at every moment.
+        end = Memory(
+            parameters=sum(unit.parameter_bytes for unit in units),
             gradients=sum(unit.gradient_bytes for unit in units),
+            optimizer=sum(self.optimizer.state_bytes(unit) for unit in units),
             full=step.kept[0],
             reduce=step.kept[1],
             temporaries=sum(self.optimizer.temporary_bytes(unit) for unit in units),
+            when="optimizer step",
         )
-        return (*found, StepMoment(None, "optimizer step", end))
+        return (
+            *(
+                StepMoment(
+                    event.memory._replace(
+                        parameters=end.parameters,
+                        gradients=event.memory.gradients + own,
+                        optimizer=end.optimizer,
+                        activations=saved,
+                        temporaries=beside,
+                    ),
+                    event,
+                )
+                for event, (saved, beside) in zip(step.events, held, strict=True)
+            ),
+            StepMoment(end),
+        )
 
-    @property
-    def _on_device(self) -> list[UnitPlan]:
-        """The units whose shards are on the compute device."""
-        on_cpu = self.device_type == "cpu"
-        return [unit for unit in self.plan.units if on_cpu or not unit.is_offloaded]
-
-    def _held(self, events: Sequence[Event]) -> list[Held]:
-        """Return the bytes of activations, and beside them, at each event."""
-        if self.activations is None:
-            return [Held(0, 0) for _ in events]
-        fqns = [unit.fqn for unit in self.plan.units]
-        return self.activations.through(events, fqns)
-
-    @property
+    @cached_property
     def peak(self) -> StepMoment:
-        """The moment of a step with most bytes on the device."""
-        # ``max`` takes the first of equal moments, as ``memory_of_step`` does.
+        """The first moment of a step with most bytes on the device."""
         return max(self.moments, key=lambda moment: moment.memory.total)
 
     @property
@@ -213,11 +211,8 @@ class Forecast:
         # On CPU the host's memory is the device's, which the moments count.
         if self.device_type == "cpu":
             return 0
-        return self.plan.host_bytes + sum(
-            self.optimizer.state_bytes(unit)
-            for unit in self.plan.units
-            if unit.is_offloaded
-        )
+        offloaded = [unit for unit in self.plan.units if unit.is_offloaded]
+        return self.plan.host_bytes + sum(map(self.optimizer.state_bytes, offloaded))
 
     @property
     def save_bytes(self) -> int:

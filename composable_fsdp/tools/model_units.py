@@ -1,20 +1,20 @@
-"""Finds the modules of a model that are good units, and keeps tied parameters together.
-
-Models of transformers name the classes of their layers in ``_no_split_modules``. The
-planner's command and the policy below find units by the same functions.
-"""
+"""Finds the modules of a model that are good units, with tied parameters together."""
 
 from __future__ import annotations
 
 import difflib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 
 from composable_fsdp.errors import PlanError
+from composable_fsdp.naming import quoted
 from composable_fsdp.planning import walk
+from composable_fsdp.planning.assign import Chosen
+from composable_fsdp.planning.checks import refuse_container
 
 _SHOWN = 5
 """Largest number of classes that a message lists."""
@@ -57,27 +57,22 @@ class NoSplitPolicy:
         ignored_modules: Set[nn.Module],
         root_kwargs: Mapping[str, Any],
     ) -> dict[nn.Module, dict[str, Any]]:
-        if self._classes is not None:
-            self._require_there(root_module, self._classes)
-        # Without names a missing class is no error: many models name several classes.
-        chosen = dict(_units(root_module, self._classes)[0])
-        return {
-            m: dict(root_kwargs) for m in chosen.values() if m not in ignored_modules
-        }
-
-    def _require_there(self, root: nn.Module, classes: Iterable[str]) -> None:
-        """Raise PlanError if ``root`` has no module of one of ``classes``."""
-        there = sorted({type(module).__name__ for module in walk.modules(root)})
-        for name in classes:
+        there = sorted({type(module).__name__ for module in walk.modules(root_module)})
+        for name in self._classes or ():
             if name not in there:
                 near = difflib.get_close_matches(name, there, n=1)
                 hint = f" Did you mean {near[0]}?" if near else ""
                 more = f" and {len(there) - _SHOWN} more" if len(there) > _SHOWN else ""
                 raise PlanError(
-                    f"{self!r} names the class {name}, and this {type(root).__name__} "
-                    f"has no module of the class.{hint} Its classes are "
-                    f"{', '.join(there[:_SHOWN])}{more}."
+                    f"{self!r} names the class {name}, and this "
+                    f"{type(root_module).__name__} has no module of the class.{hint} "
+                    f"Its classes are {', '.join(there[:_SHOWN])}{more}."
                 )
+        # Without names a missing class is no error: many models name several classes.
+        chosen = dict(_units(root_module, self._classes)[0])
+        return {
+            m: dict(root_kwargs) for m in chosen.values() if m not in ignored_modules
+        }
 
     def __repr__(self) -> str:
         names = "" if self._classes is None else repr(list(self._classes))
@@ -85,12 +80,7 @@ class NoSplitPolicy:
 
 
 def guess_units(module: nn.Module) -> tuple[list[str], str]:
-    """Return the names of modules that are good units, and a reason for a reader.
-
-    Models of transformers name the classes that must stay whole. In other models, the
-    entries of lists of modules repeat, and are units if they have parameters. Modules
-    with a parameter that is tied to a module elsewhere stay in the root.
-    """
+    """Return the names of modules that are good units, and a reason for a reader."""
     chosen, reason = _units(module, None)
     counts = Counter(type(each).__name__ for _, each in chosen)
     text = ", ".join(f"{times} {name}" for name, times in counts.items())
@@ -102,10 +92,7 @@ def guess_units(module: nn.Module) -> tuple[list[str], str]:
 def _units(
     module: nn.Module, classes: Iterable[str] | None
 ) -> tuple[list[tuple[str, nn.Module]], str]:
-    """Return the units with their names, and where the choice comes from.
-
-    ``classes`` are names of classes; None means those that the model names.
-    """
+    """Return units of ``classes``, or as the model says, with names and a reason."""
     named = list(walk.named(module))
     if classes is None:
         # Some classes of transformers have None there.
@@ -126,12 +113,8 @@ def _tied_outside(root: nn.Module, modules: Sequence[nn.Module]) -> set[nn.Modul
     """Return those of ``modules`` that share a parameter with a module outside."""
 
     def places(module: nn.Module) -> Counter[nn.Parameter]:
-        """Count the places of each parameter below ``module``."""
-        return Counter(
-            parameter
-            for each in walk.modules(module)
-            for parameter in walk.own_parameters(each)
-        )
+        below = map(walk.own_parameters, walk.modules(module))
+        return Counter(parameter for each in below for parameter in each)
 
     # Most models tie one parameter or none, and no unit is searched then.
     everywhere = {p: times for p, times in places(root).items() if times > 1}
@@ -160,3 +143,88 @@ def _entries_of_lists(named: Sequence[tuple[str, nn.Module]]) -> list[Any]:
                 and any(True for _ in child.parameters())
             ]
     return found
+
+
+def chosen_units(root: nn.Module, units: Iterable[object]) -> Chosen:
+    """Return the units that a user listed, without ``root``, which is a unit anyway.
+
+    An entry is a module, a name, a pattern of names such as "blocks.*" (a star matches
+    no dot; each match is a unit), or a list of modules and names that form one unit.
+
+    Raises: PlanError, if a name or a module is not below ``root``, or in two units;
+    TypeError, for an entry of another type.
+    """
+    # An nn.ModuleList is a list of modules; any other module is a single one.
+    is_module = isinstance(units, nn.Module) and not isinstance(units, nn.ModuleList)
+    if is_module or isinstance(units, str):
+        raise TypeError(
+            f"units expects a list of modules or names, got {units!r:.80}. Pass [it]."
+        )
+    # A module under two names has the first name.
+    names = dict(walk.named(root))
+    order = {module: position for position, module in enumerate(names.values())}
+    found: dict[nn.Module, tuple[nn.Module, ...]] = {}
+    taken: set[nn.Module] = set()
+    for entry in units:
+        if isinstance(entry, (list, tuple, nn.ModuleList)):
+            groups = [[m for each in entry for m in _modules_of(each, names, order)]]
+        else:
+            groups = [[module] for module in _modules_of(entry, names, order)]
+        for group in groups:
+            # The first module in walking order gives the unit its name.
+            modules = tuple(sorted(dict.fromkeys(group), key=order.__getitem__))
+            for module in modules:
+                refuse_container(module)
+                if module in taken:
+                    raise PlanError(
+                        f"units names the {type(module).__name__} "
+                        f"{quoted(walk.name_of(root, module))} twice. Name each "
+                        "module once."
+                    )
+                taken.add(module)
+            # A script applies ``fully_shard`` to the root last, so lists may end in it.
+            if modules and modules != (root,):
+                found[modules[0]] = modules
+    return found
+
+
+def unit_names(root: nn.Module, units: Iterable[object] | None) -> list[list[str]]:
+    """Return the names of the modules of each unit that ``chosen_units`` returns."""
+    chosen = chosen_units(root, units or ())
+    return [[walk.name_of(root, each) for each in group] for group in chosen.values()]
+
+
+def _modules_of(
+    entry: object, names: Mapping[str, nn.Module], order: Mapping[nn.Module, int]
+) -> list[nn.Module]:
+    """Return the modules that an entry of ``units`` names."""
+    if isinstance(entry, nn.Module):
+        if entry not in order:
+            raise PlanError(
+                f"units expects modules below the planned module; a "
+                f"{type(entry).__name__} in the list is not below it. Pass modules of "
+                "the same model."
+            )
+        return [entry]
+    if not isinstance(entry, str):
+        raise TypeError(
+            f"units expects modules, names, or lists of them, got {entry!r:.80}."
+        )
+    # A name without wildcards matches itself.
+    matching = [names[name] for name in names if _matches(name, entry)]
+    # A typing error must not plan a model without units.
+    if not matching:
+        near = difflib.get_close_matches(entry, list(names), n=3, cutoff=0.4)
+        hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+        raise PlanError(
+            f"units names {entry!r}, which matches no module.{hint} Names are those of "
+            "named_modules(); 'blocks.*' matches every block."
+        )
+    return matching
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Return whether ``name`` matches ``pattern``, component by component."""
+    # A star that matched dots would take the modules inside of a block, too.
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))

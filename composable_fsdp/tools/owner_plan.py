@@ -14,8 +14,7 @@ from composable_fsdp.optim.owner_choice import Candidate, Owner, choose_owners
 from composable_fsdp.planning.unit_plan import UnitPlan
 
 
-@dataclass(frozen=True, slots=True)
-class OwnerTraffic:
+class OwnerTraffic(NamedTuple):
     """The bytes of a rank in a call of ``map_on_owners``.
 
     Args:
@@ -29,6 +28,10 @@ class OwnerTraffic:
     all_to_all_bytes: int = 0
     broadcast_calls: int = 0
     broadcast_bytes: int = 0
+
+    def by_op(self) -> dict[str, tuple[int, int]]:
+        """Return calls and bytes by kind of collective."""
+        return {"all_to_all": self[:2], "broadcast": self[2:]}
 
 
 class _Owned(NamedTuple):
@@ -92,52 +95,42 @@ def plan_owners(
     *,
     dtype: torch.dtype | None = None,
 ) -> OwnerPlan:
-    """Return the owners of matrices, and the bytes of a call of ``map_on_owners``.
-
-    Returns: the owners and the traffic.
-    Raises: PlanError, for a name that no unit has.
-    """
-    chosen = [
-        (index, join_name(unit.fqn, slot.fqn), region, slot, unit)
+    """Return the owners of matrices, and the bytes of a call of ``map_on_owners``."""
+    chosen = {
+        join_name(unit.fqn, slot.fqn): (index, unit, region, slot)
         for index, unit in enumerate(units)
         for region in unit.regions
         for slot in region.parameters
-    ]
-    if names is None:
-        chosen = [each for each in chosen if each[2].trainable]
-        chosen = [each for each in chosen if len(each[3].shape) == 2]
-        chosen.sort(key=lambda each: (each[0], each[3].index))
-    else:
-        known = {each[1]: each for each in chosen}
-        chosen = [known[name] for name in _known(names, known)]
-    matrices = [
-        Candidate(region, slot, unit.replicas, (unit.shard_world_size, unit.replicas))
-        for _, _, region, slot, unit in chosen
-    ]
-    owners = choose_owners(matrices)
-    exchanges: dict[tuple[int, torch.dtype], list[_Owned]] = {}
-    for (index, _, region, _, _), matrix, owner in zip(
-        chosen, matrices, owners, strict=True
-    ):
-        itemsize = (dtype or region.dtype).itemsize
-        own = exchanges.setdefault((index, region.dtype), [])
-        own.append(_Owned(matrix.sizes(), owner, itemsize))
-    replicas = {
-        (index, region.dtype): unit.replicas for index, _, region, _, unit in chosen
     }
+    if names is None:
+        matrices = [
+            (name, each)
+            for name, each in chosen.items()
+            if each[2].trainable and len(each[3].shape) == 2
+        ]
+        matrices.sort(key=lambda pair: (pair[1][0], pair[1][3].index))
+    else:
+        given = list(names)
+        for name in given:
+            if name not in chosen:
+                raise PlanError(
+                    "owners() expects names of parameters in units, got "
+                    f"{quoted(name)}. Pass names of model.named_parameters()."
+                )
+        matrices = [(name, chosen[name]) for name in given]
+    candidates = [
+        Candidate(region, slot, unit.replicas, (unit.shard_world_size, unit.replicas))
+        for _, (_, unit, region, slot) in matrices
+    ]
+    owners: dict[str, Owner] = {}
+    exchanges: dict[tuple[int, torch.dtype, int], list[_Owned]] = {}
+    for (name, (index, unit, region, _)), matrix, owner in zip(
+        matrices, candidates, choose_owners(candidates), strict=True
+    ):
+        owners[name] = owner
+        own = exchanges.setdefault((index, region.dtype, unit.replicas), [])
+        own.append(_Owned(matrix.sizes(), owner, (dtype or region.dtype).itemsize))
     return OwnerPlan(
-        {name: owner for (_, name, *_), owner in zip(chosen, owners, strict=True)},
-        tuple((replicas[key], tuple(owned)) for key, owned in exchanges.items()),
+        owners,
+        tuple((key[2], tuple(owned)) for key, owned in exchanges.items()),
     )
-
-
-def _known(names: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Return ``names``; raise PlanError if no unit has one of them."""
-    given, held = list(names), set(known)
-    for name in given:
-        if name not in held:
-            raise PlanError(
-                f"owners() expects names of parameters in units, got {quoted(name)}. "
-                "Pass names of model.named_parameters()."
-            )
-    return given

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from torch import nn
 
@@ -32,7 +32,7 @@ from composable_fsdp.planning.assign import make_request
 from composable_fsdp.planning.options import GroupBy, UnitOptions
 from composable_fsdp.planning.policies import evaluate_policy
 from composable_fsdp.planning.unit_plan import UnitPlan
-from composable_fsdp.tools.chosen import chosen_units
+from composable_fsdp.tools.model_units import chosen_units
 from composable_fsdp.tools.plan_in_force import unit_plan
 from composable_fsdp.tools.replan import replan
 from composable_fsdp.tools.sharding_plan import ShardingPlan, plan_modules
@@ -66,21 +66,6 @@ def _with_hints(function: Callable[P, R]) -> Callable[P, R]:
         return function(*args, **kwargs)
 
     return checked
-
-
-class _Options(NamedTuple):
-    """The arguments of ``plan`` that make units, in one piece."""
-
-    options: UnitOptions
-    policy: object
-    units: Iterable[object] | None
-    ignored_modules: list[nn.Module]
-    ignored_states: list[Any]
-    tied_params: str
-
-    def any_given(self) -> bool:
-        """Return whether an argument differs from its default."""
-        return self != _Options(UnitOptions(), None, None, [], [], "error")
 
 
 @_with_hints
@@ -171,26 +156,21 @@ def plan(
         raise PlanError(
             "plan expects policy or units, not both: each selects the units."
         )
-    given = _Options(
-        UnitOptions(
-            strategy=strategy,
-            block=block,
-            mixed_precision=mixed_precision,
-            cpu_offload=cpu_offload,
-            backward_prefetch=backward_prefetch,
-            forward_prefetch=forward_prefetch,
-            limit_all_gathers=limit_all_gathers,
-            group_by=group_by,
-            wire=wire,
-            arena=arena,
-        ),
-        policy,
-        units,
-        # Lists, because iterators would be exhausted by the first reader.
-        as_list(ignored_modules, "ignored_modules"),
-        as_list(ignored_states, "ignored_states"),
-        tied_params,
+    options = UnitOptions(
+        strategy=strategy,
+        block=block,
+        mixed_precision=mixed_precision,
+        cpu_offload=cpu_offload,
+        backward_prefetch=backward_prefetch,
+        forward_prefetch=forward_prefetch,
+        limit_all_gathers=limit_all_gathers,
+        group_by=group_by,
+        wire=wire,
+        arena=arena,
     )
+    # Lists, because iterators would be exhausted by the first reader.
+    modules = as_list(ignored_modules, "ignored_modules")
+    states = as_list(ignored_states, "ignored_states")
     # The wrapper is no unit; the wrapped module is.
     wrapped = module._modules.get(WRAPPED_MODULE)
     if wrapped is not None and get_state(wrapped, API) is not None:
@@ -198,9 +178,41 @@ def plan(
     sharded = _sharded_units(module)
     ranks = _world_size(world_size, sharded)
     check_sizes(ranks, shard_world_size)
-    if sharded:
-        return _plan_of_sharded(module, sharded, ranks, shard_world_size, given)
-    return _plan_new(module, ranks, shard_world_size, given)
+    # The root is sharded, so no parameter is left.
+    if module in sharded:
+        others = (policy, units, modules, states, tied_params != "error")
+        if options != UnitOptions() or any(others):
+            raise PlanError(
+                "plan got options for a module that is sharded already, and whose "
+                "units have their options. Pass world_size and shard_world_size only, "
+                "or plan a fresh model, on meta for example."
+            )
+        return _kept(sharded, ranks, shard_world_size)
+    request = make_request(
+        options,
+        ranks,
+        sizes=partial(group_sizes, world_size=ranks, shard_world_size=shard_world_size),
+        policy=None if policy is None else partial(evaluate_policy, policy),
+        chosen={} if units is None else chosen_units(module, units),
+        ignored_modules=modules,
+        ignored_states=states,
+        tied_params=tied_params,
+        held=LEAVES,
+        owner_of=owner_of,
+    )
+    # As ``fully_shard(module)`` would shard it next: the walk takes sharded units for
+    # boundaries and leaves their parameters alone.
+    rest = plan_modules([module], request)[0]
+    if not sharded:
+        return rest
+    kept = _kept(sharded, ranks, shard_world_size)
+    # Names of units are unique: a module is in one of the two plans.
+    by_name = {unit.fqn: unit for unit in (*rest.units, *kept.units)}
+    return ShardingPlan(
+        tuple(by_name[name] for name, _ in walk.named(module) if name in by_name),
+        ranks,
+        (*rest.warnings, *kept.warnings),
+    )
 
 
 def _world_size(given: object, sharded: dict[nn.Module, UnitPlan]) -> int:
@@ -221,69 +233,21 @@ def _world_size(given: object, sharded: dict[nn.Module, UnitPlan]) -> int:
     return given
 
 
-def _plan_new(
-    module: nn.Module, world_size: int, shard_world_size: int | None, given: _Options
+def _kept(
+    sharded: dict[nn.Module, UnitPlan], world_size: int, shard_world_size: int | None
 ) -> ShardingPlan:
-    """Return the plan of ``module`` without the units that are sharded already."""
-    request = make_request(
-        given.options,
-        world_size,
-        sizes=partial(
-            group_sizes, world_size=world_size, shard_world_size=shard_world_size
-        ),
-        policy=(
-            None if given.policy is None else partial(evaluate_policy, given.policy)
-        ),
-        chosen={} if given.units is None else chosen_units(module, given.units),
-        ignored_modules=given.ignored_modules,
-        ignored_states=given.ignored_states,
-        tied_params=given.tied_params,
-        held=LEAVES,
-        owner_of=owner_of,
-    )
-    return plan_modules([module], request)[0]
-
-
-def _plan_of_sharded(
-    module: nn.Module,
-    sharded: dict[nn.Module, UnitPlan],
-    world_size: int,
-    shard_world_size: int | None,
-    given: _Options,
-) -> ShardingPlan:
-    """Return the plan of a module that is sharded, as a whole or below."""
+    """Return the plan of units that are sharded, on ``world_size`` ranks."""
     kept = ShardingPlan(tuple(sharded.values()), world_size)
     first = kept.units[0]
     # On the ranks of the units themselves, their regions are those of the process.
     moved = world_size != first.shard_world_size * first.replicas
     if moved or shard_world_size is not None:
-        kept = replan(kept, world_size=world_size, shard_world_size=shard_world_size)
-    # The root is sharded, so no parameter is left.
-    if module in sharded:
-        if given.any_given():
-            raise PlanError(
-                "plan got options for a module that is sharded already, and whose "
-                "units have their options. Pass world_size and shard_world_size only, "
-                "or plan a fresh model, on meta for example."
-            )
-        return kept
-    # Plan the rest of the module, as ``fully_shard(module)`` would shard it next.
-    # The walk takes sharded units for boundaries and leaves their parameters alone.
-    rest = _plan_new(module, world_size, shard_world_size, given)
-    # Names of units are unique: a module is in one of the two plans.
-    by_name = {unit.fqn: unit for unit in (*rest.units, *kept.units)}
-    return ShardingPlan(
-        tuple(by_name[name] for name, _ in walk.named(module) if name in by_name),
-        world_size,
-        (*rest.warnings, *kept.warnings),
-    )
+        return replan(kept, world_size=world_size, shard_world_size=shard_world_size)
+    return kept
 
 
 def _sharded_units(module: nn.Module) -> dict[nn.Module, UnitPlan]:
-    """Return the plans of the units of ``module`` that are sharded, in walking order.
-
-    Regions are today's: parameters that were frozen later count as frozen.
-    """
+    """Return the plans of the sharded units of ``module``, in walking order."""
     return {
         each: unit_plan(fqn, state)
         for fqn, each, state in walk_states(module)

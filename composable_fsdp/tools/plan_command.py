@@ -10,24 +10,30 @@ from pathlib import Path
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_fsdp.tools.activations import Activations, measure_activations
-from composable_fsdp.tools.command import BAD, Command, Report, count, progress, words
-from composable_fsdp.tools.forecast import forecast
+from composable_fsdp.tools.activations import measure_activations
+from composable_fsdp.tools.command import (
+    BAD,
+    Command,
+    Report,
+    UsageError,
+    count,
+    option,
+    words,
+)
+from composable_fsdp.tools.forecast import OPTIMIZERS, forecast
 from composable_fsdp.tools.model_arguments import (
     MODEL_HELP,
-    add_model_arguments,
+    MODEL_OPTIONS,
     as_usage_errors,
     cast_model,
     chosen_of,
     job,
     options_of,
 )
-from composable_fsdp.tools.optimizers import OPTIMIZERS
 from composable_fsdp.tools.plan import plan
 from composable_fsdp.tools.plan_models import (
-    Model,
-    UsageError,
     inputs_for,
+    is_sharded,
     load_config,
     load_model,
 )
@@ -39,16 +45,12 @@ from composable_fsdp.tools.plan_report import (
     text_of,
     text_of_differences,
 )
-from composable_fsdp.tools.sharding_plan import ShardingPlan
-from composable_fsdp.tools.simulate import is_sharded
 
 _EPILOG = f"""\
 examples:
   python -m composable_fsdp plan train:build_model --world-size 64 --gpu-memory 80GiB
   python -m composable_fsdp plan --hf config.json --world-size 64 --batch 1x4096 \\
       --param-dtype bfloat16 --checkpointing --gpu-memory 80GiB
-  python -m composable_fsdp plan --hf config.json --world-sizes 8,16,64 --batch 1x4096
-  python -m composable_fsdp plan train:build_model --units 'blocks.*' --plot plan.png
   python -m composable_fsdp plan train:small train:large --diff
 
 Without --batch the activations are not counted, and "fits" does not include them.
@@ -60,50 +62,42 @@ exit status: 0 fits, or --gpu-memory is not given; 1 does not fit; 2 no plan cou
 made, such as a wrong path or option
 """
 
-
-def _add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``plan`` to its parser."""
-    command.usage = "python -m composable_fsdp plan MODEL [MODEL --diff] [options]"
-    command.add_argument("models", nargs="*", metavar="MODEL", help="see below")
-    command.add_argument(
-        "--hf", metavar="PATH", help="a config.json of transformers, or its directory"
-    )
-    command.add_argument(
+_OPTIONS = [
+    option("models", "see below", nargs="*", metavar="MODEL"),
+    option("--hf", "a config.json of transformers, or its directory", metavar="PATH"),
+    option(
         "--world-sizes",
+        "print a row for each of these world sizes, too",
         type=lambda text: tuple(count(each) for each in words(text)),
         default=(),
         metavar="N,N",
-        help="print a row for each of these world sizes, too",
-    )
-    command.add_argument(
+    ),
+    option(
         "--plot",
+        "draw the memory over one step, as plan.png, .svg or .pdf",
         type=Path,
         metavar="FILE",
-        help="draw the memory over one step, as plan.png, .svg or .pdf",
-    )
-    command.add_argument(
-        "--diff", action="store_true", help="print how two MODELs differ"
-    )
-    add_model_arguments(command, fits="model", no_batch="activations are not counted")
-    training = command.add_argument_group("training")
-    training.add_argument(
+    ),
+    option("--diff", "print how two MODELs differ", action="store_true"),
+    *MODEL_OPTIONS,
+    option(
         "--optimizer",
+        f"{', '.join(OPTIMIZERS)}, or bytes per parameter, as 2 (default: adamw)",
+        group="training",
         default="adamw",
         metavar="NAME",
-        help=f"{', '.join(OPTIMIZERS)}, or bytes per parameter, as 2 (default: adamw)",
-    )
-    training.add_argument(
+    ),
+    option(
         "--checkpointing",
+        "activation checkpointing of each unit; needs --batch",
+        group="training",
         action="store_true",
-        help="activation checkpointing of each unit; needs --batch",
-    )
+    ),
+]
 
 
 def _run(given: argparse.Namespace) -> Report:
-    """Make the plan, and return its report.
-
-    Raises: UsageError, if no plan can be made.
-    """
+    """Make the plan, and return its report."""
     # ``--hf`` is another way to write a MODEL.
     targets = [*given.models, *([given.hf] if given.hf else [])]
     if len(targets) != (2 if given.diff else 1):
@@ -112,29 +106,19 @@ def _run(given: argparse.Namespace) -> Report:
             f"{'two MODELs' if given.diff else 'one MODEL'}, got {len(targets)}. Write "
             "MODULE:FUNCTION or the path of a config.json; see --help."
         )
-    if given.checkpointing and not given.batch and not given.diff:
-        raise UsageError("--checkpointing needs --batch, as --batch 1x4096.")
-    # A picture is of one plan.
-    if given.diff and given.plot:
-        raise UsageError("--plot draws one plan; leave --diff or --plot out.")
-    with as_usage_errors(), progress("planning", wanted=not given.json):
-        if given.diff:
-            a, b = (_report(target, given) for target in targets)
-            return {"differences": differences(a, b), "a": a, "b": b}
-        return _report(targets[0], given)
-
-
-def _report(target: str, given: argparse.Namespace) -> Report:
-    """Return the report of a model, or a saved report."""
-    # A saved report needs neither the model nor its packages.
-    saved = _saved(target)
-    if saved is not None:
-        if given.plot:
-            raise UsageError(f"{target} is a saved report; --plot needs the model.")
-        return saved
-    # Measuring activations sends, and so does planning for other dtypes.
-    with job(given) as mesh:
-        return _report_of(target, given, mesh)
+    reports = [_saved(target) for target in targets]
+    # A picture is of one plan, whose model is needed.
+    if given.plot and (given.diff or reports[0]):
+        raise UsageError("--plot draws the plan of one model; leave it or --diff out.")
+    for index, target in enumerate(targets):
+        if reports[index] is None:
+            # Measuring activations sends, and so does planning for other dtypes.
+            with as_usage_errors(), job(given) as mesh:
+                reports[index] = _report_of(target, given, mesh)
+    found = [each for each in reports if each is not None]
+    if given.diff:
+        return {"differences": differences(*found), "a": found[0], "b": found[1]}
+    return found[0]
 
 
 def _saved(target: str) -> Report | None:
@@ -158,17 +142,39 @@ def _report_of(
     is_config = target == given.hf and mesh is None
     model = load_config(target) if is_config else load_model(target, mesh)
     cast_model(model, given)
-    policy, units, units_from = chosen_of(model, given)
+    chosen, units_from = chosen_of(model, given)
     cut = given.tensor_parallel_size or 1
     planned = plan(
         model.module,
         world_size=given.world_size // cut,
         shard_world_size=given.shard_world_size,
-        policy=policy,
-        units=units,
+        **chosen,
         **options_of(given),
     )
-    activations = _activations(model, planned, given)
+    activations = batch = None
+    inputs = model.inputs
+    # A batch on the command line goes before inputs that the function returned.
+    if given.batch:
+        inputs, batch = inputs_for(model, given.batch), "x".join(map(str, given.batch))
+    if given.checkpointing and inputs is None:
+        raise UsageError("--checkpointing needs --batch, as --batch 1x4096.")
+    # The report says if activations are left out.
+    if inputs is not None:
+        if is_sharded(model.module):
+            raise UsageError(
+                f"plan counts activations before sharding, and {model.source} shards "
+                "its model itself. Let the function return the model after "
+                "parallelize_module and select --units, leave the batch out, or run "
+                "simulate."
+            )
+        activations = measure_activations(
+            model.module,
+            planned,
+            inputs,
+            loss=model.loss,
+            batch=batch,
+            checkpointing=given.checkpointing,
+        )
     found = forecast(planned, optimizer=given.optimizer, activations=activations)
     notes = list(model.notes)
     # A plan has the collectives of sharding; the model's own depend on its forward.
@@ -193,29 +199,6 @@ def _report_of(
     return report
 
 
-def _activations(
-    model: Model, planned: ShardingPlan, given: argparse.Namespace
-) -> Activations | None:
-    """Return the activations of the batch, if there is a batch."""
-    batch, inputs = None, model.inputs
-    # A batch on the command line goes before inputs that the function returned.
-    if given.batch:
-        inputs, batch = inputs_for(model, given.batch), "x".join(map(str, given.batch))
-    # The report says that activations are left out.
-    if inputs is None:
-        return None
-    if is_sharded(model.module):
-        raise UsageError(
-            f"plan counts activations before sharding, and {model.source} shards its "
-            "model itself. Let the function return the model after parallelize_module "
-            "and select --units, leave the batch out, or run simulate."
-        )
-    found = measure_activations(
-        model.module, planned, inputs, loss=model.loss, batch=batch
-    )
-    return found.with_checkpointing() if given.checkpointing else found
-
-
 def _show(found: Report) -> None:
     """Print a report on standard output."""
     # A report of a difference holds the two reports, too.
@@ -233,7 +216,7 @@ def _show(found: Report) -> None:
 COMMAND = Command(
     "tell whether a model fits on your GPUs",
     _EPILOG,
-    _add_arguments,
+    _OPTIONS,
     _run,
     _show,
     # Without ``--gpu-memory`` there is nothing to fit into, and a difference fits.

@@ -14,20 +14,14 @@ from composable_fsdp.tree.state import _FSDPState
 
 
 def plan_of_units(units: Iterable[tuple[str, _FSDPState]]) -> ShardingPlan:
-    """Return the plan of sharded units, of which at least one must be given.
-
-    ``units`` are pairs of a name and a state, outermost first.
-    """
+    """Return the plan of sharded units, one at least, outermost first."""
     plans = tuple([unit_plan(fqn, state) for fqn, state in units])
     # All units of a model are over the same ranks, in shards or replicas.
     return ShardingPlan(plans, plans[0].shard_world_size * plans[0].replicas)
 
 
 def unit_plan(fqn: str, state: _FSDPState) -> UnitPlan:
-    """Return the plan of a sharded unit under the name ``fqn``.
-
-    Regions are today's: parameters that were frozen later count as frozen.
-    """
+    """Return the plan of a sharded unit; what was frozen later counts as frozen."""
     return replace(
         state.handle.layout.plan,
         fqn=fqn,

@@ -1,11 +1,4 @@
-"""Builds the model that a command names, on meta: no parameter takes memory.
-
-::
-
-    train:build_model     a function or class without arguments, or a module
-    train.py:build_model  the same, in a file
-    config.json           a configuration of transformers
-"""
+"""Builds the model that a command names, on meta: no parameter takes memory."""
 
 from __future__ import annotations
 
@@ -27,17 +20,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_fsdp.errors import FSDPError, PlanError
+from composable_fsdp.errors import PlanError
 from composable_fsdp.planning import walk
-from composable_fsdp.tools.simulate import is_sharded
+from composable_fsdp.tools.command import UsageError
 from composable_fsdp.tools.tensor_parallel import check_cut, without_arguments
+from composable_fsdp.tree.traversal import walk_states
 
 CONFIG = "config.json"
 """The name of a configuration in a directory of a Hugging Face model."""
-
-
-class UsageError(FSDPError, ValueError):
-    """A command that cannot run as it was written; the exit status is 2."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +38,9 @@ class Model:
         module: the model.
         source: the text that named the model.
         inputs: arguments of a forward; None if none are known.
-        loss: a function from the output to the loss; None for the default of
-            ``measure_activations``.
+        loss: a function from the output to the loss; None for the default.
         config: the configuration of transformers; None for other models.
+        notes: sentences for the report.
     """
 
     module: nn.Module
@@ -61,42 +51,35 @@ class Model:
     notes: list[str] = field(default_factory=list)
 
 
-def load_model(target: str, mesh: DeviceMesh | None = None) -> Model:
-    """Return the model that ``target`` names; with a mesh, if its function takes one.
+def is_sharded(module: nn.Module) -> bool:
+    """Return whether a module in the tree of ``module`` is a unit."""
+    return any(True for _ in walk_states(module))
 
-    Raises: UsageError, with the way out.
-    """
-    if target.endswith(".json") or Path(target).is_dir():
-        _require_function(mesh, f"{target} is a configuration, which")
-        return load_config(target)
-    found = object_of(target)
+
+def load_model(target: str, mesh: DeviceMesh | None = None) -> Model:
+    """Return the model that ``target`` names; its function may take the mesh."""
+    is_config = target.endswith(".json") or Path(target).is_dir()
+    found = None if is_config else object_of(target)
     # A class of modules is callable and no module.
-    if isinstance(found, nn.Module):
-        _require_function(mesh, f"{target} is a module, which")
-        return Model(found, target)
-    if not callable(found):
+    if not is_config and not isinstance(found, nn.Module):
+        if callable(found):
+            return _from_function(found, target, mesh)
         raise UsageError(
             f"{target} expects to be a module, or a function or class without "
             f"arguments that makes one; got {found!r:.80}."
         )
-    return _from_function(found, target, mesh)
-
-
-def _require_function(mesh: DeviceMesh | None, what: str) -> None:
-    """Refuse a mesh for a model that no function makes. Raises: UsageError."""
     if mesh is not None:
         raise UsageError(
-            f"{what} does not say how its model is cut over --tensor-parallel-size "
-            "ranks. Write a function of the mesh that makes the model and calls "
-            'parallelize_module(model, mesh["tp"], {...}), and pass MODULE:FUNCTION.'
+            f"{target} is no function, and so does not say how its model is cut over "
+            "--tensor-parallel-size ranks. Write a function of the mesh that makes the "
+            'model and calls parallelize_module(model, mesh["tp"], {...}), and pass '
+            "MODULE:FUNCTION."
         )
+    return Model(found, target) if isinstance(found, nn.Module) else load_config(target)
 
 
 def object_of(target: str) -> Any:
-    """Return the function, class or module that ``target`` names.
-
-    Raises: UsageError, with the way out.
-    """
+    """Return the function, class or module that ``target`` names."""
     # The last colon: a path of Windows has another.
     path, _, name = target.rpartition(":")
     if not path or not name:
@@ -125,7 +108,18 @@ def _import(path: str) -> ModuleType:
     if is_file and not Path(path).is_file():
         raise UsageError(f"There is no file {path!r}.")
     try:
-        return _import_file(path) if is_file else importlib.import_module(path)
+        if not is_file:
+            return importlib.import_module(path)
+        # The script may import its neighbours.
+        sys.path.insert(0, str(Path(path).resolve().parent))
+        spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        # Dataclasses and pickles look their module up.
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        return module
     # The module is the user's code and may raise anything, also SystemExit.
     except (Exception, SystemExit) as error:
         # The module itself is missing, or a module that it imports.
@@ -142,28 +136,15 @@ def _import(path: str) -> ModuleType:
         ) from error
 
 
-def _import_file(path: str) -> ModuleType:
-    """Import a file."""
-    # The script may import its neighbours.
-    sys.path.insert(0, str(Path(path).resolve().parent))
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses and pickles look their module up.
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def _from_function(
     function: Callable[..., Any], source: str, mesh: DeviceMesh | None
 ) -> Model:
     """Return the model that ``function`` makes."""
     # The call would fail with the same, but from inside of the user's code.
     try:
-        option = "--tensor-parallel-size"
-        make = without_arguments(function, mesh, source, option=option)
+        make = without_arguments(
+            function, mesh, source, option="--tensor-parallel-size"
+        )
     except PlanError as error:
         # The same text; ``args`` is without the rank, which is none of the user's.
         raise UsageError(*error.args) from error
@@ -194,12 +175,7 @@ def _from_function(
 
 
 def load_config(path: str) -> Model:
-    """Return the model of a configuration of transformers, with random weights on meta.
-
-    ``path`` is a file, or a directory with a config.json.
-
-    Raises: UsageError, if transformers is missing or does not know the model.
-    """
+    """Return the model of a configuration of transformers, on meta."""
     file = Path(path) / CONFIG if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise UsageError(
@@ -249,77 +225,35 @@ def load_config(path: str) -> Model:
 def inputs_for(model: Model, shape: Sequence[int]) -> Any:
     """Return arguments of a forward for a batch of ``shape``.
 
-    Models of transformers get what their forward takes, with labels if they have a
-    loss: ``shape`` is (batch, time) of token ids or of samples, and ``shape[0]`` is the
-    number of images or of spectrograms, whose sizes the configuration has. Other models
-    get one tensor of ``shape``: token ids if the model begins with an embedding, else
-    floats.
+    Models of transformers that read token ids get ids, and labels if they predict ids.
+    Other models get one tensor: ids if they begin with an embedding, else floats.
 
     Raises: UsageError, if the model takes something else.
     """
-    config = model.config
-    if config is None:
-        first = next((m for m in walk.modules(model.module) if m._parameters), None)
-        dtype = torch.long if isinstance(first, nn.Embedding) else torch.float32
-        return [torch.zeros(*shape, dtype=dtype, device="cpu")]
+    first = next((m for m in walk.modules(model.module) if m._parameters), None)
+    reads_ids = model.config is not None or isinstance(first, nn.Embedding)
+    dtype = torch.long if reads_ids else torch.float32
+    made = torch.zeros(*shape, dtype=dtype, device="cpu")
+    if model.config is None:
+        return [made]
     kind = type(model.module)
-    main = getattr(model.module, "main_input_name", "input_ids")
     takes = inspect.signature(kind.forward).parameters
-    made = _tensors(config, shape)
-    # A model of two towers takes both inputs; one of images alone has no text config.
-    towers = {"vision_config": "pixel_values", "text_config": "input_ids"}
-    parts = [each for each, own in vars(config).items() if hasattr(own, "to_dict")]
-    needed = [main, *(name for each, name in towers.items() if each in parts)]
+    main = getattr(model.module, "main_input_name", "input_ids")
     # Better refused by name than a forward that fails without its input.
-    missing = [name for name in needed if name not in made]
+    missing = [n for n in (main, "pixel_values") if n in takes and n != "input_ids"]
     if missing:
         raise UsageError(
-            f"--batch makes no {missing[0]}, which {kind.__name__} takes. Write a "
-            "function that returns (model, {...arguments of forward...}) and pass "
-            "MODULE:FUNCTION."
+            f"--batch makes token ids and no {missing[0]}, which {kind.__name__} "
+            "takes. Write a function that returns (model, {...arguments of forward...})"
+            " and pass MODULE:FUNCTION."
         )
-    extra = {
-        **_labels(kind.__name__, made["input_ids"]),
-        # A cache of keys and values is for generation.
-        "use_cache": False,
-        # Two towers are compared by a loss, if the model is asked for one.
-        "return_loss": True,
-    }
+    # A cache of keys and values is for generation.
+    extra: dict[str, Any] = {"use_cache": False}
+    # The end of the name tells the head; other heads have no loss without labels, and
+    # the sum of their output stands for it.
+    if kind.__name__.endswith(("LM", "LMHeadModel", "ConditionalGeneration")):
+        extra["labels"] = made
     # An encoder and a decoder read two texts, which are equally long here.
-    if getattr(config, "is_encoder_decoder", False):
-        extra["decoder_input_ids"] = made["input_ids"]
-    return {
-        **{name: made[name] for name in needed},
-        **{name: value for name, value in extra.items() if name in takes},
-    }
-
-
-def _tensors(config: Any, shape: Sequence[int]) -> dict[str, torch.Tensor]:
-    """Return the inputs that models of transformers take, by their names."""
-    vision = getattr(config, "vision_config", config)
-    size = getattr(vision, "image_size", 224)
-    # Some configurations have (height, width).
-    height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    image = (shape[0], getattr(vision, "num_channels", 3), height, width)
-    found = {
-        "input_ids": torch.zeros(*shape, dtype=torch.long, device="cpu"),
-        "input_values": torch.zeros(*shape, device="cpu"),
-        "pixel_values": torch.zeros(*image, device="cpu"),
-    }
-    # The encoder of Whisper halves the length of a spectrogram.
-    if hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions"):
-        sound = (shape[0], config.num_mel_bins, 2 * config.max_source_positions)
-        found["input_features"] = torch.zeros(*sound, device="cpu")
-    return found
-
-
-def _labels(kind: str, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return labels for the head of the class ``kind``, by the names of arguments."""
-    per_example = ids.reshape(ids.shape[0], -1)[:, 0]
-    # The end of the name tells the head; classes without a head have no loss.
-    if kind.endswith("QuestionAnswering"):
-        return {"start_positions": per_example, "end_positions": per_example}
-    if kind.endswith(("SequenceClassification", "ImageClassification")):
-        return {"labels": per_example}
-    per_token = ("LM", "LMHeadModel", "ConditionalGeneration", "TokenClassification")
-    return {"labels": ids} if kind.endswith(per_token) else {}
+    if getattr(model.config, "is_encoder_decoder", False):
+        extra["decoder_input_ids"] = made
+    return {"input_ids": made, **{n: each for n, each in extra.items() if n in takes}}

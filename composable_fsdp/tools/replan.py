@@ -1,9 +1,4 @@
-"""Plans the units of a ``ShardingPlan`` again, on other ranks or with other options.
-
-A plan holds all names, shapes and dtypes, so another world size needs no module::
-
-    plan --units as ParameterSpec--> plan_regions on other ranks --> another plan
-"""
+"""Plans the units of a ``ShardingPlan`` again, on other ranks or with other options."""
 
 from __future__ import annotations
 
@@ -54,38 +49,34 @@ def replan(
 
 def _shard_world_size(plan: ShardingPlan, ranks: int) -> int | None:
     """Return the size of the plan's shard groups; None for a group of all ranks."""
-    # NO_SHARD replicates over all ranks and says nothing about groups.
-    sizes = [
-        unit.shard_world_size
-        for unit in plan.units
-        if (unit.replicas > 1 or unit.options.strategy in HYBRID)
-        and unit.options.strategy is not ShardingStrategy.NO_SHARD
-    ]
-    if not sizes:
-        return None
-    if ranks > sizes[0] and ranks % sizes[0]:
-        raise PlanError(
-            f"The plan has shard groups of {sizes[0]} ranks, which do not divide "
-            f"{ranks} ranks. Choose a multiple of {sizes[0]}, or pass shard_world_size."
-        )
-    # Fewer ranks than a group are one group.
-    return min(sizes[0], ranks)
+    for unit in plan.units:
+        strategy = unit.options.strategy
+        # NO_SHARD replicates over all ranks and says nothing about groups.
+        if strategy is ShardingStrategy.NO_SHARD:
+            continue
+        size = unit.shard_world_size
+        if unit.replicas > 1 or strategy in HYBRID:
+            if ranks > size and ranks % size:
+                raise PlanError(
+                    f"The plan has shard groups of {size} ranks, which do not divide "
+                    f"{ranks} ranks. Choose a multiple of {size}, or pass "
+                    "shard_world_size."
+                )
+            # Fewer ranks than a group are one group.
+            return min(size, ranks)
+    return None
 
 
 def _replan_unit(
-    unit: UnitPlan,
-    options: UnitOptions,
-    ranks: int,
-    shard_world_size: int | None,
+    unit: UnitPlan, options: UnitOptions, ranks: int, shard_world_size: int | None
 ) -> UnitPlan:
-    """Lay out the parameters of ``unit`` with ``options``."""
+    """Lay out the parameters of ``unit``, as ``planner._build`` does."""
     sizes = group_sizes(
         options.strategy, world_size=ranks, shard_world_size=shard_world_size
     )
     # Equal units of the old and the new plan share their layouts.
     if options == unit.options and sizes == (unit.shard_world_size, unit.replicas):
         return unit
-    # The same rules as in ``planner._build``, from names instead of parameters.
     slots = [(slot, region) for region in unit.regions for slot in region.parameters]
     # ``plan_regions`` orders parameters by the walk of the unit, as ``index`` does.
     slots.sort(key=lambda pair: pair[0].index)

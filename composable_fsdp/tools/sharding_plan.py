@@ -18,10 +18,12 @@ from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.planner import Target, plan_targets
 from composable_fsdp.planning.unit_plan import UnitPlan
 from composable_fsdp.storage.save_parts import save_bytes
-from composable_fsdp.tools.fold import fold_units
+from composable_fsdp.tools.fold import Fold, fold_units
+from composable_fsdp.tools.memory import Memory
 from composable_fsdp.tools.owner_plan import OwnerPlan, plan_owners
-from composable_fsdp.tools.step_memory import PeakMemory, StepMemory, memory_of_step
-from composable_fsdp.tools.unit_costs import Traffic, memory_of, traffic_of
+from composable_fsdp.tools.step_memory import StepMemory, memory_of_step
+from composable_fsdp.tools.texts import counted, dtype_text, sent_text, table
+from composable_fsdp.tools.unit_costs import Traffic, UnitMemory, traffic_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +148,7 @@ class ShardingPlan:
         trainable = accumulate((unit.is_trainable for unit in self.units), or_)
         return list(zip(self.units, trainable, strict=True))
 
-    def peak(
-        self, *, device_type: str = "cuda", optimizer_states: int = 0
-    ) -> PeakMemory:
+    def peak(self, *, device_type: str = "cuda", optimizer_states: int = 0) -> Memory:
         """Return the largest memory that a step needs per rank on the device.
 
         Activations are not counted. ``tools.step_memory`` states the assumptions about
@@ -161,12 +161,10 @@ class ShardingPlan:
             optimizer_states: number of tensors that the optimizer keeps per trainable
                 parameter, in the parameter's dtype; 2 for AdamW. Default 0.
 
-        Returns: bytes by kind, and the moment of the peak.
+        Returns: bytes by kind; ``when`` is the moment, and ``full`` has all full
+        parameters.
         """
-        # On CUDA, the shards of offloaded units are in host memory and do not count.
-        on_cuda = device_type == "cuda"
-        kept = [u for u in self.units if not (u.is_offloaded and on_cuda)]
-        moment = self.step_memory(device_type=device_type).most
+        kept = self.on_device(device_type)
         # An optimizer keeps state for this rank's shards only, padding included.
         states = sum(
             r.shard_numel * r.dtype.itemsize
@@ -174,18 +172,18 @@ class ShardingPlan:
             for r in unit.regions
             if r.trainable
         )
-        return PeakMemory(
+        most = self.step_memory(device_type=device_type).most
+        return most._replace(
             parameters=sum(unit.parameter_bytes for unit in kept),
-            # Offloaded gradients live in host memory permanently, so the walk through
-            # the step does not count them. On CPU, host memory is the device's memory.
-            gradients=moment.gradients
-            + sum(unit.gradient_bytes for unit in kept if unit.is_offloaded),
-            full=moment.full,
-            reduce=moment.reduce,
-            in_flight=moment.in_flight,
+            gradients=most.gradients + offloaded_gradients(kept),
+            full=most.full + most.ahead,
+            ahead=0,
             optimizer=optimizer_states * states,
-            when=moment.when,
         )
+
+    def on_device(self, device_type: str) -> list[UnitPlan]:
+        """Return the units whose shards are on the compute device."""
+        return [u for u in self.units if device_type == "cpu" or not u.is_offloaded]
 
     def step_memory(self, *, device_type: str = "cuda") -> StepMemory:
         """Return the memory of a step, operation by operation.
@@ -197,7 +195,7 @@ class ShardingPlan:
         on_cuda = device_type == "cuda"
         return memory_of_step(
             [
-                memory_of(
+                UnitMemory(
                     unit,
                     parent=parents[i],
                     in_backward=flows,
@@ -212,17 +210,44 @@ class ShardingPlan:
             streams=on_cuda,
         )
 
-    @property
-    def report(self) -> str:
-        """The plan as text: table of units, totals, partly frozen units, warnings."""
-        mixed = [
-            _mixed_text(unit) for unit in self.units if unit.frozen and unit.trainable
-        ]
-        lines = [_table(self.units), *_totals(self), *owner_lines(self)]
-        return "\n".join([*lines, *mixed, *self.warnings])
-
     def __str__(self) -> str:
-        return self.report
+        peak, root = self.peak(), self.units[0] if self.units else None
+        # A dict and not a set: the report lists strategies in the order of units.
+        strategies = {unit.options.strategy.name: None for unit in self.units}
+        of_whole = ""
+        if self.whole_numel != self.numel:
+            of_whole = f" on this rank (tensor parallelism cuts {self.whole_numel:,})"
+        # Experts are sharded over fewer ranks than the model.
+        everyone = root.shard_world_size * root.replicas if root else 1
+        header = ("unit", "", "class", "elements", "per rank", "padding", "regions")
+        rows = [_row(fold, everyone) for fold in fold_units(self.units)]
+        return "\n".join(
+            [
+                *table(header, rows, (0, 2, 6)),
+                f"{counted(len(self.units), 'unit')}, {self.numel:,} parameters"
+                f"{of_whole}, world size {self.world_size}, {', '.join(strategies)}",
+                f"per rank: parameters {size_text(self.parameter_bytes)}, gradients "
+                f"{size_text(self.gradient_bytes)}; the largest unit is "
+                f"{size_text(max(u.full_bytes for u in self.units))} while it is full",
+                f"at the peak {size_text(peak.total)} on the device, in {peak.when}: "
+                f"full parameters {size_text(peak.full)}, reduction "
+                f"{size_text(peak.reduce)}, gradients in flight "
+                f"{size_text(peak.in_flight)}; without activations and optimizer",
+                *_arena_text(self.step_memory()),
+                f"per step: {sent_text(self.traffic.by_op())}",
+                *owner_lines(self),
+                *(_mixed_text(u) for u in self.units if u.frozen and u.trainable),
+                *self.warnings,
+            ]
+        )
+
+
+def offloaded_gradients(units: Iterable[UnitPlan]) -> int:
+    """Return the bytes of gradients that have memory from step to step.
+
+    The walk through a step counts the gradients of all other units.
+    """
+    return sum(unit.gradient_bytes for unit in units if unit.is_offloaded)
 
 
 def _parents(units: Sequence[UnitPlan]) -> list[int]:
@@ -243,103 +268,36 @@ def _is_inside(fqn: str, outer: str) -> bool:
     return not outer or fqn.startswith(f"{outer}.")
 
 
-def _table(units: tuple[UnitPlan, ...]) -> str:
-    """Return the table of the report: a line for equal units, numbers right-aligned."""
-    rows = [("unit", "", "class", "elements", "per rank", "padding", "regions")]
-    # Experts are sharded over fewer ranks than the model.
-    everyone = units[0].shard_world_size * units[0].replicas if units else 1
-    for fold in fold_units(units):
-        unit = fold.unit
-        numel = sum(r.numel for r in unit.regions)
-        padded = sum(r.padded_numel for r in unit.regions)
-        rows.append(
-            (
-                fold.name,
-                f"{fold.times} x",
-                unit.class_name,
-                # A line has the sums of its units, so that the column adds up.
-                f"{fold.times * numel:,}",
-                size_text(fold.times * unit.parameter_bytes),
-                f"{(padded - numel) / numel:.2%}" if numel else "-",
-                (", ".join(map(_region_text, unit.regions)) or "no parameters")
-                + _over_text(unit, everyone),
-            )
-        )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    # Columns of numbers.
-    right = (1, 3, 4, 5)
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if i in right else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
+def _row(fold: Fold, everyone: int) -> tuple[str, ...]:
+    """Return the line of equal units, with the sums of all of them."""
+    unit = fold.unit
+    numel = sum(r.numel for r in unit.regions)
+    padded = sum(r.padded_numel for r in unit.regions)
+    ranks = unit.shard_world_size * unit.replicas
+    over = "" if ranks == everyone else f", over {counted(ranks, 'rank')}"
+    return (
+        fold.name,
+        f"{fold.times} x",
+        unit.class_name,
+        f"{fold.times * numel:,}",
+        size_text(fold.times * unit.parameter_bytes),
+        f"{(padded - numel) / numel:.2%}" if numel else "-",
+        (", ".join(map(_region_text, unit.regions)) or "no parameters") + over,
     )
 
 
-def _over_text(unit: UnitPlan, everyone: int) -> str:
-    """Return the number of a unit's ranks, unless they are as many as the model's."""
-    ranks = unit.shard_world_size * unit.replicas
-    return "" if ranks == everyone else f", over {ranks} rank{'s' * (ranks > 1)}"
-
-
-def _totals(plan: ShardingPlan) -> list[str]:
-    """Return the lines of the report that sum up all units."""
-    traffic, peak = plan.traffic, plan.peak()
-    # A dict and not a set: the report lists strategies in the order of units.
-    strategies = {unit.options.strategy.name: None for unit in plan.units}
-    sent = [
-        f"{calls} {name}{'s' if calls > 1 else ''} of {size_text(nbytes)} in all"
-        for calls, nbytes, name in (
-            (traffic.all_gather_calls, traffic.all_gather_bytes, "all-gather"),
-            (
-                traffic.reduce_scatter_calls,
-                traffic.reduce_scatter_bytes,
-                "reduce-scatter",
-            ),
-            (traffic.all_reduce_calls, traffic.all_reduce_bytes, "all-reduce"),
-            (traffic.all_to_all_calls, traffic.all_to_all_bytes, "all-to-all"),
-        )
-        if calls
-    ]
-    return [
-        f"{len(plan.units)} unit{'s' if len(plan.units) > 1 else ''}, "
-        f"{plan.numel:,} parameters{of_whole(plan)}, world size "
-        f"{plan.world_size}, {', '.join(strategies)}",
-        f"per rank: parameters {size_text(plan.parameter_bytes)}, gradients "
-        f"{size_text(plan.gradient_bytes)}; the largest unit is "
-        f"{size_text(max(u.full_bytes for u in plan.units))} while it is full",
-        f"at the peak {size_text(peak.total)} on the device, in {peak.when}: full "
-        f"parameters {size_text(peak.full)}, reduction {size_text(peak.reduce)}, "
-        f"gradients in flight {size_text(peak.in_flight)}; without activations and "
-        "optimizer",
-        *_arena_text(plan),
-        f"per step: {', '.join(sent) or 'no communication'}",
-    ]
-
-
-def _arena_text(plan: ShardingPlan) -> list[str]:
+def _arena_text(step: StepMemory) -> list[str]:
     """Return a line on the slots of the arena, if there are any."""
-    step = plan.step_memory()
     full, reduce = step.kept
-    slots, units = len(step.slots), sum(len(slot.units) for slot in step.slots)
-    parts = [
-        f"{slots} slot{'s' * (slots > 1)} of {size_text(full)} in all for the full "
-        f"parameters of {units} unit{'s' * (units > 1)}"
+    units = sum(len(slot.units) for slot in step.slots)
+    reductions = f", {size_text(reduce)} for reductions" if reduce else ""
+    if not full + reduce:
+        return []
+    return [
+        f"arena: {counted(len(step.slots), 'slot')} of {size_text(full)} in all for "
+        f"the full parameters of {counted(units, 'unit')}{reductions}, between steps, "
+        "too"
     ]
-    if reduce:
-        parts.append(f"{size_text(reduce)} for reductions")
-    return [f"arena: {', '.join(parts)}, between steps, too"] if full + reduce else []
-
-
-def of_whole(plan: ShardingPlan) -> str:
-    """Return words on how many parameters the whole model has, if this rank has less.
-
-    Sizes and traffic of a plan are those of this rank's tensor-parallel part.
-    """
-    if plan.whole_numel == plan.numel:
-        return ""
-    return f" on this rank (tensor parallelism cuts {plan.whole_numel:,})"
 
 
 def owner_lines(plan: ShardingPlan) -> list[str]:
@@ -347,19 +305,10 @@ def owner_lines(plan: ShardingPlan) -> list[str]:
     if not any(unit.options.block is Block.TENSOR for unit in plan.units):
         return []
     found = plan.owners()
-    most = found.most
-    sent = [
-        f"{calls} {name}s, of at most {size_text(nbytes)} in all from a rank"
-        for calls, nbytes, name in (
-            (most.all_to_all_calls, most.all_to_all_bytes, "all-to-all"),
-            (most.broadcast_calls, most.broadcast_bytes, "broadcast"),
-        )
-        if calls
-    ]
     count = len(found.owners)
     return [
-        f"map_on_owners over {count} matri{'x' if count == 1 else 'ces'}: "
-        f"{', '.join(sent) or 'no communication'}"
+        f"map_on_owners over {count} matri{'x' if count == 1 else 'ces'}, from the "
+        f"rank with most: {sent_text(found.most.by_op())}"
     ]
 
 
@@ -377,11 +326,10 @@ def _mixed_text(unit: UnitPlan) -> str:
 
 def _region_text(region: RegionLayout) -> str:
     """Return a region as text: dtype, frozen, group and number of parameters."""
-    kind = str(region.dtype).removeprefix("torch.")
     frozen = "" if region.trainable else " frozen"
     group = "" if region.group is None else f" group {region.group!r}"
-    count = len(region.parameters)
-    return f"{count} parameter{'s' if count > 1 else ''} in {kind}{frozen}{group}"
+    count = counted(len(region.parameters), "parameter")
+    return f"{count} in {dtype_text(region.dtype)}{frozen}{group}"
 
 
 def plan_modules(

@@ -1,18 +1,13 @@
 """Public entry point ``simulate``: a step of the real runtime on fake tensors.
 
-::
-
-    model --fully_shard--> real units, on fake tensors, over a group that only notes
-                            |  the first step fills caches, the second is followed
-                            '-> MemoryLog (bytes), Timetable (computations, collectives)
-                                 '-> Simulation
+The first step fills caches, the second is followed: ``MemoryLog`` counts its bytes, and
+``Clock`` its computations and collectives.
 """
 
 from __future__ import annotations
 
 import copy
 import gc
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -20,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
@@ -30,19 +24,20 @@ from composable_fsdp.errors import FSDPError, PlanError
 from composable_fsdp.flat.region import FlatParameter, TrainableRegion
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning import walk
-from composable_fsdp.tools.chosen import unit_names
-from composable_fsdp.tools.fake_step import FAKE_LOG, default_loss, muted
-from composable_fsdp.tools.fake_values import FakeValues
-from composable_fsdp.tools.model_sends import model_sends
-from composable_fsdp.tools.plan import plan
-from composable_fsdp.tools.simulated_memory import MemoryLog
-from composable_fsdp.tools.simulated_meshes import simulated_meshes
-from composable_fsdp.tools.simulated_world import (
-    Machine,
-    replaced,
-    simulated_world,
+from composable_fsdp.tools.activations import first_line
+from composable_fsdp.tools.fake_world import (
+    default_loss,
+    fake_like,
+    fake_tensors,
+    simulated_meshes,
 )
-from composable_fsdp.tools.simulation import Simulation, operations_of
+from composable_fsdp.tools.model_units import unit_names
+from composable_fsdp.tools.plan import plan
+from composable_fsdp.tools.plan_models import is_sharded
+from composable_fsdp.tools.simulated_clock import Clock, Machine
+from composable_fsdp.tools.simulated_memory import MemoryLog
+from composable_fsdp.tools.simulated_world import replaced, simulated_world, tensors_of
+from composable_fsdp.tools.simulation import Simulation
 from composable_fsdp.tools.tensor_parallel import (
     check_cut,
     check_sizes,
@@ -52,7 +47,6 @@ from composable_fsdp.tools.tensor_parallel import (
     name_of,
     without_arguments,
 )
-from composable_fsdp.tools.timetable import Timetable
 from composable_fsdp.tree.traversal import walk_states
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -69,8 +63,6 @@ _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 OPTIMIZERS = (*_OPTIMIZERS, "none")
 """The names that ``simulate`` accepts."""
-
-DEVICE_TYPES = ("cuda", "cpu")
 
 
 class _Step(NamedTuple):
@@ -108,8 +100,8 @@ def simulate(
 
     Tensors are on the CPU, also in the order of CUDA, because torch runs no backward of
     fake CUDA tensors without CUDA. Kernels that save other tensors on a GPU are counted
-    as those of a CPU. A real number that is read, as by ``loss.item()``, is 1; a
-    router of experts spreads the tokens evenly.
+    as those of a CPU. A real number that is read, as by ``loss.item()``, is 1; shapes
+    may not depend on values.
 
     Args:
         model: a module, which is not changed and may be on meta, or a function without
@@ -154,37 +146,40 @@ def simulate(
     sizes = (world_size, shard_world_size, tensor_parallel_size)
     _check(model, *sizes, optimizer, device_type)
     # A default in the signature would print all speeds in ``help``.
-    machine = machine or Machine()
-    table = Timetable()
+    clock = Clock(machine or Machine())
     # The order of CUDA needs streams, which stand-ins are.
     streams = device_type == "cuda"
-    with simulated_world(world_size, table, machine, streams=streams):
+    with simulated_world(world_size, clock, streams=streams):
         # The ranks of a mesh are read as numbers, which fake tensors do not have.
         mesh = None
         if shard_world_size is not None or tensor_parallel_size is not None:
             mesh = job_mesh(*sizes)
-        with _fake(model, machine, table) as (log, values), _explained(model):
-            module, given = _build(model, units, options, values, mesh)
-            args, kwargs = _inputs(given if batch is None else batch, values)
+        with (
+            simulated_meshes(),
+            fake_tensors(makes_dtensors=not isinstance(model, nn.Module)),
+            # The ranges of a profiler tell which unit is running.
+            replaced(torch.autograd.profiler, "_is_profiler_enabled", True),
+            MemoryLog(clock) as log,
+            _explained(model),
+        ):
+            module, given = _build(model, units, options, mesh)
+            args, kwargs = _inputs(given if batch is None else batch)
             made = _optimizer(optimizer, module, streams=streams)
             step = _Step(module, args, kwargs, loss or default_loss, made, max_norm)
-            _run(step, table)
-            _mark(step, log, streams=streams)
+            mark = partial(_mark, step, log, streams=streams)
+            _run(step, clock, mark)
             # Cycles of the first step would be counted as living in the second.
             gc.collect()
-            table.clear()
+            clock.restart()
             log.restart()
-            # Gradients are named before they are cleared.
-            _run(step, table, partial(_mark, step, log, streams=streams))
-            # Times are known only now: a collective may wait for the link.
-            begins = table.times()
+            _run(step, clock, mark)
             return Simulation(
                 plan(module),
                 device_type,
                 "none" if made is None else type(made).__name__,
-                machine,
-                tuple(log.timeline(begins)),
-                tuple(operations_of(table, begins)),
+                clock.machine,
+                tuple(log.timeline()),
+                tuple(clock.operations),
                 world_size,
             )
 
@@ -224,30 +219,8 @@ def _check(
             f"optimizer expects one of {', '.join(OPTIMIZERS)}, or a function from "
             f"parameters to an optimizer; got {optimizer!r}."
         )
-    # The two orders of allocation that the runtime has.
-    if device_type not in DEVICE_TYPES:
+    if device_type not in ("cuda", "cpu"):
         raise PlanError(f'device_type expects "cuda" or "cpu", got {device_type!r}.')
-
-
-@contextmanager
-def _fake(
-    model: object, machine: Machine, table: Timetable
-) -> Iterator[tuple[MemoryLog, FakeValues]]:
-    """Make tensors in this block fake, follow them, and keep small integers."""
-    # The ranges of a profiler tell which unit is running.
-    profiled = replaced(torch.autograd.profiler, "_is_profiler_enabled", True)
-    with warnings.catch_warnings(), muted(FAKE_LOG), profiled:
-        # Addresses are compared, never read: all fake tensors have the same.
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-        fake, values = FakeTensorMode(allow_non_fake_inputs=True), FakeValues()
-        with (
-            simulated_meshes(),
-            fake,
-            values,
-            model_sends(makes_dtensors=not isinstance(model, nn.Module)),
-            MemoryLog(table, machine) as log,
-        ):
-            yield log, values
 
 
 @contextmanager
@@ -261,10 +234,9 @@ def _explained(model: object) -> Iterator[None]:
     except Exception as error:
         raise PlanError(
             f"The step of {name_of(model)} fails on fake tensors, which have shapes "
-            f"and no values: {type(error).__name__}: "
-            f"{next(iter(str(error).splitlines()), '').rstrip('.')}. Check the batch "
-            "and the loss; keep tensors on the CPU; shapes may depend on integers, and "
-            "not on values of real numbers. plan without a batch needs no step."
+            f"and no values: {first_line(error)}. Check the batch and the loss; keep "
+            "tensors on the CPU; shapes may not depend on values. plan without a batch "
+            "needs no step."
         ) from error
 
 
@@ -272,7 +244,6 @@ def _build(
     model: nn.Module | Callable[..., Any],
     units: Iterable[Any] | None,
     options: dict[str, Any],
-    values: FakeValues,
     mesh: DeviceMesh | None,
 ) -> tuple[nn.Module, Any]:
     """Return the sharded model, and the arguments of its forward, None if unknown."""
@@ -282,7 +253,7 @@ def _build(
         _check_plain(model)
         # Modules in ``units`` are those of ``model``, and names hold in the copy.
         names = unit_names(model, units)
-        module, batch = _copy(model, values), None
+        module, batch = _copy(model), None
     else:
         found = without_arguments(model, mesh if is_cut else None, name_of(model))()
         # A pair has the arguments of the forward, as for ``plan`` on the command line.
@@ -322,27 +293,17 @@ def _shard(
 
 def _check_plain(model: nn.Module) -> None:
     """Raise PlanError for a module with units or DTensors, which are of a world."""
-    if is_sharded(model):
-        raise PlanError(
-            "simulate got a module that is sharded over the ranks of a process "
-            "group. Pass a function that builds and shards the module."
-        )
     name = first_dtensor(model)
-    if name is not None:
+    if is_sharded(model) or name is not None:
+        what = "is sharded" if name is None else f"has a DTensor, {quoted(name)},"
         raise PlanError(
-            f"simulate got a module whose parameter {quoted(name)} is a DTensor, over "
-            "a mesh of other process groups than those of the step. Pass a function "
-            "that makes the mesh, the module and its DTensors; with "
+            f"simulate got a module that {what} over the ranks of a process group. "
+            "Pass a function that makes the mesh, the module and its units; with "
             "tensor_parallel_size the function gets a mesh."
         )
 
 
-def is_sharded(module: nn.Module) -> bool:
-    """Return whether a module in the tree of ``module`` is a unit."""
-    return any(True for _ in walk_states(module))
-
-
-def _copy(model: nn.Module, values: FakeValues) -> nn.Module:
+def _copy(model: nn.Module) -> nn.Module:
     """Return a copy of ``model`` whose tensors are fake."""
     memo: dict[int, Any] = {}
     for each in walk.modules(model):
@@ -351,20 +312,15 @@ def _copy(model: nn.Module, values: FakeValues) -> nn.Module:
         for tensor in [*own, *vars(each).values()]:
             # Tied parameters get a single copy.
             if isinstance(tensor, Tensor) and id(tensor) not in memo:
-                memo[id(tensor)] = _fake_like(tensor, values)
+                made = fake_like(tensor)
+                if isinstance(tensor, nn.Parameter):
+                    made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+                memo[id(tensor)] = made
     # ``deepcopy`` takes copies from ``memo``, so no values are copied.
     return copy.deepcopy(model, memo)
 
 
-def _fake_like(tensor: Tensor, values: FakeValues) -> Tensor:
-    """Return a fake tensor for ``tensor``; a parameter stays trainable or frozen."""
-    made = values.like(tensor)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(made, requires_grad=tensor.requires_grad)
-    return made
-
-
-def _inputs(batch: Any, values: FakeValues) -> tuple[Sequence[Any], Mapping[str, Any]]:
+def _inputs(batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """Return the arguments of the forward, with fake tensors."""
     if isinstance(batch, Tensor):
         batch = [batch]
@@ -374,7 +330,7 @@ def _inputs(batch: Any, values: FakeValues) -> tuple[Sequence[Any], Mapping[str,
             "simulate expects a batch: the arguments of the forward on a single rank, "
             "such as batch=torch.zeros(8, 1024, device='meta')."
         )
-    given = pytree.tree_map_only(Tensor, lambda t: _fake_like(t, values), batch)
+    given = pytree.tree_map_only(Tensor, fake_like, batch)
     return ((), given) if isinstance(given, Mapping) else (tuple(given), {})
 
 
@@ -394,34 +350,32 @@ def _optimizer(
     return _OPTIMIZERS[given](parameters, lr=1e-3, **form)
 
 
-def _run(
-    step: _Step, table: Timetable, after_backward: Callable[[], None] | None = None
-) -> None:
-    """Run a step."""
-    table.stage = "forward"
+def _run(step: _Step, clock: Clock, mark: Callable[[], None]) -> None:
+    """Run a step, and name its tensors while gradients exist."""
+    clock.stage = "forward"
+    # The output stays alive in the caller of a training step, as here.
     output = step.model(*step.inputs, **step.kwargs)
     loss = step.loss(output)
-    table.stage = "backward"
+    clock.stage = "backward"
     loss.backward()  # type: ignore[no-untyped-call]
-    # Gradients exist from here on until they are cleared.
-    if after_backward is not None:
-        after_backward()
+    mark()
     if step.max_norm is not None:
-        table.stage = "clip"
+        clock.stage = "clip"
         clip_grad_norm_(step.model, step.max_norm)
     if step.optimizer is not None:
-        table.stage = "optimizer step"
+        clock.stage = "optimizer step"
         step.optimizer.step()
+    # The states of the first step are new.
+    mark()
     # The module frees its gradients, as ``set_to_none`` is torch's default.
-    table.stage = "end of the step"
+    clock.stage = "end of the step"
     step.model.zero_grad()
 
 
 def _mark(step: _Step, log: MemoryLog, *, streams: bool) -> None:
     """Say of which kind the storages are that exist now."""
     # Later marks replace earlier ones, so the general ones come first.
-    inputs = pytree.tree_leaves((step.inputs, step.kwargs))
-    log.mark((t for t in inputs if isinstance(t, Tensor)), "activations")
+    log.mark(tensors_of((step.inputs, step.kwargs)), "activations")
     log.mark(step.model.buffers(), "buffers")
     log.mark(step.model.parameters(), "parameters")
     log.mark((p.grad for p in step.model.parameters()), "gradients")
@@ -435,8 +389,8 @@ def _mark(step: _Step, log: MemoryLog, *, streams: bool) -> None:
     if step.optimizer is not None:
         # States of offloaded parameters are beside them, in host memory.
         for parameter, found in step.optimizer.state.items():
-            tensors = [t for t in pytree.tree_leaves(found) if isinstance(t, Tensor)]
-            log.mark(tensors, "host" if id(parameter) in offloaded else "optimizer")
+            kind = "host" if id(parameter) in offloaded else "optimizer"
+            log.mark(tensors_of(found), kind)
 
 
 def _mark_region(region: FlatParameter, log: MemoryLog, *, on_host: bool) -> None:
@@ -444,8 +398,7 @@ def _mark_region(region: FlatParameter, log: MemoryLog, *, on_host: bool) -> Non
     log.mark([region.shard], "host" if on_host else "parameters")
     log.mark([region.gradient.shard], "host" if on_host else "gradients")
     if on_host:
-        log.mark((leaf.grad for leaf in region.leaves), "host")
-        log.mark(region.leaves, "host")
+        log.mark([*region.leaves, *(leaf.grad for leaf in region.leaves)], "host")
     # Without a buffer of its own, the full region is the shard.
     if region.full.is_cut:
         log.mark([region.full.buffer], "full")

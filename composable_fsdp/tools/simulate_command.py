@@ -12,30 +12,32 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp.naming import size_text
 from composable_fsdp.planning.options import UnitOptions
-from composable_fsdp.tools.chosen import unit_names
-from composable_fsdp.tools.command import BAD, Command, Report, bound, progress
+from composable_fsdp.tools.command import (
+    BAD,
+    Command,
+    Report,
+    UsageError,
+    bound,
+    option,
+)
 from composable_fsdp.tools.model_arguments import (
     MODEL_HELP,
-    add_model_arguments,
+    MODEL_OPTIONS,
     as_usage_errors,
     cast_model,
     chosen_of,
     job,
     options_of,
 )
+from composable_fsdp.tools.model_units import unit_names
 from composable_fsdp.tools.plan_models import (
     Model,
-    UsageError,
     inputs_for,
+    is_sharded,
     load_model,
     object_of,
 )
-from composable_fsdp.tools.simulate import (
-    DEVICE_TYPES,
-    OPTIMIZERS,
-    is_sharded,
-    simulate,
-)
+from composable_fsdp.tools.simulate import OPTIMIZERS, simulate
 from composable_fsdp.tools.simulation import Simulation
 from composable_fsdp.tools.tensor_parallel import without_arguments
 
@@ -43,7 +45,6 @@ _EPILOG = f"""\
 examples:
   python -m composable_fsdp simulate train:build_model --batch 4x2048 --world-size 64
   python -m composable_fsdp simulate config.json --batch 1x4096 --trace step.json
-  python -m composable_fsdp simulate train:with_batch --max-norm 1 --json
 
 The step runs on tensors that have shapes and no values. https://ui.perfetto.dev opens
 the file of --trace: a row of compute, a row of communication, and live bytes by kind.
@@ -54,42 +55,30 @@ exit status: 0 simulated; 1 the step needs more than --gpu-memory; 2 no step cou
 simulated, such as a wrong path or option
 """
 
-
-def _add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``simulate`` to its parser."""
-    # The usage line of argparse would list all options.
-    command.usage = "python -m composable_fsdp simulate MODEL --batch BxT [options]"
-    command.add_argument("model", metavar="MODEL", help="see below")
-    command.add_argument(
-        "--trace", type=Path, metavar="FILE", help="write a trace for Perfetto"
-    )
-    command.add_argument(
-        "--device-type",
-        choices=DEVICE_TYPES,
-        default="cuda",
-        help="order in which memory is allocated and freed (default: cuda)",
-    )
-    add_model_arguments(
-        command, fits="step", no_batch="the inputs that the function of MODEL returns"
-    )
-    training = command.add_argument_group("training")
-    training.add_argument(
+_OPTIONS = [
+    option("model", "see below", metavar="MODEL"),
+    option("--trace", "write a trace for Perfetto", type=Path, metavar="FILE"),
+    *MODEL_OPTIONS,
+    option(
         "--optimizer",
+        "the optimizer (default: adamw)",
+        group="training",
         choices=OPTIMIZERS,
         default="adamw",
-        help="the optimizer (default: adamw)",
-    )
-    training.add_argument(
-        "--max-norm", type=bound, metavar="X", help="clip gradients to this norm"
-    )
+    ),
+    option(
+        "--max-norm",
+        "clip gradients to this norm",
+        group="training",
+        type=bound,
+        metavar="X",
+    ),
+]
 
 
 def _run(given: argparse.Namespace) -> Report:
-    """Simulate the step, write the trace, and return the report.
-
-    Raises: UsageError, if no step can be simulated.
-    """
-    with as_usage_errors(), progress("simulating a step", wanted=not given.json):
+    """Simulate the step, write the trace, and return the report."""
+    with as_usage_errors():
         found = _simulate(given)
         # The trace is written before the report is printed, which names the file.
         if given.trace:
@@ -118,9 +107,10 @@ def _simulate(given: argparse.Namespace) -> Simulation:
                 "(model, arguments of its forward)."
             )
         cast_model(model, given)
-        policy, units, _ = chosen_of(model, given)
+        chosen, _ = chosen_of(model, given)
         # Names hold in the model of the step, too.
-        names = None if units is None else unit_names(model.module, units)
+        if "units" in chosen:
+            chosen["units"] = unit_names(model.module, chosen["units"])
         options = options_of(given)
         # ``simulate`` refuses options beside those of a function that shards; "error"
         # is the default of ``tied_params``, which is no option of a unit.
@@ -131,20 +121,16 @@ def _simulate(given: argparse.Namespace) -> Simulation:
                 for name, each in options.items()
                 if each != getattr(default, name, "error")
             }
-        # ``fully_shard`` selects modules itself if there is a policy.
-        if policy is not None:
-            options["policy"] = policy
     return simulate(
         model.module if mesh is None else _maker(given),
         world_size=given.world_size,
         batch=inputs,
-        units=names,
         loss=model.loss,
         shard_world_size=given.shard_world_size,
         tensor_parallel_size=given.tensor_parallel_size,
         optimizer=given.optimizer,
         max_norm=given.max_norm,
-        device_type=given.device_type,
+        **chosen,
         **options,
     )
 
@@ -180,7 +166,7 @@ def _show(found: Report) -> None:
 COMMAND = Command(
     "show memory, collectives and times of a training step, without GPUs",
     _EPILOG,
-    _add_arguments,
+    _OPTIONS,
     _run,
     _show,
     lambda found: 0 if found.get("fits", True) else BAD,

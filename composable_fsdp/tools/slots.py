@@ -5,8 +5,7 @@
     unit      root   block 0   block 1   block 2   block 3
     slot      0      1         2         1         2         (FULL_SHARD, BACKWARD_PRE)
 
-Two units may share a slot if they are never full at the same time. The slots follow
-from the plan, so they are equal on all ranks.
+Two units may share a slot if they are never full at the same time.
 """
 
 from __future__ import annotations
@@ -36,12 +35,10 @@ def slot_bytes(regions: Iterable[int]) -> int:
 def reduce_slots(
     sizes: Sequence[int], arenas: Sequence[Arena | None]
 ) -> tuple[tuple[Arena, int], ...]:
-    """Return the bytes of the slot for reductions of each arena that keeps one.
-
-    ``sizes`` are bytes of a slot per unit. A rank has one reduction in flight.
-    """
+    """Return the bytes of the slot for reductions of each arena that keeps one."""
     found: dict[Arena, int] = {}
-    # The largest: gradients of other units that wait (``no_sync``) lie elsewhere.
+    # The largest: one reduction is in flight, and gradients of other units that wait
+    # (``no_sync``) lie elsewhere.
     for nbytes, arena in zip(sizes, arenas, strict=True):
         if arena is not None and arena.reduce and nbytes:
             found[arena] = max(nbytes, found.get(arena, 0))
@@ -53,10 +50,7 @@ def assign_slots(
     arenas: Sequence[Arena | None],
     together: Collection[tuple[int, int]],
 ) -> tuple[Slot, ...]:
-    """Give each unit with an arena the first slot that no unit uses at the same time.
-
-    Returns: the slots, those of larger units first.
-    """
+    """Give each unit with an arena the first slot that is free while it is full."""
     found: list[list[int]] = []
     # A slot is as large as its first unit. Sorting is stable: units of equal bytes stay
     # in forward order.

@@ -7,149 +7,22 @@ The walk allocates and frees in the order of the runtime::
                k+1's reduction is finished | reduce buffer k, gradients move into it |
                k is reduced, and then freed
 
-With streams, the output of a hybrid unit lives until the reduction after next, because
-the all-reduce over the replicas is finished then.
-
 The result holds for a step in the steady state: every unit runs once, in the plan's
-order, every trainable parameter gets a gradient, and ``.grad`` was cleared before the
-step. Activations are not counted.
-
-The full parameters of units with an arena lie in slots, whose memory is there before
-and behind the step, too. The walk then runs twice: first to learn which units are full
-at the same time, and so may not share a slot.
+order, every trainable parameter gets a gradient, and ``.grad`` was cleared before.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 from composable_fsdp.config import Arena, BackwardPrefetch
+from composable_fsdp.naming import ROOT_NAME
+from composable_fsdp.tools.memory import Memory
 from composable_fsdp.tools.slots import Slot, assign_slots, reduce_slots
-
-
-class ReductionMemory(NamedTuple):
-    """Bytes of the buffers of a unit's reduction, and who takes part.
-
-    Args:
-        buffers: bytes of the reduce buffers.
-        output: bytes of the output, if the output is not the sharded gradient itself.
-        brief: bytes of temporary tensors of a communication hook, or of the cast of the
-            output before a copy to the host.
-        kept: bytes of sharded gradients on the device that the rank keeps until
-            ``zero_grad``.
-        sends: whether the reduction communicates, as more than one rank takes part.
-        replicates: whether an all-reduce over replicas follows a reduce-scatter.
-    """
-
-    buffers: int
-    output: int
-    brief: int
-    kept: int
-    sends: bool
-    replicates: bool
-
-
-class UnitMemory(NamedTuple):
-    """Bytes of a unit's buffers, and the facts that determine their lifetimes.
-
-    Args:
-        name: the unit's name, for messages.
-        parent: index of the enclosing unit; -1 for the root.
-        full: bytes of the full parameters, in the compute dtype.
-        wire: bytes of the encoded parameters, from the all-gather to the decoding.
-        scratch: bytes of temporary tensors of the encoding, or of a cast of offloaded
-            shards.
-        reduction: the buffers of the unit's reduction.
-        gradients: bytes of the gradients of all parameters, in the compute dtype.
-        early: bytes of the gradients that autograd produces before any gradient of a
-            nested unit.
-        in_backward: whether gradients flow through the unit.
-        fed: whether the unit's inputs need gradients, as a trainable unit precedes.
-        reshards: whether the unit is resharded after forward.
-        prefetch: when backward gathers the next unit.
-        gathers: whether unsharding needs an all-gather.
-        ahead: whether forward gathers the next unit ahead.
-        retiring_limit: number of resharded units whose memory may wait for the GPU.
-        slots: bytes of a slot for the full parameters, and of a slot for the reduce
-            buffers; count with ``arena``.
-        arena: the arena of the unit. Default None: ``full`` is allocated and freed.
-    """
-
-    name: str
-    parent: int
-    full: int
-    wire: int
-    scratch: int
-    reduction: ReductionMemory
-    gradients: int
-    early: int
-    in_backward: bool
-    fed: bool
-    reshards: bool
-    prefetch: BackwardPrefetch | None
-    gathers: bool
-    ahead: bool
-    retiring_limit: int
-    slots: tuple[int, int] = (0, 0)
-    arena: Arena | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PeakMemory:
-    """Bytes on a rank's compute device, at the moment of a step with the largest sum.
-
-    Args:
-        parameters: sharded parameters.
-        gradients: sharded gradients of the units whose backward has run.
-        full: full parameters that are unsharded, being gathered, or not freed yet.
-        reduce: reduce buffers, and temporary outputs of reductions.
-        in_flight: gradients from autograd that are not in a reduce buffer yet.
-        optimizer: optimizer states, if ``peak`` was called with ``optimizer_states``.
-        when: the moment, for a reader.
-    """
-
-    parameters: int
-    gradients: int
-    full: int
-    reduce: int
-    in_flight: int
-    optimizer: int
-    when: str
-
-    @property
-    def total(self) -> int:
-        """Sum of all bytes."""
-        return (
-            self.parameters
-            + self.gradients
-            + self.full
-            + self.reduce
-            + self.in_flight
-            + self.optimizer
-        )
-
-
-class Moment(NamedTuple):
-    """Bytes of the buffers that a step allocates and frees, at a moment of the step.
-
-    ``ahead`` is the part of ``full`` whose all-gather was issued ahead of its use.
-    """
-
-    full: int = 0
-    reduce: int = 0
-    in_flight: int = 0
-    gradients: int = 0
-    when: str = "between steps"
-    ahead: int = 0
-
-    @property
-    def total(self) -> int:
-        """Sum of all bytes."""
-        return self.full + self.reduce + self.in_flight + self.gradients
+from composable_fsdp.tools.unit_costs import UnitMemory
 
 
 class Event(NamedTuple):
@@ -161,14 +34,14 @@ class Event(NamedTuple):
         unit: index of the unit.
         is_entry: of ``COMPUTE`` of a unit with nested units: forward before them, or
             backward after them. True for a unit without nested units.
-        moment: bytes of the buffers.
+        memory: bytes of the buffers that a step allocates and frees.
     """
 
     kind: str
     phase: str
     unit: int
     is_entry: bool
-    moment: Moment
+    memory: Memory
 
 
 GATHER, COMPUTE, REDUCE, FREE = "all-gather", "compute", "reduce", "free"
@@ -178,7 +51,7 @@ GATHER, COMPUTE, REDUCE, FREE = "all-gather", "compute", "reduce", "free"
 class StepMemory(NamedTuple):
     """The memory of a step: the moment with most bytes, all operations, all slots."""
 
-    most: Moment
+    most: Memory
     events: tuple[Event, ...]
     slots: tuple[Slot, ...] = ()
     reduce_slots: tuple[tuple[Arena, int], ...] = ()
@@ -190,23 +63,23 @@ class StepMemory(NamedTuple):
         return sum(slot.nbytes for slot in self.slots), reductions
 
 
-_NO_SLOTS = StepMemory(Moment(), ())
+_NO_SLOTS = StepMemory(Memory(), ())
 
 
 def memory_of_step(units: Sequence[UnitMemory], *, streams: bool) -> StepMemory:
     """Return the moment at which the units' buffers take most bytes, and all others.
 
-    If ``streams`` is true, resharded units are freed late, as on CUDA. If false,
-    reshard frees at once, as on CPU.
+    With ``streams``, resharded units are freed late, as on CUDA; else at once.
     """
     if not any(unit.arena for unit in units):
         return _walk(_Step(units, streams=streams))
+    # Once to learn which units are full at the same time, and so share no slot.
     learning = _Step(units, streams=streams)
     _walk(learning)
     arenas = [unit.arena for unit in units]
     slots = assign_slots([unit.slots[0] for unit in units], arenas, learning.together)
     reductions = reduce_slots([unit.slots[1] for unit in units], arenas)
-    found = StepMemory(Moment(), (), slots, reductions)
+    found = StepMemory(Memory(), (), slots, reductions)
     return _walk(_Step(units, streams=streams, kept=found))
 
 
@@ -227,7 +100,7 @@ def _walk(step: _Step) -> StepMemory:
     for index, enters in events:
         if enters:
             step.unshard(index, "forward")
-            if units[index].ahead and index in following:
+            if units[index].plan.options.forward_prefetch and index in following:
                 step.unshard_ahead(following[index])
             step.tell(COMPUTE, index)
             continue
@@ -269,10 +142,7 @@ def _events(units: Sequence[UnitMemory]) -> list[tuple[int, bool]]:
 
 
 class _Step:
-    """The bytes that are allocated at a moment of the step.
-
-    The methods do to integers the same as the runtime does to buffers.
-    """
+    """The bytes that are allocated; methods do to them what the runtime does."""
 
     def __init__(
         self,
@@ -286,7 +156,7 @@ class _Step:
         in_slots = {index for slot in kept.slots for index in slot.units}
         self.sizes = [0 if i in in_slots else u.full for i, u in enumerate(units)]
         arenas = {arena for arena, _ in kept.reduce_slots}
-        self.reduces = [0 if u.arena in arenas else u.reduction.buffers for u in units]
+        self.reduces = [0 if u.arena in arenas else u.buffers for u in units]
         # Pairs of units that are full at the same time.
         self.together: set[tuple[int, int]] = set()
         # Units with memory for full parameters. ``retiring`` holds the resharded units
@@ -303,14 +173,14 @@ class _Step:
         self.replicated = self.replicating = 0
         # Units whose all-gather was issued ahead, until their own forward or backward.
         self.ahead: set[int] = set()
-        self.most = Moment(self.full, self.reduce)
+        self.most = Memory(full=self.full, reduce=self.reduce)
         self.phase = "forward"
         self.told: list[Event] = []
 
     def _note(self, kind: str, when: str, index: int, gradients: int = 0) -> None:
         """Add an event; keep its moment, if no earlier moment had as many bytes."""
         self.tell(kind, index, when=when, gradients=gradients)
-        now = self.told[-1].moment
+        now = self.told[-1].memory
         if now.total > self.most.total:
             self.most = now
 
@@ -324,15 +194,16 @@ class _Step:
         gradients: int = 0,
     ) -> None:
         """Add an event with the present bytes."""
-        moment = Moment(
-            self.full,
-            self.reduce,
-            self.early + gradients,
-            self.reduced,
-            f"{when or self.phase} of {self.units[index].name}",
-            sum(self.units[each].full for each in self.ahead),
+        ahead = sum(self.units[each].full for each in self.ahead)
+        memory = Memory(
+            gradients=self.reduced,
+            full=self.full - ahead,
+            ahead=ahead,
+            reduce=self.reduce,
+            in_flight=self.early + gradients,
+            when=f"{when or self.phase} of {self.units[index].plan.fqn or ROOT_NAME}",
         )
-        self.told.append(Event(kind, self.phase, index, is_entry, moment))
+        self.told.append(Event(kind, self.phase, index, is_entry, memory))
 
     def _is_full(self, index: int) -> bool:
         """Return whether unit ``index`` is unsharded."""
@@ -411,10 +282,14 @@ class _Step:
         unit = self.units[index]
         # Without prefetch, the runtime finishes the reduction in flight before the
         # all-gather, so that the reduce buffer is free.
-        if unit.prefetch is None and unit.full and not self._is_full(index):
+        if (
+            unit.plan.options.backward_prefetch is None
+            and unit.full
+            and not self._is_full(index)
+        ):
             self._finish_reduction()
         self.unshard(index, "backward")
-        ahead = unit.prefetch is BackwardPrefetch.BACKWARD_PRE
+        ahead = unit.plan.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
         if ahead and before is not None:
             self.unshard(before, "backward", ahead=True)
         self.early += unit.early
@@ -429,31 +304,30 @@ class _Step:
         if unit.parent >= 0 and unit.fed:
             self.reshard(index)
             self._make_room(index)
-        behind = unit.prefetch is BackwardPrefetch.BACKWARD_POST
+        behind = unit.plan.options.backward_prefetch is BackwardPrefetch.BACKWARD_POST
         if behind and before is not None:
             # The gradients wait for the reduction, which follows the all-gather.
             self.early += unit.gradients
             self.unshard(before, "backward", ahead=True)
             self.early -= unit.gradients
-        if unit.reduction.buffers:
+        if unit.buffers:
             self._reduce(index)
 
     def _reduce(self, index: int) -> None:
         """Reduce unit ``index``, after the previous reduction is finished."""
         unit = self.units[index]
-        made = unit.reduction
         # The previous reduction is finished and freed before this buffer is allocated.
         self._finish_reduction()
         self.reduce += self.reduces[index]
         self._note(REDUCE, "reduction", index, unit.gradients)
-        self.reduce += made.output + made.brief
-        self.reduced += made.kept
+        self.reduce += unit.output + unit.brief
+        self.reduced += unit.kept
         self._note(REDUCE, "reduction", index)
-        self.reduce -= made.brief
-        self.reducing = self.reduces[index] + made.output
-        self.replicated = made.output if self.streams and made.replicates else 0
+        self.reduce -= unit.brief
+        self.reducing = self.reduces[index] + unit.output
+        self.replicated = unit.output if self.streams and unit.replicates else 0
         # A reduction of a single rank on CPU is finished at once.
-        if not self.streams and not made.sends:
+        if not self.streams and not unit.sends:
             self._finish_reduction()
 
     def _finish_reduction(self) -> None:

@@ -1,12 +1,8 @@
-"""``StorageMode``: follows the storages that operations meet, from first use to end.
+"""``StorageLog``: follows the storages that operations meet, from first use to end.
 
 A storage may be allocated before its kind is known (a gradient is any tensor until a
-parameter shows it), so changes refer to blocks, and blocks are named later::
-
-    operation --> block, +bytes          the storage died --> block, -bytes
-    mark(tensors, "gradients") --> block.kind
-
-Memory that a kernel allocates and frees itself is not seen.
+parameter shows it), so changes refer to blocks, and blocks are named later. Memory that
+a kernel allocates and frees itself is not seen.
 """
 
 from __future__ import annotations
@@ -14,18 +10,18 @@ from __future__ import annotations
 import weakref
 from abc import abstractmethod
 from collections.abc import Iterable
+from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from composable_fsdp.tools.fake_world import is_wrapper
+from composable_fsdp.tools.simulated_world import replaced_here, tensors_of
 
-def is_wrapper(kind: type) -> bool:
-    """Return whether tensors of the class ``kind`` wrap others, as a DTensor does."""
-    return hasattr(kind, "__tensor_flatten__")
+Log = TypeVar("Log", bound="StorageLog")
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:
@@ -33,10 +29,9 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
     if not is_wrapper(type(tensor)):
         return [tensor]
     wrapper: Any = tensor
-    # The protocol by which torch takes wrappers apart.
+    # The protocol by which torch takes wrappers apart. A DTensor names its mesh, too.
     names, _ = wrapper.__tensor_flatten__()
     found = [getattr(wrapper, name) for name in names]
-    # A DTensor names its mesh, too.
     return [p for each in found if isinstance(each, Tensor) for p in parts_of(each)]
 
 
@@ -50,22 +45,32 @@ class Block:
         self.link: weakref.ref[torch.UntypedStorage] | None = None
 
 
-class StorageMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types
+class Change(NamedTuple):
+    """A block has ``more`` bytes than before, at a place of the step."""
+
+    block: Block
+    more: int
+    at: Any
+
+
+class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types
     """Follows the storages of all operations in the block."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._blocks: dict[int, Block] = {}
+        self.changes: list[Change] = []
+        self.blocks: dict[int, Block] = {}
+        self._stack = ExitStack()
 
     @abstractmethod
-    def _new_kind(self) -> str:
+    def new_kind(self) -> str:
         """Return the kind of a block that is met first now."""
 
     @abstractmethod
-    def _note(self, block: Block, more: int) -> None:
-        """Note that ``block`` has ``more`` bytes than before."""
+    def here(self) -> Any:
+        """Return the place of the step, for a change."""
 
-    def _ran(
+    def ran(
         self, func: Any, args: Any, kwargs: Any, result: Any, tensors: list[Tensor]
     ) -> None:
         """Take note of an operation, before its storages are met; default: nothing."""
@@ -79,13 +84,9 @@ class StorageMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
             return NotImplemented
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        tensors = [
-            each
-            for each in pytree.tree_leaves((args, kwargs, result))
-            # A wrapper has no memory of its own.
-            if isinstance(each, Tensor) and not is_wrapper(type(each))
-        ]
-        self._ran(func, args, kwargs, result, tensors)
+        given = tensors_of((args, kwargs, result))
+        tensors = [each for each in given if not is_wrapper(type(each))]
+        self.ran(func, args, kwargs, result, tensors)
         # A tensor on meta has no memory on any device.
         for tensor in tensors:
             if tensor.device.type != "meta":
@@ -97,11 +98,11 @@ class StorageMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
         storage = tensor.untyped_storage()
         # An address may be used again by a later storage; the link tells.
         key = storage._cdata
-        block = self._blocks.get(key)
+        block = self.blocks.get(key)
         if block is None or block.link is None or block.link() is None:
-            block = Block(self._new_kind())
+            block = Block(self.new_kind())
             block.link = weakref.ref(storage, partial(self._forget, key, block))
-            self._blocks[key] = block
+            self.blocks[key] = block
         self._change(block, storage.nbytes())
         return block
 
@@ -109,20 +110,40 @@ class StorageMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
         """Note that a storage is freed."""
         self._change(block, 0)
         # A later storage may be at the same address already.
-        if self._blocks.get(key) is block:
-            del self._blocks[key]
+        if self.blocks.get(key) is block:
+            del self.blocks[key]
 
     def _change(self, block: Block, nbytes: int) -> None:
         """Note the size of a block, if it has changed."""
         more = nbytes - block.nbytes
-        # Most operations meet storages that are known, and change none.
         if more:
             block.nbytes = nbytes
-            self._note(block, more)
+            self.changes.append(Change(block, more, self.here()))
 
     def mark(self, tensors: Iterable[Tensor | None], kind: str) -> None:
         """Say of which kind the storages of ``tensors`` are, also in hindsight."""
         for tensor in tensors:
             for part in () if tensor is None else parts_of(tensor):
-                # Changes refer to the block, so earlier changes get the kind, too.
                 self._meet(part).kind = kind
+
+    def __enter__(self: Log) -> Log:
+        plain = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
+            result = plain(storage, nbytes)
+            # A storage that no operation has met is none of the step.
+            block = self.blocks.get(storage._cdata)
+            if block is not None:
+                self._change(block, nbytes)
+            return result
+
+        # A resize is no operation of torch's dispatcher.
+        self._stack.enter_context(
+            replaced_here(torch.UntypedStorage, "resize_", resize_)
+        )
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
+        self._stack.close()

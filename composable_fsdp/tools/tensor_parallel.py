@@ -21,14 +21,6 @@ from composable_fsdp.errors import PlanError
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.dtensors import is_dtensor
 
-MESH = ("mesh", "device_mesh")
-"""Names of an argument that is the mesh, also if the argument has a default."""
-
-_WAY_OUT = (
-    'Let the function take the mesh and call parallelize_module(model, mesh["tp"], '
-    "{...}) on its model"
-)
-
 
 def check_sizes(
     world_size: int,
@@ -63,9 +55,8 @@ def check_sizes(
 def job_mesh(
     world_size: int, shard_world_size: int | None, tensor_parallel_size: int | None
 ) -> DeviceMesh:
-    """Return the mesh of all ranks of the default group, after ``check_sizes``.
+    """Return the mesh of all ranks, with "tp" last, after ``check_sizes``.
 
-    Returns: a mesh whose last dimension is "tp", if ``tensor_parallel_size`` is given.
     Collective: the creation of the process groups of the mesh.
     """
     sizes, names = [world_size // (tensor_parallel_size or 1)], ["dp"]
@@ -93,40 +84,29 @@ def without_arguments(
 ) -> Callable[[], Any]:
     """Return ``function`` without arguments, with the mesh if it takes a mesh.
 
-    Returns: a function without arguments.
     Raises: PlanError, for a function with other arguments, or of a mesh without a mesh.
     """
-    needed, given = _arguments(function)
-    # A single argument without default is the mesh, whatever its name.
-    names = needed or [each for each in given if each in MESH]
-    if len(needed) > 1:
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    # Some classes of C have no signature; the call tells.
+    except (TypeError, ValueError):
+        parameters = []
+    # ``*args`` and ``**kwargs`` may be empty.
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    given = {p.name: p.default for p in parameters if p.kind not in optional}
+    needed = [each for each in given if given[each] is inspect.Parameter.empty]
+    if len(needed) > 1 or (needed and mesh is None):
+        way = f'; or pass {option}, and the argument is the mesh ("dp", "tp")'
         raise PlanError(
             f"{name} needs arguments: {', '.join(needed)}. Write a function without "
-            "arguments that calls it, and pass that function."
+            "arguments that calls it, and pass that function"
+            f"{way if len(needed) == 1 else ''}."
         )
-    if needed and mesh is None:
-        raise PlanError(
-            f"{name} needs arguments: {needed[0]}. Write a function without arguments "
-            f"that calls it, and pass that function; or pass {option}, and the "
-            'argument is the mesh ("dp", "tp").'
-        )
+    # A single argument without default is the mesh, whatever its name.
+    names = needed or [each for each in given if each in ("mesh", "device_mesh")]
     if mesh is None or not names:
         return function
     return partial(function, **{names[0]: mesh})
-
-
-def _arguments(function: Callable[..., Any]) -> tuple[list[str], list[str]]:
-    """Return the names of the arguments without defaults, and of all arguments."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    # Some classes of C have no signature; the call tells.
-    except (TypeError, ValueError):
-        return [], []
-    # ``*args`` and ``**kwargs`` may be empty.
-    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    given = [p for p in parameters if p.kind not in optional]
-    needed = [p.name for p in given if p.default is inspect.Parameter.empty]
-    return needed, [p.name for p in given]
 
 
 def name_of(model: object) -> str:
@@ -135,16 +115,15 @@ def name_of(model: object) -> str:
 
 
 def check_cut(module: nn.Module, mesh: DeviceMesh, name: str) -> None:
-    """Raise PlanError, if the dimension ``tp`` of ``mesh`` cuts nothing of ``module``.
-
-    Raises: PlanError, if no parameter is a DTensor.
-    """
+    """Raise PlanError, if ``mesh["tp"]`` cuts nothing of ``module``."""
     # On a single rank there is nothing to cut.
     if mesh["tp"].size() > 1 and first_dtensor(module) is None:
         raise PlanError(
             f"{name} returned a {type(module).__name__} none of whose parameters is a "
             f"DTensor, so tensor_parallel_size={mesh['tp'].size()} would leave ranks "
-            f"with the same work. {_WAY_OUT}, or leave tensor_parallel_size out."
+            f"with the same work. Let the function take the mesh and call "
+            'parallelize_module(model, mesh["tp"], {...}) on its model, or leave '
+            "tensor_parallel_size out."
         )
 
 

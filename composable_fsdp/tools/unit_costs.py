@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
 from operator import add
+from typing import NamedTuple
 
 from composable_fsdp.features.comm_hooks.int8_exchange import (
     Int8Exchange,
     int8_exchange,
 )
-from composable_fsdp.naming import ROOT_NAME
 from composable_fsdp.planning.options import RETIRING_LIMIT, RETIRING_UNLIMITED
 from composable_fsdp.planning.unit_plan import UnitPlan
 from composable_fsdp.tools.slots import slot_bytes
-from composable_fsdp.tools.step_memory import ReductionMemory, UnitMemory
 
 
-@dataclass(frozen=True, slots=True)
-class Traffic:
+class Traffic(NamedTuple):
     """Collectives of a training step and their bytes, per rank.
 
     Regions whose collectives are issued together count as a single call. Bytes are
@@ -35,16 +32,85 @@ class Traffic:
     all_to_all_calls: int = 0
     all_to_all_bytes: int = 0
 
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(*map(add, astuple(self), astuple(other)))
+    def __add__(self, other: tuple[int, ...]) -> Traffic:  # type: ignore[override]
+        """Return the sum by field, where a tuple would be appended."""
+        return Traffic(*map(add, self, other))
+
+    def by_op(self) -> dict[str, tuple[int, int]]:
+        """Return calls and bytes by kind of collective."""
+        names = [name.removesuffix("_calls") for name in self._fields[::2]]
+        return dict(zip(names, zip(self[::2], self[1::2], strict=True), strict=True))
+
+
+class UnitMemory:
+    """Bytes of a unit's buffers, and the facts that determine their lifetimes.
+
+    Args:
+        unit: the plan of the unit.
+        parent: index of the enclosing unit; -1 for the root.
+        in_backward: whether gradients flow through the unit.
+        fed: whether the inputs need gradients, as a trainable unit precedes.
+        on_host: whether shards are in host memory, which is not the device's.
+    """
+
+    def __init__(
+        self,
+        unit: UnitPlan,
+        *,
+        parent: int,
+        in_backward: bool,
+        fed: bool,
+        on_host: bool,
+    ) -> None:
+        self.plan, self.parent = unit, parent
+        self.in_backward, self.fed = in_backward, fed
+        options = unit.options
+        self.arena = options.arena
+        self.reshards = options.reshard_after_forward and parent >= 0
+        self.full, self.wire = unit.full_bytes, unit.wire_bytes
+        # Whether unsharding needs an all-gather.
+        self.gathers = unit.shard_world_size > 1 and unit.full_bytes > 0
+        # Temporaries of the encoding, or of a cast of offloaded shards. Regions are
+        # encoded, or copied and cast, in turn; the device casts what was copied.
+        self.scratch = max(
+            (
+                r.wire_scratch + on_host * r.shard_numel * r.dtype.itemsize
+                for r, d in unit.with_dtypes
+                if r.wire or d.compute != r.dtype or r.is_strided
+            ),
+            default=0,
+        )
+        # Reduce buffers; the output, if it is not the sharded gradient itself; and
+        # temporaries of a hook, or of a cast before a copy to the host.
+        self.buffers = unit.reduce_bytes
+        self.output, self.brief = _output(unit), _brief(unit, on_host=on_host)
+        # Sharded gradients that stay until ``zero_grad``; offloaded ones have host
+        # memory of their own permanently.
+        self.kept = 0 if unit.is_offloaded else unit.gradient_bytes
+        self.sends = unit.shard_world_size * unit.replicas > 1
+        self.replicates = unit.shard_world_size > 1 and unit.replicas > 1
+        gradients = {
+            slot.index: slot.numel * d.compute.itemsize
+            for r, d in unit.reduced
+            for slot in r.parameters
+        }
+        self.gradients = sum(gradients.values())
+        # Gradients that autograd makes before any of a nested unit: that of the
+        # parameter which forward uses first, the first of the unit, comes last. That of
+        # a tied parameter is summed from the last use in forward on.
+        last = min(gradients, default=0)
+        tied = {s.index for r in unit.regions for s in r.parameters if s.fqns[1:]}
+        self.early = self.gradients - (0 if last in tied else gradients.get(last, 0))
+        # Resharded units whose memory may wait for the GPU.
+        limited = options.limit_all_gathers
+        self.retiring_limit = RETIRING_LIMIT if limited else RETIRING_UNLIMITED
+        # Bytes of slots of an arena for full parameters and for reductions.
+        sizes = [r.padded_numel * d.reduce.itemsize for r, d in unit.reduced]
+        self.slots = slot_bytes(unit.full_regions), slot_bytes(sizes)
 
 
 def traffic_of(unit: UnitPlan, *, is_root: bool, in_backward: bool) -> Traffic:
-    """Return the collectives of a forward and a backward in the steady state.
-
-    ``is_root`` tells whether the unit is the root, ``in_backward`` whether
-    gradients flow through the unit.
-    """
+    """Return the collectives of a forward and a backward in the steady state."""
     # The all-gather sends the compute dtype, to which shards are cast before, or
     # the bytes of a wire format.
     gathered = sum(
@@ -64,11 +130,11 @@ def traffic_of(unit: UnitPlan, *, is_root: bool, in_backward: bool) -> Traffic:
         # A resharded unit is gathered a second time in backward. The root stays
         # unsharded between forward and backward.
         again = unit.options.reshard_after_forward and not is_root and in_backward
-        total += Traffic(1 + again, gathered * (1 + again))
+        times = 1 + again
+        total += Traffic(times, gathered * times)
         if not unit.int8_gradients:
             total += Traffic(reduce_scatter_calls=dtypes, reduce_scatter_bytes=nbytes)
         # A float32 per matrix, before each all-gather.
-        times = 1 + again
         total += Traffic(
             all_reduce_calls=len(scaled) * times,
             all_reduce_bytes=4 * sum(scaled) * times,
@@ -86,85 +152,24 @@ def traffic_of(unit: UnitPlan, *, is_root: bool, in_backward: bool) -> Traffic:
     return total
 
 
-def memory_of(
-    unit: UnitPlan, *, parent: int, in_backward: bool, fed: bool, on_host: bool
-) -> UnitMemory:
-    """Return the bytes of this unit's buffers, as the input of ``memory_of_step``.
-
-    Returns: the bytes by kind, and the facts that determine the lifetimes.
-    """
-    gradients = {
-        slot.index: slot.numel * d.compute.itemsize
+def _output(unit: UnitPlan) -> int:
+    """Return the bytes of the output of a reduction, before a cast or a copy."""
+    # With equal dtypes and without offload, the reduction writes into the sharded
+    # gradient itself.
+    return sum(
+        r.shard_numel * d.reduce.itemsize
         for r, d in unit.reduced
-        for slot in r.parameters
-    }
-    total = sum(gradients.values())
-    # The parameter that comes first in the unit counts as the first used in
-    # forward.
-    last = min(gradients, default=0)
-    # A parameter with several names is tied.
-    tied = {s.index for r in unit.regions for s in r.parameters if s.fqns[1:]}
-    options = unit.options
-    limited = options.limit_all_gathers
-    return UnitMemory(
-        name=unit.fqn or ROOT_NAME,
-        parent=parent,
-        full=unit.full_bytes,
-        wire=unit.wire_bytes,
-        # Regions are encoded, or copied and cast, in turn. The device casts, so an
-        # offloaded shard is copied first.
-        scratch=max(
-            (
-                r.wire_scratch + on_host * r.shard_numel * r.dtype.itemsize
-                for r, d in unit.with_dtypes
-                if r.wire or d.compute != r.dtype or r.is_strided
-            ),
-            default=0,
-        ),
-        reduction=_reduction(unit, on_host=on_host),
-        gradients=total,
-        # Backward produces the gradient of the parameter that forward uses first as
-        # the last. The gradient of a tied parameter is summed from the last use in
-        # forward on, so the memory exists from the start of the unit's backward.
-        early=total - (0 if last in tied else gradients.get(last, 0)),
-        in_backward=in_backward,
-        fed=fed,
-        reshards=options.reshard_after_forward and parent >= 0,
-        prefetch=options.backward_prefetch,
-        gathers=unit.shard_world_size > 1 and unit.full_bytes > 0,
-        ahead=options.forward_prefetch,
-        retiring_limit=RETIRING_LIMIT if limited else RETIRING_UNLIMITED,
-        slots=(
-            slot_bytes(unit.full_regions),
-            slot_bytes([r.padded_numel * d.reduce.itemsize for r, d in unit.reduced]),
-        ),
-        arena=options.arena,
+        if d.reduce != d.gradient or unit.is_offloaded or unit.int8_gradients
     )
 
 
-def _reduction(unit: UnitPlan, *, on_host: bool) -> ReductionMemory:
-    """Return the bytes of the buffers of this unit's reduction."""
+def _brief(unit: UnitPlan, *, on_host: bool) -> int:
+    """Return the bytes of temporaries of a reduction."""
+    # Before a gradient is copied to the host, the device casts. Regions are exchanged,
+    # or copied, in turn.
     casts = [(r, d) for r, d in unit.reduced if d.reduce != d.gradient]
-    # Before a gradient is copied to the host, the device casts.
     landing = [on_host * r.shard_numel * d.gradient.itemsize for r, d in casts]
-    # Regions are exchanged, or copied, in turn.
-    brief = [*landing, *(each.scratch for each in _exchanges(unit))]
-    return ReductionMemory(
-        buffers=unit.reduce_bytes,
-        # With equal dtypes and without offload, the reduction writes into the
-        # sharded gradient itself. Otherwise a temporary buffer receives the output,
-        # before the cast or the copy to the host.
-        output=sum(
-            r.shard_numel * d.reduce.itemsize
-            for r, d in unit.reduced
-            if d.reduce != d.gradient or unit.is_offloaded or unit.int8_gradients
-        ),
-        brief=max(brief, default=0),
-        # Offloaded gradients have host memory of their own permanently.
-        kept=0 if unit.is_offloaded else unit.gradient_bytes,
-        sends=unit.shard_world_size * unit.replicas > 1,
-        replicates=unit.shard_world_size > 1 and unit.replicas > 1,
-    )
+    return max([*landing, *(each.scratch for each in _exchanges(unit))], default=0)
 
 
 def _exchanges(unit: UnitPlan) -> list[Int8Exchange]:

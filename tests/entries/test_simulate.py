@@ -252,6 +252,10 @@ def test_a_process_group_of_the_program_is_left_alone() -> None:
         ({"model": sharded}, "units or options of fully_shard"),
         ({"model": lambda: 3}, "returns a module.*got a int"),
         ({"loss": lambda output: 1 / 0}, "ZeroDivisionError: division by zero"),
+        (
+            {"loss": lambda output: output[output > 0].sum()},
+            "shapes may not depend on values",
+        ),
     ],
 )
 def test_a_wrong_argument_is_named(options: dict[str, Any], message: str) -> None:

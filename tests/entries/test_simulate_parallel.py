@@ -1,4 +1,4 @@
-"""A simulated step of a model with tensor or expert parallelism is the real one."""
+"""A simulated step of a model with tensor parallelism is the real one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -41,7 +40,7 @@ from composable_fsdp.errors import PlanError
 from composable_fsdp.features import recent_operations
 from composable_fsdp.tools import Simulation
 from composable_fsdp.tools.unit_costs import Traffic
-from tests.parallel import experts, models
+from tests.parallel import models
 from tests.support.memory import LiveBytes
 from tests.support.reference import backward
 from tests.support.world import World, fake_world, ranks
@@ -131,7 +130,7 @@ class Sent(NamedTuple):
 
 
 class Functional(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types
-    """Notes the functional collectives and exchanges of the model itself."""
+    """Notes the functional collectives of the model itself."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -151,12 +150,10 @@ class Functional(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch h
             whole = result if op == "all_gather" else args[0]
             nbytes = sum(t.nbytes for t in pytree.tree_leaves(whole))
             self.sent.append(Sent(when, op, nbytes))
-        if name.startswith("c10d::alltoall_base"):
-            self.sent.append(Sent(when, "all_to_all", args[1].nbytes))
         return result
 
 
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 def real_step(
@@ -231,8 +228,6 @@ def checkpointed() -> Text:
     "make",
     [
         partial(sharded, 2, 2),
-        partial(sharded, 2, 2, sequence=False),
-        partial(sharded, 1, 4),
         partial(sharded, 4, 1, sequence=False),
         checkpointed,
     ],
@@ -252,7 +247,6 @@ def test_a_tensor_parallel_step_is_the_real_one(make: Callable[[], Text]) -> Non
     [
         (2, 2, "cpu", "sgd", {}),
         (256, 8, "cuda", "adamw-fused", {}),
-        (1, 4, "cuda", "adamw", {}),
         (8, 4, "cuda", "adamw", {"mixed_precision": LOW}),
     ],
 )
@@ -324,7 +318,6 @@ def test_the_function_gets_the_mesh_of_the_job() -> None:
     ("options", "message"),
     [
         ({"tensor_parallel_size": 3}, "divides world_size=8, got 3"),
-        ({"tensor_parallel_size": 0}, "divides world_size=8, got 0"),
         ({"tensor_parallel_size": True}, "divides world_size=8, got True"),
         (
             {"shard_world_size": 8},
@@ -333,7 +326,6 @@ def test_the_function_gets_the_mesh_of_the_job() -> None:
         ({"model": Text()}, "expects a function that makes the model, and got a Text"),
         ({"model": Text}, "none of whose parameters is a DTensor.*parallelize_module"),
         ({"tensor_parallel_size": None}, "needs arguments: mesh.*tensor_parallel_size"),
-        ({"model": lambda mesh, width: None}, "needs arguments: mesh, width"),
         ({"model": lambda mesh: mesh}, "returns a module.*got a DeviceMesh"),
     ],
 )
@@ -343,46 +335,3 @@ def test_a_wrong_mesh_is_named(options: dict[str, Any], message: str) -> None:
 
     with pytest.raises(PlanError, match=message):
         run(given.pop("model", parallel), 8, **given)
-
-
-def wide(recipe: experts.Recipe) -> nn.Module:
-    """Experts over a mesh ``(edp, ep)``, whose tokens are spread evenly."""
-    mesh = init_device_mesh(
-        "cpu",
-        (dist.get_world_size() // recipe.ep, recipe.ep),
-        mesh_dim_names=("edp", "ep"),
-    )
-    model = recipe.sharded(mesh["ep"], mesh["edp"], mesh._flatten("dp"))
-    for layer in experts.layers_of(model):
-        layer.router.register_forward_hook(partial(_spread, recipe))
-    return model
-
-
-def _spread(
-    recipe: experts.Recipe, module: nn.Module, args: Any, out: Tensor
-) -> Tensor:
-    """Let each row take the next experts, as simulated routers do."""
-    rows, number = out.shape
-    places = torch.arange(rows * recipe.top).view(rows, -1) % number
-    return out * 0 + torch.zeros(rows, number).scatter(
-        1, places, torch.arange(recipe.top, 0.0, -1).expand(rows, -1)
-    )
-
-
-@pytest.mark.few(1)
-@pytest.mark.req("N-02")
-@pytest.mark.parametrize("listed", [False, True])
-@pytest.mark.parametrize("ep", [2, 4])
-def test_an_expert_parallel_step_is_the_real_one(ep: int, *, listed: bool) -> None:
-    """Exchanges of tokens with their bytes, units over fewer ranks, and the peak."""
-    make = partial(wide, experts.Recipe(experts=8, ep=ep, listed=listed, shared=True))
-
-    real = ranks(4).run(real_step, make, mean, experts.batch(0, 0))[0]
-
-    assert sum(op == "all_to_all" for op, _ in real[1]) >= 10
-    assert_same(run(make, 4, batch=experts.batch(0, 0), loss=mean), real)
-
-
-def mean(output: Tensor) -> Tensor:
-    """A loss."""
-    return output.square().mean()

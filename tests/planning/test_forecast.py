@@ -177,17 +177,18 @@ def test_what_would_make_it_fit_does() -> None:
     single = fit(found, forecast(low).total)
     several = fit(found, 1_000_000)
 
-    assert enough.fits
-    assert enough.changes == ()
-    by_text = {change.text: change for change in single.changes}
-    assert not single.fits
-    assert by_text["mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)"].fits
-    assert by_text["strategy=FULL_SHARD"].total < found.total
+    assert enough["fits"]
+    assert enough["changes"] == []
+    by_text = {change["change"]: change for change in single["changes"]}
+    assert not single["fits"]
+    low_precision = "mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)"
+    assert by_text[low_precision]["fits"]
+    assert by_text["strategy=FULL_SHARD"]["bytes"] < found.total
     assert not any(" and " in text for text in by_text)
-    sets = [change for change in several.changes if " and " in change.text]
+    sets = [each for each in several["changes"] if " and " in each["change"]]
     assert sets
-    assert all(change.fits and change.total <= 1_000_000 for change in sets)
-    assert re.search(r"mixed_precision=.* and cpu_offload", sets[0].text)
+    assert all(each["fits"] and each["bytes"] <= 1_000_000 for each in sets)
+    assert re.search(r"mixed_precision=.* and cpu_offload", sets[0]["change"])
 
 
 class Work(nn.Module):
@@ -214,12 +215,6 @@ def test_activations_are_what_forward_saves_for_backward() -> None:
     found = measure_activations(model, planned, [torch.zeros(5, 32)])
 
     row = 5 * 32 * 4
-    # The root saves its input, the block's output and the result of exp; the block
-    # its input and the output of the ReLU.
-    assert found.units[""].before == row
-    assert found.units[""].after == 2 * row
-    assert found.units["block"].before == 2 * row
-    assert found.units["block"].inputs == row
     assert found.batch == "5x32"
 
     plain, with_, again = (
@@ -227,13 +222,15 @@ def test_activations_are_what_forward_saves_for_backward() -> None:
         for a in (None, found, found.with_checkpointing())
     )
     extra = [b.memory.total - a.memory.total for a, b in zip(plain, with_, strict=True)]
-    assert max(b.memory.activations for b in with_) == 5 * row
+    # The root saves its input, the block's output and the result of exp; the block
+    # its input and the output of the ReLU, of which checkpointing keeps the input. The
+    # loss and its gradient are scalars.
+    kept = [[b.memory.activations for b in each] for each in (with_, again)]
+    assert [max(each) for each in kept] == [5 * row + 8, 4 * row + 8]
     # Backward of exp: a loss and its gradient, which are scalars, the gradient of the
     # layer's output, and that of its input.
     assert max(extra) == 5 * row + 2 * 4 + 2 * row
     assert extra[-1] == 0
-    kept = [b.memory.activations for b in again]
-    assert max(kept) == 5 * row + row - 2 * row + row - row
     assert all(m.memory.total == sum(m.memory.by_kind().values()) for m in with_)
 
 
@@ -246,8 +243,7 @@ def test_the_peak_with_activations_is_that_of_a_step(
 ) -> None:
     """Counted op by op, with activations that are up to half of the peak.
 
-    Memory inside of operations is not predicted. Checkpointing is computed from the
-    step without checkpointing, and so less exactly.
+    Memory inside of operations is not predicted.
     """
     tokens = torch.zeros(*batch, dtype=torch.long)
     with fake_world(8):
@@ -276,4 +272,4 @@ def test_the_peak_with_activations_is_that_of_a_step(
                     del output
 
     assert found.peak.memory.activations > 0.02 * live.peak
-    assert found.total == pytest.approx(live.peak, rel=0.015 if again else 0.001)
+    assert found.total == pytest.approx(live.peak, rel=0.001)

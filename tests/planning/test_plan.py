@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import nn
@@ -11,8 +9,8 @@ from torch import nn
 from composable_fsdp.config import (
     Block,
 )
+from composable_fsdp.tools.memory import Memory
 from composable_fsdp.tools.plan import plan
-from composable_fsdp.tools.step_memory import PeakMemory
 from tests.planning.trees import linears, units
 
 MATRIX = 16 * 4
@@ -30,9 +28,15 @@ def test_the_peak_is_a_sum_that_can_be_worked_out_by_hand() -> None:
 
     cpu, cuda = result.peak(device_type="cpu"), result.peak(optimizer_states=2)
 
-    most = (3 * MATRIX, MATRIX, MATRIX)
-    assert cpu == PeakMemory(kept, MATRIX // 2, *most, 0, "backward of 2")
-    assert cuda == replace(cpu, optimizer=2 * kept)
+    assert cpu == Memory(
+        parameters=kept,
+        gradients=MATRIX // 2,
+        full=3 * MATRIX,
+        reduce=MATRIX,
+        in_flight=MATRIX,
+        when="backward of 2",
+    )
+    assert cuda == cpu._replace(optimizer=2 * kept)
     assert 2 * cuda.total == 6 * kept + 11 * MATRIX
 
 

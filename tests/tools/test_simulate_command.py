@@ -40,17 +40,13 @@ def test_the_report_is_of_the_units_and_options_asked_for(
     ]
     ops = {each["op"] for each in found["collectives"]}
     assert ops == {"all_gather", "reduce_scatter", "all_reduce"}
-    most = max(sum(bytes_of(each).values()) for each in found["timeline"])
-    assert found["peak"]["bytes"] == most == sum(found["peak"]["by_kind"].values())
+    kinds = found["peak"]["by_kind"]
+    most = max(sum(each[kind] for kind in kinds) for each in found["timeline"])
+    assert found["peak"]["bytes"] == most == sum(kinds.values())
     trace = json.loads((tmp_path / "step.json").read_text())
     assert {"compute", "communication"} <= {
         each["args"]["name"] for each in trace["traceEvents"] if each["ph"] == "M"
     }
-
-
-def bytes_of(moment: dict[str, Any]) -> dict[str, int]:
-    """The bytes of a moment, by kind."""
-    return {k: v for k, v in moment.items() if k not in ("seconds", "when")}
 
 
 @pytest.mark.parametrize(("memory", "expected"), [("1GiB", 0), ("10KiB", 1)])
@@ -68,14 +64,10 @@ def test_the_exit_status_says_whether_the_step_fits(
 
 CUT = """
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import (
     ColwiseParallel, RowwiseParallel, parallelize_module,
 )
-from composable_fsdp import fully_shard
-
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
@@ -100,14 +92,6 @@ def cut(mesh):
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         parallelize_module(block, mesh["tp"], plan)
     return net, torch.zeros(2, 256)
-
-def sharded():
-    sizes = (dist.get_world_size() // 4, 4)
-    mesh = init_device_mesh("cuda", sizes, mesh_dim_names=("dp", "tp"))
-    net, _ = cut(mesh)
-    for block in net.blocks:
-        fully_shard(block, device_mesh=mesh["dp"])
-    return fully_shard(net, device_mesh=mesh["dp"])
 
 def whole(mesh):
     return Net()
@@ -157,13 +141,7 @@ def test_a_function_of_the_mesh_is_simulated_and_planned_alike(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["{}:cut"], "needs arguments: mesh. Write a function without arguments"),
         (["{}:cut"], "or pass --tensor-parallel-size, and the argument is the mesh"),
-        (["{}:cut", "--tensor-parallel-size", "3"], "divides world_size=8, got 3"),
-        (
-            ["{}:cut", "--tensor-parallel-size", "4", "--shard-world-size", "4"],
-            "divides the 2 data ranks of world_size=8 and tensor_parallel_size=4",
-        ),
         (["{}:whole", "--tensor-parallel-size", "4"], "is a DTensor"),
         (["config.json", "--tensor-parallel-size", "4"], "does not say how its model"),
     ],
@@ -176,5 +154,4 @@ def test_a_mesh_that_cannot_be_is_named(
 
     status, _, err = call(*[each.format(cut) for each in arguments], "--batch", "2x256")
 
-    assert status == 2
-    assert message in err
+    assert (status, message in err) == (2, True)

@@ -1,0 +1,275 @@
+"""Fake tensors for a step: numbers that are read, meshes, and what models send.
+
+``parallelize_module``, ``DTensor.redistribute`` and the functional collectives are
+operations of torch's dispatcher, whose fake forms send nothing; ``FakeOps`` notes them.
+
+Checked on torch 2.13. Private: ``_disable_current_modes``, ``_resolve_process_group``,
+the operators of ``_c10d_functional``, ``torch.distributed.tensor._redistribute``,
+``_clear_sharding_prop_cache``, ``_propagate_tensor_meta_non_cached``.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from composable_fsdp.errors import PlanError
+from composable_fsdp.tools.simulated_world import SimulatedGroup, replaced, tensors_of
+
+_KINDS = {
+    "all_gather_into_tensor": "all_gather",
+    "all_reduce": "all_reduce",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+    "reduce_scatter_tensor": "reduce_scatter",
+}
+"""Collectives by the name of the operator, without "_", "_coalesced" and "_out"."""
+
+
+def is_wrapper(kind: type) -> bool:
+    """Return whether tensors of the class ``kind`` wrap others, as a DTensor does."""
+    return hasattr(kind, "__tensor_flatten__")
+
+
+class FakeOps(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types
+    """Runs what fake tensors cannot, and notes functional collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._works: dict[int, dist.Work] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run ``func``; a number that is read is 1, a condition is true."""
+        # A DTensor computes and sends with its local tensor, which comes by here.
+        if any(map(is_wrapper, types)):
+            return NotImplemented
+        kwargs = kwargs or {}
+        name: str = func.name()
+        if name.startswith("_c10d_functional::"):
+            return self._send(func, args, kwargs)
+        # The ranks of a mesh are real numbers, and stay so.
+        if FakeTensor not in types:
+            given = tensors_of((args, kwargs))
+            if given and all(tensor.device.type == "cpu" for tensor in given):
+                with _disable_current_modes():
+                    return func(*args, **kwargs)
+        if name in _ANSWERS:
+            return _ANSWERS[name](func, *args)
+        return func(*args, **kwargs)
+
+    def _send(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a functional collective, or a wait, and note it."""
+        name = func._opname
+        if name == "wait_tensor":
+            # Later waits for the same result return at once, as on a device.
+            work = self._works.pop(args[0].untyped_storage()._cdata, None)
+            if work is not None:
+                work.wait()
+            # The fake form would return new memory.
+            return args[0]
+        result = func(*args, **kwargs)
+        kind = next((k for op, k in _KINDS.items() if name.startswith(op)), None)
+        group = _group_of(args)
+        if kind is not None and group is not None:
+            # The larger side of the collective has the whole buffers.
+            made = tensors_of(result)
+            whole = made if kind == "all_gather" else tensors_of(args[0])
+            work = group.note(kind, whole, rounds=2 if kind == "all_reduce" else 1)
+            # By storage: a view of the result may be what the model waits for.
+            for output in made:
+                self._works[output.untyped_storage()._cdata] = work
+        return result
+
+
+def _number(func: Any, tensor: Tensor) -> Any:
+    """Return a number that is read: 1, or True."""
+    # A loss of 1 is finite, and goes the way of training. An integer is the size of
+    # something, which nobody knows: fake tensors raise.
+    if tensor.dtype is torch.bool:
+        return True
+    return 1.0 if tensor.dtype.is_floating_point else func(tensor)
+
+
+def _written(func: Any, tensor: Tensor, indices: Any, *more: Any) -> Any:
+    """Return ``tensor``, of which a part is written."""
+    # A mask selects an unknown number of elements, as of an embedding's output of which
+    # tensor parallelism clears some rows. The shape of the result is known.
+    if any(each is not None and each.dtype is torch.bool for each in indices):
+        return tensor if func._schema.name.endswith("_") else tensor.clone()
+    return func(tensor, indices, *more)
+
+
+def _grouped_product(func: Any, left: Tensor, right: Tensor, *more: Any) -> Any:
+    """Return the result of ``_grouped_mm``: a product per group of rows."""
+    # In bfloat16, torch itself knows the shape and the strides.
+    if left.dtype == torch.bfloat16:
+        return func(left, right, *more)
+    shape = [left.shape[-2], right.shape[-1]]
+    # Two matrices: the groups share their inner dim, as in the gradient of a weight.
+    if left.ndim == right.ndim == 2:
+        return left.new_empty([len(more[0]), *shape])
+    return left.new_empty([left.shape[0], *shape] if left.ndim == right.ndim else shape)
+
+
+_ANSWERS: dict[str, Callable[..., Any]] = {
+    "aten::_local_scalar_dense": _number,
+    "aten::equal": lambda func, *args: True,
+    "aten::index_put": _written,
+    "aten::index_put_": _written,
+    "aten::_grouped_mm": _grouped_product,
+}
+"""What runs in the place of an operation that fake tensors cannot run."""
+
+
+def _group_of(args: Sequence[Any]) -> SimulatedGroup | None:
+    """Return the process group among the arguments of an operator, if any."""
+    # The name of the group is the last of the texts: a reduction has a text, too.
+    texts = (a for a in reversed(args) if isinstance(a, (str, SimulatedGroup)))
+    found = next(texts, None)
+    if isinstance(found, str):
+        # torch does not export it, and has no other way from names to groups.
+        found = vars(distributed_c10d)["_resolve_process_group"](found)
+    return found if isinstance(found, SimulatedGroup) else None
+
+
+@contextmanager
+def fake_tensors(*, makes_dtensors: bool) -> Iterator[None]:
+    """Make tensors in this block fake; log and warn of nothing that is meant so."""
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        # Addresses are compared, never read: all fake tensors have the same.
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        # torch logs a traceback of each operation that fails; the error has it.
+        log = logging.getLogger("torch._subclasses.fake_tensor")
+        stack.enter_context(replaced(log, "disabled", True))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        # The import takes a second, which models without DTensors do not need.
+        if makes_dtensors or "torch.distributed.tensor" in sys.modules:
+            from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+            name = "_propagate_tensor_meta_non_cached"
+            plain = getattr(ShardingPropagator, name)
+            # torch computes the shape of a result on tensors of the size of the whole,
+            # which no rank has.
+            stack.enter_context(
+                replaced(ShardingPropagator, name, _with(_disable_current_modes, plain))
+            )
+        stack.enter_context(FakeOps())
+        yield
+
+
+def _with(block: Callable[[], Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``method``, which runs in a ``block``."""
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with block():
+            return method(*args, **kwargs)
+
+    return run
+
+
+def fake_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a fake tensor on the CPU with the shape and strides of ``tensor``."""
+    # The strides decide which copies later operations make.
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device="cpu"
+    )
+
+
+def needing_gradients(values: Any) -> list[Tensor]:
+    """Return the tensors in ``values`` that need gradients."""
+    return [t for t in tensors_of(values) if t.requires_grad]
+
+
+def default_loss(output: Any) -> Tensor:
+    """Return the output's loss, or the sum of its tensors of real numbers.
+
+    Raises: PlanError, if no tensor of the output needs gradients.
+    """
+    # Outputs of transformers are mappings and have attributes.
+    found = output.get("loss") if isinstance(output, Mapping) else None
+    found = getattr(output, "loss", found)
+    # A model with labels, for example of transformers, computes its loss itself.
+    if isinstance(found, Tensor):
+        return found
+    # Every output that needs gradients takes part, so backward is complete.
+    sums = [each.sum() for each in needing_gradients(output)]
+    if not sums:
+        raise PlanError(
+            "The output of the model has no tensor that needs gradients, so there is "
+            "no loss. Pass loss=, a function from the output to the loss."
+        )
+    return torch.stack([each.float() for each in sums]).sum() if sums[1:] else sums[0]
+
+
+@contextmanager
+def _plain_tensors() -> Iterator[None]:
+    """Make new tensors in this block real, on the CPU, also inside of fake or meta."""
+    with _disable_current_modes(), torch.device("cpu"):
+        yield
+
+
+@contextmanager
+def simulated_meshes() -> Iterator[None]:
+    """Let meshes in this block have real ranks, and tensors on the CPU.
+
+    The caches of DTensor hold meshes, whose groups are destroyed behind the block. So
+    the caches are empty at the start and at the end of the block.
+    """
+    # The ranks of a mesh are read as numbers, which fake tensors do not have.
+    plain = _with(_plain_tensors, DeviceMesh.__init__)
+
+    @functools.wraps(DeviceMesh.__init__)
+    def make(self: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
+        # ``init_device_mesh`` has made it, of all ranks in their order.
+        ranks = kwargs.get("_rank_map")
+        if isinstance(ranks, Tensor) and (ranks.is_meta or type(ranks) is FakeTensor):
+            with _plain_tensors():
+                kwargs["_rank_map"] = torch.arange(
+                    ranks.numel(), dtype=torch.int, device="cpu"
+                )
+        # Fake tensors of a step are on the CPU, also if the script trains on GPUs.
+        plain(self, "cpu", *args, **kwargs)
+
+    with ExitStack() as stack:
+        stack.enter_context(replaced(DeviceMesh, "__init__", make))
+        for name in ("__getitem__", "_flatten"):
+            method = _with(_plain_tensors, getattr(DeviceMesh, name))
+            stack.enter_context(replaced(DeviceMesh, name, method))
+        ranks = property(_with(_plain_tensors, vars(DeviceMesh)["mesh"].fget))
+        stack.enter_context(replaced(DeviceMesh, "mesh", ranks))
+        _forget_meshes()
+        stack.callback(_forget_meshes)
+        yield
+
+
+def _forget_meshes() -> None:
+    """Empty the caches of DTensor, which hold meshes."""
+    # Without the module there is no DTensor, and its import takes a second.
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # torch has no types
+    for each in vars(_redistribute).values():
+        if hasattr(each, "cache_clear"):
+            each.cache_clear()
+    # A dict, in versions of torch that have it.
+    getattr(_redistribute, "_planner_cache", {}).clear()

@@ -1,0 +1,219 @@
+"""``Clock``: when the computations and collectives of a simulated step begin and end.
+
+The host issues them in its order; they run on streams and on links::
+
+    host     compute A | send x | compute B | wait x | compute C
+    stream 0 [== A ==][=== B ===]........[== C ==]
+    link              [====== x ========]
+
+The host itself takes no time, and a link serves collectives one after the other.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from composable_fsdp.naming import ROOT_NAME
+
+COMPUTE, COMMUNICATION = "compute", "communication"
+"""Kinds of a ``SimulatedOperation``."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Speeds that give a simulated step its times; the memory does not depend on them.
+
+    Args:
+        operations_per_second: of matrix products. Default 4e14, near the rate of a
+            large model on an H100 in bfloat16.
+        memory_bytes_per_second: of other operations. Default 2e12.
+        link_bytes_per_second: of a rank's link, in each direction. Default 5e10.
+        latency: seconds before a collective moves its first byte. Default 2e-5.
+    """
+
+    operations_per_second: float = 4e14
+    memory_bytes_per_second: float = 2e12
+    link_bytes_per_second: float = 5e10
+    latency: float = 2e-5
+
+
+class SimulatedOperation(NamedTuple):
+    """A computation or a collective of a step.
+
+    Args:
+        kind: "compute" or "communication".
+        name: "forward", "backward", "clip", "optimizer step", or the collective, such
+            as "all_gather".
+        unit: name of the unit; "" for the root, None if no single unit is concerned.
+        begin: seconds since the start of the step.
+        end: seconds since the start of the step.
+        stream: 0 for the stream of the program.
+        phase: of a collective, the phase of the unit in which it is sent.
+        nbytes: of a collective, bytes of the whole buffers.
+        group: of a collective, the name of the process group: that of the mesh
+            dimension, such as "tp"; "world" for the group of all ranks.
+        ranks: of a collective, the number of ranks of that process group.
+        by_model: whether the model itself sends the collective, as the layers of
+            tensor parallelism do.
+    """
+
+    kind: str
+    name: str
+    unit: str | None
+    begin: float = 0.0
+    end: float = 0.0
+    stream: int = 0
+    phase: str = ""
+    nbytes: int = 0
+    group: str = ""
+    ranks: int = 0
+    by_model: bool = False
+
+    @property
+    def title(self) -> str:
+        """The name with the unit, as "all_gather blocks.0"."""
+        return self.name + ("" if self.unit is None else f" {self.unit or ROOT_NAME}")
+
+    @property
+    def link(self) -> str:
+        """The group of a collective of the model itself; "" for others."""
+        # The runtime's communicators share a link, as they share the network.
+        return self.group if self.by_model else ""
+
+
+class Clock:
+    """The operations of a step, and the times that streams, links and host reached."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.stage = "forward"
+        """The part of the step that runs, as the driver of the step says."""
+        self.operations: list[SimulatedOperation] = []
+        self.current = SimulatedStream(self, 0)
+        """The stream that is current; the first is the one that computes."""
+        self._streams = 1
+        self._ready: defaultdict[int, float] = defaultdict(float)
+        self._links: defaultdict[str, float] = defaultdict(float)
+        self._host = self._start = self._now = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """When the last operation of the host takes effect, since the start."""
+        return self._now - self._start
+
+    def restart(self) -> None:
+        """Begin a step, behind all that was issued so far, as by a warm-up."""
+        reached = [self._host, *self._ready.values(), *self._links.values()]
+        self._start = self._host = self._now = max(reached)
+        self.operations.clear()
+
+    def compute(self, unit: str | None, seconds: float) -> None:
+        """Add a computation; equal ones in a row are one."""
+        stream = self.current.number
+        begin = self.reached(stream) - self._start
+        made = SimulatedOperation(COMPUTE, self.stage, unit, begin, begin, stream)
+        last = self.operations[-1] if self.operations else None
+        # An operation takes microseconds; a reader of a trace looks for units.
+        if last and last._replace(begin=begin, end=begin) == made and last.end == begin:
+            made = self.operations.pop()
+        self._ready[stream] = self._now = begin + seconds + self._start
+        self.operations.append(made._replace(end=self.seconds))
+
+    def send(self, made: SimulatedOperation, seconds: float) -> dist.Work:
+        """Add a collective, and return its work."""
+        # The link is busy with the collectives that were sent before.
+        begin = max(self.reached(self.current.number), self._links[made.link])
+        self._now, end = begin, begin + seconds
+        self._links[made.link] = end
+        self.operations.append(
+            made._replace(
+                begin=begin - self._start,
+                end=end - self._start,
+                stream=self.current.number,
+            )
+        )
+        return _SimulatedWork(self, end)
+
+    def reached(self, stream: int) -> float:
+        """Return when the work of ``stream`` so far is done."""
+        # Nothing begins before the host has issued it.
+        self._now = max(self._ready[stream], self._host)
+        return self._now
+
+    def go_on(self, stream: int, behind: float) -> None:
+        """Let later work of ``stream`` begin at ``behind`` or after."""
+        self._ready[stream] = self._now = max(self.reached(stream), behind)
+
+    def block(self, until: float) -> None:
+        """Make the host wait."""
+        self._host = max(self._host, until)
+
+    def new_stream(self, *args: object, **kwargs: object) -> SimulatedStream:
+        """Return a further stream; takes the arguments of ``torch.cuda.Stream``."""
+        # Arguments are a device and a priority, neither of which changes the order.
+        self._streams += 1
+        return SimulatedStream(self, self._streams - 1)
+
+    @contextmanager
+    def use(self, stream: SimulatedStream) -> Iterator[None]:
+        """Make ``stream`` current in a block, as ``torch.cuda.stream`` does."""
+        outer, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = outer
+
+
+class _SimulatedWork(dist.Work):
+    """A collective that ends at a time."""
+
+    def __init__(self, clock: Clock, end: float) -> None:
+        super().__init__()
+        self._clock, self._end = clock, end
+
+    def is_completed(self) -> bool:
+        """Return True: no data is moved, so nothing is missing."""
+        return True
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Order the next work of the current stream behind the collective."""
+        # On CPU the host itself waits, and everything is on the first stream.
+        self._clock.go_on(self._clock.current.number, self._end)
+        return True
+
+
+class SimulatedStream:
+    """Stands in for a ``torch.cuda.Stream``."""
+
+    def __init__(self, clock: Clock, number: int) -> None:
+        self.clock, self.number = clock, number
+
+    def wait_event(self, event: SimulatedEvent) -> None:
+        """Go on behind the last record of ``event``."""
+        self.clock.go_on(self.number, event.reached)
+
+    def wait_stream(self, other: SimulatedStream) -> None:
+        """Go on behind all that ``other`` was given."""
+        self.clock.go_on(self.number, self.clock.reached(other.number))
+
+    def synchronize(self) -> None:
+        """Make the host wait."""
+        self.clock.block(self.clock.reached(self.number))
+
+
+class SimulatedEvent:
+    """Stands in for a ``torch.cuda.Event``."""
+
+    def __init__(self) -> None:
+        self.reached = 0.0
+
+    def record(self, stream: SimulatedStream) -> None:
+        """Mark the end of the work of ``stream`` so far."""
+        self.reached = stream.clock.reached(stream.number)

@@ -1,0 +1,44 @@
+"""What texts of the tools share: tables, numbers with nouns, traffic."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+
+import torch
+
+from composable_fsdp.naming import size_text
+
+
+def counted(number: int, what: str) -> str:
+    """Return a number with a noun, in the plural if needed."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def dtype_text(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without "torch."."""
+    return str(dtype).removeprefix("torch.")
+
+
+def table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], left: Container[int]
+) -> list[str]:
+    """Return the lines of a table whose columns ``left`` are left-aligned."""
+    cells = [header, *rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if index in left else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    ]
+
+
+def sent_text(sent: Mapping[str, tuple[int, int]]) -> str:
+    """Return calls and bytes by kind of collective as text."""
+    found = [
+        f"{counted(calls, op.replace('_', '-'))} of {size_text(nbytes)} in all"
+        for op, (calls, nbytes) in sent.items()
+        if calls
+    ]
+    return ", ".join(found) or "no communication"
