@@ -34,6 +34,12 @@ class ShardingStrategy(Enum):
     _HYBRID_SHARD_ZERO2 = auto()
 
 
+def require_bool(value: object, what: str) -> None:
+    """Raise TypeError, naming ``what``: a string has a truth value by accident."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{what} expects True or False, got {value!r}.")
+
+
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 """Strategies that shard within a group and replicate across groups."""
 
@@ -168,12 +174,7 @@ class CPUOffload:
     offload_params: bool = False
 
     def __post_init__(self) -> None:
-        # Refuse other types: a string or a tensor has a truth value by accident.
-        if not isinstance(self.offload_params, bool):
-            raise TypeError(
-                "CPUOffload(offload_params=...) expects True or False, got "
-                f"{self.offload_params!r}."
-            )
+        require_bool(self.offload_params, "CPUOffload(offload_params=...)")
 
 
 @dataclass(frozen=True)
@@ -209,11 +210,7 @@ class Arena:
 
     def __post_init__(self) -> None:
         for name in ("shared", "poison", "reduce"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(
-                    f"Arena({name}=...) expects True or False, got "
-                    f"{getattr(self, name)!r}."
-                )
+            require_bool(getattr(self, name), f"Arena({name}=...)")
         if self.comm_memory not in (None, "nccl"):
             raise ValueError(
                 f"Arena(comm_memory=...) expects None or 'nccl', got "
@@ -256,11 +253,9 @@ class StateDictConfig:
 
 @dataclass(frozen=True)
 class FullStateDictConfig(StateDictConfig):
-    """Configures ``FULL_STATE_DICT``.
+    """Configures ``FULL_STATE_DICT``; ``offload_to_cpu`` as in ``StateDictConfig``.
 
     Args:
-        offload_to_cpu: return tensors in host memory; otherwise on the model's device.
-            Default False.
         rank0_only: give the first rank the full state dict and other ranks an empty
             dict. Default False.
     """
@@ -299,8 +294,6 @@ class FullOptimStateDictConfig(OptimStateDictConfig):
     """Configures ``FULL_STATE_DICT`` for optimizer state.
 
     Args:
-        offload_to_cpu: return tensors in host memory; otherwise on the model's device.
-            Default True.
         rank0_only: give the first rank the full state and other ranks an empty dict;
             ``optim_state_dict_to_load`` then reads the first rank's argument and
             broadcasts the state. Default False.

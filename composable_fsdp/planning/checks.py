@@ -57,23 +57,25 @@ def refuse_module(module: nn.Module, fqn: str) -> None:
             "keeps its parameters to itself. Shard the module it was made from, or "
             "pass it in ignored_modules."
         )
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-        # ``max_norm`` writes to the full weight in forward; reshard discards that
-        # write.
-        if module.max_norm is not None:
+    if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return
+    for option, why in _EMBEDDINGS.items():
+        value = getattr(module, option)
+        if value is not None and value is not False:
             raise PlanError(
-                f"{type(module).__name__} {quoted(fqn)} has "
-                f"max_norm={module.max_norm}: "
-                "it renormalises rows inside forward, and that write would be lost "
-                "when the unit is resharded. Drop max_norm, or pass the module in "
-                "ignored_modules."
+                f"{type(module).__name__} {quoted(fqn)} has {option}={value}: {why}. "
+                "Leave the option out, or pass the module in ignored_modules."
             )
-        if module.sparse:
-            raise PlanError(
-                f"{type(module).__name__} {quoted(fqn)} has sparse=True: a sparse "
-                "gradient cannot be reduced in a flat buffer. Set sparse=False, or "
-                "pass the module in ignored_modules."
-            )
+
+
+_EMBEDDINGS = {
+    "max_norm": (
+        "it renormalises rows inside forward, and that write would be lost when the "
+        "unit is resharded"
+    ),
+    "sparse": "a sparse gradient cannot be reduced in a flat buffer",
+}
+"""Options of embeddings that a flat buffer cannot serve, and why."""
 
 
 def refuse_parameter(parameter: nn.Parameter, fqn: str) -> None:
@@ -86,9 +88,8 @@ def refuse_parameter(parameter: nn.Parameter, fqn: str) -> None:
         return
     if is_lazy(parameter):
         raise PlanError(
-            f"Parameter {quoted(fqn)} is not initialised yet (a lazy module). Run a "
-            "dry "
-            "forward with the plain model first, then fully_shard."
+            f"Parameter {quoted(fqn)} is not initialised yet (a lazy module). Run "
+            "a dry forward with the plain model first, then fully_shard."
         )
     if is_dtensor(parameter):
         refuse_placements(parameter, fqn)

@@ -19,6 +19,7 @@ from composable_fsdp.config import (
     MixedPrecision,
     RowBlock,
     ShardingStrategy,
+    require_bool,
 )
 from composable_fsdp.errors import PlanError
 from composable_fsdp.naming import listed, quoted
@@ -89,8 +90,7 @@ class UnitOptions:
                 continue
             if value is None and name == "backward_prefetch":
                 continue
-            # The dataclass is frozen: only object.__setattr__ can normalize a field
-            # here.
+            # The dataclass is frozen.
             object.__setattr__(self, name, by_name(kind, value, argument=name))
         for name, form in (
             ("mixed_precision", MixedPrecision),
@@ -105,14 +105,12 @@ class UnitOptions:
                 "group_by expects a function of a parameter's name and the parameter, "
                 f"got {self.group_by!r}."
             )
-        # Refuse strings and numbers: the string "False" would count as true.
         for name in ("forward_prefetch", "limit_all_gathers", "use_orig_params"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(
-                    f"{name} expects True or False, got {getattr(self, name)!r}."
-                )
-        self._require_wire()
-        self._require_arena()
+            require_bool(getattr(self, name), name)
+        if self.wire is not None:
+            self._require_wire(self.wire)
+        if self.arena is not None:
+            self._require_arena(self.arena)
         if self.check_weights not in CHECKS:
             raise PlanError(
                 f"check_weights expects {', '.join(map(repr, CHECKS[:-1]))} or "
@@ -158,32 +156,28 @@ class UnitOptions:
             strides,
         )
 
-    def _require_wire(self) -> None:
+    def _require_wire(self, wire: object) -> None:
         """Raise TypeError or PlanError, if ``wire`` is no format for this unit."""
-        if self.wire is None:
-            return
-        if not isinstance(self.wire, WireFormat):
+        if not isinstance(wire, WireFormat):
             raise TypeError(
                 "wire expects None or a WireFormat such as Int8Wire() or Float8Wire() "
-                f"of composable_fsdp.features, got {self.wire!r}."
+                f"of composable_fsdp.features, got {wire!r}."
             )
-        if self.wire.needs_rows and not self.keeps_rows:
+        if wire.needs_rows and not self.keeps_rows:
             raise PlanError(
-                f"wire={self.wire} scales whole rows, and block={self.block} cuts "
+                f"wire={wire} scales whole rows, and block={self.block} cuts "
                 "rows. Use block=Block.ROW, or wire=Int8Wire()."
             )
 
-    def _require_arena(self) -> None:
+    def _require_arena(self, arena: object) -> None:
         """Raise TypeError or PlanError, if ``arena`` is no arena for this unit."""
-        if self.arena is None:
-            return
-        if not isinstance(self.arena, Arena):
+        if not isinstance(arena, Arena):
             raise TypeError(
-                f"arena expects None or an Arena such as Arena(), got {self.arena!r}."
+                f"arena expects None or an Arena such as Arena(), got {arena!r}."
             )
-        if self.arena.comm_memory and self.wire is not None:
+        if arena.comm_memory and self.wire is not None:
             raise PlanError(
-                f"arena={self.arena} registers the memory that all-gathers fill, and "
+                f"arena={arena} registers the memory that all-gathers fill, and "
                 f"with wire={self.wire} they fill a buffer of bytes instead. Leave "
                 "comm_memory or wire out."
             )

@@ -148,6 +148,8 @@ def test_changed_names_are_refused_with_the_first_position_that_differs(
 ) -> None:
     """Kind, index, before and after are shown; the registry is as before."""
     module = tiny_mlp()
+    # A key without a module has no name, and a module at that place changes names.
+    module[1].register_module("late", None)
 
     with pytest.raises(CompositionError) as caught:
         api_of(body)(module)
