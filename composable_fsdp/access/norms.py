@@ -119,8 +119,8 @@ def norm_of(
     if len(routes) > 1 or len({handle.groups.names for handle in handles}) > 1:
         require_one_world(handles, call)
     if routes:
-        details = (f"norm_type={norm_type:g}", f"{dtype}")
-        details += () if max_norm is None else (f"max_norm={max_norm}",)
+        limit = () if max_norm is None else (f"max_norm={max_norm}",)
+        details = (f"norm_type={norm_type:g}", f"{dtype}", *limit)
         about = f"{count_common(chosen, handles)} parameters"
         # A training loop repeats this call, and an expected call visits no store.
         meet(
