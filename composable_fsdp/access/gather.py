@@ -1,7 +1,6 @@
-"""Collectives outside the step, between the flat shards of a unit and full buffers.
+"""Collectives outside the step, between flat shards and full buffers.
 
-The functions serve all values that have the layout of the parameters: parameters,
-gradients, optimizer state.
+For all values that have the layout of the parameters.
 """
 
 from __future__ import annotations
@@ -106,8 +105,7 @@ def gather_part(
         piece = whole[start:stop]
         if rank == group.rank():
             piece.copy_(part.reshape(-1))
-        # Broadcasts, because the parts of a single parameter have different sizes: an
-        # all-gather would need equal parts and padding.
+        # An all-gather would need parts of equal sizes.
         collectives.broadcast(piece, group, rank=rank)
     return whole.view(shape)
 
@@ -129,8 +127,7 @@ def spread_flat_values(
     for shard, full in zip_longest(shards, fulls):
         if not shard.numel():
             continue
-        # The backend sends from the compute device; shards and full buffers may be in
-        # host memory.
+        # The backend sends from the compute device; both may be in host memory.
         here = shard.to(handle.layout.device)
         if from_first and groups.shard is not None:
             whole = None if full is None else full.to(handle.layout.device)

@@ -104,25 +104,20 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
         and context.outermost is None
         and handle.backward.task == NO_TASK
     ):
-        # The full parameters are those of a forward, which waits for its backward. The
-        # shards may have been written to since; the next forward must not use old ones.
+        # Those of a forward that waits for its backward; the shards may have changed.
         verbs.discard_full(context, handle)
     verbs.record_gathers(handle)
     if handle.residency in NOT_GATHERED:
         # A unit that every rank holds whole sends nothing: a rank may be alone.
         if handle.form.needs_gather:
             meet_over([state], Call("unshard", state.title), always=False)
-        if context.outermost is None and not shards_are_unchanged(handle):
-            # After ``p.data = ...``, a cast, or a change of requires_grad: the buffers
-            # must be rebuilt before the all-gather reads them. Inside a forward the
-            # iteration has already checked.
-            moments.changes.adopt(state, values_required=False)
-            moments.changes.follow_flags(state)
+        # Inside a forward the iteration has checked, and has waited for the optimizer.
         if context.outermost is None:
+            if not shards_are_unchanged(handle):
+                moments.changes.adopt(state, values_required=False)
+                moments.changes.follow_flags(state)
             compare_models(state, replicas=False)
-            # The optimizer wrote the shards on the caller's stream, so the gather
-            # stream waits for that stream. Inside a forward the wait has happened
-            # already; another wait would end the overlap with compute.
+            # The optimizer wrote the shards on the caller's stream.
             context.streams.wait_for_caller()
         verbs.unshard(context, handle)
     verbs.hold_by_hand(handle)
@@ -138,16 +133,14 @@ def reshard(module: nn.Module) -> None:
 
     Units below are unchanged. A sharded unit does not change.
 
-    A unit that is resharded between forward and backward is
-        all-gathered again in backward.
+    A unit that is resharded between forward and backward is all-gathered again.
+
     Raises: CompositionError, if ``module`` is no fully sharded module; PhaseError,
         inside the unit's own forward or backward, or inside ``unshard_params``.
     """
     state = state_of_unit(module, "reshard")
     context = _context(state, "reshard")
     handle = state.handle
-    # ``calls``: forwards that are running; ``task``: the graph task of a running
-    # backward.
     if handle.running.calls or handle.backward.task != NO_TASK:
         raise PhaseError(
             f"reshard was called on {state.name} while its "
@@ -155,7 +148,7 @@ def reshard(module: nn.Module) -> None:
             "needs the full parameters. Call it before or after."
         )
     verbs.reshard(context, handle)
-    # On CUDA reshard defers the release of the memory; release all deferred memory now.
+    # On CUDA reshard defers the release of the memory.
     verbs.free_oldest(context, keep=0)
 
 
@@ -184,7 +177,6 @@ def reset_iter_state(module: nn.Module) -> None:
             f"reset_iter_state was called on {state.name} while its forward or "
             "backward is running. Call it after the exception has left both."
         )
-    # Also after a forward that raised: the gradients of the iteration are incomplete.
     recover(context, drop_gradients=True)
 
 
@@ -196,7 +188,6 @@ def share_streams(modules: Sequence[nn.Module]) -> None:
     Raises: CompositionError, if a module is no fully sharded module.
     """
     found = [state_of_unit(each, "share_comm_ctx") for each in modules]
-    # A tree has streams from lazy initialization on.
     roots.share_streams([ensure_root(state) for state in found])
 
 
@@ -231,15 +222,12 @@ def full_shape(parameter: Tensor) -> torch.Size:
 
 
 def _context(state: _FSDPState, what: str) -> RuntimeContext:
-    """Return the context of the unit's tree, after recovery from a step that raised.
-
-    Raises: PhaseError, inside ``unshard_params``.
-    """
+    """Return the context of the unit's tree, after recovery from a step that raised."""
     context = ensure_root(state)
     if context.summoned is not None:
         raise inside_block(context, f"{what} of {state.name}")
-    # A backward that raised leaves its graph tasks open; a forward that was interrupted
-    # leaves ``outermost`` set. Neither calls a hook that could clean up.
+    # A backward that raised leaves its graph tasks open, a forward that was interrupted
+    # leaves ``outermost`` set; neither calls a hook that could clean up.
     if context.tasks and current_task() == NO_TASK:
         require_no_other_backward(context)
         recover(context, drop_gradients=True)
@@ -282,8 +270,6 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     # ``functools.partial`` has ``func``: the method is registered already.
     if name == "forward" or getattr(method, "func", None) is call_method:
         return
-    # The body of a generator or a coroutine runs after the call has returned, so after
-    # the unit was resharded.
     if inspect.isgeneratorfunction(method) or inspect.iscoroutinefunction(method):
         raise CompositionError(
             f"{type(module).__name__}.{name} is a generator or a coroutine: its body "
@@ -291,7 +277,6 @@ def register_forward_method(module: nn.Module, name: str) -> None:
             "computes one result, and call that from it."
         )
     hooked = functools.partial(call_method, state, module, method)
-    # On the instance, so that other modules of the class keep the plain method.
     setattr(module, name, functools.update_wrapper(hooked, method))
 
 
@@ -300,9 +285,6 @@ register_fsdp_forward_method = register_forward_method
 
 
 def _require_plain(module: nn.Module, name: str) -> None:
-    """Refuse a module that is part of a sharded model without being a unit.
-
-    Raises: CompositionError.
-    """
+    """Refuse a module that is part of a sharded model without being a unit."""
     if _get_module_fsdp_state(module) is not None or _get_fsdp_states(module):
         raise no_unit(module, f"register_forward_method({name!r})", recurse=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from operator import is_
 from typing import NamedTuple, SupportsFloat, cast
 
@@ -108,11 +109,7 @@ def norm_of(
     chosen = dict(zip(map(id, parameters), parameters, strict=True))
     handles, others = units_and_others(chosen)
     # Ranks without a gradient send over the same groups as the others.
-    found: dict[Route, list[Tensor]] = {(): []}
-    if call == "param_norm":
-        found[()] += [p.detach() for p in others]
-    else:
-        found[()] += [p.grad for p in others if p.grad is not None]
+    found: dict[Route, list[Tensor]] = {(): _of_plain(call, others)}
     for handle in handles:
         for route, tensors in _tensors_of(call, handle, chosen):
             found.setdefault(route, []).extend(tensors)
@@ -122,15 +119,13 @@ def norm_of(
     if len(routes) > 1 or len({handle.groups.names for handle in handles}) > 1:
         require_one_world(handles, call)
     if routes:
-        details = [f"norm_type={norm_type:g}", f"{dtype}"]
-        if max_norm is not None:
-            details.append(f"max_norm={max_norm}")
-        count = count_common(chosen, handles)
-        way_out = _WAY_OUT.format(call)
+        limit = () if max_norm is None else (f"max_norm={max_norm}",)
+        details = (f"norm_type={norm_type:g}", f"{dtype}", *limit)
+        about = f"{count_common(chosen, handles)} parameters"
         # A training loop repeats this call, and an expected call visits no store.
         meet(
-            dict.fromkeys(group for route in routes for group in route),
-            Call(call, f"{count} parameters", tuple(details), way_out),
+            dict.fromkeys(chain(*routes)),
+            Call(call, about, details, _WAY_OUT.format(call)),
             always=False,
         )
     parts = []
@@ -140,8 +135,15 @@ def norm_of(
     stacked = torch.stack(parts)
     infinite = norm_type == math.inf
     total = stacked.amax() if infinite else stacked.sum() ** (1.0 / norm_type)
-    every = [tensor for tensors in found.values() for tensor in tensors]
+    every = list(chain(*found.values()))
     return Norm(total, every, handles, chosen, routes, parts[1:])
+
+
+def _of_plain(call: str, others: Iterable[Tensor]) -> list[Tensor]:
+    """Return the values or gradients of parameters that no unit holds."""
+    if call == "param_norm":
+        return [p.detach() for p in others]
+    return [p.grad for p in others if p.grad is not None]
 
 
 def _over_ranks(part: Tensor, route: Route, norm_type: float) -> Tensor:

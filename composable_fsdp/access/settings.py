@@ -49,9 +49,14 @@ def set_requires_gradient_sync(
     """
     require_flag("set_requires_gradient_sync", requires_gradient_sync)
     for state in units_of(module, "set_requires_gradient_sync", recurse=recurse):
-        state.settings.sync_gradients = requires_gradient_sync
+        set_sync(state, requires_gradient_sync)
         # As in FSDP2, where both are switched together.
         _set_all_reduce(state, requires_gradient_sync)
+
+
+def set_sync(state: _FSDPState, sync: bool) -> None:
+    """Set whether a backward reduces the gradients of a unit."""
+    state.settings.sync_gradients = sync
 
 
 def set_requires_all_reduce(

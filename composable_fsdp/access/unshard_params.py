@@ -126,7 +126,6 @@ def _units_around(module: nn.Module) -> list[_FSDPState]:
     for each in inside.values():
         state = _get_module_fsdp_state(each)
         if state is not None and not any(id(m) in inside for m in state.modules):
-            # A module may belong to a unit without holding any parameter of the unit.
             owners = state.handle.layout.owners
             if id(state) not in found and any(id(m) in inside for m in owners):
                 found[id(state)] = state
@@ -241,13 +240,11 @@ def _unshard_states(
         try:
             yield
             if writeback:
-                # All units before any write: a replaced parameter of a wrong shape
-                # leaves every shard unchanged.
+                # All units before any write, so that a refusal changes no shard.
                 for unit in shown:
                     unit.take_assigned()
         except GeneratorExit:
-            # The generator is closed, usually by the garbage collector at a time that
-            # differs between ranks: send nothing.
+            # Closed by the garbage collector, at another time on each rank.
             raise
         except BaseException:
             if writeback:

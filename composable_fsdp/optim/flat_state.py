@@ -380,10 +380,7 @@ def take_marks(param_groups: list[Group], groups: list[Group]) -> None:
 
 
 def take_flat(param_groups: list[Group], state_dict: StateDict) -> StateDict:
-    """Return this rank's part of a state dict in flat form, ready to load.
-
-    Raises: CheckpointError, for another layout, or for a state that counts originals.
-    """
+    """Return this rank's part of a state dict in flat form, ready to load."""
     groups = [dict(group) for group in state_dict["param_groups"]]
     take_marks(param_groups, groups)
     state_dict = {**state_dict, "param_groups": groups}

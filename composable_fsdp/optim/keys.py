@@ -183,10 +183,7 @@ def _may_be_cut(named: Named) -> bool:
 def require_same_options(
     g: int, origins: set[int], saved: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Refuse a group whose parameters come from saved groups with different options.
-
-    Raises: CheckpointError.
-    """
+    """Refuse a group whose parameters come from saved groups with different options."""
     # Representations, because options may be unhashable (lists, dicts).
     left_out = ("params", "param_names")
     options = {

@@ -97,10 +97,7 @@ def require_pair(model: object, optim: object, what: str) -> None:
 
 
 def require_pairs(model: object, optim: object, what: str) -> list[Any]:
-    """Call ``require_pair`` for each optimizer and return the optimizers as a list.
-
-    Raises: TypeError; CheckpointError, as ``optimizers_of``.
-    """
+    """Call ``require_pair`` for each optimizer and return the optimizers as a list."""
     found = optimizers_of(optim)
     for each in found:
         require_pair(model, each, what)
@@ -116,10 +113,7 @@ def refuse_flats_with_forms(optim: Any, what: str) -> None:
 
 
 def optimizers_of(optim: object) -> list[Any]:
-    """Return ``optim`` as a list, whether a single optimizer or a list or tuple.
-
-    Raises: CheckpointError, if two optimizers hold the same parameter.
-    """
+    """Return ``optim`` as a list, whether a single optimizer or a list or tuple."""
     found = list(optim) if isinstance(optim, (list, tuple)) else [optim]
     homes: dict[int, int] = {}
     for n, each in enumerate(found):

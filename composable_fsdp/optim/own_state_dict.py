@@ -59,10 +59,7 @@ def is_empty(values: Any) -> bool:
 def plain_values(
     optim: torch.optim.Optimizer, values: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the state ``values`` of a parameter with quantized tensors dequantized.
-
-    Raises: CheckpointError, for a wrapper tensor that cannot be converted.
-    """
+    """Return the state ``values`` of a parameter with quantized tensors dequantized."""
     if not any(map(is_wrapper, values.values())):
         return values
     return {
@@ -114,10 +111,7 @@ def joined_state(
     given: Sequence[dict[str, Any]],
     what: str,
 ) -> tuple[list[list[Named]], dict[str, Any], list[Group]]:
-    """Merge the states of all optimizers, keyed by name.
-
-    Raises: CheckpointError, as ``state_by_name``.
-    """
+    """Merge the states of all optimizers, keyed by name."""
     members: list[list[Named]] = []
     own: list[Group] = []
     state: dict[str, Any] = {}

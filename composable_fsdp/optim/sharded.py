@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from composable_fsdp.comm import collectives
 from composable_fsdp.config import StateDictType
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.handle import FlatParamHandle
@@ -49,10 +47,7 @@ def mark_partial(handle: FlatParamHandle, values: dict[str, Any], name: str) -> 
 def require_own_parts(
     members: list[Named], saved: dict[str, Any], *, from_first: bool
 ) -> None:
-    """Refuse sharded values of another plan that ranks cannot gather.
-
-    Raises: CheckpointError, naming a state, on all ranks alike.
-    """
+    """Refuse sharded values of another plan that ranks cannot gather."""
     for named in members:
         for key, value in saved["state"].get(named.fqn, {}).items():
             # ``part``: a ``Described`` stands for the first rank's sharded value.
@@ -83,31 +78,19 @@ def _mismatch(named: Named, value: ShardedValue) -> str:
     return mismatch(named.ref, value)
 
 
-def whole_of_other(named: Named, value: Any, device: torch.device) -> Any:
-    """Return the whole of a value that is cut in another way; other values unchanged.
+def whole_of_other(named: Named, value: Any) -> Any:
+    """Return the whole of a ``ShardedValue`` of another plan; other values unchanged.
 
-    Collective: for a ``ShardedValue`` of another plan as ``full_tensor``, for torch's
-        ``ShardedTensor`` an all-reduce of the whole over its group.
+    Collective: as ``ShardedValue.full_tensor``, on all ranks or on none, because the
+        plan of a value is equal on all ranks.
     """
-    if isinstance(value, ShardedValue):
-        # The plan of a value is equal on all ranks, and so all gather or none.
-        return value.full_tensor() if _mismatch(named, value) else value
-    if type(value).__name__ != "ShardedTensor" or not hasattr(value, "local_shards"):
-        return value
-    whole = torch.zeros(value.shape, dtype=value.dtype, device=device)
-    for shard in value.local_shards():
-        at, sizes = shard.metadata.shard_offsets, shard.metadata.shard_sizes
-        box = tuple(slice(a, a + size) for a, size in zip(at, sizes, strict=True))
-        whole[box].copy_(shard.tensor)
-    collectives.all_reduce(whole, value._process_group)
-    return whole
+    if isinstance(value, ShardedValue) and _mismatch(named, value):
+        return value.full_tensor()
+    return value
 
 
 def part_for(named: Named, key: str, value: Any) -> Any:
-    """Return this rank's part of a sharded value, a full tensor or a part; no copy.
-
-    Raises: CheckpointError, for a sharded value of another plan or another shape.
-    """
+    """Return this rank's part of a sharded value, a full tensor or a part; no copy."""
     if isinstance(value, ShardedValue):
         problem = _mismatch(named, value)
         if problem:

@@ -40,6 +40,7 @@ from composable_fsdp.optim.step_checks import (
     cut_leaf,
     flat_name,
     handles_of,
+    misfit_text,
     steps_on_full_params,
 )
 from composable_fsdp.state_dict.dcp_caller import (
@@ -221,10 +222,7 @@ def _all_shown(members: dict[Any, Named], given: dict[Any, Any]) -> dict[Any, An
 def _groups_that_show(
     optim: torch.optim.Optimizer, absent: list[Named]
 ) -> list[dist.ProcessGroup]:
-    """Return the groups whose ranks exchange state that some of them lack.
-
-    Raises: DesyncError, as ``meet``.
-    """
+    """Return the groups whose ranks exchange state that some of them lack."""
     # Equal on all ranks: the plan says which parameters a rank lacks, and all ranks
     # have sharded their modules by the same function.
     if not all(any(says(n.parameter) for says in SHOWN_ON_ALL) for n in absent):
@@ -258,22 +256,15 @@ def _with_absent(
 
 
 def _shown(named: Named, values: dict[str, Any]) -> dict[str, Any]:
-    """Return state with tensors as ``ShardedValue``; scalars stay as they are.
-
-    Raises: CheckpointError, for a tensor of a sharded parameter in another shape.
-    """
+    """Return state with tensors as ``ShardedValue``; scalars stay as they are."""
     shape = named.parameter.shape
     for name, value in values.items() if named.is_cut else ():
         leaves = _pytree.tree_leaves(value)
         shapes = [tuple(v.shape) for v in leaves if isinstance(v, Tensor)]
         if any(shapes) and not (isinstance(value, Tensor) and value.shape == shape):
-            raise CheckpointError(
-                f"optim.state_dict() was called with state {name!r} of {named.fqn!r}; "
-                "expected scalars and tensors of this rank's shard, "
-                f"{tuple(shape)}, got {shapes}. State that is not "
-                "element-wise cannot be put together from shards: use an element-wise "
-                "optimizer, and make it hold state only after fully_shard."
-            )
+            who = f"optim.state_dict(): state {name!r} of {named.fqn!r}"
+            got = shapes[0] if isinstance(value, Tensor) else shapes
+            raise CheckpointError(misfit_text(who, got, named.parameter, named.shape))
     return {name: as_sharded(named, value) for name, value in values.items()}
 
 
@@ -312,10 +303,7 @@ def _full(
 def _on_load_state_dict(
     optim: torch.optim.Optimizer, state_dict: dict[str, Any]
 ) -> Any:
-    """Return this rank's part of the given state dict, ready to load.
-
-    Raises: CheckpointError, for sharded values of another plan.
-    """
+    """Return this rank's part of the given state dict, ready to load."""
     refuse_flats_with_forms(optim, "optimizer.load_state_dict()")
     if has_flats(optim.param_groups):
         _refuse_torchs_functions()

@@ -24,6 +24,7 @@ from composable_fsdp.comm.consensus import exchange, first_failure
 from composable_fsdp.errors import CheckpointError, DesyncError
 from composable_fsdp.naming import quoted
 from composable_fsdp.optim.names import Named, shard_groups
+from composable_fsdp.optim.step_checks import misfit_text
 from composable_fsdp.tree.state import _FSDPState
 
 Values = dict[str, Any]
@@ -98,14 +99,9 @@ def _misfit(named: Named, values: Values) -> CheckpointError | None:
     shape = named.parameter.shape
     for key, value in values.items() if named.is_cut else ():
         if not named.is_scalar(key, value) and value.shape != shape:
-            return CheckpointError(
-                f"Optimizer state {key!r} of {quoted(named.fqn)} has shape "
-                f"{tuple(value.shape)}; expected a scalar or the shape of this rank's "
-                f"shard, {tuple(shape)}. State that is not "
-                "element-wise, or made before fully_shard, cannot be put together from "
-                "shards: use an element-wise optimizer, and make it hold state only "
-                "after fully_shard."
-            )
+            who = f"Optimizer state {key!r} of {quoted(named.fqn)}"
+            got = tuple(value.shape)
+            return CheckpointError(misfit_text(who, got, named.parameter, named.shape))
     return None
 
 
@@ -150,10 +146,7 @@ def _take(
     indices: list[int],
     answers: list[list[_Entry]],
 ) -> None:
-    """Compare the entries of a group's ranks; take over states that this rank lacks.
-
-    Raises: DesyncError, on all ranks of the group.
-    """
+    """Compare the entries of a group's ranks; take over states that this rank lacks."""
     own = [_entry(members[i], states[i]) for i in indices]
     name_of = attrgetter("fqn")
     for rank, entries in enumerate(answers):

@@ -126,10 +126,7 @@ def require_outside_unshard_params(optim: torch.optim.Optimizer) -> None:
 
 
 def steps_on_full_params(optim: torch.optim.Optimizer) -> bool:
-    """Return whether ``optim`` steps on full parameters that have gradients.
-
-    Raises: CompositionError, for full parameters that get none.
-    """
+    """Return whether ``optim`` steps on full parameters that have gradients."""
     strangers = [p for p in parameters_of(optim) if not (find_leaf(p) or find_flat(p))]
     # Full and sharded parameter share a ``__dict__``.
     originals = originals_by_vars() if strangers else {}
@@ -310,40 +307,38 @@ def require_shapes(optim: torch.optim.Optimizer) -> None:
     """Refuse state whose shapes do not fit this rank's shards."""
     for parameter, values in optim.state.items():
         flat, leaf = find_flat(parameter), cut_leaf(parameter)
-        if isinstance(values, dict) and (flat or leaf):
-            whole = None if leaf is None else param_ref(*leaf).shape
-            for key, value in values.items():
-                # Shapes cannot tell counters of a single element from other state.
-                if (
-                    isinstance(value, Tensor)
-                    and value.numel() != 1
-                    and value.shape != parameter.shape
-                ):
-                    name = flat_name(*flat) if flat else leaf and leaf_name(*leaf)
-                    who = f"{type(optim).__name__}'s state {key!r} of {name}"
-                    raise _misfit(who, value, parameter, whole)
+        for key, value in values.items() if isinstance(values, dict) else ():
+            # Shapes cannot tell counters of a single element from other state.
+            if (
+                (flat or leaf)
+                and isinstance(value, Tensor)
+                and value.numel() != 1
+                and value.shape != parameter.shape
+            ):
+                name = flat_name(*flat) if flat else leaf and leaf_name(*leaf)
+                who = f"{type(optim).__name__}'s state {key!r} of {name}"
+                whole = param_ref(*leaf).shape if leaf else None
+                text = misfit_text(who, tuple(value.shape), parameter, whole)
+                raise CompositionError(text)
 
 
-def _misfit(
-    who: str, value: Tensor, parameter: Tensor, whole: tuple[int, ...] | None
-) -> CompositionError:
-    """Return the error for a state of a shape that is not the parameter's."""
-    expected, shape = tuple(parameter.shape), tuple(value.shape)
-    # State of a plain model can be converted; the message says how.
-    if shape == whole:
-        return CompositionError(
-            f"{who} has the full shape {whole}; expected this rank's shard, "
-            f"{expected}. It was made before fully_shard, or loaded from a plain "
-            "model. Bring it along: take state = optim_state_dict(model, optim) while "
-            "the model is still plain, and after fully_shard call "
-            "optim_state_dict_to_load(model, optim, state, load_directly=True); or "
-            "make the optimizer after fully_shard."
-        )
-    return CompositionError(
-        f"{who} has shape {shape}; expected a scalar or this rank's shard, {expected}. "
-        "State that is not element-wise is another one on each rank. Use an "
+def misfit_text(
+    who: str, shape: Any, parameter: Tensor, whole: tuple[int, ...] | None
+) -> str:
+    """Return the error for state of a shape that is not the sharded parameter's."""
+    way_out = (
+        "It was made before fully_shard, or loaded from a plain model. Bring it along: "
+        "take state = optim_state_dict(model, optim) while the model is still plain, "
+        "and after fully_shard call optim_state_dict_to_load(model, optim, state, "
+        "load_directly=True); or make the optimizer after fully_shard."
+        if shape == whole
+        else "State that is not element-wise is another one on each rank. Use an "
         "element-wise optimizer, or keep the parameter whole: replicate(module), "
         "strategy=ShardingStrategy.NO_SHARD, or ignored_states."
+    )
+    return (
+        f"{who} has {'the full ' if shape == whole else ''}shape {shape}; expected a "
+        f"scalar or this rank's shard, {tuple(parameter.shape)}. {way_out}"
     )
 
 

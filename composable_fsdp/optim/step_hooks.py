@@ -1,8 +1,7 @@
 """Hooks before and after every optimizer step: check that the step is valid.
 
 An optimizer is checked in full in its first ``_LOOKED_AT`` steps after a module was
-sharded, and again after its parameter lists changed. Later steps pay for three
-look-ups: flat parameters, parameter groups, and a dictionary of known optimizers.
+sharded or its parameter lists changed. Later steps pay for three look-ups.
 """
 
 from __future__ import annotations
@@ -45,13 +44,11 @@ from composable_fsdp.runtime.unshard import shard_versions
 from composable_fsdp.state_dict.dcp_caller import is_state_init_step
 
 _LOOKED_AT = 2
-"""Steps of an optimizer that are checked in full. The first step sees state that was
-loaded before; the second step sees the state that the first step created."""
+"""Steps that are checked in full: the second sees the state that the first created."""
 
 
 FIRST_STEPS: list[Callable[[torch.optim.Optimizer], None]] = []
-"""Called before the first step of an optimizer over given parameters, once the checks
-have passed (``features.defaults``)."""
+"""Called before the first step of an optimizer, once the checks have passed."""
 
 
 class _KnownOptimizer:
@@ -61,15 +58,12 @@ class _KnownOptimizer:
 
     def __init__(self, at: object, optim: torch.optim.Optimizer) -> None:
         self.at = at
-        """The number of ``fully_shard`` calls and of replaced parameters when the
-        optimizer was last looked at, and identity and length of each group's parameter
-        list."""
-        # Weak references: the record must not keep the handles of a deleted model
-        # alive.
+        """Numbers of ``fully_shard`` calls and of replaced parameters, and identity and
+        length of each group's list."""
+        # Weak, so that a deleted model is free.
         self.handles = tuple([weakref.ref(handle) for handle in handles_of(optim)])
         self.empty = _empty_leaves(optim)
-        """Parameters whose elements are all on other ranks, whose steps move the
-        versions of these parameters."""
+        """Parameters whose elements, and steps, are all on other ranks."""
         self.uncounted = _writes_uncounted(optim)
         """Whether the step may write without moving version counters."""
         self.looks = 0
@@ -81,9 +75,8 @@ _known: weakref.WeakKeyDictionary[torch.optim.Optimizer, _KnownOptimizer] = (
 _unwritten: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[FlatParamHandle]] = (
     weakref.WeakKeyDictionary()
 )
-"""Units whose recorded versions were current before a step that only creates state.
-
-Such a step raises version counters and changes no value."""
+"""Units whose recorded versions were current before a step that only creates state,
+which raises versions and changes no value."""
 _applications = 0
 _any_counts = False
 """Whether steps of some optimizer do not move all version counters by themselves."""

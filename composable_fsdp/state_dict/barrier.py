@@ -69,10 +69,7 @@ _open = _OpenLoad()
 
 
 def barrier_before_load(state: _FSDPState, prefix: str, error_msgs: list[str]) -> bool:
-    """Wait until all ranks that hold the unit load the module at ``prefix``.
-
-    Raises: DesyncError, before any value is written.
-    """
+    """Wait until all ranks that hold the unit load the module at ``prefix``."""
     # torch passes the same list to all hooks of a call, and a new list to those of the
     # next call. The reference keeps the list alive, so that its identity stays its own.
     if _open.errors is not error_msgs:

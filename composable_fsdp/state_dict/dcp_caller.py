@@ -83,10 +83,7 @@ def _kept(variable: ContextVar[Any], value: Any) -> Iterator[None]:
 
 
 def _with_request(run: Call, given: dict[str, Any]) -> Any:
-    """Run a DCP function with its options in ``_request``.
-
-    Raises: CheckpointError, if this version of torch names them otherwise.
-    """
+    """Run a DCP function with its options in ``_request``."""
     info, model = given.get("info"), given.get("model")
     full = getattr(info, "full_state_dict", None)
     to_cpu = getattr(info, "cpu_offload", None)
@@ -260,10 +257,7 @@ def write_items(
     *,
     world_size: int,
 ) -> list[Any]:
-    """Return a ``WriteItem`` per box of ``local``.
-
-    Raises: CheckpointError, if fewer than ``world_size`` ranks save.
-    """
+    """Return a ``WriteItem`` per box of ``local``."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import (
         TensorWriteData,
@@ -295,10 +289,7 @@ def write_items(
 
 
 def view_at(local: Tensor, boxes: Sequence[Box], index: Any) -> Tensor:
-    """Return the elements of the box at ``index.offset``, as a view of ``local``.
-
-    Raises: CheckpointError, if this rank holds no such box.
-    """
+    """Return the elements of the box at ``index.offset``, as a view of ``local``."""
     wanted = () if index.offset is None else tuple(index.offset)
     for box in boxes:
         if box.offsets == wanted:

@@ -197,10 +197,7 @@ def _keep(ref: ParamRef, value: Tensor) -> None:
 def _require_values(
     module: nn.Module, state_dict: Mapping[str, Any], prefix: str
 ) -> None:
-    """Refuse values on meta for tensors of ``module`` that have values.
-
-    Raises: CheckpointError, naming the tensors.
-    """
+    """Refuse values on meta for tensors of ``module`` that have values."""
     empty = {
         strip_wrapper(key)
         for key, value in state_dict.items()

@@ -300,10 +300,7 @@ class ShardedValue(Tensor):
         )
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
-        """Pickle without the process group.
-
-        Raises: CheckpointError, for a value of ``optimizer.state_dict()``.
-        """
+        """Pickle without the process group."""
         if self.not_alone:
             raise CheckpointError(
                 f"optimizer.state_dict() holds this rank's part of {self.not_alone}, "
@@ -391,17 +388,7 @@ def _elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     loose = [v for v in given if isinstance(v, Tensor)]
     # The elements of lists are combined in order, a loose tensor with each.
     for row in zip(*lists, strict=True) if lists else [()]:
-        tensors = [*row, *loose]
-        values = [v for v in tensors if isinstance(v, ShardedValue)]
-        for value, each in product(values[:1], tensors):
-            is_sharded = isinstance(each, ShardedValue)
-            if not (value.is_part_like(each) if is_sharded else not each.dim()):
-                what = describe(each) if is_sharded else "a plain tensor"
-                raise TypeError(
-                    f"{_refusal(func, value)} Element-wise operators combine it with "
-                    f"numbers and values of the same cut, got {what} of shape "
-                    f"{tuple(each.shape)}."
-                )
+        _require_alike(func, [*row, *loose])
     # Operators in place have written into the elements of their first argument.
     result = func(*tree_map(_local, args), **tree_map(_local, kwargs))
     if func._schema.is_mutable:
@@ -413,6 +400,20 @@ def _elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
         like.with_local(each) if isinstance(like, ShardedValue) else each
         for like, each in zip(lists[0], result, strict=True)
     ]
+
+
+def _require_alike(func: Any, tensors: list[Any]) -> None:
+    """Refuse operands that are not cut alike. Raises: TypeError."""
+    values = [v for v in tensors if isinstance(v, ShardedValue)]
+    for value, each in product(values[:1], tensors):
+        is_sharded = isinstance(each, ShardedValue)
+        if not (value.is_part_like(each) if is_sharded else not each.dim()):
+            what = describe(each) if is_sharded else "a plain tensor"
+            raise TypeError(
+                f"{_refusal(func, value)} Element-wise operators combine it with "
+                f"numbers and values of the same cut, got {what} of shape "
+                f"{tuple(each.shape)}."
+            )
 
 
 def _local(value: Any) -> Any:
@@ -431,10 +432,7 @@ def _on_whole(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _copy(func: Op, to: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
-    """Copy between values of the same cut, or from this rank's plain part.
-
-    Raises: TypeError, for another combination.
-    """
+    """Copy between values of the same cut, or from this rank's plain part."""
     if not (isinstance(to, ShardedValue) and isinstance(source, ShardedValue)):
         part = None
         if isinstance(to, ShardedValue) and type(source) is Tensor:

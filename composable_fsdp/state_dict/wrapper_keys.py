@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -34,21 +33,18 @@ def _strip_keys(
 ) -> None:
     """Rename the wrapped module's keys and metadata to the wrapper's names."""
     inner = f"{prefix}{component}"
-    # The wrapped module's entries were added last, so removing and adding them keeps
-    # the order.
-    _rename(state_dict, lambda key: key.startswith(inner + "."), inner + ".", prefix)
+    # The wrapped module's entries were added last, so the order stays.
+    _rename(state_dict, inner + ".", prefix)
     metadata = getattr(state_dict, "_metadata", None)
     if metadata is not None:
         # The wrapped module's metadata (its version) moves to the wrapper's path.
         metadata[prefix[:-1]] = metadata.pop(inner, metadata.get(prefix[:-1]))
-        _rename(metadata, lambda key: key.startswith(inner + "."), inner + ".", prefix)
+        _rename(metadata, inner + ".", prefix)
 
 
-def _rename(
-    table: dict[str, Any], chosen: Callable[[str], bool], old: str, new: str
-) -> None:
-    """Replace the prefix ``old`` by ``new`` in the chosen keys, in place."""
-    for key in [key for key in table if chosen(key)]:
+def _rename(table: dict[str, Any], old: str, new: str) -> None:
+    """Replace the prefix ``old`` of keys by ``new``, in place."""
+    for key in [key for key in table if key.startswith(old)]:
         table[new + key[len(old) :]] = table.pop(key)
 
 
@@ -64,8 +60,7 @@ def _add_component(
     error_msgs: list[str],
 ) -> None:
     """Insert the component into the keys below the wrapper, before torch loads them."""
-    inner = f"{prefix}{component}."
-    _rename(state_dict, lambda key: key.startswith(prefix), prefix, inner)
+    _rename(state_dict, prefix, f"{prefix}{component}.")
 
 
 def _strip_reports(module: nn.Module, incompatible_keys: Any) -> None:

@@ -31,7 +31,6 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.features import flat_parameters
 from composable_fsdp.optim import get_full_optim_state, set_full_optim_state
 from composable_fsdp.optim.own_state_dict import local_state_dict
-from composable_fsdp.optim.scalars import is_scalar
 from tests.optim.models import INPUT, mixed
 from tests.optim.test_every_optimizer import EVERY
 from tests.support.models import tiny_mlp
@@ -289,26 +288,6 @@ class Scaled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.scale + self.shift
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "shape", "expected"),
-    [
-        ("step", 3, (), True),
-        ("count", torch.ones(()), (2, 3), True),
-        ("count", torch.ones(()), (1,), True),
-        ("step", torch.ones(()), (), True),
-        ("exp_avg", torch.ones(()), (), False),
-        ("step", torch.ones(1), (1,), False),
-        ("exp_avg", torch.ones(0), (0,), False),
-        ("mean", torch.ones(1), (2, 3), False),
-    ],
-)
-def test_what_has_no_dimension_is_a_scalar_unless_the_parameter_has_none(
-    name: str, value: Any, shape: tuple[int, ...], expected: bool
-) -> None:
-    """Only beside a 0-d parameter does the name of a 0-d tensor decide."""
-    assert is_scalar(name, value, shape) is expected
 
 
 @pytest.mark.parametrize("form", ["flat", "originals"])

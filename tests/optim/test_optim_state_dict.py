@@ -124,9 +124,9 @@ def test_state_made_before_sharding_is_refused(world: World, whole: bool) -> Non
     text = message_of(lambda: optim_state_dict(model, optimizer))
     assert text.startswith("CheckpointError: ")
     if not whole:
-        assert "Optimizer state 'exp_avg' of '0.weight' has shape (12, 8)" in text
-        assert "expected a scalar or the shape of this rank's shard" in text
-        assert "make it hold state only after fully_shard" in text
+        assert "Optimizer state 'exp_avg' of '0.weight' has the full shape (12" in text
+        assert "expected a scalar or this rank's shard" in text
+        assert "or make the optimizer after fully_shard" in text
 
 
 @on_ranks(2)
