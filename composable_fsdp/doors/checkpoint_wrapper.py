@@ -6,7 +6,7 @@ dicts and from ``named_parameters``; ``checkpoint`` recomputes without a level.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import Enum, auto
 from functools import partial
 from typing import Any
@@ -16,9 +16,9 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from composable_fsdp.doors.wrapping import post_order_apply
+from composable_fsdp.doors.wrapping import PlainNames, post_order_apply
 from composable_fsdp.features.checkpoint import run_checkpointed
-from composable_fsdp.naming import CHECKPOINTED_MODULE, strip_wrapper
+from composable_fsdp.naming import CHECKPOINTED_MODULE
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.options import by_name
 from composable_fsdp.planning.policies import evaluate_policy
@@ -40,7 +40,7 @@ class CheckpointImpl(Enum):
     NO_REENTRANT = auto()
 
 
-class ActivationWrapper(nn.Module):
+class ActivationWrapper(PlainNames):
     """Base class of wrappers that change how a module's activations are kept."""
 
     def __init__(self, mod: nn.Module) -> None:
@@ -69,17 +69,6 @@ class ActivationWrapper(nn.Module):
             if name.startswith("__") or "_modules" not in vars(self):
                 raise
             return getattr(self._wrapped, name)
-
-    def __getitem__(self, key: Any) -> Any:
-        """Index the wrapped module, for a wrapped ``nn.Sequential``."""
-        return self._wrapped[key]  # type: ignore[index]  # the class decides
-
-    def named_parameters(
-        self, *args: Any, **kwargs: Any
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the plain model's names and parameters, without wrapper components."""
-        for name, parameter in super().named_parameters(*args, **kwargs):
-            yield strip_wrapper(name), parameter
 
 
 class OffloadWrapper(ActivationWrapper):

@@ -36,7 +36,7 @@ from composable_fsdp.config import (
     ShardingStrategy,
 )
 from composable_fsdp.doors.wrapper_attributes import Attributes, attribute_of
-from composable_fsdp.doors.wrapping import post_order_apply
+from composable_fsdp.doors.wrapping import PlainNames, post_order_apply
 from composable_fsdp.entries.fully_shard import fully_shard, unknown_text
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.features.init_weights import apply_whole
@@ -55,7 +55,7 @@ from composable_fsdp.tree.traversal import (
 )
 
 
-class FullyShardedDataParallel(Attributes, nn.Module):
+class FullyShardedDataParallel(Attributes, PlainNames):
     """Shard ``module`` over ranks inside a wrapper; arguments as in torch's FSDP1.
 
     Every unit that ``auto_wrap_policy`` selects is replaced by a wrapper, as in FSDP1.
@@ -192,6 +192,8 @@ class FullyShardedDataParallel(Attributes, nn.Module):
         assert wrapped is not None
         return wrapped
 
+    _wrapped = module
+
     @property
     def _state(self) -> _FSDPState:
         # Not get_state(self.module): an activation wrapper may stand between the two.
@@ -227,17 +229,6 @@ class FullyShardedDataParallel(Attributes, nn.Module):
         # The map is keyed by module, so the copy is not registered yet.
         OWNERS.set(made._state, made)
         return made
-
-    def __getitem__(self, key: Any) -> Any:
-        """Index the wrapped module, for a wrapped ``nn.Sequential``."""
-        return self.module[key]  # type: ignore[index]
-
-    def named_parameters(
-        self, *args: Any, **kwargs: Any
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the plain model's names and parameters, without wrapper components."""
-        for name, parameter in super().named_parameters(*args, **kwargs):
-            yield strip_wrapper(name), parameter
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """Yield the plain model's names and buffers, without wrapper components."""

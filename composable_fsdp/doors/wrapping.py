@@ -11,8 +11,29 @@ from typing import Any
 from torch import nn
 
 from composable_fsdp.errors import PlanError
-from composable_fsdp.naming import quoted
+from composable_fsdp.naming import quoted, strip_wrapper
 from composable_fsdp.planning import walk
+
+
+class PlainNames(nn.Module):
+    """A wrapper that shows the names and the items of the module that it wraps."""
+
+    @property
+    def _wrapped(self) -> nn.Module:
+        """Return the wrapped module."""
+        raise NotImplementedError
+
+    def __getitem__(self, key: Any) -> Any:
+        """Index the wrapped module, for a wrapped ``nn.Sequential``."""
+        return self._wrapped[key]  # type: ignore[index]  # the class decides
+
+    def named_parameters(
+        self, *args: Any, **kwargs: Any
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the plain model's names and parameters, without wrapper components."""
+        for name, parameter in super().named_parameters(*args, **kwargs):
+            yield strip_wrapper(name), parameter
+
 
 Apply = Callable[[nn.Module, dict[str, Any]], nn.Module | None]
 """Applies an API to a module: returns None (in place) or a replacement."""

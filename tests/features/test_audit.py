@@ -387,14 +387,8 @@ every: dict[str, Callable[..., optim.Optimizer]] = {
     "SGD": partial(optim.SGD, momentum=0.9, nesterov=True),
     "Adam": partial(optim.Adam, amsgrad=True, weight_decay=0.1),
     "AdamW": optim.AdamW,
-    "NAdam": optim.NAdam,
-    "RAdam": optim.RAdam,
-    "Adamax": optim.Adamax,
     "Adagrad": optim.Adagrad,
-    "Adadelta": optim.Adadelta,
     "RMSprop": partial(optim.RMSprop, centered=True),
-    "Rprop": optim.Rprop,
-    "ASGD": optim.ASGD,
 }
 QUIET: dict[str, Program] = {
     **{f"{n} foreach": partial(train, make=m, foreach=True) for n, m in every.items()},

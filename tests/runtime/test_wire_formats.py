@@ -19,6 +19,7 @@ from composable_fsdp import (
     plan,
     unshard_params,
 )
+from composable_fsdp.comm import collectives
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.comm.wire_format import WireLayout
 from composable_fsdp.errors import PlanError
@@ -30,6 +31,7 @@ from composable_fsdp.features import (
     int8_all_to_all_hook,
     register_comm_hook,
 )
+from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.runtime.traffic import counts, planned
 from tests.support.on_ranks import on_ranks
 from tests.support.recording import record_steps
@@ -46,7 +48,7 @@ from tests.support.reference import (
 )
 from tests.support.sharded import gpt
 from tests.support.tiny import TinyGPT, tiny_mlp
-from tests.support.world import World
+from tests.support.world import World, fake_world
 
 FORMATS = [Int8Wire(16), Float8Wire(), Float8Wire("tensor")]
 by_format = pytest.mark.parametrize("wire", FORMATS, ids=repr)
@@ -274,3 +276,21 @@ def test_formats_that_a_unit_cannot_have_are_refused() -> None:
     wrong: Any = "int8"
     with pytest.raises(TypeError, match="wire expects None or a WireFormat"):
         plan(tiny_mlp(), world_size=2, wire=wrong)
+
+
+def test_encoded_values_have_no_memory_after_an_all_gather_that_was_not_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its error is raised, and the full parameters have none, either."""
+    monkeypatch.setattr(collectives, "all_gather_flat", lambda *_, **__: 1 / 0)
+    with fake_world(2):
+        model = fully_shard(tiny_mlp(), wire=Float8Wire())
+        with pytest.raises(ZeroDivisionError):
+            model(torch.ones(2, 8))
+
+        regions = [r for h in _get_fsdp_handles(model) for r in h.layout.regions]
+        wires = [region.full.wire for region in regions]
+        buffers = [region.full.buffer for region in regions]
+        buffers += [wire.buffer for wire in wires if wire is not None]
+        held = [buffer.untyped_storage().nbytes() for buffer in buffers]
+    assert held == [0, 0, 0]  # one region of two is encoded

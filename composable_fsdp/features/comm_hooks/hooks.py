@@ -178,17 +178,7 @@ def fp16_compress_hook(
 def bf16_compress_hook(
     state: LowPrecisionState, grad: Tensor, output: Tensor | None = None
 ) -> None:
-    """Average in bfloat16 and cast the result to ``state.parameter_type``.
-
-    Args:
-        state: the process group, the factors and the dtype of the result.
-        grad: the gradients of this rank ``(padded_numel,)``.
-        output: ``(shard_numel,)``, filled with the averages. Default None: the averages
-            replace the data of ``grad``.
-
-    Collective: one reduce-scatter over the process group of ``state``; without
-        ``output`` one all-reduce.
-    """
+    """Do as ``fp16_compress_hook``, in bfloat16."""
     _compressed(torch.bfloat16, state, grad, output)
 
 
