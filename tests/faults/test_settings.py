@@ -52,7 +52,7 @@ def _behind(model: Blocks) -> None:
 
 
 def _freeze(model: Blocks) -> None:
-    model.get_parameter("blocks.1.weight").requires_grad_(requires_grad=False)
+    model.get_parameter("blocks.1.weight").requires_grad_(False)
 
 
 SETTINGS: dict[str, tuple[Callable[[Blocks], None], str]] = {
