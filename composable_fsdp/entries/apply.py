@@ -307,7 +307,7 @@ def _refuse_ranks(
     ranks: RankLayout,
     device: torch.device,
 ) -> None:
-    """Raise PlanError for targets that do not fit the groups, which plans know not."""
+    """Refuse targets that do not fit the groups; planning knows only their sizes."""
     for check in moments.UNITS_PLANNED:
         check(targets, ranks)
     # Other ranks would wait for this rank where they exchange names and norms.

@@ -55,30 +55,6 @@ def run(log: OrderLog, uses: str, mode: str = "train") -> list[bool]:
     return hits
 
 
-@pytest.mark.req("D-06")
-def test_a_round_is_compared_with_the_last_one_of_its_mode() -> None:
-    """The first use begins the round; those after it are expected from then on."""
-    log = new_log()
-
-    assert run(log, "abc") == [False, False, False]
-    assert run(log, "abc") == [False, True, True]
-    assert run(log, "cab", mode="eval") == [False, False, False]
-    assert run(log, "abc") == [False, True, True]
-    assert run(log, "cab", mode="eval") == [False, True, True]
-
-
-@pytest.mark.req("D-06")
-@pytest.mark.parametrize("other", ["acb", "ab", "abcc", "b"])
-def test_another_order_is_the_record_from_then_on(other: str) -> None:
-    """Swapped, shorter, longer, or another from the start."""
-    log = new_log()
-    run(log, "abc")
-
-    run(log, other)
-
-    assert run(log, other) == [False] + [True] * (len(other) - 1)
-
-
 @pytest.mark.req("X-12")
 def test_a_round_is_compared_while_it_is_recorded_and_when_it_departs() -> None:
     """A steady round compares nothing; a departure compares the rest of the round."""

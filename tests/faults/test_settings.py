@@ -51,6 +51,10 @@ def _behind(model: Blocks) -> None:
     set_modules_to_backward_prefetch(third, [first, second])
 
 
+def _freeze(model: Blocks) -> None:
+    model.get_parameter("blocks.1.weight").requires_grad_(False)
+
+
 SETTINGS: dict[str, tuple[Callable[[Blocks], None], str]] = {
     "reshard after forward": (
         lambda model: set_reshard_after_forward(model, False),
@@ -75,6 +79,8 @@ SETTINGS: dict[str, tuple[Callable[[Blocks], None], str]] = {
         lambda model: set_separate_reduce_scatter_group(model),
         "separate group of reduce-scatters=True of 'blocks.1'",
     ),
+    # gloo ends the process at the first reduce-scatter whose sizes differ.
+    "freeze": (_freeze, "requires_grad=False of 'blocks.1.weight'"),
 }
 
 
@@ -107,6 +113,8 @@ def change_alone(
         ("forward prefetch", 4, "FULL_SHARD", 2),
         ("reshard after backward", 1, "FULL_SHARD", 3),
         ("divide factor", 1, "HYBRID_SHARD", 4),
+        ("freeze", 1, "NO_SHARD", 2),
+        ("freeze", 4, "FULL_SHARD", 2),
     ],
 )
 def test_a_setting_that_a_rank_alone_changes_is_told(
@@ -121,6 +129,7 @@ def test_a_setting_that_a_rank_alone_changes_is_told(
         assert took < SOON
         # The other replica has seen no difference, and is told by this one.
         assert SETTINGS[name][1] in text
+        assert "Set requires_grad of the same parameters on every rank" in text
 
 
 @pytest.mark.req("X-09")
@@ -146,6 +155,20 @@ def test_accumulation_that_turns_the_all_reduce_off_goes_on(world: World) -> Non
         model(torch.ones(2, 4)).sum().backward()
         set_requires_all_reduce(model, True)
         steps_of(model)
+
+
+@pytest.mark.req("D-07")
+@on_ranks(4)
+def test_a_replica_may_evaluate_alone_at_any_time(world: World) -> None:
+    """The order of its shard group then differs from that of the other replica."""
+    model = sharded("HYBRID_SHARD")
+    for evaluations in (0, 0, 0, 0, 1, 2, 1, 0, 3):
+        steps_of(model)
+        if world.rank < 2:
+            for _ in range(evaluations):
+                with torch.no_grad():
+                    model(torch.ones(1, 4))
+    steps_of(model)
 
 
 @on_ranks(2)

@@ -126,14 +126,11 @@ class Record:
     __slots__ = ("departures", "equal", "since", "uses")
 
     def __init__(self) -> None:
+        # The recorded uses, then ``None``; None before the first round has ended.
         self.uses: list[object] | None = None
-        """The recorded uses, then ``None``; None before the first round has ended."""
-        self.since = 0
-        """The round in which the record was made."""
-        self.departures = 0
-        """Number of departures, on all ranks alike. From 2 on the order varies."""
-        self.equal = 0
-        """Number of equal rounds in a row, while the order varies."""
+        self.since = 0  # the round in which the record was made
+        self.departures = 0  # on all ranks alike; from 2 on the order varies
+        self.equal = 0  # equal rounds in a row, while the order varies
 
     def update(self, uses: list[object], number: int) -> None:
         """Make the uses of a round the recorded uses."""
@@ -166,30 +163,22 @@ class OrderLog:
         self.rounds, self.comparison = rounds, comparison  # an ``OrderComparison``
         self.call, self.calls = call, calls
         """A round as a call, and the calls over the group; None in backward."""
-        self.number = len(rounds.logs)
-        """The number of this log among the logs over its group."""
+        self.number = len(rounds.logs)  # among the logs over its group
         rounds.logs.append(name)
-        self.round = 0
-        """Number of the current round, or of the last round."""
+        self.round = 0  # the number of the current round, or of the last
         self.expected: Sequence[object] = NOTHING
         """The recorded uses of this round, then ``None``."""
         self.position = 0
         """Index of the next use in ``expected``."""
         self._open = self._recording = False
-        self._at_end = False
-        """Whether the uses of this round are compared at its end."""
-        self._entries: list[object] = []
-        """Uses of this round, while this rank records."""
-        self._records: dict[Hashable, Record] = {}
-        """The record of each mode."""
-        self._record = Record()
-        """The record of the mode of this round."""
-        self._last: Hashable = None
-        """The mode of the current round, or of the last round."""
-        self._run = 0
-        """Number of consecutive rounds with mode ``_last``."""
+        self._at_end = False  # the uses of this round are compared at its end
+        self._entries: list[object] = []  # uses, while this rank records
+        self._records: dict[Hashable, Record] = {}  # by mode
+        self._record = Record()  # of the mode of this round
+        self._last: Hashable = None  # the mode of the current round, or of the last
+        self._run = 0  # the number of consecutive rounds with mode ``_last``
+        # By mode and length of its run: the mode that followed.
         self._successors: dict[tuple[Hashable, int], Hashable] = {}
-        """By mode and length of its run: the mode that followed."""
 
     @property
     def is_open(self) -> bool:

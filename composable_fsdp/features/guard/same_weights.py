@@ -28,12 +28,9 @@ from composable_fsdp.features.guard.compare import gather, tag_of
 from composable_fsdp.features.guard.fingerprint import Units
 from composable_fsdp.flat.param_paths import slot_paths
 from composable_fsdp.flat.value_hash import hash_values
-from composable_fsdp.naming import quoted, ranks_text
+from composable_fsdp.naming import listed, quoted, ranks_text
 from composable_fsdp.tree.initial_weights import sharded_leaves
 from composable_fsdp.tree.state import _FSDPState
-
-_MOST_NAMED = 4
-"""Number of different values of a parameter whose ranks are listed one by one."""
 
 
 def weights_tag(
@@ -185,12 +182,8 @@ def _text(
     ranks: dict[Any, list[int]] = {}
     for rank, value in sorted(values.items()):
         ranks.setdefault(value, []).append(rank)
-    # With a seed per rank, all ranks have different values.
-    if len(ranks) > _MOST_NAMED:
-        where = f"{len(ranks)} different values on {ranks_text(values)}"
-    else:
-        first, *others = map(ranks_text, ranks.values())
-        where = f"other values on {first} than on {' than on '.join(others)}"
+    first, *others = map(ranks_text, ranks.values())
+    where = f"other values on {first} than on {listed(others)}"
     path = slot_paths(state.handle, slot, name)[0]
     more = f" (and so have parameters of {units - 1} more units)" if units > 1 else ""
     if parts is not None:

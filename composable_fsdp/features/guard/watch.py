@@ -349,26 +349,20 @@ class StoreWait:
         # A question takes a round trip per missing rank.
         self._question = waited + max(TICK, self._group.size() / 256)
         missing, watch = absent(), self._watch
-        if watch is not None and (why := self._never(watch, missing, absent)):
-            return why
+        if watch is not None:
+            lost = {rank: how for rank in missing if (how := watch.ended(rank))}
+            # A rank may have come and then ended.
+            for rank in absent() if lost else []:
+                if rank in lost:
+                    return f"rank {rank} {lost[rank]}"
+        # Before the proof: a call that has waited long enough leaves the group whole.
         if missing and waited > self._limit:
             words = "" if watch is None else watch.last_words()
             late = f"{ranks_text(missing)} did not come within {self._limit:g} s. "
             return f"{late}{words}".rstrip(" .")
-        return ""
-
-    def _never(
-        self, watch: GroupWatch, missing: list[int], absent: Callable[[], list[int]]
-    ) -> str:
-        """Return why ``missing`` ranks never come; empty if nothing is known."""
-        lost = {rank: how for rank in missing if (how := watch.ended(rank))}
-        # A rank may have come and then ended.
-        for rank in absent() if lost else []:
-            if rank in lost:
-                return f"rank {rank} {lost[rank]}"
-        found = watch.elsewhere()
+        found = None if watch is None else watch.elsewhere()
         # If the other rank has passed this place, it has seen this rank come.
-        if found is None or not absent():
+        if watch is None or found is None or not absent():
             return ""
         watch.leave(self.predicate, self._advice, waits=True)
         both = {dist.get_rank(): self.predicate, found[0]: found[1]}
