@@ -92,6 +92,7 @@ def test_nan_equals_nan_and_a_tolerance_is_taken(tmp_path: Path, run: Run) -> No
     status, out, _ = run("diff", plain, nan, "--json")
     found = json.loads(out)["model"]["different"]["scale"]
     assert (status, found["max_difference"]) == (1, "nan")
+    assert run("diff", nan, plain)[0] == 1
     assert run("diff", plain, near, "--tolerance", "1e-4")[0] == 1
     assert run("diff", plain, near, "--tolerance", "1e-2")[0] == 0
     optim = changed(tmp_path / "optim.pt", lambda m: m["optim"]["state"].clear())

@@ -23,22 +23,6 @@ def checkpoint(tmp_path: Path) -> Path:
     return saved(tmp_path / "run.pt")
 
 
-@pytest.mark.parametrize("to", ["native", "dcp", "torch"])
-def test_verify_counts_what_is_in_a_good_checkpoint(
-    tmp_path: Path, run: Run, checkpoint: Path, to: str
-) -> None:
-    """Status 0, nothing on standard error, and numbers that are those of the sample."""
-    convert(checkpoint, tmp_path / "out", to)
-
-    status, out, err = run("verify", tmp_path / "out")
-
-    assert (status, err) == (0, "")
-    assert out.splitlines()[0] == f"{tmp_path / 'out'}: {to} checkpoint, good"
-    assert "7 tensors, 213 B, 1 tied name" in out
-    assert "2 groups" in out
-    assert "extra" in out
-
-
 def flip(path: Path) -> None:
     """Change one bit of a weight."""
     weight = sample()["model"]["half.weight"]
@@ -149,19 +133,6 @@ def test_what_a_command_cannot_read_is_a_message(
     found = json.loads(out)
     assert found["ok"] is False
     assert err == f"error: {found['error']}\n"
-
-
-@pytest.mark.parametrize("command", ["", "verify", "convert", "export"])
-def test_every_help_has_examples_formats_and_status(run: Run, command: str) -> None:
-    """So that nobody needs another page to begin."""
-    status, out, _ = run(*command.split(), "--help")
-
-    assert status == 0
-    assert (
-        f"python -m composable_fsdp {command or 'verify'}" in out.split("examples")[1]
-    )
-    assert "safetensors  a file, or a directory" in out
-    assert "exit status: 0 good, 1 bad" in out
 
 
 @pytest.mark.req("N-10")

@@ -46,7 +46,8 @@ from composable_fsdp.tree.state import RuntimeContext, _FSDPState
 
 _ACTIONS = ("warn", "error", "off")
 _PATIENCE = 64
-"""Forwards after which the audit ends without a step."""
+"""Forwards after which the audit ends without a step. One before which gradients were
+cleared counts for half of them: then the program has its own way to step."""
 
 _wanted: weakref.WeakKeyDictionary[_FSDPState, str] = weakref.WeakKeyDictionary()
 _nodes: weakref.WeakKeyDictionary[RuntimeContext, object] = weakref.WeakKeyDictionary()
@@ -147,7 +148,7 @@ class _Audit:
         _take_off()
         context = self.context()
         assert context is not None  # it calls
-        self._left -= 1
+        self._left -= 1 if _has_gradients(context) else _PATIENCE // 2
         if self.has_stepped or self._left <= 0:
             context.observers = ()
             _MODE.forget(self)
@@ -346,6 +347,15 @@ def _of_other_sizes(call: _Call) -> str:
                     "units, or compute inside unshard_params(model) of both."
                 )
     return ""
+
+
+def _has_gradients(context: RuntimeContext) -> bool:
+    """Return whether gradients wait for a step, or for a reduction."""
+    return any(
+        handle.reduction.due or any(leaf.grad is not None for leaf in region.graded)
+        for handle in context.handles
+        for region in handle.layout.trainable
+    )
 
 
 def _put_on() -> None:
