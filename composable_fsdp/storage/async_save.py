@@ -53,7 +53,6 @@ class SaveMemory:
 _memories: weakref.WeakKeyDictionary[nn.Module, SaveMemory] = (
     weakref.WeakKeyDictionary()
 )
-"""The memory of each module that ``async_save`` was called for."""
 
 
 def take_memory(module: nn.Module) -> SaveMemory:

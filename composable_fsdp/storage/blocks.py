@@ -28,13 +28,11 @@ DescribeBytes = Callable[[int, int], str]
 DescribeRequest = Callable[[tuple[Any, ...]], str]
 """Returns the name of the wanted slice, from a ``ReadRequest``'s ``what``."""
 _Block = tuple[memoryview, int]
-"""The bytes of a block, and their crc32."""
 _LISTED = 500
 """The number of buffers that a single ``preadv`` may fill; systems allow 1024."""
 _READERS = 4
 """The number of reads in flight, for disks and storages that serve several at once."""
 _AHEAD_BYTES = BLOCK
-"""The number of bytes of a read."""
 _FILL_BYTES = 4 * BLOCK
 """The most bytes that a read into a destination takes at once."""
 _GAP = 4096

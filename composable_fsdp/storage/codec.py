@@ -51,7 +51,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 DTYPES: dict[str, torch.dtype] = {dtype_name(dtype): dtype for dtype in CODES}
-"""The dtypes of ``CODES`` by name."""
 
 
 def require_storable(dtype: torch.dtype, what: str) -> None:

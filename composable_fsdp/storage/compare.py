@@ -28,7 +28,6 @@ _WORDS = {
     "local": "Of single ranks",
     "values": "Of extra and per_rank",
 }
-"""Words for each list of a report."""
 
 
 @dataclass(slots=True)

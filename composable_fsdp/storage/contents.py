@@ -61,7 +61,6 @@ class Held:
     dtype: torch.dtype
     """The dtype to save, because mixed precision may have cast a buffer."""
     shape: tuple[int, ...]
-    """The shape in the plain model."""
     leaf: Tensor
     """The tensor whose shape this rank's element-wise state has."""
     local: Tensor
@@ -141,7 +140,6 @@ class HeldRegion:
     """A region of a unit, and the region's parameters in slot order."""
 
     ref: ParamRef
-    """The first parameter of the region."""
     params: tuple[HeldParam, ...]
 
 
@@ -153,9 +151,7 @@ class Contents:
     regions: tuple[HeldRegion, ...]
     tensors: tuple[Held, ...]
     own_states: dict[str, nn.Module]
-    """Modules with an extra state (``get_extra_state``), by state dict name."""
     mesh_groups: tuple[dist.ProcessGroup, ...] = ()
-    """The groups of the meshes of DTensors; see ``mesh_groups_in``."""
     wrappers: tuple[HeldWrapper, ...] = ()
     """Tensors that wrap others, whose inner tensors are in ``tensors``."""
 

@@ -33,10 +33,7 @@ def named_errors(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 MAX_DOCUMENT = 1 << 30
-"""The largest size of a file, or record, that is read whole, in bytes.
-
-A manifest has 7 MB for a model of 70 billion parameters on 1,024 ranks.
-"""
+"""The most bytes read whole; 70 billion parameters on 1,024 ranks have 7 MB."""
 
 
 def require_document(path: str, nbytes: int) -> None:

@@ -225,7 +225,6 @@ class _Load:
         """The names of experts that other ranks hold."""
         self.report = LoadReport()
         self.shared: SharedReads | None = None
-        """The reads that other ranks make as well, if ranks share reads."""
 
     def plan(self, source: Source, *, share: bool) -> None:
         """Compare the checkpoint with all that is to be filled on this rank."""

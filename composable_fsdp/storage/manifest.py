@@ -279,7 +279,6 @@ class Manifest:
     param_groups: list[Json] | None
     extra: Json
     own_states: dict[str, Json]
-    """Results of modules' ``get_extra_state``, by the name in a state dict."""
     # Empty in a converted checkpoint.
     rng: tuple[Json, ...]
     # Empty if no rank has given values of its own.

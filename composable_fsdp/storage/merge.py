@@ -48,11 +48,9 @@ class TensorPart:
     start: int
     stop: int
     number: int
-    """The place in the order of the model."""
     rectangle: Rectangle | None = None
     """The rectangle that ``start`` and ``stop`` count in; None: the whole."""
     states: dict[str, torch.dtype] = field(default_factory=dict)
-    """The dtype of each element-wise state."""
     values: dict[str, Json] = field(default_factory=dict)
     """State that is not element-wise, encoded, where this rank writes it."""
     shared: dict[str, str] = field(default_factory=dict)
@@ -101,7 +99,6 @@ class FilePart:
     tensors: list[TensorPart] = field(default_factory=list)
     local: LocalPart = field(default_factory=LocalPart)
     wrappers: dict[str, str] = field(default_factory=dict)
-    """The facts of tensors that wrap others, by name."""
     loose: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
     """The entries that JSON values refer to by number, by key."""
     param_groups: list[Json] | None = None
@@ -113,7 +110,6 @@ class FilePart:
     own_states: dict[str, Json] = field(default_factory=dict)
     rng: Json = None
     per_rank: Json = None
-    """The values of this rank alone; None if the caller has given none."""
 
 
 _LOST = (
@@ -183,7 +179,6 @@ def merge(told: Sequence[RankPart], block: int = BLOCK) -> Manifest:
 
 
 Written = Sequence[tuple[int, TensorPart]]
-"""The parts of a tensor, with the ranks that have stored them."""
 
 
 class _Merger:

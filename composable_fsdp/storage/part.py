@@ -63,7 +63,6 @@ Stored = tuple[Held, int, int]
 States = dict[int, dict[str, Any]]
 """The optimizer state of each parameter, by the ``id`` of the parameter."""
 _MEMBERS = ("params", "param_names")
-"""The keys of a group that list parameters; all others are options."""
 
 
 class PartMaker(Draft):

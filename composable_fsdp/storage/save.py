@@ -158,14 +158,11 @@ class Job:
     ending: str
     """The end of the names of the files, which other attempts do not have."""
     part: FilePart
-    """The description of this rank's file; rank 0 merges the parts of all ranks."""
     pieces: list[Piece]
-    """The entries of this rank's file, in the order of the file."""
     options: SaveOptions
     error: Exception | None = None
     """An error of this rank that the other ranks do not know yet."""
     block: int = BLOCK
-    """The bytes of payload that a checksum covers, the same on every rank."""
 
 
 @paused_collection()

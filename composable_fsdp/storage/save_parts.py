@@ -11,10 +11,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from composable_fsdp.planning.layout import RegionLayout
 
 SMALLEST_PART = 1 << 18
-"""The bytes of a part below which a shard is written whole.
-
-Each part is an entry of its own in the manifest, and a request of its own for a reader.
-"""
+"""The bytes of a part, an entry and a request of its own, below which none is made."""
 
 
 def parts_of(layout: RegionLayout, replicas: int) -> int:

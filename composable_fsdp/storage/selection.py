@@ -290,7 +290,3 @@ class Selection:
         return lambda name: (
             name in left if name in known else not self.takes_names([name])
         )
-
-
-ALL = Selection()
-"""Every tensor."""

@@ -110,9 +110,7 @@ class Filling:
     value: Any = None
     """The saved value, with the objects in place of their states."""
     states: list[tuple[Any, Any]] = field(default_factory=list)
-    """Each object, with the state for ``load_state_dict``."""
     problems: list[str] = field(default_factory=list)
-    """Objects without a saved state."""
 
     def give(self) -> None:
         """Call ``load_state_dict`` of every object.

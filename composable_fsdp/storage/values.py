@@ -36,12 +36,10 @@ from composable_fsdp.storage.writer import bytes_of
 Put = Callable[[Tensor, str], int]
 """A function that stores a tensor, given its path, and returns the tensor's number."""
 Get = Callable[[int], Any]
-"""A function that returns the tensor of a number."""
 
 _SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _MAX_DEPTH = 100
-"""The deepest nesting that is written and read. By a number, and not by the recursion
-limit of Python, which programs change."""
+"""The deepest nesting that is written and read; programs change Python's own limit."""
 # Numbers, bytes, text, dates: a byte order and the size of an element.
 _NUMPY = re.compile(r"[<>|=]?[biufcSUMm]\d{1,6}(\[\d{0,9}[a-zA-Z]{1,2}\])?\Z")
 
