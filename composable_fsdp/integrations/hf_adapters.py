@@ -52,7 +52,7 @@ def adapter_values(model: nn.Module) -> dict[str, Tensor]:
     is_adapter = _adapter_test(model)
     contents = contents_of(model, "save_pretrained")
     # The gather below knows of the data ranks alone.
-    handles = [held.handle for held in contents.regions]
+    handles = [held.ref.handle for held in contents.regions]
     refuse_forms(handles, "save_pretrained of adapters")
     for held in contents.regions:
         # Equal on all ranks: names and ``requires_grad`` are compared at the first
@@ -61,11 +61,12 @@ def adapter_values(model: nn.Module) -> dict[str, Tensor]:
             each.tensor.requires_grad or any(map(is_adapter, each.names))
             for each in held.params
         )
-        if not wanted or not held.handle.groups.in_first_replica:
+        handle, region = held.ref.handle, held.ref.region
+        if not wanted or not handle.groups.in_first_replica:
             continue
         # Under CPU offload the shard is in host memory, and the backend may not be.
-        shard = on_device(held.handle, held.region.shard)
-        for full in gather_flat_values(held.handle, [shard], first_only=True):
+        shard = on_device(handle, region.shard)
+        for full in gather_flat_values(handle, [shard], first_only=True):
             for each in held.params:
                 slot = each.ref.slot
                 value = full[slot.offset : slot.offset + slot.numel]

@@ -117,7 +117,6 @@ def parser_of(kind: Any) -> Parser:
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return _ruled(*inner)
-    # ``list[Json] | None``: without an optimizer there are no options.
     if origin is UnionType:
         parse = parser_of(inner[0])
         return lambda value: None if value is None else parse(value)
@@ -175,7 +174,6 @@ def _row(kind: Any) -> Parser:
 
 def _container(kind: Any, inner: tuple[Any, ...], *, is_tuple: bool) -> Parser:
     """Return the parser of a text, list or object."""
-    # Items of other lists are values of any form.
     is_dict = kind is dict and bool(inner)
     parse = parser_of(inner[-1 if is_dict else 0]) if is_tuple or is_dict else None
 
@@ -225,5 +223,4 @@ def _object(kind: Any) -> Parser:
 
 def _label(found: dict[str, Any]) -> str:
     """Return the names in an object, of which the fields so far are known."""
-    # Messages name the parameter, not only the index.
     return f" ({found['fqns'][0]!r})" if "fqns" in found else ""

@@ -151,7 +151,6 @@ def merge(told: Sequence[RankPart], block: int = BLOCK) -> Manifest:
     # Rank 0 alone has written ``extra`` and the options.
     first = parts[0]
     library = "unknown"
-    # The package may run from a source tree.
     with suppress(PackageNotFoundError):
         library = version("composable-fsdp")
     own = [merger.shifted(part.per_rank, r) for r, part in enumerate(parts)]
@@ -203,7 +202,6 @@ class _Merger:
 
     def local(self, parts: Sequence[LocalPart]) -> tuple[Local, ...]:
         """Return the own values of each rank; empty if no rank has any."""
-        # Most checkpoints: a tuple per rank would only make the manifest longer.
         if all(part.is_empty() for part in parts):
             return ()
         return tuple(
@@ -238,7 +236,6 @@ class _Merger:
         begins: list[tuple[int, ...]] = []
         first = written[0][1]
         facts, name = (first.names, first.dtype, first.shape), quoted(first.names[0])
-        # The sizes follow from the first indices, so a missing rectangle leaves a gap.
         for box in SavedTensor(*facts, cuts, (), (), {}, {}).rectangles():
             at = by_offset.get(box.offset, [])
             parts = sorted(at, key=lambda each: each[1].start)
@@ -253,7 +250,6 @@ class _Merger:
             ordered += parts
             begins.append(tuple(part.start for _, part in parts))
         _require_same_state(ordered)
-        # The rank with the first element has told the scalars.
         rank, teller = ordered[0]
 
         def places(state: str | None = None) -> tuple[EntryPlace, ...]:
@@ -299,7 +295,6 @@ def _require_cover(parts: Written, numel: int, what: str) -> None:
     # A gap would come back as whatever the memory holds.
     end, before = 0, 0
     for rank, part in parts:
-        # Two independent copies of a model write the same elements.
         if part.start < end:
             raise CheckpointError(
                 f"Ranks {before} and {rank} of the save hold the same elements of "
@@ -358,7 +353,6 @@ def with_experts(
                     "of the optimizer, and rank 0 has no such group. Nothing was "
                     "committed. Make groups of the same kind on all ranks."
                 )
-            # Rank 0 has its own experts in the list already.
             group = by_number[number]
             group["params"] = list(dict.fromkeys([*group["params"], *names]))
     return None if groups is None else list(by_number.values())

@@ -62,8 +62,7 @@ def encode(
     # Before ``int``: in Python, a bool is an int.
     if value is None or isinstance(value, bool):
         return value
-    # Not ``str(value)``, which an enum overrides. And not ``value`` itself: an object
-    # of a class that other ranks cannot unpickle would end the save on those alone.
+    # Not ``str(value)``, which an enum overrides, nor a class that others lack.
     if isinstance(value, str):
         return str.__str__(value)
     # ``int`` and ``float`` remove subclasses, such as enums and numpy's float64.
