@@ -54,7 +54,7 @@ MADE: dict[str, Callable[[], Any]] = {
 OF_OTHERS = {
     # Of the standard library, of dicts that torch returns, of objects that torch
     # makes with a process group, and of parameters that DDP or a subclass marks.
-    *("_asdict", "_metadata", "_module_parameters", "_process_group"),
+    *("_asdict", "_fields", "_metadata", "_module_parameters", "_process_group"),
     *("_ddp_ignored", "_is_param"),
     # Of Lightning and accelerate, whose tests have an environment of their own.
     *("_checkpoint_io", "_layer_sync", "_models", "_redirection_through_forward"),

@@ -51,11 +51,12 @@ def adapter_values(model: nn.Module) -> dict[str, Tensor]:
             each.tensor.requires_grad or any(map(is_adapter, each.names))
             for each in held.params
         )
-        if not wanted or not held.ref.handle.groups.in_first_replica:
+        handle, region = held.ref.handle, held.ref.region
+        if not wanted or not handle.groups.in_first_replica:
             continue
         # Under CPU offload the shard is in host memory, and the backend may not be.
-        shard = on_device(held.ref.handle, held.ref.region.shard)
-        for full in gather_flat_values(held.ref.handle, [shard], first_only=True):
+        shard = on_device(handle, region.shard)
+        for full in gather_flat_values(handle, [shard], first_only=True):
             for each in held.params:
                 slot = each.ref.slot
                 value = full[slot.offset : slot.offset + slot.numel]

@@ -44,7 +44,6 @@ class SaveMemory:
     def reserve(self, nbytes: int, *, pinned: bool) -> Tensor:
         """Return ``nbytes`` of the buffer, which grows if needed."""
         if self.buffer is None or self.buffer.numel() < nbytes:
-            # Freed first: both buffers together would be two copies of the values.
             self.buffer = None
             self.buffer = host_buffer(nbytes, pinned=pinned)
         return self.buffer[:nbytes]
@@ -53,7 +52,6 @@ class SaveMemory:
 _memories: weakref.WeakKeyDictionary[nn.Module, SaveMemory] = (
     weakref.WeakKeyDictionary()
 )
-"""The memory of each module that ``async_save`` was called for."""
 
 
 def take_memory(module: nn.Module) -> SaveMemory:
@@ -91,7 +89,6 @@ def free_save_memory(module: nn.Module) -> int:
 @torch.no_grad()
 def snapshot(memory: SaveMemory, pieces: Sequence[Piece]) -> list[Piece]:
     """Copy the values of ``pieces`` into ``memory``; return pieces of the copies."""
-    # Listed once: pieces may be made on each call, and the sizes are needed first.
     tensors = [part for piece in pieces for part in piece.pieces()]
     devices = {part.device for part in tensors if part.device.type == "cuda"}
     nbytes = sum(part.nbytes for part in tensors)
@@ -99,9 +96,8 @@ def snapshot(memory: SaveMemory, pieces: Sequence[Piece]) -> list[Piece]:
     begin = 0
     for tensor in tensors:
         end = begin + tensor.nbytes
-        # Without an operator: dispatch takes longer than the copy of a small tensor.
-        # And the threads that share a large tensor wait for each other if the
-        # processors are busy, which took ten times as long as a single thread.
+        # Without an operator: dispatch takes longer than a small copy, and threads that
+        # share a large one wait for each other on busy processors.
         if is_plain(tensor):
             to = buffer.data_ptr() + begin
             ctypes.memmove(to, tensor.data_ptr(), end - begin)
@@ -110,7 +106,6 @@ def snapshot(memory: SaveMemory, pieces: Sequence[Piece]) -> list[Piece]:
             into.copy_(tensor, non_blocking=True)
         begin = end
     for device in devices:
-        # Once for all copies: each waits behind the others on the device's stream.
         torch.cuda.current_stream(device).synchronize()
     copies, end = [], 0
     for piece in pieces:
@@ -141,12 +136,7 @@ def async_save(
     called ``result`` or ``exception``. Keep the process group alive until the future
     has ended.
 
-    Args:
-        path: see ``save``.
-        module: see ``save``.
-        optim: see ``save``.
-        extra: see ``save``.
-        options: see ``SaveOptions``.
+    Args: those of ``save``.
 
     Returns: a future with the result None. The future cannot be cancelled.
     Collective: as ``save``. The first exchange happens in the call, the others in the

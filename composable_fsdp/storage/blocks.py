@@ -28,13 +28,11 @@ DescribeBytes = Callable[[int, int], str]
 DescribeRequest = Callable[[tuple[Any, ...]], str]
 """Returns the name of the wanted slice, from a ``ReadRequest``'s ``what``."""
 _Block = tuple[memoryview, int]
-"""The bytes of a block, and their crc32."""
 _LISTED = 500
 """The number of buffers that a single ``preadv`` may fill; systems allow 1024."""
 _READERS = 4
 """The number of reads in flight, for disks and storages that serve several at once."""
 _AHEAD_BYTES = BLOCK
-"""The number of bytes of a read."""
 _FILL_BYTES = 4 * BLOCK
 """The most bytes that a read into a destination takes at once."""
 _GAP = 4096
@@ -73,7 +71,6 @@ class BlockFile:
         self.block, self._sizes = block, sizes or {}
         self._bytes: LocalBytes | RemoteBytes | None = None
         self._spare: list[Any] = []
-        # Numbers of the blocks whose checksum has been verified.
         self._good: set[int] = set()
 
     @property
@@ -101,7 +98,6 @@ class BlockFile:
             for number in numbers:
                 if number not in self._good:
                     if number not in held:
-                        # Blocks come in file order, so those before are done.
                         self._spare += [part.obj for part, _ in held.values()][:1]
                         held = next(read)
                     self._verify(number, held[number], touching[number][0])
@@ -123,7 +119,6 @@ class BlockFile:
     def _read_run(self, run: tuple[int, int]) -> dict[int, _Block]:
         """Return the blocks ``[first, last]``, with sums; called in a thread."""
         first, last = run
-        # The last block of a file may be shorter.
         begin = first * self.block
         end = min((last + 1) * self.block, self.file.payload_nbytes)
         # Memory that the kernel must zero costs more than the read. ``pop`` is atomic.
@@ -146,14 +141,12 @@ class BlockFile:
         if wants:
             self.open()
         lists = list(_neighbours(list(_pieces(wants))))
-        # Each read fills memory of its own, so the order does not matter.
         is_little = sum(want.end - want.begin for want in wants) <= _FILL_BYTES
         if (readers := self._readers(0 if is_little else len(lists))) == 1:
             for listed in lists:
                 self._fill_list(listed)
             return
         with ThreadPoolExecutor(readers, "composable_fsdp load") as pool:
-            # ``list`` raises the first error.
             list(pool.map(self._fill_list, lists))
 
     def _readers(self, count: int) -> int:
@@ -252,7 +245,6 @@ class BlockFile:
             )
         header = bytearray(file.header_nbytes)
         done, view = 0, memoryview(header)
-        # A read may return fewer bytes than asked for.
         while done < len(view) and (count := opened.read([view[done:]], done)):
             done += count
         if zlib.crc32(header) != file.header_crc32:
@@ -296,7 +288,6 @@ def _ahead(
     try:
         yield results()
     finally:
-        # After an error, reads that have not begun are dropped.
         pool.shutdown(wait=True, cancel_futures=True)
 
 
@@ -315,7 +306,6 @@ def _neighbours(wants: Sequence[ReadRequest]) -> Iterator[list[ReadRequest]]:
     for want in wants:
         if want.begin == want.end:
             continue
-        # Reading a small gap costs less than another system call.
         far = not 0 <= want.begin - end <= _GAP
         if listed and (far or len(listed) == _LISTED):
             yield listed

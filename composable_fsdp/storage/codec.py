@@ -51,7 +51,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 DTYPES: dict[str, torch.dtype] = {dtype_name(dtype): dtype for dtype in CODES}
-"""The dtypes of ``CODES`` by name."""
 
 
 def require_storable(dtype: torch.dtype, what: str) -> None:
@@ -118,7 +117,6 @@ def parser_of(kind: Any) -> Parser:
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return _ruled(*inner)
-    # ``list[Json] | None``: without an optimizer there are no options.
     if origin is UnionType:
         parse = parser_of(inner[0])
         return lambda value: None if value is None else parse(value)
@@ -176,7 +174,6 @@ def _row(kind: Any) -> Parser:
 
 def _container(kind: Any, inner: tuple[Any, ...], *, is_tuple: bool) -> Parser:
     """Return the parser of a text, list or object."""
-    # Items of other lists are values of any form.
     is_dict = kind is dict and bool(inner)
     parse = parser_of(inner[-1 if is_dict else 0]) if is_tuple or is_dict else None
 
@@ -226,5 +223,4 @@ def _object(kind: Any) -> Parser:
 
 def _label(found: dict[str, Any]) -> str:
     """Return the names in an object, of which the fields so far are known."""
-    # Messages name the parameter, not only the index.
     return f" ({found['fqns'][0]!r})" if "fqns" in found else ""

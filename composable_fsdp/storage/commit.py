@@ -54,7 +54,6 @@ class Folder:
         if self._files is not None:
             return self._files
         if is_url(self.path):
-            # A deeper folder is another checkpoint.
             return {n: each for n, each in _below(self.path) if "/" not in n}
         with suppress(FileNotFoundError):
             return {each.name: _entry(each) for each in os.scandir(self.path)}
@@ -127,7 +126,6 @@ def folders_in(path: str) -> Iterator[Folder]:
     found: defaultdict[str, dict[str, StoredObject]] = defaultdict(dict)
     for inner, each in _below(path):
         folder, _, file = inner.rpartition("/")
-        # Only folders directly below: others belong to other runs.
         if folder and "/" not in folder and (file == MANIFEST or is_part(file)):
             found[folder][file] = each
     for name in sorted(found):
@@ -136,7 +134,6 @@ def folders_in(path: str) -> Iterator[Folder]:
 
 def newest_in(path: str) -> Folder | None:
     """Return the checkpoint in ``path`` that was committed last, or None."""
-    # A file of another format has no folders.
     if not is_url(path) and not os.path.isdir(path):
         return None
     # A folder without a manifest may be an upload that is still running.
@@ -155,7 +152,6 @@ def begin(path: str, overwrite: bool, ranks: int) -> str:
     """Return the end of the names of the files of a new attempt to save at ``path``."""
     if not split(path)[1]:
         raise CheckpointError(f"{path} has no name of a checkpoint, such as step-100.")
-    # The manifest would name files that no other process sees.
     if path.startswith("memory://") and ranks > 1:
         raise CheckpointError(
             f"{path} lies in the memory of a single process, and {ranks} ranks save. "
@@ -173,8 +169,7 @@ def begin(path: str, overwrite: bool, ranks: int) -> str:
             f"{path} holds {others[0]!r}, which is no file of a checkpoint. Choose "
             "another name, or remove it first."
         )
-    # A writer of an interrupted attempt that is still alive cannot change the files of
-    # this attempt, and a checkpoint that is replaced stays whole until the commit.
+    # No other attempt has these names, and what is replaced stays until the commit.
     return f"-{secrets.token_hex(8)}{PLAIN}"
 
 
@@ -230,7 +225,6 @@ def commit(path: str, marker: bytes, overwrite: bool, files: Mapping[str, int]) 
         else:
             put_file(file, marker, absent=not overwrite)
     except OSError as error:
-        # The answer may be lost, and the client then writes again.
         with suppress(OSError, CheckpointError):
             if read_marker(path) == marker:
                 return
@@ -262,7 +256,6 @@ def _remove(path: str, each: StoredObject) -> None:
     if is_url(path):
         storage_of(path)[0].delete(each.name)
     else:
-        # Two saves may tidy up at the same time.
         with suppress(FileNotFoundError):
             os.unlink(each.name)
 
@@ -336,7 +329,6 @@ def remove(folder: Folder, spare: set[str] | None = None) -> list[str]:
     try:
         # The manifest first: a folder that is removed in part must be no checkpoint.
         for file in sorted(folder.files, key=lambda file: file != MANIFEST):
-            # A user may have put a file beside those of the checkpoint.
             is_ours = file == MANIFEST or is_part(file)
             if is_ours and file not in (spare or ()):
                 _remove(folder.path, folder.files[file])

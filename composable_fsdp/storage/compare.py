@@ -28,7 +28,6 @@ _WORDS = {
     "local": "Of single ranks",
     "values": "Of extra and per_rank",
 }
-"""Words for each list of a report."""
 
 
 @dataclass(slots=True)
@@ -151,7 +150,6 @@ class ComparedModel:
 
 def find(source: Source, names: tuple[str, ...]) -> str | None:
     """Return the name under which the checkpoint has a tensor, or None."""
-    # The checkpoint may have any of the names of a tied tensor.
     for name in names:
         if name in source.model:
             return name
@@ -161,15 +159,9 @@ def find(source: Source, names: tuple[str, ...]) -> str | None:
 
 
 def copy_of(
-    held: Held,
-    name: str,
-    state: str | None,
-    into: Tensor,
-    *,
-    is_new: bool = False,
+    held: Held, name: str, state: str | None, into: Tensor, *, is_new: bool = False
 ) -> Copy:
     """Return the read of this rank's elements of a tensor, or of one of its states."""
-    # An interval of the whole tensor is read faster than the rows of a rectangle.
     rectangle, (start, stop) = held.rectangle, held.interval
     if rectangle is not None:
         rectangle, start, stop = rectangle.moved(start, stop)
@@ -195,17 +187,13 @@ def compare_model(
         # All names of a tied tensor count as used, so none of them is unexpected.
         used.update((name, *held.names))
         start, stop = held.interval
-        # A rank without elements of the parameter reads nothing.
         if _is_fitting(held, source.model[name], report, cast) and stop > start:
-            # A view: the copy writes straight into the flat shard, or the tensor.
             copies.append(copy_of(held, name, None, held.local))
             report.untied += _untied(source, held.names, copies[-1])
     for each in contents.wrappers:
-        # Other formats do not tell; their inner tensors are compared as any tensor.
         saved = source.wrappers.get(each.name, each.facts)
         if saved != each.facts:
             report.misshaped.append(_unlike(each.name, each.facts, saved))
-    # Each tied tensor is in ``source.model`` once, so the other names never count.
     own_states = contents.own_states
     report.missing += [name for name in own_states if name not in source.own_states]
     others = [name for name in source.model if name not in used]
@@ -237,7 +225,6 @@ def _untied(source: Source, names: tuple[str, ...], target: Copy) -> list[str]:
 def _is_fitting(held: Held, info: TensorInfo, report: LoadReport, cast: bool) -> bool:
     """Return whether shape and dtype fit; add a line to ``report`` if not."""
     name = held.names[0]
-    # A tensor of another shape is reported only once, even if the dtype differs, too.
     if info.shape != held.shape:
         report.misshaped.append(_unlike(name, held.shape, info.shape))
     elif info.dtype != held.dtype and not cast:

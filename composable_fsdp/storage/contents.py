@@ -16,11 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from composable_fsdp.compose.registry import (
-    TORCH_DDP,
-    foreign_fsdp,
-    incompatible_api,
-)
+from composable_fsdp.compose.registry import TORCH_DDP, foreign_fsdp, incompatible_api
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.param_ref import ParamRef, find_param, param_refs
 from composable_fsdp.naming import join_name, listed, quoted
@@ -61,7 +57,6 @@ class Held:
     dtype: torch.dtype
     """The dtype to save, because mixed precision may have cast a buffer."""
     shape: tuple[int, ...]
-    """The shape in the plain model."""
     leaf: Tensor
     """The tensor whose shape this rank's element-wise state has."""
     local: Tensor
@@ -141,7 +136,6 @@ class HeldRegion:
     """A region of a unit, and the region's parameters in slot order."""
 
     ref: ParamRef
-    """The first parameter of the region."""
     params: tuple[HeldParam, ...]
 
 
@@ -153,9 +147,7 @@ class Contents:
     regions: tuple[HeldRegion, ...]
     tensors: tuple[Held, ...]
     own_states: dict[str, nn.Module]
-    """Modules with an extra state (``get_extra_state``), by state dict name."""
     mesh_groups: tuple[dist.ProcessGroup, ...] = ()
-    """The groups of the meshes of DTensors; see ``mesh_groups_in``."""
     wrappers: tuple[HeldWrapper, ...] = ()
     """Tensors that wrap others, whose inner tensors are in ``tensors``."""
 
@@ -179,12 +171,9 @@ def contents_of(module: nn.Module, what: str, *, inner: bool = False) -> Content
         for state in states.values()
         for info in state.handle.infos
     }
-    # id(unit) -> slot index -> names of the parameter.
     in_units: dict[int, dict[int, list[str]]] = {id(s): {} for s in states.values()}
-    # id(tensor) -> the tensor and its names.
     others: dict[int, tuple[Tensor, list[str]]] = {}
     wrappers: list[HeldWrapper] = []
-    # id(inner tensor) -> the tensor that the module holds.
     around: dict[int, Tensor] = {}
     given = _names_given(module)
     for path, each in places(module):
@@ -195,7 +184,6 @@ def contents_of(module: nn.Module, what: str, *, inner: bool = False) -> Content
             if found is not None:
                 in_units[id(found[0])].setdefault(found[1], []).append(name)
                 continue
-            # A sharded parameter of a unit that is not below ``module``.
             if find_param(tensor) is not None:
                 raise _partly(module, name, what)
             # By identity: a tied tensor is saved once, with all names.
@@ -266,7 +254,6 @@ def places(
     module: nn.Module, *, through_ddp: bool = True
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield ``module`` and all below at every path, in the order of ``modules()``."""
-    # Every path, because a tied parameter has a name for each path.
     hidden = _wrapped_as if through_ddp else None
     return walk.named(module, every_path=True, hidden=hidden)
 
@@ -300,11 +287,9 @@ def _settled_states(module: nn.Module, what: str) -> dict[str, _FSDPState]:
     trees: dict[int, _FSDPState] = {}
     for state in found.values():
         require_between_steps(state, what)
-        # Units of a root share the context.
         if state.context is not None:
             trees.setdefault(id(state.context), state)
-    # Acts on the whole tree. Units that were kept unsharded on purpose are resharded:
-    # their shards are read or overwritten now.
+    # Units that were kept unsharded on purpose are resharded, and read or overwritten.
     for state in trees.values():
         require_idle(state, what)
     return found
@@ -368,20 +353,18 @@ def _original_dtypes(
 def not_in_module(parameter: Tensor, g: int, i: int, what: str) -> CheckpointError:
     """Return the error for an optimizer's parameter that the module does not have."""
     shape = tuple(parameter.shape)
-    told = f"Parameter {i} of the optimizer's group {g}, of shape {shape},"
-    # Its inner tensors are in the module, and the optimizer knows the wrapper.
-    if is_wrapper(parameter):
-        return CheckpointError(
-            f"{told} is a {kind_of(parameter)}, which wraps other tensors; its "
-            f"optimizer state cannot be {what}, because no element of the state is "
-            "that of an inner tensor. Nothing was done. Leave the parameter out of the "
-            "optimizer, or train a plain parameter."
-        )
-    return CheckpointError(
-        f"{told} is not a parameter of the module that is {what}. Pass the model that "
+    told = f"is not a parameter of the module that is {what}. Pass the model that"
+    way_out = (
         "the optimizer trains. If it was on meta: to_empty parts tied parameters until "
         "the first load or forward, so make the optimizer after that, or tie them "
         "before it."
+    )
+    if is_wrapper(parameter):
+        told = f"is a {kind_of(parameter)}, which wraps other tensors; its optimizer"
+        way_out = f"state cannot be {what}. Train a plain parameter, or none."
+    return CheckpointError(
+        f"Parameter {i} of the optimizer's group {g}, of shape {shape}, {told} "
+        f"{way_out}"
     )
 
 
@@ -406,7 +389,6 @@ def named(contents: Contents) -> dict[int, Held]:
 
 def readable_state(value: Any, held: Held, key: str) -> Any:
     """Return a state with the elements of this rank."""
-    # Numbers and texts have no memory that could be read wrongly.
     if not isinstance(value, Tensor):
         return value
     where = f"{held.names[0]} (state {key!r})"

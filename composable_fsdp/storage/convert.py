@@ -87,12 +87,10 @@ def convert(
         where = Path(destination)
         if to == SAFETENSORS:
             write_safetensors(where, given, max_shard_bytes=max_shard_bytes)
-            # Of the source itself, because ``given`` hides the other parts.
             left_out += _beside_weights(found)
         else:
             with appear(where) as out:
                 _WRITERS[to](out, given)
-        # With ``weights_only``, the caller has asked to leave the other parts out.
         return [] if weights_only else left_out
 
 
@@ -127,7 +125,6 @@ def opened(source: str | PathLike[str] | Source) -> Iterator[Source]:
     given = nullcontext(source) if isinstance(source, Source) else open_whole(source)
     with given as found:
         shown = {*found.model, *found.aliases, *found.own_states}
-        # A converted checkpoint has a single value per name.
         if hidden := sorted(found.local_tensors - shown):
             raise CheckpointError(
                 f"{getattr(found, 'path', 'the checkpoint')} has values of "
@@ -160,7 +157,6 @@ def _beside_weights(source: Source) -> Iterator[str]:
     for words, part in parts.items():
         try:
             is_there = part() is not None
-        # A part that cannot be read exists, too.
         except CheckpointError:
             is_there = True
         if is_there:
@@ -185,7 +181,6 @@ def check_readable(
     for name, info, read in tensors:
         for start, stop in info.slices():
             got = read(start, stop)
-            # A reader must not return fewer elements for a short file.
             if got.numel() != stop - start or got.dtype != info.dtype:
                 raise CheckpointError(
                     f"{name} gave {got.numel()} elements of {got.dtype}; expected "
@@ -208,7 +203,6 @@ class Watched(Source):
         self._progress = progress
         self.model = source.model
         self.aliases = source.aliases
-        # Of the weights: a load compares the facts with those of the model.
         self.wrappers = source.wrappers
         self.optim: Mapping[str, Mapping[str, TensorInfo]] = {}
         self.param_groups: Sequence[Mapping[str, Any]] | None = None

@@ -33,10 +33,7 @@ def named_errors(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 MAX_DOCUMENT = 1 << 30
-"""The largest size of a file, or record, that is read whole, in bytes.
-
-A manifest has 7 MB for a model of 70 billion parameters on 1,024 ranks.
-"""
+"""The most bytes read whole; 70 billion parameters on 1,024 ranks have 7 MB."""
 
 
 def require_document(path: str, nbytes: int) -> None:
@@ -75,7 +72,6 @@ def within_limits(path: object) -> Iterator[None]:
 
 
 MANIFEST = "manifest.json"
-# The names of unfinished directories; the 16 digits are random.
 _TEMPORARY = re.compile(r"\..+\.tmp-[0-9a-f]{16}\Z")
 
 
@@ -112,22 +108,20 @@ def make_seen(path: str) -> None:
         raise
 
 
-def no_checkpoint_text(path: str, where: str = "") -> str:
+def no_checkpoint_text(path: str) -> str:
     """Return a sentence for a path without a checkpoint: what is there instead."""
     if os.path.isdir(path):
         inside = sorted(os.listdir(path))
         found = f"holds {listed(inside)}" if inside else "is an empty directory"
-        return f"{path}{where} {found}, and no checkpoint."
+        return f"{path} {found}, and no checkpoint."
     if os.path.lexists(path):
-        return f"{path}{where} is no checkpoint."
+        return f"{path} is no checkpoint."
     # A path is usually wrong in its last part: list what could have been meant.
     parent = os.path.dirname(path)
     while not os.path.isdir(parent):
         parent = os.path.dirname(parent)
     beside = sorted(n for n in os.listdir(parent) if not n.startswith("."))
-    return (
-        f"{path}{where} does not exist; {parent} holds {listed(beside) or 'nothing'}."
-    )
+    return f"{path} does not exist; {parent} holds {listed(beside) or 'nothing'}."
 
 
 def write_synced(path: str, data: bytes) -> None:
@@ -202,9 +196,7 @@ def inner_file(directory: Path, name: object) -> Path:
         )
     path = directory / name
     try:
-        # ``lstat`` does not follow a link.
         mode, target = path.lstat().st_mode, path.resolve()
-    # A name of half a character cannot be encoded.
     except (OSError, RuntimeError, UnicodeError) as error:
         raise CheckpointError(
             f"{directory} names the file {name!r}, which cannot be opened: {error}. "
@@ -212,8 +204,7 @@ def inner_file(directory: Path, name: object) -> Path:
         ) from error
     own = directory.resolve()
     allowed = [own]
-    # The cache of Hugging Face's hub keeps ``snapshots/<revision>/<name>`` as links
-    # into ``blobs`` beside ``snapshots``.
+    # Hugging Face's cache has links from ``snapshots/<revision>`` into ``blobs``.
     if own.parent.name == "snapshots":
         allowed.append(own.parent.parent / "blobs")
     # A link out of the directory could make a load read any file of the machine.
@@ -255,7 +246,6 @@ def appear(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise unwritable(path, error) from error
     finally:
-        # After an error, neither ``path`` nor this directory exists.
         shutil.rmtree(work, ignore_errors=True)
 
 

@@ -48,7 +48,6 @@ def cast_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
 def cast_weight(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
     """Return values of the weight ``name`` in ``dtype``."""
     made = values.to(dtype)
-    # Float16 ends at 65504; bfloat16 has the range of float32.
     if made is not values and not torch.equal(made.isfinite(), values.isfinite()):
         largest = values[values.isfinite()].abs().max()
         raise CheckpointError(
@@ -63,7 +62,6 @@ class CastWeights(Watched):
 
     def __init__(self, source: Source, dtype: torch.dtype) -> None:
         super().__init__(source, None, weights_only=True)
-        # The writers compute the size of the files from this table.
         self.model = {
             name: TensorInfo(cast_dtype(info.dtype, dtype), info.shape)
             for name, info in source.model.items()
@@ -75,8 +73,7 @@ class CastWeights(Watched):
 
 
 Rewrite = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
-"""Returns the tensors to write for tensors of the model; also called with meta tensors.
-"""
+"""Returns the tensors to write for those of the model, which may be on meta."""
 
 
 def export_safetensors(
@@ -117,7 +114,6 @@ def export_safetensors(
     if isinstance(source, nn.Module):
         export_module(path, source, max_shard_bytes, dtype)
         return
-    # A cast changes the table of tensors, so the checkpoint is opened before.
     with opened(source) as found:
         convert(
             found if dtype is None else CastWeights(found, dtype),
@@ -148,7 +144,6 @@ def export_module(
     # A single writer needs the same first rank for all units.
     alike = all(_is_first(state, groups) == wanted for state in states)
     writing = _Writing(wanted=wanted, dtype=dtype, rewrite=rewrite)
-    # After an error on any rank, nothing stays behind.
     with writing.files:
         limit = max_shard_bytes
         writing.attempt(partial(writing.start, path, module, limit, alike=alike))
@@ -156,9 +151,8 @@ def export_module(
         for held in writing.loose:
             whole = {held.names[0]: whole_value(held.tensor)}
             writing.attempt(partial(writing.write, whole))
-        # Each gather is a collective, so every rank gathers every unit in the same
-        # order. The writing rank continues with the gathers even if a write has failed:
-        # otherwise the other ranks would wait. The exchange at the end tells the error.
+        # Every rank gathers every unit in the same order, also after a failed write:
+        # the exchange at the end tells the error.
         for state in states:
             values = gather_unit(state.handle, first_only=True, to_cpu=True)
             writing.attempt(partial(writing.write_unit, id(state.handle), values))
@@ -235,7 +229,6 @@ class _Writing:
         self.loose = [each for each in contents.tensors if each.rectangle is not None]
         if not self._wanted:
             return
-        # A tied parameter is stored under the first name only.
         tensors = {
             each.names[0]: TensorInfo(cast_dtype(each.dtype, self._dtype), each.shape)
             for each in contents.each()
@@ -250,7 +243,6 @@ class _Writing:
             tensors, aliases = {}, {}
             for name, each in self._rewrite(metas).items():
                 tensors[name] = TensorInfo(each.dtype, tuple(each.shape))
-        # Readers of ``path`` never see a partial export.
         self._writer = SafetensorsWriter(
             self.files.enter_context(appear(self._path)),
             tensors,
@@ -283,6 +275,5 @@ class _Writing:
     def finish(self) -> None:
         """Complete the files, and rename them to their final path."""
         if self._writer is not None:
-            # Completeness is checked before the rename.
             self._writer.finish()
             self.files.close()

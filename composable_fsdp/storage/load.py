@@ -25,11 +25,7 @@ from composable_fsdp.naming import listed, quoted
 from composable_fsdp.optim.names import Optimizers
 from composable_fsdp.runtime.meta_values import unfilled_buffers
 from composable_fsdp.storage.compare import LoadReport, compare_model
-from composable_fsdp.storage.contents import (
-    contents_of,
-    optimizers_in,
-    units_in,
-)
+from composable_fsdp.storage.contents import contents_of, optimizers_in, units_in
 from composable_fsdp.storage.directory import within_limits
 from composable_fsdp.storage.load_optim import optimizer_loads
 from composable_fsdp.storage.opening import Found, look_up, open_source
@@ -45,12 +41,7 @@ from composable_fsdp.storage.selection import (
 from composable_fsdp.storage.shared_reads import SharedReads, Told
 from composable_fsdp.storage.source import Source
 from composable_fsdp.storage.staging import paused_collection
-from composable_fsdp.storage.stateful import (
-    Redeal,
-    fill,
-    own_values,
-    set_rng_state,
-)
+from composable_fsdp.storage.stateful import Redeal, fill, own_values, set_rng_state
 from composable_fsdp.storage.team import Team, meet_team, team_of, wait_for_pending
 from composable_fsdp.tree.traversal import require_module, walk_states
 
@@ -165,7 +156,6 @@ def load(
             given.report.add(job.report)
     if not given.strict and given.report is None:
         job.report.warn()
-    # After the copy, which fills the persistent buffers.
     _tell_unfilled(module)
     return value
 
@@ -197,8 +187,16 @@ def _run(job: _Load, found: Found) -> Any:
                 job.verify(everyone)
         except Exception as raised:
             error = raised
-        opened = () if source is None else (source.fingerprint, name_of(source))
-        _require_same(team.ranks, team.agree(error, opened))
+        opened = ("", "") if source is None else (source.fingerprint, name_of(source))
+        answers = team.agree(error, opened)
+        for rank, (fingerprint, path) in zip(team.ranks, answers, strict=True):
+            # Each rank may have looked up the path for itself.
+            if fingerprint != answers[0][0]:
+                raise CheckpointError(
+                    f"The ranks opened different checkpoints: rank {team.ranks[0]} "
+                    f"{answers[0][1]}, rank {rank} {path}. Nothing was loaded. Pass "
+                    "the same on every rank, such as what rank 0 has found."
+                )
         # From here on, tensors of the model and the optimizer are overwritten.
         return job.change()
     finally:
@@ -225,19 +223,17 @@ class _Load:
         """The names of experts that other ranks hold."""
         self.report = LoadReport()
         self.shared: SharedReads | None = None
-        """The reads that other ranks make as well, if ranks share reads."""
 
     def plan(self, source: Source, *, share: bool) -> None:
         """Compare the checkpoint with all that is to be filled on this rank."""
         given, report, team = self.options, self.report, self.team
         # Before the names are renamed and compared: ranks may have other names.
         source.on_rank(team.rank)
-        # Only compared here; ``change`` gives the states.
         self._filled = fill(self._extra, source.extra, "extra")
         self._own = own_values(source, team, given.per_rank, given.redeal)
         report.values += [*self._filled.problems, *self._own.problems]
         # Random states, ``extra`` and the fingerprint have no names of tensors.
-        rename = given.rename
+        rename, self._given = given.rename, source
         self._source = source if rename is None else RenamedSource(source, rename)
         with within_limits(name_of(source)):
             selection = self._selection(source).without(self._others)
@@ -256,7 +252,6 @@ class _Load:
             self._model.require_writable()
             reads = [each.plan() for each in self._optims]
         self._copies = [*self._model.copies, *chain.from_iterable(reads)]
-        # A checksum per file: a read by each rank would cost more.
         if team.rank == 0:
             source.require_checksums()
         if share:
@@ -295,12 +290,11 @@ class _Load:
         if self.shared is not None:
             self._copies = self.shared.divide(everyone)
         team, where = self.team, name_of(self._source)
-        # The last step that reads before the ranks agree: damaged blocks must be found
-        # now, because after the agreement a failure leaves the model partly loaded.
+        # Damage must be found now: later, a failure leaves the model partly loaded.
         with within_limits(where):
             self._source.prepare(self._copies)
         asked = self.options.rng
-        self._rng = self._source.rng(team.rank, team.world_size) if asked else None
+        self._rng = self._given.rng(team.rank, team.world_size) if asked else None
         if self._rng is not None:
             set_rng_state(self._rng, where, is_trial=True)
 
@@ -373,34 +367,20 @@ def _tell_unfilled(module: nn.Module) -> None:
         )
 
 
-def _require_same(ranks: Sequence[int], opened: list[Any]) -> None:
-    """Raise CheckpointError if the ranks have opened different checkpoints."""
-    # Each rank may have looked up the path for itself.
-    (first, path), *_ = opened
-    for rank, (fingerprint, other) in zip(ranks, opened, strict=True):
-        if fingerprint != first:
-            raise CheckpointError(
-                f"The ranks opened different checkpoints: rank {ranks[0]} {path}, "
-                f"rank {rank} {other}. Nothing was loaded. Pass the same on every "
-                "rank, such as what rank 0 has found."
-            )
-
-
 def other_experts(team: Team, module: object) -> frozenset[str]:
     """Return the names of experts that other ranks hold, and this rank does not.
 
     Collective: an all-gather of objects over the team's group, if a unit has an
     ``expert_mesh``; else none. Meshes are alike on all ranks.
     """
-    states = units_in(module) if isinstance(module, nn.Module) else []
-    if all(state.handle.groups.experts_ref is None for state in states):
+    if not isinstance(module, nn.Module) or all(
+        state.handle.groups.experts_ref is None for state in units_in(module)
+    ):
         return frozenset()
     own: list[str] = []
     error: Exception | None = None
     try:
-        assert isinstance(module, nn.Module)
         contents = contents_of(module, "load", inner=True)
-        # All names of a tied parameter: the file may have any.
         own = [name for held in contents.each() for name in held.names]
     except Exception as raised:
         error = raised

@@ -29,12 +29,7 @@ from composable_fsdp.optim.scalars import SCALARS, is_scalar_shape
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.planning.dtensors import is_dtensor
 from composable_fsdp.storage.compare import NO_OPTIMIZER, LoadReport, copy_of, find
-from composable_fsdp.storage.contents import (
-    Contents,
-    Held,
-    named,
-    not_in_module,
-)
+from composable_fsdp.storage.contents import Contents, Held, named, not_in_module
 from composable_fsdp.storage.mesh_copies import local_state
 from composable_fsdp.storage.selection import Selection
 from composable_fsdp.storage.source import Copy, Source, TensorInfo
@@ -77,7 +72,6 @@ def optimizer_loads(
     # A saved parameter may be in any of the optimizers, so all are compared first.
     taken = {member.name for each in loads for member in each.members()}
     left = {name for each in loads for name in each.home} - taken
-    # A whole checkpoint may be loaded in part, by an optimizer of that part.
     leaves_out = selection.leaves_out(contents)
     report.optimizer += [
         f"{quoted(name)} is not in it" for name in sorted(left) if not leaves_out(name)
@@ -100,7 +94,6 @@ class OptimizerLoad:
         # The checkpoint has state per original parameter, also of a flat one.
         self._optim = over_originals(optim)
         self._saved = source.param_groups or ()
-        # Parameter name in the checkpoint -> index of the saved group.
         self.home = {n: g for g, each in enumerate(self._saved) for n in each["params"]}
         self._groups = self._members_of(contents, chosen)
         self._compare()
@@ -117,7 +110,6 @@ class OptimizerLoad:
     ) -> list[list[Member | None]]:
         """Return the members per group; None for a parameter that gets no state."""
         known = named(contents)
-        # Their inner tensors are no parameters of an optimizer.
         wrappers = {id(each.tensor) for each in contents.wrappers}
         groups: list[list[Member | None]] = []
         for g, group in enumerate(self._optim.param_groups):
@@ -166,7 +158,6 @@ class OptimizerLoad:
 
     def plan(self) -> list[Copy]:
         """Return the reads into present state tensors, or into new memory for state."""
-        # Raise for what does not fit before any memory is allocated.
         self._require_types()
         if isinstance(self._optim, OverOriginals):
             found = {id(member.held.tensor): member for member in self.members()}
@@ -214,7 +205,6 @@ class OptimizerLoad:
         for state, info in self._source.optim.get(member.name, {}).items():
             scalar = is_scalar_shape(state, info.shape, shape)
             is_elementwise = info.shape == shape and not scalar
-            # A parameter that no unit cuts can take state of any shape as a whole.
             if is_elementwise or not (info.shape and member.held.is_cut):
                 yield state, info, is_elementwise
 
@@ -260,7 +250,6 @@ class OptimizerLoad:
             # A part of the flat state, which is taken over without a copy.
             return self._optim.new_state(leaf, name, dtype)
         if is_dtensor(leaf):
-            # Placed as the parameter: an optimizer steps on both together.
             return torch.empty_like(leaf, dtype=dtype, requires_grad=False)
         return torch.empty(leaf.shape, dtype=dtype, device=leaf.device)
 
@@ -315,7 +304,6 @@ def _refused(what: str) -> CheckpointError:
 
 def _is_alike(own: Any, saved: Any) -> bool:
     """Return whether a saved option can stand where ``own`` stands."""
-    # None: the optimizer chooses (``foreach``, ``fused``), or has switched it off.
     if own is None or saved is None:
         return not _is_number(own) and not isinstance(saved, (list, dict))
     # Before numbers: in Python, a bool is an int.
@@ -350,10 +338,8 @@ def _problem(
     expected = STATES.get(kind.__name__, ()) if is_known else ()
     if not tensors and not values:
         return ""
-    # A further state that only one option of Adam makes.
     if expected and options.get("amsgrad"):
         expected = (*expected, "max_exp_avg_sq")
-    # All names at once: a user sees from them which optimizer has saved the state.
     missing = [each for each in expected if each not in {**tensors, **values}]
     if missing:
         return (

@@ -42,7 +42,6 @@ class Rectangle:
     @property
     def width(self) -> int:
         """Number of elements that are adjacent in the whole tensor as well."""
-        # Dims after the last one that is cut are whole.
         for dim in reversed(range(len(self.shape))):
             if self.shape[dim] != self.whole[dim]:
                 return prod(self.shape[dim:])
@@ -51,7 +50,6 @@ class Rectangle:
     def position(self, element: int) -> int:
         """Return where an element of the flattened rectangle is in the whole tensor."""
         found, stride = 0, 1
-        # From the last dim, whose indices are adjacent.
         for at, size, count in zip(
             reversed(self.offset),
             reversed(self.whole),
@@ -65,7 +63,6 @@ class Rectangle:
 
     def runs(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Yield elements ``[start, stop)`` as intervals of the whole tensor."""
-        # The first run may begin inside of a row, and the last may end there.
         width = self.width
         while start < stop:
             count = min(stop - start, width - start % width)
@@ -221,7 +218,6 @@ class SavedTensor:
 
     def rectangles(self) -> list[Rectangle]:
         """Return the rectangles, in the order of ``begins``."""
-        # Per dim the pairs (first index, number of indices).
         spans = [
             [(a, b - a) for a, b in pairwise((*begins, size))]
             for begins, size in zip(self.cuts, self.shape, strict=True)
@@ -263,7 +259,6 @@ class Manifest:
     # A reader must refuse unknown keys, so a new field needs a new VERSION.
     format: str = FORMAT
     version: Size = VERSION
-    # The versions that wrote the checkpoint; no code depends on them.
     library: str
     torch: str
     world_size: Size
@@ -272,15 +267,11 @@ class Manifest:
     tensors: tuple[SavedTensor, ...]
     # The facts of tensors that wrap others, by name.
     wrappers: dict[str, str]
-    # Empty, or an entry per rank.
     local: tuple[Local, ...]
     loose: tuple[Stored, ...]
-    # None: the checkpoint was saved without an optimizer.
     param_groups: list[Json] | None
     extra: Json
     own_states: dict[str, Json]
-    """Results of modules' ``get_extra_state``, by the name in a state dict."""
-    # Empty in a converted checkpoint.
     rng: tuple[Json, ...]
     # Empty if no rank has given values of its own.
     per_rank: tuple[Json, ...]

@@ -48,11 +48,9 @@ class TensorPart:
     start: int
     stop: int
     number: int
-    """The place in the order of the model."""
     rectangle: Rectangle | None = None
     """The rectangle that ``start`` and ``stop`` count in; None: the whole."""
     states: dict[str, torch.dtype] = field(default_factory=dict)
-    """The dtype of each element-wise state."""
     values: dict[str, Json] = field(default_factory=dict)
     """State that is not element-wise, encoded, where this rank writes it."""
     shared: dict[str, str] = field(default_factory=dict)
@@ -101,7 +99,6 @@ class FilePart:
     tensors: list[TensorPart] = field(default_factory=list)
     local: LocalPart = field(default_factory=LocalPart)
     wrappers: dict[str, str] = field(default_factory=dict)
-    """The facts of tensors that wrap others, by name."""
     loose: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
     """The entries that JSON values refer to by number, by key."""
     param_groups: list[Json] | None = None
@@ -113,7 +110,6 @@ class FilePart:
     own_states: dict[str, Json] = field(default_factory=dict)
     rng: Json = None
     per_rank: Json = None
-    """The values of this rank alone; None if the caller has given none."""
 
 
 _LOST = (
@@ -155,7 +151,6 @@ def merge(told: Sequence[RankPart], block: int = BLOCK) -> Manifest:
     # Rank 0 alone has written ``extra`` and the options.
     first = parts[0]
     library = "unknown"
-    # The package may run from a source tree.
     with suppress(PackageNotFoundError):
         library = version("composable-fsdp")
     own = [merger.shifted(part.per_rank, r) for r, part in enumerate(parts)]
@@ -183,7 +178,6 @@ def merge(told: Sequence[RankPart], block: int = BLOCK) -> Manifest:
 
 
 Written = Sequence[tuple[int, TensorPart]]
-"""The parts of a tensor, with the ranks that have stored them."""
 
 
 class _Merger:
@@ -208,7 +202,6 @@ class _Merger:
 
     def local(self, parts: Sequence[LocalPart]) -> tuple[Local, ...]:
         """Return the own values of each rank; empty if no rank has any."""
-        # Most checkpoints: a tuple per rank would only make the manifest longer.
         if all(part.is_empty() for part in parts):
             return ()
         return tuple(
@@ -243,7 +236,6 @@ class _Merger:
         begins: list[tuple[int, ...]] = []
         first = written[0][1]
         facts, name = (first.names, first.dtype, first.shape), quoted(first.names[0])
-        # The sizes follow from the first indices, so a missing rectangle leaves a gap.
         for box in SavedTensor(*facts, cuts, (), (), {}, {}).rectangles():
             at = by_offset.get(box.offset, [])
             parts = sorted(at, key=lambda each: each[1].start)
@@ -258,7 +250,6 @@ class _Merger:
             ordered += parts
             begins.append(tuple(part.start for _, part in parts))
         _require_same_state(ordered)
-        # The rank with the first element has told the scalars.
         rank, teller = ordered[0]
 
         def places(state: str | None = None) -> tuple[EntryPlace, ...]:
@@ -304,7 +295,6 @@ def _require_cover(parts: Written, numel: int, what: str) -> None:
     # A gap would come back as whatever the memory holds.
     end, before = 0, 0
     for rank, part in parts:
-        # Two independent copies of a model write the same elements.
         if part.start < end:
             raise CheckpointError(
                 f"Ranks {before} and {rank} of the save hold the same elements of "
@@ -363,7 +353,6 @@ def with_experts(
                     "of the optimizer, and rank 0 has no such group. Nothing was "
                     "committed. Make groups of the same kind on all ranks."
                 )
-            # Rank 0 has its own experts in the list already.
             group = by_number[number]
             group["params"] = list(dict.fromkeys([*group["params"], *names]))
     return None if groups is None else list(by_number.values())

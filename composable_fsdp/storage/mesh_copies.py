@@ -39,8 +39,7 @@ def ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
 
 def mesh_groups_in(module: nn.Module, units: Iterable[Any]) -> list[dist.ProcessGroup]:
     """Return the groups of the meshes of DTensors and experts, each set once."""
-    # Units first: after ``fully_shard`` the modules show plain parameters, and the
-    # forms of the units know the meshes.
+    # Units first: modules show plain parameters, and the units' forms know the meshes.
     found: list[dist.ProcessGroup] = []
     for unit in units:
         # By index, because ranks of tensor parallelism may have other regions.
@@ -71,7 +70,6 @@ def others_of(ref: ParamRef) -> Groups:
 
 def copies_of(others: Groups, groups: Groups) -> list[tuple[int, ...]]:
     """Return the ranks along each dim of the meshes with copies, without ``others``."""
-    # Without tensor parallelism nothing else is a copy.
     if not groups:
         return []
     me = dist.get_rank()
@@ -103,7 +101,6 @@ def loose_rectangle(tensor: Tensor, name: str, what: str) -> Rectangle | None:
     except PlanError as error:
         raise CheckpointError(f"{error} Nothing was done.") from None
     shape = tuple(given.shape)
-    # A rank outside of the mesh has no elements.
     if given.device_mesh.get_coordinate() is None:
         return Rectangle(shape, (0,) * len(shape), (0,) * len(shape))
     place = whole_of(tensor)
@@ -115,7 +112,6 @@ def stores_loose(tensor: Tensor, first_rank: int) -> bool:
     """Return whether this rank stores its rectangle of a DTensor in no unit."""
     given: Any = tensor
     at, mesh = given.device_mesh.get_coordinate(), given.device_mesh.mesh
-    # The other rows of the mesh hold copies of the whole tensor.
     if at is None or first_rank not in mesh.flatten().tolist():
         return False
     # With more ranks than rows, some hold nothing to store.
@@ -135,7 +131,6 @@ def whole_value(tensor: Tensor) -> Tensor:
     Collective: for a DTensor an all-gather over each dim of the mesh that cuts.
     """
     given: Any = tensor
-    # A rank outside of the mesh has no group to gather over.
     if not is_dtensor(tensor) or given.device_mesh.get_coordinate() is None:
         return tensor.detach()
     whole: Tensor = given.full_tensor()

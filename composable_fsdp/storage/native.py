@@ -91,7 +91,6 @@ class NativeSource(Source):
         folder: Folder | None = None,
     ) -> None:
         self.path = whole_path(path)
-        # Listed once, for the marker and all files.
         if folder is None and is_url(self.path):
             folder = Folder(self.path)
         self.manifest, self.fingerprint = read_manifest(self.path, folder)
@@ -121,12 +120,10 @@ class NativeSource(Source):
             if values:
                 self._decode(own)
         except BaseException:
-            # The constructor failed, so no caller has an object to close.
             self.close()
             raise
 
     def on_rank(self, rank: int | None) -> None:
-        # Most checkpoints have none, and their tables stay.
         if self.local_ranks:
             own = _local_of(self.manifest.local, rank)
             self._index(own)
@@ -141,7 +138,6 @@ class NativeSource(Source):
         model: dict[str, TensorInfo] = {}
         aliases: dict[str, str] = {}
         optim: dict[str, dict[str, TensorInfo]] = {}
-        # Another rank may have been shown before.
         self._saved.clear()
         self._part_runs.clear()
         for each in (*self.manifest.tensors, *own.tensors):
@@ -191,7 +187,6 @@ class NativeSource(Source):
         return self._value(states[rank]) if rank < len(states) else None
 
     def rank_values(self, rank: int) -> Any:
-        # Not on opening: of 1,024 ranks, a rank needs its own.
         if not 0 <= rank < self.saved_ranks:
             raise KeyError(rank)
         return self._value(self.manifest.per_rank[rank])
@@ -210,7 +205,6 @@ class NativeSource(Source):
         return self._read(self._runs(*what), self._info(name, state).dtype, what)
 
     def prepare(self, copies: Sequence[Copy]) -> None:
-        # A destination in use must stay unchanged until all ranks agree.
         used = [copy for copy in copies if not copy.is_new]
         self._staged = self._stage(used)
         nowhere: list[Tensor | None] = [None] * len(used)
@@ -287,7 +281,6 @@ class NativeSource(Source):
                 found[run.file].append(ReadRequest(run.begin, run.end, into, at, copy))
                 at += run.end - run.begin
         for wants in found:
-            # In file order, each block is verified and read once.
             wants.sort(key=lambda want: want.begin)
         return found
 

@@ -59,7 +59,6 @@ def _holds(path: str, *names: str) -> bool:
 
 
 NATIVE, DCP, SAFETENSORS, TORCH = "native", "dcp", "safetensors", "torch"
-# In the order of the tests: the formats of directories before the formats of files.
 _FORMATS: dict[str, _Format] = {
     NATIVE: _Format(
         f"a checkpoint of this library ({MANIFEST})",
@@ -98,7 +97,6 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     found, name = _find(path)
     with within_limits(found.path):
         if is_url(found.path):
-            # Listed already, for the manifest and all files.
             return NativeSource(found.path, folder=found)
         return _FORMATS[name].opener(found.path)
 
@@ -117,7 +115,6 @@ def _find(path: str | os.PathLike[str]) -> tuple[Folder, str]:
         name = next((n for n, each in _FORMATS.items() if each.recognises(path)), None)
     elif here.is_committed:
         name = NATIVE
-    # A checkpoint at ``path`` itself takes precedence over those in ``path``.
     if name is not None:
         return here, name
     newest = newest_in(path)
@@ -253,7 +250,6 @@ def checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
     """
     folders = folders_in(whole_path(directory))
     found = [_info(each) for each in folders if each.is_committed]
-    # Names without a number come first.
     return sorted(found, key=lambda info: (info.step or -1, info.time))
 
 
@@ -300,7 +296,6 @@ class Verification:
     def __str__(self) -> str:
         if self.ok:
             return f"{self.path}: good ({self.files} files, {self.nbytes} bytes)"
-        # Without a manifest no file was opened.
         found = "damaged" if self.files else "not verified"
         return "\n".join([f"{self.path}: {found}", *self.problems])
 
@@ -333,14 +328,12 @@ def verify(
                 f"save wrote ({MANIFEST})."
             )
         with NativeSource(path, values=False) as source:
-            # For ``progress``: the payload bytes of all files.
             total = sum(file.payload_nbytes for file in source.manifest.files)
             for reader in source.files:
                 files += 1
                 size = reader.file.payload_nbytes
                 # ``max``: an empty payload still has a header to verify.
                 for begin in range(0, max(size, 1), BLOCK):
-                    # Several checksums may cover these bytes.
                     end = min(begin + BLOCK, size)
                     try:
                         reader.check([ReadRequest(begin, end, None, 0, ())])

@@ -63,7 +63,6 @@ Stored = tuple[Held, int, int]
 States = dict[int, dict[str, Any]]
 """The optimizer state of each parameter, by the ``id`` of the parameter."""
 _MEMBERS = ("params", "param_names")
-"""The keys of a group that list parameters; all others are options."""
 
 
 class PartMaker(Draft):
@@ -111,7 +110,6 @@ class PartMaker(Draft):
         }
         experts = experts_in(self._chosen)
         self._tell_groups(experts)
-        # To hash the tensors takes time, and a single rank has nothing to compare.
         if len(self._ranks) > 1:
             self._tell(shared, wrappers, experts)
         self._local()
@@ -125,7 +123,6 @@ class PartMaker(Draft):
             part.wrappers, part.extra = wrappers, encoded
             if self._optims:
                 part.param_groups = self._param_groups(local=False)
-        # Random states differ between ranks.
         part.rng = encode(rng_state(), "rng", self.put)
 
     def _own_states(self) -> None:
@@ -166,7 +163,6 @@ class PartMaker(Draft):
                 if not prod(param.shape):
                     low = high = 0
                     is_here = not start and is_first_part(param.ref)
-                # Copies of tensor parallelism hold equal values, and the first writes.
                 if is_here and is_first_copy(others_of(param.ref), groups):
                     yield param, low, high
 
@@ -190,7 +186,6 @@ class PartMaker(Draft):
                 part.states[key] = value.dtype
                 self._add(part, key, value.dtype, value, low)
                 continue
-            # Ranks with other elements must tell the same.
             if not part.is_whole:
                 part.shared[key] = text_of(value, where)
             # Once, because each loose tensor of the manifest has a single use.
@@ -212,7 +207,6 @@ class PartMaker(Draft):
 
         def elements() -> list[Tensor]:
             given = values.detach()
-            # Most are whole, and need no view.
             if given.numel() != numel:
                 given = given.reshape(-1)[low : low + numel]
             # Cast as late as this: mixed precision may hold it in another dtype.
@@ -298,7 +292,6 @@ class PartMaker(Draft):
         """Tell the options of each parameter, and the groups of this rank's experts."""
         known = named(self._chosen)
         for g, (_, group) in enumerate(self._groups):
-            # The order of names is the rank's own.
             options = {k: v for k, v in group.items() if k not in _MEMBERS}
             where = f"param_groups[{g}]"
             text = text_of(options, where)
@@ -326,13 +319,11 @@ class PartMaker(Draft):
             # A group whose parameters are all left out has nothing to come back to.
             if not members and (held or local):
                 continue
-            # Names of parameters that are left out would not be in the model.
             if "param_names" in options:
                 pairs = zip(options["param_names"], held, strict=True)
                 options["param_names"] = [n for n, each in pairs if each is not None]
             put = self.put if local else self._put_once
             encoded = encode(options, f"param_groups[{g}]", put, python_values=True)
-            # Other keys are written as pairs, to which ``params`` cannot be added.
             if "$map" in encoded:
                 raise TypeError(
                     f"param_groups[{g}] has an option whose name starts with '$' or is "
@@ -373,7 +364,6 @@ def tensors_of(tensors: Sequence[Held], rank: int, ranks: int) -> list[Held]:
         else 0
         for held in tensors
     ]
-    # What has no size stays with the first writer.
     writers = by_turns([("", ranks, size if size >= SMALL else 0) for size in sizes])
     return [each for i, each in enumerate(tensors) if writers[i] == rank]
 

@@ -8,12 +8,7 @@ from typing import NamedTuple
 
 from composable_fsdp.naming import listed
 from composable_fsdp.planning.boxes import interval_boxes, moved
-from composable_fsdp.storage.manifest import (
-    Manifest,
-    Places,
-    Rectangle,
-    SavedTensor,
-)
+from composable_fsdp.storage.manifest import Manifest, Places, Rectangle, SavedTensor
 from composable_fsdp.storage.validate import entries_by_file
 
 
@@ -30,7 +25,6 @@ class PartRuns:
 
     def __init__(self, cut: SavedTensor) -> None:
         self._cut, self._rectangles = cut, cut.rectangles()
-        # Per rectangle the index of the first part in ``cut.parts``.
         self._first = [0, *accumulate(map(len, cut.begins))]
         self._index = {
             (each.offset, each.shape): i for i, each in enumerate(self._rectangles)
@@ -47,7 +41,6 @@ class PartRuns:
         """Return the places of elements ``[start, stop)``, in order."""
         shape, whole = self._cut.shape, (0,) * len(self._cut.shape)
         wanted = rectangle or Rectangle(shape, whole, shape)
-        # A rank that reads as a rank has saved: the elements are a few intervals.
         same = self._index.get((wanted.offset, wanted.shape))
         if same is not None:
             return self._in_rectangle(same, places, itemsize, start, stop)
@@ -64,7 +57,6 @@ class PartRuns:
     def _at(self, position: int) -> tuple[int, int, int]:
         """Return rectangle, element there and elements left of a row, of an element."""
         indices = []
-        # From the last dim, whose indices are adjacent.
         for size in reversed(self._cut.shape):
             position, index = divmod(position, size)
             indices.append(index)
@@ -73,7 +65,6 @@ class PartRuns:
             reversed(indices), self._cut.cuts, self._cut.shape, strict=True
         ):
             i = bisect_right(begins, index) - 1
-            # The last interval of a dim ends with the dim.
             end = begins[i + 1] if i + 1 < len(begins) else size
             found = found * len(begins) + i
             inner = inner * (end - begins[i]) + index - begins[i]
@@ -110,7 +101,6 @@ def boxes_of(
 def told_of(manifest: Manifest, file: int, begin: int, end: int) -> str:
     """Return the names of the tensors in some bytes of a file, with boxes."""
     found = []
-    # Computed when asked for: only error messages need the entries.
     for entry in entries_by_file(manifest, "")[file]:
         low, high = max(begin, entry.begin), min(end, entry.end)
         if low < high:

@@ -109,7 +109,6 @@ def no_facts() -> Facts:
 
 def digests_of(facts: Facts) -> dict[Group, bytes]:
     """Return 16 bytes per group, which are equal on ranks that tell the same."""
-    # Sorted: ranks may order groups and parameters differently.
     return {
         group: hashlib.blake2b(
             repr(sorted(told.items())).encode(), digest_size=16
@@ -145,7 +144,6 @@ def tell_tensors(held: Sequence[Held], facts: Facts) -> None:
         kind = "a parameter" if is_parameter else "a buffer"
         if box is not None:
             kind = "a DTensor"
-            # A rank without elements may have any offset.
             if box.numel:
                 facts["rectangles"][f"{name} at {box.offset}"] = value
         else:
@@ -198,7 +196,6 @@ def tell_copies(
         copies = copies_of(others_of(param.ref), contents.mesh_groups)
         ranks = filter(None, [param.holders(), *copies])
         groups: list[Group] = [("copies", each) for each in ranks]
-        # A rank without elements has no state to compare.
         if not groups or param.is_absent:
             continue
         told = [facts.setdefault(group, {}) for group in groups]
@@ -249,8 +246,7 @@ def require_same_values(team: Team, facts: Facts, groups: Sequence[Group]) -> st
                 _refuse(kind, among)
             else:
                 replicas.append(among)
-    # No error: the running means of a normalization differ in ordinary training, and
-    # DistributedDataParallel gives all ranks those of rank 0, too.
+    # No error: the running means of a normalization differ in ordinary training.
     buffers = {rank: each.get("buffers", {}) for rank, each in by_rank.items()}
     unlike = _unlike(buffers, is_shared=True)
     if unlike and team.rank == 0:

@@ -31,10 +31,7 @@ from composable_fsdp.storage.commit import (
     newest_in,
     remove_older,
 )
-from composable_fsdp.storage.contents import (
-    contents_of,
-    optimizers_in,
-)
+from composable_fsdp.storage.contents import contents_of, optimizers_in
 from composable_fsdp.storage.directory import MANIFEST, make_seen, path_text, sync
 from composable_fsdp.storage.manifest import BLOCK, block_size
 from composable_fsdp.storage.merge import FilePart, RankPart, merge
@@ -158,14 +155,11 @@ class Job:
     ending: str
     """The end of the names of the files, which other attempts do not have."""
     part: FilePart
-    """The description of this rank's file; rank 0 merges the parts of all ranks."""
     pieces: list[Piece]
-    """The entries of this rank's file, in the order of the file."""
     options: SaveOptions
     error: Exception | None = None
     """An error of this rank that the other ranks do not know yet."""
     block: int = BLOCK
-    """The bytes of payload that a checksum covers, the same on every rank."""
 
 
 @paused_collection()
@@ -212,9 +206,8 @@ def prepare(
         mine = target, ending, before, digests_of(facts), nbytes
         answers = team.agree(error, mine)
         raise_unseen(team, [each[2] for each in answers])
-        # The digests tell every rank whether a second exchange is needed. Names and
-        # hashes are sent only then, and only of what differs: of 10,000 tensors and
-        # 1,024 ranks they are hundreds of megabytes.
+        # Names and hashes are sent only of what differs by the digests: of 10,000
+        # tensors and 1,024 ranks they are hundreds of megabytes.
         groups = unlike_groups(team.ranks, [each[3] for each in answers])
         if groups and (text := require_same_values(team, facts, groups)):
             # A warning per rank would say no more.

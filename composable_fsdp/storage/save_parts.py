@@ -11,10 +11,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from composable_fsdp.planning.layout import RegionLayout
 
 SMALLEST_PART = 1 << 18
-"""The bytes of a part below which a shard is written whole.
-
-Each part is an entry of its own in the manifest, and a request of its own for a reader.
-"""
+"""The bytes of a part, an entry and a request of its own, below which none is made."""
 
 
 def parts_of(layout: RegionLayout, replicas: int) -> int:
@@ -22,8 +19,7 @@ def parts_of(layout: RegionLayout, replicas: int) -> int:
     nbytes = layout.shard_numel * layout.dtype.itemsize
     if nbytes < replicas * SMALLEST_PART:
         return 1
-    # All parts of a region have a single size. Only behind the last shard is room for
-    # padding, and with one shard that is behind the last part.
+    # All parts have a single size: only behind the last shard is room for padding.
     fits = layout.world_size == 1 or layout.shard_numel % replicas == 0
     return replicas if fits else 1
 
@@ -49,8 +45,7 @@ def by_turns(items: Sequence[tuple[Hashable, int, int]]) -> list[int]:
     >>> by_turns([("a", 2, 5), ("a", 2, 3), ("a", 2, 1), ("a", 2, 4)])
     [0, 1, 1, 1]
     """
-    # Not by largest first, which balances a little better: a model that grows by a unit
-    # keeps the writers of the units before, and so the sizes of its files.
+    # Not by largest first: a model that grows by a unit keeps the other writers.
     loads: dict[Hashable, list[int]] = {}
     found = []
     for key, writers, nbytes in items:

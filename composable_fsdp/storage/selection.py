@@ -139,10 +139,6 @@ class RenamedSource(Source):
             for g in groups
         ]
 
-    @property
-    def extra(self) -> Any:
-        return self._source.extra
-
     def _told(self, copy: Copy) -> Copy:
         """Return ``copy`` with the name in the checkpoint."""
         return copy._replace(name=self._old[copy.name])
@@ -158,12 +154,6 @@ class RenamedSource(Source):
 
     def finish(self, copies: Sequence[Copy]) -> None:
         self._source.finish(list(map(self._told, copies)))
-
-    def rng(self, rank: int, world_size: int) -> dict[str, Any] | None:
-        return self._source.rng(rank, world_size)
-
-    def rank_values(self, rank: int) -> Any:
-        return self._source.rank_values(rank)
 
     def close(self) -> None:
         """Do nothing: the caller that opened ``source`` closes ``source``."""
@@ -290,7 +280,3 @@ class Selection:
         return lambda name: (
             name in left if name in known else not self.takes_names([name])
         )
-
-
-ALL = Selection()
-"""Every tensor."""

@@ -27,7 +27,6 @@ from composable_fsdp.storage.staging import aligned, is_plain
 from composable_fsdp.storage.team import Team
 
 Ranks = tuple[int, ...]
-"""Global ranks that hold the same elements."""
 Told = Mapping[Ranks, str]
 """A digest of the reads that a rank shares with each set of ranks."""
 _SMALL = 1 << 20

@@ -1,8 +1,6 @@
 """Defines ``Source``: a checkpoint of any format as named tensors, readable by slices.
 
-Loading, conversion and export read a checkpoint only through a ``Source``: the plain
-model's names, and elements ``[start, stop)`` of a tensor in row-major order. So each
-rank reads only its shard, and the same loader works for every format.
+So each rank reads only its shard, and the same loader works for every format.
 """
 
 from __future__ import annotations
@@ -95,8 +93,8 @@ class Copy(NamedTuple):
 class Source(ABC):
     """A checkpoint, open for reading; as a context manager, closes at the end.
 
-    Opening a source reads and checks the descriptions of the tensors, but not the
-    tensors. No process group is needed: each rank opens and reads for itself.
+    The descriptions of the tensors are read and checked, but not the tensors. No
+    process group is needed: each rank opens and reads for itself.
     """
 
     model: Mapping[str, TensorInfo]
@@ -158,18 +156,11 @@ class Source(ABC):
         """
 
     def read_optim(self, name: str, state: str, start: int, stop: int) -> Tensor:
-        """Return elements ``[start, stop)`` of a state; a scalar has a single element.
+        """Return elements ``[start, stop)`` of a key of ``optim[name]``.
 
-        Args:
-            name: the name of the parameter.
-            state: a key of ``optim[name]``.
-            start: the first element.
-            stop: the element after the last.
-
-        Returns: as ``read_model``.
-        Raises: CheckpointError, as ``read_model``; KeyError, if there is no such state.
+        As ``read_model``; a scalar has a single element. Raises: KeyError, if there is
+        no such state.
         """
-        # The default of formats that hold weights only.
         raise KeyError((name, state))
 
     def require_checksums(self) -> None:  # noqa: B027  # most formats need none
@@ -179,7 +170,6 @@ class Source(ABC):
 
         Raises: CheckpointError, naming the file.
         """
-        # The default of formats without checksums, or with a checksum per block.
 
     def prepare(self, copies: Sequence[Copy]) -> None:
         """Verify the bytes that ``copies`` read, and fill destinations that are new.
@@ -216,7 +206,6 @@ class Source(ABC):
 
     def rng(self, rank: int, world_size: int) -> dict[str, Any] | None:
         """Return the random state for ``rank`` of ``world_size``, or None."""
-        # Most formats have no random states.
         return None
 
     def rank_values(self, rank: int) -> Any:
@@ -224,7 +213,6 @@ class Source(ABC):
 
         Raises: KeyError, if no such rank has saved values.
         """
-        # The default of formats that hold no values of ranks.
         raise KeyError(rank)
 
     def on_rank(self, rank: int | None) -> None:  # noqa: B027  # a default, not forgotten

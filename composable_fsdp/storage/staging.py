@@ -19,9 +19,7 @@ from torch.autograd.graph import increment_version
 @contextmanager
 def paused_collection() -> Iterator[None]:
     """Let the garbage collector wait until the end of the block; also a decorator."""
-    # A checkpoint of 10,000 parameters has some hundred thousand records, and none is
-    # garbage before the end. The collector would look at all objects of the process
-    # again and again, which took 40 % of a load.
+    # None of a checkpoint's many records is garbage, and to look took 40 % of a load.
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -50,8 +48,7 @@ class _PinnedMap(mmap.mmap):
 def host_buffer(nbytes: int, *, pinned: bool = False) -> Tensor:
     """Return ``nbytes`` of host memory that no code has used."""
     # Private: shared memory, the default, would be seen by forked processes, too. In
-    # pages of 4 KiB: to find free pages of 2 MiB, the kernel moves others, which took
-    # three times as long as the first load itself.
+    # pages of 4 KiB: to find those of 2 MiB took three times as long as the load.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     buffer = _PinnedMap(-1, max(nbytes, 1), flags=flags)
     # torch's own pinned memory is rounded up to a power of two.
@@ -115,13 +112,8 @@ def cpus_per_rank() -> int:
     # macOS does not tell on which processors the process may run.
     allowed = getattr(os, "sched_getaffinity", None)
     cpus = os.cpu_count() or 1 if allowed is None else len(allowed(0))
-    return max(1, cpus // _ranks_here())
-
-
-def _ranks_here() -> int:
-    """Return the number of ranks of this machine, as far as known; else of the job."""
-    if told := int(os.environ.get("LOCAL_WORLD_SIZE", "0")):
-        return told
     dist = torch.distributed
     there = dist.is_available() and dist.is_initialized()
-    return dist.get_world_size() if there else 1
+    # The ranks of this machine, as far as known; else of the job.
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    return max(1, cpus // (ranks or (dist.get_world_size() if there else 1)))

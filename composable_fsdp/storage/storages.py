@@ -307,9 +307,7 @@ def _time(about: Mapping[str, Any]) -> datetime:
 
 
 _made: dict[str, Callable[[], Storage]] = {}
-"""The storages of the user, by scheme."""
 _open: dict[str, Storage] = {}
-"""The storages in use, by scheme: connections are kept."""
 
 
 def register_storage(scheme: str, make: Callable[[], Storage]) -> None:

@@ -247,8 +247,7 @@ def meet_team(module: object, what: str) -> None:
     try:
         meet(dict.fromkeys(several), Call(what, way_out=way_out))
     except DesyncError as error:
-        # A rank with a module has nothing else to tell. To one without, the other ranks
-        # may never come, and the reason to raise is here in any case.
+        # To a rank without a module the others may never come.
         if is_module:
             raise
         raise wrong from error

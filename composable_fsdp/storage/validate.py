@@ -28,7 +28,6 @@ from composable_fsdp.storage.manifest import (
 from composable_fsdp.storage.values import decode
 
 RNG_KEYS = ("torch", "cuda", "others")
-"""The keys of a rank's random state; see ``rng_state``."""
 
 
 class Entry(NamedTuple):

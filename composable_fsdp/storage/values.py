@@ -36,12 +36,10 @@ from composable_fsdp.storage.writer import bytes_of
 Put = Callable[[Tensor, str], int]
 """A function that stores a tensor, given its path, and returns the tensor's number."""
 Get = Callable[[int], Any]
-"""A function that returns the tensor of a number."""
 
 _SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _MAX_DEPTH = 100
-"""The deepest nesting that is written and read. By a number, and not by the recursion
-limit of Python, which programs change."""
+"""The deepest nesting that is written and read; programs change Python's own limit."""
 # Numbers, bytes, text, dates: a byte order and the size of an element.
 _NUMPY = re.compile(r"[<>|=]?[biufcSUMm]\d{1,6}(\[\d{0,9}[a-zA-Z]{1,2}\])?\Z")
 
@@ -64,8 +62,7 @@ def encode(
     # Before ``int``: in Python, a bool is an int.
     if value is None or isinstance(value, bool):
         return value
-    # Not ``str(value)``, which an enum overrides. And not ``value`` itself: an object
-    # of a class that other ranks cannot unpickle would end the save on those alone.
+    # Not ``str(value)``, which an enum overrides, nor a class that others lack.
     if isinstance(value, str):
         return str.__str__(value)
     # ``int`` and ``float`` remove subclasses, such as enums and numpy's float64.

@@ -185,8 +185,7 @@ _UNKNOWN = {errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EOPNOTSUPP}
 @cache
 def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
     """Return the system call, or None where there is none (macOS)."""
-    # Python has no binding. The call starts the disk before ``fsync`` and, unlike
-    # ``fdatasync``, waits neither for the journal nor for the cache of the disk.
+    # Starts the disk before ``fsync``, and waits for no journal. Python has no binding.
     found = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
     if found is not None:
         found.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]

@@ -19,8 +19,8 @@ from composable_fsdp.storage import (
     blocks,
     manifest,
     part,
-    planned,
     save_parts,
+    shared_reads,
     source,
     writer,
 )
@@ -119,8 +119,8 @@ SMALLER: tuple[tuple[Any, str, int], ...] = (
     (blocks, "_GAP", 64),
     (manifest, "_MOST_BLOCKS", 4),
     (writer, "_BEHIND", 1 << 16),
-    (planned, "_SMALL", 1 << 14),
-    (planned, "_BUFFER", 1 << 16),
+    (shared_reads, "_SMALL", 1 << 14),
+    (shared_reads, "_BUFFER", 1 << 16),
     (source, "CHUNK_BYTES", 1 << 16),
 )
 """Thresholds above 4 MiB, and those between tensors: the sizes are on both sides."""

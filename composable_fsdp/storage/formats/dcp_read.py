@@ -364,8 +364,7 @@ def _place(
         here = value
         if following is not None:
             here = [] if isinstance(following, int) else {}
-        # ``longest``: a damaged index must not allocate a list of any length. Keys come
-        # in any order, so a list may have unfilled items for a while.
+        # Keys come in any order; a damaged index must allocate no list of any length.
         if isinstance(part, int) and isinstance(at, list) and 0 <= part < longest:
             at.extend([None] * (part + 1 - len(at)))
             at[part] = here if at[part] is None else at[part]
@@ -385,11 +384,7 @@ def _read_notes(directory: Path, value: Any) -> tuple[dict[str, str], list[PathO
         notes = json.loads(value)
         aliases = {str(name): str(kept) for name, kept in notes["aliases"].items()}
         return aliases, [tuple(path) for path in notes["empty"]]
-    # Deeply nested JSON exhausts the stack.
-    except (
-        *(ValueError, TypeError, AttributeError, KeyError),
-        RecursionError,
-    ) as error:
+    except Exception as error:  # Deeply nested JSON exhausts the stack, too.
         raise CheckpointError(
             f"{directory}: {NOTES!r} expected JSON with 'aliases' and 'empty'; got "
             f"{repr(value)[:200]}. The checkpoint is damaged."

@@ -27,7 +27,6 @@ from composable_fsdp.storage.source import OWN_STATE, LazyTensor, Source, Tensor
 MODEL_KEYS = ("model", "state_dict", "model_state_dict")
 OPTIM_KEYS = ("optim", "optimizer", "optim_state_dict", "optimizer_state_dict")
 States = dict[str, dict[str, Any]]
-"""State by parameter name, then by the name of the state."""
 Group = dict[str, Any]
 
 

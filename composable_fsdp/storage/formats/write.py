@@ -28,12 +28,7 @@ from composable_fsdp.storage.native import manifest_bytes
 from composable_fsdp.storage.source import LazyTensor, Source, TensorInfo
 from composable_fsdp.storage.validate import parse
 from composable_fsdp.storage.values import encode
-from composable_fsdp.storage.writer import (
-    Piece,
-    in_order,
-    places_of,
-    write_file,
-)
+from composable_fsdp.storage.writer import Piece, in_order, places_of, write_file
 
 DATA = "rank00000.safetensors"
 
