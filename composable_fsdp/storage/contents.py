@@ -7,7 +7,7 @@ and the module that torch.compile returns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -202,14 +202,7 @@ def contents_of(module: nn.Module, what: str, *, inner: bool = False) -> Content
         _held_tensor(names, tensor, original, around.get(id(tensor), tensor), what)
         for tensor, names in others.values()
     )
-    meta = [p.names[0] for r in regions if r.ref.region.shard.is_meta for p in r.params]
-    meta += [held.names[0] for held in tensors if held.tensor.is_meta]
-    if meta:
-        raise CheckpointError(
-            f"{what} expects values, and {listed(map(quoted, meta))} are on meta. Call "
-            "model.to_empty(device=...) first, and set the buffers that are not "
-            "persistent; load fills the rest."
-        )
+    _refuse_meta(regions, tensors, what)
     own_states = {
         join_name(path, OWN_STATE): each
         for path, each in places(module)
@@ -219,6 +212,20 @@ def contents_of(module: nn.Module, what: str, *, inner: bool = False) -> Content
     units = tuple(states.values())
     groups = tuple(mesh_groups_in(module, units))
     return Contents(units, regions, tensors, own_states, groups, tuple(wrappers))
+
+
+def _refuse_meta(
+    regions: Sequence[HeldRegion], tensors: Sequence[Held], what: str
+) -> None:
+    """Raise CheckpointError if a tensor has no values."""
+    meta = [p.names[0] for r in regions if r.ref.region.shard.is_meta for p in r.params]
+    meta += [held.names[0] for held in tensors if held.tensor.is_meta]
+    if meta:
+        raise CheckpointError(
+            f"{what} expects values, and {listed(map(quoted, meta))} are on meta. Call "
+            "model.to_empty(device=...) first, and set the buffers that are not "
+            "persistent; load fills the rest."
+        )
 
 
 def _refuse_foreign(path: str, module: nn.Module, what: str) -> None:
