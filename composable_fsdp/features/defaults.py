@@ -29,6 +29,7 @@ from composable_fsdp.features.guard.progress import note_capture
 from composable_fsdp.features.guard.same_models import compare_models, meet_to_sync
 from composable_fsdp.features.guard.under_ddp import install_ddp_hook
 from composable_fsdp.features.guard.watch import watch
+from composable_fsdp.features.in_backward import step_in_backward
 from composable_fsdp.features.log_line import log_units
 from composable_fsdp.features.nonfinite import name_nonfinite
 from composable_fsdp.features.parallel.dtensor_form import (
@@ -74,7 +75,9 @@ moments.MODULES_SHARDED.extend(
 moments.TREE_INITIALIZED.append(give_slots)
 moments.MODELS_MEET.append(compare_models)
 moments.RANKS_MEET.append(compare_ranks)
-moments.FIRST_FORWARD.extend((require_initialized, log_units, begin_audit))
+moments.FIRST_FORWARD.extend(
+    (require_initialized, step_in_backward, log_units, begin_audit)
+)
 moments.CHANGED_FLAGS.append(changed_settings)
 moments.PASSAGES.update(first=FIRST, full=FULL, moving=MOVING, searches=Searches)
 moments.HANDED_OUT.append(hand_out)

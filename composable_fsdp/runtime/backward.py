@@ -118,9 +118,10 @@ class UnitForward:
         # would run only after all users of the input.
         view = tensor.view_as(tensor)
         node = view.grad_fn
-        assert node is not None
-        node.register_hook(self.input_done)
-        self.aliases += (node,)
+        # Inside a transform of torch.func, a captured tensor may have no graph.
+        if node is not None:
+            node.register_hook(self.input_done)
+            self.aliases += (node,)
         self.inputs += ((view, view._version),)
         return view
 
