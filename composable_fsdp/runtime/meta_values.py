@@ -1,8 +1,9 @@
-"""Detection of values that were on meta and were not filled since.
+"""Detection of values that were on meta and were not filled, or drawn on shards, since.
 
 ``to_empty`` gives memory and no values, so tensors on meta have classes that mark new
 memory: NaN, or the smallest integer. What holds only marks at the first forward was
-never written. A shard with memory is a ``WatchedShard`` until the unit adopts it.
+never written. A shard with memory is a ``WatchedShard`` until the unit adopts it, and
+records random numbers that were drawn into it, as if it were the whole parameter.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from composable_fsdp.errors import PlanError
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_ref import find_param, in_model_order
+from composable_fsdp.flat.start_digest import digest_of_start
 from composable_fsdp.naming import join_name, listed, quoted
 from composable_fsdp.runtime.precision import own_buffers
 from composable_fsdp.tree.root import unit_paths
@@ -69,31 +71,62 @@ class UnfilledParameter(nn.Parameter):
         made, is_memory = _run(func, args, kwargs)
         if is_memory:
             with torch._C.DisableTorchFunctionSubclass():
-                WatchedShard.watch(made, Whole(args[0]))
+                WatchedShard.watch(made, Draws(made.as_subclass(Tensor), args[0]))
         return made
 
 
-class Whole:
-    """The parameter that a shard with memory is a part of."""
+class Draws:
+    """The last writes into the memory of a shard."""
 
-    __slots__ = ("name", "shape")
+    __slots__ = ("drawn", "name", "shape", "values")
 
-    def __init__(self, parameter: object) -> None:
+    def __init__(self, values: Tensor, parameter: object) -> None:
         ref = find_param(parameter)
+        self.values = values
         self.name = "" if ref is None else ref.name
         self.shape = () if ref is None else ref.shape
+        """The shape of the whole parameter."""
+        self.drawn = 0
+        """``digest_of_start`` of random numbers; 0 if the last numbers are others, or
+        too few to tell."""
+
+    def note(self, func: str, tensor: Tensor) -> None:
+        """Note that ``func`` has run on ``tensor``, the shard or a view of it."""
+        if func in _RANDOM:
+            self.drawn = digest_of_start(self.values)
+        elif self.drawn and func.endswith("_") and func not in _READS:
+            # ``trunc_normal_`` and a zero row for padding change drawn numbers.
+            is_whole = func in _OVERWRITES and tensor.numel() == self.values.numel()
+            self.drawn = 0 if is_whole else digest_of_start(self.values)
+
+
+_RANDOM = frozenset(
+    (
+        "normal_",
+        "uniform_",
+        "kaiming_uniform_",
+        "random_",
+        "bernoulli_",
+        "exponential_",
+        "log_normal_",
+        "cauchy_",
+        "geometric_",
+    )
+)
+_OVERWRITES = frozenset(("copy_", "fill_", "zero_", "set_", "constant_"))
+_READS = frozenset(("requires_grad_", "__get__", "__len__"))
 
 
 class WatchedShard(Tensor):
     """A shard with memory, or a view of it, until the unit adopts the parameter."""
 
-    whole: Whole
+    draws: Draws
 
     @classmethod
-    def watch(cls, made: Any, whole: Whole) -> None:
+    def watch(cls, made: Any, draws: Draws) -> None:
         """Make ``made``, the shard or a view of it, a watched shard."""
         made.__class__ = cls
-        made.whole = whole
+        made.draws = draws
 
     @classmethod
     def __torch_function__(
@@ -109,12 +142,13 @@ class WatchedShard(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             watched = [each for each in given if type(each) is cls]
             if name == "copy_" and len(args) > 1 and watched:
-                _refuse_whole(watched[0].whole, args[0], args[1])
+                _refuse_whole(watched[0].draws, args[0], args[1])
             made = func(*args, **kwargs)
             for each in watched:
+                each.draws.note(name, each)
                 # Writes through ``.data`` or a row are writes into the shard.
                 if type(made) is Tensor and _is_view(made, each):
-                    cls.watch(made, each.whole)
+                    cls.watch(made, each.draws)
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -133,13 +167,13 @@ def _is_view(made: Tensor, of: Tensor) -> bool:
     return bool(mine._cdata == theirs._cdata)
 
 
-def _refuse_whole(whole: Whole, shard: Tensor, values: object) -> None:
+def _refuse_whole(draws: Draws, shard: Tensor, values: object) -> None:
     """Raise PlanError if whole values are copied into a shard."""
     # The error of torch would name neither the parameter nor a way out.
     given = tuple(getattr(values, "shape", ()))
-    if given == whole.shape != tuple(shard.shape):
+    if given == draws.shape != tuple(shard.shape):
         raise PlanError(
-            f"Parameter {quoted(whole.name)} got values {given} of the whole "
+            f"Parameter {quoted(draws.name)} got values {given} of the whole "
             f"parameter, and shows this rank's part {tuple(shard.shape)}. Copy inside "
             "of 'with unshard_params(model):', or call set_full_param(model, name, "
             "values) or load_state_dict, on every rank."
@@ -155,14 +189,18 @@ def watch_shards(handle: FlatParamHandle) -> None:
 
 
 def end_watch(state: _FSDPState) -> None:
-    """Make the parameters that the modules show plain ones."""
+    """Make the parameters that the modules show plain ones; keep their draws."""
     layout = state.handle.layout
-    for table, key in zip(layout.tables, layout.keys, strict=True):
+    for place, table, key in zip(
+        layout.places, layout.tables, layout.keys, strict=True
+    ):
         shown: Any = table.get(key)
         kind = type(shown)
         if kind is WatchedShard:
+            if shown.draws.drawn:
+                state.initial.drawn[place.slot_index] = shown.draws.drawn
             shown.__class__ = nn.Parameter
-            del shown.whole, shown._is_param
+            del shown.draws, shown._is_param
         elif kind is UnfilledParameter and not shown.is_meta:
             shown.__class__ = nn.Parameter
 

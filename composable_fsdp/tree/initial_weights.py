@@ -7,7 +7,7 @@ gather ``guard.same_weights`` compares the hashes of parameters not written to s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
 from operator import attrgetter
@@ -47,6 +47,8 @@ class InitialWeights:
     """On the outermost unit of a tree: with which ranks the tree was compared."""
     awaits_buffers: bool = False
     """Whether buffers of the unit were on meta and may still have no values."""
+    drawn: dict[int, int] = field(default_factory=dict)
+    """By slot index: the start of random numbers that were drawn into a shard."""
     was_on_meta: bool = False
     """Whether shards of the model were on meta on any rank; known from the first
     gather."""
