@@ -77,17 +77,20 @@ def clip_grad_norm_(
             multi-tensor operators.
 
     Returns: the norm before clipping, a 0-d tensor on the compute device, equal on all
-        ranks; NaN or inf on every rank if the norm of any rank is NaN or inf.
-    Collective: per shard group among the parameters an all-reduce of one number (two
-        numbers for the ``inf`` norm); for parameters that tensor parallelism cuts,
+        ranks; NaN or inf on every rank of a shard group if that of any of them is.
+    Collective: per shard group among the parameters an all-reduce of one float64 (two
+        for the ``inf`` norm); for parameters that tensor parallelism cuts,
         another over its ranks. All ranks must pass the same parameters. If
         ``error_if_nonfinite`` raises, also an all-gather of objects, for the message.
     Raises: DesyncError, if another rank does not make this call or passes another
         ``max_norm``, before anything is sent; CompositionError, for units
         whose gradients are over the data of different ranks; ValueError, unless
         ``norm_type`` > 0 and ``max_norm`` >= 0; TypeError, for an argument that is no
-        parameter; RuntimeError for ``error_if_nonfinite``, on all ranks alike and
-        before any gradient is scaled.
+        parameter; RuntimeError for ``error_if_nonfinite``, before any gradient is
+        scaled: on all ranks alike, since a reduction spreads a NaN or inf. Replicas
+        (HYBRID_SHARD) reduce no norm between them, so of one written into the gradients
+        of one replica after the reduction, the ranks of that replica alone return NaN
+        or raise; the others go on without waiting for them.
     """
     order = as_order(norm_type, "clip_grad_norm_")
     max_norm = as_number("max_norm", max_norm, "clip_grad_norm_")

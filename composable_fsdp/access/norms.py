@@ -130,13 +130,13 @@ def norm_of(
         )
     parts = []
     for route, tensors in found.items():
-        part = _power(tensors, norm_type, norms, device, dtype)
+        part = _power(tensors, norm_type, norms, device)
         parts.append(_over_ranks(part, route, norm_type))
     stacked = torch.stack(parts)
     infinite = norm_type == math.inf
     total = stacked.amax() if infinite else stacked.sum() ** (1.0 / norm_type)
     every = list(chain(*found.values()))
-    return Norm(total, every, handles, chosen, routes, parts[1:])
+    return Norm(total.to(dtype), every, handles, chosen, routes, parts[1:])
 
 
 def _of_plain(call: str, others: Iterable[Tensor]) -> list[Tensor]:
@@ -165,13 +165,11 @@ def _over_ranks(part: Tensor, route: Route, norm_type: float) -> Tensor:
 def _device_and_dtype(
     handles: Sequence[FlatParamHandle], others: Sequence[Tensor]
 ) -> tuple[torch.device, torch.dtype]:
-    """Return where and in which dtype ranks sum the norm."""
-    # The parameters decide: a rank without elements has no gradient, but must send the
-    # same dtype.
+    """Return where ranks sum the norm, and in which dtype it is returned."""
+    # The parameters decide: a rank without elements has no gradient.
     dtypes = {p.dtype for p in others}
     for handle in handles:
         dtypes.update(region.shard.dtype for region in handle.layout.regions)
-    # float16 powers overflow, so float32 at least.
     is_double = not dtypes.isdisjoint((torch.float64, torch.complex128))
     # The compute device, also if the gradients are in host memory.
     devices = [*(h.layout.device for h in handles[-1:]), *(p.device for p in others)]
@@ -301,9 +299,10 @@ def _power(
     norm_type: float,
     norms_of: Norms,
     device: torch.device,
-    dtype: torch.dtype,
 ) -> Tensor:
     """Return the sum of ``|g| ** norm_type``, or the maximum for the inf norm."""
+    # The square of a large but finite norm overflows float32.
+    dtype = torch.float64
     filled = [g.abs() if g.is_complex() else g for g in tensors if g.numel()]
     if not filled:
         return torch.zeros((), device=device, dtype=dtype)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from collections import Counter
 from collections.abc import Iterable
 from datetime import timedelta
@@ -23,7 +24,7 @@ from torch.distributed import distributed_c10d
 
 from composable_fsdp.comm.groups import GroupRef
 from composable_fsdp.comm.nodes import PEERLESS, group_timeout
-from composable_fsdp.comm.store_names import AgreedName, default_store
+from composable_fsdp.comm.store_names import AgreedName, default_store, pauses
 from composable_fsdp.errors import CompositionError
 
 TIMEOUT_VARIABLE = "COMPOSABLE_FSDP_ORDER_TIMEOUT"
@@ -98,6 +99,30 @@ class Peers:
         told, _, rank = first.rpartition("\n")
         # Usually equal: a text is parsed only for an error.
         return None if told == mine else PeerMessage(int(rank), json.loads(told))
+
+    def share(self, place: str, text: str | None, within: float) -> str | None:
+        """Return the first text that a rank gives at ``place``, on all ranks.
+
+        Waits at most ``within`` seconds for ranks that do not come, and then goes by
+        those that came.
+        """
+        store, key, size = _store(), self._key(place), self._group.get().size()
+        if text is not None:
+            self.say(f"{place}/text", text)
+        # A single integer holds both counts: who has read the last arrival has read
+        # all texts' flags, too. The text is written before.
+        width = size.bit_length()
+        start, between = time.monotonic(), pauses(size)
+        counts = int(store.add(key, 1 + ((text is not None) << width)))
+        while counts % (1 << width) < size and time.monotonic() - start < within:
+            time.sleep(next(between))
+            # Not ``add``: a FileStore grows by each.
+            counts = int(store.get(key))
+        if counts >> width:
+            told = store.get(self._key(f"{place}/text")).decode()
+            text = json.loads(told.rpartition("\n")[0])
+        self.leave(place, [place, f"{place}/text"])
+        return text
 
     def leave(self, where: str, places: Iterable[str]) -> None:
         """Declare ``places`` finished on this rank; the last rank removes the keys."""

@@ -272,6 +272,6 @@ def _part(
     # Scalars were sent with the structure.
     if senders and isinstance(value, (Tensor, Described)) and value.shape:
         value = share_tensor(value, senders, device)
-    part = part_for(named, name, whole_of_other(named, value))
+    part = part_for(named, name, whole_of_other(named, value, device))
     # A view would keep the full tensor alive, and the optimizer would write into it.
     return part.clone() if isinstance(part, Tensor) else part

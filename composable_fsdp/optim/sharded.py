@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from composable_fsdp.comm import collectives
 from composable_fsdp.config import StateDictType
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.handle import FlatParamHandle
@@ -78,14 +80,23 @@ def _mismatch(named: Named, value: ShardedValue) -> str:
     return mismatch(named.ref, value)
 
 
-def whole_of_other(named: Named, value: Any) -> Any:
-    """Return the whole of a ``ShardedValue`` of another plan; other values unchanged.
+def whole_of_other(named: Named, value: Any, device: torch.device) -> Any:
+    """Return the whole of a sharded value of another plan; other values unchanged.
 
     Collective: as ``ShardedValue.full_tensor``, on all ranks or on none, because the
-        plan of a value is equal on all ranks.
+        plan of a value is equal on all ranks; an all-reduce of a ``ShardedTensor``.
     """
     if isinstance(value, ShardedValue) and _mismatch(named, value):
         return value.full_tensor()
+    # Of torch's older reader.
+    if type(value).__name__ == "ShardedTensor" and hasattr(value, "local_shards"):
+        whole = torch.zeros(value.shape, dtype=value.dtype, device=device)
+        for shard in value.local_shards():
+            box = shard.metadata
+            place = zip(box.shard_offsets, box.shard_sizes, strict=True)
+            whole[tuple(slice(at, at + size) for at, size in place)] = shard.tensor
+        collectives.all_reduce(whole, value._process_group)
+        return whole
     return value
 
 

@@ -203,36 +203,49 @@ def require_current(optim: torch.optim.Optimizer) -> None:
         )
 
 
-def compare_ranks(optim: torch.optim.Optimizer) -> None:
-    """Refuse options that differ between ranks; warn of gradients that nothing reduces.
+def require_agreement(
+    optim: torch.optim.Optimizer, refused: str | None, *, is_first: bool
+) -> None:
+    """Refuse, on all ranks, state that misfits and options that differ between ranks.
 
-    The first rank of a group writes what it holds to the key-value store, and the
-    others compare: a round trip, which waits for no rank.
-
-    Raises: CompositionError, on the rank that sees the difference.
+    Collective: ranks wait for each other in the key-value store, at most ``_PATIENCE``
+    seconds, since a rank may not step. Raises: CompositionError.
     """
-    plain = _unmanaged(optim)
+    own = refused or _misfit(optim)
+    told = None
+    plain = _unmanaged(optim) if is_first else []
     for group, handle in _groups_of(optim).items():
         log = handle.logs.reduce
         # Without a log there was no forward, and no gradient. Its keys are the same on
         # all ranks, whatever optimizers of other models each rank has stepped.
         if log is None or not log.peers:
-            continue
-        peers = log.peers[0]
-        counts = _compared.setdefault(peers, Counter())
-        counts[handle.name] += 1
-        place = f"optimizer/{handle.name}/{counts[handle.name]}"
-        ours, gradients = _options(optim, group), _fingerprint(plain)
-        other = peers.say(place, [ours, gradients])
-        # The last rank to leave removes the key.
-        peers.leave(f"{place}/left", [place])
-        if other is not None:
-            theirs, their_gradients = other.value
-            _require_equal(optim, ours, theirs, other.rank)
-            if gradients != their_gradients:
-                _warn_of_unreduced(optim, plain, other.rank)
+            peers, place = Peers(group, "optimizer"), "state"
+        else:
+            peers = log.peers[0]
+            counts = _compared.setdefault(peers, Counter())
+            counts[handle.name] += 1
+            place = f"optimizer/{handle.name}/{counts[handle.name]}"
+        if is_first:
+            # The first rank writes what it holds, and the others compare.
+            ours, gradients = _options(optim, group), _fingerprint(plain)
+            other = peers.say(f"{place}/options", [ours, gradients])
+            if other is not None:
+                theirs, their_gradients = other.value
+                own = own or _difference(optim, ours, theirs, other.rank)
+                if gradients != their_gradients:
+                    _warn_of_unreduced(optim, plain, other.rank)
+        # Passed on, for ranks that share no group with the one that refuses.
+        told = peers.share(place, own or told, _PATIENCE) or told
+        if is_first:
+            peers.leave(f"{place}/options", [f"{place}/options"])
+    if own:
+        raise CompositionError(own)
+    if told:
+        raise CompositionError(f"On another rank: {told}")
 
 
+_PATIENCE: Final = 5.0
+"""Seconds that a rank waits in its step for ranks that do not step."""
 _compared: weakref.WeakKeyDictionary[Peers, Counter[str]] = weakref.WeakKeyDictionary()
 """Number of comparisons over an order log, by the unit with the least name."""
 
@@ -254,15 +267,15 @@ def _options(optim: torch.optim.Optimizer, group: dist.ProcessGroup) -> dict[str
     return dict(sorted(held.items()))
 
 
-def _require_equal(
+def _difference(
     optim: torch.optim.Optimizer,
     ours: dict[str, Any],
     theirs: dict[str, Any],
     rank: int,
-) -> None:
-    """Refuse options that another rank has otherwise. Raises: CompositionError."""
+) -> str | None:
+    """Return the error for options that another rank has otherwise."""
     if ours == theirs:  # 1 and 1.0
-        return
+        return None
     what = "the same parameters"
     pair: tuple[Any, ...] = (f"{len(ours)} parameters", "others")
     if ours.keys() == theirs.keys():
@@ -271,7 +284,7 @@ def _require_equal(
         key = min(k for k in {**one, **two} if one.get(k) != two.get(k))
         what, pair = f"one {key!r} for {quoted(name)}", (one.get(key), two.get(key))
     told = sorted(zip((dist.get_rank(), rank), pair, strict=True))
-    raise CompositionError(
+    return (
         f"{type(optim).__name__} expects on all ranks {what}, got "
         f"{listed(f'{value} on rank {each}' for each, value in told)}. Each rank would "
         "train its rows of a parameter with settings of its own. p.shape and p.numel() "
@@ -303,8 +316,8 @@ def _groups_of(
     return firsts
 
 
-def require_shapes(optim: torch.optim.Optimizer) -> None:
-    """Refuse state whose shapes do not fit this rank's shards."""
+def _misfit(optim: torch.optim.Optimizer) -> str | None:
+    """Return the error for state whose shapes do not fit this rank's shards."""
     for parameter, values in optim.state.items():
         flat, leaf = find_flat(parameter), cut_leaf(parameter)
         for key, value in values.items() if isinstance(values, dict) else ():
@@ -318,8 +331,8 @@ def require_shapes(optim: torch.optim.Optimizer) -> None:
                 name = flat_name(*flat) if flat else leaf and leaf_name(*leaf)
                 who = f"{type(optim).__name__}'s state {key!r} of {name}"
                 whole = param_ref(*leaf).shape if leaf else None
-                text = misfit_text(who, tuple(value.shape), parameter, whole)
-                raise CompositionError(text)
+                return misfit_text(who, tuple(value.shape), parameter, whole)
+    return None
 
 
 def misfit_text(

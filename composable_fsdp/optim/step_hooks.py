@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from composable_fsdp.errors import CheckpointError, CompositionError
+from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat import residency
 from composable_fsdp.flat.gradients import has_arrived
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
@@ -28,15 +28,14 @@ from composable_fsdp.flat.step_counts import count_step, is_counting_steps
 from composable_fsdp.naming import listed
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.optim.step_checks import (
-    compare_ranks,
     handles_of,
     parameters_of,
     prepare_flats,
+    require_agreement,
     require_current,
     require_elementwise,
     require_no_flat_originals,
     require_outside_unshard_params,
-    require_shapes,
     steps_on_full_params,
 )
 from composable_fsdp.phases import BACKWARD_PRE
@@ -105,6 +104,7 @@ def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     # Not all parameters: this line runs in every step.
     lists = [group["params"] for group in optim.param_groups]
     at = (_applications, times_replaced(), [(id(each), len(each)) for each in lists])
+    refused = None
     met = _known.get(optim)
     if met is None or met.at != at:
         if steps_on_full_params(optim):
@@ -114,17 +114,17 @@ def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         try:
             install_optimizer_hooks(optim)
         except CheckpointError as error:
-            raise CompositionError(str(error.args[0])) from error
+            # All ranks raise below: one that holds nothing of it has seen nothing.
+            refused = str(error.args[0])
         met = _KnownOptimizer(at, optim)
         _any_counts = _any_counts or met.uncounted or bool(met.empty)
     elif met.looks == _LOOKED_AT:
         return
     require_elementwise(optim)
     require_no_flat_originals(optim)
-    require_shapes(optim)
+    require_agreement(optim, refused, is_first=not met.looks)
     if not met.looks:
         require_current(optim)
-        compare_ranks(optim)
         _warn_of_unreduced(optim, met.handles)
         for look in FIRST_STEPS:
             look(optim)

@@ -12,7 +12,9 @@ The first module of a unit that is called begins, and the same module ends.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from types import MethodType
 from typing import Any
 
@@ -21,7 +23,7 @@ from torch import Tensor, nn
 from composable_fsdp.access.other_parts import require_all_data
 from composable_fsdp.config import FullStateDictConfig, StateDictSettings, StateDictType
 from composable_fsdp.errors import CompositionError
-from composable_fsdp.naming import join_name, quoted, strip_wrapper
+from composable_fsdp.naming import join_name, listed, quoted, strip_wrapper
 from composable_fsdp.runtime.precision import own_buffers
 from composable_fsdp.runtime.recover import require_between_steps
 from composable_fsdp.state_dict import dcp_caller, lost_writes
@@ -53,6 +55,8 @@ class _Saving(Shown):
 
 
 _running: dict[_FSDPState, _Saving] = {}
+
+_log = logging.getLogger("composable_fsdp.state_dict")
 
 
 def install_state_dict_hooks(state: _FSDPState, members: Iterable[nn.Module]) -> None:
@@ -160,6 +164,8 @@ def _end(
     _running.pop(state).hide()
     kind = saving.settings.state_dict_type
     keys = dict(_keys(state, module, prefix, state_dict))
+    if kind is StateDictType.SHARDED_STATE_DICT and module is state.module:
+        _tell_of_plain_tensors(state, prefix, state_dict, set(keys.values()))
     if state.handle.groups.experts is not None:
         add_other_experts(
             state, module, prefix, keys, state_dict, kind, first_only=saving.first_only
@@ -174,6 +180,37 @@ def _end(
             if isinstance(state_dict[key], Tensor):
                 state_dict[key] = state_dict[key].cpu()
     lost_writes.watch(state, {key: state_dict.get(key) for key in keys})
+
+
+def _tell_of_plain_tensors(
+    state: _FSDPState, prefix: str, state_dict: dict[str, Any], found: set[int]
+) -> None:
+    """Log that a hook has put plain tensors in the place of sharded values."""
+    slots = [s for r in state.handle.layout.regions for s in r.layout.parameters]
+    lost = [slot.fqn for slot in slots if slot.index not in found]
+    if not lost:
+        return
+    top = state.module
+    named = chain(
+        top.named_parameters(remove_duplicate=False),
+        top.named_buffers(remove_duplicate=False),
+    )
+    known = {prefix + strip_wrapper(name) for name, _ in named}
+    added = [
+        key
+        for key, value in state_dict.items()
+        if type(value) is Tensor and key.startswith(prefix) and key not in known
+    ]
+    if added:
+        _log.warning(
+            "The sharded state dict of %s lacks %s, and a hook has added the plain "
+            "tensors %s. torch.distributed.checkpoint takes a plain tensor for equal "
+            "on all ranks and saves one rank's. Make them of full values, under "
+            "StateDictType.FULL_STATE_DICT or by value.full_tensor().",
+            state.title,
+            listed(map(quoted, lost)),
+            listed(map(quoted, added)),
+        )
 
 
 def _keys(

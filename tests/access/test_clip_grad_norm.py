@@ -228,6 +228,25 @@ def test_what_is_no_norm_is_refused(
     assert text.endswith("Pass the values, not (name, parameter) pairs.")
 
 
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, INF])
+@on_ranks(2)
+def test_a_norm_whose_square_overflows_stays_finite(
+    world: World, norm_type: float
+) -> None:
+    """As that of the plain model in float64: a finite step is not lost."""
+    model, plain = fully_shard(nn.Linear(3, 5)), nn.Linear(3, 5).double()
+    for each in (model, plain):
+        (each(torch.ones(1, 3, dtype=each.weight.dtype)).sum() * 1e25).backward()
+    want = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5, norm_type)
+
+    norm = clip_grad_norm_(model, 0.5, norm_type, error_if_nonfinite=True)
+
+    assert norm.dtype == torch.float32
+    assert math.isclose(norm.item(), want.item(), rel_tol=1e-6)
+    own = {n: p.grad.float() for n, p in plain.named_parameters() if p.grad is not None}
+    assert_close(model, own)
+
+
 @pytest.mark.req("X-12")
 @pytest.mark.parametrize("norm_type", [2.0, INF])
 @on_ranks(3)

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -69,6 +71,7 @@ from tests.support.sharded import (
     both_paths,
     gpt,
     message_of,
+    own_parts,
     step,
 )
 from tests.support.world import World
@@ -272,6 +275,33 @@ def test_state_of_parameters_that_one_rank_has_is_saved_and_loaded(
     for each in own:
         place = next(i for i, p in enumerate(model.parameters()) if p is each)
         torch.testing.assert_close(optim.state[each], before[place])
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@on_ranks(2)
+def test_state_from_torchs_older_reader_is_loaded(world: World, tmp_path: Path) -> None:
+    """``load_sharded_optimizer_state_dict`` gives torch's ``ShardedTensor``."""
+    model = gpt("wrapper")
+    optim = torch.optim.AdamW(model.parameters())
+    step(model, optim, world.rank, 0)
+    cf.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+    dcp_save({"optim": cf.optim_state_dict(model, optim)}, checkpoint_id=tmp_path)
+    read = load_sharded_optimizer_state_dict(
+        model_state_dict=model.state_dict(),
+        optimizer_key="optim",
+        storage_reader=FileSystemReader(tmp_path),
+    )
+    with cf.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        want = cf.optim_state_dict(model, optim)["state"]
+    for state in optim.state.values():
+        state["exp_avg"].zero_()
+
+    optim.load_state_dict(cf.optim_state_dict_to_load(model, optim, read["optim"]))
+
+    averages = {name: values["exp_avg"] for name, values in want.items()}
+    for leaf, part in own_parts(model, averages).values():
+        if leaf.numel():
+            assert torch.equal(optim.state[leaf]["exp_avg"], part)
 
 
 State = dict[str, Any]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from collections import OrderedDict
@@ -197,28 +198,60 @@ def test_full_state_from_before_sharding_is_refused_with_a_way_out_that_works(
     assert _same(dict(sharded.state_dict()), dict(plain.state_dict()))
 
 
-def refusals_of_whole_state(world: World) -> list[str]:
-    """What ranks say of Adagrad's state from before sharding, and of a file of rank 0.
-
-    No hook of torch shows Adagrad's state dict to the package before a step.
-    """
+@on_ranks(3)
+@pytest.mark.parametrize("shapes", [[(2, 2)], [(2, 2), (1,)], [(3, 2), (4, 1)]])
+def test_ranks_that_hold_parameters_whole_refuse_state_with_the_others(
+    world: World, shapes: list[tuple[int, ...]]
+) -> None:
+    """They cannot see by shapes that the state is that of a plain model."""
     model = nn.Module()
-    model.register_parameter("p", nn.Parameter(torch.ones(2, 2)))
-    early = optim.Adagrad(model.parameters(), lr=0.1)
+    for index, shape in enumerate(shapes):
+        model.register_parameter(f"p{index}", nn.Parameter(torch.ones(shape)))
+    optimizer = optim.Adagrad(model.parameters(), lr=0.1)
     fully_shard(model)
-    late = optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.5)
-    file = [late.state_dict()]
+
+    text = message_of(optimizer.step)
+
+    assert text.startswith("CompositionError: ")
+    assert "Adagrad's state 'sum' of 'p" in text
+    assert "It was made before fully_shard, or loaded from a plain model." in text
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("rows", [8, 7, 1])
+def test_state_that_a_constructor_made_is_right_or_refused_if_rank_0_wrote_it(
+    world: World, rows: int
+) -> None:
+    """No hook of torch shows Adagrad's state dict to the package before a step.
+
+    The state is plain until then: this rank's part, filled with one number. Every
+    rank may have rank 0's, where the parts have equal shapes.
+    """
+    torch.manual_seed(0)
+    plain = nn.Linear(8, rows, bias=False)
+    model = fully_shard(copy.deepcopy(plain))
+    make = partial(optim.Adagrad, lr=0.1, initial_accumulator_value=0.5)
+    ours, reference = make(model.parameters()), make(plain.parameters())
+    raw = ours.state_dict()["state"]
+    assert type(raw[0]["sum"]) is torch.Tensor
+    assert raw[0]["sum"].shape == model.weight.shape
+
+    file = [ours.state_dict()]
     dist.broadcast_object_list(file, src=0)
-    late.load_state_dict(file[0])
-    return [message_of(early.step), message_of(late.step)]
+    ours.load_state_dict(file[0])
+    inputs = [torch.rand(2, 8) for _ in range(world.world_size)]
+    averaged_gradients(plain, inputs, lambda each, x: each(x).square().sum())
+    reference.step()
+    model(inputs[world.rank]).square().sum().backward()
 
-
-def test_state_that_does_not_fit_is_refused_where_it_is_seen(ranks: RankCount) -> None:
-    """A rank that holds all of the parameter has the right state."""
-    for early, late in ranks(3).run(refusals_of_whole_state)[1:]:
-        assert early.startswith("CompositionError: Adagrad's state 'sum' of 'p'")
-        assert "It was made before fully_shard, or loaded from a plain model." in early
-        assert late.startswith("CompositionError: Adagrad's state 'sum' of 'p'")
+    if rows == 8:
+        ours.step()
+        assert _same(dict(model.state_dict()), dict(plain.state_dict()))
+        assert _same(optim_state_dict(model, ours), by_name(plain, reference))
+    else:
+        text = message_of(ours.step)
+        assert text.startswith("CompositionError: ")
+        assert "Adagrad's state 'sum' of 'weight'" in text
 
 
 HALF = MixedPrecision(param_dtype=torch.bfloat16)
