@@ -55,7 +55,7 @@ OF_OTHERS = {
     # Of the standard library, of dicts that torch returns, of objects that torch
     # makes with a process group, and of parameters that DDP or a subclass marks.
     *("_asdict", "_fields", "_metadata", "_module_parameters", "_process_group"),
-    *("_ddp_ignored", "_is_param"),
+    *("_ddp_ignored", "_in_backward_optimizers", "_is_param"),
     # Of Lightning and accelerate, whose tests have an environment of their own.
     *("_checkpoint_io", "_layer_sync", "_models", "_redirection_through_forward"),
     "_reset_optimizers_and_schedulers",

@@ -30,10 +30,12 @@ def untested() -> str:
 
 def tell_untested() -> None:
     """Write once to the log which versions no test ran on."""
-    # No warning: under ``-W error`` it would end a program that is right.
-    if not _told and (text := untested()):
-        _told.append(text)
-        _log.warning("composable_fsdp was not tested on %s.", text)
+    if _told:
+        return
+    _told.append(untested())
+    if _told[0]:
+        # No warning: under ``-W error`` it would end a program that is right.
+        _log.warning("composable_fsdp was not tested on %s.", _told[0])
 
 
 def _numbers(version: str) -> list[int]:
