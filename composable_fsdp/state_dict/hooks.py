@@ -164,8 +164,8 @@ def _end(
     _running.pop(state).hide()
     kind = saving.settings.state_dict_type
     keys = dict(_keys(state, module, prefix, state_dict))
-    if kind is StateDictType.SHARDED_STATE_DICT and module is state.module:
-        _tell_of_plain_tensors(state, prefix, state_dict, set(keys.values()))
+    if module is state.module:
+        _tell_of_plain_tensors(state, kind, prefix, state_dict, set(keys.values()))
     if state.handle.groups.experts is not None:
         add_other_experts(
             state, module, prefix, keys, state_dict, kind, first_only=saving.first_only
@@ -183,12 +183,16 @@ def _end(
 
 
 def _tell_of_plain_tensors(
-    state: _FSDPState, prefix: str, state_dict: dict[str, Any], found: set[int]
+    state: _FSDPState,
+    kind: StateDictType,
+    prefix: str,
+    state_dict: dict[str, Any],
+    found: set[int],
 ) -> None:
     """Log that a hook has put plain tensors in the place of sharded values."""
     slots = [s for r in state.handle.layout.regions for s in r.layout.parameters]
     lost = [slot.fqn for slot in slots if slot.index not in found]
-    if not lost:
+    if not lost or kind is not StateDictType.SHARDED_STATE_DICT:
         return
     top = state.module
     named = chain(
