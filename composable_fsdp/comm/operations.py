@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from datetime import datetime
 from pathlib import Path
-from threading import get_ident
+from threading import current_thread
 from types import FrameType
 from typing import NamedTuple
 
@@ -230,7 +230,7 @@ def begin(
     log = operation_log(group)
     # Threads may send in another order than they number, so what two threads do is no
     # proof of a deadlock (``guard.watch``).
-    log.threads.add(get_ident())
+    log.threads.add(current_thread())
     return Operation(log, op, None, phase or calling(), tensor)
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
+from threading import Thread
 from time import time_ns
 from typing import Any, Protocol
 
@@ -83,8 +84,9 @@ class OperationLog:
         # Set by ``guard.watch``.
         self.guarded = False
         """Whether the recorder checks each operation before it is sent."""
-        self.threads: set[int] = set()
-        """Identities of the threads that have sent over the group."""
+        # Not identities, which an idle thread may get from one that has ended.
+        self.threads: set[Thread] = set()
+        """The threads that have sent over the group."""
         # By event and not by operation: an event that is recorded again stands for the
         # later operation alone. Units write here in every step, without a call.
         self.marks: dict[Mark, int] = {}

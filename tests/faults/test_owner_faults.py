@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -101,6 +102,11 @@ def state_alone(world: World) -> tuple[str, float]:
     shorten_waits()
     model, start = trained(), time.monotonic()
     state = OwnerState(model.parameters())
+    # A thread that has ended leaves its identity to the next one, which sends nothing.
+    beside = threading.Thread(target=trained)
+    beside.start()
+    beside.join()
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
     alone = world.rank == world.world_size - 1
     with pytest.raises(FSDPError) as caught:
         state.state_dict() if alone else model(torch.ones(2, 8))

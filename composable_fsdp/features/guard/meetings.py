@@ -26,7 +26,7 @@ import json
 from collections import Counter
 from collections.abc import Hashable, Iterable
 from contextlib import suppress
-from threading import get_ident
+from threading import current_thread
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -162,7 +162,7 @@ class History:
     def gather(self, announced: Announcement) -> None:
         """Meet all ranks of the group in the store. Raises: DesyncError."""
         group = self._group.get()
-        operation_log(group).threads.add(get_ident())
+        operation_log(group).threads.add(current_thread())
         if why := agree_on_name(group, announced.predicate):
             raise self._alone(announced, why)
         # A caught error on one rank leaves another history there, and such a rank would

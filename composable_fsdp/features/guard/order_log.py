@@ -30,7 +30,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from threading import get_ident
+from threading import Thread, current_thread
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -74,7 +74,7 @@ class RoundOrder:
 
     __slots__ = ("_expected", "_followers", "_history", "logs", "raised", "threads")
 
-    def __init__(self, threads: set[int]) -> None:
+    def __init__(self, threads: set[Thread]) -> None:
         self.threads = threads
         self.logs: list[str] = []
         """The names of all order logs over the first group, by number of the log."""
@@ -264,7 +264,7 @@ class OrderLog:
     def _begin(self, mode: Hashable) -> None:
         """Begin a round: compare its begin with the expected begin, find the record."""
         rounds = self.rounds
-        rounds.threads.add(get_ident())
+        rounds.threads.add(current_thread())
         if self.call is not None and self.calls is not None:
             self.calls.begin_forward(self.number, self.call)
         self.round += 1
