@@ -130,7 +130,7 @@ def norm_of(
         )
     parts = []
     for route, tensors in found.items():
-        part = _power(tensors, norm_type, norms, device)
+        part = _power(tensors, norm_type, norms, device, dtype)
         parts.append(_over_ranks(part, route, norm_type))
     stacked = torch.stack(parts)
     infinite = norm_type == math.inf
@@ -299,18 +299,18 @@ def _power(
     norm_type: float,
     norms_of: Norms,
     device: torch.device,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Return the sum of ``|g| ** norm_type``, or the maximum for the inf norm."""
-    # The square of a large but finite norm overflows float32.
-    dtype = torch.float64
     filled = [g.abs() if g.is_complex() else g for g in tensors if g.numel()]
     if not filled:
-        return torch.zeros((), device=device, dtype=dtype)
+        return torch.zeros((), device=device, dtype=torch.float64)
     norms = norms_of(filled, norm_type, dtype)
     if len({norm.device for norm in norms}) > 1:
         # Units with CPU offload and units without are clipped together.
         norms = [norm.to(device) for norm in norms]
-    stacked = torch.stack(tuple(norms))
+    # The square of a large but finite norm overflows float32.
+    stacked = torch.stack(tuple(norms)).double()
     norm: Tensor = torch.linalg.vector_norm(stacked, norm_type).to(device)
     return norm if norm_type == math.inf else norm**norm_type
 

@@ -234,9 +234,10 @@ def test_a_norm_whose_square_overflows_stays_finite(
     world: World, norm_type: float
 ) -> None:
     """As that of the plain model in float64: a finite step is not lost."""
-    model, plain = fully_shard(nn.Linear(3, 5)), nn.Linear(3, 5).double()
+    model, plain = fully_shard(nn.Linear(1, 2)), nn.Linear(1, 2).double()
     for each in (model, plain):
-        (each(torch.ones(1, 3, dtype=each.weight.dtype)).sum() * 1e25).backward()
+        # The square of each parameter's norm is finite in float32, their sum is not.
+        (each(torch.ones(1, 1, dtype=each.weight.dtype)).sum() * 1.2e19).backward()
     want = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5, norm_type)
 
     norm = clip_grad_norm_(model, 0.5, norm_type, error_if_nonfinite=True)
