@@ -31,6 +31,7 @@ from composable_fsdp.storage.formats.nested import NestedSource
 from composable_fsdp.storage.formats.torch_read import (
     lazy_tensors,
     refusal,
+    require_bounded,
     require_uncompressed,
 )
 from composable_fsdp.storage.manifest import LARGEST
@@ -62,6 +63,11 @@ class _Chunk:
     item: _Item
 
 
+_UNREAD = frozenset(
+    ("_MEM_FORMAT_ENCODING", "_get_layout", "Path", "PosixPath", "WindowsPath")
+)
+
+
 class _Unpickler(pickle.Unpickler):
     """Knows the names of DCP's metadata and no others."""
 
@@ -71,21 +77,25 @@ class _Unpickler(pickle.Unpickler):
         from torch.distributed.checkpoint import filesystem, metadata
 
         dcp = "torch.distributed.checkpoint"
-        if (module, name) == (f"{dcp}.metadata", "_MEM_FORMAT_ENCODING"):
-            return lambda value: metadata._MEM_FORMAT_ENCODING(value)
         # Subclasses, because a pickle may set attributes on the classes that it names.
         if module == f"{dcp}.metadata" and name in metadata.__all__:
-            return type(name, (getattr(metadata, name),), {})
+            own = {"__setstate__": _keep_dtype} if name == "TensorProperties" else {}
+            return type(name, (getattr(metadata, name),), own)
         if (module, name) == (f"{dcp}.filesystem", "_StorageInfo"):
             return type(name, (filesystem._StorageInfo,), {})
-        # Facts that nobody reads: the layout, and the path that was saved to.
-        if name in ("_get_layout", "Path", "PosixPath", "WindowsPath"):
+        # Facts that nobody reads: layouts, and the path that was saved to.
+        if name in _UNREAD:
             return lambda *parts: None
         if (module, name) == ("torch", "Size"):
             return lambda sizes=(): torch.Size(sizes)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise pickle.UnpicklingError(f"{module}.{name} is no part of DCP's metadata")
+
+
+def _keep_dtype(properties: Any, state: tuple[Any, ...]) -> None:
+    """Keep the first property; torch's own function reads its real enum of formats."""
+    properties.dtype = state[0]
 
 
 class _Malformed(Exception):
@@ -97,6 +107,7 @@ def open_dcp(directory: Path) -> NestedSource:
     file = inner_file(directory, METADATA)
     data = read_document(str(file))
     try:
+        require_bounded(data)
         # From memory: a read of a file allocates as many bytes as the pickle claims.
         metadata = _Unpickler(io.BytesIO(data)).load()
     except Exception as error:  # A damaged pickle raises many kinds of errors.
