@@ -22,16 +22,21 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import nn
 
 from composable_fsdp import (
     async_save,
+    clip_grad_norm_,
     fully_shard,
+    load,
     no_sync,
+    save,
     unshard_params,
 )
 from composable_fsdp.comm import sequence
 from composable_fsdp.comm.operations import operation_logs
+from composable_fsdp.features import recent_operations
 from composable_fsdp.features.guard import watch
 from tests.faults.test_calls_meet import CALLS, Trained
 from tests.faults.test_missing_ranks import stop_this_process
@@ -99,6 +104,38 @@ def two_threads(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) -> No
     beside(first, second)
 
 
+def thread_meets_later(
+    rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup
+) -> None:
+    """A thread of the user waits in a barrier to which the other comes later."""
+
+    def meet() -> None:
+        late(rank)
+        dist.barrier(two)
+
+    model = layers(one)
+    beside(meet, lambda: train(model, 8))
+
+
+def main_in_barrier(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) -> None:
+    """The main thread waits in a barrier of control while a thread trains."""
+
+    def work() -> None:
+        late(rank, 0)
+        train(model)
+        late(rank, 1)
+        train(model)
+        done.set()
+
+    def control() -> None:
+        if rank == 1:
+            done.wait()
+        dist.barrier(two)
+
+    model, done = layers(one), threading.Event()
+    beside(work, control)
+
+
 def thread_saves(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) -> None:
     """A thread takes a state dict of one model while the main thread trains another
     over the same group as that of a barrier of torch."""
@@ -139,6 +176,69 @@ def same_group_meets(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) 
         gone.set()
 
     beside(work, main)
+
+
+def messages(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) -> None:
+    """Messages from rank to rank, other numbers on each, between forwards."""
+    model = layers(one)
+    for step in range(3):
+        train(model, 1)
+        for _ in range(step):
+            if rank == 0:
+                dist.send(torch.ones(3), 1, two)
+            else:
+                time.sleep(LATE / 4)
+                dist.recv(torch.ones(3), 0, two)
+
+
+def asynchronous(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) -> None:
+    """Rank 0 has sent an all-reduce that rank 1 sends at its end."""
+    model, work = layers(one), None
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(3), group=two, async_op=True)
+    train(model)
+    late(rank)
+    if work is None:
+        dist.all_reduce(torch.ones(3), group=two)
+    else:
+        work.wait()
+
+
+def wait_tensor(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) -> None:
+    """A functional collective after a stray message in another group."""
+    model = layers(one)
+    sent = dist.isend(torch.ones(1), 1, two) if rank == 0 else None
+    train(model)
+    late(rank)
+    functional.all_reduce(torch.ones(3), "sum", one).sum().item()
+    if sent is None:
+        dist.recv(torch.ones(1), 0, two)
+    else:
+        sent.wait()
+
+
+def pipeline(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) -> None:
+    """Two stages; the second waits for activations and the first for gradients."""
+    stage = fully_shard(nn.Linear(8, 8), process_group=one)
+    train(stage)
+    local = nn.Linear(8, 8)
+    for _ in range(2):
+        if rank == 0:
+            out = local(torch.ones(2, 8))
+            time.sleep(LATE)
+            dist.send(out.detach(), 1, two)
+            grad = torch.empty(2, 8)
+            dist.recv(grad, 1, two)
+            out.backward(grad)
+        else:
+            x = torch.empty(2, 8)
+            dist.recv(x, 0, two)
+            x.requires_grad_()
+            local(x).sum().backward()
+            time.sleep(LATE)
+            assert x.grad is not None
+            dist.send(x.grad, 0, two)
+        train(stage, 1)
 
 
 def stalls(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) -> None:
@@ -239,7 +339,10 @@ def caught(where: str) -> Callable[..., None]:
         train(model)
         part = model.get_submodule("0")
         with suppress(Interrupted):
-            if where == "backward":
+            if where == "forward":
+                hook = part.register_forward_pre_hook(refuse, prepend=True)
+                model(torch.ones(2, 8))
+            elif where == "backward":
                 hook = part.register_full_backward_pre_hook(refuse)
                 model(torch.ones(2, 8)).sum().backward()
             else:
@@ -276,16 +379,84 @@ def other_order(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) -> No
     train(model)
 
 
+def one_rank_writes(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) -> None:
+    """Rank 0 writes for long between steps, as a table of losses."""
+    model = layers(one)
+    for _ in range(3):
+        train(model, 1)
+        late(rank, 0)
+        clip_grad_norm_(model, 1.0)
+
+
+def torch_between(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) -> None:
+    """Collectives of torch over the group of the model, and a rank late in each."""
+    model, x = layers(one), torch.ones(2)
+    train(model)
+    objects: list[Any] = [None, None]
+    calls: tuple[Callable[[], Any], ...] = (
+        lambda: dist.all_reduce(x, group=one),
+        lambda: dist.broadcast(x, 0, group=one),
+        lambda: dist.all_gather_object(objects, rank, group=one),
+        lambda: dist.barrier(one),
+    )
+    for call in calls:
+        late(rank)
+        call()
+        train(model, 1)
+
+
+def readers(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) -> None:
+    """A thread reads the operations all the time."""
+    model, done = layers(one), threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            recent_operations()
+
+    def main() -> None:
+        late(rank)
+        train(model, 5)
+        done.set()
+
+    beside(read, main)
+
+
+def models_come_and_go(
+    rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup
+) -> None:
+    """Models over the same group, one after another, and late ranks."""
+    for turn in range(4):
+        late(rank, turn % 2)
+        train(layers(one), 2)
+
+
+def reports(rank: int, one: dist.ProcessGroup, two: dist.ProcessGroup) -> None:
+    """A rank is late in the wait for a step that the other rank did not skip: a
+    caught ``StopIteration`` and agreement by an all-reduce."""
+    model, batches = layers(one), iter(range(3 + rank))
+    while True:
+        more = torch.tensor([next(batches, None) is not None], dtype=torch.int)
+        late(rank)
+        dist.all_reduce(more, dist.ReduceOp.MIN, group=one)
+        if not more.item():
+            break
+        train(model, 1)
+
+
 PROGRAMS: dict[str, Callable[..., None]] = {
     **{
         each.__name__: each
         for each in (
-            *(two_threads, thread_saves, same_group_meets, stalls, signals, stopped),
-            *(made_again, other_order),
+            *(two_threads, thread_meets_later, main_in_barrier, thread_saves),
+            *(same_group_meets, messages, asynchronous, wait_tensor, pipeline, stalls),
+            *(signals, stopped, made_again, other_order, one_rank_writes),
+            *(torch_between, readers, models_come_and_go, reports),
         )
     },
-    **{f"caught_in_{w}": caught(w) for w in ("backward", "unshard_params")},
+    **{f"caught_in_{w}": caught(w) for w in ("forward", "backward", "unshard_params")},
     "interrupted_state_dict": interrupted(lambda m: m.state_dict()),
+    "interrupted_unshard_params": interrupted(shown),
+    "interrupted_clip": interrupted(lambda m: clip_grad_norm_(m, 1.0)),
     "interrupted_by_ctrl_c": interrupted(lambda m: m.state_dict(), KeyboardInterrupt),
 }
 
@@ -338,29 +509,31 @@ def test_a_right_program_ends_quietly(ranks: RankCount, name: str) -> None:
     ranks(2).run(run_program, name)
 
 
-LATE_IN = ("save", "load", "state_dict", "clip_grad_norm_", "unshard_params")
-
-
-def late_in_calls(world: World, folder: Path) -> dict[str, float]:
+def late_in_calls(world: World, folder: Path, who: int) -> dict[str, float]:
     trained, took = Trained(world, folder), {}
     with quiet():
-        for name in LATE_IN:
+        for name, call in CALLS.items():
             dist.barrier()
             began = time.monotonic()
-            late(world.rank)
-            CALLS[name](trained)
+            late(world.rank, who)
+            call(trained)
             took[name] = time.monotonic() - began
-        late(world.rank)
+        late(world.rank, who)
         handle = async_save(folder / "later", trained.model)
-        late(world.rank, 0)
+        late(world.rank, who)
         handle.result()
+        save(folder / "again", trained.model)
+        late(world.rank, who)
+        load(folder / "again", trained.model)
     return took
 
 
 @pytest.mark.req("X-12", "R-12")
+@pytest.mark.parametrize("who", [0, 1])
 def test_a_rank_that_is_late_in_a_call_is_waited_for(
-    ranks: RankCount, tmp_path: Path
+    ranks: RankCount, tmp_path: Path, who: int
 ) -> None:
-    """And no second longer than it is late."""
-    for took in ranks(2).run(late_in_calls, tmp_path):
+    """In each of twenty calls, and no second longer than it is late."""
+    for took in ranks(2).run(late_in_calls, tmp_path, who):
+        assert len(took) == len(CALLS)
         assert max(took.values()) < 20 * LATE, took
