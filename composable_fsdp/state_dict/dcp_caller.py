@@ -9,8 +9,8 @@ arguments of the running call for the hooks::
         -> module.state_dict() -> hook            calls dcp_request()
 
 Names checked on torch 2.13 and 2.11: the functions in ``_FUNCTIONS``, the attributes
-``full_state_dict`` and ``cpu_offload`` of ``info``, the arguments ``no_dist`` and
-``process_group``.
+``full_state_dict`` and ``cpu_offload`` of ``info``, the arguments ``no_dist``,
+``process_group``, ``fqn``, ``checkpoint_md`` and ``local_chunks``.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from functools import partial, wraps
 from importlib.abc import MetaPathFinder
 from importlib.util import find_spec
 from inspect import signature
+from math import prod
 from types import ModuleType
 from typing import Any
 
@@ -51,6 +52,14 @@ class DcpRequest:
     """Full tensors instead of sharded values."""
     to_cpu: bool
     """Copy the tensors to host memory."""
+
+
+class CheckedChunks(list[Any]):
+    """DCP's chunks to load for ``boxes``, of which a checkpoint must hold the whole."""
+
+    def __init__(self, boxes: Sequence[Box]) -> None:
+        super().__init__(chunks(boxes))
+        self.boxes = boxes
 
 
 # Context variables and not globals: async_save runs DCP in another thread.
@@ -156,6 +165,30 @@ def _with_saving_ranks(run: Call, given: dict[str, Any]) -> Any:
         return run()
 
 
+def _with_check(run: Call, given: dict[str, Any]) -> Any:
+    """Run DCP's function that plans the reads, if the checkpoint has all elements."""
+    wanted = given.get("local_chunks")
+    # DCP reads what the checkpoint has, and leaves the other elements as they were.
+    for box in wanted.boxes if isinstance(wanted, CheckedChunks) else ():
+        # The chunks of a checkpoint do not overlap: each element counts once.
+        found = sum(_overlap(box, chunk) for chunk in given["checkpoint_md"].chunks)
+        if found != box.numel:
+            raise CheckpointError(
+                f"{given['fqn']!r} is not whole in the checkpoint: of the box at "
+                f"{box.offsets} of size {box.sizes} it has {found} of {box.numel} "
+                "elements. It was saved by too few ranks, or with parts missing; take "
+                "one that all ranks saved."
+            )
+    return run()
+
+
+def _overlap(box: Box, chunk: Any) -> int:
+    """Return the number of elements that a box and a saved chunk share."""
+    cut = zip(box.offsets, box.sizes, chunk.offsets, chunk.sizes, strict=True)
+    # Not below 0 each: the product of two negative lengths would count.
+    return prod(max(0, min(a + n, b + m) - max(a, b)) for a, n, b, m in cut)
+
+
 _FUNCTIONS: dict[str, dict[str, Call]] = {
     _MODULE: {
         "_get_model_state_dict": _with_request,
@@ -165,6 +198,7 @@ _FUNCTIONS: dict[str, dict[str, Call]] = {
         "_init_optim_state": _with_init_step,
     },
     f"{_PACKAGE}.state_dict_saver": {"_save_state_dict": _with_saving_ranks},
+    f"{_PACKAGE}.planner_helpers": {"create_read_items_for_chunk_list": _with_check},
 }
 """By module and name of torch: wrappers, called with the call without arguments and a
 dict of the arguments by name."""

@@ -287,7 +287,7 @@ class ShardedValue(Tensor):
 
     def __create_chunk_list__(self) -> list[Any]:
         """Return DCP's chunks to load for the boxes."""
-        return dcp.chunks(self.boxes)
+        return dcp.CheckedChunks(self.boxes)
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         """Return the box at ``index.offset``, as a view of ``local``; for DCP."""

@@ -215,14 +215,30 @@ def save_alone(world: World, folder: Path) -> str:
         return ""
     save = partial(dcp_save, {CUT: value}, checkpoint_id=folder, no_dist=True)
     text = refusal_of(save)
+    value.world_size = 1  # as if that part were all there is
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        save()
     return text
 
 
-def test_a_checkpoint_with_holes_is_not_saved(ranks: RankCount, tmp_path: Path) -> None:
+def load_holes(world: World, folder: Path) -> str:
+    state = {CUT: sharded(gpt("composable", seed=5))[CUT]}
+    return refusal_of(lambda: dcp_load(state, checkpoint_id=folder))
+
+
+def test_a_checkpoint_with_holes_is_neither_saved_nor_loaded(
+    ranks: RankCount, tmp_path: Path
+) -> None:
     """Torch itself would load what is there and leave the rest as it was."""
     text = ranks(2).run(save_alone, tmp_path)[0]
 
     assert "'positions.weight' is in 2 parts, got 1 ranks to save it" in text
+    for after, box in (1, "(0, 0) of size (6, 8)"), (2, "(4, 0) of size (2, 8)"):
+        found = ranks(after).run(load_holes, tmp_path)
+        assert all(
+            f"not whole in the checkpoint: of the box at {box}" in t for t in found
+        )
 
 
 @pytest.mark.req("B-08")
