@@ -13,7 +13,7 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -100,11 +100,13 @@ class Peers:
         # Usually equal: a text is parsed only for an error.
         return None if told == mine else PeerMessage(int(rank), json.loads(told))
 
-    def share(self, place: str, text: str | None, within: float) -> str | None:
+    def share(
+        self, place: str, text: str | None, within: float, also: Sequence[str] = ()
+    ) -> str | None:
         """Return the first text that a rank gives at ``place``, on all ranks.
 
         Waits at most ``within`` seconds for ranks that do not come, and then goes by
-        those that came.
+        those that came. Removes what was said at the places ``also``, too.
         """
         store, key, size = _store(), self._key(place), self._group.get().size()
         if text is not None:
@@ -118,10 +120,12 @@ class Peers:
             time.sleep(next(between))
             # Not ``add``: a FileStore grows by each.
             counts = int(store.get(key))
+        used = [place, *also]
         if counts >> width:
-            told = store.get(self._key(f"{place}/text")).decode()
+            used.append(f"{place}/text")
+            told = store.get(self._key(used[-1])).decode()
             text = json.loads(told.rpartition("\n")[0])
-        self.leave(place, [place, f"{place}/text"])
+        self.leave(place, used)
         return text
 
     def leave(self, where: str, places: Iterable[str]) -> None:

@@ -7,14 +7,13 @@ import weakref
 from collections.abc import Callable, Iterable
 from datetime import datetime
 from pathlib import Path
-from threading import current_thread
 from types import FrameType
 from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
-from composable_fsdp.comm.sequence import Operation, OperationLog
+from composable_fsdp.comm.sequence import Operation, OperationLog, note_thread
 from composable_fsdp.errors import CollectiveError, FSDPError
 from composable_fsdp.naming import quoted
 from composable_fsdp.phases import Phase
@@ -230,7 +229,7 @@ def begin(
     log = operation_log(group)
     # Threads may send in another order than they number, so what two threads do is no
     # proof of a deadlock (``guard.watch``).
-    log.threads.add(current_thread())
+    note_thread(log.threads)
     return Operation(log, op, None, phase or calling(), tensor)
 
 

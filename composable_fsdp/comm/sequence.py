@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from threading import Thread
+from threading import Thread, current_thread
 from time import time_ns
 from typing import Any, Protocol
 
@@ -91,6 +91,17 @@ class OperationLog:
         # later operation alone. Units write here in every step, without a call.
         self.marks: dict[Mark, int] = {}
         """By CUDA event: the number of the operation behind which it was recorded."""
+
+
+def note_thread(threads: set[Thread]) -> None:
+    """Add this thread to ``threads``."""
+    this = current_thread()
+    if this not in threads:
+        # A thread that has ended is kept no longer than until the next one comes.
+        for each in list(threads):
+            if not each.is_alive():
+                threads.discard(each)
+        threads.add(this)
 
 
 class Operation:

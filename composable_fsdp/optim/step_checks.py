@@ -235,9 +235,8 @@ def require_agreement(
                 if gradients != their_gradients:
                     _warn_of_unreduced(optim, plain, other.rank)
         # Passed on, for ranks that share no group with the one that refuses.
-        told = peers.share(place, own or told, _PATIENCE) or told
-        if is_first:
-            peers.leave(f"{place}/options", [f"{place}/options"])
+        said = (f"{place}/options",) if is_first else ()
+        told = peers.share(place, own or told, _PATIENCE, said) or told
     if own:
         raise CompositionError(own)
     if told:

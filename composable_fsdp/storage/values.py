@@ -203,7 +203,7 @@ def _marked(mark: str, inner: Any, where: str, get: Get, depth: int) -> Any:
             return _SPECIAL[inner]
         case "$tuple", list():
             return tuple(decode(each, where, get, depth) for each in inner)
-        case "$map" | "$dict", list():
+        case "$map", list():
             return _pairs([decode(each, where, get, depth) for each in inner])
         case "$number", [str(), number]:
             return _number(DTYPES[inner[0]], decode(number, where, get, depth))

@@ -26,7 +26,6 @@ import json
 from collections import Counter
 from collections.abc import Hashable, Iterable
 from contextlib import suppress
-from threading import current_thread
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -36,6 +35,7 @@ from composable_fsdp.comm import agreement
 from composable_fsdp.comm.groups import GroupRef
 from composable_fsdp.comm.meeting import Announcement, Call
 from composable_fsdp.comm.operations import operation_log
+from composable_fsdp.comm.sequence import note_thread
 from composable_fsdp.errors import DesyncError
 from composable_fsdp.features.guard.compare import disagreement, tag_of
 from composable_fsdp.features.guard.watch import StoreWait, agree_on_name
@@ -162,7 +162,7 @@ class History:
     def gather(self, announced: Announcement) -> None:
         """Meet all ranks of the group in the store. Raises: DesyncError."""
         group = self._group.get()
-        operation_log(group).threads.add(current_thread())
+        note_thread(operation_log(group).threads)
         if why := agree_on_name(group, announced.predicate):
             raise self._alone(announced, why)
         # A caught error on one rank leaves another history there, and such a rank would

@@ -30,7 +30,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from threading import Thread, current_thread
+from threading import Thread
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -42,6 +42,7 @@ from composable_fsdp.comm.device import is_capturing
 from composable_fsdp.comm.groups import GroupRef, Groups
 from composable_fsdp.comm.meeting import Call
 from composable_fsdp.comm.operations import operation_log, record
+from composable_fsdp.comm.sequence import note_thread
 from composable_fsdp.errors import DesyncError
 from composable_fsdp.features.guard.meetings import History, history_of, keep
 from composable_fsdp.features.guard.order_compare import (
@@ -264,7 +265,7 @@ class OrderLog:
     def _begin(self, mode: Hashable) -> None:
         """Begin a round: compare its begin with the expected begin, find the record."""
         rounds = self.rounds
-        rounds.threads.add(current_thread())
+        note_thread(rounds.threads)
         if self.call is not None and self.calls is not None:
             self.calls.begin_forward(self.number, self.call)
         self.round += 1

@@ -106,11 +106,10 @@ class GroupWatch(Reporter):
 
     def threads(self) -> list[str]:
         """Return the names of the threads of the program that use the group."""
-        used = self.log.threads
-        used -= {each for each in list(used) if not each.is_alive()}
+        used = [each for each in list(self.log.threads) if each.is_alive()]
         # Autograd's threads run while a thread of the program waits for them.
         return sorted(
-            each.name for each in list(used) if type(each) is not threading._DummyThread
+            each.name for each in used if type(each) is not threading._DummyThread
         )
 
     def look(self, store: Any) -> None:
