@@ -16,7 +16,7 @@ import composable_fsdp
 from tests.import_graph import PACKAGE, Module, inner_edges, reached_from
 
 BUDGETS: dict[str, int] = {
-    "lines": 58451,
+    "lines": 58458,
     "lines of files": 1113,
     "lines of access": 2657,
     "lines of comm": 3069,
@@ -29,15 +29,15 @@ BUDGETS: dict[str, int] = {
     "lines of integrations": 3185,
     "lines of optim": 3791,
     "lines of planning": 2885,
-    "lines of runtime": 3510,
+    "lines of runtime": 3517,
     "lines of state_dict": 2278,
     "lines of storage": 10291,
     "lines of tools": 7290,
     "lines of tree": 1163,
     "files reached from entries.fully_shard": 77,
-    "lines reached from entries.fully_shard": 15604,
+    "lines reached from entries.fully_shard": 15611,
     "files reached from runtime.forward": 63,
-    "lines reached from runtime.forward": 12821,
+    "lines reached from runtime.forward": 12828,
     "files reached from tree.traversal": 33,
     "lines reached from tree.traversal": 6138,
     "longest chain of imports": 36,

@@ -7,7 +7,6 @@ backward raises, the engine drops ``TaskEnd`` uncalled, which marks the task as 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from threading import get_ident
 from typing import Any
 
@@ -179,10 +178,7 @@ def begin_unit_backward(context: RuntimeContext, state: _FSDPState, task: int) -
 
 def _full_param_requested(handle: FlatParamHandle) -> PhaseError:
     """Return the error for ``autograd.grad`` with respect to a full parameter."""
-    captured = handle.form.accumulators[0]
-    with suppress(RuntimeError):
-        for captured in handle.form.accumulators:
-            will_run(captured)  # raises for the captured one
+    captured = next(filter(_is_captured, handle.form.accumulators))
     shown = [leaf is captured.variable for leaf in handle.form.placed]
     return PhaseError(
         "torch.autograd.grad was asked for the gradient of full parameter "
@@ -191,6 +187,15 @@ def _full_param_requested(handle: FlatParamHandle) -> PhaseError:
         "rank's batch alone. Call backward() and read .grad, which is averaged over "
         "ranks."
     )
+
+
+def _is_captured(accumulator: Any) -> bool:
+    """Return whether ``autograd.grad`` captures the gradient of an AccumulateGrad."""
+    try:
+        will_run(accumulator)
+    except RuntimeError:
+        return True
+    return False
 
 
 def join_unannounced(context: RuntimeContext, state: _FSDPState, task: int) -> None:

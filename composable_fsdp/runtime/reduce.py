@@ -7,8 +7,10 @@ all-reduce, on a stream and a communicator of its own, may outlast the next one:
     reduce             [reduce-scatter k+1]  [reduce-scatter k]
     all-reduce                            [== all-reduce k+1 ==][== all-reduce k ==]
 
-The owner of a reduce buffer is the stream of the first copy into it (``comm.device``);
-one event frees it: ``events.reduce``, behind the reduce-scatter.
+A reduce buffer is allocated after the one before was freed, so one is alive at a time,
+but for those that hold gradients of ``no_sync``; outputs of two reductions at most are.
+Its owner is the stream of the first copy into it (``comm.device``), and one event frees
+it: ``events.reduce``, behind the reduce-scatter.
 """
 
 from __future__ import annotations

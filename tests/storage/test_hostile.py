@@ -9,6 +9,7 @@ import io
 import os
 import pickle
 import shutil
+import struct
 import tracemalloc
 import zipfile
 from collections.abc import Callable
@@ -314,3 +315,17 @@ def test_a_key_that_takes_forever_to_hash_is_refused(tmp_path: Path) -> None:
     torch.save(tree, path)
 
     assert "more than 25 tuples in a tuple" in refusal(path)
+
+
+@pytest.mark.req("X-21", "K-10")
+def test_an_archive_that_claims_a_large_directory_is_refused(tmp_path: Path) -> None:
+    """zipfile reads as many bytes as the end of the archive says, here of a hole."""
+    path, size = tmp_path / "bad.pt", 5 * 2**28
+    with path.open("wb") as file:
+        file.write(b"PK\x03\x04")
+        file.truncate(size)
+        file.seek(size)
+        counts = (0, 0, 1, 1, size, 0, 0)
+        file.write(b"PK\x05\x06" + struct.pack("<4H2LH", *counts))
+
+    assert f"its directory has {size} bytes" in refusal(path)
