@@ -25,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo examples examples-integrations test test-integrations lint check \
-	test-gpu test-newest gpu-report bench bench-full docs long clean
+	test-gpu test-newest gpu-report bench bench-full package docs long clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -74,6 +74,9 @@ bench: $(DEV) ## every benchmark beside the peers, one cell each, ten minutes
 
 bench-full: $(DEV) ## every cell of every benchmark, an hour
 	$(PY) -m benchmarks --full
+
+package: $(DEV) ## build the wheel, install it into a new environment, run the quickstart
+	$(PY) -m tests.package
 
 docs: $(DOCS) ## build the documentation; a warning is an error
 	$(PY) -m sphinx -W --keep-going -q -b html docs docs/_build/html

@@ -9,7 +9,7 @@ from sphinx.application import Sphinx
 project = "composable_fsdp"
 author = "the composable_fsdp authors"
 copyright = f"2026, {author}"
-release = "0.1.0"
+release = "0.2.0"
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
