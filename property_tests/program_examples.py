@@ -88,6 +88,25 @@ EXAMPLES: dict[str, list[Program]] = {
     "freezing after a recorded step": [
         case(Part(), do=f"train 0; freeze 0; {STEPS}", strategy=WHOLE)
     ],
+    "a root that is called with its own output, and units by themselves": [
+        case(
+            *(Part(call="deep"), Part(call="reentrant"), Part(frozen=2)),
+            do="forward 0; forward 1; backward 0 all; alone 1 0; alone 2 1; alone 0 2;"
+            f"step; {STEPS}",
+            root=Part(call=call),
+            strategy=strategy,
+        )
+        for call in ("twice", "deep")
+        for strategy in (HALF, FULL)
+    ],
+    # Full parameters that were kept became others after the first of two backwards.
+    "two backwards after an unshard by hand": [
+        case(
+            Part(),
+            do="unshard_unit 1 False; forward 0; forward 1; backward 0 twice; step;"
+            "zero; unshard_unit 0 True; train 2",
+        )
+    ],
     "a step between forward and backward where a rank holds frozen elements alone": [
         case(
             *(Part(frozen=2), Part(core="custom")),
