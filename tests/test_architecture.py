@@ -7,8 +7,6 @@ The rules stand in ``tests/import_graph.py``, ``tests/source_rules.py`` and
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,12 +15,14 @@ import pytest
 import composable_fsdp
 from tests import budgets, field_rules, import_graph, source_rules
 from tests.import_graph import Module
+from tests.support.scripts import run_script
 
 ROOT = Path(composable_fsdp.__file__).parent
 
 FRESH = """
 import importlib, os, pkgutil, sys
-import torch  # once, for both
+for name in [n for n in sys.modules if n.partition(".")[0] == "composable_fsdp"]:
+    del sys.modules[name]  # of the process that starts others
 if os.fork() == 0:
     from composable_fsdp import fully_shard
     print(sum(m.split(".")[0] == "composable_fsdp" for m in sys.modules), flush=True)
@@ -51,16 +51,16 @@ def package() -> dict[str, Module]:
 
 
 @pytest.fixture(scope="module")
-def loaded() -> int:
-    """How many modules ``fully_shard`` alone loads, in a fresh interpreter.
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> int:
+    """How many modules ``fully_shard`` alone loads.
 
-    The interpreter imports ``api`` first, and then everything: no import is circular.
+    The process imports ``api`` first, and then everything: no import is circular.
     """
-    done = subprocess.run(
-        [sys.executable, "-c", FRESH], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return int(done.stdout)
+    folder = tmp_path_factory.mktemp("fresh")
+    (folder / "fresh.py").write_text(FRESH)
+    status, output = run_script("fresh.py", ranks=1, folder=folder)
+    assert status == 0, output
+    return int(output)
 
 
 Rule = Callable[[dict[str, Module]], list[str]]

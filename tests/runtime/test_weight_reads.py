@@ -317,7 +317,7 @@ def test_autograd_grad_of_sharded_parameters_is_refused_by_name(
     torch.manual_seed(0)
     plain = nn.Sequential(Residual(), Residual(), nn.Linear(WIDTH, 1))
     model = apply_units(copy.deepcopy(plain), ("0", "1"))
-    asked = flat_parameters(model) if flat else model.parameters()
+    asked = list(flat_parameters(model) if flat else model.parameters())
     x = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)
     loss = model(x).square().sum()
 
@@ -329,6 +329,6 @@ def test_autograd_grad_of_sharded_parameters_is_refused_by_name(
     assert "backward(inputs=[...])" in str(caught.value)
     backward(loss)
     backward(plain(x).square().sum())
-    for each in (model, plain):
-        torch.optim.SGD(each.parameters(), lr=0.1).step()
+    for parameters in (asked, plain.parameters()):
+        torch.optim.SGD(parameters, lr=0.1).step()
     assert_same_training(model, plain, [], [], tolerance=1e-6)
