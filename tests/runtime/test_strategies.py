@@ -117,7 +117,7 @@ FORMS = [
 ]
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(8)
 @pytest.mark.req("D-07", "B-04", "B-19", "S2-10")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("strategy", ShardingStrategy, ids=lambda s: s.name)
