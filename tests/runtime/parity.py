@@ -18,6 +18,7 @@ from tests.support.recipes import ModelRecipe
 from tests.support.reference import (
     AnyInput,
     Clip,
+    Input,
     Loss,
     Optimize,
     adamw,
@@ -72,6 +73,11 @@ def clip_plain(model: nn.Module, max_norm: float, norm_type: float) -> None:
     nn.utils.clip_grad_norm_([*filled, torch.zeros(())], max_norm, norm_type)
 
 
+def on_device(device: torch.device, make: Input, step: int, rank: int) -> Tensor:
+    """The input of (step, rank), where the ranks compute."""
+    return make(step, rank).to(device)
+
+
 def check_parity(
     world: World,
     recipes: list[ModelRecipe],
@@ -88,13 +94,12 @@ def check_parity(
             plain = copy.deepcopy(model)
             units = legal_units(model, recipe.sharded)
             model = apply_units(model, units, strategy=strategy)
-            make = wide_input(recipe.width)
 
             trains_as(
                 world,
                 model,
                 plain,
-                lambda step, rank, make=make: make(step, rank).to(world.device),
+                partial(on_device, world.device, wide_input(recipe.width)),
                 optimize,
                 tolerance=tolerance,
                 clip=clip,
