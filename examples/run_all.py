@@ -10,7 +10,9 @@ Each example has comments that say how to run it:
     # needs: transformers    packages; without them the example is left out, aloud
     # launch: python         without torchrun: the program starts ranks itself
 
-A run that takes longer than a minute is marked `slow`. The exit status is 1 if a run
+The short forms run in processes that have torch imported (`tests/support/scripts.py`),
+as the launch is the same for all. A run that takes longer than a minute is
+marked `slow`. The exit status is 1 if a run
 fails, or has not ended after ten minutes.
 """
 
@@ -29,8 +31,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
+sys.path.insert(0, str(FOLDER.parent))
+
+from tests.support.scripts import run_script  # noqa: E402  # from the checkout
+
 GOAL = 60.0
 """Seconds that a run should take on two quiet cores; a shared machine is slower."""
+DEVELOPMENT = {"transformers"}
+"""Packages that the development environment has."""
 LIMIT = 600.0
 """Seconds after which a run is taken for stuck and ended."""
 
@@ -90,7 +98,12 @@ def run(example: Example, folder: str) -> bool:
     """Run ``example`` in ``folder``; return whether all runs were good."""
     for arguments, ranks in example.runs():
         started = time.perf_counter()
-        status, output = launch(example.command(arguments, ranks), folder)
+        if ranks == 2:
+            status, output = launch(example.command(arguments, ranks), folder)
+        else:
+            (Path(folder) / "output").unlink(missing_ok=True)
+            program = str(example.path), *arguments
+            status, output = run_script(*program, ranks=ranks, folder=Path(folder))
         seconds = time.perf_counter() - started
         mark = "FAILED" if status else "slow  " if seconds > GOAL else "ok    "
         text = " ".join([example.path.name, *arguments])
@@ -126,13 +139,17 @@ def main() -> int:
     """Run the examples; return the exit status."""
     parser = argparse.ArgumentParser(description="Run the examples.")
     parser.add_argument("names", nargs="*", help="files (all)")
-    parser.add_argument("--needing-packages", action="store_true", help="only those")
+    parser.add_argument(
+        "--needing-packages",
+        action="store_true",
+        help="no others than these",
+    )
     arguments = parser.parse_args()
     failed = False
     for example in examples():
         if arguments.names and example.path.name not in arguments.names:
             continue
-        if arguments.needing_packages and not example.needs:
+        if arguments.needing_packages and {*example.needs} <= DEVELOPMENT:
             continue
         if example.missing:
             missing = ", ".join(example.missing)

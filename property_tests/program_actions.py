@@ -27,14 +27,23 @@ from composable_fsdp import (
     unshard_params,
 )
 from composable_fsdp.access import (
+    set_modules_to_backward_prefetch,
+    set_modules_to_forward_prefetch,
     set_reduce_scatter_unused_params,
+    set_requires_all_reduce,
     set_requires_gradient_sync,
     set_reshard_after_backward,
     set_reshard_after_forward,
 )
-from property_tests.casting import named
 from property_tests.program_cores import on_grad
-from property_tests.program_model import DTYPES, Piece, loss_of, output_of
+from property_tests.program_model import (
+    DTYPES,
+    Piece,
+    call,
+    loss_of,
+    named,
+    output_of,
+)
 from property_tests.program_side import Broken, Side, Slot, optimizer_of
 
 Seen = Any
@@ -85,9 +94,11 @@ def backward(side: Side, which: int = -1, how: str = "plain") -> Seen:
     if not side.slots:
         return None
     slot = side.slots[which % len(side.slots)]
-    if how == "all":
+    if how in ("all", "twice"):
         total = torch.stack([s.loss for s in side.slots]).sum()
         side.slots.clear()
+        if how == "twice":
+            torch.autograd.backward(total, retain_graph=True)
         torch.autograd.backward(total)
         return None
     if how != "retain":
@@ -95,6 +106,13 @@ def backward(side: Side, which: int = -1, how: str = "plain") -> Seen:
     if how == "no_sync":
         with no_sync(side.model) if side.sharded else nullcontext():
             torch.autograd.backward(slot.loss)
+    elif how == "replica":
+        # Sums over the shard group wait for those of the replicas.
+        if side.sharded:
+            set_requires_all_reduce(side.model, False)
+        torch.autograd.backward(slot.loss)
+        if side.sharded:
+            set_requires_all_reduce(side.model, True)
     elif how == "output":
         if slot.y.requires_grad:
             torch.autograd.backward(slot.y, torch.ones_like(slot.y))
@@ -471,6 +489,21 @@ def setting(side: Side, which: str, index: int, on: bool) -> Seen:
     calls[which](side.model.get_submodule(name), on, recurse=False)
 
 
+def prefetch(side: Side, when: str, index: int, targets: tuple[int, ...]) -> Seen:
+    """A list of units of one tree to gather ahead."""
+    if not side.sharded or side.program.options.apart:
+        return
+    lists = {
+        "forward": set_modules_to_forward_prefetch,
+        "backward": set_modules_to_backward_prefetch,
+    }
+    first, *ahead = (
+        side.model.get_submodule(side.units[i % len(side.units)])
+        for i in (index, *targets)
+    )
+    lists[when](first, ahead)
+
+
 # ---- what goes wrong -----------------------------------------------------------
 
 
@@ -536,6 +569,20 @@ def call_core(side: Side, index: int, batch: int) -> Seen:
     with torch.no_grad():
         x = side.inputs(batch)
         return piece(side, index).compute(x).to(x.dtype)
+
+
+def alone(side: Side, index: int, batch: int) -> Seen:
+    """A forward of one unit by itself, and its backward."""
+    name = side.units[index % len(side.units)]
+    above, _, last = name.rpartition(".")
+    module: Any = side.model.get_submodule(above if last == "core" else name)
+    torch.manual_seed(batch)
+    x = side.inputs(batch)
+    y = module.compute(x) if last == "core" else call(module, x)
+    loss = loss_of(side.model, y)
+    if loss.requires_grad:
+        torch.autograd.backward(loss)
+    return y.detach().clone()
 
 
 def sync(side: Side, on: bool) -> Seen:

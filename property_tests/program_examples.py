@@ -88,6 +88,52 @@ EXAMPLES: dict[str, list[Program]] = {
     "freezing after a recorded step": [
         case(Part(), do=f"train 0; freeze 0; {STEPS}", strategy=WHOLE)
     ],
+    "a root that is called with its own output, and units by themselves": [
+        case(
+            *(Part(call="deep"), Part(call="reentrant"), Part(frozen=2)),
+            do="forward 0; forward 1; backward 0 all; alone 1 0; alone 2 1; alone 0 2;"
+            f"step; {STEPS}",
+            root=Part(call=call),
+            strategy=strategy,
+        )
+        for call in ("twice", "deep")
+        for strategy in (HALF, FULL)
+    ],
+    "a layer that keeps a list of its weights": [
+        below(Part(core="lstm"), Part(core="gru"), low=low, strategy=strategy)
+        for low, strategy in ((True, FULL), (False, HALF), (False, FULL))
+    ],
+    "gradients of a shard group that wait for the replicas": [
+        case(
+            Part(),
+            do=f"forward 0; backward 0 replica; forward 1; backward; step; {STEPS}",
+            strategy=strategy,
+            replicas=2,
+        )
+        for strategy in (WHOLE, "HYBRID_SHARD")
+    ],
+    "several strategies, lists of prefetches and a factor": [
+        case(
+            *(Part(), Part(), Part()),
+            do=f"prefetch forward 1 (2,3); prefetch backward 3 (2,1); {STEPS};"
+            f"prefetch forward 1 (); {STEPS}",
+            second=second,
+            factor=3.0,
+        )
+        for second in (WHOLE, "HYBRID_SHARD", HALF)
+    ],
+    "gradients that a hook averages": [
+        below(Part(), do=STEPS, hook=True, strategy=strategy)
+        for strategy in (WHOLE, FULL)
+    ],
+    # Full parameters that were kept became others after the first of two backwards.
+    "two backwards after an unshard by hand": [
+        case(
+            Part(),
+            do="unshard_unit 1 False; forward 0; forward 1; backward 0 twice; step;"
+            "zero; unshard_unit 0 True; train 2",
+        )
+    ],
     "a step between forward and backward where a rank holds frozen elements alone": [
         case(
             *(Part(frozen=2), Part(core="custom")),

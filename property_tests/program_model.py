@@ -308,6 +308,11 @@ USES: dict[str, Callable[[Tensor, Tensor, Any], Tensor]] = {
 }
 
 
+def named(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters under the names of the plain model."""
+    return {strip_wrapper(name): p for name, p in model.named_parameters()}
+
+
 def build(program: Program) -> Piece:
     """Build the model; equal programs give equal values."""
     with torch.random.fork_rng([]):
@@ -327,9 +332,10 @@ def unit_paths(model: Piece) -> list[str]:
 
 
 def output_of(model: Any, x: Tensor) -> Tensor:
-    """What the root gives."""
+    """What the root gives; it may be called on its own output, or call itself."""
     WIDTH[0] = x.shape[1]
-    return call(model, x).to(x.dtype)
+    how = model.part.call if model.part.call in ("twice", "deep") else "plain"
+    return CALLS[how](model, x).to(x.dtype)
 
 
 def loss_of(model: Any, y: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import gcd
 from typing import Any, Literal
 
 from tests.support.recipes import _Short
@@ -76,6 +77,18 @@ class Options(_Short):
     """Full parameters lie in poisoned slots, shared or one per unit (``Arena``)."""
     groups: bool = False
     """The optimizer has two groups, with every other parameter and another rate."""
+    second: str = ""
+    """The strategy of every other unit, by hand."""
+    hook: bool = False
+    """A communication hook averages gradients."""
+    factor: float = 0.0
+    """What sums of gradients are divided by, if not by the number of ranks."""
+
+    def replicas_of(self, world_size: int) -> int:
+        """The number of ranks that hold the same part of a unit."""
+        if self.strategy == "NO_SHARD":
+            return world_size
+        return gcd(self.replicas, world_size) if "HYBRID" in self.strategy else 1
 
 
 @dataclass(frozen=True, repr=False)

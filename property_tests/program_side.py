@@ -21,14 +21,22 @@ from composable_fsdp import (
     register_forward_method,
 )
 from composable_fsdp.access import (
+    set_gradient_divide_factor,
     set_reduce_scatter_unused_params,
     set_reshard_after_backward,
 )
-from composable_fsdp.features import Arena, WireFormat, WireLayout
+from composable_fsdp.features import (
+    Arena,
+    DefaultState,
+    WireFormat,
+    WireLayout,
+    allreduce_hook,
+    reduce_scatter_hook,
+    register_comm_hook,
+)
 from composable_fsdp.flat.region import part_of
 from composable_fsdp.tree.traversal import _get_fsdp_states
-from property_tests.casting import named
-from property_tests.program_model import Piece, build, unit_paths
+from property_tests.program_model import Piece, build, named, unit_paths
 from property_tests.program_recipes import Options, Program
 from tests.support.models import legal_units
 from tests.support.reference import apply_units
@@ -194,14 +202,11 @@ def shard(
         return model
     offload = CPUOffload(offload_params=True) if options.offload else None
     arguments: dict[str, Any] = {
-        "strategy": ShardingStrategy[options.strategy],
         "backward_prefetch": options.prefetch and BackwardPrefetch[options.prefetch],
         "forward_prefetch": options.forward_prefetch,
         "cpu_offload": offload,
         "limit_all_gathers": options.limit,
     }
-    if "HYBRID" in options.strategy:
-        arguments["device_mesh"] = mesh_of(world, options.replicas)
     if options.low:
         arguments["mixed_precision"] = LOW
         for module in model.modules():
@@ -214,14 +219,25 @@ def shard(
     if options.door == "composable":
         arguments["block"] = block_named(options.block)
     below = [unit for unit in units if unit]
-    if options.door == "composable" and (options.pairs or options.apart):
-        for group in families(units, 2 if options.pairs else 1):
+    ways = [
+        {**arguments, **ranks_of(name or options.strategy, options, world)}
+        for name in (options.strategy, options.second)
+    ]
+    if options.door == "composable" and (
+        options.pairs or options.apart or options.second
+    ):
+        for index, group in enumerate(families(units, 2 if options.pairs else 1)):
             modules = [model.get_submodule(unit) for unit in group]
-            fully_shard(modules if len(modules) > 1 else modules[0], **arguments)
+            way = ways[index % 2]
+            fully_shard(modules if len(modules) > 1 else modules[0], **way)
     else:
         model = apply_units(
-            model, below, path=options.door, style=options.style, **arguments
+            model, below, path=options.door, style=options.style, **ways[0]
         )
+    if options.hook:
+        register_comm_hook(model, DefaultState(world.group), average)
+    for unit in units if options.factor else ():
+        set_gradient_divide_factor(model.get_submodule(unit), options.factor)
     for unit in units if options.methods else ():
         if isinstance(model.get_submodule(unit), Piece):
             register_forward_method(model.get_submodule(unit), "compute")
@@ -230,6 +246,20 @@ def shard(
     if options.fill:
         set_reduce_scatter_unused_params(model, True)
     return model
+
+
+def ranks_of(name: str, options: Options, world: World) -> dict[str, Any]:
+    """A strategy, and the mesh that it needs."""
+    mesh = mesh_of(world, options.replicas) if "HYBRID" in name else None
+    return {"strategy": ShardingStrategy[name], "device_mesh": mesh}
+
+
+def average(state: DefaultState, grad: Tensor, output: Tensor | None = None) -> None:
+    """Either default hook, by what it is given."""
+    if output is None:
+        allreduce_hook(state, grad)
+    else:
+        reduce_scatter_hook(state, grad, output)
 
 
 def families(units: list[str], size: int) -> list[list[str]]:

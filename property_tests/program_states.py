@@ -35,7 +35,7 @@ from composable_fsdp import (
     state_dict_type,
 )
 from composable_fsdp.optim import get_full_optim_state
-from property_tests.casting import named
+from property_tests.program_model import named
 from property_tests.program_side import Side
 
 Seen = Any

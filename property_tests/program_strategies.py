@@ -15,6 +15,7 @@ from property_tests.program_side import OPTIMIZERS
 INDEX = st.integers(0, 7)
 BATCH = st.integers(0, 3)
 ON = st.booleans()
+AHEAD = st.lists(INDEX, max_size=3).map(tuple)
 
 
 def often(first: str, words: list[str]) -> st.SearchStrategy[str]:
@@ -46,17 +47,18 @@ def roots() -> st.SearchStrategy[Part]:
     return parts(top)
 
 
+STRATEGIES = [
+    *["FULL_SHARD"] * 4,
+    *["SHARD_GRAD_OP", "NO_SHARD"] * 2,
+    *["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"],
+]
+
+
 def options() -> st.SearchStrategy[Options]:
     """Draw how units are sharded."""
     return st.builds(
         Options,
-        strategy=st.sampled_from(
-            [
-                *["FULL_SHARD"] * 4,
-                *["SHARD_GRAD_OP", "NO_SHARD"] * 2,
-                *["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"],
-            ]
-        ),
+        strategy=st.sampled_from(STRATEGIES),
         door=st.sampled_from(["composable", "wrapper"]),
         style=st.sampled_from(["manual", "auto"]),
         prefetch=st.sampled_from(["BACKWARD_PRE", None, "BACKWARD_POST"]),
@@ -76,6 +78,9 @@ def options() -> st.SearchStrategy[Options]:
         arena=st.sampled_from(["", "", "shared", "apart"]),
         methods=st.sampled_from([False, False, False, True]),
         groups=st.sampled_from([False, False, False, True]),
+        second=st.sampled_from(["", "", "", *STRATEGIES]),
+        hook=st.sampled_from([False] * 7 + [True]),
+        factor=st.sampled_from([0.0] * 7 + [3.0]),
     )
 
 
@@ -95,7 +100,9 @@ BACKWARDS = [
     *["plain"] * 4,
     "retain",
     "all",
+    "twice",
     "no_sync",
+    "replica",
     "output",
     "create_graph",
     "inputs",
@@ -163,9 +170,11 @@ def actions() -> st.SearchStrategy[list[Action]]:
         _action("unshard_unit", INDEX, ON),
         _action("reshard_unit", INDEX),
         _action("setting", ["after_backward", "after_forward"], INDEX, ON),
+        _action("prefetch", ["forward", "backward"], INDEX, AHEAD),
         _action("sync", ON),
         _action("fill", ON),
         _action("call_core", INDEX, BATCH),
+        _action("alone", INDEX, BATCH),
     ]
     single = ["get_param", "set_param", "get_grad", "set_grad", "no_grad", "get_state"]
     types = ["SHARDED_STATE_DICT", "LOCAL_STATE_DICT", "FULL_STATE_DICT"]
@@ -269,6 +278,12 @@ def possible(program: Program) -> Program:
         program = replace(program, root=_without(program.root, "tensor_hook"))
     if options.low and UNLIKE_LOW & program.words():
         options = replace(options, low=False)
+    if options.door == "wrapper" or "argument:replica" in program.words():
+        options = replace(options, second="")
+    if options.hook:  # which sums over one group, and divides as it likes
+        options = replace(options, factor=0.0)
+        if "HYBRID" in options.strategy + options.second:
+            options = replace(options, strategy="FULL_SHARD", second="")
     return replace(program, options=options)
 
 
@@ -297,7 +312,9 @@ UNLIKE_LOW = {
 """What has dtypes of its own, or takes a decision by the last bits."""
 UNLIKE_WRAPPER = {"call:forward", "action:module_hook"}
 """``forward`` of a wrapper, as FSDP1's, calls the module and with it its hooks."""
-LOCAL = {"argument:no_sync", "argument:accumulate", "action:sync"}
+LOCAL = {f"argument:{how}" for how in ("no_sync", "replica", "accumulate")} | {
+    "action:sync"
+}
 WRITING = {f"use:{use}" for use in ("set", "mul_", "mul_view", "iadd", "relu_")}
 CALLED_WITH = {"call:functional", "call:functional_caught"}
 FUSED = {

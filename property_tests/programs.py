@@ -24,7 +24,7 @@ from composable_fsdp.comm.collectives import record
 from composable_fsdp.errors import FSDPError
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from property_tests import program_actions, program_states
-from property_tests.casting import named
+from property_tests.program_model import named
 from property_tests.program_recipes import Action, Program
 from property_tests.program_refusals import REFUSALS
 from property_tests.program_side import Side, equal_parts, forget_meshes, own_parts
@@ -34,6 +34,7 @@ REDUCING = (
     "backward",
     "input_gradient",
     "raise_in_backward",
+    "alone",
 )
 WITHIN = ("forward", "raise_in_forward", "copy_aside")
 """Actions in which a module may run a backward of its own."""
@@ -57,7 +58,7 @@ WHILE_LOCAL = (
     *("forward", "backward", "collect", "setting", "sync", "unshard_unit", "write"),
 )
 """Actions that a script may take while gradients are not reduced yet."""
-LOSSES = ("plain", "retain", "all", "half", "no_sync", "scaled")
+LOSSES = ("plain", "retain", "all", "twice", "half", "no_sync", "replica", "scaled")
 """Backwards that reach every unit that one of the others reached."""
 
 
@@ -167,7 +168,7 @@ class Run:
             return self.ended(name, error, plain_error)
         equal(found, seen[self.world.rank], self.tolerance, "seen")
         self.outcomes.append(name)
-        if name == "backward" and self.plain[0].filled and not self.local:
+        if name in ("backward", "alone") and self.plain[0].filled and not self.local:
             self.fill()
         self.check()
         return True
@@ -181,6 +182,8 @@ class Run:
             return False
         if name in REDUCING[:2] and not self.plain[0].slots:
             return False
+        if name == "alone" and (states[0].context is None):
+            return False  # a unit that runs before the root is one itself
         if name in ("backward", "forward", "sync") and self.local:
             how = arguments[1] if len(arguments) > 1 else "plain"
             return name != "backward" or how in LOSSES
@@ -188,7 +191,9 @@ class Run:
 
     def average(self, action: Action) -> None:
         """Average gradients over the plain sides, if this backward reduces."""
-        self.local = not self.plain[0].synced or "no_sync" in action
+        several = self.program.options.replicas_of(self.world.world_size) > 1
+        waits = "no_sync" in action or (several and "replica" in action)
+        self.local = waits or not self.plain[0].synced
         if self.local:
             return
         tables = [named(side.model) for side in self.plain]
@@ -202,7 +207,8 @@ class Run:
                 if grad.requires_grad:  # after create_graph
                     table[name].grad = grad.detach().clone()
             own = [table[name].grad for table in tables]
-            mean = torch.stack([g.detach() for g in own if g is not None]).mean(0)
+            mean = torch.stack([g.detach() for g in own if g is not None]).sum(0)
+            mean /= self.program.options.factor or len(own)
             for grad in own:
                 if grad is not None:
                     grad.copy_(mean)

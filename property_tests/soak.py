@@ -1,24 +1,14 @@
-"""Train for thousands of steps with faults, and look for whatever grows.
-
-::
-
-    python -m property_tests.soak --steps 2000 --seed 1 --worlds 2
-    python -m property_tests.soak --steps 2000 --seed 1 --worlds 2 --first 1200
+"""Train for many steps with faults, and count whatever could grow.
 
 Both paths take every step together and must stay equal bit by bit. Seed and step decide
-what a step does, so ``--first`` repeats the steps from there on, with new models. Every
-``--every`` steps each rank counts what is alive; the exit code is 1 if a count grew.
+what a step does.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import random
-import sys
-import tempfile
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -40,7 +30,7 @@ from property_tests.program_examples import actions
 from property_tests.program_recipes import Options, Part, Program
 from property_tests.program_side import Broken, Side
 from property_tests.programs import expanded
-from tests.support.world import World, rank_pool, shutdown_pools
+from tests.support.world import World
 
 PROGRAM = Program(
     Part(children=(Part(core="modules"), Part(children=(Part(core="mul"),)), Part())),
@@ -211,13 +201,7 @@ def counts(world: World) -> Counts:
 
 
 def soak(
-    world: World,
-    seed: int,
-    first: int,
-    steps: int,
-    every: int,
-    folder: str,
-    cycle: int = 10**9,
+    world: World, seed: int, steps: int, every: int, folder: str, cycle: int
 ) -> list[Counts]:
     """Take the steps on this rank; return the counts after every ``every`` steps.
 
@@ -226,11 +210,11 @@ def soak(
     warnings.simplefilter("ignore")
     machine = Soak(world, seed, folder)
     found = []
-    for step in range(first, first + steps):
+    for step in range(steps):
         machine.take(step % cycle)
-        if (step + 1 - first) % every == 0:
+        if (step + 1) % every == 0:
             # The same state at each count: a whole step is the last that was done.
-            machine.take(first, "train")
+            machine.take(0, "train")
             found.append(counts(world))
     return found
 
@@ -248,55 +232,3 @@ def grown(found: Sequence[Counts]) -> dict[str, list[int]]:
         for name, each in series.items()
         if min(each[-third:]) > max(each[third:-third])
     }
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what the command line asks for; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m property_tests.soak",
-        description=(__doc__ or "").partition("\n")[0],
-    )
-    parser.add_argument("--steps", type=int, default=2000, help="default: 2000")
-    parser.add_argument("--seed", type=int, default=1, help="default: 1")
-    parser.add_argument("--worlds", default="2", help="ranks, in turn; default: 2")
-    parser.add_argument("--first", type=int, default=0, help="step; default: 0")
-    parser.add_argument(
-        "--every", type=int, help="steps; default: 50, and 15 counts at least"
-    )
-    asked = parser.parse_args(arguments)
-    # Fewer counts cannot tell growth from noise.
-    asked.every = asked.every or max(1, min(50, asked.steps // 15))
-    failed = 0
-    try:
-        for size in map(int, asked.worlds.split(",")):
-            failed |= _run(asked, size)
-    finally:
-        shutdown_pools()
-    return failed
-
-
-def _run(asked: Any, size: int, say: Callable[[str], object] = print) -> int:
-    """Soak one number of ranks; return 1 if a count grew."""
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        run = soak, asked.seed, asked.first, asked.steps, asked.every, folder
-        results = rank_pool(size).run(*run, timeout=60.0 + asked.steps)
-    say(
-        f"{size} ranks, seed {asked.seed}: {asked.steps} steps from {asked.first} in "
-        f"{time.monotonic() - began:.0f} s"
-    )
-    failed = 0
-    for rank, found in enumerate(results):
-        third = len(found) // 3
-        for name in found[-1]:
-            if not name.startswith("objects of"):
-                values = [each.get(name, 0) for each in found]
-                say(f"  rank {rank} {name}: {values[third]} then {values[-1]}")
-        for name, values in grown(found).items():
-            failed = 1
-            say(f"  rank {rank} GREW {name}: {values}")
-    return failed
-
-
-if __name__ == "__main__":
-    sys.exit(main())

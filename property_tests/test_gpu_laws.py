@@ -17,12 +17,13 @@ from composable_fsdp import ShardingStrategy
 from property_tests.live import batches, examples
 from tests.gpu.counts import NEEDS_NCCL, RUNNABLE
 from tests.runtime.orders import check_on_ranks
-from tests.runtime.parity import check_clipped, check_parity
+from tests.runtime.parity import check_parity
 from tests.support.strategies import FEATURES, model_recipes
 from tests.support.world import RankPool
 
 pytestmark = NEEDS_NCCL
 
+FULL = ShardingStrategy.FULL_SHARD
 SAME_DTYPE = FEATURES - {"replicate", "dtypes"}
 
 
@@ -36,11 +37,11 @@ def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
 LAWS: dict[str, tuple[Any, Any, tuple[Any, ...]]] = {
     "order": (check_on_ranks, FEATURES - {"replicate"}, ()),
     "marked": (check_on_ranks, FEATURES - {"shared", "tied"}, ()),
-    "full": (check_parity, SAME_DTYPE, (ShardingStrategy.FULL_SHARD,)),
+    "full": (check_parity, SAME_DTYPE, (FULL,)),
     "zero2": (check_parity, SAME_DTYPE, (ShardingStrategy.SHARD_GRAD_OP,)),
     "whole": (check_parity, SAME_DTYPE, (ShardingStrategy.NO_SHARD,)),
-    "clipped": (check_clipped, SAME_DTYPE, (2.0,)),
-    "clipped by the largest": (check_clipped, SAME_DTYPE, (float("inf"),)),
+    "clipped": (check_parity, SAME_DTYPE, (FULL, 0.1)),
+    "clipped by the largest": (check_parity, SAME_DTYPE, (FULL, 0.1, float("inf"))),
 }
 """What runs on each rank, what recipes may hold, and further arguments."""
 

@@ -11,12 +11,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from torch import nn
 
 from composable_fsdp import fully_shard
-from composable_fsdp.tree.root import ensure_root
-from composable_fsdp.tree.state import OWNERS, _get_module_fsdp_state, root_of
+from composable_fsdp.tree.state import OWNERS, _get_module_fsdp_state
 from composable_fsdp.tree.traversal import (
-    _get_fsdp_handles,
     _get_fsdp_states,
-    _get_fsdp_states_with_modules,
 )
 from tests.support.models import build, legal_units, module_at
 from tests.support.recipes import ModelRecipe
@@ -42,28 +39,6 @@ def shard(recipe: ModelRecipe) -> tuple[nn.Module, set[int]]:
         fully_shard(module)
     fully_shard(model)
     return model, {id(model), *map(id, chosen)}
-
-
-@pytest.mark.req("S1-17", "S1-11", "S1-28", "S1-03", "S1-04", "S1-25")
-@given(recipe=TREES)
-def test_states_come_in_the_order_of_modules(recipe: ModelRecipe) -> None:
-    """Aligned with their modules, and unique; the root's lists are the same, whoever
-    asks, and nobody else has them."""
-    model, chosen = shard(recipe)
-
-    states, owners = _get_fsdp_states_with_modules(model)
-    root = root_of(ensure_root(states[-1]))
-
-    handles = [state.handle for state in states]
-    assert [id(o) for o in owners] == [
-        id(module) for module in model.modules() if id(module) in chosen
-    ]
-    assert [fully_shard.state(owner) for owner in owners] == states
-    assert len({id(state) for state in states}) == len(states) == len(set(handles))
-    assert _get_fsdp_states(model) == list(root._all_fsdp_states) == states
-    assert _get_fsdp_handles(model) == list(root._all_handles) == handles
-    assert root is states[0]
-    assert not any(hasattr(state, "_all_handles") for state in states[1:])
 
 
 @pytest.mark.req("S1-26", "S1-30")

@@ -232,36 +232,19 @@ def _code_lines(
     )
 
 
-def sizes(modules: dict[str, Module]) -> tuple[list[str], list[str]]:
-    """Return (report, violations) of the sizes of files and functions."""
-    rows = {m.name: m.path.read_text().splitlines() for m in modules.values()}
-    lines = {name: len(each) for name, each in rows.items()}
-    functions = [
-        (
-            _code_lines(node, rows[module.name]),
-            f"{module.at(node.lineno)} {node.name}",
-        )
-        for module in modules.values()
-        for node in module.nodes
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno
-    ]
-    longest_files = sorted(lines.items(), key=lambda item: -item[1])[:10]
-    longest = sorted(functions, key=lambda item: -item[0])[:10]
-    report = [
-        f"{len(lines)} files, {sum(lines.values())} lines, {len(functions)} functions",
-        *(f"{count:5} lines  {name}" for name, count in longest_files),
-        *(f"{count:5} lines  {place}" for count, place in longest),
-    ]
-    broken = [
-        f"{name}: {count} lines, more than {MAX_FILE_LINES}"
-        for name, count in lines.items()
-        if count > MAX_FILE_LINES
-    ] + [
-        f"{place}: {count} lines of code, more than {MAX_FUNCTION_LINES}"
-        for count, place in functions
-        if count > MAX_FUNCTION_LINES
-    ]
-    return report, broken
+def large(modules: dict[str, Module]) -> list[str]:
+    """Files and functions that are longer than they may be."""
+    found = []
+    for module in modules.values():
+        rows = module.path.read_text().splitlines()
+        if len(rows) > MAX_FILE_LINES:
+            found.append(f"{module.name}: {len(rows)} lines, not {MAX_FILE_LINES}")
+        for node in module.nodes:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                count = _code_lines(node, rows)
+                if count > MAX_FUNCTION_LINES:
+                    found.append(f"{module.at(node.lineno)} {node.name}: {count} lines")
+    return found
 
 
 NAMED = re.compile(r"((?:\w+/)*\w+\.py)(?::(\w+(?:\.\w+)*))?")

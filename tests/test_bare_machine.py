@@ -5,48 +5,37 @@ A GPU machine brings its own torch and pytest; nothing is installed on it for us
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.pool import BACKEND_VARIABLE, backend
+from tests.support.scripts import run_script
 
 ROOT = Path(__file__).parents[1]
 
-COLLECT = """
-import sys
-for name in sys.argv[1].split():
+COLLECT = f"""
+import os, sys
+os.chdir({str(ROOT)!r})
+os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+os.environ.pop("PYTEST_ADDOPTS", None)
+for name in ("hypothesis", "numpy", "transformers"):
+    for each in [n for n in sys.modules if n.partition(".")[0] == name]:
+        del sys.modules[each]
     sys.modules[name] = None  # as if it were not installed
 import pytest
-sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", *sys.argv[2:]]))
+sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "-m", "gpu"]))
 """
 
 
-def collect(*arguments: str, missing: str = "") -> list[str]:
-    """What a pytest without plugins collects of the repository, without ``missing``."""
-    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    environment.pop("PYTEST_ADDOPTS", None)
-    done = subprocess.run(
-        [sys.executable, "-c", COLLECT, missing, *arguments],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [line for line in done.stdout.splitlines() if "::" in line]
-
-
 @pytest.mark.slow
-def test_without_hypothesis_the_gpu_tests_alone_are_collected() -> None:
+def test_without_hypothesis_the_gpu_tests_alone_are_collected(tmp_path: Path) -> None:
     """The whole repository is asked for, as ``make test-gpu`` does it."""
-    found = collect("-m", "gpu", missing="hypothesis numpy transformers")
+    (tmp_path / "collect.py").write_text(COLLECT)
+    status, output = run_script("collect.py", ranks=1, folder=tmp_path)
 
+    assert status == 0, output
+    found = [line for line in output.splitlines() if "::" in line]
     assert found
     assert {line.rpartition("/")[0] for line in found} == {"tests/gpu"}
 

@@ -77,128 +77,78 @@ THINGS = [
 ]
 
 
-def plain(value: object) -> object:
-    """A default as it can be compared: enums by name, dataclasses by their fields."""
-    if isinstance(value, enum.Enum):
-        return value.name
-    return value
-
-
 def arguments(function: Any) -> list[tuple[str, str, object]]:
+    """Names, kinds and defaults in order; a default that is an enum's by its name."""
     return [
-        (each.name, each.kind.name, plain(each.default))
+        (each.name, each.kind.name, getattr(each.default, "name", each.default))
         for each in inspect.signature(function).parameters.values()
     ]
-
-
-def kind_of(cls: type, name: str) -> str:
-    found = inspect.getattr_static(cls, name)
-    return type(found).__name__
 
 
 def test_torch_has_the_names_that_are_compared() -> None:
     """The list is not empty because something was filtered out."""
     names = {param.values[1] for param in THINGS}
+    listed = torch.distributed.fsdp.__all__
+    things = {name: getattr(torch.distributed.fsdp, name) for name in listed}
+    fsdp1 = {name for name, thing in things.items() if thing.__module__ != TORCH}
 
-    listed = set(torch.distributed.fsdp.__all__)
-    fsdp1 = {
-        name
-        for name in listed
-        if getattr(torch.distributed.fsdp, name).__module__ != TORCH
-    }
     assert fsdp1 <= names
-    assert {
-        "FlatParameter",
-        "ShardedGradScaler",
-        "transformer_auto_wrap_policy",
-    } <= names
     assert len(fsdp1) == 16
 
 
 @pytest.mark.parametrize(("path", "name", "thing"), THINGS)
-def test_each_name_stands_under_its_path(path: str, name: str, thing: object) -> None:
-    """The same import line works with the package's name in the place of torch's."""
+def test_each_name_is_torchs_under_its_path(path: str, name: str, thing: Any) -> None:
+    """The same import line works with the package's name in the place of torch's; and
+    arguments, methods, fields with defaults, bases and members of enums are equal."""
     module = importlib.import_module(OURS + path)
+    ours: Any = getattr(module, name)
 
-    assert hasattr(module, name)
     assert name in module.__all__
+    if inspect.isfunction(thing):
+        assert arguments(ours) == arguments(thing)
+    elif issubclass(thing, enum.Enum):
+        assert list(ours.__members__) == list(thing.__members__)
+    elif name not in ("FlatParamHandle", "FlatParameter"):
+        for method, value in vars(thing).items():
+            if method == "__init__" or (
+                not method.startswith("_")
+                and (callable(value) or isinstance(value, DESCRIPTORS))
+                and not isinstance(value, thing)
+            ):
+                require_same_method(name, method, ours, thing)
+    if dataclasses.is_dataclass(thing):
+        require_same_fields(name, ours, thing)
 
 
-CLASSES: dict[str, Any] = {
-    str(param.values[1]): param.values[2]
-    for param in THINGS
-    if inspect.isclass(param.values[2]) and param.values[1] not in ("FlatParamHandle",)
-}
-FUNCTIONS: dict[str, Any] = {
-    str(param.values[1]): (param.values[0], param.values[2])
-    for param in THINGS
-    if inspect.isfunction(param.values[2])
-}
-METHODS = [
-    (cls, name)
-    for cls, thing in CLASSES.items()
-    for name, value in vars(thing).items()
-    if name == "__init__" or not name.startswith("_")
-    if callable(value) or isinstance(value, (staticmethod, classmethod, property))
-    if not isinstance(value, thing)
-    # A tensor's own machinery, and an enum's.
-    if cls != "FlatParameter" and not issubclass(thing, enum.Enum)
-]
+DESCRIPTORS = (staticmethod, classmethod, property)
 
 
-@pytest.mark.parametrize("name", sorted(FUNCTIONS))
-def test_functions_take_the_same_arguments(name: str) -> None:
-    """Names, kinds and defaults, in order."""
-    path, theirs = FUNCTIONS[name]
-    ours = getattr(importlib.import_module(OURS + path), name)
-
-    assert arguments(ours) == arguments(theirs)
-
-
-@pytest.mark.parametrize(("cls", "name"), METHODS)
-def test_methods_take_the_same_arguments(cls: str, name: str) -> None:
+def require_same_method(cls: str, name: str, ours: Any, theirs: Any) -> None:
     """Kind of method, and names, kinds and defaults of its arguments, in order."""
-    theirs, ours = CLASSES[cls], getattr(composable_fsdp, cls)
-
-    assert kind_of(ours, name) == kind_of(theirs, name)
-    if kind_of(theirs, name) != "property":
-        given, expected_ones = (arguments(getattr(c, name)) for c in (ours, theirs))
-        assert [a[0] for a in given[len(expected_ones) :]] == ADDED.get(
-            f"{cls}.{name}", []
-        )
-        for mine, other in zip(given, expected_ones, strict=False):
-            key = (f"{cls}.{name}", other[0])
-            expected = DIFFERENCES.get(key, (other[2], other[2]))
-            assert mine[:2] == other[:2]
-            assert (other[2], mine[2]) == expected
+    kinds = [type(inspect.getattr_static(each, name)) for each in (ours, theirs)]
+    assert kinds[0] is kinds[1], name
+    if property in kinds:
+        return
+    given, expected = (arguments(getattr(each, name)) for each in (ours, theirs))
+    more = [argument[0] for argument in given[len(expected) :]]
+    assert more == ADDED.get(f"{cls}.{name}", [])
+    for mine, other in zip(given, expected, strict=False):
+        allowed = DIFFERENCES.get((f"{cls}.{name}", other[0]), (other[2], other[2]))
+        assert mine[:2] == other[:2], name
+        assert (other[2], mine[2]) == allowed, name
 
 
-@pytest.mark.parametrize(
-    "name", [n for n, thing in CLASSES.items() if dataclasses.is_dataclass(thing)]
-)
-def test_dataclasses_have_the_same_fields_in_order(name: str) -> None:
-    """So they can be made by position; defaults are equal, and so are bases' names."""
-    theirs, ours = CLASSES[name], getattr(composable_fsdp, name)
-
+def require_same_fields(name: str, ours: Any, theirs: Any) -> None:
+    """So they can be made by position; and the bases have equal names."""
     given, expected = (
         [(f.name, f.default is dataclasses.MISSING) for f in dataclasses.fields(c)]
         for c in (ours, theirs)
     )
     assert given == expected + [(added, False) for added in ADDED.get(name, [])]
     if name != "StateDictSettings":
-        theirs_made = dataclasses.astuple(theirs())
-        assert dataclasses.astuple(ours())[: len(theirs_made)] == theirs_made
+        made = dataclasses.astuple(theirs())
+        assert dataclasses.astuple(ours())[: len(made)] == made
     assert [c.__name__ for c in ours.__mro__] == [c.__name__ for c in theirs.__mro__]
-
-
-@pytest.mark.parametrize(
-    "name", [n for n, thing in CLASSES.items() if issubclass(thing, enum.Enum)]
-)
-def test_enums_have_the_same_members(name: str) -> None:
-    """Names in order, private ones included."""
-    ours = getattr(composable_fsdp, name)
-
-    assert list(ours.__members__) == list(CLASSES[name].__members__)
 
 
 @pytest.mark.req("S2-06")

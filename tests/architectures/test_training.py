@@ -33,14 +33,12 @@ from tests.architectures.zoo import (
     needs_transformers,
     own_loss,
 )
+from tests.runtime.parity import trains_as
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     PATHS,
     adamw,
-    assert_same_training,
     differences,
-    train,
-    train_reference,
 )
 from tests.support.world import RankPool, World
 
@@ -122,13 +120,16 @@ def train_architecture(
     after(sharded)
     inputs = partial(batch, name)
 
-    expected = train_reference(plain, 2, inputs, adamw, loss_of=own_loss)
-    losses = train(sharded, world.rank, inputs, adamw, loss_of=own_loss)
-
-    mine = [step[world.rank] for step in expected]
-    assert len(set(losses)) == 3
     assert len(list(walk_states(sharded))) > 2
-    assert_same_training(sharded, plain, losses, mine, tolerance=TOLERANCE[name])
+    trains_as(
+        world,
+        sharded,
+        plain,
+        inputs,
+        adamw,
+        tolerance=TOLERANCE[name],
+        loss_of=own_loss,
+    )
 
 
 @pytest.mark.few(5)

@@ -7,9 +7,20 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 from tests.goldens import checkpoints, checkpoints_cut, checkpoints_own, recorded
-from tests.support.world import rank_pool, shutdown_pools
+from tests.support.world import World, rank_pool, shutdown_pools
+
+CHECKPOINTS: dict[str, tuple[int, Callable[[World, Path], None]]] = {
+    **{
+        checkpoints.name_of(count): (count, checkpoints.save_one)
+        for count in checkpoints.WORLD_SIZES
+    },
+    checkpoints_own.NAME: (2, checkpoints_own.save_one),
+    checkpoints_cut.NAME: (4, checkpoints_cut.save_one),
+}
 
 
 def main() -> int:
@@ -29,10 +40,11 @@ def main() -> int:
         return 2
     changed = []
     try:
-        if asked.write_checkpoints:
-            changed += checkpoints.write_missing(rank_pool)
-            changed += checkpoints_own.write_missing(rank_pool)
-            changed += checkpoints_cut.write_missing(rank_pool)
+        for name, (count, save_one) in CHECKPOINTS.items():
+            folder = checkpoints.FOLDER / name
+            if asked.write_checkpoints and not folder.exists():
+                rank_pool(count).run(save_one, folder)
+                changed.append(name)
         if asked.write:
             changed += recorded.write(rank_pool)
     finally:

@@ -6,7 +6,6 @@ exists is never written over: what a release wrote stays readable.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +22,6 @@ from composable_fsdp import (
     save,
 )
 from tests.goldens.model import sines
-from tests.support.pool import RankPool
 from tests.support.world import World
 
 FOLDER = Path(__file__).parent / "checkpoints"
@@ -125,18 +123,6 @@ def save_one(world: World, folder: Path) -> None:
     values = {**everything(model, optimizers), "drawn": torch.rand(3)}
     if world.rank == 0:
         torch.save(values, folder.with_suffix(".pt"))
-
-
-def write_missing(ranks: Callable[[int], RankPool]) -> list[str]:
-    """Write the checkpoints that do not exist; returns their names."""
-    written = []
-    FOLDER.mkdir(exist_ok=True)
-    for world_size in WORLD_SIZES:
-        folder = FOLDER / name_of(world_size)
-        if not folder.exists():
-            ranks(world_size).run(save_one, folder)
-            written.append(folder.name)
-    return written
 
 
 def load_all(

@@ -6,7 +6,6 @@ that wraps another.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from composable_fsdp import (
 from tests.goldens.checkpoints import FOLDER, State
 from tests.goldens.model import sines
 from tests.storage.test_wrappers import Half
-from tests.support.pool import RankPool
 from tests.support.world import World
 
 NAME = "cut-of-4-ranks"
@@ -75,14 +73,6 @@ def everything(model: nn.Module, optimizer: optim.Optimizer, dp: int) -> State:
     table: Any = dict(model.named_buffers())["table"]
     stored: Tensor = table.stored
     return {"values": {**values, "table": stored}, "state": states}
-
-
-def write_missing(ranks: Callable[[int], RankPool]) -> list[str]:
-    """Write the checkpoint if it does not exist; returns its name."""
-    if (FOLDER / NAME).exists():
-        return []
-    ranks(4).run(save_one, FOLDER / NAME)
-    return [NAME]
 
 
 def load_one(world: World, dp: int) -> State:

@@ -5,7 +5,6 @@ And with a parameter without the others of its region, and the types of ``extra`
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +14,6 @@ from torch import Tensor, nn, optim
 from composable_fsdp import LoadOptions, SaveOptions, fully_shard, load, save
 from tests.goldens.checkpoints import FOLDER, State
 from tests.goldens.model import sines
-from tests.support.pool import RankPool
 from tests.support.world import World
 
 NAME = "own-of-2-ranks"
@@ -88,14 +86,6 @@ def save_one(world: World, folder: Path) -> None:
 def file_of(rank: int, folder: Path = FOLDER) -> Path:
     """Return the file with the values of a rank."""
     return folder / f"{NAME}.rank{rank}.pt"
-
-
-def write_missing(ranks: Callable[[int], RankPool]) -> list[str]:
-    """Write the checkpoint if it does not exist; returns its name."""
-    if (FOLDER / NAME).exists():
-        return []
-    ranks(2).run(save_one, FOLDER / NAME)
-    return [NAME]
 
 
 def load_one(world: World) -> tuple[State, Any, State]:

@@ -17,16 +17,14 @@ import torch.distributed as dist
 
 from composable_fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from tests.gpu.counts import NEEDS_NCCL
+from tests.runtime.parity import trains_as
 from tests.support.models import TinyGPT
 from tests.support.reference import (
     STRATEGIES,
     adamw,
     apply_units,
-    assert_same_training,
     gpt_input,
     gpt_units,
-    train,
-    train_reference,
 )
 from tests.support.world import RankPool, World
 
@@ -77,11 +75,7 @@ def train_beside_peers(
     def make(step: int, rank: int) -> torch.Tensor:
         return gpt_input(step, rank).to(world.device)
 
-    expected = train_reference(plain, world.world_size, make, adamw)
-    losses = train(sharded, world.rank, make, adamw)
-
-    mine = [step[world.rank] for step in expected]
-    assert_same_training(sharded, plain, losses, mine, tolerance=1e-4)
+    trains_as(world, sharded, plain, make, adamw, tolerance=1e-4)
     home = "cpu" if offload else "cuda"
     assert all(p.device.type == home for p in sharded.parameters())
 

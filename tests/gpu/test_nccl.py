@@ -14,6 +14,7 @@ from composable_fsdp import ShardingStrategy
 from composable_fsdp.comm.collectives import record
 from tests.gpu.counts import NEEDS_NCCL
 from tests.runtime.orders import SUB1_SUB2, check_on_ranks
+from tests.runtime.parity import trains_as
 from tests.support.models import TinyGPT
 from tests.support.recipes import ModelRecipe, ModuleRecipe
 from tests.support.reference import (
@@ -21,11 +22,8 @@ from tests.support.reference import (
     STRATEGIES,
     adamw,
     apply_units,
-    assert_same_training,
     gpt_input,
     gpt_units,
-    train,
-    train_reference,
 )
 from tests.support.world import RankPool, World
 
@@ -64,12 +62,9 @@ def train_on_gpu(world: World, path: str, strategy: ShardingStrategy) -> int:
     def make(step: int, rank: int) -> torch.Tensor:
         return gpt_input(step, rank).to(world.device)
 
-    expected = train_reference(plain, world.world_size, make, adamw)
     with record() as calls:
-        losses = train(sharded, world.rank, make, adamw)
+        trains_as(world, sharded, plain, make, adamw, tolerance=1e-4)
 
-    mine = [step[world.rank] for step in expected]
-    assert_same_training(sharded, plain, losses, mine, tolerance=1e-4)
     assert world.all_equal(sharded.state_dict())
     assert all(p.is_cuda for p in sharded.parameters())
     return len(calls)

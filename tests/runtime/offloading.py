@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,23 +11,20 @@ from torch import Tensor, nn
 from composable_fsdp import (
     CPUOffload,
     ShardingStrategy,
-    clip_grad_norm_,
     no_sync,
 )
 from composable_fsdp.tree.traversal import _get_fsdp_handles
+from tests.runtime.parity import trains_as
 from tests.support.models import TinyGPT
 from tests.support.reference import (
     Input,
     adamw,
     apply_units,
-    assert_same_training,
     backward,
     gpt_input,
     gpt_units,
     gradients_of,
     loss_of,
-    train,
-    train_reference,
 )
 from tests.support.sharded import own_gradient
 from tests.support.world import World
@@ -80,19 +76,10 @@ def train_offloaded(
 ) -> None:
     """Three steps against the plain model, and where the parameters are by then."""
     sharded, plain = offloaded_gpt(world, path, strategy=strategy)
-    make = inputs_on(world)
-    clip: Callable[[nn.Module], object] | None = None
-    theirs: Callable[[nn.Module], object] | None = None
-    if max_norm is not None:
-        clip = lambda m: clip_grad_norm_(m, max_norm)  # noqa: E731
-        theirs = lambda m: nn.utils.clip_grad_norm_(m.parameters(), max_norm)  # noqa: E731
     assert_at_home(sharded, world)
 
-    expected = train_reference(plain, world.world_size, make, adamw, clip=theirs)
-    losses = train(sharded, world.rank, make, adamw, clip=clip)
-
-    mine = [step[world.rank] for step in expected]
-    assert_same_training(sharded, plain, losses, mine, tolerance=tolerance)
+    make = inputs_on(world)
+    trains_as(world, sharded, plain, make, adamw, tolerance=tolerance, clip=max_norm)
     assert world.all_equal(sharded.state_dict())
 
 

@@ -119,6 +119,10 @@ def order_of(model: nn.Module) -> Order:
     assert list(root._all_fsdp_states) == states
     assert list(root._all_handles) == handles == [state.handle for state in states]
     assert all(state.context is context for state in states)
+    assert root is states[0]
+    assert len(set(handles)) == len(set(states)) == len(states)
+    # Nobody but the root has lists.
+    assert not any(hasattr(state, "_all_handles") for state in states[1:])
     return [
         (h.full_fqn, tuple(join_name(h.full_fqn, fqn) for fqn in h._fqns))
         for h in handles

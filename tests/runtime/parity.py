@@ -7,6 +7,7 @@ over NCCL.
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from tests.support.models import build, legal_units
 from tests.support.recipes import ModelRecipe
 from tests.support.reference import (
     AnyInput,
+    Clip,
     Input,
     Loss,
     Optimize,
@@ -33,21 +35,6 @@ from tests.support.reference import (
 from tests.support.world import World
 
 
-def inputs_on(world: World, recipe: ModelRecipe) -> Input:
-    """The inputs of a recipe's model, where the ranks compute."""
-    make = wide_input(recipe.width)
-
-    def moved(step: int, rank: int) -> Tensor:
-        return make(step, rank).to(world.device)
-
-    return moved
-
-
-def tolerance_of(world: World) -> float:
-    """Bit by bit on few CPU ranks; a GPU sums in an order of its own."""
-    return tolerance_at(world.world_size) if world.device.type == "cpu" else 1e-4
-
-
 def trains_as(
     world: World,
     model: nn.Module,
@@ -57,68 +44,65 @@ def trains_as(
     *,
     tolerance: float | None = None,
     loss_of: Loss = loss_of,
+    clip: float | None = None,
+    norm_type: float = 2.0,
 ) -> None:
-    """Three steps of both have one result, by default as exact as sums are."""
-    expected = train_reference(plain, world.world_size, make, optimize, loss_of=loss_of)
-    losses = train(model, world.rank, make, optimize, loss_of=loss_of)
+    """Three steps of both have one result, by default as exact as sums are.
+
+    ``clip``: the norm to which gradients are clipped.
+    """
+    ours: Clip | None = None
+    theirs: Clip | None = None
+    if clip is not None:
+        ours = partial(clip_any, max_norm=clip, norm_type=norm_type)
+        theirs = partial(clip_plain, max_norm=clip, norm_type=norm_type)
+    size = world.world_size
+    expected = train_reference(
+        plain, size, make, optimize, loss_of=loss_of, clip=theirs
+    )
+    losses = train(model, world.rank, make, optimize, loss_of=loss_of, clip=ours)
     mine = [step[world.rank] for step in expected]
     if tolerance is None:
-        tolerance = tolerance_at(world.world_size)
+        tolerance = tolerance_at(size)
     assert_same_training(model, plain, losses, mine, tolerance=tolerance)
 
 
+def clip_plain(model: nn.Module, max_norm: float, norm_type: float) -> None:
+    """Clip what torch can: it warns of an empty list and refuses empty tensors."""
+    filled: list[Tensor] = [p for p in model.parameters() if p.numel()]
+    nn.utils.clip_grad_norm_([*filled, torch.zeros(())], max_norm, norm_type)
+
+
+def on_device(device: torch.device, make: Input, step: int, rank: int) -> Tensor:
+    """The input of (step, rank), where the ranks compute."""
+    return make(step, rank).to(device)
+
+
 def check_parity(
-    world: World, recipes: list[ModelRecipe], strategy: ShardingStrategy
+    world: World,
+    recipes: list[ModelRecipe],
+    strategy: ShardingStrategy,
+    clip: float | None = None,
+    norm_type: float = 2.0,
 ) -> None:
     """Three steps of SGD with momentum and of AdamW equal the reference."""
+    exact = world.device.type == "cpu" and clip is None
+    tolerance = tolerance_at(world.world_size) if exact else 1e-4
     for recipe in recipes:
         for optimize in (sgd, adamw):
             model = build(recipe).to(world.device)
             plain = copy.deepcopy(model)
             units = legal_units(model, recipe.sharded)
             model = apply_units(model, units, strategy=strategy)
-            make = inputs_on(world, recipe)
 
-            tolerance = tolerance_of(world)
-            trains_as(world, model, plain, make, optimize, tolerance=tolerance)
+            trains_as(
+                world,
+                model,
+                plain,
+                partial(on_device, world.device, wide_input(recipe.width)),
+                optimize,
+                tolerance=tolerance,
+                clip=clip,
+                norm_type=norm_type,
+            )
             assert world.all_equal(model.state_dict())
-
-
-def clippable(model: nn.Module) -> list[Tensor]:
-    """What torch can clip: it warns of an empty list and refuses empty tensors."""
-    filled: list[Tensor] = [p for p in model.parameters() if p.numel()]
-    return [*filled, torch.zeros(())]
-
-
-def check_clipped(world: World, recipes: list[ModelRecipe], norm_type: float) -> None:
-    """With clipping: equal norms, and weights but for the order of sums."""
-    for recipe in recipes:
-        train_clipped(world, recipe, norm_type)
-
-
-def train_clipped(world: World, recipe: ModelRecipe, norm_type: float) -> None:
-    """Three clipped steps of one recipe, beside the reference."""
-    model = build(recipe).to(world.device)
-    plain = copy.deepcopy(model)
-    units = legal_units(model, recipe.sharded)
-    model = apply_units(model, units, path="wrapper", style="auto")
-    make = inputs_on(world, recipe)
-    theirs: list[Tensor] = []
-    ours: list[Tensor] = []
-
-    def clip_plain(m: nn.Module) -> None:
-        norm = torch.nn.utils.clip_grad_norm_(clippable(m), 0.1, norm_type)
-        theirs.append(norm.cpu())
-
-    def clip(m: nn.Module) -> None:
-        ours.append(clip_any(m, 0.1, norm_type).cpu())
-
-    train_reference(plain, world.world_size, make, sgd, clip=clip_plain)
-    train(model, world.rank, make, sgd, clip=clip)
-
-    norms = torch.stack(ours), torch.stack(theirs)
-    assert torch.allclose(*norms, rtol=1e-4, atol=1e-6), norms
-    assert world.all_equal(ours)
-    atol = max(1e-5, tolerance_of(world))
-    for name, value in model.state_dict().items():
-        assert torch.allclose(value, plain.state_dict()[name], atol=atol), name

@@ -61,7 +61,7 @@ def set_frozen(model: nn.Module, frozen: Frozen) -> None:
         parameter.requires_grad_(not frozen(name))
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.req("U-01", "S2-11", "D-09")
 @pytest.mark.parametrize("offload", [False, True])
 @both_paths

@@ -59,7 +59,7 @@ def tokens(step: int, rank: int) -> Tensor:
 # ---- values before sharding -------------------------------------------------
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.req("B-08")
 @both_paths
 @pytest.mark.parametrize("offload", [False, True])

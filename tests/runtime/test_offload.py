@@ -40,7 +40,7 @@ RankCount = Callable[[int], RankPool]
 all_strategies = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.req("S2-08")
 @pytest.mark.parametrize("path", PATHS)
 @all_strategies

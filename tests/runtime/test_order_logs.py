@@ -93,8 +93,10 @@ def deviate(world: World, path: str, how: str, at: int) -> None:
     model, sharded = sharded_blocks(path)
     for index in range(4):
         if index == at and world.rank == world.world_size - 1:
-            # Nobody follows, so it need not wait long; until here it may have to.
-            os.environ[agreement.TIMEOUT_VARIABLE] = "0.2"
+            if at:
+                # Nobody follows, so it need not wait long; until here it may have to,
+                # as in the first step, where whoever comes second has the answer.
+                os.environ[agreement.TIMEOUT_VARIABLE] = "0.2"
             if how == "swap":
                 model.route = [0, 2, 1]
             elif how == "stop":

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -25,16 +24,7 @@ from composable_fsdp.access import (
 )
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.tree.traversal import _get_fsdp_handles
-from tests.runtime.events import (
-    Event,
-    block,
-    gpt_steps,
-    most_live,
-    units_of,
-    unused,
-)
 from tests.support.models import tiny_mlp
-from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     PATHS,
     apply_units,
@@ -102,6 +92,7 @@ def step_of(
     path: str = "composable",
     cuda: bool = False,
     between: float = 1.0,
+    arrange: Callable[[Any], None] = lambda units: None,
     **options: Any,
 ) -> Schedule:
     """What the second step of a chain did; work between units counts ``between``."""
@@ -118,6 +109,7 @@ def step_of(
             path=path,
             **options,
         )
+        arrange(model.get_submodule("units"))
         handles = _get_fsdp_handles(model)
         with on_streams(schedule, handles) if cuda else nullcontext():
             model(torch.ones(2, WIDTH)).sum().backward()
@@ -208,83 +200,50 @@ def test_a_step_takes_as_long_as_what_nothing_hides(
 
 # ---- which units are gathered ahead of their use ----
 
-BLOCKS = [f"blocks.{i}" for i in range(4)]
-ORDER = ["", *BLOCKS]
+
+@pytest.mark.req("S2-02", "S2-04", "S1-06", "S1-33")
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+def test_forward_gathers_one_unit_ahead_if_asked(path: str, ahead: bool) -> None:
+    """While a unit computes, the next one of the record comes; each once."""
+    schedule = step_of(3, path=path, forward_prefetch=ahead)
+
+    found = flights(schedule, "forward")
+    following = {"0": {"gather 1"}, "1": {"gather 2"}, "2": set()}
+    assert {unit: found[unit] for unit in "012"} == (
+        following if ahead else {unit: set() for unit in "012"}
+    )
+    sent = [each.name for each in schedule.events if each.kind == "send"]
+    # Forward and backward, of which the last unit comes full out of forward or not.
+    assert sum("all_gather" in name for name in sent) == 6
 
 
-def moment(events: list[Event], what: str, unit: str) -> int:
-    """Where the event stands."""
-    return events.index((what, unit))
-
-
-@pytest.mark.req("S2-01", "S2-04", "S1-06", "S2-02", "S1-33")
-@pytest.mark.parametrize(
-    ("path", "mode", "ahead", "live"),
-    [
-        ("composable", PRE, False, (2, 3)),
-        ("wrapper", POST, False, (2, 2)),
-        ("composable", None, False, (2, 2)),
-        ("wrapper", PRE, True, (3, 3)),
-    ],
-)
-@on_ranks(2)
-def test_units_are_gathered_when_the_modes_say(
-    world: World,
-    path: str,
-    mode: BackwardPrefetch | None,
-    ahead: bool,
-    live: tuple[int, int],
-) -> None:
-    """In backward, PRE: before the unit after it is freed. POST: after that, and before
-    it is asked for. None: when it is asked for. In forward one ahead, from the second
-    step on, which has a record. Few units have memory at once."""
-    steps = gpt_steps(world.rank, path, backward_prefetch=mode, forward_prefetch=ahead)
-    for step, (forward, whole) in enumerate(steps):
-        assert units_of(forward, "gather") == ORDER
-        for this, after in pairwise(ORDER):
-            early = moment(forward, "gather", after) < moment(forward, "use", this)
-            assert early == (ahead and step > 0)
-        assert units_of(whole, "gather") == BLOCKS[::-1]
-        for this, later in pairwise(BLOCKS):
-            gather = moment(whole, "gather", this)
-            before_free = gather < moment(whole, "free", later)
-            before_asked = gather < moment(whole, "grad", this)
-            assert (before_free, before_asked) == (mode is PRE, mode is not None)
-    # The root comes full out of forward.
-    assert (most_live(forward), most_live([("gather", ""), *whole])) == live
-
-
-def list_ahead(model: nn.Module) -> None:
-    """Blocks 0 and 3 gather two blocks ahead each, forward and backward."""
-    first, second, third, last = (block(model, i) for i in range(4))
+def list_ahead(units: nn.ModuleList) -> None:
+    """The first and the last unit gather two units ahead each."""
+    first, second, third, last = units
     set_modules_to_forward_prefetch(first, [second, third])
     set_modules_to_backward_prefetch(last, [third, second])
 
 
-def take_back(model: nn.Module) -> None:
-    list_ahead(model)
-    set_modules_to_forward_prefetch(block(model, 0), [])
-    set_modules_to_backward_prefetch(block(model, 3), [])
+def take_back(units: nn.ModuleList) -> None:
+    list_ahead(units)
+    set_modules_to_forward_prefetch(units[0], [])
+    set_modules_to_backward_prefetch(units[3], [])
 
 
-@pytest.mark.req("B-15", "D-03")
+@pytest.mark.req("B-15", "D-03", "S2-01")
 @pytest.mark.parametrize("path", PATHS)
-@on_ranks(2)
-def test_listed_units_are_gathered_at_once_nearest_first(
-    world: World, path: str
-) -> None:
-    """All of the list, in its order, before the unit itself is used or freed; not so
-    without the list, or with one that was taken back."""
-    run = partial(gpt_steps, world.rank, path, backward_prefetch=None)
-    steps, without = run(arrange=list_ahead), run()
-    for forward, whole in steps:
-        assert units_of(forward, "gather") == ORDER
-        assert units_of(whole, "gather") == BLOCKS[::-1]
-        assert unused(forward) == unused(whole) == []
-        for ahead in BLOCKS[1:3]:
-            assert moment(forward, "gather", ahead) < moment(forward, "use", BLOCKS[0])
-            assert moment(whole, "gather", ahead) < moment(whole, "free", BLOCKS[3])
-    assert run(arrange=take_back) == without != steps
+def test_listed_units_are_gathered_at_once_nearest_first(path: str) -> None:
+    """All of the list, before the unit itself is used; not so with a list that was
+    taken back, nor without one."""
+    run = partial(step_of, 4, path=path, backward_prefetch=None)
+    listed, without = run(arrange=list_ahead), run()
+
+    assert flights(listed, "forward")["0"] == {"gather 1", "gather 2"}
+    assert flights(listed, "backward")["3"] == {"gather 2", "gather 1"}
+    order = [e.name for e in listed.events if e.kind == "send" and "gather" in e.name]
+    assert order == [f"all_gather units.{i}" for i in (0, 1, 2, 3, 3, 2, 1, 0)]
+    assert flights(run(arrange=take_back), "backward") == flights(without, "backward")
 
 
 def test_lists_take_units_of_one_tree_only(one_rank: World) -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import cycle
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
 from torch import Tensor, nn
 
 from composable_fsdp import (
@@ -23,26 +21,17 @@ from composable_fsdp import (
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.phases import Residency
-from composable_fsdp.tree.traversal import _get_fsdp_handles, _get_fsdp_states
-from property_tests.live import batches, examples
+from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.runtime.parity import trains_as
-from tests.support.models import TinyGPT, build, legal_units
+from tests.support.models import TinyGPT
 from tests.support.on_ranks import on_ranks
-from tests.support.recipes import ModelRecipe
 from tests.support.reference import (
     PATHS,
-    STRATEGIES,
     apply_units,
-    assert_same_training,
     gpt_input,
     gpt_units,
-    sgd,
-    train,
-    train_reference,
-    wide_input,
 )
-from tests.support.strategies import FEATURES, model_recipes
-from tests.support.world import RankPool, World
+from tests.support.world import World
 
 
 def generator() -> torch.Generator:
@@ -204,47 +193,3 @@ def test_parts_of_units_that_are_not_cut_would_train_on_one_rank(
     model.lm_head(hidden)
     register_forward_method(model, "encode")
     assert torch.equal(model.encode(tokens), plain_of(model).encode(tokens))
-
-
-def parts_of(model: nn.Module) -> list[nn.Module]:
-    """Modules that own parameters of a unit and are no unit."""
-    states = _get_fsdp_states(model)
-    units = {id(module) for state in states for module in state.modules}
-    owners = [owner for state in states for owner in state.handle.layout.owners]
-    return [owner for owner in owners if id(owner) not in units]
-
-
-def check_programs(world: World, recipes: list[ModelRecipe]) -> None:
-    for recipe, strategy in zip(recipes, cycle(STRATEGIES)):
-        make_input = wide_input(recipe.width)
-        plain, model = build(recipe), build(recipe)
-        units = legal_units(model, recipe.sharded)
-        model = apply_units(model, units, strategy=strategy)
-        whole = strategy is ShardingStrategy.NO_SHARD
-        no = partial(refused, world, reason=GRADIENT if whole else ROWS)
-        parts = parts_of(model)
-        if whole:
-            parts = [
-                p
-                for p in parts
-                if any(x.requires_grad for x in p.parameters(recurse=False))
-            ]
-        for part in parts:
-            no(partial(part, make_input(0, 0)), type(part).__name__)
-        expected = train_reference(plain, world.world_size, make_input, sgd)
-        losses = train(model, world.rank, make_input, sgd)
-        for part in parts:
-            no(partial(part, make_input(0, 0)), type(part).__name__)
-
-        mine = [each[world.rank] for each in expected]
-        assert_same_training(model, plain, losses, mine)
-
-
-@pytest.mark.req("P-12")
-@examples(10)
-@given(recipes=batches(model_recipes(2, 2, FEATURES - {"replicate"})))
-def test_every_part_of_every_model_is_refused(
-    ranks: Callable[[int], RankPool], recipes: list[ModelRecipe]
-) -> None:
-    """Alike on all ranks, with nothing sent and nothing changed for training."""
-    ranks(2).run(check_programs, recipes)

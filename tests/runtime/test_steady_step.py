@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from torch.profiler import profile
 from composable_fsdp import fully_shard, plan, unshard_params
 from composable_fsdp.comm.ranges import OPEN
 from tests.support.on_ranks import on_ranks
+from tests.support.scripts import run_script
 from tests.support.world import World, fake_world
 
 FILES = {
@@ -73,15 +73,14 @@ print(*entered, sep="\\n")
 
 
 @pytest.mark.req("S1-03")
-def test_a_steady_step_enters_few_files() -> None:
+def test_a_steady_step_enters_few_files(tmp_path: Path) -> None:
     """Forward and backward of five units, after the first steps, enter ``FILES``."""
-    # A fresh interpreter, without the optimizers, flat parameters and registrations of
-    # models that other tests made.
-    run = subprocess.run(
-        [sys.executable, "-c", STEP], capture_output=True, text=True, timeout=120
-    )
-    assert run.returncode == 0, run.stderr
-    assert set(run.stdout.split()) == FILES
+    # A process without the optimizers, flat parameters and registrations of models that
+    # other tests made.
+    (tmp_path / "step.py").write_text(STEP)
+    status, output = run_script("step.py", ranks=1, folder=tmp_path)
+    assert status == 0, output
+    assert set(output.split()) == FILES
     assert len(FILES) <= 12
 
 

@@ -12,18 +12,17 @@ from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import (
     CustomPolicy,
     ShardingStrategy,
-    clip_grad_norm_,
     fully_shard,
     plan,
 )
 from composable_fsdp.errors import PlanError
 from composable_fsdp.tree.traversal import _get_fsdp_handles
+from tests.runtime.parity import trains_as
 from tests.runtime.traffic import Counts, counts, planned
 from tests.support.models import TinyGPT, module_at
 from tests.support.recording import record_steps
@@ -36,7 +35,6 @@ from tests.support.reference import (
     gpt_units,
     tolerance_at,
     train,
-    train_reference,
     trained_reference,
 )
 from tests.support.tiny import tiny_mlp
@@ -119,7 +117,7 @@ FORMS = [
 ]
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(8)
 @pytest.mark.req("D-07", "B-04", "B-19", "S2-10")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("strategy", ShardingStrategy, ids=lambda s: s.name)
@@ -198,19 +196,7 @@ def train_mixed(world: World, path: str, form: str) -> dict[str, tuple[int, int]
     with patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2"}):
         sharded = apply_units(model, [], path=path, **options)
 
-    expected = train_reference(
-        plain,
-        world.world_size,
-        gpt_input,
-        adamw,
-        clip=lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.05),
-    )
-    losses = train(
-        sharded, world.rank, gpt_input, adamw, clip=lambda m: clip_grad_norm_(m, 0.05)
-    )
-
-    mine = [step[world.rank] for step in expected]
-    assert_same_training(sharded, plain, losses, mine, tolerance=1e-5)
+    trains_as(world, sharded, plain, gpt_input, adamw, tolerance=1e-5, clip=0.05)
     assert world.all_equal(sharded.state_dict())
     return {
         handle.layout.plan.fqn: (handle.groups.shard_world_size, handle.groups.replicas)

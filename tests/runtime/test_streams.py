@@ -456,7 +456,7 @@ def test_streams_are_ordered(case: Callable[[StreamOrder], None]) -> None:
         case(order)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.req("M-07")
 @by_case
 @pytest.mark.parametrize("way", ["build", "shared slots", "own slots", "one rank"])

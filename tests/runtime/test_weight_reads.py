@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from composable_fsdp import (
     FSDPError,
-    MixedPrecision,
     ShardingStrategy,
     fully_shard,
     reshard,
@@ -25,6 +24,7 @@ from composable_fsdp import (
 )
 from composable_fsdp.config import BackwardPrefetch
 from composable_fsdp.errors import PhaseError
+from composable_fsdp.features import flat_parameters
 from tests.runtime.corners import OPEN, WRAPS
 from tests.runtime.parity import trains_as
 from tests.support.on_ranks import on_ranks
@@ -32,6 +32,7 @@ from tests.support.reference import (
     PATHS,
     adamw,
     apply_units,
+    assert_same_training,
     backward,
     wide_input,
 )
@@ -164,39 +165,6 @@ def test_a_weight_that_a_unit_returns_is_one_to_compute_with(world: World) -> No
             assert torch.allclose(model(x), plain(x))
 
 
-RECURRENT: dict[str, Callable[[], nn.Module]] = {
-    "lstm": lambda: nn.LSTM(6, 6, num_layers=2, bidirectional=True),
-    "cell": lambda: nn.LSTMCell(6, 6),
-}
-
-
-class Recurrent(nn.Module):
-    """A recurrent layer, which keeps a list of its weights, before a linear one."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.rnn = RECURRENT[kind]()
-        self.head = nn.LazyLinear(2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.head(self.rnn(x)[0])
-        return y
-
-
-@pytest.mark.parametrize("kind", RECURRENT)
-@on_ranks(2)
-def test_recurrent_layers_train_as_the_plain_ones(world: World, kind: str) -> None:
-    """They keep references to their weights, which have to follow every swap, and
-    compare the dtypes of these and of their input."""
-    low = MixedPrecision(param_dtype=torch.bfloat16, cast_forward_inputs=True)
-    for mixed, tolerance in ((None, 1e-6), (low, 0.1)):
-        torch.manual_seed(0)
-        plain = Recurrent(kind)
-        plain(torch.ones(2, 6))
-        model = apply_units(copy.deepcopy(plain), ["rnn"], mixed_precision=mixed)
-        trains_as(world, model, plain, wide_input(6), adamw, tolerance=tolerance)
-
-
 # ---- weights that are kept ----
 
 
@@ -325,3 +293,42 @@ def test_a_view_that_a_raising_first_forward_kept_is_copied(world: World) -> Non
 
     assert torch.equal(keeper.last, whole)
     assert torch.equal(keeper.cache["row"], whole[0])
+
+
+class Residual(nn.Module):
+    """A block whose second derivatives are not zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.norm(self.layer(x)))
+
+
+@pytest.mark.req("P-09")
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("flat", [False, True])
+@on_ranks(2)
+def test_autograd_grad_of_sharded_parameters_is_refused_by_name(
+    world: World, graph: bool, flat: bool
+) -> None:
+    """On every rank before anything runs, never zeros; the next step is right."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(Residual(), Residual(), nn.Linear(WIDTH, 1))
+    model = apply_units(copy.deepcopy(plain), ("0", "1"))
+    asked = list(flat_parameters(model) if flat else model.parameters())
+    x = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)
+    loss = model(x).square().sum()
+
+    with pytest.raises(PhaseError) as caught:
+        torch.autograd.grad(loss, [x, *asked], create_graph=graph)
+
+    name = "a flat parameter" if flat else "'"
+    assert f"gradient of sharded parameter {name}" in str(caught.value)
+    assert "backward(inputs=[...])" in str(caught.value)
+    backward(loss)
+    backward(plain(x).square().sum())
+    for parameters in (asked, plain.parameters()):
+        torch.optim.SGD(parameters, lr=0.1).step()
+    assert_same_training(model, plain, [], [], tolerance=1e-6)

@@ -95,7 +95,7 @@ def as_sent(wire: WireFormat, weight: Tensor, dtype: torch.dtype) -> Tensor:
     return (encoded.float() * scale).to(dtype).view_as(weight)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.req("M-04")
 @by_format
 @by_options

@@ -11,12 +11,10 @@ keeps as many combinations as bring every pair of values together once::
 The door (``path``) is no partner in a pair: both doors run the same code, which golden
 steps and random programs hold, so each of its values runs at least once. Tests on ranks
 take seconds, so there every argument is as the door, and each of its values runs at
-least once; the marker ``pairs`` asks for the pairs there, too.
+least once.
 
 Of these combinations, the marker ``few`` keeps the first, the middle and the last, or
-as many as it is told. The marker ``full_matrix`` keeps no combination of a test, or
-none with a value of a parameter; it says which everyday test holds the same law on a
-smaller case. ``--full-matrix`` runs every combination.
+as many as it is told. ``--full-matrix`` runs every combination.
 """
 
 from __future__ import annotations
@@ -78,8 +76,6 @@ def thin(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.I
     """Return the items to run, in order, and the items left out."""
     families: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("full_matrix"):
-            continue
         families.setdefault((str(item.path), _function(item)), []).append(item)
     kept: set[int] = set()
     for family in families.values():
@@ -115,9 +111,7 @@ def mixed(items: Sequence[pytest.Item], folder: str) -> list[pytest.Item]:
 def _alone(item: pytest.Item, cells: Sequence[Cell]) -> Collection[str]:
     """The arguments of ``item``, of which ``cells`` are all, that are in no pair."""
     on_ranks = "ranks" in getattr(item, "fixturenames", ())
-    if on_ranks and item.get_closest_marker("pairs") is None:
-        return cells[0].keys()
-    return (DOOR,)
+    return cells[0].keys() if on_ranks else (DOOR,)
 
 
 def spread(cells: Sequence[Value], number: int = 3) -> list[Value]:

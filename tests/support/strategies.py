@@ -51,7 +51,7 @@ def register_profiles() -> None:
 
     ``everyday`` (the default): fixed examples, 8 unless
     COMPOSABLE_FSDP_HYPOTHESIS_EXAMPLES says otherwise, as continuous integration does
-    (50). ``long``: 2000 random ones.
+    (16). ``long``: 2000 random ones.
     """
     settings.register_profile(
         "everyday",
