@@ -29,7 +29,7 @@ from benchmarks.tables import fixed, say_versions, table
 from composable_fsdp import CustomPolicy, plan
 from composable_fsdp.naming import join_name
 from composable_fsdp.storage.codec import to_json
-from composable_fsdp.storage.manifest import File, block_size
+from composable_fsdp.storage.manifest import File, Span, block_size
 from composable_fsdp.storage.merge import FilePart, TensorPart, merge
 from composable_fsdp.storage.native import manifest_bytes
 from composable_fsdp.storage.validate import parse
@@ -85,7 +85,7 @@ def part_of(found: ShardingPlan, rank: int, at: int) -> FilePart:
         step = encode(torch.tensor(float(at)), "step", no_tensor, python_values=True)
         if not made.is_whole:
             made.shared["step"] = json.dumps(step)
-        if not made.start:
+        if not made.span.start:
             made.values["step"] = step
     if not rank:
         part.param_groups = [{"lr": 1e-4 / (at + 1), "params": names}]
@@ -101,7 +101,7 @@ def _tensor(
     name: str, dtype: torch.dtype, shape: tuple[int, ...], span: tuple[int, int]
 ) -> TensorPart:
     """A rank's part of a parameter with AdamW's state."""
-    part = TensorPart((name,), dtype, shape, *span, 0)
+    part = TensorPart((name,), dtype, shape, Span(*span), 0)
     part.states = dict.fromkeys(STATES, dtype)
     return part
 
@@ -114,7 +114,7 @@ def no_tensor(tensor: torch.Tensor, where: str) -> int:
 def file_of(part: FilePart, rank: int, block: int, at: int) -> tuple[File, Any]:
     """The file that a rank would have written, and the places of its entries."""
     entries = [
-        (each.key(state), each.dtype, each.stop - each.start)
+        (each.key(state), each.dtype, each.span.numel)
         for each in part.tensors
         for state in (None, *each.states)
     ]

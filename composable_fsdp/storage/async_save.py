@@ -1,10 +1,5 @@
 """Saves while training continues: ``async_save`` copies the values, a thread writes.
 
-::
-
-    main thread     collect | agree | copy to host | train ..........
-    background                                     | write | agree | commit
-
 The host memory belongs to the module of the save, and is reused by the next.
 """
 

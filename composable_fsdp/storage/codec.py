@@ -1,9 +1,7 @@
 """Turns frozen dataclasses into JSON and back, by the annotations of their fields.
 
-``to_json`` writes any field, and ``parser_of`` is the inverse: every field present, of
-its type and range, no others. No value of a document is trusted, and no memory is
-allocated by a size that the document claims: the work is bounded by the length of the
-text.
+No value of a document is trusted, and no memory is allocated by a size that the
+document claims: the work is bounded by the length of the text.
 """
 
 from __future__ import annotations
@@ -89,6 +87,10 @@ _MOST = 80
 _REPR = reprlib.Repr()
 _REPR.maxlist = _REPR.maxtuple = _REPR.maxdict = _MOST
 _REPR.maxstring = _REPR.maxlong = _REPR.maxother = _MOST + 20
+DAMAGED = (
+    "The checkpoint is damaged, was edited, or is of a development version that was "
+    "not released; use another checkpoint."
+)
 
 
 def excerpt(value: object) -> str:
@@ -98,13 +100,22 @@ def excerpt(value: object) -> str:
     return text if len(text) <= _MOST else f"{text[:_MOST]}..."
 
 
-class UnexpectedError(Exception):
+class MalformedError(Exception):
+    """A document does not hold what a save writes; the text says where."""
+
+
+class UnexpectedError(MalformedError):
     """A value is not as expected: (path, words for the expected values, value)."""
 
     def within(self, place: str) -> UnexpectedError:
         """Return the error with the path from the object around the value."""
         path, *others = self.args
         return UnexpectedError(f"{place}{path}", *others)
+
+    def __str__(self) -> str:
+        path, expected, got = self.args
+        where = path.removeprefix(".") or "the manifest"
+        return f"{where} is {excerpt(got)}, expected {expected}"
 
 
 Parser = Callable[[Json], Any]
@@ -121,19 +132,19 @@ def parser_of(kind: Any) -> Parser:
         parse = parser_of(inner[0])
         return lambda value: None if value is None else parse(value)
     if kind is torch.dtype:
-        return _dtype
+        # Only names of the table: never ``getattr`` of torch with a text from a file.
+        known = parser_of(
+            Annotated[str, Rule("the name of a dtype", lambda name: name in DTYPES)]
+        )
+        return lambda value: DTYPES[known(value)]
     # Values of any form: ``validate`` decodes them.
     if kind is Any:
         return lambda value: value
     json_kind: Any = list if origin is tuple else origin or kind
     if json_kind in _EXPECTED:
         return _container(json_kind, inner, is_tuple=origin is tuple)
-    return _object(kind) if is_dataclass(kind) else _row(kind)
-
-
-def _hints(kind: Any) -> dict[str, Any]:
-    """Return the annotations of the fields of a class."""
-    return get_type_hints(kind, include_extras=True)
+    hints = get_type_hints(kind, include_extras=True)
+    return (_object if is_dataclass(kind) else _row)(kind, hints)
 
 
 def _ruled(whole: Any, rule: Rule) -> Parser:
@@ -149,24 +160,15 @@ def _ruled(whole: Any, rule: Rule) -> Parser:
     return parse_ruled
 
 
-def _dtype(value: Json) -> torch.dtype:
-    """Return a dtype by name."""
-    # Only names of the table: never ``getattr`` of torch with a text from a file.
-    if not isinstance(value, str) or value not in DTYPES:
-        raise UnexpectedError("", "the name of a dtype", value)
-    return DTYPES[value]
-
-
-def _row(kind: Any) -> Parser:
+def _row(kind: Any, hints: dict[str, Any]) -> Parser:
     """Return the parser of a named tuple, whose fields are alike."""
-    names, (hint, *_) = list(_hints(kind)), _hints(kind).values()
     whole: Any = tuple
-    parse = parser_of(whole[hint, ...])
+    parse = parser_of(whole[next(iter(hints.values())), ...])
 
     def parse_row(value: Json) -> Any:
         found = parse(value)
-        if len(found) != len(names):
-            raise UnexpectedError("", f"[{', '.join(names)}]", value)
+        if len(found) != len(hints):
+            raise UnexpectedError("", f"[{', '.join(hints)}]", value)
         return kind(*found)
 
     return parse_row
@@ -200,11 +202,11 @@ def _container(kind: Any, inner: tuple[Any, ...], *, is_tuple: bool) -> Parser:
     return parse_items
 
 
-def _object(kind: Any) -> Parser:
+def _object(kind: Any, hints: dict[str, Any]) -> Parser:
     """Return the parser of a dataclass."""
-    parsers = {name: parser_of(hint) for name, hint in _hints(kind).items()}
+    parsers = {name: parser_of(hint) for name, hint in hints.items()}
 
-    def parse_fields_of(value: Json) -> Any:
+    def parse_object(value: Json) -> Any:
         # A reader that ignored a field could misunderstand the others.
         if not isinstance(value, dict) or value.keys() != parsers.keys():
             got = sorted(value) if isinstance(value, dict) else value
@@ -215,12 +217,8 @@ def _object(kind: Any) -> Parser:
             for name, parse in parsers.items():
                 found[name] = parse(value[name])
         except UnexpectedError as error:
-            raise error.within(f"{_label(found)}.{name}") from None
+            of = f" ({found['fqns'][0]!r})" if "fqns" in found else ""
+            raise error.within(f"{of}.{name}") from None
         return kind(**found)
 
-    return parse_fields_of
-
-
-def _label(found: dict[str, Any]) -> str:
-    """Return the names in an object, of which the fields so far are known."""
-    return f" ({found['fqns'][0]!r})" if "fqns" in found else ""
+    return parse_object

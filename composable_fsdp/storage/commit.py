@@ -1,8 +1,7 @@
 """Commits, lists and removes checkpoints: rank 0 writes the manifest last, at once.
 
-In a directory as in a storage: a folder without a manifest is no checkpoint, and the
-manifest names the files. Where the folder was there before, names of files have a token
-(``rank00000-9f3a..77``), so that attempts never share a file.
+A folder without a manifest is no checkpoint. Where the folder was there before, names
+of files have a token, so that attempts never share a file.
 """
 
 from __future__ import annotations

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed, quoted
-from composable_fsdp.storage.contents import Contents, Held
-from composable_fsdp.storage.source import Copy, Source, TensorInfo
+from composable_fsdp.storage.contents import Contents
+from composable_fsdp.storage.source import Copy, Source
 
 NO_OPTIMIZER = "the checkpoint was saved without an optimizer"
 """The difference if ``load`` gets an optimizer and the checkpoint has no state."""
@@ -81,23 +81,21 @@ class LoadReport:
         """Return a sentence per kind of difference that ends it."""
         names = bool(self.missing or self.unexpected)
         alone = NO_OPTIMIZER in self.optimizer
-        others = bool(names or self.values or self.local)
         ways = {
             "Build the model with the arguments (layers, widths, ties) of the one that "
-            "was saved.": bool(self.misshaped or self.untied or names),
-            "LoadOptions(cast=True) converts dtypes.": bool(self.dtypes),
+            "was saved.": self.misshaped or self.untied or names,
+            "LoadOptions(cast=True) converts dtypes.": self.dtypes,
             "load(path, model) without the optimizer reads the model.": alone,
             "Make the optimizer as the saved one was made (its class, its parameters); "
-            "load(path, model) without it reads the model alone.": bool(self.optimizer)
-            and not alone
-            and not names,
+            "load(path, model) without it reads the model alone.": self.optimizer
+            and not (alone or names),
             "LoadOptions(include=.., exclude=.. or rename=..) loads a part, or other "
             "names.": names,
-            "Pass to load the objects that were saved, at the same keys.": bool(
-                self.values
-            ),
+            "Pass to load the objects that were saved, at the same keys.": self.values,
             # Without one of the two a lenient load would load nothing.
-            "LoadOptions(strict=False) loads what fits.": others
+            "LoadOptions(strict=False) loads what fits.": names
+            or self.values
+            or self.local
             or self.optimizer != [NO_OPTIMIZER],
         }
         return [way for way, is_due in ways.items() if is_due]
@@ -125,7 +123,6 @@ class LoadReport:
 class ComparedModel:
     """The parameters, buffers and extra states of the model that this rank reads."""
 
-    source: Source
     copies: list[Copy]
     own_states: list[tuple[nn.Module, str]]
 
@@ -142,11 +139,6 @@ class ComparedModel:
                     "so nothing can be loaded into it. Register a clone() of it."
                 )
 
-    def set_own_states(self) -> None:
-        """Pass the saved extra states to ``set_extra_state`` of their modules."""
-        for module, name in self.own_states:
-            module.set_extra_state(self.source.own_states[name])
-
 
 def find(source: Source, names: tuple[str, ...]) -> str | None:
     """Return the name under which the checkpoint has a tensor, or None."""
@@ -156,16 +148,6 @@ def find(source: Source, names: tuple[str, ...]) -> str | None:
         if name in source.aliases:
             return source.aliases[name]
     return None
-
-
-def copy_of(
-    held: Held, name: str, state: str | None, into: Tensor, *, is_new: bool = False
-) -> Copy:
-    """Return the read of this rank's elements of a tensor, or of one of its states."""
-    rectangle, (start, stop) = held.rectangle, held.interval
-    if rectangle is not None:
-        rectangle, start, stop = rectangle.moved(start, stop)
-    return Copy(name, state, start, stop, into, is_new, rectangle, held.holders)
 
 
 def compare_model(
@@ -186,9 +168,15 @@ def compare_model(
             continue
         # All names of a tied tensor count as used, so none of them is unexpected.
         used.update((name, *held.names))
-        start, stop = held.interval
-        if _is_fitting(held, source.model[name], report, cast) and stop > start:
-            copies.append(copy_of(held, name, None, held.local))
+        info = source.model[name]
+        if info.shape != held.shape:
+            told = _unlike(held.names[0], held.shape, info.shape)
+            report.misshaped.append(told)
+        elif info.dtype != held.dtype and not cast:
+            report.dtypes.append(_unlike(held.names[0], held.dtype, info.dtype))
+        elif held.span.numel:
+            to = held.span, held.local, False, held.holders
+            copies.append(Copy(name, None, *to))
             report.untied += _untied(source, held.names, copies[-1])
     for each in contents.wrappers:
         saved = source.wrappers.get(each.name, each.facts)
@@ -200,7 +188,7 @@ def compare_model(
     others += [name for name in source.own_states if name not in own_states]
     report.unexpected += [name for name in others if not leaves_out(name)]
     fitting = [(m, name) for name, m in own_states.items() if name in source.own_states]
-    return ComparedModel(source, copies, fitting)
+    return ComparedModel(copies, fitting)
 
 
 def _untied(source: Source, names: tuple[str, ...], target: Copy) -> list[str]:
@@ -220,18 +208,6 @@ def _untied(source: Source, names: tuple[str, ...], target: Copy) -> list[str]:
             value.view(torch.uint8),
         )
     ]
-
-
-def _is_fitting(held: Held, info: TensorInfo, report: LoadReport, cast: bool) -> bool:
-    """Return whether shape and dtype fit; add a line to ``report`` if not."""
-    name = held.names[0]
-    if info.shape != held.shape:
-        report.misshaped.append(_unlike(name, held.shape, info.shape))
-    elif info.dtype != held.dtype and not cast:
-        report.dtypes.append(_unlike(name, held.dtype, info.dtype))
-    else:
-        return True
-    return False
 
 
 def _unlike(name: str, own: object, saved: object) -> str:

@@ -1,13 +1,12 @@
 """Lists the tensors of a module by the plain model's names: regions, and other tensors.
 
-A name is the path of the module plus the attribute that holds the tensor, whatever
-form a unit shows. Wrappers leave no trace in the names: ours, DistributedDataParallel,
-and the module that torch.compile returns.
+Wrappers leave no trace in the names: ours, DistributedDataParallel, and the module that
+torch.compile returns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -24,14 +23,15 @@ from composable_fsdp.optim.names import is_absent, names_of, optimizers_of
 from composable_fsdp.optim.own_state_dict import is_wrapper
 from composable_fsdp.optim.scalars import is_scalar
 from composable_fsdp.planning import walk
-from composable_fsdp.planning.dtensors import local_of
+from composable_fsdp.planning.dtensors import is_dtensor, local_of
 from composable_fsdp.runtime.recover import require_between_steps, require_idle
-from composable_fsdp.storage.manifest import Rectangle, rectangle_of
+from composable_fsdp.storage.manifest import Span
 from composable_fsdp.storage.mesh_copies import (
     local_state,
-    loose_rectangle,
+    loose_span,
     mesh_groups_in,
     ranks_of,
+    span_of,
 )
 from composable_fsdp.storage.source import OWN_STATE
 from composable_fsdp.storage.wrappers import (
@@ -46,7 +46,7 @@ from composable_fsdp.tree.traversal import _get_unit_state
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """This rank's box of a named tensor: of a buffer, or a parameter in no unit."""
+    """This rank's elements of a buffer, or of a parameter in no unit."""
 
     names: tuple[str, ...]
     """A tied tensor has several."""
@@ -57,24 +57,20 @@ class Held:
     dtype: torch.dtype
     """The dtype to save, because mixed precision may have cast a buffer."""
     shape: tuple[int, ...]
-    leaf: Tensor
-    """The tensor whose shape this rank's element-wise state has."""
     local: Tensor
-    """This rank's elements, a view; of a parameter of a unit, of one dim."""
-    interval: tuple[int, int]
-    """This rank's elements of the flattened tensor, or of the rectangle."""
-    rectangle: Rectangle | None
-    """Where the elements of a DTensor lie; None for the whole tensor."""
+    """The elements, a view; of a parameter of a unit, of one dim."""
+    span: Span
+    """Where the elements lie in the whole tensor."""
 
     @property
     def is_cut(self) -> bool:
         """Whether each rank holds a part."""
-        return self.rectangle is not None or isinstance(self, HeldParam)
+        return is_dtensor(self.tensor)
 
     @property
     def is_absent(self) -> bool:
         """Whether only other ranks hold elements, and the optimizer's state."""
-        return is_absent(self.leaf)
+        return is_absent(self.tensor)
 
     @property
     def is_parameter(self) -> bool:
@@ -83,14 +79,12 @@ class Held:
 
     def has_elements(self, key: str, value: Any) -> bool:
         """Return whether a state has an element for each element on this rank."""
-        shape, name = tuple(self.leaf.shape), quoted(self.names[0])
+        shape, name = tuple(local_of(self.tensor).shape), quoted(self.names[0])
         if is_scalar(key, value, shape):
             return False
-        if value.shape == shape:
-            return True
         # A tensor that one rank has whole may have state of any shape.
-        if not self.is_cut:
-            return False
+        if value.shape == shape or not self.is_cut:
+            return bool(value.shape == shape)
         raise CheckpointError(
             f"Optimizer state {key!r} of {name} has shape {tuple(value.shape)}; "
             f"expected a number or the shape of this rank's shard, {shape}. State that "
@@ -106,29 +100,18 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class HeldParam(Held):
-    """This rank's box of a parameter of a unit."""
+    """This rank's elements of a parameter of a unit."""
 
     ref: ParamRef
+
+    @property
+    def is_cut(self) -> bool:
+        return True
 
     def holders(self) -> tuple[int, ...]:
         """Return the ranks with the same elements: its replicas, or () without."""
         group = self.ref.handle.groups.replicate
         return () if group is None else ranks_of(group)
-
-
-def _held_tensor(
-    names: list[str],
-    tensor: Tensor,
-    original: dict[str, torch.dtype],
-    shown: Tensor,
-    what: str,
-) -> Held:
-    """Return the box of a tensor in no unit; ``shown`` is it, or the one around it."""
-    # Detached: autograd refuses an in-place write to a leaf that requires a gradient.
-    local, dtype = local_of(tensor).detach(), original.get(names[0], tensor.dtype)
-    place = loose_rectangle(tensor, names[0], what)
-    facts = dtype, tuple(tensor.shape), local, local, (0, local.numel()), place
-    return Held(tuple(names), tensor, shown, *facts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,10 +182,26 @@ def contents_of(module: nn.Module, what: str, *, inner: bool = False) -> Content
     )
     original = _original_dtypes(module, states)
     tensors = tuple(
-        _held_tensor(names, tensor, original, around.get(id(tensor), tensor), what)
+        Held(
+            tuple(names),
+            tensor,
+            around.get(id(tensor), tensor),
+            original.get(names[0], tensor.dtype),
+            tuple(tensor.shape),
+            # Autograd refuses an in-place write to a leaf that requires a gradient.
+            local_of(tensor).detach(),
+            loose_span(tensor, names[0], what),
+        )
         for tensor, names in others.values()
     )
-    _refuse_meta(regions, tensors, what)
+    meta = [p.names[0] for r in regions if r.ref.region.shard.is_meta for p in r.params]
+    meta += [held.names[0] for held in tensors if held.tensor.is_meta]
+    if meta:
+        raise CheckpointError(
+            f"{what} expects values, and {listed(map(quoted, meta))} are on meta. Call "
+            "model.to_empty(device=...) first, and set the buffers that are not "
+            "persistent; load fills the rest."
+        )
     own_states = {
         join_name(path, OWN_STATE): each
         for path, each in places(module)
@@ -212,20 +211,6 @@ def contents_of(module: nn.Module, what: str, *, inner: bool = False) -> Content
     units = tuple(states.values())
     groups = tuple(mesh_groups_in(module, units))
     return Contents(units, regions, tensors, own_states, groups, tuple(wrappers))
-
-
-def _refuse_meta(
-    regions: Sequence[HeldRegion], tensors: Sequence[Held], what: str
-) -> None:
-    """Raise CheckpointError if a tensor has no values."""
-    meta = [p.names[0] for r in regions if r.ref.region.shard.is_meta for p in r.params]
-    meta += [held.names[0] for held in tensors if held.tensor.is_meta]
-    if meta:
-        raise CheckpointError(
-            f"{what} expects values, and {listed(map(quoted, meta))} are on meta. Call "
-            "model.to_empty(device=...) first, and set the buffers that are not "
-            "persistent; load fills the rest."
-        )
 
 
 def _refuse_foreign(path: str, module: nn.Module, what: str) -> None:
@@ -322,9 +307,9 @@ def _region(
         slot, leaf, dtype = ref.slot, ref.leaf, ref.region.layout.dtype
         if slot.index not in found:
             raise _partly(module, slot.fqn, what)
-        place = None if slot.whole is None else rectangle_of(slot.whole, slot.shape)
+        span = span_of(slot.whole, slot.shape, *ref.interval)
         flat, names = leaf.detach().reshape(-1), tuple(found[slot.index])
-        facts = dtype, ref.shape, leaf, flat, ref.interval, place
+        facts = dtype, ref.shape, flat, span
         params.append(HeldParam(names, leaf, leaf, *facts, ref))
     return HeldRegion(refs[0], tuple(params))
 

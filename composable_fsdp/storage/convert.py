@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, nullcontext, suppress
 from functools import partial
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed, quoted
@@ -25,14 +23,12 @@ from composable_fsdp.storage.opening import (
     TORCH,
     open_source,
 )
-from composable_fsdp.storage.source import Source, TensorInfo
+from composable_fsdp.storage.selection import Progress, View
+from composable_fsdp.storage.source import Source
 from composable_fsdp.storage.storages import require_local
 
 MAX_SHARD_BYTES = 5 * 10**9
 """Default of ``max_shard_bytes``, in bytes: Hugging Face's own limit."""
-
-Progress = Callable[[int], None]
-"""A callback that gets the number of bytes read since the last call."""
 
 
 def convert(
@@ -83,10 +79,11 @@ def convert(
         left_out += ["scalars of other ranks (local)"] if found.local_states else []
         left_out += ["values of single ranks (per_rank)"] if found.saved_ranks else []
         # safetensors holds weights only, and other parts may be unreadable.
-        given = Watched(found, progress, weights_only=weights_only or to == SAFETENSORS)
+        parts = not (weights_only or to == SAFETENSORS)
+        given = View(found, optimizer=parts, values=parts, progress=progress)
         where = Path(destination)
         if to == SAFETENSORS:
-            write_safetensors(where, given, max_shard_bytes=max_shard_bytes)
+            _write_safetensors(where, given, max_shard_bytes)
             left_out += _beside_weights(found)
         else:
             with appear(where) as out:
@@ -94,15 +91,13 @@ def convert(
         return [] if weights_only else left_out
 
 
-def write_safetensors(path: Path, source: Source, *, max_shard_bytes: int) -> None:
+def _write_safetensors(path: Path, source: Source, max_shard_bytes: int) -> None:
     """Write the weights of ``source``; a single file for a file path."""
     with appear(path) as out:
+        facts = out, source.model, source.aliases
+        single = path.suffix == ".safetensors"
         writer = SafetensorsWriter(
-            out,
-            source.model,
-            source.aliases,
-            max_shard_bytes=max_shard_bytes,
-            single=path.suffix == ".safetensors",
+            *facts, max_shard_bytes=max_shard_bytes, single=single
         )
         with closing(writer):
             for name, info in source.model.items():
@@ -155,10 +150,10 @@ def _beside_weights(source: Source) -> Iterator[str]:
         "modules' own states": lambda: source.own_states or None,
     }
     for words, part in parts.items():
-        try:
+        # A part that cannot be read is there.
+        is_there: object = True
+        with suppress(CheckpointError):
             is_there = part() is not None
-        except CheckpointError:
-            is_there = True
         if is_there:
             yield words
 
@@ -168,7 +163,8 @@ def check_readable(
 ) -> int:
     """Read every element of model, optimizer and extra state; return the bytes read."""
     total = 0
-    watched = Watched(source, progress, weights_only=weights_only)
+    parts = not weights_only
+    watched = View(source, optimizer=parts, values=parts, progress=progress)
     tensors = [
         (name, info, partial(watched.read_model, name))
         for name, info in watched.model.items()
@@ -191,41 +187,3 @@ def check_readable(
                 got.view(torch.uint8).max()
         total += info.nbytes
     return total
-
-
-class Watched(Source):
-    """A view of ``source`` that reports bytes read and can hide all but weights."""
-
-    def __init__(
-        self, source: Source, progress: Progress | None, *, weights_only: bool
-    ) -> None:
-        self._source = source
-        self._progress = progress
-        self.model = source.model
-        self.aliases = source.aliases
-        self.wrappers = source.wrappers
-        self.optim: Mapping[str, Mapping[str, TensorInfo]] = {}
-        self.param_groups: Sequence[Mapping[str, Any]] | None = None
-        self.extra = None
-        # Untouched if not wanted: a source may compute them, and raise.
-        if not weights_only:
-            self.optim = source.optim
-            self.optim_values = source.optim_values
-            self.param_groups = source.param_groups
-            self.extra = source.extra
-            self.own_states = source.own_states
-
-    def read_model(self, name: str, start: int, stop: int) -> Tensor:
-        return self._told(self._source.read_model(name, start, stop))
-
-    def read_optim(self, name: str, state: str, start: int, stop: int) -> Tensor:
-        return self._told(self._source.read_optim(name, state, start, stop))
-
-    def _told(self, values: Tensor) -> Tensor:
-        """Report the bytes of ``values`` to ``progress``, and return ``values``."""
-        if self._progress is not None:
-            self._progress(values.numel() * values.dtype.itemsize)
-        return values
-
-    def close(self) -> None:
-        """Do nothing: the caller that opened ``source`` closes ``source``."""

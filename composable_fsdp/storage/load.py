@@ -32,8 +32,8 @@ from composable_fsdp.storage.opening import Found, look_up, open_source
 from composable_fsdp.storage.selection import (
     Patterns,
     Rename,
-    RenamedSource,
     Selection,
+    View,
     matcher,
     options_of,
     renaming,
@@ -156,7 +156,13 @@ def load(
             given.report.add(job.report)
     if not given.strict and given.report is None:
         job.report.warn()
-    _tell_unfilled(module)
+    if names := listed(map(quoted, unfilled_buffers(module))):
+        warnings.warn(
+            f"load filled what the checkpoint has; buffers {names} are not persistent, "
+            "were on meta and have memory without values (to_empty). Set them before "
+            "the first forward, which raises otherwise.",
+            stacklevel=3,
+        )
     return value
 
 
@@ -233,8 +239,9 @@ class _Load:
         self._own = own_values(source, team, given.per_rank, given.redeal)
         report.values += [*self._filled.problems, *self._own.problems]
         # Random states, ``extra`` and the fingerprint have no names of tensors.
-        rename, self._given = given.rename, source
-        self._source = source if rename is None else RenamedSource(source, rename)
+        rename, self._given, self._source = given.rename, source, source
+        if rename is not None:
+            self._source = View(source, rename, optimizer=self._optim is not None)
         with within_limits(name_of(source)):
             selection = self._selection(source).without(self._others)
             contents = contents_of(self.module, "load", inner=True)
@@ -326,7 +333,8 @@ class _Load:
 
     def _give(self) -> None:
         """Give all that is no tensor to its objects."""
-        self._model.set_own_states()
+        for module, name in self._model.own_states:
+            module.set_extra_state(self._source.own_states[name])
         for each in self._optims:
             each.install()
         # After the optimizers: a scheduler may look at their options.
@@ -354,17 +362,6 @@ def _failure_of(*steps: Callable[[], None]) -> Exception | None:
         error.__cause__ = raised
         return error
     return None
-
-
-def _tell_unfilled(module: nn.Module) -> None:
-    """Warn about non-persistent buffers that have memory but no values."""
-    if names := listed(map(quoted, unfilled_buffers(module))):
-        warnings.warn(
-            f"load filled what the checkpoint has; buffers {names} are not persistent, "
-            "were on meta and have memory without values (to_empty). Set them before "
-            "the first forward, which raises otherwise.",
-            stacklevel=3,
-        )
 
 
 def other_experts(team: Team, module: object) -> frozenset[str]:

@@ -13,7 +13,7 @@ An entry holds the bytes of a part of a tensor: an interval of a flattened recta
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise, product
 from math import prod
@@ -21,7 +21,6 @@ from typing import Annotated, NamedTuple
 
 import torch
 
-from composable_fsdp.planning.layout import Whole
 from composable_fsdp.storage.codec import Json, Rule
 
 
@@ -32,7 +31,6 @@ class Rectangle:
     whole: tuple[int, ...]
     offset: tuple[int, ...]
     shape: tuple[int, ...]
-    adjacent: bool = False
 
     @property
     def numel(self) -> int:
@@ -47,44 +45,41 @@ class Rectangle:
                 return prod(self.shape[dim:])
         return self.numel
 
-    def position(self, element: int) -> int:
-        """Return where an element of the flattened rectangle is in the whole tensor."""
-        found, stride = 0, 1
-        for at, size, count in zip(
-            reversed(self.offset),
-            reversed(self.whole),
-            reversed(self.shape),
-            strict=True,
-        ):
-            element, index = divmod(element, count)
-            found += (at + index) * stride
-            stride *= size
-        return found
-
     def runs(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Yield elements ``[start, stop)`` as intervals of the whole tensor."""
         width = self.width
         while start < stop:
             count = min(stop - start, width - start % width)
-            at = self.position(start)
+            at, stride, element = 0, 1, start
+            for dim in reversed(range(len(self.shape))):
+                element, index = divmod(element, self.shape[dim])
+                at += (self.offset[dim] + index) * stride
+                stride *= self.whole[dim]
             yield at, at + count
             start += count
 
-    def moved(self, start: int, stop: int) -> tuple[Rectangle | None, int, int]:
-        """Return the interval in the whole tensor, with None, if it is one."""
-        if not self.adjacent:
-            return self, start, stop
-        # A rank without rows has an offset behind the end, and no element.
-        first = self.position(0) if start < stop else 0
-        return None, first + start, first + stop
 
+class Span(NamedTuple):
+    """Elements ``[start, stop)`` of a flattened tensor, or of a rectangle of it."""
 
-def rectangle_of(place: Whole, shape: Sequence[int]) -> Rectangle:
-    """Return the rectangle of a DTensor's part on this rank."""
-    cut = sorted({dim for _, size, dim in place.axes if dim is not None and size > 1})
-    # Of the placement and not of this rank's part, which may be a single row.
-    adjacent = not cut or (len(cut) == 1 and prod(place.shape[: cut[0]]) == 1)
-    return Rectangle(place.shape, place.offset, tuple(shape), adjacent)
+    start: int
+    stop: int
+    rectangle: Rectangle | None = None
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+    def part(self, begin: int, end: int) -> Span:
+        """Return elements ``[begin, end)`` of these."""
+        return Span(self.start + begin, self.start + end, self.rectangle)
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """Return the elements as intervals of the whole tensor, in order."""
+        if self.rectangle is None:
+            return iter([(self.start, self.stop)])
+        return self.rectangle.runs(self.start, self.stop)
 
 
 FORMAT = "composable_fsdp.checkpoint"

@@ -1,10 +1,4 @@
-"""Describes the file of a rank, and merges those of all ranks into the manifest.
-
-Values that each rank saves for itself (``local=``) are stored per rank::
-
-    local[0]   experts.weight, its optimizer state and options    as rank 0 has them
-    local[1]   experts.weight, ..                                 as rank 1 has them
-"""
+"""Describes the file of a rank, and merges those of all ranks into the manifest."""
 
 from __future__ import annotations
 
@@ -29,9 +23,9 @@ from composable_fsdp.storage.manifest import (
     File,
     Local,
     Manifest,
-    Rectangle,
     SavedState,
     SavedTensor,
+    Span,
     Stored,
 )
 from composable_fsdp.storage.values import encode
@@ -40,16 +34,13 @@ from composable_fsdp.storage.writer import Piece, of_tensor
 
 @dataclass(slots=True)
 class TensorPart:
-    """This rank's elements ``[start, stop)`` of a tensor, or of a rectangle of it."""
+    """The elements of a tensor that this rank writes."""
 
     names: tuple[str, ...]
     dtype: torch.dtype
     shape: tuple[int, ...]
-    start: int
-    stop: int
+    span: Span
     number: int
-    rectangle: Rectangle | None = None
-    """The rectangle that ``start`` and ``stop`` count in; None: the whole."""
     states: dict[str, torch.dtype] = field(default_factory=dict)
     values: dict[str, Json] = field(default_factory=dict)
     """State that is not element-wise, encoded, where this rank writes it."""
@@ -59,18 +50,13 @@ class TensorPart:
     @property
     def offset(self) -> tuple[int, ...]:
         """The first index of the rectangle in each dim."""
-        box = self.rectangle
+        box = self.span.rectangle
         return (0,) * len(self.shape) if box is None else box.offset
-
-    @property
-    def box(self) -> tuple[int, ...]:
-        """The shape of the rectangle."""
-        return self.shape if self.rectangle is None else self.rectangle.shape
 
     @property
     def is_whole(self) -> bool:
         """Whether this rank writes the whole tensor."""
-        return self.rectangle is None and self.stop - self.start == prod(self.shape)
+        return self.span == (0, prod(self.shape), None)
 
     def key(self, state: str | None = None) -> str:
         """Return the key of the entry in the rank's file."""
@@ -238,17 +224,14 @@ class _Merger:
         facts, name = (first.names, first.dtype, first.shape), quoted(first.names[0])
         for box in SavedTensor(*facts, cuts, (), (), {}, {}).rectangles():
             at = by_offset.get(box.offset, [])
-            parts = sorted(at, key=lambda each: each[1].start)
-            if {part.box for _, part in parts} != {box.shape}:
-                raise CheckpointError(
-                    f"The rectangle {box.shape} at {box.offset} of {name} was written "
-                    "by no rank of the save. Call save on every rank that the model is "
-                    "sharded and cut over."
-                )
-            where = f"the rectangle at {box.offset} of " if len(by_offset) > 1 else ""
-            _require_cover(parts, box.numel, f"{where}{name}")
+            parts = sorted(at, key=lambda each: each[1].span.start)
+            where = f"the rectangle {box.shape} at {box.offset} of {name}"
+            for _, part in parts:
+                if (part.span.rectangle or box).shape != box.shape:
+                    parts = []
+            _require_cover(parts, box.numel, where if len(by_offset) > 1 else name)
             ordered += parts
-            begins.append(tuple(part.start for _, part in parts))
+            begins.append(tuple(part.span.start for _, part in parts))
         _require_same_state(ordered)
         rank, teller = ordered[0]
 
@@ -276,12 +259,13 @@ def _shifted(value: Json, shift: int) -> Json:
 def _require_alike(written: Written) -> None:
     """Raise CheckpointError if ranks have stored a tensor in different ways."""
     rank, first = written[0]
+
+    def facts(part: TensorPart) -> tuple[Any, ...]:
+        return part.shape, part.dtype, part.span.rectangle is None
+
     for other, part in written[1:]:
         # Meshes of different placements: no rank knows the values of all elements.
-        if (part.rectangle is None) != (first.rectangle is None) or (
-            part.shape,
-            part.dtype,
-        ) != (first.shape, first.dtype):
+        if facts(part) != facts(first):
             raise CheckpointError(
                 f"{quoted(first.names[0])} is cut differently on ranks {rank} and "
                 f"{other} of the save; expected the same shape, dtype and placements "
@@ -295,20 +279,20 @@ def _require_cover(parts: Written, numel: int, what: str) -> None:
     # A gap would come back as whatever the memory holds.
     end, before = 0, 0
     for rank, part in parts:
-        if part.start < end:
+        if part.span.start < end:
             raise CheckpointError(
                 f"Ranks {before} and {rank} of the save hold the same elements of "
                 f"{what} without being replicas of each other. Pass fully_shard a 2-D "
                 "device_mesh (replicate, shard), or save on the ranks of one copy."
             )
-        if part.start > end:
+        if part.span.start > end:
             break
-        end, before = part.stop, rank
-    if end != numel:
+        end, before = part.span.stop, rank
+    if end != numel or not parts:
         alone = dist.is_available() and not dist.is_initialized()
         way_out = (
-            "Call save on every rank that the model is sharded over, with the same "
-            "include, exclude and trainable_only."
+            "Call save on every rank that the model is sharded and cut over, with the "
+            "same include, exclude and trainable_only."
         )
         raise CheckpointError(
             f"Elements from {end} on of {what} were written by no rank. "
@@ -319,22 +303,22 @@ def _require_cover(parts: Written, numel: int, what: str) -> None:
 def _require_same_state(parts: Written) -> None:
     """Raise CheckpointError for optimizer state that differs between the parts."""
     rank, first = parts[0]
-    name = first.names[0]
+    name, kinds = first.names[0], {**first.states, **first.shared}
     # Of a state that a rank lacks, some elements would be missing.
     for other_rank, part in parts[1:]:
-        if part.states == first.states and part.shared == first.shared:
-            continue
-        kinds, others = ({**each.states, **each.shared} for each in (first, part))
-        key = next(k for k in {**kinds, **others} if kinds.get(k) != others.get(k))
-        mine, theirs = (str(each.get(key, "absent"))[:80] for each in (kinds, others))
-        raise CheckpointError(
-            f"Optimizer state {key!r} of {quoted(name)} is {mine} on rank {rank} of "
-            f"the save and {theirs} on rank {other_rank}, which hold parts of the "
-            "parameter; a checkpoint has such state once. Nothing was committed. Step "
-            "the same optimizer on every rank, and make its scalars equal (all-reduce "
-            f"them in the step), or pass local=[{name!r}] in SaveOptions, which saves "
-            "each rank's own scalars."
-        )
+        others = {**part.states, **part.shared}
+        for key in {**kinds, **others}:
+            if kinds.get(key) == others.get(key):
+                continue
+            mine, theirs = (str(e.get(key, "absent"))[:80] for e in (kinds, others))
+            raise CheckpointError(
+                f"Optimizer state {key!r} of {quoted(name)} is {mine} on rank {rank} "
+                f"of the save and {theirs} on rank {other_rank}, which hold parts of "
+                "the parameter; a checkpoint has such state once. Nothing was "
+                "committed. Step the same optimizer on every rank, and make its "
+                "scalars equal (all-reduce them in the step), or pass "
+                f"local=[{name!r}] in SaveOptions, which saves each rank's own scalars."
+            )
 
 
 def with_experts(

@@ -11,6 +11,7 @@ cut, and equal values of all others::
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ from composable_fsdp.planning.dtensors import (
     refuse_cuts,
     whole_of,
 )
-from composable_fsdp.storage.manifest import Rectangle, rectangle_of
+from composable_fsdp.planning.layout import Whole
+from composable_fsdp.storage.manifest import Rectangle, Span
 
 Groups = Sequence[dist.ProcessGroup]
 
@@ -90,22 +92,37 @@ def is_first_part(ref: ParamRef) -> bool:
     return is_first and all(group.rank() == 0 for group in ref.form.cut_over)
 
 
-def loose_rectangle(tensor: Tensor, name: str, what: str) -> Rectangle | None:
-    """Return this rank's rectangle of a DTensor in no unit; None for other tensors."""
-    if not is_dtensor(tensor):
-        return None
+def span_of(place: Whole | None, shape: Sequence[int], start: int, stop: int) -> Span:
+    """Return elements of a tensor, or of this rank's rectangle of it, as a span.
+
+    In the whole tensor where possible: a load on another mesh reads intervals.
+    """
+    if place is None:
+        return Span(start, stop)
+    box = Rectangle(place.shape, place.offset, tuple(shape))
+    cut = {dim for _, size, dim in place.axes if dim is not None and size > 1}
+    # By the placement and not by this rank's part, which may be a single row.
+    if len(cut) > 1 or any(prod(place.shape[:dim]) != 1 for dim in cut):
+        return Span(start, stop, box)
+    # A rank without rows has an offset behind the end, and no element.
+    first = next(box.runs(0, 1))[0] if start < stop else 0
+    return Span(first + start, first + stop)
+
+
+def loose_span(tensor: Tensor, name: str, what: str) -> Span:
+    """Return this rank's elements of a tensor in no unit."""
+    local = local_of(tensor)
     given: Any = tensor
+    if not is_dtensor(tensor):
+        return Span(0, local.numel())
     # The rule of ``fully_shard``: all ranks see the same placements, and raise alike.
     try:
         refuse_cuts(tensor, name, f"pass a module without the tensor to {what}")
     except PlanError as error:
         raise CheckpointError(f"{error} Nothing was done.") from None
-    shape = tuple(given.shape)
     if given.device_mesh.get_coordinate() is None:
-        return Rectangle(shape, (0,) * len(shape), (0,) * len(shape))
-    place = whole_of(tensor)
-    assert place is not None
-    return rectangle_of(place, local_of(tensor).shape)
+        return Span(0, 0)
+    return span_of(whole_of(tensor), local.shape, 0, local.numel())
 
 
 def stores_loose(tensor: Tensor, first_rank: int) -> bool:

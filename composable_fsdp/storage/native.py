@@ -24,8 +24,8 @@ from composable_fsdp.storage.manifest import (
     Local,
     Manifest,
     Places,
-    Rectangle,
     SavedTensor,
+    Span,
 )
 from composable_fsdp.storage.runs import PartRuns, Run, boxes_of, told_of
 from composable_fsdp.storage.source import Copy, Source, TensorInfo
@@ -201,7 +201,7 @@ class NativeSource(Source):
         self, name: str, state: str | None, start: int, stop: int
     ) -> Tensor:
         """Return elements ``[start, stop)`` of a tensor or state."""
-        what = name, state, start, stop
+        what = name, state, Span(start, stop)
         return self._read(self._runs(*what), self._info(name, state).dtype, what)
 
     def prepare(self, copies: Sequence[Copy]) -> None:
@@ -263,10 +263,9 @@ class NativeSource(Source):
         # From the page cache, a second read costs less than a copy in new memory.
         if not is_url(self.path):
             return None
-        sizes = [
-            (copy.stop - copy.start) * self._info(copy.name, copy.state).dtype.itemsize
-            for copy in copies
-        ]
+        dtypes = [self._info(copy.name, copy.state).dtype for copy in copies]
+        pairs = zip(copies, dtypes, strict=True)
+        sizes = [copy.span.numel * dtype.itemsize for copy, dtype in pairs]
         return parts_of(host_buffer(sum(map(aligned, sizes))), sizes)
 
     def _wants(
@@ -276,8 +275,7 @@ class NativeSource(Source):
         found: list[list[ReadRequest]] = [[] for _ in self.files]
         for copy, into in zip(copies, targets, strict=True):
             at = 0
-            span = copy.name, copy.state, copy.start, copy.stop, copy.rectangle
-            for run in self._runs(*span):
+            for run in self._runs(*copy[:3]):
                 found[run.file].append(ReadRequest(run.begin, run.end, into, at, copy))
                 at += run.end - run.begin
         for wants in found:
@@ -303,40 +301,29 @@ class NativeSource(Source):
         """Return dtype and shape of a tensor of the model, or of an optimizer state."""
         return self.model[name] if state is None else self.optim[name][state]
 
-    def _runs(
-        self,
-        name: str,
-        state: str | None,
-        start: int,
-        stop: int,
-        rectangle: Rectangle | None = None,
-    ) -> list[Run]:
-        """Return the places of elements ``[start, stop)`` as byte intervals."""
-        info = self._info(name, state)
-        numel = info.numel if rectangle is None else rectangle.numel
-        if not 0 <= start <= stop <= numel:
+    def _runs(self, name: str, state: str | None, span: Span) -> list[Run]:
+        """Return the places of elements as byte intervals."""
+        info, box = self._info(name, state), span.rectangle
+        numel = info.numel if box is None else box.numel
+        if not 0 <= span.start <= span.stop <= numel:
             raise ValueError(
-                f"elements [{start}, {stop}) were asked of {quoted(name)}, which has "
-                f"{numel}."
+                f"elements [{span.start}, {span.stop}) were asked of {quoted(name)}, "
+                f"which has {numel}."
             )
         saved = self._saved[name]
         # Made when a name is read: a rank of many reads few.
         if name not in self._part_runs:
             self._part_runs[name] = PartRuns(saved)
         places: Places = saved.parts if state is None else saved.states[state].parts
-        found = self._part_runs[name]
-        return found.runs(places, info.dtype.itemsize, rectangle, start, stop)
+        return self._part_runs[name].runs(places, info.dtype.itemsize, span)
 
     def _told(self, what: tuple[Any, ...]) -> str:
-        """Name a slice in error messages; the tuple is (name, state, start, stop)."""
+        """Name a slice in error messages; the tuple begins with (name, state, span)."""
         if not what:
             return ""
-        name, state, start, stop = what[:4]
+        name, state, span = what[:3]
         of = f"state {state!r} of " if state is not None else ""
-        box = what.rectangle if isinstance(what, Copy) else None
-        shape = self._info(name, state).shape if box is None else box.shape
-        at = None if box is None else box.offset
-        return f"{of}{quoted(name)} {boxes_of(shape, start, stop, at)}"
+        return f"{of}{quoted(name)} {boxes_of(self._info(name, state).shape, span)}"
 
 
 def _local_of(ranks: Sequence[Local], rank: int | None) -> Local:

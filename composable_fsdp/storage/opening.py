@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -34,9 +35,8 @@ from composable_fsdp.storage.formats.safetensors_files import (
     INDEX,
     SINGLE,
     SafetensorsSource,
-    is_safetensors,
 )
-from composable_fsdp.storage.formats.torch_read import is_torch_file, open_torch
+from composable_fsdp.storage.formats.torch_read import open_torch
 from composable_fsdp.storage.manifest import BLOCK
 from composable_fsdp.storage.native import NativeSource, read_manifest
 from composable_fsdp.storage.source import Source
@@ -45,38 +45,38 @@ from composable_fsdp.storage.team import PendingOutcome, Team, raise_unseen
 
 
 class _Format(NamedTuple):
-    """A format: words for messages, a test for a path, and a function that opens."""
+    """A format: words, files in a directory, the start of a file, and what opens it."""
 
     words: str
-    recognises: Callable[[str], bool]
+    files: tuple[str, ...]
+    start: bytes
     opener: Callable[[str], Source]
-
-
-def _holds(path: str, *names: str) -> bool:
-    """Return whether a directory contains any of ``names``."""
-    # ``lexists``: the reader of the format reports a broken link.
-    return any(os.path.lexists(os.path.join(path, name)) for name in names)
 
 
 NATIVE, DCP, SAFETENSORS, TORCH = "native", "dcp", "safetensors", "torch"
 _FORMATS: dict[str, _Format] = {
     NATIVE: _Format(
-        f"a checkpoint of this library ({MANIFEST})",
-        lambda path: _holds(path, MANIFEST),
-        NativeSource,
+        f"a checkpoint of this library ({MANIFEST})", (MANIFEST,), b"", NativeSource
     ),
     DCP: _Format(
         f"one of torch.distributed.checkpoint ({METADATA})",
-        lambda path: _holds(path, METADATA),
+        (METADATA,),
+        b"",
         lambda path: open_dcp(Path(path)),
     ),
     SAFETENSORS: _Format(
         f"safetensors (a file, or {SINGLE} or {INDEX})",
-        lambda path: _holds(path, SINGLE, INDEX) or is_safetensors(path),
+        (SINGLE, INDEX),
+        # A length and the start of a JSON object.
+        rb".{8}\{",
         lambda path: SafetensorsSource(Path(path)),
     ),
     TORCH: _Format(
-        "a torch.save file", is_torch_file, lambda path: open_torch(Path(path))
+        "a torch.save file",
+        (),
+        # A zip archive, as from torch 1.6 on.
+        rb"PK\x03\x04",
+        lambda path: open_torch(Path(path)),
     ),
 }
 FORMATS = tuple(_FORMATS)
@@ -112,7 +112,23 @@ def _find(path: str | os.PathLike[str]) -> tuple[Folder, str]:
     here = Folder(whole_path(path))
     path, name = here.path, None
     if not is_url(path):
-        name = next((n for n, each in _FORMATS.items() if each.recognises(path)), None)
+        start = b""
+        if os.path.isfile(path):
+            try:
+                with open(path, "rb") as file:
+                    start = file.read(9)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{path} cannot be read: {error.strerror}."
+                ) from error
+        for each, known in _FORMATS.items():
+            # ``lexists``: the reader of the format reports a broken link.
+            inside = (os.path.join(path, file) for file in known.files)
+            if any(map(os.path.lexists, inside)) or (
+                known.start and re.match(known.start, start, re.DOTALL)
+            ):
+                name = each
+                break
     elif here.is_committed:
         name = NATIVE
     if name is not None:
@@ -338,7 +354,7 @@ def verify(
                     try:
                         reader.check([ReadRequest(begin, end, None, 0, ())])
                     except CheckpointError as error:
-                        problems.append(_text(error))
+                        problems.append(str(error.args[0]))
                         # Missing or short: each block would say the same.
                         if not reader.is_open:
                             break
@@ -346,14 +362,9 @@ def verify(
                     if progress is not None:
                         progress(done, total)
     except CheckpointError as error:
-        problems.append(_text(error))
+        problems.append(str(error.args[0]))
     except OSError as error:
         if not is_url(path):
             raise
         problems.append(f"{path} cannot be read: {error}.")
     return Verification(path, tuple(problems), files, done)
-
-
-def _text(error: CheckpointError) -> str:
-    """Return the text of the error."""
-    return str(error.args[0])

@@ -8,7 +8,13 @@ from typing import NamedTuple
 
 from composable_fsdp.naming import listed
 from composable_fsdp.planning.boxes import interval_boxes, moved
-from composable_fsdp.storage.manifest import Manifest, Places, Rectangle, SavedTensor
+from composable_fsdp.storage.manifest import (
+    Manifest,
+    Places,
+    Rectangle,
+    SavedTensor,
+    Span,
+)
 from composable_fsdp.storage.validate import entries_by_file
 
 
@@ -30,22 +36,15 @@ class PartRuns:
             (each.offset, each.shape): i for i, each in enumerate(self._rectangles)
         }
 
-    def runs(
-        self,
-        places: Places,
-        itemsize: int,
-        rectangle: Rectangle | None,
-        start: int,
-        stop: int,
-    ) -> list[Run]:
-        """Return the places of elements ``[start, stop)``, in order."""
-        shape, whole = self._cut.shape, (0,) * len(self._cut.shape)
-        wanted = rectangle or Rectangle(shape, whole, shape)
+    def runs(self, places: Places, itemsize: int, span: Span) -> list[Run]:
+        """Return the places of the elements, in order."""
+        shape = self._cut.shape
+        wanted = span.rectangle or Rectangle(shape, (0,) * len(shape), shape)
         same = self._index.get((wanted.offset, wanted.shape))
         if same is not None:
-            return self._in_rectangle(same, places, itemsize, start, stop)
+            return self._in_rectangle(same, places, itemsize, *span[:2])
         found: list[Run] = []
-        for first, last in wanted.runs(start, stop):
+        for first, last in span.runs():
             # A run of the whole tensor may go on in the next rectangle.
             while first < last:
                 index, inner, left = self._at(first)
@@ -88,26 +87,23 @@ class PartRuns:
         return runs
 
 
-def boxes_of(
-    shape: tuple[int, ...], start: int, stop: int, at: tuple[int, ...] | None = None
-) -> str:
-    """Return the interval of a flattened tensor as rectangles, as text for messages."""
-    boxes = interval_boxes(shape, start, stop)
-    if at is not None:
-        boxes = moved(boxes, at)
+def boxes_of(shape: tuple[int, ...], span: Span) -> str:
+    """Return the elements as boxes of the whole tensor, as text for messages."""
+    box = span.rectangle or Rectangle(shape, (0,) * len(shape), shape)
+    boxes = moved(interval_boxes(box.shape, *span[:2]), box.offset)
     return ", ".join(f"[offsets {b.offsets} sizes {b.sizes}]" for b in boxes)
 
 
 def told_of(manifest: Manifest, file: int, begin: int, end: int) -> str:
     """Return the names of the tensors in some bytes of a file, with boxes."""
     found = []
-    for entry in entries_by_file(manifest, "")[file]:
+    for entry in entries_by_file(manifest)[file]:
         low, high = max(begin, entry.begin), min(end, entry.end)
         if low < high:
             size, box = entry.itemsize, entry.rectangle
             # Round outwards: an element counts if any byte is in the interval.
             start = entry.start + (low - entry.begin) // size
             stop = entry.start - (entry.begin - high) // size
-            boxes = boxes_of(box.shape, start, stop, box.offset)
+            boxes = boxes_of(box.shape, Span(start, stop, box))
             found.append(f"{entry.of} {boxes}")
     return listed(found) or "nothing"

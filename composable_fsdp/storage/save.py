@@ -208,7 +208,7 @@ def prepare(
         raise_unseen(team, [each[2] for each in answers])
         # Names and hashes are sent only of what differs by the digests: of 10,000
         # tensors and 1,024 ranks they are hundreds of megabytes.
-        groups = unlike_groups(team.ranks, [each[3] for each in answers])
+        groups = unlike_groups([each[3] for each in answers])
         if groups and (text := require_same_values(team, facts, groups)):
             # A warning per rank would say no more.
             error = warn_of(text) if team.rank == 0 else None
@@ -247,7 +247,7 @@ def write(team: Team, job: Job, error: Exception | None = None) -> None:
             error = raised
         # In an asynchronous save they hold the copies in host memory.
         job.pieces.clear()
-        answers = team.to_first(error, told)
+        answers = team.outcomes(error, told, first=True)
         failures = [each.failure for each in answers]
         if team.rank == 0:
             failure = None
@@ -268,7 +268,7 @@ def write(team: Team, job: Job, error: Exception | None = None) -> None:
 
 def _finish(job: Job, told: list[RankPart]) -> tuple[bool, Exception | None]:
     """Merge, check and commit on rank 0; return whether committed, and any error."""
-    committed = False
+    committed, is_local = False, not is_url(job.path)
     try:
         with paused_collection():
             manifest = merge(told, job.block)
@@ -277,12 +277,12 @@ def _finish(job: Job, told: list[RankPart]) -> tuple[bool, Exception | None]:
             # Clocks differ, and a job may have moved to another machine.
             newest = None
             with suppress(OSError):
-                newest = None if is_url(job.path) else newest_in(split(job.path)[0])
+                newest = newest_in(split(job.path)[0]) if is_local else None
             data = manifest_bytes(manifest, newest.age[0] if newest else 0)
         sizes = {f.name: f.header_nbytes + f.payload_nbytes for f in manifest.files}
         commit(job.path, data, job.options.overwrite, sizes)
         committed = True
-        if not is_url(job.path):
+        if is_local:
             sync(job.path)
         # Older checkpoints go last: at every moment at least one is complete.
         if problems := remove_older(job.path, job.options.keep, set(sizes)):

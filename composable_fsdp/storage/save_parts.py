@@ -1,8 +1,4 @@
-"""Which replica writes which bytes of a save, where replicas hold equal shards.
-
-A large shard is cut into a part per replica, a small one is written by one of them. All
-ranks compute the same answer from layouts and numbers of ranks, without exchange.
-"""
+"""Which replica writes which bytes of a save: the same answer on all, unsaid."""
 
 from __future__ import annotations
 

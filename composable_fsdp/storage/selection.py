@@ -1,16 +1,10 @@
-"""Chooses a part of a model by names, for a save or a load of that part.
-
-A pattern is a name with the wildcards of ``fnmatch``. A pattern that matches a module's
-name stands for all that the module holds. A load can also show a checkpoint under the
-names of another model (``rename``).
-"""
+"""Chooses a part of a model by names, and shows a checkpoint under other names."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import cached_property
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -19,7 +13,7 @@ from torch import Tensor
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import join_name, listed, quoted
 from composable_fsdp.storage.contents import Contents, Held
-from composable_fsdp.storage.source import Copy, Source, TensorInfo
+from composable_fsdp.storage.source import Copy, Source
 from composable_fsdp.storage.wrappers import HeldWrapper
 
 Rename = Mapping[str, str] | Callable[[str], str | None]
@@ -69,34 +63,41 @@ def _has(name: str, prefix: str) -> bool:
     return not prefix or name == prefix or name.startswith(f"{prefix}.")
 
 
-class RenamedSource(Source):
-    """A view of ``source`` with other names; reads the same bytes."""
+Progress = Callable[[int], None]
+"""A callback that gets the number of bytes read since the last call."""
 
-    def __init__(self, source: Source, rename: Rename) -> None:
-        self._source = source
+
+class View(Source):
+    """A view of a source: under other names, without a part, or with progress."""
+
+    def __init__(
+        self,
+        source: Source,
+        rename: Rename | None = None,
+        *,
+        optimizer: bool = True,
+        values: bool = True,
+        progress: Progress | None = None,
+    ) -> None:
+        self._source, self._progress = source, progress
         self.path = getattr(source, "path", "the checkpoint")
         self.fingerprint, self.saved_ranks = source.fingerprint, source.saved_ranks
-        names = [*source.model, *source.aliases, *source.own_states]
-        new = renaming(rename, names)
+        # What is not wanted is not touched: a source may compute it, and raise.
+        names = [*source.model, *source.aliases, *(source.own_states if values else ())]
+        new = renaming({} if rename is None else rename, names)
         # New name -> old name, and the other way round, without names left out.
         self._old: dict[str, str] = {}
         self._new: dict[str, str] = {}
         for name in names:
-            found = new(name)
-            if found is None:
+            if (found := new(name)) is None:
                 continue
             # Of a tensor's whole name, a prefix can leave nothing.
-            if not found:
+            if not found or found in self._old:
+                same = f"the name of {quoted(self._old[found])}" if found else "no name"
                 raise CheckpointError(
-                    f"load: rename gives {quoted(name)} an empty name. Rename the "
-                    "module around it, or pass a function that returns None for it."
-                )
-            if found in self._old:
-                raise CheckpointError(
-                    f"load: rename gives {quoted(name)} and "
-                    f"{quoted(self._old[found])} of the checkpoint the same name "
-                    f"{quoted(found)}. Rename one of them otherwise, or return None "
-                    "for it from a function."
+                    f"load: rename gives {quoted(name)} of the checkpoint {same}, "
+                    f"{quoted(found)}. Rename one of the two, or the module around it, "
+                    "otherwise, or return None for it from a function."
                 )
             self._old[found], self._new[name] = name, found
         # Tables of names alone: values are read from ``source`` when asked for.
@@ -110,50 +111,47 @@ class RenamedSource(Source):
                 )
             if name in self._new:
                 self.aliases[self._new[name]] = self._new[kept]
-        self.own_states = self._renamed(source.own_states)
         # The name of a wrapper is no name of a tensor, and so not in the tables.
-        told = ((new(name), facts) for name, facts in source.wrappers.items())
-        self.wrappers = {name: facts for name, facts in told if name}
+        self.wrappers = {
+            name: facts for old, facts in source.wrappers.items() if (name := new(old))
+        }
+        self.optim, self.param_groups, self.extra = {}, None, None
+        if optimizer:
+            self.optim = self._renamed(source.optim)
+            self.optim_values = self._renamed(source.optim_values)
+            groups, told = source.param_groups, self._new
+            # None says that there is no optimizer, and an empty list that it is empty.
+            if groups is not None and rename is not None:
+                groups = [
+                    {**g, "params": [told[n] for n in g["params"] if n in told]}
+                    for g in groups
+                ]
+            self.param_groups = groups
+        if values:
+            self.own_states, self.extra = self._renamed(source.own_states), source.extra
 
     def _renamed(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return a mapping by the new names, without names that are left out."""
         new = self._new
         return {new[name]: value for name, value in values.items() if name in new}
 
-    @cached_property
-    def optim(self) -> Mapping[str, Mapping[str, TensorInfo]]:  # type: ignore[override]  # computed when asked for
-        return self._renamed(self._source.optim)
-
-    @cached_property
-    def optim_values(self) -> Mapping[str, Mapping[str, Any]]:  # type: ignore[override]  # computed when asked for
-        return self._renamed(self._source.optim_values)
-
-    @cached_property
-    def param_groups(self) -> Sequence[Mapping[str, Any]] | None:  # type: ignore[override]  # computed when asked for
-        # None says that there is no optimizer, and an empty list that it has no group.
-        groups = self._source.param_groups
-        if groups is None:
-            return None
-        return [
-            {**g, "params": [self._new[n] for n in g["params"] if n in self._new]}
-            for g in groups
-        ]
-
-    def _told(self, copy: Copy) -> Copy:
-        """Return ``copy`` with the name in the checkpoint."""
-        return copy._replace(name=self._old[copy.name])
-
     def read_model(self, name: str, start: int, stop: int) -> Tensor:
-        return self._source.read_model(self._old[name], start, stop)
+        return self._told(self._source.read_model(self._old[name], start, stop))
 
     def read_optim(self, name: str, state: str, start: int, stop: int) -> Tensor:
-        return self._source.read_optim(self._old[name], state, start, stop)
+        return self._told(self._source.read_optim(self._old[name], state, start, stop))
+
+    def _told(self, values: Tensor) -> Tensor:
+        """Report the bytes of ``values`` to ``progress``, and return ``values``."""
+        if self._progress is not None:
+            self._progress(values.numel() * values.dtype.itemsize)
+        return values
 
     def prepare(self, copies: Sequence[Copy]) -> None:
-        self._source.prepare(list(map(self._told, copies)))
+        self._source.prepare([c._replace(name=self._old[c.name]) for c in copies])
 
     def finish(self, copies: Sequence[Copy]) -> None:
-        self._source.finish(list(map(self._told, copies)))
+        self._source.finish([c._replace(name=self._old[c.name]) for c in copies])
 
     def close(self) -> None:
         """Do nothing: the caller that opened ``source`` closes ``source``."""

@@ -109,7 +109,7 @@ def _digest(copies: Sequence[Copy]) -> str:
     told = hashlib.sha256()
     for each in copies:
         into = each.into
-        what = (each.name, each.state, each.start, each.stop, each.rectangle)
+        what = each.name, each.state, each.span
         form = (into.dtype, into.device.type, tuple(into.shape), is_plain(into))
         told.update(repr((what, form, into.is_contiguous())).encode())
     return told.hexdigest()[:32]
@@ -139,8 +139,8 @@ def _cut(copy: Copy, begin: int, end: int) -> Copy:
     """Return the read of elements ``[begin, end)`` of the destination of ``copy``."""
     if end - begin == copy.into.numel():
         return copy
-    start, into = copy.start, copy.into.view(-1)[begin:end]
-    return copy._replace(start=start + begin, stop=start + end, into=into)
+    into = copy.into.view(-1)[begin:end]
+    return copy._replace(span=copy.span.part(begin, end), into=into)
 
 
 def _messages(copies: Sequence[Copy]) -> Iterator[list[Copy]]:

@@ -1,7 +1,4 @@
-"""Defines ``Source``: a checkpoint of any format as named tensors, readable by slices.
-
-So each rank reads only its shard, and the same loader works for every format.
-"""
+"""Defines ``Source``: a checkpoint of any format, whose tensors are read by slices."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from composable_fsdp.storage.manifest import Rectangle
+from composable_fsdp.storage.manifest import Span
 
 CHUNK_BYTES = 64 * 2**20
 """The number of bytes of a tensor that are read and passed on at a time."""
@@ -70,24 +67,15 @@ class LazyTensor:
 
 
 class Copy(NamedTuple):
-    """A read of elements ``[start, stop)`` of a saved tensor, and the destination."""
+    """A read of elements of a saved tensor, or of one of its states; where they go."""
 
     name: str
     state: str | None
-    start: int
-    stop: int
+    span: Span
     into: Tensor
     is_new: bool = False
-    rectangle: Rectangle | None = None
     # A function, because few loads ask.
     holders: Callable[[], tuple[int, ...] | None] | None = None
-
-    def runs(self) -> Iterator[tuple[int, int]]:
-        """Yield the elements as intervals of the flattened tensor, in order."""
-        if self.rectangle is None:
-            yield self.start, self.stop
-        else:
-            yield from self.rectangle.runs(self.start, self.stop)
 
 
 class Source(ABC):
@@ -194,15 +182,13 @@ class Source(ABC):
     def read(self, copy: Copy) -> Tensor:
         """Return the elements of ``copy``, from ``read_model`` or ``read_optim``."""
         # Of a rectangle, a read for each run: rows of the whole tensor may be large.
-        runs = list(copy.runs()) or [(0, 0)]
-        parts = [self._interval(copy, start, stop) for start, stop in runs]
+        parts = [
+            self.read_model(copy.name, start, stop)
+            if copy.state is None
+            else self.read_optim(copy.name, copy.state, start, stop)
+            for start, stop in list(copy.span.runs()) or [(0, 0)]
+        ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _interval(self, copy: Copy, start: int, stop: int) -> Tensor:
-        """Return elements ``[start, stop)`` of the tensor of ``copy``."""
-        if copy.state is None:
-            return self.read_model(copy.name, start, stop)
-        return self.read_optim(copy.name, copy.state, start, stop)
 
     def rng(self, rank: int, world_size: int) -> dict[str, Any] | None:
         """Return the random state for ``rank`` of ``world_size``, or None."""

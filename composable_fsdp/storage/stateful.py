@@ -1,13 +1,4 @@
-"""Saves and fills objects with ``state_dict``, and the random generators of a rank.
-
-Schedulers, gradient scalers and data loaders stand in ``extra`` and ``per_rank`` beside
-plain values::
-
-    save(.., extra={"sched": sched, "epoch": 3})   {"sched": {..}, "epoch": 3}
-    load(.., extra={"sched": sched})               sched.load_state_dict({..})
-
-The generators are torch's, Python's, and numpy's global one if numpy is imported.
-"""
+"""Saves and fills objects with ``state_dict``, and the random generators of a rank."""
 
 from __future__ import annotations
 
@@ -202,8 +193,7 @@ def _require_dict(value: object, expected: str) -> None:
 def rng_state() -> dict[str, Any]:
     """Return the states of this rank's generators, as tensors of ``uint8``."""
     others: dict[str, Any] = {"python": random.getstate()}
-    numpy_random: Any = sys.modules.get("numpy.random")
-    if numpy_random is not None:
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:
         kind, keys, *rest = numpy_random.get_state()
         # The default kind of numpy's global generator; other kinds have other states.
         if kind == "MT19937":
@@ -212,14 +202,10 @@ def rng_state() -> dict[str, Any]:
     cuda: list[Tensor] = []
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no type
         cuda = torch.cuda.get_rng_state_all()
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": cuda,
-        # As bytes: Python's generator alone has 625 numbers per rank.
-        "others": torch.tensor(
-            list(json.dumps(others).encode()), dtype=torch.uint8, device="cpu"
-        ),
-    }
+    # As bytes: Python's generator alone has 625 numbers per rank.
+    text = list(json.dumps(others).encode())
+    told = torch.tensor(text, dtype=torch.uint8, device="cpu")
+    return {"torch": torch.get_rng_state(), "cuda": cuda, "others": told}
 
 
 def set_rng_state(state: dict[str, Any], where: str, *, is_trial: bool = False) -> None:
@@ -235,13 +221,13 @@ def set_rng_state(state: dict[str, Any], where: str, *, is_trial: bool = False) 
             numpy = numpy_random.RandomState() if is_trial else numpy_random
             numpy.set_state(tuple(others["numpy"]))
         host.set_state(state["torch"])
-        if state["cuda"] and torch.cuda.is_available():
-            # Devices that do not exist now are left out.
-            for i, each in enumerate(state["cuda"][: torch.cuda.device_count()]):
-                if is_trial:
-                    torch.Generator(f"cuda:{i}").set_state(each)
-                else:
-                    torch.cuda.set_rng_state(each, i)
+        # Devices that do not exist now are left out.
+        devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        for i, each in enumerate(state["cuda"][:devices]):
+            if is_trial:
+                torch.Generator(f"cuda:{i}").set_state(each)
+            else:
+                torch.cuda.set_rng_state(each, i)
     except Exception as error:  # Damaged states raise many kinds of errors.
         raise CheckpointError(
             f"{where}: a random state is of another kind than this version of Python "

@@ -1,8 +1,4 @@
-"""Finds the storage of a URL by its scheme: fsspec's, or one of the user.
-
-fsspec finds the package of a scheme (``s3fs`` for ``s3``), and reads credentials and
-endpoints from the environment or its own configuration.
-"""
+"""Finds the storage of a URL by its scheme: fsspec's, or one of the user."""
 
 from __future__ import annotations
 

@@ -1,16 +1,14 @@
 """Makes a save or load end alike on all ranks: an error of a rank is raised everywhere.
 
 The ranks of the model's mesh exchange objects over a private gloo group, so checkpoint
-exchanges never mix with the collectives of training. A save or load first waits for the
-previous asynchronous save on the same ranks; a failure that nobody has asked about is
-raised by the next call, on every rank.
+exchanges never mix with the collectives of training.
 """
 
 from __future__ import annotations
 
 import atexit
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import chain
@@ -118,36 +116,25 @@ class Team:
     def agree(self, error: Exception | None, value: Any = None) -> list[Any]:
         """Return every rank's ``value`` in rank order, if no rank has an ``error``.
 
-        Collective: one all-gather of objects over the group; all ranks of the group
-        must call.
+        Collective: one all-gather of objects over the group.
         """
         everyone = self.outcomes(error, value)
         self.raise_first([each.failure for each in everyone], error)
         return [each.value for each in everyone]
 
-    def outcomes(self, error: Exception | None, value: Any = None) -> list[Outcome]:
+    def outcomes(
+        self, error: Exception | None, value: Any = None, *, first: bool = False
+    ) -> list[Outcome]:
         """Return every rank's error and ``value``, in rank order.
 
-        Collective: one all-gather of objects over the group; all ranks of the group
-        must call.
+        With ``first`` on rank 0 alone, and an empty list elsewhere.
+
+        Collective: one all-gather (``first``: gather) of objects over the group.
         """
-        return self._exchanged(error, value, collectives.all_gather_object)
-
-    def to_first(self, error: Exception | None, value: Any) -> list[Outcome]:
-        """Return on rank 0 every rank's outcome; return an empty list elsewhere.
-
-        Collective: one gather of objects over the group; all ranks of the group must
-        call.
-        """
-        return self._exchanged(error, value, collectives.gather_object)
-
-    def _exchanged(
-        self, error: Exception | None, value: Any, send: Callable[..., Any]
-    ) -> list[Outcome]:
-        """Send the error and ``value`` of this rank; return what came back."""
         said = Outcome(self.failure_of(error), value)
         if self.group is None:
             return [said]
+        send = collectives.gather_object if first else collectives.all_gather_object
         with _exchange(error):
             return send(said, self.group) or []
 
@@ -160,8 +147,7 @@ class Team:
     ) -> None:
         """Send ``failures`` from rank 0 to all ranks; raise the first on each rank.
 
-        Collective: one broadcast of objects over the group; all ranks of the group must
-        call.
+        Collective: one broadcast of objects over the group.
         """
         if self.group is not None:
             with _exchange(own):
@@ -187,9 +173,10 @@ def _exchange(own: Exception | None) -> Iterator[None]:
         yield
     # torch raises ValueError for a group that was destroyed.
     except (RuntimeError, ValueError) as error:
-        broke = isinstance(error, CollectiveError)
-        if isinstance(error, FSDPError) and not broke:
+        if isinstance(error, FSDPError) and not isinstance(error, CollectiveError):
             raise
+        what = "Another rank was lost, or the process group destroyed, while"
+        way_out = "Start the ranks again and load the last good checkpoint."
         if not dist.is_initialized():
             what = (
                 "The process group was destroyed "
@@ -199,9 +186,6 @@ def _exchange(own: Exception | None) -> Iterator[None]:
                 "Call result() of what async_save returned, on every rank, before "
                 "destroy_process_group."
             )
-        else:
-            what = "Another rank was lost, or the process group destroyed, while"
-            way_out = "Start the ranks again and load the last good checkpoint."
         raise own or CheckpointError(
             f"{what} the ranks agreed on a checkpoint ({error}). Nothing was committed "
             f"unless the path is there now; verify(path) tells. {way_out}"

@@ -1,11 +1,5 @@
 """Stores tensors that wrap others, such as quantized weights, by their inner tensors.
 
-::
-
-    layer.weight              a torchao tensor, int8 by rows
-    layer.weight.qdata        int8 (64, 32)
-    layer.weight.scale        float32 (64,)
-
 A load fills the inner tensors of the model's own wrapper, and compares the other facts.
 """
 
@@ -26,24 +20,23 @@ from composable_fsdp.planning.dtensors import local_of
 
 
 def require_readable(tensor: Tensor, name: str, what: str) -> None:
-    """Raise CheckpointError for a tensor without values in memory of its own."""
+    """Raise CheckpointError for a tensor without dense values in its own memory."""
     kind = kind_of(tensor)
     # Read by this rank's part, which is a tensor of its own.
     tensor = local_of(tensor)
     # There is no address: a read of the memory would end the process by a signal.
     if is_wrapper(tensor) or _has_no_memory(tensor):
-        raise CheckpointError(
-            f"{quoted(name)} is a {kind}, which wraps other tensors; {what} expects "
-            "plain tensors, and did nothing. Pass a "
-            "module without it, and save it apart, by torch.distributed.checkpoint."
-        )
-    if tensor.layout is not torch.strided or tensor.is_quantized:
+        form = f"a {kind}, which wraps other tensors"
+    elif tensor.layout is not torch.strided or tensor.is_quantized:
         form = "quantized" if tensor.is_quantized else f"of layout {tensor.layout}"
-        raise CheckpointError(
-            f"{quoted(name)} is {form}; {what} expects dense tensors, and did nothing. "
-            "Convert it (to_dense(), dequantize()), or leave it out."
-        )
-    require_memory(tensor, name, what)
+    else:
+        require_memory(tensor, name, what)
+        return
+    raise CheckpointError(
+        f"{quoted(name)} is {form}; {what} expects plain dense tensors, and did "
+        "nothing. Convert it (to_dense(), dequantize()), or pass a module without it "
+        "and save it apart, by torch.distributed.checkpoint."
+    )
 
 
 def _has_no_memory(tensor: Tensor) -> bool:
@@ -70,9 +63,9 @@ def require_memory(tensor: Tensor, name: str, what: str) -> None:
     # A read behind the end, or of no address, would end the process by a signal.
     if nbytes <= last * tensor.element_size():
         raise CheckpointError(
-            f"{quoted(name)} has {numel} elements, and its storage was "
-            f"resized to {nbytes} bytes; {what} expects tensors with memory, and did "
-            "nothing. Resize the storage and set the values, or leave the tensor out."
+            f"{quoted(name)} has {numel} elements, and its storage was resized to "
+            f"{nbytes} bytes; {what} expects tensors with memory, and did nothing. "
+            "Resize the storage and set the values, or leave the tensor out."
         )
 
 

@@ -1,8 +1,4 @@
-"""Writes a safetensors file as a stream, with a checksum per block of payload.
-
-A file is written through the page cache, 4 MiB to the disk at a time, so a load right
-after the save finds it in memory.
-"""
+"""Writes a safetensors file as a stream, with a checksum per block of payload."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def test_each_rank_reads_its_part_of_the_files(world: World, tmp_path: Path) -> 
     original = SafetensorsSource.finish
 
     def finish(source: SafetensorsSource, copies: Sequence[Copy]) -> None:
-        read.extend((each.name, each.start, each.stop) for each in copies)
+        read.extend((each.name, *each.span[:2]) for each in copies)
         original(source, copies)
 
     with mock.patch.object(SafetensorsSource, "finish", finish):

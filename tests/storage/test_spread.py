@@ -32,6 +32,7 @@ from composable_fsdp.storage import (
     shared_reads,
 )
 from composable_fsdp.storage.contents import contents_of
+from composable_fsdp.storage.manifest import Span
 from composable_fsdp.storage.native import NativeSource
 from composable_fsdp.storage.source import Copy
 from tests.storage.test_remote import Folder
@@ -324,17 +325,17 @@ def test_parts_cover_all_elements_once_and_are_about_even(
 ) -> None:
     """In order, and no part is larger than an even one and the largest tensor."""
     copies = [
-        Copy(f"p{i}", None, 7, 7 + n, torch.zeros(n)) for i, n in enumerate(sizes)
+        Copy(f"p{i}", None, Span(7, 7 + n), torch.zeros(n)) for i, n in enumerate(sizes)
     ]
     with mock.patch.object(shared_reads, "_SMALL", small):
         found = shared_reads._divided(copies, parts)
         sent = [m for part in found for m in shared_reads._messages(part)]
 
     cut = [copy for part in found for copy in part]
-    covered = [(c.name, at) for c in cut for at in range(c.start, c.stop)]
-    assert covered == [(c.name, at) for c in copies for at in range(c.start, c.stop)]
+    covered = [(c.name, at) for c in cut for at in range(*c.span[:2])]
+    assert covered == [(c.name, at) for c in copies for at in range(*c.span[:2])]
     for copy in cut:
-        assert copy.into.numel() == copy.stop - copy.start
+        assert copy.into.numel() == copy.span.numel
     loads = [sum(c.into.numel() for c in part) for part in found]
     whole = [n for n in sizes if 4 * n < small]
     assert max(loads) <= sum(sizes) / parts + max(whole, default=0) + 1

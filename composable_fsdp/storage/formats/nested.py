@@ -42,7 +42,7 @@ class NestedSource(Source):
         self.path = where
         # Others on first use: weights can be read beside an unreadable optimizer.
         model, self._optim_tree, self._extra_tree = _split(where, tree)
-        self._own = {name: v for name, v in model.items() if _is_own_state(name)}
+        self._own = {k: v for k, v in model.items() if _is_own(k)}
         tensors = {name: v for name, v in model.items() if name not in self._own}
         self._model, self.aliases = _tied(where, tensors, aliases or {})
         self.model = {name: tensor.info for name, tensor in self._model.items()}
@@ -163,7 +163,7 @@ def _split(
     model_key = _one_of(where, tree, MODEL_KEYS)
     if model_key is None:
         # Without a key for the model, the dictionary itself must be a state dict.
-        if tree and _has_names(tree) and all(_fits_model(*i) for i in tree.items()):
+        if tree and all(_fits_model(*item) for item in tree.items()):
             return tree, None, None
         keys = listed(map(repr, sorted(map(str, tree)))) or "(none)"
         raise CheckpointError(
@@ -177,7 +177,7 @@ def _split(
     extra = rest["extra"] if list(rest) == ["extra"] else rest or None
     model = tree[model_key]
     for name, value in model.items():
-        if not isinstance(name, str) or not _fits_model(name, value):
+        if not _fits_model(name, value):
             raise CheckpointError(
                 f"{where}: {name!r} of the model is a {type(value).__name__}, expected "
                 "a tensor with a name. Save the tensors under the model, other values "
@@ -186,19 +186,15 @@ def _split(
     return model, None if optim_key is None else tree[optim_key], extra
 
 
-def _is_own_state(name: object) -> bool:
-    """Return whether ``name`` is the key of a module's extra state."""
-    return str(name).rpartition(".")[2] == OWN_STATE
-
-
-def _has_names(value: Any) -> bool:
-    """Return whether ``value`` is a dictionary whose keys are strings."""
-    return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
-
-
 def _fits_model(name: object, value: Any) -> bool:
     """Return whether a model's state dict may hold the item."""
-    return isinstance(value, LazyTensor) or _is_own_state(name)
+    is_value = isinstance(value, LazyTensor) or _is_own(name)
+    return isinstance(name, str) and is_value
+
+
+def _is_own(name: object) -> bool:
+    """Return whether ``name`` is the key of a module's extra state."""
+    return str(name).rpartition(".")[2] == OWN_STATE
 
 
 def _one_of(where: str, tree: Mapping[str, Any], keys: Sequence[str]) -> str | None:
@@ -279,7 +275,7 @@ def _named_optim(
         # As text: some formats keep the keys of dictionaries only as text.
         name: Any = by_id.get(str(key), key)
         # State of an unknown parameter must not be lost without an error.
-        if name not in names or not _has_names(values):
+        if name not in names or not isinstance(values, Mapping):
             raise CheckpointError(
                 f"{where}: the optimizer has state of {name!r}, which is no parameter "
                 "of the model in it, or state without names. Save the two again, or "
@@ -303,7 +299,7 @@ def _names_of_ids(where: str, groups: Sequence[Any]) -> dict[str, str]:
     """Return id -> name for groups whose ``params`` are ids; empty without ids."""
     found: dict[str, str] = {}
     for group in groups:
-        params = group.get("params", []) if _has_names(group) else None
+        params = group.get("params", []) if isinstance(group, Mapping) else None
         if not isinstance(params, list | tuple):
             raise CheckpointError(
                 f"{where}: a group of the optimizer is {repr(group)[:200]}; expected a "

@@ -1,14 +1,8 @@
-"""Reads and writes safetensors: a file, or a directory in Hugging Face's layout.
-
-Such a directory holds ``model.safetensors``, or several files and an index. Ties are in
-a file's metadata as ``{other name: kept name}``, as ``safetensors.torch.save_model``
-writes them. Elements are written to their places, in any order.
-"""
+"""Reads and writes safetensors: a file, or a directory in Hugging Face's layout."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -27,22 +21,6 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 _DTYPES = {code: dtype for dtype, code in CODES.items()}
-
-
-def is_safetensors(path: str) -> bool:
-    """Return whether the file starts with a length and the start of a JSON object."""
-    return file_start(path)[8:] == b"{"
-
-
-def file_start(path: str) -> bytes:
-    """Return the first nine bytes of a regular file; empty for any other path."""
-    if not os.path.isfile(path):
-        return b""
-    try:
-        with open(path, "rb") as file:
-            return file.read(9)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
 
 
 class SafetensorsSource(Source):

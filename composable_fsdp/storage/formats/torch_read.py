@@ -1,7 +1,4 @@
-"""Reads ``torch.save`` files by torch's restricted reader, which runs no code in them.
-
-The file is mapped into memory, so the disk is read when elements are used.
-"""
+"""Reads ``torch.save`` files by torch's restricted reader, mapped into memory."""
 
 from __future__ import annotations
 
@@ -21,7 +18,6 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.planning.boxes import interval_boxes
 from composable_fsdp.storage.directory import bounded, require_document
 from composable_fsdp.storage.formats.nested import NestedSource
-from composable_fsdp.storage.formats.safetensors_files import file_start
 from composable_fsdp.storage.source import LazyTensor, TensorInfo
 
 
@@ -64,11 +60,6 @@ class TorchSource(NestedSource):
                 "torch.serialization.set_crc32_options(False), which writes wrong "
                 "ones)."
             )
-
-
-def is_torch_file(path: str) -> bool:
-    """Return whether the file starts as a zip archive, as from torch 1.6 on."""
-    return file_start(path).startswith(b"PK\x03\x04")
 
 
 def require_uncompressed(file: Path | IO[bytes]) -> None:

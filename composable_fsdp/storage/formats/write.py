@@ -1,8 +1,4 @@
-"""Writes checkpoints of other formats, and native ones, from any source.
-
-A native directory has a single file with every tensor whole. Those of
-torch.distributed.checkpoint (DCP) have the keys and paths that DCP's planner makes.
-"""
+"""Writes checkpoints of other formats, and native ones, from any source."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ from composable_fsdp.storage.codec import require_storable, to_json
 from composable_fsdp.storage.directory import MANIFEST, write_synced
 from composable_fsdp.storage.formats.dcp_read import METADATA, NOTES
 from composable_fsdp.storage.formats.nested import nested_tree
-from composable_fsdp.storage.manifest import Manifest
+from composable_fsdp.storage.manifest import Manifest, Span
 from composable_fsdp.storage.merge import Draft, TensorPart, merge
 from composable_fsdp.storage.native import manifest_bytes
 from composable_fsdp.storage.source import LazyTensor, Source, TensorInfo
@@ -66,7 +62,8 @@ class _Maker(Draft):
         for i, (name, info) in enumerate(source.model.items()):
             # Under the first name, with the other names of a tied parameter.
             names = name, *others.get(name, ())
-            tensor = TensorPart(names, info.dtype, info.shape, 0, info.numel, i)
+            span = Span(0, info.numel)
+            tensor = TensorPart(names, info.dtype, info.shape, span, i)
             self._add(tensor.key(), info, partial(source.read_model, name))
             values = dict(source.optim_values.get(name, {}))
             for key, state in source.optim.get(name, {}).items():
