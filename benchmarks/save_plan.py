@@ -28,8 +28,7 @@ from torch import nn
 from benchmarks.tables import fixed, say_versions, table
 from composable_fsdp import CustomPolicy, plan
 from composable_fsdp.naming import join_name
-from composable_fsdp.storage.codec import to_json
-from composable_fsdp.storage.manifest import File, Span, block_size
+from composable_fsdp.storage.manifest import File, Span, block_size, to_json
 from composable_fsdp.storage.merge import FilePart, TensorPart, merge
 from composable_fsdp.storage.native import manifest_bytes
 from composable_fsdp.storage.validate import parse

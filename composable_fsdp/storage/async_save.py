@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.optim.names import Optimizers
 from composable_fsdp.storage.save import Job, SaveOptions, prepare, write
-from composable_fsdp.storage.staging import host_buffer, is_plain
 from composable_fsdp.storage.team import SaveFuture, Team, meet_team, pending, team_of
-from composable_fsdp.storage.writer import Piece
+from composable_fsdp.storage.writer import Piece, host_buffer, is_plain
 
 
 class SaveMemory:

@@ -15,9 +15,8 @@ from torch import Tensor
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage.directory import named_errors, open_plain
 from composable_fsdp.storage.manifest import BLOCK, File
-from composable_fsdp.storage.staging import cpus_per_rank
 from composable_fsdp.storage.storages import is_url, split, storage_of
-from composable_fsdp.storage.writer import bytes_of
+from composable_fsdp.storage.writer import bytes_of, cpus_per_rank
 
 DescribeBytes = Callable[[int, int], str]
 """Returns names of the tensors in bytes ``[begin, end)`` of the payload."""

@@ -239,10 +239,9 @@ def discard(path: str, ending: str) -> None:
         files = Folder(path).files
         mine = [each for each in files if name.match(each)]
         # The answer may have been lost, or Ctrl-C have come after it: all is committed.
-        if MANIFEST in files:
-            marker = read_marker(path)
-            if any(f'"{each}"'.encode() in marker for each in mine):
-                return
+        marker = read_marker(path) if MANIFEST in files else b""
+        if any(f'"{each}"'.encode() in marker for each in mine):
+            return
         parts = [each for each in files if each.startswith(f"{MANIFEST}.")]
         for each in [*mine, *(parts if ending == PLAIN else ())]:
             _remove(path, files[each])

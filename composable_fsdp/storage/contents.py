@@ -26,19 +26,17 @@ from composable_fsdp.planning import walk
 from composable_fsdp.planning.dtensors import is_dtensor, local_of
 from composable_fsdp.runtime.recover import require_between_steps, require_idle
 from composable_fsdp.storage.manifest import Span
-from composable_fsdp.storage.mesh_copies import (
+from composable_fsdp.storage.source import OWN_STATE
+from composable_fsdp.storage.tensors import (
+    HeldWrapper,
+    kind_of,
     local_state,
     loose_span,
     mesh_groups_in,
-    ranks_of,
-    span_of,
-)
-from composable_fsdp.storage.source import OWN_STATE
-from composable_fsdp.storage.wrappers import (
-    HeldWrapper,
-    kind_of,
     opened,
+    ranks_of,
     require_readable,
+    span_of,
 )
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import _get_unit_state
@@ -147,7 +145,12 @@ class Contents:
 
 def contents_of(module: nn.Module, what: str, *, inner: bool = False) -> Contents:
     """Return the tensors that ``module`` holds."""
-    states = _settled_states(module, what)
+    states = _states(module)
+    for state in states.values():
+        require_between_steps(state, what)
+    # Units that were kept unsharded on purpose are resharded, and read or overwritten.
+    for state in {id(s.context): s for s in states.values() if s.context}.values():
+        require_idle(state, what)
     # (module, attribute) -> (unit, slot), whatever form the unit shows.
     slot_of = {
         (id(info.module), info.name): (state, info.slot_index)
@@ -237,25 +240,23 @@ def _names_given(module: nn.Module) -> dict[int, str]:
         for path, each in places(module, through_ddp=False)
         for key, parameter in each._parameters.items()
     }
-    names = names_of(module)
     # Names that differ from every place of the parameter: the class has chosen them.
-    return {key: name for key, name in names.items() if (key, name) not in here}
+    return {k: name for k, name in names_of(module).items() if (k, name) not in here}
 
 
 def places(
     module: nn.Module, *, through_ddp: bool = True
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield ``module`` and all below at every path, in the order of ``modules()``."""
-    hidden = _wrapped_as if through_ddp else None
-    return walk.named(module, every_path=True, hidden=hidden)
 
+    def hidden(each: nn.Module) -> str | None:
+        """Return the attribute under which torch's wrapper holds the module."""
+        if incompatible_api(each) == TORCH_DDP:
+            return "module"
+        # Compare the class name: importing torch's compiler takes seconds.
+        return "_orig_mod" if type(each).__name__ == "OptimizedModule" else None
 
-def _wrapped_as(module: nn.Module) -> str | None:
-    """Return the attribute under which torch's wrapper holds the module, or None."""
-    if incompatible_api(module) == TORCH_DDP:
-        return "module"
-    # Compare the class name: importing torch's compiler takes seconds.
-    return "_orig_mod" if type(module).__name__ == "OptimizedModule" else None
+    return walk.named(module, every_path=True, hidden=hidden if through_ddp else None)
 
 
 def units_in(module: nn.Module) -> list[_FSDPState]:
@@ -267,24 +268,9 @@ def _states(module: nn.Module) -> dict[str, _FSDPState]:
     """Return every unit in ``module`` by path, each unit once, at the first path."""
     found: dict[int, tuple[str, _FSDPState]] = {}
     for path, each in places(module):
-        state = _get_unit_state(each)
-        if state is not None:
+        if (state := _get_unit_state(each)) is not None:
             found.setdefault(id(state), (path, state))
     return dict(found.values())
-
-
-def _settled_states(module: nn.Module, what: str) -> dict[str, _FSDPState]:
-    """Return the units in ``module`` by path, after making them sharded and idle."""
-    found = _states(module)
-    trees: dict[int, _FSDPState] = {}
-    for state in found.values():
-        require_between_steps(state, what)
-        if state.context is not None:
-            trees.setdefault(id(state.context), state)
-    # Units that were kept unsharded on purpose are resharded, and read or overwritten.
-    for state in trees.values():
-        require_idle(state, what)
-    return found
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -330,14 +316,12 @@ def _original_dtypes(
     # A checkpoint does not depend on the precision policy.
     found: dict[str, torch.dtype] = {}
     for path, state in states.items():
-        if state.precision is None or not state.precision.buffer_dtypes:
-            continue
+        dtypes = {} if state.precision is None else state.precision.buffer_dtypes
         paths = {id(state.module): path}
-        if len(state.modules) > 1:
+        if dtypes and len(state.modules) > 1:
             paths |= {id(each): fqn for fqn, each in walk.named(module)}
-        for (number, name), dtype in state.precision.buffer_dtypes.items():
-            start = paths.get(id(state.modules[number]))
-            if start is not None:
+        for (number, name), dtype in dtypes.items():
+            if (start := paths.get(id(state.modules[number]))) is not None:
                 found[join_name(start, name)] = dtype
     return found
 

@@ -16,16 +16,16 @@ from composable_fsdp.storage.contents import Contents, contents_of, units_in
 from composable_fsdp.storage.convert import MAX_SHARD_BYTES, convert, opened
 from composable_fsdp.storage.directory import appear, path_text, unwritable
 from composable_fsdp.storage.formats.safetensors_files import SafetensorsWriter
-from composable_fsdp.storage.mesh_copies import (
-    is_first_copy,
-    mesh_groups_in,
-    whole_value,
-)
 from composable_fsdp.storage.opening import SAFETENSORS
 from composable_fsdp.storage.selection import View
 from composable_fsdp.storage.source import Source, TensorInfo
 from composable_fsdp.storage.storages import require_local
 from composable_fsdp.storage.team import meet_team, team_of
+from composable_fsdp.storage.tensors import (
+    is_first_copy,
+    mesh_groups_in,
+    whole_value,
+)
 
 
 def cast_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:

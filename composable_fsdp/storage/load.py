@@ -38,11 +38,17 @@ from composable_fsdp.storage.selection import (
     options_of,
     renaming,
 )
-from composable_fsdp.storage.shared_reads import SharedReads, Told
 from composable_fsdp.storage.source import Source
-from composable_fsdp.storage.staging import paused_collection
 from composable_fsdp.storage.stateful import Redeal, fill, own_values, set_rng_state
-from composable_fsdp.storage.team import Team, meet_team, team_of, wait_for_pending
+from composable_fsdp.storage.team import (
+    SharedReads,
+    Team,
+    Told,
+    meet_team,
+    team_of,
+    wait_for_pending,
+)
+from composable_fsdp.storage.writer import paused_collection
 from composable_fsdp.tree.traversal import require_module, walk_states
 
 
@@ -132,23 +138,28 @@ def load(
 
     Returns: the saved ``extra``, or None. The objects that were passed stand in place
     of their states.
-    Collective: three all-gathers of objects on the private gloo group of ``save`` (one
-    more for a model with an ``expert_mesh``, and with ``share`` two more, and
-    broadcasts of values); all ranks of the module's mesh must call.
+    Collective: three all-gathers of objects on the private gloo group of ``save`` (with
+    ``share`` two more, and broadcasts of values); all ranks of the module's mesh must
+    call.
     Raises: CheckpointError, TypeError or PhaseError, the same on every rank.
     """
     meet_team(module, "load")
     team = team_of(module)
     # An asynchronous save of the same ranks may still be writing the checkpoint.
     before = wait_for_pending(team)
-    others = other_experts(team, module)
-    given, error = LoadOptions(), None
+    given, error, own = LoadOptions(), None, frozenset[str]()
     try:
         given = options_of(options, LoadOptions, "load")
-    except TypeError as raised:
+        is_module = isinstance(module, nn.Module)
+        units = units_in(module) if is_module else []
+        # Other ranks hold other experts; the names of all tell which are missing.
+        if any(state.handle.groups.experts_ref is not None for state in units):
+            held = contents_of(module, "load", inner=True).each()
+            own = frozenset(name for each in held for name in each.names)
+    except Exception as raised:
         error = raised
-    found = look_up(team, path, before, given.share, error)
-    job = _Load(team, module, optim, extra, given, others)
+    found = look_up(team, path, before, given.share, error, own)
+    job = _Load(team, module, optim, extra, given, found.names - own)
     try:
         value = _run(job, found)
     finally:
@@ -362,25 +373,3 @@ def _failure_of(*steps: Callable[[], None]) -> Exception | None:
         error.__cause__ = raised
         return error
     return None
-
-
-def other_experts(team: Team, module: object) -> frozenset[str]:
-    """Return the names of experts that other ranks hold, and this rank does not.
-
-    Collective: an all-gather of objects over the team's group, if a unit has an
-    ``expert_mesh``; else none. Meshes are alike on all ranks.
-    """
-    if not isinstance(module, nn.Module) or all(
-        state.handle.groups.experts_ref is None for state in units_in(module)
-    ):
-        return frozenset()
-    own: list[str] = []
-    error: Exception | None = None
-    try:
-        contents = contents_of(module, "load", inner=True)
-        own = [name for held in contents.each() for name in held.names]
-    except Exception as raised:
-        error = raised
-    # Also with an error, because the other ranks wait here.
-    everyone = team.agree(error, own)
-    return frozenset(name for each in everyone for name in each) - frozenset(own)

@@ -16,17 +16,18 @@ from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import quoted
-from composable_fsdp.storage.codec import Json, require_storable
 from composable_fsdp.storage.manifest import (
     BLOCK,
     EntryPlace,
     File,
+    Json,
     Local,
     Manifest,
     SavedState,
     SavedTensor,
     Span,
     Stored,
+    require_storable,
 )
 from composable_fsdp.storage.values import encode
 from composable_fsdp.storage.writer import Piece, of_tensor

@@ -152,10 +152,13 @@ def _find(path: str | os.PathLike[str]) -> tuple[Folder, str]:
 
 
 class Found(NamedTuple):
-    """An open source or a path to open; ``share``: ranks share reads, all alike."""
+    """An open source or a path to open, and what all ranks know alike."""
 
     what: str | Source
     share: bool
+    """Whether ranks share reads."""
+    names: frozenset[str]
+    """The names that any rank has told."""
 
 
 def look_up(
@@ -164,6 +167,7 @@ def look_up(
     before: PendingOutcome,
     share: bool | None = None,
     error: Exception | None = None,
+    names: frozenset[str] = frozenset(),
 ) -> Found:
     """Return the checkpoint that this rank opens: rank 0 alone looks in a directory.
 
@@ -184,7 +188,7 @@ def look_up(
     except Exception as raised:
         error = raised
     # Also ranks with an open source take part: the call may differ between ranks.
-    answers = team.agree(error, (before, name, share, is_url(own)))
+    answers = team.agree(error, (before, name, share, is_url(own), names))
     raise_unseen(team, [each[0] for each in answers])
     for rank, each in zip(team.ranks, answers, strict=True):
         # A rank that reads for itself would not answer those that wait for its part.
@@ -198,7 +202,8 @@ def look_up(
     shares = all(each[3] for each in answers) if share is None else share
     _, name, *_ = answers[0]
     what = path if isinstance(path, Source) else join(own, name) if name else own
-    return Found(what, shares and team.world_size > 1)
+    everyone = frozenset[str]().union(*(each[4] for each in answers))
+    return Found(what, shares and team.world_size > 1, everyone)
 
 
 def remove_stale(

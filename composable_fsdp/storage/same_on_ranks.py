@@ -20,10 +20,10 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.param_ref import param_refs
 from composable_fsdp.flat.value_hash import hash_values
 from composable_fsdp.naming import by_value, listed, quoted, ranks_text
-from composable_fsdp.storage.codec import Json
 from composable_fsdp.storage.contents import Contents, Held
-from composable_fsdp.storage.mesh_copies import copies_of, others_of, ranks_of
+from composable_fsdp.storage.manifest import Json
 from composable_fsdp.storage.team import Team
+from composable_fsdp.storage.tensors import copies_of, others_of, ranks_of
 from composable_fsdp.storage.values import encode
 from composable_fsdp.storage.writer import in_host_memory
 

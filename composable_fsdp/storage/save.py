@@ -23,7 +23,6 @@ from torch import nn
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed
 from composable_fsdp.optim.names import Optimizers
-from composable_fsdp.storage.codec import to_json
 from composable_fsdp.storage.commit import (
     begin,
     commit,
@@ -33,7 +32,7 @@ from composable_fsdp.storage.commit import (
 )
 from composable_fsdp.storage.contents import contents_of, optimizers_in
 from composable_fsdp.storage.directory import MANIFEST, make_seen, path_text, sync
-from composable_fsdp.storage.manifest import BLOCK, block_size
+from composable_fsdp.storage.manifest import BLOCK, block_size, to_json
 from composable_fsdp.storage.merge import FilePart, RankPart, merge
 from composable_fsdp.storage.native import manifest_bytes
 from composable_fsdp.storage.part import PartMaker
@@ -45,7 +44,6 @@ from composable_fsdp.storage.same_on_ranks import (
     warn_of,
 )
 from composable_fsdp.storage.selection import Patterns, Selection, options_of
-from composable_fsdp.storage.staging import paused_collection
 from composable_fsdp.storage.storages import is_url, join, split, whole_path
 from composable_fsdp.storage.team import (
     Team,
@@ -55,7 +53,13 @@ from composable_fsdp.storage.team import (
     wait_for_pending,
 )
 from composable_fsdp.storage.validate import parse
-from composable_fsdp.storage.writer import Piece, in_order, places_of, write_file
+from composable_fsdp.storage.writer import (
+    Piece,
+    in_order,
+    paused_collection,
+    places_of,
+    write_file,
+)
 from composable_fsdp.tree.traversal import require_module
 
 _log = logging.getLogger(__name__)

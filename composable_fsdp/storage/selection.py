@@ -14,7 +14,7 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import join_name, listed, quoted
 from composable_fsdp.storage.contents import Contents, Held
 from composable_fsdp.storage.source import Copy, Source
-from composable_fsdp.storage.wrappers import HeldWrapper
+from composable_fsdp.storage.tensors import HeldWrapper
 
 Rename = Mapping[str, str] | Callable[[str], str | None]
 """Old prefixes to new ones, or a function of a name; None leaves the tensor out."""

@@ -10,22 +10,20 @@ from typing import NamedTuple
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed, quoted
-from composable_fsdp.storage.codec import (
-    DAMAGED,
-    Json,
-    MalformedError,
-    UnexpectedError,
-    excerpt,
-    parser_of,
-)
 from composable_fsdp.storage.manifest import (
+    DAMAGED,
     FORMAT,
     VERSION,
+    Json,
     Local,
+    MalformedError,
     Manifest,
     Rectangle,
     SavedTensor,
     Stored,
+    UnexpectedError,
+    excerpt,
+    parser_of,
 )
 from composable_fsdp.storage.values import decode
 

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.storage.codec import DAMAGED, DTYPES, dtype_name, excerpt
-from composable_fsdp.storage.wrappers import require_memory
+from composable_fsdp.storage.manifest import DAMAGED, DTYPES, dtype_name, excerpt
+from composable_fsdp.storage.tensors import require_memory
 from composable_fsdp.storage.writer import bytes_of
 
 Put = Callable[[Tensor, str], int]

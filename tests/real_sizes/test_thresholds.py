@@ -19,10 +19,12 @@ from composable_fsdp.storage import (
     blocks,
     manifest,
     part,
-    save_parts,
     shared_reads,
     source,
     writer,
+)
+from composable_fsdp.storage import (
+    part as save_parts,
 )
 from tests.real_sizes.operations import TOKENS, WIDTH, same
 from tests.support.on_ranks import on_ranks

@@ -28,8 +28,10 @@ from composable_fsdp.storage import (
     free_save_memory,
     part,
     register_storage,
-    save_parts,
     shared_reads,
+)
+from composable_fsdp.storage import (
+    part as save_parts,
 )
 from composable_fsdp.storage.contents import contents_of
 from composable_fsdp.storage.manifest import Span

@@ -173,8 +173,6 @@ def _split(
         )
     optim_key = _one_of(where, tree, OPTIM_KEYS)
     rest = {key: tree[key] for key in tree if key not in (model_key, optim_key)}
-    # All other keys are the user's own, unless ``extra`` is the only one.
-    extra = rest["extra"] if list(rest) == ["extra"] else rest or None
     model = tree[model_key]
     for name, value in model.items():
         if not _fits_model(name, value):
@@ -183,7 +181,9 @@ def _split(
                 "a tensor with a name. Save the tensors under the model, other values "
                 "beside it."
             )
-    return model, None if optim_key is None else tree[optim_key], extra
+    # All other keys are the user's own, unless ``extra`` is the only one.
+    extra = rest["extra"] if list(rest) == ["extra"] else rest or None
+    return model, tree.get(optim_key) if optim_key else None, extra
 
 
 def _fits_model(name: object, value: Any) -> bool:
@@ -262,7 +262,7 @@ def _named_optim(
         raise CheckpointError(
             f"{where}: the optimizer holds {sorted(map(str, tree))[:8]}; expected "
             "'state' and 'param_groups'. Save composable_fsdp.optim_state_dict(model, "
-            "optim) with FULL_STATE_DICT set, or convert with --weights-only."
+            f"optim) with FULL_STATE_DICT set, or {_WAY_OUT}"
         )
     if not isinstance(state, Mapping) or not isinstance(groups, list):
         raise CheckpointError(
@@ -276,11 +276,7 @@ def _named_optim(
         name: Any = by_id.get(str(key), key)
         # State of an unknown parameter must not be lost without an error.
         if name not in names or not isinstance(values, Mapping):
-            raise CheckpointError(
-                f"{where}: the optimizer has state of {name!r}, which is no parameter "
-                "of the model in it, or state without names. Save the two again, or "
-                "convert with --weights-only."
-            )
+            raise _unknown(where, f"state of {name!r}")
         # A parameter without values counts as a parameter without state.
         if values:
             found[names[name]] = dict(values)
@@ -293,6 +289,17 @@ def _named_optim(
         }
         for group in groups
     ]
+
+
+_WAY_OUT = "convert with --weights-only."
+
+
+def _unknown(where: str, what: str) -> CheckpointError:
+    """Return the error for values of the optimizer that belong to no parameter."""
+    return CheckpointError(
+        f"{where}: the optimizer has {what}, which is no parameter of the model in it, "
+        f"or has no names. Save the two again, or {_WAY_OUT}"
+    )
 
 
 def _names_of_ids(where: str, groups: Sequence[Any]) -> dict[str, str]:
@@ -309,14 +316,13 @@ def _names_of_ids(where: str, groups: Sequence[Any]) -> dict[str, str]:
             continue
         # torch saves ``param_names`` if the optimizer was built from named parameters.
         known = group.get("param_names", ())
-        is_list = isinstance(known, list | tuple)
-        named = is_list and all(isinstance(name, str) for name in known)
-        if not named or len(known) != len(params):
+        is_list = isinstance(known, list | tuple) and len(known) == len(params)
+        if not is_list or not all(isinstance(name, str) for name in known):
             raise CheckpointError(
                 f"{where}: the optimizer's parameters are numbers, which say nothing "
                 "without the model's code. Save composable_fsdp.optim_state_dict("
                 "model, optim), which keys them by name, or build the optimizer from "
-                "model.named_parameters(); or convert with --weights-only."
+                f"model.named_parameters(); or {_WAY_OUT}"
             )
         found.update(zip(map(str, params), known, strict=True))
     return found
@@ -333,19 +339,15 @@ def _unflatten(
         kind, _, rest = key.partition(".")
         name, _, last = rest.rpartition(".")
         if name not in names:
-            raise CheckpointError(
-                f"{where}: {key!r} of the optimizer belongs to no parameter of the "
-                "model in it. Convert with --weights-only, or save the two again."
-            )
-        (state if kind == "state" else options).setdefault(name, {})[last] = value
+            raise _unknown(where, f"{key!r} of {name!r}")
+        into = (state if kind == "state" else options).setdefault(name, {})
+        if kind == "state" or last != "params":
+            into[last] = value
     # The flattened form has options per parameter: the original groups are not known.
-    groups: list[Group] = []
+    groups: list[tuple[Group, list[str]]] = []
     for name, own in options.items():
-        own = {key: value for key, value in own.items() if key != "params"}
-        for group in groups:
-            if {k: v for k, v in group.items() if k != "params"} == own:
-                group["params"].append(name)
-                break
-        else:
-            groups.append({**own, "params": [name]})
-    return state, groups
+        members = next((members for known, members in groups if known == own), None)
+        if members is None:
+            groups.append((own, members := []))
+        members.append(name)
+    return state, [{**own, "params": members} for own, members in groups]

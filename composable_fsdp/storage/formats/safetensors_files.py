@@ -12,12 +12,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.storage.codec import CODES, require_storable
 from composable_fsdp.storage.directory import inner_file, read_document
+from composable_fsdp.storage.manifest import CODES, require_storable
 from composable_fsdp.storage.source import Source, TensorInfo
 from composable_fsdp.storage.writer import bytes_of, header_bytes, in_host_memory
 
-SINGLE = "model.safetensors"
+END = ".safetensors"
+SINGLE = f"model{END}"
 INDEX = "model.safetensors.index.json"
 
 _DTYPES = {code: dtype for dtype, code in CODES.items()}
@@ -57,16 +58,15 @@ class SafetensorsSource(Source):
                 "checkpoint again, with all its files."
             )
         # Tensors that the index does not assign to this file are ignored.
-        for name in header if wanted is None else (n for n in header if n in wanted):
-            entry = header[name]
-            if entry["dtype"] not in _DTYPES:
+        for name, entry in header.items():
+            if wanted is not None and name not in wanted:
+                continue
+            if (dtype := _DTYPES.get(entry["dtype"])) is None:
                 raise CheckpointError(
                     f"{file}: {name!r} has the dtype {entry['dtype']}, which torch "
                     "cannot hold."
                 )
-            self._model[name] = TensorInfo(
-                _DTYPES[entry["dtype"]], tuple(entry["shape"])
-            )
+            self._model[name] = TensorInfo(dtype, tuple(entry["shape"]))
             self._at[name] = (file, begin + entry["data_offsets"][0])
         return metadata
 
@@ -151,26 +151,19 @@ class SafetensorsWriter:
         # Elements that have not been written yet, by name.
         self._left = {name: info.numel for name, info in tensors.items()}
         shards = [list(tensors)] if single else _shards(tensors, max_shard_bytes)
-        paths = [out]
+        names, count = [SINGLE], len(shards)
+        if count > 1:
+            names = [f"model-{i + 1:05d}-of-{count:05d}{END}" for i in range(count)]
         if not single:
             out.mkdir()
-            count = len(shards)
-            names = [
-                f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)
-            ]
-            paths = [out / each for each in (names if count > 1 else [SINGLE])]
-        for path, names in zip(paths, shards, strict=True):
-            self._begin(path, names, aliases)
-        if len(paths) > 1:
+        for file, held in zip(names, shards, strict=True):
+            self._begin(out if single else out / file, held, aliases)
+        if count > 1:
+            pairs = zip(names, shards, strict=True)
+            total = sum(info.nbytes for info in tensors.values())
             index = {
-                "metadata": {
-                    "total_size": sum(info.nbytes for info in tensors.values())
-                },
-                "weight_map": {
-                    name: path.name
-                    for path, names in zip(paths, shards, strict=True)
-                    for name in names
-                },
+                "metadata": {"total_size": total},
+                "weight_map": {name: file for file, held in pairs for name in held},
             }
             (out / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
@@ -180,27 +173,27 @@ class SafetensorsWriter:
         self._files.append(file)
         # As ``safetensors.torch.save_model`` writes ties; other readers ignore them.
         told = {name: kept for name, kept in aliases.items() if kept in names}
-        header: dict[str, object] = {"__metadata__": {"format": "pt", **told}}
-        at, places = 0, {}
+        end, places = 0, {}
         # Largest elements first: each begins at a multiple of the element size.
         for name in sorted(names, key=lambda n: -self._tensors[n].dtype.itemsize):
-            places[name] = at
-            at += self._tensors[name].nbytes
+            places[name] = [end, end + self._tensors[name].nbytes]
+            end = places[name][1]
         # The header lists the tensors in the model's order; the places may differ.
-        for name in names:
-            info = self._tensors[name]
-            header[name] = {
-                "dtype": CODES[info.dtype],
-                "shape": info.shape,
-                "data_offsets": (places[name], places[name] + info.nbytes),
+        header = {"__metadata__": {"format": "pt", **told}} | {
+            name: {
+                "dtype": CODES[self._tensors[name].dtype],
+                "shape": self._tensors[name].shape,
+                "data_offsets": places[name],
             }
+            for name in names
+        }
         # The data begins at a multiple of the largest element size.
         text = header_bytes(header, 8)
         file.write(text)
         # The file has the final size from the start; elements are written in any order.
-        file.truncate(len(text) + at)
-        for name, place in places.items():
-            self._at[name] = (file, len(text) + place)
+        file.truncate(len(text) + end)
+        for name, (begin, _) in places.items():
+            self._at[name] = (file, len(text) + begin)
 
     def write(self, name: str, start: int, values: Tensor) -> None:
         """Write ``values`` of any shape at element ``start`` of tensor ``name``."""

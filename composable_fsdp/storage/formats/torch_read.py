@@ -151,16 +151,22 @@ def lazy_tensors(value: Any, where: str, nbytes: int) -> Any:
     def lazy(value: Any, where: str, depth: int) -> Any:
         nonlocal left, space
         left -= 1
+        problem = ""
         if left < 0 or depth > _MAX_DEPTH:
-            raise _too_large(where, "more nested values than bytes, or too deep ones")
-        if isinstance(value, Tensor):
+            problem = "more nested values than bytes, or too deep ones"
+        elif isinstance(value, Tensor):
             found = _lazy_tensor(value, where)
             if found.storage not in places:
                 places.add(found.storage)
                 space -= found.info.nbytes
-            if space < 0:
-                raise _too_large(where, f"a tensor of {found.info.shape}")
-            return found
+            if space >= 0:
+                return found
+            problem = f"a tensor of {found.info.shape}"
+        if problem:
+            raise CheckpointError(
+                f"{where[:1000]} holds {problem}, which no checkpoint does. The "
+                "checkpoint is damaged or hostile; use another one."
+            )
         if isinstance(value, dict):
             copied = {}
             # ``dict.items``: a pickle can set an attribute of the name on a dict.
@@ -175,14 +181,6 @@ def lazy_tensors(value: Any, where: str, nbytes: int) -> Any:
         return value
 
     return lazy(value, where, 0)
-
-
-def _too_large(where: str, what: str) -> CheckpointError:
-    """Return the error for a value that the bytes of the file do not account for."""
-    return CheckpointError(
-        f"{where[:1000]} holds {what}, which no checkpoint does. The checkpoint is "
-        "damaged or hostile; use another one."
-    )
 
 
 def _lazy_tensor(tensor: Tensor, where: str) -> LazyTensor:
