@@ -93,11 +93,15 @@ class View(Source):
                 continue
             # Of a tensor's whole name, a prefix can leave nothing.
             if not found or found in self._old:
-                same = f"the name of {quoted(self._old[found])}" if found else "no name"
+                told = f"{quoted(name)} an empty name"
+                if found:
+                    told = (
+                        f"{quoted(name)} and {quoted(self._old[found])} of the "
+                        f"checkpoint the same name {quoted(found)}"
+                    )
                 raise CheckpointError(
-                    f"load: rename gives {quoted(name)} of the checkpoint {same}, "
-                    f"{quoted(found)}. Rename one of the two, or the module around it, "
-                    "otherwise, or return None for it from a function."
+                    f"load: rename gives {told}. Rename one otherwise, or the module "
+                    "around it, or return None for it from a function."
                 )
             self._old[found], self._new[name] = name, found
         # Tables of names alone: values are read from ``source`` when asked for.
