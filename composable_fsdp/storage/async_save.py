@@ -61,13 +61,8 @@ def take_memory(module: nn.Module) -> SaveMemory:
 def free_save_memory(module: nn.Module) -> int:
     """Free the host memory that ``async_save`` keeps for the next save of ``module``.
 
-    If an asynchronous save is still writing, the memory is freed when the save ends.
-    The next ``async_save`` allocates the memory again.
-
-    Args:
-        module: the module that was passed to ``async_save``.
-
-    Returns: the number of bytes on this rank; 0 if the module has no such memory.
+    If a save is still writing, the memory is freed when the save ends. Returns: the
+    number of bytes on this rank; 0 if the module has no such memory.
 
     >>> async_save("runs/step-400", model, optimizer).result()
     >>> free_save_memory(model) > 0, free_save_memory(model)
@@ -119,16 +114,13 @@ def async_save(
     """Save as ``save`` does, but in the background; return after the values are copied.
 
     The checkpoint holds the values at the time of the call. Host memory (pinned, if the
-    values are on a CUDA device) holds a single copy of everything that this rank
-    writes: its shards of parameters and optimizer state, ``ShardingPlan.save_bytes``.
-    The next call reuses the memory, which lives as long as ``module``;
-    ``free_save_memory`` frees the memory.
+    values are on a CUDA device) holds a single copy of what this rank writes,
+    ``ShardingPlan.save_bytes``, and is kept for the next call (``free_save_memory``).
 
     The future ends when the checkpoint is committed, or with the error that ``save``
     would raise, the same on every rank. The next ``save``, ``async_save`` or ``load``
-    on the same ranks waits for the future, and raises the future's error if no rank has
-    called ``result`` or ``exception``. Keep the process group alive until the future
-    has ended.
+    on the same ranks waits for it, and raises its error if no rank has asked for it.
+    Keep the process group alive until the future has ended.
 
     Args: those of ``save``.
 

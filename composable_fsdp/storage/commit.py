@@ -275,21 +275,13 @@ def read_marker(path: str, folder: Folder | None = None) -> bytes:
 
 
 def number_of(name: str) -> int | None:
-    """Return the last number in ``name``, or None.
-
-    >>> number_of("lr0.1-step-200"), number_of("best")
-    (200, None)
-    """
+    """Return the last number in ``name``, or None."""
     match = _NUMBER.match(name)
     return int(match["number"]) if match else None
 
 
 def is_of_series(name: str, other: str) -> bool:
-    """Return whether two names differ in the last number only, or are equal.
-
-    >>> is_of_series("lr0.1-step-1", "lr0.1-step-20"), is_of_series("a-1", "b-1")
-    (True, False)
-    """
+    """Return whether two names differ in the last number only, or are equal."""
     own, match = _NUMBER.match(name), _NUMBER.match(other)
     if own is None or match is None:
         return other == name

@@ -1,18 +1,283 @@
-"""Compares a checkpoint with a model, before any value is verified or copied."""
+"""Chooses a part of a model by names, and compares a checkpoint with it.
+
+Before any value is verified or copied. A checkpoint can be shown under other names.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from itertools import accumulate
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.naming import listed, quoted
-from composable_fsdp.storage.contents import Contents
+from composable_fsdp.naming import join_name, listed, quoted
+from composable_fsdp.storage.contents import Contents, Held
 from composable_fsdp.storage.source import Copy, Source
+from composable_fsdp.storage.tensors import HeldWrapper
+
+Rename = Mapping[str, str] | Callable[[str], str | None]
+"""Old prefixes to new ones, or a function of a name; None leaves the tensor out."""
+
+
+def renaming(rename: Rename, names: Sequence[str]) -> Callable[[str], str | None]:
+    """Return the new name of each name of a checkpoint, as a function."""
+    # A function may leave names as they are, so no name of it is misspelt.
+    if callable(rename):
+        return rename
+    pairs = rename.items() if isinstance(rename, Mapping) else [(rename, None)]
+    if not all(isinstance(text, str) for pair in pairs for text in pair):
+        raise TypeError(
+            "load expects rename={old prefix: new prefix}, of texts, or a function of "
+            f"a name, got {rename!r}."
+        )
+    # A module's name with or without the dot at its end.
+    table = {old.rstrip("."): new.rstrip(".") for old, new in pairs if new is not None}
+    # A misspelt prefix would leave all names as they are.
+    unused = [old for old in table if not any(_has(name, old) for name in names)]
+    if unused:
+        raise CheckpointError(
+            f"load: rename has {listed(map(quoted, unused))}, and no name in the "
+            f"checkpoint begins with it. The names are {listed(map(quoted, names))}."
+        )
+    # The longest first: ``model.head`` goes elsewhere than ``model``.
+    prefixes = sorted(table, key=len, reverse=True)
+
+    def renamed(name: str) -> str:
+        old = next((each for each in prefixes if _has(name, each)), None)
+        if old is None:
+            return name
+        rest = name[len(old) :].removeprefix(".")
+        return join_name(table[old], rest) if table[old] and rest else table[old] + rest
+
+    return renamed
+
+
+def _has(name: str, prefix: str) -> bool:
+    """Return whether the name is the prefix, or is of the module of that name."""
+    return not prefix or name == prefix or name.startswith(f"{prefix}.")
+
+
+Progress = Callable[[int], None]
+"""A callback that gets the number of bytes read since the last call."""
+
+
+class View(Source):
+    """A view of a source: under other names, without a part, or with progress."""
+
+    def __init__(
+        self,
+        source: Source,
+        rename: Rename | None = None,
+        *,
+        optimizer: bool = True,
+        values: bool = True,
+        progress: Progress | None = None,
+    ) -> None:
+        self._source, self._progress = source, progress
+        self.path = getattr(source, "path", "the checkpoint")
+        self.fingerprint, self.saved_ranks = source.fingerprint, source.saved_ranks
+        # What is not wanted is not touched: a source may compute it, and raise.
+        names = [*source.model, *source.aliases, *(source.own_states if values else ())]
+        new = renaming({} if rename is None else rename, names)
+        # New name -> old name, and the other way round, without names left out.
+        self._old: dict[str, str] = {}
+        self._new: dict[str, str] = {}
+        for name in names:
+            if (found := new(name)) is None:
+                continue
+            # Of a tensor's whole name, a prefix can leave nothing.
+            if not found or found in self._old:
+                told = f"{quoted(name)} an empty name"
+                if found:
+                    told = (
+                        f"{quoted(name)} and {quoted(self._old[found])} of the "
+                        f"checkpoint the same name {quoted(found)}"
+                    )
+                raise CheckpointError(
+                    f"load: rename gives {told}. Rename one otherwise, or the module "
+                    "around it, or return None for it from a function."
+                )
+            self._old[found], self._new[name] = name, found
+        # Tables of names alone: values are read from ``source`` when asked for.
+        self.model = self._renamed(source.model)
+        self.aliases = {}
+        for name, kept in source.aliases.items():
+            if name in self._new and kept not in self._new:
+                raise CheckpointError(
+                    f"load: rename leaves out {quoted(kept)} and keeps {quoted(name)}, "
+                    "which is tied to it. Keep both, or exclude one of them."
+                )
+            if name in self._new:
+                self.aliases[self._new[name]] = self._new[kept]
+        # The name of a wrapper is no name of a tensor, and so not in the tables.
+        self.wrappers = {
+            name: facts for old, facts in source.wrappers.items() if (name := new(old))
+        }
+        self.optim, self.param_groups, self.extra = {}, None, None
+        if optimizer:
+            self.optim = self._renamed(source.optim)
+            self.optim_values = self._renamed(source.optim_values)
+            groups, told = source.param_groups, self._new
+            # None says that there is no optimizer, and an empty list that it is empty.
+            if groups is not None and rename is not None:
+                groups = [
+                    {**g, "params": [told[n] for n in g["params"] if n in told]}
+                    for g in groups
+                ]
+            self.param_groups = groups
+        if values:
+            self.own_states, self.extra = self._renamed(source.own_states), source.extra
+
+    def _renamed(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a mapping by the new names, without names that are left out."""
+        new = self._new
+        return {new[name]: value for name, value in values.items() if name in new}
+
+    def read_model(self, name: str, start: int, stop: int) -> Tensor:
+        return self._told(self._source.read_model(self._old[name], start, stop))
+
+    def read_optim(self, name: str, state: str, start: int, stop: int) -> Tensor:
+        return self._told(self._source.read_optim(self._old[name], state, start, stop))
+
+    def _told(self, values: Tensor) -> Tensor:
+        """Report the bytes of ``values`` to ``progress``, and return ``values``."""
+        if self._progress is not None:
+            self._progress(values.numel() * values.dtype.itemsize)
+        return values
+
+    def prepare(self, copies: Sequence[Copy]) -> None:
+        self._source.prepare([c._replace(name=self._old[c.name]) for c in copies])
+
+    def finish(self, copies: Sequence[Copy]) -> None:
+        self._source.finish([c._replace(name=self._old[c.name]) for c in copies])
+
+    def close(self) -> None:
+        """Do nothing: the caller that opened ``source`` closes ``source``."""
+
+
+Patterns = str | Sequence[str] | Callable[[str], bool] | None
+"""A pattern, several patterns, a function of a name, or None."""
+
+
+Options = TypeVar("Options")
+
+
+def options_of(given: object, kind: type[Options], what: str) -> Options:
+    """Return the options of a call, or the defaults for None. Raises: TypeError."""
+    if given is not None and not isinstance(given, kind):
+        raise TypeError(
+            f"{what} expects options={kind.__name__}(..), got {given!r}. Pass its "
+            f"fields by name: options={kind.__name__}(include='head')."
+        )
+    return kind() if given is None else given
+
+
+def matcher(patterns: Patterns, what: str) -> Callable[[str], bool]:
+    """Return a function that tells whether a name matches any of ``patterns``."""
+    if callable(patterns):
+        return patterns
+    # A text is a sequence, too: of its characters.
+    texts = [patterns] if isinstance(patterns, str) else list(patterns or ())
+    if wrong := [text for text in texts if not isinstance(text, str)]:
+        raise TypeError(
+            f"{what} expects patterns of names, such as '*lora*', or a function of a "
+            f"name, got a {type(wrong[0]).__name__} among them."
+        )
+
+    def matches(name: str) -> bool:
+        # Modules around it, too: users name them, and a checkpoint holds tensors.
+        around = accumulate(name.split("."), "{}.{}".format)
+        return any(fnmatchcase(each, text) for each in around for text in texts)
+
+    return matches
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The names that a save or load is about; see ``save``."""
+
+    include: Callable[[str], bool] | None = None
+    """None: every name."""
+    exclude: Callable[[str], bool] | None = None
+    trainable_only: bool = False
+
+    @staticmethod
+    def of(include: Patterns, exclude: Patterns, trainable_only: bool) -> Selection:
+        """Return the selection of a caller's arguments. Raises: TypeError."""
+        return Selection(
+            None if include is None else matcher(include, "include"),
+            None if exclude is None else matcher(exclude, "exclude"),
+            trainable_only,
+        )
+
+    @property
+    def is_all(self) -> bool:
+        """Whether nothing is left out."""
+        return self == Selection()
+
+    def without(self, names: Set[str]) -> Selection:
+        """Return the selection without a set of names."""
+        if not names:
+            return self
+        exclude = self.exclude or (lambda name: False)
+        return replace(self, exclude=lambda name: name in names or exclude(name))
+
+    def takes_names(self, names: Iterable[str]) -> bool:
+        """Return whether a tensor with ``names`` is chosen by the patterns."""
+        # A tied tensor is chosen under any name, and left out under any name.
+        names = tuple(names)
+        is_in = self.include is None or any(map(self.include, names))
+        return is_in and not (self.exclude and any(map(self.exclude, names)))
+
+    def takes(self, held: Held) -> bool:
+        """Return whether the tensor of a model is chosen."""
+        # A buffer requires no gradient, and a frozen parameter is the base's.
+        is_trained = held.is_parameter and held.shown.requires_grad
+        return (is_trained or not self.trainable_only) and self.takes_names(held.names)
+
+    def _takes_wrapper(self, wrapper: HeldWrapper) -> bool:
+        """Return whether a tensor that wraps others is chosen."""
+        is_trained = wrapper.tensor.requires_grad or not self.trainable_only
+        return is_trained and self.takes_names([wrapper.name])
+
+    def of_contents(self, contents: Contents) -> Contents:
+        """Return the chosen part of ``contents``; a region may lack parameters."""
+        # The same object, which tells a save that nothing is left out.
+        if self.is_all:
+            return contents
+        regions = [
+            replace(region, params=tuple(filter(self.takes, region.params)))
+            for region in contents.regions
+        ]
+        # A module's extra state has no gradient.
+        own = {} if self.trainable_only else contents.own_states
+        return replace(
+            contents,
+            regions=tuple(region for region in regions if region.params),
+            tensors=tuple(filter(self.takes, contents.tensors)),
+            wrappers=tuple(filter(self._takes_wrapper, contents.wrappers)),
+            own_states={k: v for k, v in own.items() if self.takes_names([k])},
+        )
+
+    # For a load: both sides of the comparison must leave out the same names.
+    def leaves_out(self, contents: Contents) -> Callable[[str], bool]:
+        """Return a function that tells whether a checkpoint's name is not asked for."""
+        chosen = {name for held in contents.each() for name in held.names}
+        # Frozen tensors are known by the model alone; a checkpoint does not tell.
+        kept = self.of_contents(contents)
+        left = chosen - {name for held in kept.each() for name in held.names}
+        left |= contents.own_states.keys() - kept.own_states.keys()
+        known = chosen | contents.own_states.keys()
+        return lambda name: (
+            name in left if name in known else not self.takes_names([name])
+        )
+
 
 NO_OPTIMIZER = "the checkpoint was saved without an optimizer"
 """The difference if ``load`` gets an optimizer and the checkpoint has no state."""

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.state_dict.full import gather_unit
+from composable_fsdp.storage.compare import View
 from composable_fsdp.storage.contents import Contents, contents_of, units_in
 from composable_fsdp.storage.convert import MAX_SHARD_BYTES, convert, opened
 from composable_fsdp.storage.directory import appear, path_text, unwritable
-from composable_fsdp.storage.formats.safetensors_files import SafetensorsWriter
+from composable_fsdp.storage.formats.files import SafetensorsWriter
 from composable_fsdp.storage.opening import SAFETENSORS
-from composable_fsdp.storage.selection import View
 from composable_fsdp.storage.source import Source, TensorInfo
 from composable_fsdp.storage.storages import require_local
 from composable_fsdp.storage.team import meet_team, team_of
@@ -29,13 +29,7 @@ from composable_fsdp.storage.tensors import (
 
 
 def cast_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of a weight that is written with ``dtype=wanted``.
-
-    Integers, booleans and complex numbers keep their dtype; None keeps every dtype.
-
-    >>> cast_dtype(torch.float32, torch.bfloat16), cast_dtype(torch.int64, torch.half)
-    (torch.bfloat16, torch.int64)
-    """
+    """Return the dtype of a weight that is written with ``dtype=wanted``."""
     return wanted if wanted is not None and own.is_floating_point else own
 
 
@@ -80,11 +74,9 @@ def export_safetensors(
     """Write the weights of ``source`` as safetensors, completely or not at all.
 
     ``path`` becomes a directory with ``model.safetensors``, or with several files and
-    their index if the weights are larger than ``max_shard_bytes``, as
-    ``from_pretrained`` reads them. If ``path`` ends in ``.safetensors``, ``path``
-    becomes a single file. Names, shapes and dtypes are the plain model's, buffers
-    included. A tied parameter is stored once, and the file's metadata lists the other
-    names.
+    their index, as ``from_pretrained`` reads them; or a single file, if it ends in
+    ``.safetensors``. Names, shapes and dtypes are the plain model's, buffers included.
+    A tied parameter is stored once, and the metadata lists the other names.
 
     Args:
         path: the directory or file to make; no existing file is overwritten.
@@ -97,9 +89,8 @@ def export_safetensors(
 
     Collective: for a module, one gather per region to the first rank, which alone
     writes and holds a full unit in host memory, an all-gather per DTensor over the
-    ranks that cut the tensor, and two exchanges of outcomes over the private gloo group
-    of ``save``; all ranks must call. For a checkpoint none: call in
-    a single process.
+    ranks that cut it, and two exchanges of objects; all ranks must call. For a
+    checkpoint none: call in a single process.
     Raises: CheckpointError, if ``path`` exists or cannot be written, or for values on
     the meta device; PhaseError, inside a step. The same error on every rank.
 

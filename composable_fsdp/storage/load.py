@@ -24,20 +24,21 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.optim.names import Optimizers
 from composable_fsdp.runtime.meta_values import unfilled_buffers
-from composable_fsdp.storage.compare import LoadReport, compare_model
-from composable_fsdp.storage.contents import contents_of, optimizers_in, units_in
-from composable_fsdp.storage.directory import within_limits
-from composable_fsdp.storage.load_optim import optimizer_loads
-from composable_fsdp.storage.opening import Found, look_up, open_source
-from composable_fsdp.storage.selection import (
+from composable_fsdp.storage.compare import (
+    LoadReport,
     Patterns,
     Rename,
     Selection,
     View,
+    compare_model,
     matcher,
     options_of,
     renaming,
 )
+from composable_fsdp.storage.contents import contents_of, optimizers_in, units_in
+from composable_fsdp.storage.directory import within_limits
+from composable_fsdp.storage.load_optim import optimizer_loads
+from composable_fsdp.storage.opening import Found, look_up, open_source
 from composable_fsdp.storage.source import Source
 from composable_fsdp.storage.stateful import Redeal, fill, own_values, set_rng_state
 from composable_fsdp.storage.team import (
@@ -63,28 +64,25 @@ class LoadOptions:
     """
 
     strict: bool = True
-    """Whether any difference raises. If False, ``load`` loads the matching tensors and
-    lists the differences in ``report``, or in a warning without ``report``."""
+    """Whether any difference raises. If False, ``load`` loads what matches and lists
+    the differences in ``report``, or in a warning without ``report``."""
     cast: bool = False
-    """Also load tensors that were saved in another dtype, converted to the model's.
-    False: another dtype is a difference."""
+    """Also load tensors of another dtype, converted to the model's."""
     rng: bool = True
-    """Restore the random states. At another world size, rank r gets the random state
-    that rank r saved, and ranks beyond the saved world size keep their own."""
+    """Restore the random states: rank r gets what rank r saved, and ranks beyond the
+    saved world size keep their own."""
     report: LoadReport | None = None
     """A report that ``load`` adds the differences to."""
     per_rank: dict[str, Any] | None = None
-    """A dict that gets the values that this rank saved by ``per_rank``; objects in the
-    dict are filled as those in ``extra``. None: these values are not read."""
+    """A dict that gets the values that this rank saved by ``per_rank``; objects in it
+    are filled as those in ``extra``. None: these values are not read."""
     redeal: Redeal | None = None
-    """A function that is called if the checkpoint was saved by another number of ranks,
-    with the list of the values of all these ranks, this rank's number and the number of
-    ranks; returns the values for ``per_rank``. None: another number of ranks is a
-    difference, if ``per_rank`` is a dict."""
+    """A function that is called if another number of ranks saved, with the list of the
+    values of all these ranks, this rank's number and the number of ranks; returns the
+    values for ``per_rank``. None: another number is a difference."""
     include: Patterns = None
     """Patterns of the names to load, as those of ``save``, by the names in the model.
-    All these must fit; other tensors of the model and of the checkpoint, with their
-    optimizer state, are left alone. None: all names."""
+    All these must fit; other tensors, with their optimizer state, are left alone."""
     exclude: Patterns = None
     """Patterns of names to leave alone. None: no name."""
     trainable_only: bool = False
@@ -94,14 +92,13 @@ class LoadOptions:
     prefixes, such as ``{"model": "backbone"}`` (``""`` is no prefix), or a function of
     a name that returns the new name, or None to leave the tensor out."""
     local: Patterns = None
-    """Patterns of the names in the checkpoint, as ``include``, that were saved per rank
-    (``SaveOptions.local``) and may come back at another world size: rank r gets the
-    values that rank r saved, and ranks beyond the saved ones keep their own. None:
-    another number of ranks is a difference."""
+    """Patterns of the names in the checkpoint that were saved per rank
+    (``SaveOptions.local``) and may come back at another world size: rank r gets what
+    rank r saved, and ranks beyond those keep their own. None: it is a difference."""
     share: bool | None = None
-    """Whether ranks that hold the same elements (replicas of ``HYBRID_SHARD`` and
-    ``NO_SHARD``; all ranks, of tensors in no unit) read an even part each and send it
-    to the others; the same on every rank. None: if ``path`` is a URL."""
+    """Whether ranks that hold the same elements (replicas; all ranks, of tensors in no
+    unit) read an even part each and send it to the others; the same on every rank.
+    None: if ``path`` is a URL."""
 
 
 # Tensors made in inference mode could not be trained with.
@@ -116,11 +113,10 @@ def load(
 ) -> Any:
     """Read model, optimizer and random states; return the ``extra`` that was saved.
 
-    The model may be sharded over any number of ranks, by any policy, through the
-    wrapper or ``fully_shard``, or be a plain module. Each rank reads only the slices
-    that the rank holds, and verifies the blocks of these slices first if the checkpoint
-    is a native checkpoint. If ``load`` raises, no tensor has changed, unless the
-    message says so.
+    The model may be sharded over any number of ranks, by any policy, or be a plain
+    module. Each rank reads only the slices that it holds; of a native checkpoint it
+    verifies the blocks of these first. If ``load`` raises, no tensor has changed,
+    unless the message says so.
 
     Args:
         path: a checkpoint of any format, a directory of checkpoints of this library,

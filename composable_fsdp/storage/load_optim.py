@@ -27,9 +27,8 @@ from composable_fsdp.optim.own_state_dict import is_wrapper
 from composable_fsdp.optim.scalars import SCALARS, is_scalar_shape
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.planning.dtensors import is_dtensor
-from composable_fsdp.storage.compare import NO_OPTIMIZER, LoadReport, find
+from composable_fsdp.storage.compare import NO_OPTIMIZER, LoadReport, Selection, find
 from composable_fsdp.storage.contents import Contents, Held, named, not_in_module
-from composable_fsdp.storage.selection import Selection
 from composable_fsdp.storage.source import Copy, Source, TensorInfo
 from composable_fsdp.storage.tensors import local_state
 

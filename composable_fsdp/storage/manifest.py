@@ -304,14 +304,7 @@ _MOST_BLOCKS = 1 << 14
 
 
 def block_size(nbytes: int) -> int:
-    """Return the bytes that a checksum covers in a checkpoint of ``nbytes``.
-
-    Small blocks let a rank read a small slice without its neighbours; many blocks make
-    the manifest large.
-
-    >>> block_size(10**8) >> 10, block_size(10**11) >> 10, block_size(10**13) >> 10
-    (16, 4096, 4096)
-    """
+    """Return the bytes that a checksum covers in a checkpoint of ``nbytes``."""
     size = SMALLEST_BLOCK
     while size < BLOCK and nbytes > size * _MOST_BLOCKS:
         size *= 2

@@ -31,12 +31,12 @@ from composable_fsdp.storage.directory import (
     within_limits,
 )
 from composable_fsdp.storage.formats.dcp_read import METADATA, open_dcp
-from composable_fsdp.storage.formats.safetensors_files import (
+from composable_fsdp.storage.formats.files import (
     INDEX,
     SINGLE,
     SafetensorsSource,
+    open_torch,
 )
-from composable_fsdp.storage.formats.torch_read import open_torch
 from composable_fsdp.storage.manifest import BLOCK
 from composable_fsdp.storage.native import NativeSource, read_manifest
 from composable_fsdp.storage.source import Source
@@ -212,11 +212,9 @@ def remove_stale(
     """Remove the leftovers of interrupted saves in ``directory``; return their paths.
 
     Leftovers are folders with files of checkpoints and without a manifest, and
-    temporary directories of conversions and exports. A running save looks like a
-    leftover, so call this only when no save runs. With ``dry_run`` (default False),
-    nothing is removed.
-
-    Returns: paths or URLs, sorted.
+    temporary directories of conversions and exports. A running save looks like one:
+    call this only when no save runs. With ``dry_run`` (default False), nothing is
+    removed. Returns: paths or URLs, sorted.
     """
     place = whole_path(directory)
     folders = [
@@ -258,13 +256,9 @@ class CheckpointInfo:
 def checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
     """Return the native checkpoints in ``directory``, by step and then by time.
 
-    ``directory`` may be a URL.
-
-    Reads manifests and sizes, and no payload; ``verify`` reads each byte. Checkpoints
-    that are being written are not listed, and a directory that is not there has none.
-    No process group is needed.
-
-    Raises: OSError, if ``directory`` cannot be listed.
+    ``directory`` may be a URL; one that is not there has none. Reads manifests and
+    sizes, and no payload; ``verify`` reads each byte. Checkpoints that are being
+    written are not listed. Raises: OSError, if ``directory`` cannot be listed.
 
     >>> [(each.step, each.is_whole) for each in checkpoints("runs")]
     [(100, True)]
@@ -326,11 +320,9 @@ def verify(
 ) -> Verification:
     """Verify a native checkpoint completely: manifest, file sizes, every checksum.
 
-    ``path`` is the checkpoint, or a directory of checkpoints, of which the newest is
-    verified; a path or a URL.
-    ``progress`` is called after each block of 4 MiB; the default None calls nothing.
-    Every file is read block by block. No process group is needed. Damage is reported in
-    the result, and does not raise.
+    ``path`` (or URL) is the checkpoint, or a directory of checkpoints, of which the
+    newest is verified. ``progress`` is called after each block of 4 MiB; the default
+    None calls nothing. Damage is reported in the result, and does not raise.
 
     Returns: a result that is true if the checkpoint is good, with the ``path`` that was
     verified, the ``problems`` as sentences, and the number of ``files`` and ``nbytes``.

@@ -26,6 +26,7 @@ from composable_fsdp.optim.original_view import over_originals
 from composable_fsdp.optim.own_state_dict import plain_values
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.planning.layout import RegionLayout
+from composable_fsdp.storage.compare import Patterns, Selection, matcher
 from composable_fsdp.storage.contents import (
     Contents,
     Held,
@@ -43,7 +44,6 @@ from composable_fsdp.storage.same_on_ranks import (
     tell_tensors,
     text_of,
 )
-from composable_fsdp.storage.selection import Patterns, Selection, matcher
 from composable_fsdp.storage.stateful import rng_state, states_of
 from composable_fsdp.storage.tensors import (
     is_first_copy,
@@ -84,11 +84,7 @@ def writers_of(regions: Iterable[tuple[RegionLayout, int]]) -> list[int | None]:
 
 
 def by_turns(items: Sequence[tuple[Hashable, int, int]]) -> list[int]:
-    """Return a writer per item, such that the writers write about as many bytes.
-
-    >>> by_turns([("a", 2, 5), ("a", 2, 3), ("a", 2, 1), ("a", 2, 4)])
-    [0, 1, 1, 1]
-    """
+    """Return a writer per item, such that the writers write about as many bytes."""
     # Not by largest first: a model that grows by a unit keeps the other writers.
     loads: dict[Hashable, list[int]] = {}
     found = []

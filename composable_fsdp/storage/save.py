@@ -30,6 +30,7 @@ from composable_fsdp.storage.commit import (
     newest_in,
     remove_older,
 )
+from composable_fsdp.storage.compare import Patterns, Selection, options_of
 from composable_fsdp.storage.contents import contents_of, optimizers_in
 from composable_fsdp.storage.directory import MANIFEST, make_seen, path_text, sync
 from composable_fsdp.storage.manifest import BLOCK, block_size, to_json
@@ -43,7 +44,6 @@ from composable_fsdp.storage.same_on_ranks import (
     unlike_groups,
     warn_of,
 )
-from composable_fsdp.storage.selection import Patterns, Selection, options_of
 from composable_fsdp.storage.storages import is_url, join, split, whole_path
 from composable_fsdp.storage.team import (
     Team,
@@ -74,13 +74,12 @@ class SaveOptions:
 
     keep: int | None = None
     """The number of checkpoints to keep, ``path`` included, among those beside ``path``
-    whose names differ from the name of ``path`` in the last number only, such as
-    ``step-100``. Those with the smallest numbers are removed after the commit, and none
-    with a larger number than ``path``. If a removal fails, ``save`` warns, and the next
-    save tries again. None: no checkpoint is removed."""
+    whose names differ in the last number only, such as ``step-100``. Those with the
+    smallest numbers are removed after the commit, none with a larger number than
+    ``path``. If a removal fails, ``save`` warns, and the next save tries again."""
     overwrite: bool = False
-    """Replace a checkpoint at ``path``, which stays until the new one is complete, and
-    is then removed. False: an existing path is an error."""
+    """Replace a checkpoint at ``path``, which stays until the new one is complete.
+    False: an existing path is an error."""
     per_rank: dict[str, Any] | None = None
     """Values of this rank alone, such as the position of a data loader, of the same
     types as ``extra``. ``load`` returns them to the same rank."""

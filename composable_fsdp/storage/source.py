@@ -88,10 +88,7 @@ class Source(ABC):
     model: Mapping[str, TensorInfo]
     """Parameters and buffers by the plain model's names; each storage appears once."""
     aliases: Mapping[str, str]
-    """Other names of tied parameters -> the name in ``model``.
-
-    Empty if the format does not distinguish tied parameters from equal parameters.
-    """
+    """Other names of tied parameters -> the name in ``model``, if the format tells."""
     optim: Mapping[str, Mapping[str, TensorInfo]]
     """Optimizer state by parameter name, then by the name of the state."""
     param_groups: Sequence[Mapping[str, Any]] | None
@@ -100,72 +97,42 @@ class Source(ABC):
     """The user's additional values: nested dicts and lists of scalars and tensors."""
     # Defaults for formats without such values; all instances share them.
     optim_values: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
-    """Optimizer state that is not a tensor, or is a scalar in a tensor, as saved.
-
-    By parameter name, then by the name of the state. No state is also in ``optim``.
-    """
-
+    """Optimizer state that is no tensor, or a scalar; no state is also in ``optim``."""
     fingerprint: str = ""
     """A text that differs if the content differs; empty if a format has no checksum."""
-
     own_states: Mapping[str, Any] = MappingProxyType({})
     """Results of modules' ``get_extra_state``, by the name in a state dict."""
-
     wrappers: Mapping[str, str] = MappingProxyType({})
-    """The facts of tensors that wrap others, by name; ``model`` has the inner tensors.
-
-    Empty if the format does not tell.
-    """
-
+    """The facts of tensors that wrap others, by name; ``model`` has the inner ones."""
     local_ranks: int = 0
     """The number of ranks that have saved tensors or options for themselves."""
     local_tensors: frozenset[str] = frozenset()
     """Names of tensors in no unit, and of extra states, that belong to single ranks."""
     local_states: frozenset[str] = frozenset()
     """Names of parameters of units with scalar state or options per rank."""
-
     saved_ranks: int = 0
     """The number of ranks that have saved values of their own (``per_rank``)."""
 
     @abstractmethod
     def read_model(self, name: str, start: int, stop: int) -> Tensor:
-        """Return elements ``[start, stop)`` of a flattened tensor, ``(stop - start,)``.
+        """Return elements ``[start, stop)`` of a flattened tensor of ``model``.
 
-        The values are on the CPU, in the checkpoint's dtype, and verified as far as the
-        format has checksums.
-
-        Args:
-            name: a key of ``model``.
-            start: the first element.
-            stop: the element after the last.
+        On the CPU, in the checkpoint's dtype, verified as far as the format has
+        checksums.
 
         Raises: CheckpointError, naming the tensor and the file, for missing or damaged
         bytes.
         """
 
     def read_optim(self, name: str, state: str, start: int, stop: int) -> Tensor:
-        """Return elements ``[start, stop)`` of a key of ``optim[name]``.
-
-        As ``read_model``; a scalar has a single element. Raises: KeyError, if there is
-        no such state.
-        """
+        """Return elements of a key of ``optim[name]``, as ``read_model``."""
         raise KeyError((name, state))
 
     def require_checksums(self) -> None:  # noqa: B027  # most formats need none
-        """Verify checksums that ``prepare`` cannot compare for slices alone.
-
-        ``load`` calls this on rank 0 only: the whole checkpoint is read once.
-
-        Raises: CheckpointError, naming the file.
-        """
+        """Verify, on rank 0, checksums that ``prepare`` cannot compare for slices."""
 
     def prepare(self, copies: Sequence[Copy]) -> None:
-        """Verify the bytes that ``copies`` read, and fill destinations that are new.
-
-        Other destinations stay unchanged.
-
-        Raises: CheckpointError, as ``read_model``.
-        """
+        """Verify the bytes that ``copies`` read; fill destinations that are new."""
         for copy in copies:
             # Verified by reading; a format with checksums per block can do less.
             value = self.read(copy)
@@ -195,10 +162,7 @@ class Source(ABC):
         return None
 
     def rank_values(self, rank: int) -> Any:
-        """Return the ``per_rank`` that ``rank`` has saved; see ``saved_ranks``.
-
-        Raises: KeyError, if no such rank has saved values.
-        """
+        """Return the ``per_rank`` that ``rank`` has saved; see ``saved_ranks``."""
         raise KeyError(rank)
 
     def on_rank(self, rank: int | None) -> None:  # noqa: B027  # a default, not forgotten

@@ -32,10 +32,7 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}\Z")
 
 
 class Entry(NamedTuple):
-    """The bytes ``[begin, end)`` of a file's payload, which hold a part of a tensor.
-
-    The elements ``[start, stop)`` of ``rectangle``. ``name`` is for messages.
-    """
+    """The bytes ``[begin, end)`` of a file's payload, which hold a part of a tensor."""
 
     begin: int
     end: int
@@ -67,10 +64,7 @@ _HEADER = Entry(0, 0, 1, "the header", None, Rectangle((), (), ()), 0, 1)
 
 
 def parse(document: Json, file: str) -> Manifest:
-    """Return the manifest in ``document``, named ``file``, if all fields fit together.
-
-    No file is opened; memory and time are bounded by the size of the document.
-    """
+    """Return the manifest in ``document``, if all fields fit; opens no file."""
     try:
         _require_version(document, file)
         manifest: Manifest = parser_of(Manifest)(document)

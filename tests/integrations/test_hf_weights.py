@@ -28,7 +28,7 @@ from composable_fsdp.hugging_face import (
 )
 from composable_fsdp.state_dict.full import gather_unit
 from composable_fsdp.storage import export
-from composable_fsdp.storage.formats.safetensors_files import SafetensorsSource
+from composable_fsdp.storage.formats.files import SafetensorsSource
 from composable_fsdp.storage.source import Copy
 from tests.architectures.zoo import ARCHITECTURES, build, needs_transformers
 from tests.support.on_ranks import on_ranks

@@ -49,7 +49,7 @@ OTHERS: dict[str, set[str]] = {
     # Pure functions of numbers and tensors.
     "native": {"planning.boxes"},
     "formats.dcp_read": {"planning.boxes"},
-    "formats.torch_read": {"planning.boxes"},
+    "formats.files": {"planning.boxes"},
     "same_on_ranks": {"flat.value_hash"},
     # Buffers that have memory and no values; gathering unit by unit.
     "load": {"runtime.meta_values"},

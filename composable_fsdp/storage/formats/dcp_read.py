@@ -26,13 +26,13 @@ from composable_fsdp.storage.directory import (
     read_document,
     require_document,
 )
-from composable_fsdp.storage.formats.nested import NestedSource
-from composable_fsdp.storage.formats.torch_read import (
+from composable_fsdp.storage.formats.files import (
     lazy_tensors,
     refusal,
     require_bounded,
     require_uncompressed,
 )
+from composable_fsdp.storage.formats.nested import NestedSource
 from composable_fsdp.storage.manifest import LARGEST
 from composable_fsdp.storage.source import LazyTensor, TensorInfo
 
