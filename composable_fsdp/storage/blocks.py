@@ -163,14 +163,14 @@ class BlockFile:
             end, wanted = start + len(data), self.told(want.what)
             asked = f" It was read for {wanted}." if wanted else ""
             raise self._damaged(
-                f"bytes {start} to {end} of the payload have another checksum than "
+                f": bytes {start} to {end} of the payload have another checksum than "
                 f"the manifest says; they hold {self.blame(start, end)}.{asked}"
             )
         self._good.add(block)
 
     def _damaged(self, what: str) -> CheckpointError:
         """Return the error for a file that is not as the manifest says."""
-        return CheckpointError(f"{self.path}: {what} Use another checkpoint.")
+        return CheckpointError(f"{self.path}{what} Use another checkpoint.")
 
     def _read(self, data: memoryview, begin: int) -> None:
         """Fill ``data`` with the bytes of the payload from ``begin``."""
@@ -183,11 +183,11 @@ class BlockFile:
                 count = self._bytes.read(data[done:], at)
             except OSError as error:
                 raise self._damaged(
-                    f"it cannot be read at byte {at} ({error.strerror}), which holds "
+                    f" cannot be read at byte {at} ({error.strerror}), which holds "
                     f"{self.blame(begin, end)}."
                 ) from error
             if not count:
-                told = f"it ends at byte {at}, before {self.blame(begin, end)}."
+                told = f" ends at byte {at}, before {self.blame(begin, end)}."
                 raise self._damaged(told)
             done += count
 
@@ -204,7 +204,7 @@ class BlockFile:
                 if opened.nbytes != expected:
                     left = max(opened.nbytes - file.header_nbytes, 0)
                     raise self._damaged(
-                        f"it has {opened.nbytes} bytes, and the manifest says "
+                        f" has {opened.nbytes} bytes, and the manifest says "
                         f"{expected}; {self.blame(left, file.payload_nbytes)} are "
                         "damaged."
                     )
@@ -212,7 +212,7 @@ class BlockFile:
                     done += n
                 if zlib.crc32(header) != file.header_crc32:
                     raise self._damaged(
-                        "the header has another checksum than the manifest says."
+                        ": the header has another checksum than the manifest says."
                     )
         except BaseException:
             # ``close`` would not find the file: ``self._bytes`` is set below.
