@@ -80,7 +80,7 @@ class View(Source):
         progress: Progress | None = None,
     ) -> None:
         self._source, self._progress = source, progress
-        self.path = getattr(source, "path", "the checkpoint")
+        self.path = source.path
         self.fingerprint, self.saved_ranks = source.fingerprint, source.saved_ranks
         # What is not wanted is not touched: a source may compute it, and raise.
         names = [*source.model, *source.aliases, *(source.own_states if values else ())]
@@ -370,7 +370,7 @@ class LoadReport:
         if self.is_empty():
             return
         raise CheckpointError(
-            f"load: the checkpoint {getattr(source, 'path', '')} does not fit; nothing "
+            f"load: the checkpoint {source.path} does not fit; nothing "
             "was loaded. "
             f"{' '.join(self._lines())} {' '.join(self._ways_out())}"
         )
@@ -418,12 +418,14 @@ def find(source: Source, names: tuple[str, ...]) -> str | None:
 def compare_model(
     source: Source,
     contents: Contents,
+    selection: Selection,
     report: LoadReport,
-    leaves_out: Callable[[str], bool] = lambda name: False,
     *,
     cast: bool,
 ) -> ComparedModel:
     """Compare names, shapes and dtypes; differences go to ``report``."""
+    leaves_out = selection.leaves_out(contents)
+    contents = selection.of_contents(contents)
     copies: list[Copy] = []
     used: set[str] = set()
     for held in contents.each():

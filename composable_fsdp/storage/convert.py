@@ -304,7 +304,7 @@ def opened(source: str | PathLike[str] | Source) -> Iterator[Source]:
         shown = {*found.model, *found.aliases, *found.own_states}
         if hidden := sorted(found.local_tensors - shown):
             raise CheckpointError(
-                f"{getattr(found, 'path', 'the checkpoint')} has values of "
+                f"{found.path} has values of "
                 f"{listed(map(quoted, hidden))} per rank (SaveOptions.local). Open it "
                 "by storage.open_source, and pass the source of a rank, "
                 "source.on_rank(0)."

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -40,7 +40,6 @@ from composable_fsdp.storage.directory import within_limits
 from composable_fsdp.storage.load_optim import optimizer_loads
 from composable_fsdp.storage.opening import Found, look_up, open_source
 from composable_fsdp.storage.source import Source
-from composable_fsdp.storage.stateful import Redeal, fill, own_values, set_rng_state
 from composable_fsdp.storage.team import (
     SharedReads,
     Team,
@@ -49,6 +48,7 @@ from composable_fsdp.storage.team import (
     team_of,
     wait_for_pending,
 )
+from composable_fsdp.storage.values import Redeal, fill, own_values, set_rng_state
 from composable_fsdp.storage.writer import paused_collection
 from composable_fsdp.tree.traversal import require_module, walk_states
 
@@ -200,7 +200,7 @@ def _run(job: _Load, found: Found) -> Any:
                 job.verify(everyone)
         except Exception as raised:
             error = raised
-        opened = ("", "") if source is None else (source.fingerprint, name_of(source))
+        opened = ("", "") if source is None else (source.fingerprint, source.path)
         answers = team.agree(error, opened)
         for rank, (fingerprint, path) in zip(team.ranks, answers, strict=True):
             # Each rank may have looked up the path for itself.
@@ -218,49 +218,39 @@ def _run(job: _Load, found: Found) -> Any:
             source.close()
 
 
+@dataclass
 class _Load:
     """A load on this rank: what is asked for, and all that it will change."""
 
-    def __init__(
-        self,
-        team: Team,
-        module: nn.Module,
-        optim: Optimizers | None,
-        extra: Any,
-        options: LoadOptions,
-        others: frozenset[str],
-    ) -> None:
-        self.team, self.module, self.options = team, module, options
-        self._optim, self._extra = optim, extra
-        self._others = others
-        """The names of experts that other ranks hold."""
-        self.report = LoadReport()
-        self.shared: SharedReads | None = None
+    team: Team
+    module: nn.Module
+    optim: Optimizers | None
+    extra: Any
+    options: LoadOptions
+    others: frozenset[str]
+    """The names of experts that other ranks hold."""
+    report: LoadReport = field(default_factory=LoadReport)
+    shared: SharedReads | None = None
 
     def plan(self, source: Source, *, share: bool) -> None:
         """Compare the checkpoint with all that is to be filled on this rank."""
         given, report, team = self.options, self.report, self.team
         # Before the names are renamed and compared: ranks may have other names.
         source.on_rank(team.rank)
-        self._filled = fill(self._extra, source.extra, "extra")
+        self._filled = fill(self.extra, source.extra, "extra")
         self._own = own_values(source, team, given.per_rank, given.redeal)
         report.values += [*self._filled.problems, *self._own.problems]
         # Random states, ``extra`` and the fingerprint have no names of tensors.
         rename, self._given, self._source = given.rename, source, source
         if rename is not None:
-            self._source = View(source, rename, optimizer=self._optim is not None)
-        with within_limits(name_of(source)):
-            selection = self._selection(source).without(self._others)
+            self._source = View(source, rename, optimizer=self.optim is not None)
+        with within_limits(source.path):
+            selection = self._selection(source).without(self.others)
             contents = contents_of(self.module, "load", inner=True)
-            optims = optimizers_in(self._optim, "load")
-            leaves_out = selection.leaves_out(contents)
-            chosen = selection.of_contents(contents)
-            self._model = compare_model(
-                self._source, chosen, report, leaves_out, cast=given.cast
-            )
-            self._optims = optimizer_loads(
-                self._source, contents, optims, report, selection
-            )
+            optims = optimizers_in(self.optim, "load")
+            what = self._source, contents, selection, report
+            self._model = compare_model(*what, cast=given.cast)
+            self._optims = optimizer_loads(*what, optims)
             if given.strict:
                 report.require_empty(source)
             self._model.require_writable()
@@ -303,7 +293,7 @@ class _Load:
         """
         if self.shared is not None:
             self._copies = self.shared.divide(everyone)
-        team, where = self.team, name_of(self._source)
+        team, where = self.team, self._source.path
         # Damage must be found now: later, a failure leaves the model partly loaded.
         with within_limits(where):
             self._source.prepare(self._copies)
@@ -348,12 +338,7 @@ class _Load:
         self._filled.give()
         self._own.give()
         if self._rng is not None:
-            set_rng_state(self._rng, name_of(self._source))
-
-
-def name_of(source: Source) -> str:
-    """Return the path of the source, for messages."""
-    return str(getattr(source, "path", "the checkpoint"))
+            set_rng_state(self._rng, self._source.path)
 
 
 def _failure_of(*steps: Callable[[], None]) -> Exception | None:

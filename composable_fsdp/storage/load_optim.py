@@ -57,9 +57,9 @@ class Member(NamedTuple):
 def optimizer_loads(
     source: Source,
     contents: Contents,
-    optims: Sequence[torch.optim.Optimizer],
-    report: LoadReport,
     selection: Selection,
+    report: LoadReport,
+    optims: Sequence[torch.optim.Optimizer],
 ) -> list[OptimizerLoad]:
     """Compare each optimizer with the checkpoint; return what each will load."""
     if optims and source.param_groups is None:

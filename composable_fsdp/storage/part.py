@@ -44,14 +44,13 @@ from composable_fsdp.storage.same_on_ranks import (
     tell_tensors,
     text_of,
 )
-from composable_fsdp.storage.stateful import rng_state, states_of
 from composable_fsdp.storage.tensors import (
     is_first_copy,
     is_first_part,
     others_of,
     stores_loose,
 )
-from composable_fsdp.storage.values import encode
+from composable_fsdp.storage.values import encode, rng_state, states_of
 from composable_fsdp.storage.writer import Piece
 
 SMALLEST_PART = 1 << 18

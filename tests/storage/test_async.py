@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from composable_fsdp import CustomPolicy, async_save, load, plan, save
 from composable_fsdp.comm.nodes import private_group
 from composable_fsdp.naming import size_text
-from composable_fsdp.storage import async_save as snapshot
 from composable_fsdp.storage import (
     free_save_memory,
     open_source,
@@ -26,6 +25,7 @@ from composable_fsdp.storage import (
     writer,
 )
 from composable_fsdp.storage import save as saving
+from composable_fsdp.storage import save as snapshot
 from composable_fsdp.storage.commit import newest_in
 from composable_fsdp.storage.native import NativeSource
 from composable_fsdp.tools.forecast import forecast
@@ -57,7 +57,7 @@ def check_order(world: World, folder: Path) -> list[str]:
         write(*args)
         spans.append((start, time.monotonic()))
 
-    with slowly(0.2), mock.patch("composable_fsdp.storage.async_save.write", timed):
+    with slowly(0.2), mock.patch("composable_fsdp.storage.save.write", timed):
         async_save(folder / "step-1", model)
         # The interpreter waits for it at its exit.
         (thread,) = (t for t in threading.enumerate() if t.name.endswith("fsdp save"))
