@@ -169,12 +169,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     held = part_of(found, options.ranks // 2, 0)
     peak = (tracemalloc.get_traced_memory()[1] - begin_bytes) / 1e6
     tracemalloc.stop()
-    told = len(pickle.dumps(held)) / 1e3
+    size = len(pickle.dumps(held)) / 1e3
     table(
         f"{found.numel / 1e9:.1f} B parameters, {len(found.units)} units, AdamW, "
         f"{options.ranks} ranks: what each rank does alone, without a message",
         ("", "s of all layouts", "s of the plan", "MB of the plan", "kB told"),
-        [("a rank", *fixed((layout, max(plans), peak, told), 3))],
+        [("a rank", *fixed((layout, max(plans), peak, size), 3))],
     )
     if not options.saves:
         return 0

@@ -123,11 +123,11 @@ class View(Source):
         if optimizer:
             self.optim = self._renamed(source.optim)
             self.optim_values = self._renamed(source.optim_values)
-            groups, told = source.param_groups, self._new
+            groups, new_of = source.param_groups, self._new
             # None says that there is no optimizer, and an empty list that it is empty.
             if groups is not None and rename is not None:
                 groups = [
-                    {**g, "params": [told[n] for n in g["params"] if n in told]}
+                    {**g, "params": [new_of[n] for n in g["params"] if n in new_of]}
                     for g in groups
                 ]
             self.param_groups = groups

@@ -182,7 +182,8 @@ def _exchange(own: Exception | None) -> Iterator[None]:
         yield
     # torch raises ValueError for a group that was destroyed.
     except (RuntimeError, ValueError) as error:
-        if isinstance(error, FSDPError) and not isinstance(error, CollectiveError):
+        broke = isinstance(error, CollectiveError)
+        if isinstance(error, FSDPError) and not broke:
             raise
         what = "Another rank was lost, or the process group destroyed, while"
         way_out = "Start the ranks again and load the last good checkpoint."

@@ -13,7 +13,7 @@ import mmap
 import os
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -222,7 +222,7 @@ def _header(pieces: Sequence[Piece]) -> bytes:
     return header_bytes(table, ALIGNMENT)
 
 
-def header_bytes(table: dict[str, object], alignment: int) -> bytes:
+def header_bytes(table: Mapping[str, object], alignment: int) -> bytes:
     """Return the length and the JSON of ``table``, padded to ``alignment`` bytes."""
     text = json.dumps(table, separators=(",", ":")).encode()
     # The format allows spaces after the JSON.
