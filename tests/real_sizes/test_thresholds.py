@@ -19,12 +19,8 @@ from composable_fsdp.storage import (
     blocks,
     manifest,
     part,
-    shared_reads,
     source,
     writer,
-)
-from composable_fsdp.storage import (
-    part as save_parts,
 )
 from tests.real_sizes.operations import TOKENS, WIDTH, same
 from tests.support.on_ranks import on_ranks
@@ -108,7 +104,7 @@ class Sizes(nn.Module):
         bounds = (
             manifest.SMALLEST_BLOCK,
             1 << 16,
-            2 * save_parts.SMALLEST_PART,
+            2 * part.SMALLEST_PART,
         )
         for nbytes in (*bounds, part.SMALL, manifest.BLOCK):
             for numel in around(nbytes // 4):
@@ -118,11 +114,10 @@ class Sizes(nn.Module):
 
 SMALLER: tuple[tuple[Any, str, int], ...] = (
     (blocks, "_FILL_BYTES", 1 << 16),
-    (blocks, "_GAP", 64),
     (manifest, "_MOST_BLOCKS", 4),
     (writer, "_BEHIND", 1 << 16),
-    (shared_reads, "_SMALL", 1 << 14),
-    (shared_reads, "_BUFFER", 1 << 16),
+    (team, "_SMALL", 1 << 14),
+    (team, "_BUFFER", 1 << 16),
     (source, "CHUNK_BYTES", 1 << 16),
 )
 """Thresholds above 4 MiB, and those between tensors: the sizes are on both sides."""

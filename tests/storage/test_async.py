@@ -21,7 +21,6 @@ from composable_fsdp.storage import (
     free_save_memory,
     open_source,
     remove_stale,
-    staging,
     writer,
 )
 from composable_fsdp.storage import save as saving
@@ -174,7 +173,7 @@ def spoil(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def check_reuse(world: World, folder: Path) -> list[bool]:
     model = make("composable")
     optimizer = optimizer_of(model)
-    allocate = mock.Mock(wraps=staging.host_buffer)
+    allocate = mock.Mock(wraps=writer.host_buffer)
     found, places = [], set()
     with mock.patch.object(snapshot, "host_buffer", allocate):
         for at in range(3):

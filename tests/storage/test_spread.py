@@ -11,8 +11,6 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from composable_fsdp import (
     LoadOptions,
@@ -28,15 +26,10 @@ from composable_fsdp.storage import (
     free_save_memory,
     part,
     register_storage,
-    shared_reads,
-)
-from composable_fsdp.storage import (
-    part as save_parts,
+    team,
 )
 from composable_fsdp.storage.contents import contents_of
-from composable_fsdp.storage.manifest import Span
 from composable_fsdp.storage.native import NativeSource
-from composable_fsdp.storage.source import Copy
 from tests.storage.test_remote import Folder
 from tests.storage.training import everything, make, optimizer_of, same, step
 from tests.support.on_ranks import on_ranks
@@ -48,7 +41,7 @@ from tests.support.world import World
 def small_parts(nbytes: int = 16) -> Iterator[None]:
     """Divide even small shards, and tensors in no unit."""
     with (
-        mock.patch.object(save_parts, "SMALLEST_PART", nbytes),
+        mock.patch.object(part, "SMALLEST_PART", nbytes),
         mock.patch.object(part, "SMALL", nbytes),
     ):
         yield
@@ -228,7 +221,7 @@ def check_bytes(
             storage.nbytes = 0
             with (
                 collectives.record() as calls,
-                mock.patch.object(shared_reads, "_SMALL", small),
+                mock.patch.object(team, "_SMALL", small),
             ):
                 extra = load("own://b", other, fresh, options=LoadOptions(share=share))
             is_same = extra == 3 and same(everything(other, fresh), expected)
@@ -315,30 +308,3 @@ def test_a_rank_whose_storage_fails_ends_the_load_on_all_ranks(
             assert "the network is gone" in text
             assert same(everything(model, optimizer), before)
     assert failed or not world.rank
-
-
-@given(
-    sizes=st.lists(st.integers(0, 4000), max_size=30),
-    parts=st.integers(1, 6),
-    small=st.sampled_from([1, 64, 1 << 20]),
-)
-def test_parts_cover_all_elements_once_and_are_about_even(
-    sizes: list[int], parts: int, small: int
-) -> None:
-    """In order, and no part is larger than an even one and the largest tensor."""
-    copies = [
-        Copy(f"p{i}", None, Span(7, 7 + n), torch.zeros(n)) for i, n in enumerate(sizes)
-    ]
-    with mock.patch.object(shared_reads, "_SMALL", small):
-        found = shared_reads._divided(copies, parts)
-        sent = [m for part in found for m in shared_reads._messages(part)]
-
-    cut = [copy for part in found for copy in part]
-    covered = [(c.name, at) for c in cut for at in range(*c.span[:2])]
-    assert covered == [(c.name, at) for c in copies for at in range(*c.span[:2])]
-    for copy in cut:
-        assert copy.into.numel() == copy.span.numel
-    loads = [sum(c.into.numel() for c in part) for part in found]
-    whole = [n for n in sizes if 4 * n < small]
-    assert max(loads) <= sum(sizes) / parts + max(whole, default=0) + 1
-    assert sum(c.into.numel() for message in sent for c in message) == sum(sizes)
