@@ -15,13 +15,7 @@ from torch import Tensor, nn
 import composable_fsdp as cf
 from composable_fsdp.features.passages import weight_writes
 from composable_fsdp.flat import value_hash
-from composable_fsdp.storage import (
-    blocks,
-    manifest,
-    part,
-    source,
-    writer,
-)
+from composable_fsdp.storage import blocks, manifest, part, source, team, writer
 from tests.real_sizes.operations import TOKENS, WIDTH, same
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import apply_units
