@@ -66,25 +66,12 @@ class TensorPart:
 
 
 @dataclass(slots=True)
-class LocalPart:
-    """The values that this rank saves for itself; see ``Local``."""
-
-    tensors: list[TensorPart] = field(default_factory=list)
-    own_states: dict[str, Json] = field(default_factory=dict)
-    values: dict[str, dict[str, Json]] = field(default_factory=dict)
-    param_groups: list[Json] | None = None
-
-    def is_empty(self) -> bool:
-        """Return whether the rank has nothing of its own."""
-        return not (self.tensors or self.own_states or self.values or self.param_groups)
-
-
-@dataclass(slots=True)
 class FilePart:
     """The description of this rank's file for rank 0, without tensor values."""
 
     tensors: list[TensorPart] = field(default_factory=list)
-    local: LocalPart = field(default_factory=LocalPart)
+    local: FilePart | None = None
+    """The values that this rank saves for itself; see ``Local``."""
     wrappers: dict[str, str] = field(default_factory=dict)
     loose: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
     """The entries that JSON values refer to by number, by key."""
@@ -95,6 +82,8 @@ class FilePart:
     experts: dict[int, list[str]] = field(default_factory=dict)
     """Names of experts of this rank by the number of their group."""
     own_states: dict[str, Json] = field(default_factory=dict)
+    values: dict[str, dict[str, Json]] = field(default_factory=dict)
+    """Scalar state of parameters of units, in ``local`` alone."""
     rng: Json = None
     per_rank: Json = None
 
@@ -140,9 +129,8 @@ def merge(told: Sequence[RankPart], block: int = BLOCK) -> Manifest:
     library = "unknown"
     with suppress(PackageNotFoundError):
         library = version("composable-fsdp")
-    own = [merger.shifted(part.per_rank, r) for r, part in enumerate(parts)]
-    if not any(each is not None for each in own):
-        own = []
+    has_own = any(part.per_rank is not None for part in parts)
+    own = [merger.shifted(p.per_rank, r) for r, p in enumerate(parts) if has_own]
     return Manifest(
         library=library,
         torch=str(torch.__version__),
@@ -151,11 +139,9 @@ def merge(told: Sequence[RankPart], block: int = BLOCK) -> Manifest:
         files=tuple(file for _, file, _ in told),
         tensors=tuple(merger.tensors()),
         wrappers=first.wrappers,
-        local=merger.local([part.local for part in parts]),
+        local=merger.local(),
         loose=tuple(merger.loose()),
-        param_groups=with_experts(
-            first.param_groups, first.group_numbers, [part.experts for part in parts]
-        ),
+        param_groups=_with_experts(parts),
         extra=first.extra,
         own_states=first.own_states,
         rng=tuple(merger.shifted(part.rng, r) for r, part in enumerate(parts)),
@@ -187,19 +173,15 @@ class _Merger:
         shift = self._shifts[rank]
         return _shifted(value, shift) if shift else value
 
-    def local(self, parts: Sequence[LocalPart]) -> tuple[Local, ...]:
+    def local(self) -> tuple[Local, ...]:
         """Return the own values of each rank; empty if no rank has any."""
-        if all(part.is_empty() for part in parts):
-            return ()
-        return tuple(
-            Local(
-                tuple(self._tensor([(rank, each)]) for each in part.tensors),
-                self.shifted(part.own_states, rank),
-                self.shifted(part.values, rank),
-                self.shifted(part.param_groups, rank),
-            )
-            for rank, part in enumerate(parts)
-        )
+        found, empty = [], Local((), {}, {}, None)
+        for rank, (part, _, _) in enumerate(self._told):
+            own = part.local or FilePart()
+            tensors = tuple(self._tensor([(rank, each)]) for each in own.tensors)
+            values = own.own_states, own.values, own.param_groups
+            found.append(Local(tensors, *(self.shifted(v, rank) for v in values)))
+        return tuple(found) if any(each != empty for each in found) else ()
 
     def tensors(self) -> Iterator[SavedTensor]:
         """Yield the tensors that are saved once, in the order of the model."""
@@ -322,15 +304,14 @@ def _require_same_state(parts: Written) -> None:
             )
 
 
-def with_experts(
-    groups: list[Json] | None,
-    numbers: Sequence[int],
-    told: Sequence[dict[int, list[str]]],
-) -> list[Json] | None:
+def _with_experts(parts: Sequence[FilePart]) -> list[Json] | None:
     """Return the options of rank 0 with the experts of all ranks as members."""
-    by_number = {n: dict(each) for n, each in zip(numbers, groups or (), strict=True)}
-    for rank, members in enumerate(told if groups is not None else ()):
-        for number, names in members.items():
+    numbers, groups = parts[0].group_numbers, parts[0].param_groups
+    if groups is None:
+        return None
+    by_number = {n: dict(each) for n, each in zip(numbers, groups, strict=True)}
+    for rank, part in enumerate(parts):
+        for number, names in part.experts.items():
             # The options of such a group would be lost.
             if number not in by_number:
                 raise CheckpointError(
@@ -340,4 +321,4 @@ def with_experts(
                 )
             group = by_number[number]
             group["params"] = list(dict.fromkeys([*group["params"], *names]))
-    return None if groups is None else list(by_number.values())
+    return list(by_number.values())

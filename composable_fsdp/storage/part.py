@@ -36,7 +36,7 @@ from composable_fsdp.storage.contents import (
     readable_state,
 )
 from composable_fsdp.storage.manifest import Json, Span, require_storable
-from composable_fsdp.storage.merge import Draft, TensorPart
+from composable_fsdp.storage.merge import Draft, FilePart, TensorPart
 from composable_fsdp.storage.same_on_ranks import (
     no_facts,
     tell_copies,
@@ -142,6 +142,7 @@ class PartMaker(Draft):
     ) -> None:
         super().__init__()
         self._contents, self._rank, self._ranks = contents, rank, ranks
+        self._own = self.part.local = FilePart()
         self._is_local_name = matcher(local, "local")
         # Names and ids of all: the optimizer may hold parameters that are left out.
         self._chosen = selection.of_contents(contents)
@@ -199,7 +200,7 @@ class PartMaker(Draft):
             if is_local or len(self._ranks) > 1:
                 self.facts[kind][name] = None if is_local else text_of(state, name)
             put = self.put if is_local else self._put_once
-            target = self.part.local if is_local else self.part
+            target = self._own if is_local else self.part
             target.own_states[name] = encode(state, name, put, python_values=True)
 
     def _is_local(self, held: Held) -> bool:
@@ -311,7 +312,7 @@ class PartMaker(Draft):
 
     def _local(self) -> None:
         """Collect the values of this rank alone; take its scalars out of the states."""
-        own = self.part.local
+        own = self._own
         for held in filter(self._is_local, self._chosen.each()):
             if not isinstance(held, HeldParam):
                 if held.is_cut:
