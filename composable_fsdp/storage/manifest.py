@@ -407,11 +407,11 @@ class SavedTensor:
         for name, state in self.states.items():
             yield name, state.dtype, state.parts
 
-    def intervals(self) -> Iterator[tuple[Rectangle, int, int]]:
-        """Yield the rectangle and the elements in it of each part, in order."""
+    def spans(self) -> Iterator[Span]:
+        """Yield the elements of each part, in order."""
         for rectangle, begins in zip(self.rectangles(), self.begins, strict=True):
             for start, stop in pairwise((*begins, rectangle.numel)):
-                yield rectangle, start, stop
+                yield Span(start, stop, rectangle)
 
     def rectangles(self) -> list[Rectangle]:
         """Return the rectangles, in the order of ``begins``."""

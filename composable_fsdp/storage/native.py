@@ -163,12 +163,11 @@ def told_of(manifest: Manifest, file: int, begin: int, end: int) -> str:
     for entry in entries_by_file(manifest)[file]:
         low, high = max(begin, entry.begin), min(end, entry.end)
         if low < high:
-            size, box = entry.itemsize, entry.rectangle
+            size, (begins, _, box) = entry.itemsize, entry.span
             # Round outwards: an element counts if any byte is in the interval.
-            start = entry.start + (low - entry.begin) // size
-            stop = entry.start - (entry.begin - high) // size
-            boxes = boxes_of(box.shape, Span(start, stop, box))
-            found.append(f"{entry.of} {boxes}")
+            start = begins + (low - entry.begin) // size
+            stop = begins - (entry.begin - high) // size
+            found.append(f"{entry.of} {boxes_of((), Span(start, stop, box))}")
     return listed(found) or "nothing"
 
 

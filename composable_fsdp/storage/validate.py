@@ -20,6 +20,7 @@ from composable_fsdp.storage.manifest import (
     Manifest,
     Rectangle,
     SavedTensor,
+    Span,
     Stored,
     UnexpectedError,
     excerpt,
@@ -39,28 +40,27 @@ class Entry(NamedTuple):
     itemsize: int
     name: str
     state: str | None
-    rectangle: Rectangle
-    start: int
-    stop: int
+    span: Span
 
     @property
     def of(self) -> str:
         """The words for the tensor, and for the rectangle if there are several."""
         of = self.name if self.state is None else f"state {self.state!r} of {self.name}"
-        box = self.rectangle
-        if box.shape == box.whole:
+        box = self.span.rectangle
+        if box is None or box.shape == box.whole:
             return of
         return f"the rectangle {box.shape} at {box.offset} of {of}"
 
     @property
     def what(self) -> str:
         """The words for the part."""
-        if (self.start, self.stop) == (0, self.rectangle.numel):
+        start, stop, box = self.span
+        if box is None or (start, stop) == (0, box.numel):
             return self.of
-        return f"elements {self.start} to {self.stop} of {self.of}"
+        return f"elements {start} to {stop} of {self.of}"
 
 
-_HEADER = Entry(0, 0, 1, "the header", None, Rectangle((), (), ()), 0, 1)
+_HEADER = Entry(0, 0, 1, "the header", None, Span(0, 1))
 
 
 def parse(document: Json, file: str) -> Manifest:
@@ -263,19 +263,18 @@ def _tensors(manifest: Manifest) -> Iterator[tuple[str, SavedTensor]]:
 def _all_entries(manifest: Manifest) -> Iterator[tuple[int, Entry]]:
     """Yield every entry of the manifest, with the number of the file."""
     for name, tensor in _tensors(manifest):
-        intervals = list(tensor.intervals())
+        spans = list(tensor.spans())
         for state, dtype, parts in tensor.entries():
             size = dtype.itemsize
-            for at, (box, start, stop) in zip(parts, intervals, strict=True):
-                end = at.begin + (stop - start) * size
-                entry = Entry(at.begin, end, size, name, state, box, start, stop)
-                yield at.file, entry
+            for at, span in zip(parts, spans, strict=True):
+                end = at.begin + span.numel * size
+                yield at.file, Entry(at.begin, end, size, name, state, span)
     for i, each in enumerate(manifest.loose):
         size, at, shape = each.dtype.itemsize, each.at, each.shape
-        box = Rectangle(shape, (0,) * len(shape), shape)
+        span = Span(0, each.numel, Rectangle(shape, (0,) * len(shape), shape))
         name = f"loose tensor {i} (extra, random states)"
         end = at.begin + each.numel * size
-        yield at.file, Entry(at.begin, end, size, name, None, box, 0, each.numel)
+        yield at.file, Entry(at.begin, end, size, name, None, span)
 
 
 def entries_by_file(manifest: Manifest) -> list[list[Entry]]:
