@@ -281,8 +281,6 @@ def _data(value: Any, where: str, get: Get, depth: int) -> Any:
 
 Redeal = Callable[[list[Any], int, int], dict[str, Any]]
 """Returns the values of a rank, at another world size, from those of all ranks."""
-_MAX_DEPTH = 100
-"""The deepest nesting in which objects are looked for; values are saved no deeper."""
 
 
 def is_stateful(value: object) -> bool:
