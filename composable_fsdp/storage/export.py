@@ -152,7 +152,7 @@ def export_module(
             writing.write({names[slot]: value for slot, value in values.items()})
             del values  # Free the unit before the next gather.
         with writing.errors():
-            if writing.writer is not None:
+            if writing.writer is not None and writing.error is None:
                 writing.writer.finish()
                 # Renames the files to their final path.
                 writing.files.close()

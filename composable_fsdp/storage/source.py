@@ -85,7 +85,7 @@ class Source(ABC):
     process group is needed: each rank opens and reads for itself.
     """
 
-    path: str = "the checkpoint"
+    path: str = "(an open Source)"
     """Where it lies, for messages."""
     model: Mapping[str, TensorInfo]
     """Parameters and buffers by the plain model's names; each storage appears once."""
