@@ -127,20 +127,30 @@ class BlockFile:
 
     def fill(self, wants: Sequence[ReadRequest]) -> None:
         """Fill the ``into`` of all requests, verified by ``check``, in file order."""
-        pieces = []
+        # Not a task for each: a model may have many small parameters.
+        batches: list[list[tuple[ReadRequest, int, int]]] = []
+        size = _FILL_BYTES
         for want in wants:
             for begin in range(want.begin, want.end, _FILL_BYTES):
-                end, at = min(begin + _FILL_BYTES, want.end), begin - want.begin
-                pieces.append((want.data()[at : at + end - begin], begin))
-        if pieces:
+                end = min(begin + _FILL_BYTES, want.end)
+                if size + end - begin > _FILL_BYTES:
+                    batches.append([])
+                    size = 0
+                batches[-1].append((want, begin, end))
+                size += end - begin
+        if batches:
             self.open()
-        is_little = sum(len(data) for data, _ in pieces) <= _FILL_BYTES
-        if (readers := self._readers(0 if is_little else len(pieces))) == 1:
-            for piece in pieces:
-                self._read(*piece)
+        if (readers := self._readers(len(batches))) == 1:
+            for batch in batches:
+                self._fill(batch)
             return
         with ThreadPoolExecutor(readers, "composable_fsdp load") as pool:
-            list(pool.map(self._read, *zip(*pieces, strict=True)))
+            list(pool.map(self._fill, batches))
+
+    def _fill(self, batch: Sequence[tuple[ReadRequest, int, int]]) -> None:
+        """Fill the bytes ``[begin, end)`` of each request; called in a thread."""
+        for want, begin, end in batch:
+            self._read(want.data()[begin - want.begin : end - want.begin], begin)
 
     def _readers(self, count: int) -> int:
         """Return how many of ``count`` reads to have in flight."""
