@@ -80,6 +80,7 @@ class View(Source):
         progress: Progress | None = None,
     ) -> None:
         self._source, self._progress = source, progress
+        self._is_renamed = rename is not None
         self.path = source.path
         self.fingerprint, self.saved_ranks = source.fingerprint, source.saved_ranks
         # What is not wanted is not touched: a source may compute it, and raise.
@@ -121,18 +122,22 @@ class View(Source):
         }
         self.optim, self.param_groups, self.extra = {}, None, None
         if optimizer:
-            self.optim = self._renamed(source.optim)
-            self.optim_values = self._renamed(source.optim_values)
-            groups, new_of = source.param_groups, self._new
-            # None says that there is no optimizer, and an empty list that it is empty.
-            if groups is not None and rename is not None:
-                groups = [
-                    {**g, "params": [new_of[n] for n in g["params"] if n in new_of]}
-                    for g in groups
-                ]
-            self.param_groups = groups
+            self._show_optimizer()
         if values:
             self.own_states, self.extra = self._renamed(source.own_states), source.extra
+
+    def _show_optimizer(self) -> None:
+        """Show state and options by the new names."""
+        source, new = self._source, self._new
+        self.optim = self._renamed(source.optim)
+        self.optim_values = self._renamed(source.optim_values)
+        self.param_groups = source.param_groups
+        # None says that there is no optimizer, and an empty list that it is empty.
+        if self.param_groups is not None and self._is_renamed:
+            self.param_groups = [
+                {**g, "params": [new[n] for n in g["params"] if n in new]}
+                for g in self.param_groups
+            ]
 
     def _renamed(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return a mapping by the new names, without names that are left out."""

@@ -6,7 +6,7 @@ torch.compile returns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -146,11 +146,7 @@ class Contents:
 def contents_of(module: nn.Module, what: str, *, inner: bool = False) -> Contents:
     """Return the tensors that ``module`` holds."""
     states = _states(module)
-    for state in states.values():
-        require_between_steps(state, what)
-    # Units that were kept unsharded on purpose are resharded, and read or overwritten.
-    for state in {id(s.context): s for s in states.values() if s.context}.values():
-        require_idle(state, what)
+    _settle(states.values(), what)
     # (module, attribute) -> (unit, slot), whatever form the unit shows.
     slot_of = {
         (id(info.module), info.name): (state, info.slot_index)
@@ -197,14 +193,7 @@ def contents_of(module: nn.Module, what: str, *, inner: bool = False) -> Content
         )
         for tensor, names in others.values()
     )
-    meta = [p.names[0] for r in regions if r.ref.region.shard.is_meta for p in r.params]
-    meta += [held.names[0] for held in tensors if held.tensor.is_meta]
-    if meta:
-        raise CheckpointError(
-            f"{what} expects values, and {listed(map(quoted, meta))} are on meta. Call "
-            "model.to_empty(device=...) first, and set the buffers that are not "
-            "persistent; load fills the rest."
-        )
+    _refuse_meta(regions, tensors, what)
     own_states = {
         join_name(path, OWN_STATE): each
         for path, each in places(module)
@@ -214,6 +203,29 @@ def contents_of(module: nn.Module, what: str, *, inner: bool = False) -> Content
     units = tuple(states.values())
     groups = tuple(mesh_groups_in(module, units))
     return Contents(units, regions, tensors, own_states, groups, tuple(wrappers))
+
+
+def _settle(states: Iterable[_FSDPState], what: str) -> None:
+    """Make the units sharded and idle, or raise."""
+    for state in states:
+        require_between_steps(state, what)
+    # Units that were kept unsharded on purpose are resharded, and read or overwritten.
+    for state in {id(s.context): s for s in states if s.context is not None}.values():
+        require_idle(state, what)
+
+
+def _refuse_meta(
+    regions: Iterable[HeldRegion], tensors: Iterable[Held], what: str
+) -> None:
+    """Raise CheckpointError if a tensor has no values."""
+    meta = [p.names[0] for r in regions if r.ref.region.shard.is_meta for p in r.params]
+    meta += [held.names[0] for held in tensors if held.tensor.is_meta]
+    if meta:
+        raise CheckpointError(
+            f"{what} expects values, and {listed(map(quoted, meta))} are on meta. Call "
+            "model.to_empty(device=...) first, and set the buffers that are not "
+            "persistent; load fills the rest."
+        )
 
 
 def _refuse_foreign(path: str, module: nn.Module, what: str) -> None:

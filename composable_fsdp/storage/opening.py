@@ -177,14 +177,14 @@ def look_up(
     try:
         if error is not None:
             raise error
-        if share is not None and type(share) is not bool:
+        if not isinstance(share, bool | None):
             raise TypeError(f"load expects share=None, True or False, got {share!r}.")
         if not isinstance(path, Source):
             own = whole_path(path_text(path, "load"))
             # Ranks that looked for themselves would differ beside a job that saves.
-            found = find_checkpoint(own)[0] if team.rank == 0 else own
-            # A name, and not the path: each rank may have a disk of its own.
-            name = "" if found == own else split(found)[1]
+            if team.rank == 0 and (found := find_checkpoint(own)[0]) != own:
+                # A name, and not the path: each rank may have a disk of its own.
+                name = split(found)[1]
     except Exception as raised:
         error = raised
     # Also ranks with an open source take part: the call may differ between ranks.

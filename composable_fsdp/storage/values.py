@@ -85,6 +85,11 @@ def encode(
     if isinstance(value, list | tuple):
         items = [inner(item, f"{where}[{i}]") for i, item in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
+    return _of_numpy(value, where, put)
+
+
+def _of_numpy(value: Any, where: str, put: Put) -> Any:
+    """Return an array or a scalar of numpy as JSON. Raises: TypeError."""
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
         dtype = value.dtype.str
@@ -200,12 +205,7 @@ def _marked(mark: str, inner: Any, where: str, get: Get, depth: int) -> Any:
         case "$tuple", list():
             return tuple(decode(each, where, get, depth) for each in inner)
         case "$map", list():
-            pairs = [decode(each, where, get, depth) for each in inner]
-            made = dict(pairs)
-            # Of two equal keys, one of the values would be ignored.
-            is_plain = all(isinstance(k, str) and not k.startswith("$") for k in made)
-            if len(made) == len(pairs) and not is_plain:
-                return made
+            return _pairs([decode(each, where, get, depth) for each in inner])
         case "$number", [str(), number]:
             return _number(DTYPES[inner[0]], decode(number, where, get, depth))
         case "$bytes", _:
@@ -220,6 +220,16 @@ def _marked(mark: str, inner: Any, where: str, get: Get, depth: int) -> Any:
             if digits and len(digits) == 2 * dtype.itemsize:
                 return sys.modules["numpy"].frombuffer(bytes.fromhex(digits), dtype)[0]
     raise ValueError
+
+
+def _pairs(pairs: list[Any]) -> dict[Any, Any]:
+    """Return the dict of pairs."""
+    made = dict(pairs)
+    is_plain = all(isinstance(key, str) and not key.startswith("$") for key in made)
+    # Of two equal keys, one of the values would be ignored.
+    if len(made) != len(pairs) or is_plain:
+        raise ValueError
+    return made
 
 
 def _number(dtype: torch.dtype, number: Any) -> Tensor:
