@@ -40,6 +40,7 @@ from composable_fsdp.storage.directory import within_limits
 from composable_fsdp.storage.load_optim import optimizer_loads
 from composable_fsdp.storage.opening import Found, look_up, open_source
 from composable_fsdp.storage.source import Source
+from composable_fsdp.storage.stateful import Redeal, fill, own_values, set_rng_state
 from composable_fsdp.storage.team import (
     SharedReads,
     Team,
@@ -48,7 +49,6 @@ from composable_fsdp.storage.team import (
     team_of,
     wait_for_pending,
 )
-from composable_fsdp.storage.values import Redeal, fill, own_values, set_rng_state
 from composable_fsdp.storage.writer import paused_collection
 from composable_fsdp.tree.traversal import require_module, walk_states
 

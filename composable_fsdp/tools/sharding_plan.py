@@ -17,7 +17,7 @@ from composable_fsdp.planning.assign import PlanRequest
 from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.planner import Target, plan_targets
 from composable_fsdp.planning.unit_plan import UnitPlan
-from composable_fsdp.storage.part import save_bytes
+from composable_fsdp.storage.save_parts import save_bytes
 from composable_fsdp.tools.fold import Fold, fold_units
 from composable_fsdp.tools.memory import Memory
 from composable_fsdp.tools.owner_plan import OwnerPlan, plan_owners

@@ -15,7 +15,15 @@ from torch import Tensor, nn
 import composable_fsdp as cf
 from composable_fsdp.features.passages import weight_writes
 from composable_fsdp.flat import value_hash
-from composable_fsdp.storage import blocks, manifest, part, source, team, writer
+from composable_fsdp.storage import (
+    blocks,
+    manifest,
+    part,
+    save_parts,
+    source,
+    team,
+    writer,
+)
 from tests.real_sizes.operations import TOKENS, WIDTH, same
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import apply_units
@@ -98,7 +106,7 @@ class Sizes(nn.Module):
         bounds = (
             manifest.SMALLEST_BLOCK,
             1 << 16,
-            2 * part.SMALLEST_PART,
+            2 * save_parts.SMALLEST_PART,
         )
         for nbytes in (*bounds, part.SMALL, manifest.BLOCK):
             for numel in around(nbytes // 4):

@@ -35,7 +35,6 @@ OTHERS: dict[str, set[str]] = {
         "optim.original_view",
         "optim.own_state_dict",
         "optim.state_dict_hooks",
-        "planning.layout",
     },
     "load_optim": {
         "optim.keys",
@@ -51,6 +50,8 @@ OTHERS: dict[str, set[str]] = {
     "formats.dcp_read": {"planning.boxes"},
     "formats.files": {"planning.boxes"},
     "same_on_ranks": {"flat.value_hash"},
+    # Sizes of regions, of which replicas write shares.
+    "save_parts": {"planning.layout"},
     # Buffers that have memory and no values; gathering unit by unit.
     "load": {"runtime.meta_values"},
     "export": {"state_dict.full"},

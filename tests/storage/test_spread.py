@@ -26,6 +26,7 @@ from composable_fsdp.storage import (
     free_save_memory,
     part,
     register_storage,
+    save_parts,
     team,
 )
 from composable_fsdp.storage.contents import contents_of
@@ -41,7 +42,7 @@ from tests.support.world import World
 def small_parts(nbytes: int = 16) -> Iterator[None]:
     """Divide even small shards, and tensors in no unit."""
     with (
-        mock.patch.object(part, "SMALLEST_PART", nbytes),
+        mock.patch.object(save_parts, "SMALLEST_PART", nbytes),
         mock.patch.object(part, "SMALL", nbytes),
     ):
         yield

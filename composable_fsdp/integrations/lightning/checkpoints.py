@@ -40,7 +40,7 @@ from composable_fsdp.storage.load import LoadOptions, load
 from composable_fsdp.storage.opening import open_source
 from composable_fsdp.storage.save import SaveOptions, save
 from composable_fsdp.storage.source import Source
-from composable_fsdp.storage.values import rng_state, set_rng_state
+from composable_fsdp.storage.stateful import rng_state, set_rng_state
 
 REST = "lightning"
 """The key in ``extra`` of the bytes of everything but model and optimizers."""
