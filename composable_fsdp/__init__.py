@@ -81,11 +81,10 @@ if TYPE_CHECKING:
         set_state_dict_type,
         state_dict_type,
     )
-    from composable_fsdp.storage.async_save import async_save
     from composable_fsdp.storage.convert import convert
     from composable_fsdp.storage.load import LoadOptions, load
     from composable_fsdp.storage.opening import checkpoints, verify
-    from composable_fsdp.storage.save import SaveOptions, save
+    from composable_fsdp.storage.save import SaveOptions, async_save, save
     from composable_fsdp.tools.describe import describe
     from composable_fsdp.tools.forecast import forecast
     from composable_fsdp.tools.plan import plan
@@ -122,11 +121,10 @@ _resolve, _ = _resolver(
         "optim.save": "optim_state_dict",
         "planning.policies": "CustomPolicy ModuleWrapPolicy",
         "state_dict.settings": "set_state_dict_type state_dict_type",
-        "storage.async_save": "async_save",
         "storage.convert": "convert",
         "storage.load": "LoadOptions load",
         "storage.opening": "checkpoints verify",
-        "storage.save": "SaveOptions save",
+        "storage.save": "SaveOptions async_save save",
         "tools.describe": "describe",
         "tools.forecast": "forecast",
         "tools.plan": "plan",

@@ -19,7 +19,7 @@ from composable_fsdp.access.unshard_params import unshard_params
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.runtime.offload import on_device
 from composable_fsdp.storage.contents import contents_of, units_in
-from composable_fsdp.storage.mesh_copies import whole_value
+from composable_fsdp.storage.tensors import whole_value
 
 _PREFIX = "base_model.model."
 """What PEFT puts in front of the names of the base model."""

@@ -30,7 +30,7 @@ from composable_fsdp.runtime.meta_values import unfilled_buffers
 from composable_fsdp.storage.compare import LoadReport
 from composable_fsdp.storage.contents import contents_of, places, units_in
 from composable_fsdp.storage.export import export_module
-from composable_fsdp.storage.formats.safetensors_files import INDEX
+from composable_fsdp.storage.formats.files import INDEX
 from composable_fsdp.storage.load import LoadOptions, load
 from composable_fsdp.storage.opening import open_source
 from composable_fsdp.storage.source import Source

@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING
 from composable_fsdp.lazy import resolver
 
 if TYPE_CHECKING:
-    from composable_fsdp.storage.async_save import free_save_memory as free_save_memory
     from composable_fsdp.storage.compare import LoadReport as LoadReport
     from composable_fsdp.storage.export import export_safetensors as export_safetensors
     from composable_fsdp.storage.opening import CheckpointInfo as CheckpointInfo
     from composable_fsdp.storage.opening import open_source as open_source
     from composable_fsdp.storage.opening import remove_stale as remove_stale
+    from composable_fsdp.storage.save import free_save_memory as free_save_memory
     from composable_fsdp.storage.source import Source as Source
     from composable_fsdp.storage.source import TensorInfo as TensorInfo
     from composable_fsdp.storage.storages import Storage as Storage
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _resolve, __all__ = resolver(
     {
-        "storage.async_save": "free_save_memory",
+        "storage.save": "free_save_memory",
         "storage.compare": "LoadReport",
         "storage.export": "export_safetensors",
         "storage.opening": "CheckpointInfo open_source remove_stale",

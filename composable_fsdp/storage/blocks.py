@@ -1,8 +1,4 @@
-"""Reads byte intervals of a checkpoint's files, and verifies each block once.
-
-A file is read through the page cache, where ``fill`` finds what ``check`` has read. An
-object takes a request per interval.
-"""
+"""Reads byte intervals of a checkpoint's files, and verifies each block once."""
 
 from __future__ import annotations
 
@@ -19,24 +15,19 @@ from torch import Tensor
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage.directory import named_errors, open_plain
 from composable_fsdp.storage.manifest import BLOCK, File
-from composable_fsdp.storage.staging import cpus_per_rank
 from composable_fsdp.storage.storages import is_url, split, storage_of
-from composable_fsdp.storage.writer import bytes_of
+from composable_fsdp.storage.writer import bytes_of, cpus_per_rank
 
 DescribeBytes = Callable[[int, int], str]
 """Returns names of the tensors in bytes ``[begin, end)`` of the payload."""
 DescribeRequest = Callable[[tuple[Any, ...]], str]
 """Returns the name of the wanted slice, from a ``ReadRequest``'s ``what``."""
 _Block = tuple[memoryview, int]
-_LISTED = 500
-"""The number of buffers that a single ``preadv`` may fill; systems allow 1024."""
 _READERS = 4
 """The number of reads in flight, for disks and storages that serve several at once."""
 _AHEAD_BYTES = BLOCK
 _FILL_BYTES = 4 * BLOCK
 """The most bytes that a read into a destination takes at once."""
-_GAP = 4096
-"""The largest gap between two slices, in bytes, that is read and dropped."""
 
 
 class ReadRequest(NamedTuple):
@@ -102,19 +93,17 @@ class BlockFile:
                         held = next(read)
                     self._verify(number, held[number], touching[number][0])
                 for want in touching[number]:
-                    if want.into is not None:
-                        self._copy(want, number, held.get(number))
+                    if want.into is None:
+                        continue
+                    start = number * self.block
+                    low = max(want.begin, start)
+                    high = min(want.end, start + self.block)
+                    part = want.data()[low - want.begin : high - want.begin]
+                    if number in held:
+                        part[:] = held[number][0][low - start : high - start]
+                    else:
+                        self._read(part, low)
         self._spare.clear()
-
-    def _copy(self, want: ReadRequest, number: int, loaded: _Block | None) -> None:
-        """Copy the part of a request that lies in a block."""
-        start = number * self.block
-        low, high = max(want.begin, start), min(want.end, start + self.block)
-        part = want.data()[low - want.begin : high - want.begin]
-        if loaded is None:
-            self._read(part, low)
-        else:
-            part[:] = loaded[0][low - start : high - start]
 
     def _read_run(self, run: tuple[int, int]) -> dict[int, _Block]:
         """Return the blocks ``[first, last]``, with sums; called in a thread."""
@@ -138,16 +127,30 @@ class BlockFile:
 
     def fill(self, wants: Sequence[ReadRequest]) -> None:
         """Fill the ``into`` of all requests, verified by ``check``, in file order."""
-        if wants:
+        # Not a task for each: a model may have many small parameters.
+        batches: list[list[tuple[ReadRequest, int, int]]] = []
+        size = _FILL_BYTES
+        for want in wants:
+            for begin in range(want.begin, want.end, _FILL_BYTES):
+                end = min(begin + _FILL_BYTES, want.end)
+                if size + end - begin > _FILL_BYTES:
+                    batches.append([])
+                    size = 0
+                batches[-1].append((want, begin, end))
+                size += end - begin
+        if batches:
             self.open()
-        lists = list(_neighbours(list(_pieces(wants))))
-        is_little = sum(want.end - want.begin for want in wants) <= _FILL_BYTES
-        if (readers := self._readers(0 if is_little else len(lists))) == 1:
-            for listed in lists:
-                self._fill_list(listed)
+        if (readers := self._readers(len(batches))) == 1:
+            for batch in batches:
+                self._fill(batch)
             return
         with ThreadPoolExecutor(readers, "composable_fsdp load") as pool:
-            list(pool.map(self._fill_list, lists))
+            list(pool.map(self._fill, batches))
+
+    def _fill(self, batch: Sequence[tuple[ReadRequest, int, int]]) -> None:
+        """Fill the bytes ``[begin, end)`` of each request; called in a thread."""
+        for want, begin, end in batch:
+            self._read(want.data()[begin - want.begin : end - want.begin], begin)
 
     def _readers(self, count: int) -> int:
         """Return how many of ``count`` reads to have in flight."""
@@ -156,26 +159,6 @@ class BlockFile:
             return 1
         # Processors alone copy from memory; more threads took a quarter more time.
         return _READERS if is_url(self.path) else min(_READERS, cpus_per_rank())
-
-    def _fill_list(self, listed: list[ReadRequest]) -> None:
-        """Fill the ``into`` of neighbours by a single read; called in a thread."""
-        begin, size = listed[0].begin, listed[-1].end - listed[0].begin
-        parts, at = [], begin
-        for want in listed:
-            if want.begin > at:
-                parts.append(memoryview(bytearray(want.begin - at)))
-            parts.append(want.data())
-            at = want.end
-        # A call per small parameter would cost more than reading the bytes.
-        assert self._bytes is not None
-        try:
-            count = self._bytes.read(parts, self.file.header_nbytes + begin)
-        except OSError:
-            count = -1
-        if count < size:
-            # Each by itself: that succeeds, or names the lost slice.
-            for want in listed:
-                self._read(want.data(), want.begin)
 
     def close(self) -> None:
         """Close the file, if open."""
@@ -189,69 +172,63 @@ class BlockFile:
         if crc32 != self.file.blocks[block]:
             end, wanted = start + len(data), self.told(want.what)
             asked = f" It was read for {wanted}." if wanted else ""
-            raise CheckpointError(
-                f"{self.path}: bytes {start} to {end} of the payload have another "
-                f"checksum than the manifest says; they hold {self.blame(start, end)}."
-                f"{asked} Use another checkpoint."
+            raise self._damaged(
+                f": bytes {start} to {end} of the payload have another checksum than "
+                f"the manifest says; they hold {self.blame(start, end)}.{asked}"
             )
         self._good.add(block)
 
+    def _damaged(self, what: str) -> CheckpointError:
+        """Return the error for a file that is not as the manifest says."""
+        return CheckpointError(f"{self.path}{what} Use another checkpoint.")
+
     def _read(self, data: memoryview, begin: int) -> None:
         """Fill ``data`` with the bytes of the payload from ``begin``."""
-        done = 0
+        done, end = 0, begin + len(data)
         # ``preadv`` may return fewer bytes than asked for.
         while done < len(data):
             at = self.file.header_nbytes + begin + done
             try:
                 assert self._bytes is not None
-                count = self._bytes.read([data[done:]], at)
+                count = self._bytes.read(data[done:], at)
             except OSError as error:
-                raise CheckpointError(
-                    f"{self.path} cannot be read at byte {at} ({error.strerror}), "
-                    f"which holds {self.blame(begin, begin + len(data))}. Use another "
-                    "checkpoint."
+                raise self._damaged(
+                    f" cannot be read at byte {at} ({error.strerror}), which holds "
+                    f"{self.blame(begin, end)}."
                 ) from error
             if not count:
-                raise CheckpointError(
-                    f"{self.path} ends at byte {at}, before "
-                    f"{self.blame(begin, begin + len(data))}. Use another checkpoint."
-                )
+                told = f" ends at byte {at}, before {self.blame(begin, end)}."
+                raise self._damaged(told)
             done += count
 
     def open(self) -> None:
         """Open the file and verify size and header, if not open yet."""
         if self._bytes is not None:
             return
-        path = self.path
+        path, file = self.path, self.file
         opened = RemoteBytes(path, self._sizes) if is_url(path) else LocalBytes(path)
         try:
-            with named_errors(self.path):
-                self._check_header(opened)
+            with named_errors(path):
+                header = memoryview(bytearray(file.header_nbytes))
+                expected, done = file.header_nbytes + file.payload_nbytes, 0
+                if opened.nbytes != expected:
+                    left = max(opened.nbytes - file.header_nbytes, 0)
+                    raise self._damaged(
+                        f" has {opened.nbytes} bytes, and the manifest says "
+                        f"{expected}; {self.blame(left, file.payload_nbytes)} are "
+                        "damaged."
+                    )
+                while done < len(header) and (n := opened.read(header[done:], done)):
+                    done += n
+                if zlib.crc32(header) != file.header_crc32:
+                    raise self._damaged(
+                        ": the header has another checksum than the manifest says."
+                    )
         except BaseException:
             # ``close`` would not find the file: ``self._bytes`` is set below.
             opened.close()
             raise
         self._bytes = opened
-
-    def _check_header(self, opened: LocalBytes | RemoteBytes) -> None:
-        """Raise CheckpointError if size or header differ from the manifest."""
-        file, size = self.file, opened.nbytes
-        expected = file.header_nbytes + file.payload_nbytes
-        if size != expected:
-            raise CheckpointError(
-                f"{self.path} has {size} bytes, and the manifest says {expected}; "
-                f"{self.blame(max(size - file.header_nbytes, 0), file.payload_nbytes)} "
-                "are damaged. Use another checkpoint."
-            )
-        header = bytearray(file.header_nbytes)
-        done, view = 0, memoryview(header)
-        while done < len(view) and (count := opened.read([view[done:]], done)):
-            done += count
-        if zlib.crc32(header) != file.header_crc32:
-            raise CheckpointError(
-                f"{self.path}: the header has another checksum than the manifest says. "
-                "Use another checkpoint."
-            )
 
 
 def _runs(numbers: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
@@ -291,31 +268,6 @@ def _ahead(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _pieces(wants: Sequence[ReadRequest]) -> Iterator[ReadRequest]:
-    """Yield the requests, cut into pieces that several threads can fill."""
-    for want in wants:
-        for begin in range(want.begin, want.end, _FILL_BYTES):
-            end, at = min(begin + _FILL_BYTES, want.end), want.at + begin - want.begin
-            yield want._replace(begin=begin, end=end, at=at)
-
-
-def _neighbours(wants: Sequence[ReadRequest]) -> Iterator[list[ReadRequest]]:
-    """Yield lists of requests that are close together, for a single system call."""
-    listed: list[ReadRequest] = []
-    end = 0
-    for want in wants:
-        if want.begin == want.end:
-            continue
-        far = not 0 <= want.begin - end <= _GAP
-        if listed and (far or len(listed) == _LISTED):
-            yield listed
-            listed = []
-        listed.append(want)
-        end = want.end
-    if listed:
-        yield listed
-
-
 class LocalBytes:
     """A regular file; methods may be called from several threads."""
 
@@ -323,9 +275,9 @@ class LocalBytes:
         self._handle = open_plain(path)
         self.nbytes = os.fstat(self._handle).st_size
 
-    def read(self, parts: Sequence[memoryview], at: int) -> int:
-        """Fill ``parts`` from byte ``at``; return how many bytes. Raises: OSError."""
-        return os.preadv(self._handle, parts, at)
+    def read(self, part: memoryview, at: int) -> int:
+        """Fill ``part`` from byte ``at``; return how many bytes. Raises: OSError."""
+        return os.preadv(self._handle, [part], at)
 
     def close(self) -> None:
         """Close the file."""
@@ -347,14 +299,10 @@ class RemoteBytes:
             )
         self.nbytes = sizes[name]
 
-    def read(self, parts: Sequence[memoryview], at: int) -> int:
-        """Fill ``parts`` by one request; see ``LocalBytes``."""
-        data = self._storage.read(self._name, at, at + sum(map(len, parts)))
-        begin = 0
-        for part in parts:
-            piece = data[begin : begin + len(part)]
-            part[: len(piece)] = piece
-            begin += len(part)
+    def read(self, part: memoryview, at: int) -> int:
+        """Fill ``part`` by one request; see ``LocalBytes``."""
+        data = self._storage.read(self._name, at, at + len(part))
+        part[: len(data)] = data
         return len(data)
 
     def close(self) -> None:

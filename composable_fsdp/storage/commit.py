@@ -1,8 +1,7 @@
 """Commits, lists and removes checkpoints: rank 0 writes the manifest last, at once.
 
-In a directory as in a storage: a folder without a manifest is no checkpoint, and the
-manifest names the files. Where the folder was there before, names of files have a token
-(``rank00000-9f3a..77``), so that attempts never share a file.
+A folder without a manifest is no checkpoint. Where the folder was there before, names
+of files have a token, so that attempts never share a file.
 """
 
 from __future__ import annotations
@@ -240,10 +239,9 @@ def discard(path: str, ending: str) -> None:
         files = Folder(path).files
         mine = [each for each in files if name.match(each)]
         # The answer may have been lost, or Ctrl-C have come after it: all is committed.
-        if MANIFEST in files:
-            marker = read_marker(path)
-            if any(f'"{each}"'.encode() in marker for each in mine):
-                return
+        marker = read_marker(path) if MANIFEST in files else b""
+        if any(f'"{each}"'.encode() in marker for each in mine):
+            return
         parts = [each for each in files if each.startswith(f"{MANIFEST}.")]
         for each in [*mine, *(parts if ending == PLAIN else ())]:
             _remove(path, files[each])
@@ -277,21 +275,13 @@ def read_marker(path: str, folder: Folder | None = None) -> bytes:
 
 
 def number_of(name: str) -> int | None:
-    """Return the last number in ``name``, or None.
-
-    >>> number_of("lr0.1-step-200"), number_of("best")
-    (200, None)
-    """
+    """Return the last number in ``name``, or None."""
     match = _NUMBER.match(name)
     return int(match["number"]) if match else None
 
 
 def is_of_series(name: str, other: str) -> bool:
-    """Return whether two names differ in the last number only, or are equal.
-
-    >>> is_of_series("lr0.1-step-1", "lr0.1-step-20"), is_of_series("a-1", "b-1")
-    (True, False)
-    """
+    """Return whether two names differ in the last number only, or are equal."""
     own, match = _NUMBER.match(name), _NUMBER.match(other)
     if own is None or match is None:
         return other == name

@@ -1,18 +1,288 @@
-"""Compares a checkpoint with a model, before any value is verified or copied."""
+"""Chooses a part of a model by names, and compares a checkpoint with it.
+
+Before any value is verified or copied. A checkpoint can be shown under other names.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from itertools import accumulate
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.naming import listed, quoted
+from composable_fsdp.naming import join_name, listed, quoted
 from composable_fsdp.storage.contents import Contents, Held
-from composable_fsdp.storage.source import Copy, Source, TensorInfo
+from composable_fsdp.storage.source import Copy, Source
+from composable_fsdp.storage.tensors import HeldWrapper
+
+Rename = Mapping[str, str] | Callable[[str], str | None]
+"""Old prefixes to new ones, or a function of a name; None leaves the tensor out."""
+
+
+def renaming(rename: Rename, names: Sequence[str]) -> Callable[[str], str | None]:
+    """Return the new name of each name of a checkpoint, as a function."""
+    # A function may leave names as they are, so no name of it is misspelt.
+    if callable(rename):
+        return rename
+    pairs = rename.items() if isinstance(rename, Mapping) else [(rename, None)]
+    if not all(isinstance(text, str) for pair in pairs for text in pair):
+        raise TypeError(
+            "load expects rename={old prefix: new prefix}, of texts, or a function of "
+            f"a name, got {rename!r}."
+        )
+    # A module's name with or without the dot at its end.
+    table = {old.rstrip("."): new.rstrip(".") for old, new in pairs if new is not None}
+    # A misspelt prefix would leave all names as they are.
+    unused = [old for old in table if not any(_has(name, old) for name in names)]
+    if unused:
+        raise CheckpointError(
+            f"load: rename has {listed(map(quoted, unused))}, and no name in the "
+            f"checkpoint begins with it. The names are {listed(map(quoted, names))}."
+        )
+    # The longest first: ``model.head`` goes elsewhere than ``model``.
+    prefixes = sorted(table, key=len, reverse=True)
+
+    def renamed(name: str) -> str:
+        old = next((each for each in prefixes if _has(name, each)), None)
+        if old is None:
+            return name
+        rest = name[len(old) :].removeprefix(".")
+        return join_name(table[old], rest) if table[old] and rest else table[old] + rest
+
+    return renamed
+
+
+def _has(name: str, prefix: str) -> bool:
+    """Return whether the name is the prefix, or is of the module of that name."""
+    return not prefix or name == prefix or name.startswith(f"{prefix}.")
+
+
+Progress = Callable[[int], None]
+"""A callback that gets the number of bytes read since the last call."""
+
+
+class View(Source):
+    """A view of a source: under other names, without a part, or with progress."""
+
+    def __init__(
+        self,
+        source: Source,
+        rename: Rename | None = None,
+        *,
+        optimizer: bool = True,
+        values: bool = True,
+        progress: Progress | None = None,
+    ) -> None:
+        self._source, self._progress = source, progress
+        self._is_renamed = rename is not None
+        self.path = source.path
+        self.fingerprint, self.saved_ranks = source.fingerprint, source.saved_ranks
+        # What is not wanted is not touched: a source may compute it, and raise.
+        names = [*source.model, *source.aliases, *(source.own_states if values else ())]
+        new = renaming({} if rename is None else rename, names)
+        # New name -> old name, and the other way round, without names left out.
+        self._old: dict[str, str] = {}
+        self._new: dict[str, str] = {}
+        for name in names:
+            if (found := new(name)) is None:
+                continue
+            # Of a tensor's whole name, a prefix can leave nothing.
+            if not found or found in self._old:
+                told = f"{quoted(name)} an empty name"
+                if found:
+                    told = (
+                        f"{quoted(name)} and {quoted(self._old[found])} of the "
+                        f"checkpoint the same name {quoted(found)}"
+                    )
+                raise CheckpointError(
+                    f"load: rename gives {told}. Rename one otherwise, or the module "
+                    "around it, or return None for it from a function."
+                )
+            self._old[found], self._new[name] = name, found
+        # Tables of names alone: values are read from ``source`` when asked for.
+        self.model = self._renamed(source.model)
+        self.aliases = {}
+        for name, kept in source.aliases.items():
+            if name in self._new and kept not in self._new:
+                raise CheckpointError(
+                    f"load: rename leaves out {quoted(kept)} and keeps {quoted(name)}, "
+                    "which is tied to it. Keep both, or exclude one of them."
+                )
+            if name in self._new:
+                self.aliases[self._new[name]] = self._new[kept]
+        # The name of a wrapper is no name of a tensor, and so not in the tables.
+        self.wrappers = {
+            name: facts for old, facts in source.wrappers.items() if (name := new(old))
+        }
+        self.optim, self.param_groups, self.extra = {}, None, None
+        if optimizer:
+            self._show_optimizer()
+        if values:
+            self.own_states, self.extra = self._renamed(source.own_states), source.extra
+
+    def _show_optimizer(self) -> None:
+        """Show state and options by the new names."""
+        source, new = self._source, self._new
+        self.optim = self._renamed(source.optim)
+        self.optim_values = self._renamed(source.optim_values)
+        self.param_groups = source.param_groups
+        # None says that there is no optimizer, and an empty list that it is empty.
+        if self.param_groups is not None and self._is_renamed:
+            self.param_groups = [
+                {**g, "params": [new[n] for n in g["params"] if n in new]}
+                for g in self.param_groups
+            ]
+
+    def _renamed(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a mapping by the new names, without names that are left out."""
+        new = self._new
+        return {new[name]: value for name, value in values.items() if name in new}
+
+    def read_model(self, name: str, start: int, stop: int) -> Tensor:
+        return self._told(self._source.read_model(self._old[name], start, stop))
+
+    def read_optim(self, name: str, state: str, start: int, stop: int) -> Tensor:
+        return self._told(self._source.read_optim(self._old[name], state, start, stop))
+
+    def _told(self, values: Tensor) -> Tensor:
+        """Report the bytes of ``values`` to ``progress``, and return ``values``."""
+        if self._progress is not None:
+            self._progress(values.numel() * values.dtype.itemsize)
+        return values
+
+    def prepare(self, copies: Sequence[Copy]) -> None:
+        self._source.prepare([c._replace(name=self._old[c.name]) for c in copies])
+
+    def finish(self, copies: Sequence[Copy]) -> None:
+        self._source.finish([c._replace(name=self._old[c.name]) for c in copies])
+
+    def close(self) -> None:
+        """Do nothing: the caller that opened ``source`` closes ``source``."""
+
+
+Patterns = str | Sequence[str] | Callable[[str], bool] | None
+"""A pattern, several patterns, a function of a name, or None."""
+
+
+Options = TypeVar("Options")
+
+
+def options_of(given: object, kind: type[Options], what: str) -> Options:
+    """Return the options of a call, or the defaults for None. Raises: TypeError."""
+    if given is not None and not isinstance(given, kind):
+        raise TypeError(
+            f"{what} expects options={kind.__name__}(..), got {given!r}. Pass its "
+            f"fields by name: options={kind.__name__}(include='head')."
+        )
+    return kind() if given is None else given
+
+
+def matcher(patterns: Patterns, what: str) -> Callable[[str], bool]:
+    """Return a function that tells whether a name matches any of ``patterns``."""
+    if callable(patterns):
+        return patterns
+    # A text is a sequence, too: of its characters.
+    texts = [patterns] if isinstance(patterns, str) else list(patterns or ())
+    if wrong := [text for text in texts if not isinstance(text, str)]:
+        raise TypeError(
+            f"{what} expects patterns of names, such as '*lora*', or a function of a "
+            f"name, got a {type(wrong[0]).__name__} among them."
+        )
+
+    def matches(name: str) -> bool:
+        # Modules around it, too: users name them, and a checkpoint holds tensors.
+        around = accumulate(name.split("."), "{}.{}".format)
+        return any(fnmatchcase(each, text) for each in around for text in texts)
+
+    return matches
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The names that a save or load is about; see ``save``."""
+
+    include: Callable[[str], bool] | None = None
+    """None: every name."""
+    exclude: Callable[[str], bool] | None = None
+    trainable_only: bool = False
+
+    @staticmethod
+    def of(include: Patterns, exclude: Patterns, trainable_only: bool) -> Selection:
+        """Return the selection of a caller's arguments. Raises: TypeError."""
+        return Selection(
+            None if include is None else matcher(include, "include"),
+            None if exclude is None else matcher(exclude, "exclude"),
+            trainable_only,
+        )
+
+    @property
+    def is_all(self) -> bool:
+        """Whether nothing is left out."""
+        return self == Selection()
+
+    def without(self, names: Set[str]) -> Selection:
+        """Return the selection without a set of names."""
+        if not names:
+            return self
+        exclude = self.exclude or (lambda name: False)
+        return replace(self, exclude=lambda name: name in names or exclude(name))
+
+    def takes_names(self, names: Iterable[str]) -> bool:
+        """Return whether a tensor with ``names`` is chosen by the patterns."""
+        # A tied tensor is chosen under any name, and left out under any name.
+        names = tuple(names)
+        is_in = self.include is None or any(map(self.include, names))
+        return is_in and not (self.exclude and any(map(self.exclude, names)))
+
+    def takes(self, held: Held) -> bool:
+        """Return whether the tensor of a model is chosen."""
+        # A buffer requires no gradient, and a frozen parameter is the base's.
+        is_trained = held.is_parameter and held.shown.requires_grad
+        return (is_trained or not self.trainable_only) and self.takes_names(held.names)
+
+    def _takes_wrapper(self, wrapper: HeldWrapper) -> bool:
+        """Return whether a tensor that wraps others is chosen."""
+        is_trained = wrapper.tensor.requires_grad or not self.trainable_only
+        return is_trained and self.takes_names([wrapper.name])
+
+    def of_contents(self, contents: Contents) -> Contents:
+        """Return the chosen part of ``contents``; a region may lack parameters."""
+        # The same object, which tells a save that nothing is left out.
+        if self.is_all:
+            return contents
+        regions = [
+            replace(region, params=tuple(filter(self.takes, region.params)))
+            for region in contents.regions
+        ]
+        # A module's extra state has no gradient.
+        own = {} if self.trainable_only else contents.own_states
+        return replace(
+            contents,
+            regions=tuple(region for region in regions if region.params),
+            tensors=tuple(filter(self.takes, contents.tensors)),
+            wrappers=tuple(filter(self._takes_wrapper, contents.wrappers)),
+            own_states={k: v for k, v in own.items() if self.takes_names([k])},
+        )
+
+    # For a load: both sides of the comparison must leave out the same names.
+    def leaves_out(self, contents: Contents) -> Callable[[str], bool]:
+        """Return a function that tells whether a checkpoint's name is not asked for."""
+        chosen = {name for held in contents.each() for name in held.names}
+        # Frozen tensors are known by the model alone; a checkpoint does not tell.
+        kept = self.of_contents(contents)
+        left = chosen - {name for held in kept.each() for name in held.names}
+        left |= contents.own_states.keys() - kept.own_states.keys()
+        known = chosen | contents.own_states.keys()
+        return lambda name: (
+            name in left if name in known else not self.takes_names([name])
+        )
+
 
 NO_OPTIMIZER = "the checkpoint was saved without an optimizer"
 """The difference if ``load`` gets an optimizer and the checkpoint has no state."""
@@ -81,23 +351,21 @@ class LoadReport:
         """Return a sentence per kind of difference that ends it."""
         names = bool(self.missing or self.unexpected)
         alone = NO_OPTIMIZER in self.optimizer
-        others = bool(names or self.values or self.local)
         ways = {
             "Build the model with the arguments (layers, widths, ties) of the one that "
-            "was saved.": bool(self.misshaped or self.untied or names),
-            "LoadOptions(cast=True) converts dtypes.": bool(self.dtypes),
+            "was saved.": self.misshaped or self.untied or names,
+            "LoadOptions(cast=True) converts dtypes.": self.dtypes,
             "load(path, model) without the optimizer reads the model.": alone,
             "Make the optimizer as the saved one was made (its class, its parameters); "
-            "load(path, model) without it reads the model alone.": bool(self.optimizer)
-            and not alone
-            and not names,
+            "load(path, model) without it reads the model alone.": self.optimizer
+            and not (alone or names),
             "LoadOptions(include=.., exclude=.. or rename=..) loads a part, or other "
             "names.": names,
-            "Pass to load the objects that were saved, at the same keys.": bool(
-                self.values
-            ),
+            "Pass to load the objects that were saved, at the same keys.": self.values,
             # Without one of the two a lenient load would load nothing.
-            "LoadOptions(strict=False) loads what fits.": others
+            "LoadOptions(strict=False) loads what fits.": names
+            or self.values
+            or self.local
             or self.optimizer != [NO_OPTIMIZER],
         }
         return [way for way, is_due in ways.items() if is_due]
@@ -107,7 +375,7 @@ class LoadReport:
         if self.is_empty():
             return
         raise CheckpointError(
-            f"load: the checkpoint {getattr(source, 'path', '')} does not fit; nothing "
+            f"load: the checkpoint {source.path} does not fit; nothing "
             "was loaded. "
             f"{' '.join(self._lines())} {' '.join(self._ways_out())}"
         )
@@ -125,7 +393,6 @@ class LoadReport:
 class ComparedModel:
     """The parameters, buffers and extra states of the model that this rank reads."""
 
-    source: Source
     copies: list[Copy]
     own_states: list[tuple[nn.Module, str]]
 
@@ -142,11 +409,6 @@ class ComparedModel:
                     "so nothing can be loaded into it. Register a clone() of it."
                 )
 
-    def set_own_states(self) -> None:
-        """Pass the saved extra states to ``set_extra_state`` of their modules."""
-        for module, name in self.own_states:
-            module.set_extra_state(self.source.own_states[name])
-
 
 def find(source: Source, names: tuple[str, ...]) -> str | None:
     """Return the name under which the checkpoint has a tensor, or None."""
@@ -158,25 +420,17 @@ def find(source: Source, names: tuple[str, ...]) -> str | None:
     return None
 
 
-def copy_of(
-    held: Held, name: str, state: str | None, into: Tensor, *, is_new: bool = False
-) -> Copy:
-    """Return the read of this rank's elements of a tensor, or of one of its states."""
-    rectangle, (start, stop) = held.rectangle, held.interval
-    if rectangle is not None:
-        rectangle, start, stop = rectangle.moved(start, stop)
-    return Copy(name, state, start, stop, into, is_new, rectangle, held.holders)
-
-
 def compare_model(
     source: Source,
     contents: Contents,
+    selection: Selection,
     report: LoadReport,
-    leaves_out: Callable[[str], bool] = lambda name: False,
     *,
     cast: bool,
 ) -> ComparedModel:
     """Compare names, shapes and dtypes; differences go to ``report``."""
+    leaves_out = selection.leaves_out(contents)
+    contents = selection.of_contents(contents)
     copies: list[Copy] = []
     used: set[str] = set()
     for held in contents.each():
@@ -186,9 +440,15 @@ def compare_model(
             continue
         # All names of a tied tensor count as used, so none of them is unexpected.
         used.update((name, *held.names))
-        start, stop = held.interval
-        if _is_fitting(held, source.model[name], report, cast) and stop > start:
-            copies.append(copy_of(held, name, None, held.local))
+        info = source.model[name]
+        if info.shape != held.shape:
+            told = _unlike(held.names[0], held.shape, info.shape)
+            report.misshaped.append(told)
+        elif info.dtype != held.dtype and not cast:
+            report.dtypes.append(_unlike(held.names[0], held.dtype, info.dtype))
+        elif held.span.numel:
+            to = held.span, held.local, False, held.holders
+            copies.append(Copy(name, None, *to))
             report.untied += _untied(source, held.names, copies[-1])
     for each in contents.wrappers:
         saved = source.wrappers.get(each.name, each.facts)
@@ -200,7 +460,7 @@ def compare_model(
     others += [name for name in source.own_states if name not in own_states]
     report.unexpected += [name for name in others if not leaves_out(name)]
     fitting = [(m, name) for name, m in own_states.items() if name in source.own_states]
-    return ComparedModel(source, copies, fitting)
+    return ComparedModel(copies, fitting)
 
 
 def _untied(source: Source, names: tuple[str, ...], target: Copy) -> list[str]:
@@ -220,18 +480,6 @@ def _untied(source: Source, names: tuple[str, ...], target: Copy) -> list[str]:
             value.view(torch.uint8),
         )
     ]
-
-
-def _is_fitting(held: Held, info: TensorInfo, report: LoadReport, cast: bool) -> bool:
-    """Return whether shape and dtype fit; add a line to ``report`` if not."""
-    name = held.names[0]
-    if info.shape != held.shape:
-        report.misshaped.append(_unlike(name, held.shape, info.shape))
-    elif info.dtype != held.dtype and not cast:
-        report.dtypes.append(_unlike(name, held.dtype, info.dtype))
-    else:
-        return True
-    return False
 
 
 def _unlike(name: str, own: object, saved: object) -> str:

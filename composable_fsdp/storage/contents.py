@@ -1,13 +1,12 @@
 """Lists the tensors of a module by the plain model's names: regions, and other tensors.
 
-A name is the path of the module plus the attribute that holds the tensor, whatever
-form a unit shows. Wrappers leave no trace in the names: ours, DistributedDataParallel,
-and the module that torch.compile returns.
+Wrappers leave no trace in the names: ours, DistributedDataParallel, and the module that
+torch.compile returns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -24,21 +23,20 @@ from composable_fsdp.optim.names import is_absent, names_of, optimizers_of
 from composable_fsdp.optim.own_state_dict import is_wrapper
 from composable_fsdp.optim.scalars import is_scalar
 from composable_fsdp.planning import walk
-from composable_fsdp.planning.dtensors import local_of
+from composable_fsdp.planning.dtensors import is_dtensor, local_of
 from composable_fsdp.runtime.recover import require_between_steps, require_idle
-from composable_fsdp.storage.manifest import Rectangle, rectangle_of
-from composable_fsdp.storage.mesh_copies import (
-    local_state,
-    loose_rectangle,
-    mesh_groups_in,
-    ranks_of,
-)
+from composable_fsdp.storage.manifest import Span
 from composable_fsdp.storage.source import OWN_STATE
-from composable_fsdp.storage.wrappers import (
+from composable_fsdp.storage.tensors import (
     HeldWrapper,
     kind_of,
+    local_state,
+    loose_span,
+    mesh_groups_in,
     opened,
+    ranks_of,
     require_readable,
+    span_of,
 )
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import _get_unit_state
@@ -46,7 +44,7 @@ from composable_fsdp.tree.traversal import _get_unit_state
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """This rank's box of a named tensor: of a buffer, or a parameter in no unit."""
+    """This rank's elements of a buffer, or of a parameter in no unit."""
 
     names: tuple[str, ...]
     """A tied tensor has several."""
@@ -57,24 +55,20 @@ class Held:
     dtype: torch.dtype
     """The dtype to save, because mixed precision may have cast a buffer."""
     shape: tuple[int, ...]
-    leaf: Tensor
-    """The tensor whose shape this rank's element-wise state has."""
     local: Tensor
-    """This rank's elements, a view; of a parameter of a unit, of one dim."""
-    interval: tuple[int, int]
-    """This rank's elements of the flattened tensor, or of the rectangle."""
-    rectangle: Rectangle | None
-    """Where the elements of a DTensor lie; None for the whole tensor."""
+    """The elements, a view; of a parameter of a unit, of one dim."""
+    span: Span
+    """Where the elements lie in the whole tensor."""
 
     @property
     def is_cut(self) -> bool:
         """Whether each rank holds a part."""
-        return self.rectangle is not None or isinstance(self, HeldParam)
+        return is_dtensor(self.tensor)
 
     @property
     def is_absent(self) -> bool:
         """Whether only other ranks hold elements, and the optimizer's state."""
-        return is_absent(self.leaf)
+        return is_absent(self.tensor)
 
     @property
     def is_parameter(self) -> bool:
@@ -83,14 +77,12 @@ class Held:
 
     def has_elements(self, key: str, value: Any) -> bool:
         """Return whether a state has an element for each element on this rank."""
-        shape, name = tuple(self.leaf.shape), quoted(self.names[0])
+        shape, name = tuple(local_of(self.tensor).shape), quoted(self.names[0])
         if is_scalar(key, value, shape):
             return False
-        if value.shape == shape:
-            return True
         # A tensor that one rank has whole may have state of any shape.
-        if not self.is_cut:
-            return False
+        if value.shape == shape or not self.is_cut:
+            return bool(value.shape == shape)
         raise CheckpointError(
             f"Optimizer state {key!r} of {name} has shape {tuple(value.shape)}; "
             f"expected a number or the shape of this rank's shard, {shape}. State that "
@@ -106,29 +98,18 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class HeldParam(Held):
-    """This rank's box of a parameter of a unit."""
+    """This rank's elements of a parameter of a unit."""
 
     ref: ParamRef
+
+    @property
+    def is_cut(self) -> bool:
+        return True
 
     def holders(self) -> tuple[int, ...]:
         """Return the ranks with the same elements: its replicas, or () without."""
         group = self.ref.handle.groups.replicate
         return () if group is None else ranks_of(group)
-
-
-def _held_tensor(
-    names: list[str],
-    tensor: Tensor,
-    original: dict[str, torch.dtype],
-    shown: Tensor,
-    what: str,
-) -> Held:
-    """Return the box of a tensor in no unit; ``shown`` is it, or the one around it."""
-    # Detached: autograd refuses an in-place write to a leaf that requires a gradient.
-    local, dtype = local_of(tensor).detach(), original.get(names[0], tensor.dtype)
-    place = loose_rectangle(tensor, names[0], what)
-    facts = dtype, tuple(tensor.shape), local, local, (0, local.numel()), place
-    return Held(tuple(names), tensor, shown, *facts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +145,8 @@ class Contents:
 
 def contents_of(module: nn.Module, what: str, *, inner: bool = False) -> Contents:
     """Return the tensors that ``module`` holds."""
-    states = _settled_states(module, what)
+    states = _states(module)
+    _settle(states.values(), what)
     # (module, attribute) -> (unit, slot), whatever form the unit shows.
     slot_of = {
         (id(info.module), info.name): (state, info.slot_index)
@@ -199,7 +181,16 @@ def contents_of(module: nn.Module, what: str, *, inner: bool = False) -> Content
     )
     original = _original_dtypes(module, states)
     tensors = tuple(
-        _held_tensor(names, tensor, original, around.get(id(tensor), tensor), what)
+        Held(
+            tuple(names),
+            tensor,
+            around.get(id(tensor), tensor),
+            original.get(names[0], tensor.dtype),
+            tuple(tensor.shape),
+            # Autograd refuses an in-place write to a leaf that requires a gradient.
+            local_of(tensor).detach(),
+            loose_span(tensor, names[0], what),
+        )
         for tensor, names in others.values()
     )
     _refuse_meta(regions, tensors, what)
@@ -214,8 +205,17 @@ def contents_of(module: nn.Module, what: str, *, inner: bool = False) -> Content
     return Contents(units, regions, tensors, own_states, groups, tuple(wrappers))
 
 
+def _settle(states: Iterable[_FSDPState], what: str) -> None:
+    """Make the units sharded and idle, or raise."""
+    for state in states:
+        require_between_steps(state, what)
+    # Units that were kept unsharded on purpose are resharded, and read or overwritten.
+    for state in {id(s.context): s for s in states if s.context is not None}.values():
+        require_idle(state, what)
+
+
 def _refuse_meta(
-    regions: Sequence[HeldRegion], tensors: Sequence[Held], what: str
+    regions: Iterable[HeldRegion], tensors: Iterable[Held], what: str
 ) -> None:
     """Raise CheckpointError if a tensor has no values."""
     meta = [p.names[0] for r in regions if r.ref.region.shard.is_meta for p in r.params]
@@ -252,25 +252,23 @@ def _names_given(module: nn.Module) -> dict[int, str]:
         for path, each in places(module, through_ddp=False)
         for key, parameter in each._parameters.items()
     }
-    names = names_of(module)
     # Names that differ from every place of the parameter: the class has chosen them.
-    return {key: name for key, name in names.items() if (key, name) not in here}
+    return {k: name for k, name in names_of(module).items() if (k, name) not in here}
 
 
 def places(
     module: nn.Module, *, through_ddp: bool = True
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield ``module`` and all below at every path, in the order of ``modules()``."""
-    hidden = _wrapped_as if through_ddp else None
-    return walk.named(module, every_path=True, hidden=hidden)
 
+    def hidden(each: nn.Module) -> str | None:
+        """Return the attribute under which torch's wrapper holds the module."""
+        if incompatible_api(each) == TORCH_DDP:
+            return "module"
+        # Compare the class name: importing torch's compiler takes seconds.
+        return "_orig_mod" if type(each).__name__ == "OptimizedModule" else None
 
-def _wrapped_as(module: nn.Module) -> str | None:
-    """Return the attribute under which torch's wrapper holds the module, or None."""
-    if incompatible_api(module) == TORCH_DDP:
-        return "module"
-    # Compare the class name: importing torch's compiler takes seconds.
-    return "_orig_mod" if type(module).__name__ == "OptimizedModule" else None
+    return walk.named(module, every_path=True, hidden=hidden if through_ddp else None)
 
 
 def units_in(module: nn.Module) -> list[_FSDPState]:
@@ -282,24 +280,9 @@ def _states(module: nn.Module) -> dict[str, _FSDPState]:
     """Return every unit in ``module`` by path, each unit once, at the first path."""
     found: dict[int, tuple[str, _FSDPState]] = {}
     for path, each in places(module):
-        state = _get_unit_state(each)
-        if state is not None:
+        if (state := _get_unit_state(each)) is not None:
             found.setdefault(id(state), (path, state))
     return dict(found.values())
-
-
-def _settled_states(module: nn.Module, what: str) -> dict[str, _FSDPState]:
-    """Return the units in ``module`` by path, after making them sharded and idle."""
-    found = _states(module)
-    trees: dict[int, _FSDPState] = {}
-    for state in found.values():
-        require_between_steps(state, what)
-        if state.context is not None:
-            trees.setdefault(id(state.context), state)
-    # Units that were kept unsharded on purpose are resharded, and read or overwritten.
-    for state in trees.values():
-        require_idle(state, what)
-    return found
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -322,9 +305,9 @@ def _region(
         slot, leaf, dtype = ref.slot, ref.leaf, ref.region.layout.dtype
         if slot.index not in found:
             raise _partly(module, slot.fqn, what)
-        place = None if slot.whole is None else rectangle_of(slot.whole, slot.shape)
+        span = span_of(slot.whole, slot.shape, *ref.interval)
         flat, names = leaf.detach().reshape(-1), tuple(found[slot.index])
-        facts = dtype, ref.shape, leaf, flat, ref.interval, place
+        facts = dtype, ref.shape, flat, span
         params.append(HeldParam(names, leaf, leaf, *facts, ref))
     return HeldRegion(refs[0], tuple(params))
 
@@ -345,14 +328,12 @@ def _original_dtypes(
     # A checkpoint does not depend on the precision policy.
     found: dict[str, torch.dtype] = {}
     for path, state in states.items():
-        if state.precision is None or not state.precision.buffer_dtypes:
-            continue
+        dtypes = {} if state.precision is None else state.precision.buffer_dtypes
         paths = {id(state.module): path}
-        if len(state.modules) > 1:
+        if dtypes and len(state.modules) > 1:
             paths |= {id(each): fqn for fqn, each in walk.named(module)}
-        for (number, name), dtype in state.precision.buffer_dtypes.items():
-            start = paths.get(id(state.modules[number]))
-            if start is not None:
+        for (number, name), dtype in dtypes.items():
+            if (start := paths.get(id(state.modules[number]))) is not None:
                 found[join_name(start, name)] = dtype
     return found
 

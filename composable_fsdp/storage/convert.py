@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+import dataclasses
+import json
+import pickle
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import closing, contextmanager, nullcontext, suppress
 from functools import partial
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed, quoted
-from composable_fsdp.storage.directory import appear
-from composable_fsdp.storage.formats.safetensors_files import SafetensorsWriter
-from composable_fsdp.storage.formats.write import write_dcp, write_native, write_torch
+from composable_fsdp.storage.compare import Progress, View
+from composable_fsdp.storage.directory import MANIFEST, appear, write_synced
+from composable_fsdp.storage.formats.dcp_read import METADATA, NOTES
+from composable_fsdp.storage.formats.files import SafetensorsWriter
+from composable_fsdp.storage.formats.nested import nested_tree
+from composable_fsdp.storage.manifest import Manifest, Span, require_storable, to_json
+from composable_fsdp.storage.merge import Draft, TensorPart, merge
+from composable_fsdp.storage.native import manifest_bytes
 from composable_fsdp.storage.opening import (
     DCP,
     FORMATS,
@@ -25,14 +33,186 @@ from composable_fsdp.storage.opening import (
     TORCH,
     open_source,
 )
-from composable_fsdp.storage.source import Source, TensorInfo
+from composable_fsdp.storage.source import LazyTensor, Source, TensorInfo
 from composable_fsdp.storage.storages import require_local
+from composable_fsdp.storage.validate import parse
+from composable_fsdp.storage.values import encode
+from composable_fsdp.storage.writer import Piece, in_order, places_of, write_file
+
+DATA = "rank00000.safetensors"
+
+
+def write_native(out: Path, source: Source) -> None:
+    """Make the directory ``out``."""
+    out.mkdir()
+    try:
+        maker = _Maker(source)
+    except TypeError as error:
+        # ``encode`` speaks of saving; add the way out for a conversion.
+        raise CheckpointError(
+            f"{error} Convert with --weights-only, or to another format."
+        ) from error
+    entries = in_order(maker.pieces)
+    # The file lists entries of large elements first, so all entries are aligned.
+    file = write_file(str(out / DATA), entries)
+    manifest: Manifest = merge([(maker.part, file, places_of(entries))])
+    # The source's random states are not converted.
+    manifest = dataclasses.replace(manifest, rng=())
+    parse(to_json(manifest), str(out / MANIFEST))  # A load must accept the file.
+    write_synced(str(out / MANIFEST), manifest_bytes(manifest))
+
+
+class _Maker(Draft):
+    """Collects the entries of the file and their description."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__()
+        part = self.part
+        # First name -> other names of a tied parameter.
+        others: dict[str, list[str]] = {}
+        for name, kept in source.aliases.items():
+            others.setdefault(kept, []).append(name)
+        for i, (name, info) in enumerate(source.model.items()):
+            # Under the first name, with the other names of a tied parameter.
+            names = name, *others.get(name, ())
+            span = Span(0, info.numel)
+            tensor = TensorPart(names, info.dtype, info.shape, span, i)
+            self._add(tensor.key(), info, partial(source.read_model, name))
+            values = dict(source.optim_values.get(name, {}))
+            for key, state in source.optim.get(name, {}).items():
+                read = partial(source.read_optim, name, key)
+                if state.shape == info.shape:
+                    tensor.states[key] = state.dtype
+                    self._add(tensor.key(key), state, read)
+                else:
+                    values[key] = read(0, state.numel).view(state.shape)
+            tensor.values = {k: self.value(k, v, name) for k, v in values.items()}
+            part.tensors.append(tensor)
+        part.wrappers = dict(source.wrappers)
+        for name, value in source.own_states.items():
+            state = encode(value, name, self.put, python_values=True)
+            part.own_states[name] = state
+        if source.param_groups is not None:
+            part.group_numbers = list(range(len(source.param_groups)))
+            part.param_groups = [
+                encode(dict(group), f"param_groups[{g}]", self.put, python_values=True)
+                for g, group in enumerate(source.param_groups)
+            ]
+        part.extra = encode(source.extra, "extra", self.put)
+
+    def _add(
+        self, key: str, info: TensorInfo, read: Callable[[int, int], Tensor]
+    ) -> None:
+        """Add the entry of a tensor; ``read`` returns elements ``[start, stop)``."""
+        require_storable(info.dtype, repr(key))
+
+        def pieces() -> Iterator[Tensor]:
+            return (read(start, stop) for start, stop in info.slices())
+
+        self.pieces.append(Piece(key, info.dtype, info.shape, pieces))
+
+
+def write_torch(out: Path, source: Source) -> None:
+    """Make the file ``out``; ``torch.save`` takes all tensors in host memory."""
+    torch.save(_whole(nested_tree(source), {}), out)
+
+
+def _whole(value: Any, read: dict[Hashable, Tensor]) -> Any:
+    """Return ``value`` with tensors read; tied names share one, which is saved once."""
+    if isinstance(value, LazyTensor):
+        if value.storage not in read:
+            read[value.storage] = value.whole()
+        return read[value.storage]
+    if isinstance(value, dict):
+        return {key: _whole(each, read) for key, each in value.items()}
+    return [_whole(each, read) for each in value] if isinstance(value, list) else value
+
+
+DCP_DATA = "__0_0.distcp"
+
+
+def write_dcp(out: Path, source: Source) -> None:
+    """Make the directory ``out``. Memory holds a single tensor at a time."""
+    # Imported in functions: these modules import half of torch.distributed.
+    from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+    # DCP's own writer keeps every tensor in memory until the file is complete.
+    out.mkdir()
+    tree = nested_tree(source)
+    leaves = list(_leaves(tree, ()))
+    empty = [path for path, value in leaves if isinstance(value, dict)]
+    # Only if needed: the key is visible to users of ``dcp.load``.
+    if source.aliases or empty:
+        notes = {"aliases": dict(source.aliases), "empty": empty}
+        leaves.append(((NOTES,), json.dumps(notes)))
+    metadata = Metadata({}, planner_data={}, storage_data={}, version="1.0.0")
+    metadata.storage_meta = StorageMeta()
+    with (out / DCP_DATA).open("wb") as file:
+        for path, value in leaves:
+            # For such an entry, DCP's loader would take this for an old version.
+            if path not in empty:
+                _write(file, metadata, path, value)
+    with (out / METADATA).open("wb") as stream:
+        pickle.dump(metadata, stream)
+
+
+def _leaves(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield (path, value) of the objects that DCP's planner saves separately."""
+    if isinstance(value, Mapping) and value:
+        for key, each in value.items():
+            if not isinstance(key, str):
+                raise CheckpointError(
+                    f"{'.'.join(map(str, path))} has the key {key!r}, and DCP's are "
+                    "text. Convert with --weights-only, or to torch."
+                )
+            yield from _leaves(each, (*path, key))
+    elif isinstance(value, list) and _has_parts(value):
+        for i, each in enumerate(value):
+            yield from _leaves(each, (*path, i))
+    else:
+        yield path, value
+
+
+def _has_parts(values: list[Any]) -> bool:
+    """Return whether the planner descends into a list."""
+    return any(
+        isinstance(each, Mapping | LazyTensor | Tensor)
+        or (isinstance(each, list) and _has_parts(each))
+        for each in values
+    )
+
+
+def _write(file: BinaryIO, metadata: Any, path: tuple[Any, ...], value: Any) -> None:
+    """Append ``value`` to ``file``, and add the place to ``metadata``."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    key = ".".join(map(str, path))
+    value = value.whole() if isinstance(value, LazyTensor) else value
+    begin, offset = file.tell(), None
+    torch.save(value, file)
+    if isinstance(value, Tensor):
+        # The whole tensor is a single chunk at the origin.
+        offset = torch.Size([0] * value.ndim)
+        chunk = ChunkStorageMetadata(offsets=offset, sizes=value.shape)
+        metadata.state_dict_metadata[key] = TensorStorageMetadata(
+            TensorProperties(dtype=value.dtype), value.shape, [chunk]
+        )
+    else:
+        metadata.state_dict_metadata[key] = BytesStorageMetadata()
+    metadata.planner_data[key] = path
+    place = _StorageInfo(DCP_DATA, begin, file.tell() - begin)
+    metadata.storage_data[MetadataIndex(key, offset)] = place
+
 
 MAX_SHARD_BYTES = 5 * 10**9
 """Default of ``max_shard_bytes``, in bytes: Hugging Face's own limit."""
-
-Progress = Callable[[int], None]
-"""A callback that gets the number of bytes read since the last call."""
 
 
 def convert(
@@ -48,8 +228,7 @@ def convert(
 
     Values, dtypes, names and ties stay the same. Memory holds a single tensor, or a
     part of it, at a time, and all for ``torch``. ``destination`` appears when complete;
-    no existing file is overwritten. No process group is needed: call ``convert`` in a
-    single process.
+    no existing file is overwritten. Call ``convert`` in a single process.
 
     Args:
         source: the path of a checkpoint of any format, or an open ``Source``.
@@ -58,15 +237,14 @@ def convert(
         to: ``native``, ``dcp``, ``safetensors`` or ``torch``.
         weights_only: leave out optimizer, extra state and modules' own states, which
             are then not read. Default False.
-        max_shard_bytes: the largest size of a ``safetensors`` file in bytes; larger
-            weights are divided into several files. Default ``MAX_SHARD_BYTES`` (5 GB).
+        max_shard_bytes: the largest size of a ``safetensors`` file in bytes. Default
+            ``MAX_SHARD_BYTES`` (5 GB).
         progress: called with the number of bytes read since the last call. Default
             None.
 
-    Returns: a list of words for the parts that were left out: safetensors holds weights
-    only, and random states and ``per_rank``, which belong to the ranks of a run, are
-    not converted.
-    Empty with ``weights_only``.
+    Returns: words for the parts that were left out: safetensors holds weights only, and
+    random states and ``per_rank`` belong to the ranks of a run. Empty with
+    ``weights_only``.
     Raises: CheckpointError, for a source that is damaged or that the format cannot
     hold, and for a destination that exists or cannot be written; ValueError, for an
     unknown format.
@@ -83,10 +261,11 @@ def convert(
         left_out += ["scalars of other ranks (local)"] if found.local_states else []
         left_out += ["values of single ranks (per_rank)"] if found.saved_ranks else []
         # safetensors holds weights only, and other parts may be unreadable.
-        given = Watched(found, progress, weights_only=weights_only or to == SAFETENSORS)
+        parts = not (weights_only or to == SAFETENSORS)
+        given = View(found, optimizer=parts, values=parts, progress=progress)
         where = Path(destination)
         if to == SAFETENSORS:
-            write_safetensors(where, given, max_shard_bytes=max_shard_bytes)
+            _write_safetensors(where, given, max_shard_bytes)
             left_out += _beside_weights(found)
         else:
             with appear(where) as out:
@@ -94,15 +273,13 @@ def convert(
         return [] if weights_only else left_out
 
 
-def write_safetensors(path: Path, source: Source, *, max_shard_bytes: int) -> None:
+def _write_safetensors(path: Path, source: Source, max_shard_bytes: int) -> None:
     """Write the weights of ``source``; a single file for a file path."""
     with appear(path) as out:
+        facts = out, source.model, source.aliases
+        single = path.suffix == ".safetensors"
         writer = SafetensorsWriter(
-            out,
-            source.model,
-            source.aliases,
-            max_shard_bytes=max_shard_bytes,
-            single=path.suffix == ".safetensors",
+            *facts, max_shard_bytes=max_shard_bytes, single=single
         )
         with closing(writer):
             for name, info in source.model.items():
@@ -127,7 +304,7 @@ def opened(source: str | PathLike[str] | Source) -> Iterator[Source]:
         shown = {*found.model, *found.aliases, *found.own_states}
         if hidden := sorted(found.local_tensors - shown):
             raise CheckpointError(
-                f"{getattr(found, 'path', 'the checkpoint')} has values of "
+                f"{found.path} has values of "
                 f"{listed(map(quoted, hidden))} per rank (SaveOptions.local). Open it "
                 "by storage.open_source, and pass the source of a rank, "
                 "source.on_rank(0)."
@@ -155,10 +332,10 @@ def _beside_weights(source: Source) -> Iterator[str]:
         "modules' own states": lambda: source.own_states or None,
     }
     for words, part in parts.items():
-        try:
+        # A part that cannot be read is there.
+        is_there: object = True
+        with suppress(CheckpointError):
             is_there = part() is not None
-        except CheckpointError:
-            is_there = True
         if is_there:
             yield words
 
@@ -167,65 +344,21 @@ def check_readable(
     source: Source, *, weights_only: bool = False, progress: Progress | None = None
 ) -> int:
     """Read every element of model, optimizer and extra state; return the bytes read."""
-    total = 0
-    watched = Watched(source, progress, weights_only=weights_only)
-    tensors = [
-        (name, info, partial(watched.read_model, name))
-        for name, info in watched.model.items()
+    total, parts = 0, not weights_only
+    watched = View(source, optimizer=parts, values=parts, progress=progress)
+    reads = [
+        (i, partial(watched.read_model, name)) for name, i in watched.model.items()
     ]
-    tensors += [
-        (f"{name}, {key}", info, partial(watched.read_optim, name, key))
+    reads += [
+        (info, partial(watched.read_optim, name, key))
         for name, states in watched.optim.items()
         for key, info in states.items()
     ]
-    for name, info, read in tensors:
+    for info, read in reads:
         for start, stop in info.slices():
             got = read(start, stop)
-            if got.numel() != stop - start or got.dtype != info.dtype:
-                raise CheckpointError(
-                    f"{name} gave {got.numel()} elements of {got.dtype}; expected "
-                    f"{stop - start} of {info.dtype}."
-                )
             # A reader may only map the file, so a disk error shows when bytes are read.
             if got.numel():
                 got.view(torch.uint8).max()
         total += info.nbytes
     return total
-
-
-class Watched(Source):
-    """A view of ``source`` that reports bytes read and can hide all but weights."""
-
-    def __init__(
-        self, source: Source, progress: Progress | None, *, weights_only: bool
-    ) -> None:
-        self._source = source
-        self._progress = progress
-        self.model = source.model
-        self.aliases = source.aliases
-        self.wrappers = source.wrappers
-        self.optim: Mapping[str, Mapping[str, TensorInfo]] = {}
-        self.param_groups: Sequence[Mapping[str, Any]] | None = None
-        self.extra = None
-        # Untouched if not wanted: a source may compute them, and raise.
-        if not weights_only:
-            self.optim = source.optim
-            self.optim_values = source.optim_values
-            self.param_groups = source.param_groups
-            self.extra = source.extra
-            self.own_states = source.own_states
-
-    def read_model(self, name: str, start: int, stop: int) -> Tensor:
-        return self._told(self._source.read_model(name, start, stop))
-
-    def read_optim(self, name: str, state: str, start: int, stop: int) -> Tensor:
-        return self._told(self._source.read_optim(name, state, start, stop))
-
-    def _told(self, values: Tensor) -> Tensor:
-        """Report the bytes of ``values`` to ``progress``, and return ``values``."""
-        if self._progress is not None:
-            self._progress(values.numel() * values.dtype.itemsize)
-        return values
-
-    def close(self) -> None:
-        """Do nothing: the caller that opened ``source`` closes ``source``."""

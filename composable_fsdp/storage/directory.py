@@ -1,8 +1,4 @@
-"""Makes, syncs and finds files and directories of checkpoints, on the writing rank.
-
-Converted checkpoints and exports appear at once, by the rename of a temporary
-directory. A stranger's document that is larger than the limit is refused unread.
-"""
+"""Makes, syncs and finds files and directories of checkpoints, on the writing rank."""
 
 from __future__ import annotations
 

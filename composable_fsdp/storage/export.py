@@ -1,47 +1,35 @@
-"""Writes weights as safetensors files with Hugging Face's names, from module or file.
-
-The parameters of a sharded module are gathered unit by unit to the first rank, which
-holds those of a single unit at a time, and writes each tensor in its place.
-"""
+"""Writes weights as safetensors files with Hugging Face's names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from os import PathLike
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.state_dict.full import gather_unit
-from composable_fsdp.storage.contents import Held, contents_of, units_in
-from composable_fsdp.storage.convert import MAX_SHARD_BYTES, Watched, convert, opened
+from composable_fsdp.storage.compare import View
+from composable_fsdp.storage.contents import Contents, contents_of, units_in
+from composable_fsdp.storage.convert import MAX_SHARD_BYTES, convert, opened
 from composable_fsdp.storage.directory import appear, path_text, unwritable
-from composable_fsdp.storage.formats.safetensors_files import SafetensorsWriter
-from composable_fsdp.storage.mesh_copies import (
-    is_first_copy,
-    mesh_groups_in,
-    whole_value,
-)
+from composable_fsdp.storage.formats.files import SafetensorsWriter
 from composable_fsdp.storage.opening import SAFETENSORS
 from composable_fsdp.storage.source import Source, TensorInfo
 from composable_fsdp.storage.storages import require_local
 from composable_fsdp.storage.team import meet_team, team_of
-from composable_fsdp.tree.state import _FSDPState
+from composable_fsdp.storage.tensors import (
+    is_first_copy,
+    mesh_groups_in,
+    whole_value,
+)
 
 
 def cast_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of a weight that is written with ``dtype=wanted``.
-
-    Integers, booleans and complex numbers keep their dtype; None keeps every dtype.
-
-    >>> cast_dtype(torch.float32, torch.bfloat16), cast_dtype(torch.int64, torch.half)
-    (torch.bfloat16, torch.int64)
-    """
+    """Return the dtype of a weight that is written with ``dtype=wanted``."""
     return wanted if wanted is not None and own.is_floating_point else own
 
 
@@ -57,11 +45,11 @@ def cast_weight(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
     return made
 
 
-class CastWeights(Watched):
+class CastWeights(View):
     """A view of ``source`` with the weights, and nothing else, cast to ``dtype``."""
 
     def __init__(self, source: Source, dtype: torch.dtype) -> None:
-        super().__init__(source, None, weights_only=True)
+        super().__init__(source, optimizer=False, values=False)
         self.model = {
             name: TensorInfo(cast_dtype(info.dtype, dtype), info.shape)
             for name, info in source.model.items()
@@ -86,11 +74,9 @@ def export_safetensors(
     """Write the weights of ``source`` as safetensors, completely or not at all.
 
     ``path`` becomes a directory with ``model.safetensors``, or with several files and
-    their index if the weights are larger than ``max_shard_bytes``, as
-    ``from_pretrained`` reads them. If ``path`` ends in ``.safetensors``, ``path``
-    becomes a single file. Names, shapes and dtypes are the plain model's, buffers
-    included. A tied parameter is stored once, and the file's metadata lists the other
-    names.
+    their index, as ``from_pretrained`` reads them; or a single file, if it ends in
+    ``.safetensors``. Names, shapes and dtypes are the plain model's, buffers included.
+    A tied parameter is stored once, and the metadata lists the other names.
 
     Args:
         path: the directory or file to make; no existing file is overwritten.
@@ -103,9 +89,8 @@ def export_safetensors(
 
     Collective: for a module, one gather per region to the first rank, which alone
     writes and holds a full unit in host memory, an all-gather per DTensor over the
-    ranks that cut the tensor, and two exchanges of outcomes over the private gloo group
-    of ``save``; all ranks must call. For a checkpoint none: call in
-    a single process.
+    ranks that cut it, and two exchanges of objects; all ranks must call. For a
+    checkpoint none: call in a single process.
     Raises: CheckpointError, if ``path`` exists or cannot be written, or for values on
     the meta device; PhaseError, inside a step. The same error on every rank.
 
@@ -139,95 +124,89 @@ def export_module(
     meet_team(module, "export_safetensors")
     team = team_of(module)
     # Ranks of tensor parallelism gather as well, and a single rank of all writes.
-    groups = mesh_groups_in(module, states)
-    wanted = _is_first(states[0], groups) if states else team.rank == 0
-    # A single writer needs the same first rank for all units.
-    alike = all(_is_first(state, groups) == wanted for state in states)
-    writing = _Writing(wanted=wanted, dtype=dtype, rewrite=rewrite)
+    mesh = mesh_groups_in(module, states)
+    own = [state.handle.groups for state in states]
+    firsts = {g.is_first and is_first_copy((*g.present, *g.cut), mesh) for g in own}
+    wanted = True in firsts if states else team.rank == 0
+    writing = _Writing(path, dtype, rewrite)
     with writing.files:
-        limit = max_shard_bytes
-        writing.attempt(partial(writing.start, path, module, limit, alike=alike))
+        with writing.errors():
+            # A single writer needs the same first rank for all units.
+            if len(firsts) > 1:
+                raise CheckpointError(
+                    "Units of the module are sharded over different ranks, so no rank "
+                    "is the first of all. Export each part by itself."
+                )
+            writing.start(module, max_shard_bytes, wanted=wanted)
         team.agree(writing.error)
-        for held in writing.loose:
-            whole = {held.names[0]: whole_value(held.tensor)}
-            writing.attempt(partial(writing.write, whole))
-        # Every rank gathers every unit in the same order, also after a failed write:
-        # the exchange at the end tells the error.
+        for held in writing.contents.tensors if writing.contents else ():
+            # Every rank gathers every unit in the same order, also after a failed
+            # write: the exchange at the end tells the error.
+            value = held.tensor.detach()
+            value = whole_value(held.tensor) if held.is_cut else value
+            # In the original dtype: mixed precision may have cast a buffer.
+            writing.write({held.names[0]: value.to(held.dtype)})
         for state in states:
             values = gather_unit(state.handle, first_only=True, to_cpu=True)
-            writing.attempt(partial(writing.write_unit, id(state.handle), values))
+            names = writing.names.get(id(state.handle), {})
+            writing.write({names[slot]: value for slot, value in values.items()})
             del values  # Free the unit before the next gather.
-        writing.attempt(writing.finish)
+        with writing.errors():
+            if writing.writer is not None and writing.error is None:
+                writing.writer.finish()
+                # Renames the files to their final path.
+                writing.files.close()
         team.agree(writing.error)
     return wanted
-
-
-def _is_first(state: _FSDPState, groups: Sequence[dist.ProcessGroup]) -> bool:
-    """Return whether this rank receives the full parameters of a unit, and writes."""
-    own = state.handle.groups
-    return own.is_first and is_first_copy((*own.present, *own.cut), groups)
 
 
 class _Writing:
     """An export on this rank: the files, if this rank writes, and the first error."""
 
     def __init__(
-        self, *, wanted: bool, dtype: torch.dtype | None, rewrite: Rewrite | None
-    ) -> None:
-        self._wanted, self._dtype, self._rewrite = wanted, dtype, rewrite
-        self.error: Exception | None = None
-        self.files = ExitStack()
-        self._path = Path()
-        self._writer: SafetensorsWriter | None = None
-        self._names: dict[tuple[int, int], str] = {}
-        self.loose: list[Held] = []
-        """The DTensors that no unit holds, which all ranks gather."""
-
-    def attempt(self, action: Callable[[], None]) -> None:
-        """Run ``action`` unless an earlier action has failed; keep the error."""
-        if self.error is None:
-            try:
-                action()
-            except OSError as error:
-                self.error = unwritable(self._path, error)
-            except Exception as error:
-                self.error = error
-
-    def start(
         self,
         path: str | PathLike[str],
-        module: nn.Module,
-        max_shard_bytes: int,
-        *,
-        alike: bool,
+        dtype: torch.dtype | None,
+        rewrite: Rewrite | None,
     ) -> None:
-        """Check the module, make the files, and write the tensors in no unit."""
-        text = path_text(path, "export_safetensors")
-        require_local(text, "export_safetensors")
-        self._path = Path(text)
-        if not alike:
-            raise CheckpointError(
-                "Units of the module are sharded over different ranks, so no rank is "
-                "the first of all. Export each part by itself."
-            )
+        self._path, self._dtype, self._rewrite = path, dtype, rewrite
+        self.error: Exception | None = None
+        self.files = ExitStack()
+        self.writer: SafetensorsWriter | None = None
+        self.contents: Contents | None = None
+        self.names: dict[int, dict[int, str]] = {}
+        """The names of each unit's parameters, by slot index."""
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Keep the first error of the block, which the ranks tell each other later."""
+        try:
+            yield
+        except OSError as error:
+            self.error = self.error or unwritable(Path(self._path), error)
+        except Exception as error:
+            self.error = self.error or error
+
+    def start(self, module: nn.Module, max_shard_bytes: int, *, wanted: bool) -> None:
+        """Check the module, and make the files, if this rank is ``wanted`` to."""
+        path = Path(path_text(self._path, "export_safetensors"))
+        require_local(str(self._path), "export_safetensors")
         # On every rank: the checks in ``contents_of`` must fail on all ranks alike.
         contents = contents_of(module, "export_safetensors")
-        # The first rank would write its own experts, and the file lack the others.
         for param in contents.params():
-            if param.ref.handle.groups.experts_ref is not None:
+            handle = param.ref.handle
+            # The first rank would write its own experts, and the file lack the others.
+            if handle.groups.experts_ref is not None:
                 raise CheckpointError(
-                    f"{param.ref.handle.name} has an expert_mesh, and this rank its "
-                    "own experts alone; an export gathers over the ranks of a unit. "
-                    "Call save(path, model), and then "
+                    f"{handle.name} has an expert_mesh, and this rank its own experts "
+                    "alone; an export gathers over the ranks of a unit. Call "
+                    "save(path, model), and then "
                     "storage.export_safetensors(files, path) in a single process."
                 )
-        # Gathered values arrive by slot index; the file needs names.
-        self._names = {
-            (id(held.ref.handle), held.ref.slot.index): held.names[0]
-            for held in contents.params()
-        }
-        self.loose = [each for each in contents.tensors if each.rectangle is not None]
-        if not self._wanted:
+            names = self.names.setdefault(id(handle), {})
+            names[param.ref.slot.index] = param.names[0]
+        self.contents = contents
+        if not wanted:
             return
         tensors = {
             each.names[0]: TensorInfo(cast_dtype(each.dtype, self._dtype), each.shape)
@@ -243,37 +222,20 @@ class _Writing:
             tensors, aliases = {}, {}
             for name, each in self._rewrite(metas).items():
                 tensors[name] = TensorInfo(each.dtype, tuple(each.shape))
-        self._writer = SafetensorsWriter(
-            self.files.enter_context(appear(self._path)),
+        self.writer = SafetensorsWriter(
+            self.files.enter_context(appear(path)),
             tensors,
             aliases,
             max_shard_bytes=max_shard_bytes,
-            single=self._path.suffix == ".safetensors",
+            single=path.suffix == ".safetensors",
         )
-        self.files.callback(self._writer.close)
-        # In the original dtype: mixed precision may have cast a buffer.
-        self.write(
-            {
-                each.names[0]: each.tensor.detach().to(each.dtype)
-                for each in contents.tensors
-                if each.rectangle is None
-            }
-        )
-
-    def write_unit(self, handle: int, values: dict[int, Tensor]) -> None:
-        """Write the full parameters of a unit; ``values`` is by slot index."""
-        self.write({self._names[handle, slot]: value for slot, value in values.items()})
+        self.files.callback(self.writer.close)
 
     def write(self, values: Mapping[str, Tensor]) -> None:
         """Write tensors, which are given by the model's names, if this rank writes."""
-        if self._writer is None:
-            return
-        for name, value in (self._rewrite or dict)(values).items():
-            dtype = cast_dtype(value.dtype, self._dtype)
-            self._writer.write(name, 0, cast_weight(name, value, dtype))
-
-    def finish(self) -> None:
-        """Complete the files, and rename them to their final path."""
-        if self._writer is not None:
-            self._writer.finish()
-            self.files.close()
+        with self.errors():
+            if self.writer is None or self.error is not None:
+                return
+            for name, value in (self._rewrite or dict)(values).items():
+                dtype = cast_dtype(value.dtype, self._dtype)
+                self.writer.write(name, 0, cast_weight(name, value, dtype))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -24,25 +24,32 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.optim.names import Optimizers
 from composable_fsdp.runtime.meta_values import unfilled_buffers
-from composable_fsdp.storage.compare import LoadReport, compare_model
-from composable_fsdp.storage.contents import contents_of, optimizers_in, units_in
-from composable_fsdp.storage.directory import within_limits
-from composable_fsdp.storage.load_optim import optimizer_loads
-from composable_fsdp.storage.opening import Found, look_up, open_source
-from composable_fsdp.storage.selection import (
+from composable_fsdp.storage.compare import (
+    LoadReport,
     Patterns,
     Rename,
-    RenamedSource,
     Selection,
+    View,
+    compare_model,
     matcher,
     options_of,
     renaming,
 )
-from composable_fsdp.storage.shared_reads import SharedReads, Told
+from composable_fsdp.storage.contents import contents_of, optimizers_in, units_in
+from composable_fsdp.storage.directory import within_limits
+from composable_fsdp.storage.load_optim import optimizer_loads
+from composable_fsdp.storage.opening import Found, look_up, open_source
 from composable_fsdp.storage.source import Source
-from composable_fsdp.storage.staging import paused_collection
 from composable_fsdp.storage.stateful import Redeal, fill, own_values, set_rng_state
-from composable_fsdp.storage.team import Team, meet_team, team_of, wait_for_pending
+from composable_fsdp.storage.team import (
+    SharedReads,
+    Team,
+    Told,
+    meet_team,
+    team_of,
+    wait_for_pending,
+)
+from composable_fsdp.storage.writer import paused_collection
 from composable_fsdp.tree.traversal import require_module, walk_states
 
 
@@ -57,28 +64,25 @@ class LoadOptions:
     """
 
     strict: bool = True
-    """Whether any difference raises. If False, ``load`` loads the matching tensors and
-    lists the differences in ``report``, or in a warning without ``report``."""
+    """Whether any difference raises. If False, ``load`` loads what matches and lists
+    the differences in ``report``, or in a warning without ``report``."""
     cast: bool = False
-    """Also load tensors that were saved in another dtype, converted to the model's.
-    False: another dtype is a difference."""
+    """Also load tensors of another dtype, converted to the model's."""
     rng: bool = True
-    """Restore the random states. At another world size, rank r gets the random state
-    that rank r saved, and ranks beyond the saved world size keep their own."""
+    """Restore the random states: rank r gets what rank r saved, and ranks beyond the
+    saved world size keep their own."""
     report: LoadReport | None = None
     """A report that ``load`` adds the differences to."""
     per_rank: dict[str, Any] | None = None
-    """A dict that gets the values that this rank saved by ``per_rank``; objects in the
-    dict are filled as those in ``extra``. None: these values are not read."""
+    """A dict that gets the values that this rank saved by ``per_rank``; objects in it
+    are filled as those in ``extra``. None: these values are not read."""
     redeal: Redeal | None = None
-    """A function that is called if the checkpoint was saved by another number of ranks,
-    with the list of the values of all these ranks, this rank's number and the number of
-    ranks; returns the values for ``per_rank``. None: another number of ranks is a
-    difference, if ``per_rank`` is a dict."""
+    """A function that is called if another number of ranks saved, with the list of the
+    values of all these ranks, this rank's number and the number of ranks; returns the
+    values for ``per_rank``. None: another number is a difference."""
     include: Patterns = None
     """Patterns of the names to load, as those of ``save``, by the names in the model.
-    All these must fit; other tensors of the model and of the checkpoint, with their
-    optimizer state, are left alone. None: all names."""
+    All these must fit; other tensors, with their optimizer state, are left alone."""
     exclude: Patterns = None
     """Patterns of names to leave alone. None: no name."""
     trainable_only: bool = False
@@ -88,14 +92,13 @@ class LoadOptions:
     prefixes, such as ``{"model": "backbone"}`` (``""`` is no prefix), or a function of
     a name that returns the new name, or None to leave the tensor out."""
     local: Patterns = None
-    """Patterns of the names in the checkpoint, as ``include``, that were saved per rank
-    (``SaveOptions.local``) and may come back at another world size: rank r gets the
-    values that rank r saved, and ranks beyond the saved ones keep their own. None:
-    another number of ranks is a difference."""
+    """Patterns of the names in the checkpoint that were saved per rank
+    (``SaveOptions.local``) and may come back at another world size: rank r gets what
+    rank r saved, and ranks beyond those keep their own. None: it is a difference."""
     share: bool | None = None
-    """Whether ranks that hold the same elements (replicas of ``HYBRID_SHARD`` and
-    ``NO_SHARD``; all ranks, of tensors in no unit) read an even part each and send it
-    to the others; the same on every rank. None: if ``path`` is a URL."""
+    """Whether ranks that hold the same elements (replicas; all ranks, of tensors in no
+    unit) read an even part each and send it to the others; the same on every rank.
+    None: if ``path`` is a URL."""
 
 
 # Tensors made in inference mode could not be trained with.
@@ -110,11 +113,10 @@ def load(
 ) -> Any:
     """Read model, optimizer and random states; return the ``extra`` that was saved.
 
-    The model may be sharded over any number of ranks, by any policy, through the
-    wrapper or ``fully_shard``, or be a plain module. Each rank reads only the slices
-    that the rank holds, and verifies the blocks of these slices first if the checkpoint
-    is a native checkpoint. If ``load`` raises, no tensor has changed, unless the
-    message says so.
+    The model may be sharded over any number of ranks, by any policy, or be a plain
+    module. Each rank reads only the slices that it holds; of a native checkpoint it
+    verifies the blocks of these first. If ``load`` raises, no tensor has changed,
+    unless the message says so.
 
     Args:
         path: a checkpoint of any format, a directory of checkpoints of this library,
@@ -132,23 +134,28 @@ def load(
 
     Returns: the saved ``extra``, or None. The objects that were passed stand in place
     of their states.
-    Collective: three all-gathers of objects on the private gloo group of ``save`` (one
-    more for a model with an ``expert_mesh``, and with ``share`` two more, and
-    broadcasts of values); all ranks of the module's mesh must call.
+    Collective: three all-gathers of objects on the private gloo group of ``save`` (with
+    ``share`` two more, and broadcasts of values); all ranks of the module's mesh must
+    call.
     Raises: CheckpointError, TypeError or PhaseError, the same on every rank.
     """
     meet_team(module, "load")
     team = team_of(module)
     # An asynchronous save of the same ranks may still be writing the checkpoint.
     before = wait_for_pending(team)
-    others = other_experts(team, module)
-    given, error = LoadOptions(), None
+    given, error, own = LoadOptions(), None, frozenset[str]()
     try:
         given = options_of(options, LoadOptions, "load")
-    except TypeError as raised:
+        is_module = isinstance(module, nn.Module)
+        units = units_in(module) if is_module else []
+        # Other ranks hold other experts; the names of all tell which are missing.
+        if any(state.handle.groups.experts_ref is not None for state in units):
+            held = contents_of(module, "load", inner=True).each()
+            own = frozenset(name for each in held for name in each.names)
+    except Exception as raised:
         error = raised
-    found = look_up(team, path, before, given.share, error)
-    job = _Load(team, module, optim, extra, given, others)
+    found = look_up(team, path, before, given.share, error, own)
+    job = _Load(team, module, optim, extra, given, found.names - own)
     try:
         value = _run(job, found)
     finally:
@@ -156,7 +163,13 @@ def load(
             given.report.add(job.report)
     if not given.strict and given.report is None:
         job.report.warn()
-    _tell_unfilled(module)
+    if names := listed(map(quoted, unfilled_buffers(module))):
+        warnings.warn(
+            f"load filled what the checkpoint has; buffers {names} are not persistent, "
+            "were on meta and have memory without values (to_empty). Set them before "
+            "the first forward, which raises otherwise.",
+            stacklevel=3,
+        )
     return value
 
 
@@ -187,7 +200,7 @@ def _run(job: _Load, found: Found) -> Any:
                 job.verify(everyone)
         except Exception as raised:
             error = raised
-        opened = ("", "") if source is None else (source.fingerprint, name_of(source))
+        opened = ("", "") if source is None else (source.fingerprint, source.path)
         answers = team.agree(error, opened)
         for rank, (fingerprint, path) in zip(team.ranks, answers, strict=True):
             # Each rank may have looked up the path for itself.
@@ -205,48 +218,39 @@ def _run(job: _Load, found: Found) -> Any:
             source.close()
 
 
+@dataclass
 class _Load:
     """A load on this rank: what is asked for, and all that it will change."""
 
-    def __init__(
-        self,
-        team: Team,
-        module: nn.Module,
-        optim: Optimizers | None,
-        extra: Any,
-        options: LoadOptions,
-        others: frozenset[str],
-    ) -> None:
-        self.team, self.module, self.options = team, module, options
-        self._optim, self._extra = optim, extra
-        self._others = others
-        """The names of experts that other ranks hold."""
-        self.report = LoadReport()
-        self.shared: SharedReads | None = None
+    team: Team
+    module: nn.Module
+    optim: Optimizers | None
+    extra: Any
+    options: LoadOptions
+    others: frozenset[str]
+    """The names of experts that other ranks hold."""
+    report: LoadReport = field(default_factory=LoadReport)
+    shared: SharedReads | None = None
 
     def plan(self, source: Source, *, share: bool) -> None:
         """Compare the checkpoint with all that is to be filled on this rank."""
         given, report, team = self.options, self.report, self.team
         # Before the names are renamed and compared: ranks may have other names.
         source.on_rank(team.rank)
-        self._filled = fill(self._extra, source.extra, "extra")
+        self._filled = fill(self.extra, source.extra, "extra")
         self._own = own_values(source, team, given.per_rank, given.redeal)
         report.values += [*self._filled.problems, *self._own.problems]
         # Random states, ``extra`` and the fingerprint have no names of tensors.
-        rename, self._given = given.rename, source
-        self._source = source if rename is None else RenamedSource(source, rename)
-        with within_limits(name_of(source)):
-            selection = self._selection(source).without(self._others)
+        rename, self._given, self._source = given.rename, source, source
+        if rename is not None:
+            self._source = View(source, rename, optimizer=self.optim is not None)
+        with within_limits(source.path):
+            selection = self._selection(source).without(self.others)
             contents = contents_of(self.module, "load", inner=True)
-            optims = optimizers_in(self._optim, "load")
-            leaves_out = selection.leaves_out(contents)
-            chosen = selection.of_contents(contents)
-            self._model = compare_model(
-                self._source, chosen, report, leaves_out, cast=given.cast
-            )
-            self._optims = optimizer_loads(
-                self._source, contents, optims, report, selection
-            )
+            optims = optimizers_in(self.optim, "load")
+            what = self._source, contents, selection, report
+            self._model = compare_model(*what, cast=given.cast)
+            self._optims = optimizer_loads(*what, optims)
             if given.strict:
                 report.require_empty(source)
             self._model.require_writable()
@@ -289,7 +293,7 @@ class _Load:
         """
         if self.shared is not None:
             self._copies = self.shared.divide(everyone)
-        team, where = self.team, name_of(self._source)
+        team, where = self.team, self._source.path
         # Damage must be found now: later, a failure leaves the model partly loaded.
         with within_limits(where):
             self._source.prepare(self._copies)
@@ -326,19 +330,15 @@ class _Load:
 
     def _give(self) -> None:
         """Give all that is no tensor to its objects."""
-        self._model.set_own_states()
+        for module, name in self._model.own_states:
+            module.set_extra_state(self._source.own_states[name])
         for each in self._optims:
             each.install()
         # After the optimizers: a scheduler may look at their options.
         self._filled.give()
         self._own.give()
         if self._rng is not None:
-            set_rng_state(self._rng, name_of(self._source))
-
-
-def name_of(source: Source) -> str:
-    """Return the path of the source, for messages."""
-    return str(getattr(source, "path", "the checkpoint"))
+            set_rng_state(self._rng, self._source.path)
 
 
 def _failure_of(*steps: Callable[[], None]) -> Exception | None:
@@ -354,36 +354,3 @@ def _failure_of(*steps: Callable[[], None]) -> Exception | None:
         error.__cause__ = raised
         return error
     return None
-
-
-def _tell_unfilled(module: nn.Module) -> None:
-    """Warn about non-persistent buffers that have memory but no values."""
-    if names := listed(map(quoted, unfilled_buffers(module))):
-        warnings.warn(
-            f"load filled what the checkpoint has; buffers {names} are not persistent, "
-            "were on meta and have memory without values (to_empty). Set them before "
-            "the first forward, which raises otherwise.",
-            stacklevel=3,
-        )
-
-
-def other_experts(team: Team, module: object) -> frozenset[str]:
-    """Return the names of experts that other ranks hold, and this rank does not.
-
-    Collective: an all-gather of objects over the team's group, if a unit has an
-    ``expert_mesh``; else none. Meshes are alike on all ranks.
-    """
-    if not isinstance(module, nn.Module) or all(
-        state.handle.groups.experts_ref is None for state in units_in(module)
-    ):
-        return frozenset()
-    own: list[str] = []
-    error: Exception | None = None
-    try:
-        contents = contents_of(module, "load", inner=True)
-        own = [name for held in contents.each() for name in held.names]
-    except Exception as raised:
-        error = raised
-    # Also with an error, because the other ranks wait here.
-    everyone = team.agree(error, own)
-    return frozenset(name for each in everyone for name in each) - frozenset(own)

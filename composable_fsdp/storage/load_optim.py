@@ -1,9 +1,8 @@
 """Reads this rank's part of an optimizer's state, by the names of the parameters.
 
-State tensors that the optimizer has are overwritten in place, so the memory of the
-state does not double; others are read into new memory. Both reach the optimizer through
-``load_state_dict``. Options and states are checked before a load changes anything:
-optimizers look at them only in the next step.
+State tensors that the optimizer has are overwritten in place; others are read into new
+memory. Options and states are checked before a load changes anything: optimizers look
+at them only in the next step.
 """
 
 from __future__ import annotations
@@ -28,11 +27,10 @@ from composable_fsdp.optim.own_state_dict import is_wrapper
 from composable_fsdp.optim.scalars import SCALARS, is_scalar_shape
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.planning.dtensors import is_dtensor
-from composable_fsdp.storage.compare import NO_OPTIMIZER, LoadReport, copy_of, find
+from composable_fsdp.storage.compare import NO_OPTIMIZER, LoadReport, Selection, find
 from composable_fsdp.storage.contents import Contents, Held, named, not_in_module
-from composable_fsdp.storage.mesh_copies import local_state
-from composable_fsdp.storage.selection import Selection
 from composable_fsdp.storage.source import Copy, Source, TensorInfo
+from composable_fsdp.storage.tensors import local_state
 
 STATES: dict[str, tuple[str, ...]] = {
     "ASGD": ("step", "eta", "mu", "ax"),
@@ -59,9 +57,9 @@ class Member(NamedTuple):
 def optimizer_loads(
     source: Source,
     contents: Contents,
-    optims: Sequence[torch.optim.Optimizer],
-    report: LoadReport,
     selection: Selection,
+    report: LoadReport,
+    optims: Sequence[torch.optim.Optimizer],
 ) -> list[OptimizerLoad]:
     """Compare each optimizer with the checkpoint; return what each will load."""
     if optims and source.param_groups is None:
@@ -111,38 +109,37 @@ class OptimizerLoad:
         """Return the members per group; None for a parameter that gets no state."""
         known = named(contents)
         wrappers = {id(each.tensor) for each in contents.wrappers}
-        groups: list[list[Member | None]] = []
-        for g, group in enumerate(self._optim.param_groups):
-            members: list[Member | None] = []
-            for i, parameter in enumerate(group["params"]):
-                key = id(parameter)
-                if key not in known and key not in wrappers:
-                    raise not_in_module(parameter, g, i, "loaded")
-                member = None
-                if key in known and key in chosen:
-                    names = known[key].names
-                    found = find(self._source, names)
-                    if found in self.home:
-                        member = Member(str(found), known[key])
-                    elif self._source.param_groups is not None:
-                        told = f"{quoted(names[0])} is missing"
-                        self._report.optimizer.append(told)
-                members.append(member)
-            groups.append(members)
-        return groups
+
+        def member(parameter: Tensor, g: int, i: int) -> Member | None:
+            key = id(parameter)
+            if key not in known and key not in wrappers:
+                raise not_in_module(parameter, g, i, "loaded")
+            if key not in known or key not in chosen:
+                return None
+            names = known[key].names
+            if (found := find(self._source, names)) in self.home:
+                return Member(str(found), known[key])
+            if self._source.param_groups is not None:
+                self._report.optimizer.append(f"{quoted(names[0])} is missing")
+            return None
+
+        return [
+            [member(parameter, g, i) for i, parameter in enumerate(group["params"])]
+            for g, group in enumerate(self._optim.param_groups)
+        ]
 
     def _compare(self) -> None:
         """Report groups of another class of optimizer, and states of other shapes."""
-        told = self._report.optimizer
+        told, view = self._report.optimizer, self._optim
         for g, members in enumerate(self._groups):
             for origin in {self.home[member.name] for member in members if member}:
                 saved = self._saved[origin]
                 # Another version of torch only adds options or only drops options.
-                lacks = sorted(self._optim.defaults.keys() - saved.keys())
-                others = sorted(saved.keys() - self._optim.param_groups[g].keys())
+                lacks = sorted(view.defaults.keys() - saved.keys())
+                others = sorted(saved.keys() - view.param_groups[g].keys())
                 if lacks and others:
                     told.append(
-                        f"group {g} of this {type(self._optim).__name__} expects "
+                        f"group {g} of this {type(view).__name__} expects "
                         f"{listed(map(repr, lacks))} and the checkpoint has "
                         f"{listed(map(repr, others))} instead, as of another class "
                         "of optimizer"
@@ -237,7 +234,8 @@ class OptimizerLoad:
                 into, is_new = self._new_state(parameter, key, info.dtype), True
             state[key] = into
             own = local_state(into, parameter, f"{name} (state {key!r})")
-            copies.append(copy_of(held, name, key, own, is_new=is_new))
+            to = held.span, own, is_new, held.holders
+            copies.append(Copy(name, key, *to))
         # Copies: an open source may give the values to another optimizer as well.
         for key, value in source.optim_values.get(name, {}).items():
             is_tensor = isinstance(value, Tensor)
@@ -255,12 +253,13 @@ class OptimizerLoad:
 
     def install(self) -> None:
         """Give the optimizer the saved options and the state that has been read."""
+        view = self._optim
         states: dict[int, dict[str, Any]] = {}
         options: list[dict[str, Any]] = []
         given: list[tuple[Member, dict[str, Any]]] = []
         index = 0
         for g, members in enumerate(self._groups):
-            own, chosen = self._optim.param_groups[g], self._options(g)
+            own, chosen = view.param_groups[g], self._options(g)
             # ``param_names`` follows the order of the parameters in this optimizer.
             chosen.pop("param_names", None)
             if "param_names" in own:
@@ -271,27 +270,23 @@ class OptimizerLoad:
             index += len(members)
             for i, member, parameter in zip(ids, members, own["params"], strict=True):
                 # An absent parameter (no element on this rank) keeps the present state.
-                state = self._optim.state.get(parameter, {})
+                state = view.state.get(parameter, {})
                 if member is not None and not member.held.is_absent:
                     state = self._states[id(parameter)]
                 if state:
                     states[i] = state
                     given += [(member, state)] if member is not None else []
-        install_optimizer_hooks(self._optim)
-        self._optim.load_state_dict({"state": states, "param_groups": options})
-        for member, state in given:
-            self._keep_dtypes(member, state)
-
-    def _keep_dtypes(self, member: Member, state: dict[str, Any]) -> None:
-        """Restore state of another dtype, which ``load_state_dict`` has cast."""
-        parameter = member.held.tensor
-        # If the parameter itself was saved in another dtype, the cast is kept.
-        if self._source.model[member.name].dtype != parameter.dtype:
-            return
-        if isinstance(self._optim, OverOriginals):
-            self._optim.keep_given(parameter)
-        else:
-            keep_given(state, self._optim.state[parameter])
+        install_optimizer_hooks(view)
+        view.load_state_dict({"state": states, "param_groups": options})
+        for (name, held), state in given:
+            # ``load_state_dict`` has cast state of another dtype. If the parameter
+            # itself was saved in another dtype, the cast is kept.
+            if self._source.model[name].dtype != held.tensor.dtype:
+                continue
+            if isinstance(view, OverOriginals):
+                view.keep_given(held.tensor)
+            else:
+                keep_given(state, view.state[held.tensor])
 
 
 def _refused(what: str) -> CheckpointError:
@@ -306,17 +301,15 @@ def _is_alike(own: Any, saved: Any) -> bool:
     """Return whether a saved option can stand where ``own`` stands."""
     if own is None or saved is None:
         return not _is_number(own) and not isinstance(saved, (list, dict))
-    # Before numbers: in Python, a bool is an int.
-    if isinstance(own, bool) or isinstance(saved, bool):
-        return isinstance(own, bool) and isinstance(saved, bool)
     if _is_number(own):
         return _is_number(saved)
     # JSON and torch.save may exchange lists and tuples; the length has a meaning.
     if isinstance(own, (list, tuple)):
         is_list = isinstance(saved, (list, tuple)) and len(own) == len(saved)
         return is_list and all(map(_is_alike, own, saved))
-    # A subclass of the user stands for its base class in both directions.
-    return isinstance(saved, type(own)) or isinstance(own, type(saved))
+    # In Python, a bool is an int; a subclass of the user stands for its base class.
+    is_bool = isinstance(own, bool) == isinstance(saved, bool)
+    return is_bool and (isinstance(saved, type(own)) or isinstance(own, type(saved)))
 
 
 def _is_number(value: Any) -> bool:

@@ -13,16 +13,224 @@ An entry holds the bytes of a part of a tensor: an interval of a flattened recta
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import reprlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from itertools import pairwise, product
 from math import prod
-from typing import Annotated, NamedTuple
+from types import UnionType
+from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import torch
 
-from composable_fsdp.planning.layout import Whole
-from composable_fsdp.storage.codec import Json, Rule
+from composable_fsdp.errors import CheckpointError
+
+Json = Any
+
+# safetensors has no code for complex128 and for quantized dtypes.
+CODES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""The dtypes that a safetensors file can hold, with their codes in the header."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of ``dtype`` without the module: ``float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+DTYPES: dict[str, torch.dtype] = {dtype_name(dtype): dtype for dtype in CODES}
+
+
+def require_storable(dtype: torch.dtype, what: str) -> None:
+    """Raise CheckpointError, naming ``what``, for a dtype that no file can hold."""
+    if dtype not in CODES:
+        raise CheckpointError(
+            f"{what} has dtype {dtype}, which a checkpoint cannot hold; expected one "
+            f"of {', '.join(sorted(DTYPES))}. Convert it before saving."
+        )
+
+
+class Rule(NamedTuple):
+    """A rule for the values of a field that the field's type does not state."""
+
+    expected: str
+    holds: Callable[[Any], bool]
+
+
+def to_json(value: Any) -> Json:
+    """Return the value of a field for ``json.dumps``."""
+    # Most values by far: places of shards and checksums of blocks.
+    if type(value) is int or type(value) is str:
+        return value
+    if is_dataclass(value):
+        return {f.name: to_json(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, tuple):
+        return [to_json(item) for item in value]
+    if isinstance(value, dict):
+        return {name: to_json(item) for name, item in value.items()}
+    return dtype_name(value) if isinstance(value, torch.dtype) else value
+
+
+_EXPECTED = {str: "a string", list: "a list", dict: "an object"}
+_MOST = 80
+"""Most characters of a value in a message."""
+_REPR = reprlib.Repr()
+_REPR.maxlist = _REPR.maxtuple = _REPR.maxdict = _MOST
+_REPR.maxstring = _REPR.maxlong = _REPR.maxother = _MOST + 20
+DAMAGED = (
+    "The checkpoint is damaged, was edited, or is of a development version that was "
+    "not released; use another checkpoint."
+)
+
+
+def excerpt(value: object) -> str:
+    """Return the begin of ``repr(value)``, for a value of any length and nesting."""
+    # ``repr`` recurses, so for a damaged value the stack might end first.
+    text = _REPR.repr(value)
+    return text if len(text) <= _MOST else f"{text[:_MOST]}..."
+
+
+class MalformedError(Exception):
+    """A document does not hold what a save writes; the text says where."""
+
+
+class UnexpectedError(MalformedError):
+    """A value is not as expected: (path, words for the expected values, value)."""
+
+    def within(self, place: str) -> UnexpectedError:
+        """Return the error with the path from the object around the value."""
+        path, *others = self.args
+        return UnexpectedError(f"{place}{path}", *others)
+
+    def __str__(self) -> str:
+        path, expected, got = self.args
+        where = path.removeprefix(".") or "the manifest"
+        return f"{where} is {excerpt(got)}, expected {expected}"
+
+
+Parser = Callable[[Json], Any]
+"""Returns a JSON value as an object. Raises: UnexpectedError."""
+
+
+@cache
+def parser_of(kind: Any) -> Parser:
+    """Return the parser of an annotation: of a dataclass, or of a part of one."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _ruled(*inner)
+    if origin is UnionType:
+        parse = parser_of(inner[0])
+        return lambda value: None if value is None else parse(value)
+    if kind is torch.dtype:
+        # Only names of the table: never ``getattr`` of torch with a text from a file.
+        known = parser_of(
+            Annotated[str, Rule("the name of a dtype", lambda name: name in DTYPES)]
+        )
+        return lambda value: DTYPES[known(value)]
+    # Values of any form: ``validate`` decodes them.
+    if kind is Any:
+        return lambda value: value
+    json_kind: Any = list if origin is tuple else origin or kind
+    if json_kind in _EXPECTED:
+        return _container(json_kind, inner, is_tuple=origin is tuple)
+    hints = get_type_hints(kind, include_extras=True)
+    return (_object if is_dataclass(kind) else _row)(kind, hints)
+
+
+def _ruled(whole: Any, rule: Rule) -> Parser:
+    """Return the parser of values that a rule holds for."""
+    parse, holds = None if whole is int else parser_of(whole), rule.holds
+
+    def parse_ruled(value: Json) -> Any:
+        found = value if parse is None else parse(value)
+        if not holds(found):
+            raise UnexpectedError("", rule.expected, value)
+        return found
+
+    return parse_ruled
+
+
+def _row(kind: Any, hints: dict[str, Any]) -> Parser:
+    """Return the parser of a named tuple, whose fields are alike."""
+    whole: Any = tuple
+    parse = parser_of(whole[next(iter(hints.values())), ...])
+
+    def parse_row(value: Json) -> Any:
+        found = parse(value)
+        if len(found) != len(hints):
+            raise UnexpectedError("", f"[{', '.join(hints)}]", value)
+        return kind(*found)
+
+    return parse_row
+
+
+def _container(kind: Any, inner: tuple[Any, ...], *, is_tuple: bool) -> Parser:
+    """Return the parser of a text, list or object."""
+    is_dict = kind is dict and bool(inner)
+    parse = parser_of(inner[-1 if is_dict else 0]) if is_tuple or is_dict else None
+
+    def parse_items(value: Json) -> Any:
+        if not isinstance(value, kind):
+            raise UnexpectedError("", _EXPECTED[kind], value)
+        if parse is None:
+            return value
+        key: Any = 0
+        try:
+            if is_dict:
+                made = {}
+                for key, item in value.items():
+                    made[key] = parse(item)
+                return made
+            items = []
+            for item in value:
+                items.append(parse(item))
+                key += 1
+        except UnexpectedError as error:
+            raise error.within(f"[{key!r}]") from None
+        return tuple(items)
+
+    return parse_items
+
+
+def _object(kind: Any, hints: dict[str, Any]) -> Parser:
+    """Return the parser of a dataclass."""
+    parsers = {name: parser_of(hint) for name, hint in hints.items()}
+
+    def parse_object(value: Json) -> Any:
+        # A reader that ignored a field could misunderstand the others.
+        if not isinstance(value, dict) or value.keys() != parsers.keys():
+            got = sorted(value) if isinstance(value, dict) else value
+            raise UnexpectedError("", f"an object of {', '.join(parsers)}", got)
+        found: dict[str, Any] = {}
+        name = ""
+        try:
+            for name, parse in parsers.items():
+                found[name] = parse(value[name])
+        except UnexpectedError as error:
+            of = f" ({found['fqns'][0]!r})" if "fqns" in found else ""
+            raise error.within(f"{of}.{name}") from None
+        return kind(**found)
+
+    return parse_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +240,6 @@ class Rectangle:
     whole: tuple[int, ...]
     offset: tuple[int, ...]
     shape: tuple[int, ...]
-    adjacent: bool = False
 
     @property
     def numel(self) -> int:
@@ -47,44 +254,41 @@ class Rectangle:
                 return prod(self.shape[dim:])
         return self.numel
 
-    def position(self, element: int) -> int:
-        """Return where an element of the flattened rectangle is in the whole tensor."""
-        found, stride = 0, 1
-        for at, size, count in zip(
-            reversed(self.offset),
-            reversed(self.whole),
-            reversed(self.shape),
-            strict=True,
-        ):
-            element, index = divmod(element, count)
-            found += (at + index) * stride
-            stride *= size
-        return found
-
     def runs(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Yield elements ``[start, stop)`` as intervals of the whole tensor."""
         width = self.width
         while start < stop:
             count = min(stop - start, width - start % width)
-            at = self.position(start)
+            at, stride, element = 0, 1, start
+            for dim in reversed(range(len(self.shape))):
+                element, index = divmod(element, self.shape[dim])
+                at += (self.offset[dim] + index) * stride
+                stride *= self.whole[dim]
             yield at, at + count
             start += count
 
-    def moved(self, start: int, stop: int) -> tuple[Rectangle | None, int, int]:
-        """Return the interval in the whole tensor, with None, if it is one."""
-        if not self.adjacent:
-            return self, start, stop
-        # A rank without rows has an offset behind the end, and no element.
-        first = self.position(0) if start < stop else 0
-        return None, first + start, first + stop
 
+class Span(NamedTuple):
+    """Elements ``[start, stop)`` of a flattened tensor, or of a rectangle of it."""
 
-def rectangle_of(place: Whole, shape: Sequence[int]) -> Rectangle:
-    """Return the rectangle of a DTensor's part on this rank."""
-    cut = sorted({dim for _, size, dim in place.axes if dim is not None and size > 1})
-    # Of the placement and not of this rank's part, which may be a single row.
-    adjacent = not cut or (len(cut) == 1 and prod(place.shape[: cut[0]]) == 1)
-    return Rectangle(place.shape, place.offset, tuple(shape), adjacent)
+    start: int
+    stop: int
+    rectangle: Rectangle | None = None
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+    def part(self, begin: int, end: int) -> Span:
+        """Return elements ``[begin, end)`` of these."""
+        return Span(self.start + begin, self.start + end, self.rectangle)
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """Return the elements as intervals of the whole tensor, in order."""
+        if self.rectangle is None:
+            return iter([(self.start, self.stop)])
+        return self.rectangle.runs(self.start, self.stop)
 
 
 FORMAT = "composable_fsdp.checkpoint"
@@ -100,14 +304,7 @@ _MOST_BLOCKS = 1 << 14
 
 
 def block_size(nbytes: int) -> int:
-    """Return the bytes that a checksum covers in a checkpoint of ``nbytes``.
-
-    Small blocks let a rank read a small slice without its neighbours; many blocks make
-    the manifest large.
-
-    >>> block_size(10**8) >> 10, block_size(10**11) >> 10, block_size(10**13) >> 10
-    (16, 4096, 4096)
-    """
+    """Return the bytes that a checksum covers in a checkpoint of ``nbytes``."""
     size = SMALLEST_BLOCK
     while size < BLOCK and nbytes > size * _MOST_BLOCKS:
         size *= 2
@@ -210,11 +407,11 @@ class SavedTensor:
         for name, state in self.states.items():
             yield name, state.dtype, state.parts
 
-    def intervals(self) -> Iterator[tuple[Rectangle, int, int]]:
-        """Yield the rectangle and the elements in it of each part, in order."""
+    def spans(self) -> Iterator[Span]:
+        """Yield the elements of each part, in order."""
         for rectangle, begins in zip(self.rectangles(), self.begins, strict=True):
             for start, stop in pairwise((*begins, rectangle.numel)):
-                yield rectangle, start, stop
+                yield Span(start, stop, rectangle)
 
     def rectangles(self) -> list[Rectangle]:
         """Return the rectangles, in the order of ``begins``."""

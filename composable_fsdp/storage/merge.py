@@ -1,10 +1,4 @@
-"""Describes the file of a rank, and merges those of all ranks into the manifest.
-
-Values that each rank saves for itself (``local=``) are stored per rank::
-
-    local[0]   experts.weight, its optimizer state and options    as rank 0 has them
-    local[1]   experts.weight, ..                                 as rank 1 has them
-"""
+"""Describes the file of a rank, and merges those of all ranks into the manifest."""
 
 from __future__ import annotations
 
@@ -22,17 +16,18 @@ from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import quoted
-from composable_fsdp.storage.codec import Json, require_storable
 from composable_fsdp.storage.manifest import (
     BLOCK,
     EntryPlace,
     File,
+    Json,
     Local,
     Manifest,
-    Rectangle,
     SavedState,
     SavedTensor,
+    Span,
     Stored,
+    require_storable,
 )
 from composable_fsdp.storage.values import encode
 from composable_fsdp.storage.writer import Piece, of_tensor
@@ -40,16 +35,13 @@ from composable_fsdp.storage.writer import Piece, of_tensor
 
 @dataclass(slots=True)
 class TensorPart:
-    """This rank's elements ``[start, stop)`` of a tensor, or of a rectangle of it."""
+    """The elements of a tensor that this rank writes."""
 
     names: tuple[str, ...]
     dtype: torch.dtype
     shape: tuple[int, ...]
-    start: int
-    stop: int
+    span: Span
     number: int
-    rectangle: Rectangle | None = None
-    """The rectangle that ``start`` and ``stop`` count in; None: the whole."""
     states: dict[str, torch.dtype] = field(default_factory=dict)
     values: dict[str, Json] = field(default_factory=dict)
     """State that is not element-wise, encoded, where this rank writes it."""
@@ -59,18 +51,13 @@ class TensorPart:
     @property
     def offset(self) -> tuple[int, ...]:
         """The first index of the rectangle in each dim."""
-        box = self.rectangle
+        box = self.span.rectangle
         return (0,) * len(self.shape) if box is None else box.offset
-
-    @property
-    def box(self) -> tuple[int, ...]:
-        """The shape of the rectangle."""
-        return self.shape if self.rectangle is None else self.rectangle.shape
 
     @property
     def is_whole(self) -> bool:
         """Whether this rank writes the whole tensor."""
-        return self.rectangle is None and self.stop - self.start == prod(self.shape)
+        return self.span == (0, prod(self.shape), None)
 
     def key(self, state: str | None = None) -> str:
         """Return the key of the entry in the rank's file."""
@@ -79,25 +66,12 @@ class TensorPart:
 
 
 @dataclass(slots=True)
-class LocalPart:
-    """The values that this rank saves for itself; see ``Local``."""
-
-    tensors: list[TensorPart] = field(default_factory=list)
-    own_states: dict[str, Json] = field(default_factory=dict)
-    values: dict[str, dict[str, Json]] = field(default_factory=dict)
-    param_groups: list[Json] | None = None
-
-    def is_empty(self) -> bool:
-        """Return whether the rank has nothing of its own."""
-        return not (self.tensors or self.own_states or self.values or self.param_groups)
-
-
-@dataclass(slots=True)
 class FilePart:
     """The description of this rank's file for rank 0, without tensor values."""
 
     tensors: list[TensorPart] = field(default_factory=list)
-    local: LocalPart = field(default_factory=LocalPart)
+    local: FilePart | None = None
+    """The values that this rank saves for itself; see ``Local``."""
     wrappers: dict[str, str] = field(default_factory=dict)
     loose: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
     """The entries that JSON values refer to by number, by key."""
@@ -108,6 +82,8 @@ class FilePart:
     experts: dict[int, list[str]] = field(default_factory=dict)
     """Names of experts of this rank by the number of their group."""
     own_states: dict[str, Json] = field(default_factory=dict)
+    values: dict[str, dict[str, Json]] = field(default_factory=dict)
+    """Scalar state of parameters of units, in ``local`` alone."""
     rng: Json = None
     per_rank: Json = None
 
@@ -153,9 +129,8 @@ def merge(told: Sequence[RankPart], block: int = BLOCK) -> Manifest:
     library = "unknown"
     with suppress(PackageNotFoundError):
         library = version("composable-fsdp")
-    own = [merger.shifted(part.per_rank, r) for r, part in enumerate(parts)]
-    if not any(each is not None for each in own):
-        own = []
+    has_own = any(part.per_rank is not None for part in parts)
+    own = [merger.shifted(p.per_rank, r) for r, p in enumerate(parts) if has_own]
     return Manifest(
         library=library,
         torch=str(torch.__version__),
@@ -164,11 +139,9 @@ def merge(told: Sequence[RankPart], block: int = BLOCK) -> Manifest:
         files=tuple(file for _, file, _ in told),
         tensors=tuple(merger.tensors()),
         wrappers=first.wrappers,
-        local=merger.local([part.local for part in parts]),
+        local=merger.local(),
         loose=tuple(merger.loose()),
-        param_groups=with_experts(
-            first.param_groups, first.group_numbers, [part.experts for part in parts]
-        ),
+        param_groups=_with_experts(parts),
         extra=first.extra,
         own_states=first.own_states,
         rng=tuple(merger.shifted(part.rng, r) for r, part in enumerate(parts)),
@@ -200,19 +173,15 @@ class _Merger:
         shift = self._shifts[rank]
         return _shifted(value, shift) if shift else value
 
-    def local(self, parts: Sequence[LocalPart]) -> tuple[Local, ...]:
+    def local(self) -> tuple[Local, ...]:
         """Return the own values of each rank; empty if no rank has any."""
-        if all(part.is_empty() for part in parts):
-            return ()
-        return tuple(
-            Local(
-                tuple(self._tensor([(rank, each)]) for each in part.tensors),
-                self.shifted(part.own_states, rank),
-                self.shifted(part.values, rank),
-                self.shifted(part.param_groups, rank),
-            )
-            for rank, part in enumerate(parts)
-        )
+        found, empty = [], Local((), {}, {}, None)
+        for rank, (part, _, _) in enumerate(self._told):
+            own = part.local or FilePart()
+            tensors = tuple(self._tensor([(rank, each)]) for each in own.tensors)
+            values = own.own_states, own.values, own.param_groups
+            found.append(Local(tensors, *(self.shifted(v, rank) for v in values)))
+        return tuple(found) if any(each != empty for each in found) else ()
 
     def tensors(self) -> Iterator[SavedTensor]:
         """Yield the tensors that are saved once, in the order of the model."""
@@ -238,17 +207,14 @@ class _Merger:
         facts, name = (first.names, first.dtype, first.shape), quoted(first.names[0])
         for box in SavedTensor(*facts, cuts, (), (), {}, {}).rectangles():
             at = by_offset.get(box.offset, [])
-            parts = sorted(at, key=lambda each: each[1].start)
-            if {part.box for _, part in parts} != {box.shape}:
-                raise CheckpointError(
-                    f"The rectangle {box.shape} at {box.offset} of {name} was written "
-                    "by no rank of the save. Call save on every rank that the model is "
-                    "sharded and cut over."
-                )
-            where = f"the rectangle at {box.offset} of " if len(by_offset) > 1 else ""
-            _require_cover(parts, box.numel, f"{where}{name}")
+            parts = sorted(at, key=lambda each: each[1].span.start)
+            where = f"the rectangle {box.shape} at {box.offset} of {name}"
+            for _, part in parts:
+                if (part.span.rectangle or box).shape != box.shape:
+                    parts = []
+            _require_cover(parts, box.numel, where if len(by_offset) > 1 else name)
             ordered += parts
-            begins.append(tuple(part.start for _, part in parts))
+            begins.append(tuple(part.span.start for _, part in parts))
         _require_same_state(ordered)
         rank, teller = ordered[0]
 
@@ -276,12 +242,13 @@ def _shifted(value: Json, shift: int) -> Json:
 def _require_alike(written: Written) -> None:
     """Raise CheckpointError if ranks have stored a tensor in different ways."""
     rank, first = written[0]
+
+    def facts(part: TensorPart) -> tuple[Any, ...]:
+        return part.shape, part.dtype, part.span.rectangle is None
+
     for other, part in written[1:]:
         # Meshes of different placements: no rank knows the values of all elements.
-        if (part.rectangle is None) != (first.rectangle is None) or (
-            part.shape,
-            part.dtype,
-        ) != (first.shape, first.dtype):
+        if facts(part) != facts(first):
             raise CheckpointError(
                 f"{quoted(first.names[0])} is cut differently on ranks {rank} and "
                 f"{other} of the save; expected the same shape, dtype and placements "
@@ -295,20 +262,20 @@ def _require_cover(parts: Written, numel: int, what: str) -> None:
     # A gap would come back as whatever the memory holds.
     end, before = 0, 0
     for rank, part in parts:
-        if part.start < end:
+        if part.span.start < end:
             raise CheckpointError(
                 f"Ranks {before} and {rank} of the save hold the same elements of "
                 f"{what} without being replicas of each other. Pass fully_shard a 2-D "
                 "device_mesh (replicate, shard), or save on the ranks of one copy."
             )
-        if part.start > end:
+        if part.span.start > end:
             break
-        end, before = part.stop, rank
-    if end != numel:
+        end, before = part.span.stop, rank
+    if end != numel or not parts:
         alone = dist.is_available() and not dist.is_initialized()
         way_out = (
-            "Call save on every rank that the model is sharded over, with the same "
-            "include, exclude and trainable_only."
+            "Call save on every rank that the model is sharded and cut over, with the "
+            "same include, exclude and trainable_only."
         )
         raise CheckpointError(
             f"Elements from {end} on of {what} were written by no rank. "
@@ -319,33 +286,32 @@ def _require_cover(parts: Written, numel: int, what: str) -> None:
 def _require_same_state(parts: Written) -> None:
     """Raise CheckpointError for optimizer state that differs between the parts."""
     rank, first = parts[0]
-    name = first.names[0]
+    name, kinds = first.names[0], {**first.states, **first.shared}
     # Of a state that a rank lacks, some elements would be missing.
     for other_rank, part in parts[1:]:
-        if part.states == first.states and part.shared == first.shared:
-            continue
-        kinds, others = ({**each.states, **each.shared} for each in (first, part))
-        key = next(k for k in {**kinds, **others} if kinds.get(k) != others.get(k))
-        mine, theirs = (str(each.get(key, "absent"))[:80] for each in (kinds, others))
-        raise CheckpointError(
-            f"Optimizer state {key!r} of {quoted(name)} is {mine} on rank {rank} of "
-            f"the save and {theirs} on rank {other_rank}, which hold parts of the "
-            "parameter; a checkpoint has such state once. Nothing was committed. Step "
-            "the same optimizer on every rank, and make its scalars equal (all-reduce "
-            f"them in the step), or pass local=[{name!r}] in SaveOptions, which saves "
-            "each rank's own scalars."
-        )
+        others = {**part.states, **part.shared}
+        for key in {**kinds, **others}:
+            if kinds.get(key) == others.get(key):
+                continue
+            mine, theirs = (str(e.get(key, "absent"))[:80] for e in (kinds, others))
+            raise CheckpointError(
+                f"Optimizer state {key!r} of {quoted(name)} is {mine} on rank {rank} "
+                f"of the save and {theirs} on rank {other_rank}, which hold parts of "
+                "the parameter; a checkpoint has such state once. Nothing was "
+                "committed. Step the same optimizer on every rank, and make its "
+                "scalars equal (all-reduce them in the step), or pass "
+                f"local=[{name!r}] in SaveOptions, which saves each rank's own scalars."
+            )
 
 
-def with_experts(
-    groups: list[Json] | None,
-    numbers: Sequence[int],
-    told: Sequence[dict[int, list[str]]],
-) -> list[Json] | None:
+def _with_experts(parts: Sequence[FilePart]) -> list[Json] | None:
     """Return the options of rank 0 with the experts of all ranks as members."""
-    by_number = {n: dict(each) for n, each in zip(numbers, groups or (), strict=True)}
-    for rank, members in enumerate(told if groups is not None else ()):
-        for number, names in members.items():
+    numbers, groups = parts[0].group_numbers, parts[0].param_groups
+    if groups is None:
+        return None
+    by_number = {n: dict(each) for n, each in zip(numbers, groups, strict=True)}
+    for rank, part in enumerate(parts):
+        for number, names in part.experts.items():
             # The options of such a group would be lost.
             if number not in by_number:
                 raise CheckpointError(
@@ -355,4 +321,4 @@ def with_experts(
                 )
             group = by_number[number]
             group["params"] = list(dict.fromkeys([*group["params"], *names]))
-    return None if groups is None else list(by_number.values())
+    return list(by_number.values())

@@ -7,38 +7,43 @@ import json
 import os
 import time
 import zlib
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cache, partial
-from typing import Any
+from itertools import accumulate
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.naming import quoted
+from composable_fsdp.naming import listed, quoted
+from composable_fsdp.planning.boxes import interval_boxes, moved
 from composable_fsdp.storage.blocks import BlockFile, ReadRequest
-from composable_fsdp.storage.codec import Json, to_json
 from composable_fsdp.storage.commit import Folder, read_marker
 from composable_fsdp.storage.directory import MANIFEST, within_limits
 from composable_fsdp.storage.manifest import (
+    Json,
     Local,
     Manifest,
     Places,
     Rectangle,
     SavedTensor,
+    Span,
+    to_json,
 )
-from composable_fsdp.storage.runs import PartRuns, Run, boxes_of, told_of
 from composable_fsdp.storage.source import Copy, Source, TensorInfo
-from composable_fsdp.storage.staging import (
+from composable_fsdp.storage.storages import is_url, join, whole_path
+from composable_fsdp.storage.validate import entries_by_file, parse
+from composable_fsdp.storage.values import decode
+from composable_fsdp.storage.writer import (
     aligned,
     host_buffer,
     is_plain,
     note_write,
     parts_of,
 )
-from composable_fsdp.storage.storages import is_url, join, whole_path
-from composable_fsdp.storage.validate import parse
-from composable_fsdp.storage.values import decode
 
 # Fixed bytes around the manifest, whose crc32 is verified before JSON is parsed.
 _HEAD = b'{"crc32": "%08x", "time": "%019d", "manifest":\n'
@@ -78,6 +83,92 @@ def read_manifest(path: str, folder: Folder | None = None) -> tuple[Manifest, st
     # The parser stops at the limit of recursion, and the checks may stop there, too.
     with within_limits(file):
         return parse(document, file), data[:size].decode()
+
+
+class Run(NamedTuple):
+    """Bytes ``[begin, end)`` of the payload of a file."""
+
+    file: int
+    begin: int
+    end: int
+
+
+class PartRuns:
+    """Finds the elements of a tensor in its parts."""
+
+    def __init__(self, cut: SavedTensor) -> None:
+        self._cut, self._rectangles = cut, cut.rectangles()
+        self._first = [0, *accumulate(map(len, cut.begins))]
+        self._index = {
+            (each.offset, each.shape): i for i, each in enumerate(self._rectangles)
+        }
+
+    def runs(self, places: Places, itemsize: int, span: Span) -> list[Run]:
+        """Return the places of the elements, in order."""
+        shape = self._cut.shape
+        wanted = span.rectangle or Rectangle(shape, (0,) * len(shape), shape)
+        same = self._index.get((wanted.offset, wanted.shape))
+        if same is not None:
+            return self._in_rectangle(same, places, itemsize, *span[:2])
+        found: list[Run] = []
+        for first, last in span.runs():
+            # A run of the whole tensor may go on in the next rectangle.
+            while first < last:
+                index, inner, left = self._at(first)
+                end = inner + min(last - first, left)
+                found += self._in_rectangle(index, places, itemsize, inner, end)
+                first += end - inner
+        return found
+
+    def _at(self, position: int) -> tuple[int, int, int]:
+        """Return rectangle, element there and elements left of a row, of an element."""
+        found, inner, stride = 0, 0, prod(self._cut.shape)
+        for begins, size in zip(self._cut.cuts, self._cut.shape, strict=True):
+            stride //= size
+            index, position = divmod(position, stride)
+            i = bisect_right(begins, index) - 1
+            end = (*begins, size)[i + 1]
+            found = found * len(begins) + i
+            inner = inner * (end - begins[i]) + index - begins[i]
+        width = self._rectangles[found].width
+        return found, inner, width - inner % width
+
+    def _in_rectangle(
+        self, index: int, places: Places, itemsize: int, start: int, stop: int
+    ) -> list[Run]:
+        """Return the places of elements of a rectangle, part by part."""
+        begins, first = self._cut.begins[index], self._first[index]
+        runs = []
+        # A search: a parameter of a large model has a part per rank.
+        at = bisect_right(begins, start) - 1
+        while start < stop:
+            end = min(stop, begins[at + 1]) if at + 1 < len(begins) else stop
+            place = places[first + at]
+            begin = place.begin + (start - begins[at]) * itemsize
+            runs.append(Run(place.file, begin, begin + (end - start) * itemsize))
+            start, at = end, at + 1
+        return runs
+
+
+def boxes_of(shape: tuple[int, ...], span: Span) -> str:
+    """Return the elements as boxes of the whole tensor, as text for messages."""
+    box = span.rectangle or Rectangle(shape, (0,) * len(shape), shape)
+    boxes = moved(interval_boxes(box.shape, *span[:2]), box.offset)
+    return ", ".join(f"[offsets {b.offsets} sizes {b.sizes}]" for b in boxes)
+
+
+def told_of(manifest: Manifest, file: int, begin: int, end: int) -> str:
+    """Return the names of the tensors in some bytes of a file, with boxes."""
+    found = []
+    for entry in entries_by_file(manifest)[file]:
+        low, high = max(begin, entry.begin), min(end, entry.end)
+        if low < high:
+            size, (begins, _, box) = entry.itemsize, entry.span
+            # Round outwards: an element counts if any byte is in the interval.
+            start = begins + (low - entry.begin) // size
+            stop = begins - (entry.begin - high) // size
+            found.append(f"{entry.of} {boxes_of((), Span(start, stop, box))}")
+    return listed(found) or "nothing"
 
 
 class NativeSource(Source):
@@ -201,46 +292,43 @@ class NativeSource(Source):
         self, name: str, state: str | None, start: int, stop: int
     ) -> Tensor:
         """Return elements ``[start, stop)`` of a tensor or state."""
-        what = name, state, start, stop
+        what = name, state, Span(start, stop)
         return self._read(self._runs(*what), self._info(name, state).dtype, what)
 
     def prepare(self, copies: Sequence[Copy]) -> None:
-        used = [copy for copy in copies if not copy.is_new]
-        self._staged = self._stage(used)
-        nowhere: list[Tensor | None] = [None] * len(used)
-        waiting = iter(self._staged or nowhere)
+        self._staged = self._stage([copy for copy in copies if not copy.is_new])
+        waiting = iter(self._staged or ())
         # New memory is filled now, if the file's bytes can be read straight into it.
-        filled = [copy.into if self._is_direct(copy) else None for copy in copies]
         targets = [
-            into if copy.is_new else next(waiting)
-            for copy, into in zip(copies, filled, strict=True)
+            (copy.into if self._is_direct(copy) else None)
+            if copy.is_new
+            else next(waiting, None)
+            for copy in copies
         ]
         for file, wants in zip(self.files, self._wants(copies, targets), strict=True):
             file.check(wants)
-        for copy, into in zip(copies, filled, strict=True):
-            if copy.is_new and into is None:
+        for copy in copies:
+            if copy.is_new and not self._is_direct(copy):
                 copy.into.copy_(self.read(copy).view(copy.into.shape))
 
     def finish(self, copies: Sequence[Copy]) -> None:
         left = [copy for copy in copies if not copy.is_new]
+        direct = [copy for copy in left if self._is_direct(copy)]
         if self._staged is not None:
             for copy, staged in zip(left, self._staged, strict=True):
                 # As the snapshot of a save: threads of an operator wait for each other.
                 if self._is_direct(copy):
-                    ctypes.memmove(
-                        copy.into.data_ptr(), staged.data_ptr(), staged.numel()
-                    )
-                    note_write(copy.into)
+                    to, size = copy.into.data_ptr(), staged.numel()
+                    ctypes.memmove(to, staged.data_ptr(), size)
                     continue
                 dtype = self._info(copy.name, copy.state).dtype
                 copy.into.copy_(staged.view(dtype).view(copy.into.shape))
-            self._staged = None
-            return
-        # A CPU destination of the saved dtype is filled by the read itself.
-        direct = [copy for copy in left if self._is_direct(copy)]
-        wants = self._wants(direct, [copy.into for copy in direct])
-        for file, wanted in zip(self.files, wants, strict=True):
-            file.fill(wanted)
+            self._staged, left = None, []
+        else:
+            # A CPU destination of the saved dtype is filled by the read itself.
+            wants = self._wants(direct, [copy.into for copy in direct])
+            for file, wanted in zip(self.files, wants, strict=True):
+                file.fill(wanted)
         for copy in direct:
             note_write(copy.into)
         super().finish([copy for copy in left if not self._is_direct(copy)])
@@ -263,10 +351,9 @@ class NativeSource(Source):
         # From the page cache, a second read costs less than a copy in new memory.
         if not is_url(self.path):
             return None
-        sizes = [
-            (copy.stop - copy.start) * self._info(copy.name, copy.state).dtype.itemsize
-            for copy in copies
-        ]
+        dtypes = [self._info(copy.name, copy.state).dtype for copy in copies]
+        pairs = zip(copies, dtypes, strict=True)
+        sizes = [copy.span.numel * dtype.itemsize for copy, dtype in pairs]
         return parts_of(host_buffer(sum(map(aligned, sizes))), sizes)
 
     def _wants(
@@ -276,8 +363,7 @@ class NativeSource(Source):
         found: list[list[ReadRequest]] = [[] for _ in self.files]
         for copy, into in zip(copies, targets, strict=True):
             at = 0
-            span = copy.name, copy.state, copy.start, copy.stop, copy.rectangle
-            for run in self._runs(*span):
+            for run in self._runs(*copy[:3]):
                 found[run.file].append(ReadRequest(run.begin, run.end, into, at, copy))
                 at += run.end - run.begin
         for wants in found:
@@ -303,40 +389,29 @@ class NativeSource(Source):
         """Return dtype and shape of a tensor of the model, or of an optimizer state."""
         return self.model[name] if state is None else self.optim[name][state]
 
-    def _runs(
-        self,
-        name: str,
-        state: str | None,
-        start: int,
-        stop: int,
-        rectangle: Rectangle | None = None,
-    ) -> list[Run]:
-        """Return the places of elements ``[start, stop)`` as byte intervals."""
-        info = self._info(name, state)
-        numel = info.numel if rectangle is None else rectangle.numel
-        if not 0 <= start <= stop <= numel:
+    def _runs(self, name: str, state: str | None, span: Span) -> list[Run]:
+        """Return the places of elements as byte intervals."""
+        info, box = self._info(name, state), span.rectangle
+        numel = info.numel if box is None else box.numel
+        if not 0 <= span.start <= span.stop <= numel:
             raise ValueError(
-                f"elements [{start}, {stop}) were asked of {quoted(name)}, which has "
-                f"{numel}."
+                f"elements [{span.start}, {span.stop}) were asked of {quoted(name)}, "
+                f"which has {numel}."
             )
         saved = self._saved[name]
         # Made when a name is read: a rank of many reads few.
         if name not in self._part_runs:
             self._part_runs[name] = PartRuns(saved)
         places: Places = saved.parts if state is None else saved.states[state].parts
-        found = self._part_runs[name]
-        return found.runs(places, info.dtype.itemsize, rectangle, start, stop)
+        return self._part_runs[name].runs(places, info.dtype.itemsize, span)
 
     def _told(self, what: tuple[Any, ...]) -> str:
-        """Name a slice in error messages; the tuple is (name, state, start, stop)."""
+        """Name a slice in error messages; the tuple begins with (name, state, span)."""
         if not what:
             return ""
-        name, state, start, stop = what[:4]
+        name, state, span = what[:3]
         of = f"state {state!r} of " if state is not None else ""
-        box = what.rectangle if isinstance(what, Copy) else None
-        shape = self._info(name, state).shape if box is None else box.shape
-        at = None if box is None else box.offset
-        return f"{of}{quoted(name)} {boxes_of(shape, start, stop, at)}"
+        return f"{of}{quoted(name)} {boxes_of(self._info(name, state).shape, span)}"
 
 
 def _local_of(ranks: Sequence[Local], rank: int | None) -> Local:

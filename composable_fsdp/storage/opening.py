@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -30,13 +31,12 @@ from composable_fsdp.storage.directory import (
     within_limits,
 )
 from composable_fsdp.storage.formats.dcp_read import METADATA, open_dcp
-from composable_fsdp.storage.formats.safetensors_files import (
+from composable_fsdp.storage.formats.files import (
     INDEX,
     SINGLE,
     SafetensorsSource,
-    is_safetensors,
+    open_torch,
 )
-from composable_fsdp.storage.formats.torch_read import is_torch_file, open_torch
 from composable_fsdp.storage.manifest import BLOCK
 from composable_fsdp.storage.native import NativeSource, read_manifest
 from composable_fsdp.storage.source import Source
@@ -45,38 +45,38 @@ from composable_fsdp.storage.team import PendingOutcome, Team, raise_unseen
 
 
 class _Format(NamedTuple):
-    """A format: words for messages, a test for a path, and a function that opens."""
+    """A format: words, files in a directory, the start of a file, and what opens it."""
 
     words: str
-    recognises: Callable[[str], bool]
+    files: tuple[str, ...]
+    start: bytes
     opener: Callable[[str], Source]
-
-
-def _holds(path: str, *names: str) -> bool:
-    """Return whether a directory contains any of ``names``."""
-    # ``lexists``: the reader of the format reports a broken link.
-    return any(os.path.lexists(os.path.join(path, name)) for name in names)
 
 
 NATIVE, DCP, SAFETENSORS, TORCH = "native", "dcp", "safetensors", "torch"
 _FORMATS: dict[str, _Format] = {
     NATIVE: _Format(
-        f"a checkpoint of this library ({MANIFEST})",
-        lambda path: _holds(path, MANIFEST),
-        NativeSource,
+        f"a checkpoint of this library ({MANIFEST})", (MANIFEST,), b"", NativeSource
     ),
     DCP: _Format(
         f"one of torch.distributed.checkpoint ({METADATA})",
-        lambda path: _holds(path, METADATA),
+        (METADATA,),
+        b"",
         lambda path: open_dcp(Path(path)),
     ),
     SAFETENSORS: _Format(
         f"safetensors (a file, or {SINGLE} or {INDEX})",
-        lambda path: _holds(path, SINGLE, INDEX) or is_safetensors(path),
+        (SINGLE, INDEX),
+        # A length and the start of a JSON object.
+        rb".{8}\{",
         lambda path: SafetensorsSource(Path(path)),
     ),
     TORCH: _Format(
-        "a torch.save file", is_torch_file, lambda path: open_torch(Path(path))
+        "a torch.save file",
+        (),
+        # A zip archive, as from torch 1.6 on.
+        rb"PK\x03\x04",
+        lambda path: open_torch(Path(path)),
     ),
 }
 FORMATS = tuple(_FORMATS)
@@ -112,7 +112,23 @@ def _find(path: str | os.PathLike[str]) -> tuple[Folder, str]:
     here = Folder(whole_path(path))
     path, name = here.path, None
     if not is_url(path):
-        name = next((n for n, each in _FORMATS.items() if each.recognises(path)), None)
+        start = b""
+        if os.path.isfile(path):
+            try:
+                with open(path, "rb") as file:
+                    start = file.read(9)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{path} cannot be read: {error.strerror}."
+                ) from error
+        for each, known in _FORMATS.items():
+            # ``lexists``: the reader of the format reports a broken link.
+            inside = (os.path.join(path, file) for file in known.files)
+            if any(map(os.path.lexists, inside)) or (
+                known.start and re.match(known.start, start, re.DOTALL)
+            ):
+                name = each
+                break
     elif here.is_committed:
         name = NATIVE
     if name is not None:
@@ -136,10 +152,13 @@ def _find(path: str | os.PathLike[str]) -> tuple[Folder, str]:
 
 
 class Found(NamedTuple):
-    """An open source or a path to open; ``share``: ranks share reads, all alike."""
+    """An open source or a path to open, and what all ranks know alike."""
 
     what: str | Source
     share: bool
+    """Whether ranks share reads."""
+    names: frozenset[str]
+    """The names that any rank has told."""
 
 
 def look_up(
@@ -148,6 +167,7 @@ def look_up(
     before: PendingOutcome,
     share: bool | None = None,
     error: Exception | None = None,
+    names: frozenset[str] = frozenset(),
 ) -> Found:
     """Return the checkpoint that this rank opens: rank 0 alone looks in a directory.
 
@@ -157,18 +177,18 @@ def look_up(
     try:
         if error is not None:
             raise error
-        if share is not None and type(share) is not bool:
+        if not isinstance(share, bool | None):
             raise TypeError(f"load expects share=None, True or False, got {share!r}.")
         if not isinstance(path, Source):
             own = whole_path(path_text(path, "load"))
             # Ranks that looked for themselves would differ beside a job that saves.
-            found = find_checkpoint(own)[0] if team.rank == 0 else own
-            # A name, and not the path: each rank may have a disk of its own.
-            name = "" if found == own else split(found)[1]
+            if team.rank == 0 and (found := find_checkpoint(own)[0]) != own:
+                # A name, and not the path: each rank may have a disk of its own.
+                name = split(found)[1]
     except Exception as raised:
         error = raised
     # Also ranks with an open source take part: the call may differ between ranks.
-    answers = team.agree(error, (before, name, share, is_url(own)))
+    answers = team.agree(error, (before, name, share, is_url(own), names))
     raise_unseen(team, [each[0] for each in answers])
     for rank, each in zip(team.ranks, answers, strict=True):
         # A rank that reads for itself would not answer those that wait for its part.
@@ -182,7 +202,8 @@ def look_up(
     shares = all(each[3] for each in answers) if share is None else share
     _, name, *_ = answers[0]
     what = path if isinstance(path, Source) else join(own, name) if name else own
-    return Found(what, shares and team.world_size > 1)
+    everyone = frozenset[str]().union(*(each[4] for each in answers))
+    return Found(what, shares and team.world_size > 1, everyone)
 
 
 def remove_stale(
@@ -191,11 +212,9 @@ def remove_stale(
     """Remove the leftovers of interrupted saves in ``directory``; return their paths.
 
     Leftovers are folders with files of checkpoints and without a manifest, and
-    temporary directories of conversions and exports. A running save looks like a
-    leftover, so call this only when no save runs. With ``dry_run`` (default False),
-    nothing is removed.
-
-    Returns: paths or URLs, sorted.
+    temporary directories of conversions and exports. A running save looks like one:
+    call this only when no save runs. With ``dry_run`` (default False), nothing is
+    removed. Returns: paths or URLs, sorted.
     """
     place = whole_path(directory)
     folders = [
@@ -237,13 +256,9 @@ class CheckpointInfo:
 def checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
     """Return the native checkpoints in ``directory``, by step and then by time.
 
-    ``directory`` may be a URL.
-
-    Reads manifests and sizes, and no payload; ``verify`` reads each byte. Checkpoints
-    that are being written are not listed, and a directory that is not there has none.
-    No process group is needed.
-
-    Raises: OSError, if ``directory`` cannot be listed.
+    ``directory`` may be a URL; one that is not there has none. Reads manifests and
+    sizes, and no payload; ``verify`` reads each byte. Checkpoints that are being
+    written are not listed. Raises: OSError, if ``directory`` cannot be listed.
 
     >>> [(each.step, each.is_whole) for each in checkpoints("runs")]
     [(100, True)]
@@ -305,11 +320,9 @@ def verify(
 ) -> Verification:
     """Verify a native checkpoint completely: manifest, file sizes, every checksum.
 
-    ``path`` is the checkpoint, or a directory of checkpoints, of which the newest is
-    verified; a path or a URL.
-    ``progress`` is called after each block of 4 MiB; the default None calls nothing.
-    Every file is read block by block. No process group is needed. Damage is reported in
-    the result, and does not raise.
+    ``path`` (or URL) is the checkpoint, or a directory of checkpoints, of which the
+    newest is verified. ``progress`` is called after each block of 4 MiB; the default
+    None calls nothing. Damage is reported in the result, and does not raise.
 
     Returns: a result that is true if the checkpoint is good, with the ``path`` that was
     verified, the ``problems`` as sentences, and the number of ``files`` and ``nbytes``.
@@ -338,7 +351,7 @@ def verify(
                     try:
                         reader.check([ReadRequest(begin, end, None, 0, ())])
                     except CheckpointError as error:
-                        problems.append(_text(error))
+                        problems.append(str(error.args[0]))
                         # Missing or short: each block would say the same.
                         if not reader.is_open:
                             break
@@ -346,14 +359,9 @@ def verify(
                     if progress is not None:
                         progress(done, total)
     except CheckpointError as error:
-        problems.append(_text(error))
+        problems.append(str(error.args[0]))
     except OSError as error:
         if not is_url(path):
             raise
         problems.append(f"{path} cannot be read: {error}.")
     return Verification(path, tuple(problems), files, done)
-
-
-def _text(error: CheckpointError) -> str:
-    """Return the text of the error."""
-    return str(error.args[0])

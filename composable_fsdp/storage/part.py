@@ -8,8 +8,7 @@
     large parameter in no unit     written by the ranks by turns
     other tensor, extra, options   written by rank 0 of the save
 
-Every rank computes who writes what from layouts, sizes and numbers of ranks, which are
-equal on all ranks; nothing is sent. ``merge`` joins the descriptions on rank 0.
+Every rank computes who writes what from values that are equal on all; nothing is sent.
 """
 
 from __future__ import annotations
@@ -19,30 +18,24 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import quoted
 from composable_fsdp.optim.original_view import over_originals
 from composable_fsdp.optim.own_state_dict import plain_values
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
-from composable_fsdp.storage.codec import Json, require_storable
+from composable_fsdp.storage.compare import Patterns, Selection, matcher
 from composable_fsdp.storage.contents import (
     Contents,
     Held,
     HeldParam,
-    HeldRegion,
     named,
     not_in_module,
     readable_state,
 )
-from composable_fsdp.storage.merge import Draft, TensorPart
-from composable_fsdp.storage.mesh_copies import (
-    is_first_copy,
-    is_first_part,
-    others_of,
-    stores_loose,
-)
+from composable_fsdp.storage.manifest import Json, Span, require_storable
+from composable_fsdp.storage.merge import Draft, FilePart, TensorPart
 from composable_fsdp.storage.same_on_ranks import (
     no_facts,
     tell_copies,
@@ -51,8 +44,13 @@ from composable_fsdp.storage.same_on_ranks import (
     text_of,
 )
 from composable_fsdp.storage.save_parts import by_turns, writers_of
-from composable_fsdp.storage.selection import Patterns, Selection, matcher
 from composable_fsdp.storage.stateful import rng_state, states_of
+from composable_fsdp.storage.tensors import (
+    is_first_copy,
+    is_first_part,
+    others_of,
+    stores_loose,
+)
 from composable_fsdp.storage.values import encode
 from composable_fsdp.storage.writer import Piece
 
@@ -80,6 +78,7 @@ class PartMaker(Draft):
     ) -> None:
         super().__init__()
         self._contents, self._rank, self._ranks = contents, rank, ranks
+        self._own = self.part.local = FilePart()
         self._is_local_name = matcher(local, "local")
         # Names and ids of all: the optimizer may hold parameters that are left out.
         self._chosen = selection.of_contents(contents)
@@ -94,29 +93,33 @@ class PartMaker(Draft):
 
     def make(self, extra: Any, per_rank: dict[str, Any] | None = None) -> None:
         """Collect all: scalars are read now, elements when the file is written."""
-        part = self.part
+        part, chosen = self.part, self._chosen
         # On every rank: a value that cannot be stored raises, whoever passes it.
         encoded = encode(states_of(extra, "extra"), "extra", self._put_once)
         if per_rank is not None:
             own = states_of(per_rank, "per_rank")
             part.per_rank = encode(own, "per_rank", self.put)
         self._own_states()
-        shared = [each for each in self._chosen.tensors if not self._is_local(each)]
+        shared = [each for each in chosen.tensors if not self._is_local(each)]
         # A rank's own tensors may be wrapped otherwise on each rank.
         wrappers = {
             each.name: each.facts
-            for each in self._chosen.wrappers
+            for each in chosen.wrappers
             if not self._is_local_name(each.name)
         }
-        experts = experts_in(self._chosen)
+        # The place in the ``expert_mesh``: of a grid of ranks, only a row is known.
+        experts = {
+            param.names[0]: group.rank()
+            for param in chosen.params()
+            if (group := param.ref.handle.groups.experts) is not None
+        }
         self._tell_groups(experts)
         if len(self._ranks) > 1:
             self._tell(shared, wrappers, experts)
         self._local()
         # After the scalars that each rank saves for itself were taken out.
-        tell_copies(self._chosen, self._states, self.facts)
-        names = (held.names[0] for held in self._chosen.each())
-        order = {name: i for i, name in enumerate(names)}
+        tell_copies(chosen, self._states, self.facts)
+        order = {held.names[0]: i for i, held in enumerate(chosen.each())}
         for held, low, high in (*self._of_units(), *self._in_no_unit(shared)):
             part.tensors.append(self._part_of(held, low, high, order[held.names[0]]))
         if self._rank == 0:
@@ -129,12 +132,11 @@ class PartMaker(Draft):
         """Add the extra states of modules, which are shared or of each rank."""
         for name, module in self._chosen.own_states.items():
             state, is_local = module.get_extra_state(), self._is_local_name(name)
-            if is_local:
-                self.facts["local"][name] = None
-            elif len(self._ranks) > 1:
-                self.facts["own_states"][name] = text_of(state, name)
+            kind = "local" if is_local else "own_states"
+            if is_local or len(self._ranks) > 1:
+                self.facts[kind][name] = None if is_local else text_of(state, name)
             put = self.put if is_local else self._put_once
-            target = self.part.local if is_local else self.part
+            target = self._own if is_local else self.part
             target.own_states[name] = encode(state, name, put, python_values=True)
 
     def _is_local(self, held: Held) -> bool:
@@ -143,41 +145,49 @@ class PartMaker(Draft):
 
     def _in_no_unit(self, shared: Sequence[Held]) -> Iterator[Stored]:
         """Yield the tensors in no unit that this rank stores."""
-        for each in shared:
-            if each.rectangle and stores_loose(each.tensor, self._ranks[0]):
-                yield each, 0, each.local.numel()
-        whole = [each for each in shared if each.rectangle is None]
-        for each in tensors_of(whole, self._rank, len(self._ranks)):
+        whole = [each for each in shared if not each.is_cut]
+        # All ranks take the same turns. Buffers may differ: rank 0's are saved.
+        sizes = [each.local.nbytes if each.is_parameter else 0 for each in whole]
+        ranks = len(self._ranks)
+        turns = by_turns([("", ranks, size if size >= SMALL else 0) for size in sizes])
+        mine = [each for each, i in zip(whole, turns, strict=True) if i == self._rank]
+        first = self._ranks[0]
+        cut = [e for e in shared if e.is_cut and stores_loose(e.tensor, first)]
+        for each in (*cut, *mine):
             yield each, 0, each.local.numel()
 
     def _of_units(self) -> Iterator[Stored]:
         """Yield the parameters of units of which this rank stores elements."""
-        groups = self._contents.mesh_groups
-        for held, start, stop in shares_of(self._chosen.regions):
+        regions, mesh = self._chosen.regions, self._contents.mesh_groups
+        # Of all regions at once: the turns of small ones balance over the model.
+        refs = [held.ref for held in regions]
+        layouts = [(ref.region.layout, ref.handle.groups.replicas) for ref in refs]
+        for held, writer in zip(regions, writers_of(layouts), strict=True):
+            groups, numel = held.ref.handle.groups, held.ref.region.layout.shard_numel
+            mine = 0 if groups.replicate is None else groups.replicate.rank()
+            # The elements ``[start, stop)`` of the shard that this replica writes.
+            start, stop = 0, numel if writer == mine else 0
+            if writer is None:
+                size = -(-numel // groups.replicas)
+                start, stop = mine * size, min((mine + 1) * size, numel)
             for param in held.params:
-                first, last = param.interval
                 low = max(0, start - param.ref.offset)
-                high = min(last - first, stop - param.ref.offset)
+                high = min(param.span.numel, stop - param.ref.offset)
                 is_here = low < high
                 # An empty parameter is on all ranks of the unit.
-                if not prod(param.shape):
+                if not prod(param.shape) and writer in (None, mine):
                     low = high = 0
                     is_here = not start and is_first_part(param.ref)
-                if is_here and is_first_copy(others_of(param.ref), groups):
+                if is_here and is_first_copy(others_of(param.ref), mesh):
                     yield param, low, high
 
     def _part_of(self, held: Held, low: int, high: int, number: int = 0) -> TensorPart:
         """Add the entries of elements of a tensor; return the description."""
-        name, rectangle, (start, stop) = held.names[0], held.rectangle, held.interval
+        name = held.names[0]
         require_storable(held.dtype, quoted(name))
-        # In the whole tensor where possible: a load on another mesh reads intervals.
-        if rectangle is not None:
-            rectangle, start, stop = rectangle.moved(start, stop)
         # No rank holds elements of an empty tensor, and no rectangle is needed.
-        if not prod(held.shape):
-            rectangle, start = None, 0
-        span = start + low, start + high
-        part = TensorPart(held.names, held.dtype, held.shape, *span, number, rectangle)
+        span = held.span.part(low, high) if prod(held.shape) else Span(0, 0)
+        part = TensorPart(held.names, held.dtype, held.shape, span, number)
         self._add(part, None, held.dtype, held.local, low)
         for key, value in self._states.get(id(held.tensor), {}).items():
             where = f"optimizer state {key!r} of {quoted(name)}"
@@ -189,7 +199,7 @@ class PartMaker(Draft):
             if not part.is_whole:
                 part.shared[key] = text_of(value, where)
             # Once, because each loose tensor of the manifest has a single use.
-            if not part.start and not any(part.offset):
+            if not span.start and not any(part.offset):
                 part.values[key] = self.value(key, value, name)
         return part
 
@@ -202,7 +212,7 @@ class PartMaker(Draft):
         low: int,
     ) -> None:
         """Add the entry of the elements of a part, from ``low`` on in ``values``."""
-        numel = part.stop - part.start
+        numel = part.span.numel
         shape = part.shape if part.is_whole else (numel,)
 
         def elements() -> list[Tensor]:
@@ -238,10 +248,10 @@ class PartMaker(Draft):
 
     def _local(self) -> None:
         """Collect the values of this rank alone; take its scalars out of the states."""
-        own = self.part.local
+        own = self._own
         for held in filter(self._is_local, self._chosen.each()):
             if not isinstance(held, HeldParam):
-                if held.rectangle is not None:
+                if held.is_cut:
                     raise CheckpointError(
                         f"{quoted(held.names[0])} is a DTensor, of which each rank "
                         "holds a part; local=[..] expects names of tensors that are "
@@ -282,9 +292,9 @@ class PartMaker(Draft):
         facts["experts"] = dict(experts)
         for each in shared:
             for key, value in self._states.get(id(each.tensor), {}).items():
-                kind = "parameters" if each.rectangle is None else "rectangles"
+                kind = "rectangles" if each.is_cut else "parameters"
                 # One of the ranks with copies of a rectangle stores its elements.
-                if each.rectangle is None or not each.has_elements(key, value):
+                if not each.is_cut or not each.has_elements(key, value):
                     where = f"{each.names[0]} (state {key!r})"
                     facts[kind][where] = text_of(value, where)
 
@@ -338,41 +348,3 @@ class PartMaker(Draft):
         """Add a loose tensor on rank 0; others need only know that it can be stored."""
         require_storable(tensor.dtype, where)
         return self.put(tensor, where) if self._rank == 0 else 0
-
-
-def shares_of(regions: Sequence[HeldRegion]) -> Iterator[tuple[HeldRegion, int, int]]:
-    """Yield the elements ``[start, stop)`` of shards that this replica writes."""
-    # Of all regions at once: the turns of small ones balance over the model.
-    refs = [held.ref for held in regions]
-    layouts = [(ref.region.layout, ref.handle.groups.replicas) for ref in refs]
-    for held, writer in zip(regions, writers_of(layouts), strict=True):
-        groups, numel = held.ref.handle.groups, held.ref.region.layout.shard_numel
-        mine = 0 if groups.replicate is None else groups.replicate.rank()
-        if writer is None:
-            size = -(-numel // groups.replicas)
-            yield held, min(mine * size, numel), min((mine + 1) * size, numel)
-        elif writer == mine:
-            yield held, 0, numel
-
-
-def tensors_of(tensors: Sequence[Held], rank: int, ranks: int) -> list[Held]:
-    """Return the tensors in no unit that ``rank`` of a save writes."""
-    # All ranks take the same turns. Buffers may differ: rank 0's are saved.
-    sizes = [
-        held.tensor.numel() * held.dtype.itemsize
-        if isinstance(held.tensor, nn.Parameter)
-        else 0
-        for held in tensors
-    ]
-    writers = by_turns([("", ranks, size if size >= SMALL else 0) for size in sizes])
-    return [each for i, each in enumerate(tensors) if writers[i] == rank]
-
-
-def experts_in(contents: Contents) -> dict[str, int]:
-    """Return this rank's experts by name, with the place in the ``expert_mesh``."""
-    # The place and no rank: of a grid of ranks, only a row and a column are known.
-    return {
-        param.names[0]: group.rank()
-        for param in contents.params()
-        if (group := param.ref.handle.groups.experts) is not None
-    }

@@ -1,9 +1,7 @@
 """Compares over ranks what a checkpoint has once, before any file is written.
 
 A value that only another rank has, or has differently, would be lost. Each rank sends
-digests, and names and texts only of what differs. Copies of an element lie on the
-replicas of a unit, and on ranks of tensor parallelism beside a parameter that is not
-cut; a save of replicas that differ would be a mixture that no rank has.
+digests, and names and texts only of what differs.
 """
 
 from __future__ import annotations
@@ -22,10 +20,10 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.param_ref import param_refs
 from composable_fsdp.flat.value_hash import hash_values
 from composable_fsdp.naming import by_value, listed, quoted, ranks_text
-from composable_fsdp.storage.codec import Json
 from composable_fsdp.storage.contents import Contents, Held
-from composable_fsdp.storage.mesh_copies import copies_of, others_of, ranks_of
+from composable_fsdp.storage.manifest import Json
 from composable_fsdp.storage.team import Team
+from composable_fsdp.storage.tensors import copies_of, others_of, ranks_of
 from composable_fsdp.storage.values import encode
 from composable_fsdp.storage.writer import in_host_memory
 
@@ -109,28 +107,22 @@ def no_facts() -> Facts:
 
 def digests_of(facts: Facts) -> dict[Group, bytes]:
     """Return 16 bytes per group, which are equal on ranks that tell the same."""
+    texts = {group: repr(sorted(told.items())) for group, told in facts.items()}
     return {
-        group: hashlib.blake2b(
-            repr(sorted(told.items())).encode(), digest_size=16
-        ).digest()
-        for group, told in facts.items()
+        group: hashlib.blake2b(text.encode(), digest_size=16).digest()
+        for group, text in texts.items()
     }
 
 
-def unlike_groups(
-    ranks: Sequence[int], told: Sequence[Mapping[Group, bytes]]
-) -> list[Group]:
-    """Return the groups whose ranks have told different digests, or one none."""
-    by_rank = dict(zip(ranks, told, strict=True))
-    found: dict[Group, set[bytes | None]] = {}
-    for each in told:
-        for group, digest in each.items():
-            found.setdefault(group, set()).add(digest)
-    for group, digests in found.items():
-        # A rank that tells nothing of copies lacks all of their state.
-        if isinstance(group, tuple):
-            digests.update(by_rank[r].get(group) for r in group[1] if r in by_rank)
-    return [group for group, digests in found.items() if len(digests) > 1]
+def unlike_groups(told: Sequence[Mapping[Group, bytes]]) -> list[Group]:
+    """Return the groups of which ranks have told different digests."""
+    # All ranks of a group of copies tell of it, even if they have no state.
+    found = {group: each[group] for each in told for group in each}
+    return [
+        group
+        for group, digest in found.items()
+        if any(each.get(group, digest) != digest for each in told)
+    ]
 
 
 def tell_tensors(held: Sequence[Held], facts: Facts) -> None:
@@ -140,12 +132,13 @@ def tell_tensors(held: Sequence[Held], facts: Facts) -> None:
     alike = len({tensor.device for tensor in plain}) == 1
     hashes = hash_values(plain).tolist() if alike else map(_hash, plain)
     for each, value in zip(held, hashes, strict=True):
-        name, box, is_parameter = each.names[0], each.rectangle, each.is_parameter
+        name, span, is_parameter = each.names[0], each.span, each.is_parameter
         kind = "a parameter" if is_parameter else "a buffer"
-        if box is not None:
-            kind = "a DTensor"
-            if box.numel:
-                facts["rectangles"][f"{name} at {box.offset}"] = value
+        if each.is_cut:
+            kind, box = "a DTensor", span.rectangle
+            at = span.start if box is None else box.offset
+            if span.numel:
+                facts["rectangles"][f"{name} at {at}"] = value
         else:
             facts["parameters" if is_parameter else "buffers"][name] = value
         # Ties are part of the checkpoint: a tied tensor is saved once.
@@ -232,23 +225,21 @@ def require_same_values(team: Team, facts: Facts, groups: Sequence[Group]) -> st
     """
     told = team.agree(None, {g: facts[g] for g in groups if g in facts})
     by_rank: dict[int, Facts] = dict(zip(team.ranks, told, strict=True))
+
+    def among(group: Group) -> dict[int, dict[str, Any]]:
+        ranks = group[1] if isinstance(group, tuple) else by_rank
+        return {r: by_rank[r].get(group, {}) for r in ranks if r in by_rank}
+
     for kind in _KINDS:
         # A name that is saved for all ranks and for one is told before its values.
         if kind == "shapes":
             _require_same_local(by_rank)
-        _refuse(kind, {rank: each.get(kind, {}) for rank, each in by_rank.items()})
-    replicas: list[dict[int, dict[str, Any]]] = []
+        _refuse(kind, among(kind))
     for group in groups:
-        if isinstance(group, tuple):
-            kind, ranks = group
-            among = {r: by_rank[r].get(group, {}) for r in ranks if r in by_rank}
-            if kind == "copies":
-                _refuse(kind, among)
-            else:
-                replicas.append(among)
+        if group[0] == "copies":
+            _refuse("copies", among(group))
     # No error: the running means of a normalization differ in ordinary training.
-    buffers = {rank: each.get("buffers", {}) for rank, each in by_rank.items()}
-    unlike = _unlike(buffers, is_shared=True)
+    unlike = _unlike(among("buffers"))
     if unlike and team.rank == 0:
         _log.info(
             f"Buffers differ over ranks: {listed(map(quoted, unlike))}. "
@@ -256,16 +247,15 @@ def require_same_values(team: Team, facts: Facts, groups: Sequence[Group]) -> st
             "all ranks. Broadcast them before the save, or SaveOptions(local=[..]) "
             "with their names saves each rank's own."
         )
-    return _told_of_replicas(replicas)
+    return _told_of_replicas([among(g) for g in groups if g[0] == "replicas"])
 
 
 def _told_of_replicas(groups: Sequence[dict[int, dict[str, Any]]]) -> str:
     """Return the text of a warning about replicas that differ, or ""."""
     found: dict[str, dict[int, Any]] = {}
     for told in groups:
-        for name in _unlike(told, is_shared=True):
-            values = {rank: each.get(name) for rank, each in told.items()}
-            found.setdefault(name, values)
+        for name in _unlike(told):
+            found.setdefault(name, {r: each.get(name) for r, each in told.items()})
     if not found:
         return ""
     # In the order of the units, so that all ranks name the same parameter.
@@ -315,13 +305,10 @@ def _refuse(kind: str, told: dict[int, dict[str, Any]]) -> None:
     if kind == "options":
         # A group has many; the message has the first that differs.
         options = {rank: json.loads(str(text)) for rank, text in values.items()}
-        keys = dict.fromkeys(key for each in options.values() for key in each)
-        for option in keys:
-            values = {rank: repr(each.get(option)) for rank, each in options.items()}
-            if len(set(values.values())) > 1:
-                break
-        shown, more = f"{option!r} of {shown}", []
-    if more:
+        option = _unlike(options)[0]
+        values = {rank: repr(each.get(option)) for rank, each in options.items()}
+        shown = f"{option!r} of {shown}"
+    elif more:
         shown += f" (and {len(more)} more: {listed(map(quoted, more))})"
     texts = {rank: str(value or "absent")[:200] for rank, value in values.items()}
     first = repr(name.partition(" (state ")[0])
@@ -360,11 +347,13 @@ def _require_same_local(by_rank: Mapping[int, Facts]) -> None:
             )
 
 
-def _unlike(told: Mapping[int, Mapping[str, Any]], *, is_shared: bool) -> list[str]:
+def _unlike(
+    told: Mapping[int, Mapping[str, Any]], *, is_shared: bool = True
+) -> list[str]:
     """Return the names whose values differ, or (``is_shared``) that a rank lacks."""
     names = dict.fromkeys(name for each in told.values() for name in each)
-    return [
-        name
+    found = {
+        name: [each.get(name) for each in told.values() if is_shared or name in each]
         for name in names
-        if len({e.get(name) for e in told.values() if is_shared or name in e}) > 1
-    ]
+    }
+    return [n for n, values in found.items() if any(v != values[0] for v in values)]

@@ -6,24 +6,30 @@
     rank 0      make the folder   manifest, fsync, rename of this file, older ones away
 
 No collective carries a tensor: a save sends three small objects over the private gloo
-group.
+group. ``async_save`` copies the values after the first agreement, and a thread writes.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import threading
 import warnings
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed
 from composable_fsdp.optim.names import Optimizers
-from composable_fsdp.storage.codec import to_json
 from composable_fsdp.storage.commit import (
     begin,
     commit,
@@ -31,9 +37,10 @@ from composable_fsdp.storage.commit import (
     newest_in,
     remove_older,
 )
+from composable_fsdp.storage.compare import Patterns, Selection, options_of
 from composable_fsdp.storage.contents import contents_of, optimizers_in
 from composable_fsdp.storage.directory import MANIFEST, make_seen, path_text, sync
-from composable_fsdp.storage.manifest import BLOCK, block_size
+from composable_fsdp.storage.manifest import BLOCK, block_size, to_json
 from composable_fsdp.storage.merge import FilePart, RankPart, merge
 from composable_fsdp.storage.native import manifest_bytes
 from composable_fsdp.storage.part import PartMaker
@@ -44,18 +51,26 @@ from composable_fsdp.storage.same_on_ranks import (
     unlike_groups,
     warn_of,
 )
-from composable_fsdp.storage.selection import Patterns, Selection, options_of
-from composable_fsdp.storage.staging import paused_collection
 from composable_fsdp.storage.storages import is_url, join, split, whole_path
 from composable_fsdp.storage.team import (
+    SaveFuture,
     Team,
     meet_team,
+    pending,
     raise_unseen,
     team_of,
     wait_for_pending,
 )
 from composable_fsdp.storage.validate import parse
-from composable_fsdp.storage.writer import Piece, in_order, places_of, write_file
+from composable_fsdp.storage.writer import (
+    Piece,
+    host_buffer,
+    in_order,
+    is_plain,
+    paused_collection,
+    places_of,
+    write_file,
+)
 from composable_fsdp.tree.traversal import require_module
 
 _log = logging.getLogger(__name__)
@@ -70,13 +85,12 @@ class SaveOptions:
 
     keep: int | None = None
     """The number of checkpoints to keep, ``path`` included, among those beside ``path``
-    whose names differ from the name of ``path`` in the last number only, such as
-    ``step-100``. Those with the smallest numbers are removed after the commit, and none
-    with a larger number than ``path``. If a removal fails, ``save`` warns, and the next
-    save tries again. None: no checkpoint is removed."""
+    whose names differ in the last number only, such as ``step-100``. Those with the
+    smallest numbers are removed after the commit, none with a larger number than
+    ``path``. If a removal fails, ``save`` warns, and the next save tries again."""
     overwrite: bool = False
-    """Replace a checkpoint at ``path``, which stays until the new one is complete, and
-    is then removed. False: an existing path is an error."""
+    """Replace a checkpoint at ``path``, which stays until the new one is complete.
+    False: an existing path is an error."""
     per_rank: dict[str, Any] | None = None
     """Values of this rank alone, such as the position of a data loader, of the same
     types as ``extra``. ``load`` returns them to the same rank."""
@@ -208,7 +222,7 @@ def prepare(
         raise_unseen(team, [each[2] for each in answers])
         # Names and hashes are sent only of what differs by the digests: of 10,000
         # tensors and 1,024 ranks they are hundreds of megabytes.
-        groups = unlike_groups(team.ranks, [each[3] for each in answers])
+        groups = unlike_groups([each[3] for each in answers])
         if groups and (text := require_same_values(team, facts, groups)):
             # A warning per rank would say no more.
             error = warn_of(text) if team.rank == 0 else None
@@ -247,7 +261,7 @@ def write(team: Team, job: Job, error: Exception | None = None) -> None:
             error = raised
         # In an asynchronous save they hold the copies in host memory.
         job.pieces.clear()
-        answers = team.to_first(error, told)
+        answers = team.outcomes(error, told, first=True)
         failures = [each.failure for each in answers]
         if team.rank == 0:
             failure = None
@@ -268,7 +282,7 @@ def write(team: Team, job: Job, error: Exception | None = None) -> None:
 
 def _finish(job: Job, told: list[RankPart]) -> tuple[bool, Exception | None]:
     """Merge, check and commit on rank 0; return whether committed, and any error."""
-    committed = False
+    committed, is_local = False, not is_url(job.path)
     try:
         with paused_collection():
             manifest = merge(told, job.block)
@@ -277,12 +291,12 @@ def _finish(job: Job, told: list[RankPart]) -> tuple[bool, Exception | None]:
             # Clocks differ, and a job may have moved to another machine.
             newest = None
             with suppress(OSError):
-                newest = None if is_url(job.path) else newest_in(split(job.path)[0])
+                newest = newest_in(split(job.path)[0]) if is_local else None
             data = manifest_bytes(manifest, newest.age[0] if newest else 0)
         sizes = {f.name: f.header_nbytes + f.payload_nbytes for f in manifest.files}
         commit(job.path, data, job.options.overwrite, sizes)
         committed = True
-        if not is_url(job.path):
+        if is_local:
             sync(job.path)
         # Older checkpoints go last: at every moment at least one is complete.
         if problems := remove_older(job.path, job.options.keep, set(sizes)):
@@ -312,3 +326,165 @@ def _after_commit(job: Job, error: Exception) -> Exception:
         "the commit. load of the directory reads the new one, and the next save "
         "removes the rest."
     )
+
+
+class SaveMemory:
+    """The buffer of a module's asynchronous saves; used by a single save at a time."""
+
+    __slots__ = ("__weakref__", "buffer", "is_used")
+
+    def __init__(self) -> None:
+        self.buffer: Tensor | None = None
+        self.is_used = True
+        """Whether a thread still writes the values in the buffer."""
+
+    def reserve(self, nbytes: int, *, pinned: bool) -> Tensor:
+        """Return ``nbytes`` of the buffer, which grows if needed."""
+        if self.buffer is None or self.buffer.numel() < nbytes:
+            self.buffer = None
+            self.buffer = host_buffer(nbytes, pinned=pinned)
+        return self.buffer[:nbytes]
+
+
+_memories: weakref.WeakKeyDictionary[nn.Module, SaveMemory] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def take_memory(module: nn.Module) -> SaveMemory:
+    """Return the memory of ``module``, marked as used."""
+    memory = _memories.get(module)
+    # A save of the same module by other ranks may still write the values of its call.
+    if memory is None or memory.is_used:
+        memory = _memories[module] = SaveMemory()
+    memory.is_used = True
+    return memory
+
+
+def free_save_memory(module: nn.Module) -> int:
+    """Free the host memory that ``async_save`` keeps for the next save of ``module``.
+
+    If a save is still writing, the memory is freed when the save ends. Returns: the
+    number of bytes on this rank; 0 if the module has no such memory.
+
+    >>> async_save("runs/step-400", model, optimizer).result()
+    >>> free_save_memory(model) > 0, free_save_memory(model)
+    (True, 0)
+    """
+    # The thread of a save that is not done holds the memory, and nothing else does.
+    memory = _memories.pop(module, None)
+    return 0 if memory is None or memory.buffer is None else memory.buffer.numel()
+
+
+# Buffers that are made in inference mode could not be written outside of the mode.
+@torch.inference_mode(False)
+@torch.no_grad()
+def snapshot(memory: SaveMemory, pieces: Sequence[Piece]) -> list[Piece]:
+    """Copy the values of ``pieces`` into ``memory``; return pieces of the copies."""
+    tensors = [part for piece in pieces for part in piece.pieces()]
+    devices = {part.device for part in tensors if part.device.type == "cuda"}
+    nbytes = sum(part.nbytes for part in tensors)
+    buffer = memory.reserve(nbytes, pinned=bool(devices))
+    begin = 0
+    for tensor in tensors:
+        end = begin + tensor.nbytes
+        # Without an operator: dispatch takes longer than a small copy, and threads that
+        # share a large one wait for each other on busy processors.
+        if is_plain(tensor):
+            to = buffer.data_ptr() + begin
+            ctypes.memmove(to, tensor.data_ptr(), end - begin)
+        else:
+            into = buffer[begin:end].view(tensor.dtype).view(tensor.shape)
+            into.copy_(tensor, non_blocking=True)
+        begin = end
+    for device in devices:
+        torch.cuda.current_stream(device).synchronize()
+    copies, end = [], 0
+    for piece in pieces:
+        begin, end = end, end + piece.nbytes
+        copies.append(replace(piece, pieces=partial(list, [buffer[begin:end]])))
+    return copies
+
+
+def async_save(
+    path: str | os.PathLike[str],
+    module: nn.Module,
+    optim: Optimizers | None = None,
+    extra: Any = None,
+    *,
+    options: SaveOptions | None = None,
+) -> Future[None]:
+    """Save as ``save`` does, but in the background; return after the values are copied.
+
+    The checkpoint holds the values at the time of the call. Host memory (pinned, if the
+    values are on a CUDA device) holds a single copy of what this rank writes,
+    ``ShardingPlan.save_bytes``, and is kept for the next call (``free_save_memory``).
+
+    The future ends when the checkpoint is committed, or with the error that ``save``
+    would raise, the same on every rank. The next ``save``, ``async_save`` or ``load``
+    on the same ranks waits for it, and raises its error if no rank has asked for it.
+    Keep the process group alive until the future has ended.
+
+    Args: those of ``save``.
+
+    Returns: a future with the result None. The future cannot be cancelled.
+    Collective: as ``save``. The first exchange happens in the call, the others in the
+    background over a second private gloo group, which the first call makes.
+    Raises: CheckpointError, TypeError or PhaseError, the same on every rank, for errors
+    that are found before any file is written.
+    """
+    meet_team(module, "async_save")
+    team = team_of(module)
+    # The thread has a gloo group of its own, so the two threads' exchanges never mix.
+    behind = team_of(module, "asynchronous checkpoint")
+    job = prepare(team, path, module, optim, extra, options)
+    error: Exception | None = None
+    interrupt: BaseException | None = None
+    memory = take_memory(module)
+    try:
+        job.pieces = snapshot(memory, job.pieces)
+    except Exception as raised:
+        # Not raised here, where only this rank would stop: the thread tells all ranks.
+        error = raised
+    except BaseException as raised:
+        # Ctrl-C: the other ranks have begun, and their next save would wait.
+        interrupt = raised
+        error = CheckpointError(f"async_save was interrupted ({raised!r}).")
+    future = SaveFuture(job.path)
+    # As running, so that no caller can cancel it: the other ranks wait for this rank.
+    future.set_running_or_notify_cancel()
+    pending[team.ranks] = future
+    # Not a daemon thread: the interpreter waits at exit until all is written.
+    thread = threading.Thread(
+        target=_run,
+        args=(behind, job, error, future, memory),
+        name="composable_fsdp save",
+    )
+    try:
+        thread.start()
+    except RuntimeError:  # No thread is available; the other ranks have begun.
+        _run(behind, job, error, future, memory)
+    if interrupt is not None:
+        raise interrupt
+    return future
+
+
+def _run(
+    team: Team,
+    job: Job,
+    error: Exception | None,
+    future: SaveFuture,
+    memory: SaveMemory,
+) -> None:
+    """Write and commit; free ``memory`` for the next save, then end ``future``."""
+    failure: BaseException | None = None
+    try:
+        write(team, job, error)
+    except BaseException as raised:
+        failure = raised
+    # Before the future ends, for which the next save waits, which reuses the memory.
+    memory.is_used = False
+    if failure is not None:
+        future.set_exception(failure)
+    else:
+        future.set_result(None)

@@ -1,8 +1,4 @@
-"""Which replica writes which bytes of a save, where replicas hold equal shards.
-
-A large shard is cut into a part per replica, a small one is written by one of them. All
-ranks compute the same answer from layouts and numbers of ranks, without exchange.
-"""
+"""Which replica writes which bytes of a save: the same answer on all, unsaid."""
 
 from __future__ import annotations
 
@@ -40,11 +36,7 @@ def writers_of(regions: Iterable[tuple[RegionLayout, int]]) -> list[int | None]:
 
 
 def by_turns(items: Sequence[tuple[Hashable, int, int]]) -> list[int]:
-    """Return a writer per item, such that the writers write about as many bytes.
-
-    >>> by_turns([("a", 2, 5), ("a", 2, 3), ("a", 2, 1), ("a", 2, 4)])
-    [0, 1, 1, 1]
-    """
+    """Return a writer per item, such that the writers write about as many bytes."""
     # Not by largest first: a model that grows by a unit keeps the other writers.
     loads: dict[Hashable, list[int]] = {}
     found = []

@@ -1,7 +1,4 @@
-"""Defines ``Source``: a checkpoint of any format as named tensors, readable by slices.
-
-So each rank reads only its shard, and the same loader works for every format.
-"""
+"""Defines ``Source``: a checkpoint of any format, whose tensors are read by slices."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from composable_fsdp.storage.manifest import Rectangle
+from composable_fsdp.storage.manifest import Span
 
 CHUNK_BYTES = 64 * 2**20
 """The number of bytes of a tensor that are read and passed on at a time."""
@@ -70,24 +67,15 @@ class LazyTensor:
 
 
 class Copy(NamedTuple):
-    """A read of elements ``[start, stop)`` of a saved tensor, and the destination."""
+    """A read of elements of a saved tensor, or of one of its states; where they go."""
 
     name: str
     state: str | None
-    start: int
-    stop: int
+    span: Span
     into: Tensor
     is_new: bool = False
-    rectangle: Rectangle | None = None
     # A function, because few loads ask.
     holders: Callable[[], tuple[int, ...] | None] | None = None
-
-    def runs(self) -> Iterator[tuple[int, int]]:
-        """Yield the elements as intervals of the flattened tensor, in order."""
-        if self.rectangle is None:
-            yield self.start, self.stop
-        else:
-            yield from self.rectangle.runs(self.start, self.stop)
 
 
 class Source(ABC):
@@ -97,13 +85,12 @@ class Source(ABC):
     process group is needed: each rank opens and reads for itself.
     """
 
+    path: str = "(an open Source)"
+    """Where it lies, for messages."""
     model: Mapping[str, TensorInfo]
     """Parameters and buffers by the plain model's names; each storage appears once."""
     aliases: Mapping[str, str]
-    """Other names of tied parameters -> the name in ``model``.
-
-    Empty if the format does not distinguish tied parameters from equal parameters.
-    """
+    """Other names of tied parameters -> the name in ``model``, if the format tells."""
     optim: Mapping[str, Mapping[str, TensorInfo]]
     """Optimizer state by parameter name, then by the name of the state."""
     param_groups: Sequence[Mapping[str, Any]] | None
@@ -112,72 +99,42 @@ class Source(ABC):
     """The user's additional values: nested dicts and lists of scalars and tensors."""
     # Defaults for formats without such values; all instances share them.
     optim_values: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
-    """Optimizer state that is not a tensor, or is a scalar in a tensor, as saved.
-
-    By parameter name, then by the name of the state. No state is also in ``optim``.
-    """
-
+    """Optimizer state that is no tensor, or a scalar; no state is also in ``optim``."""
     fingerprint: str = ""
     """A text that differs if the content differs; empty if a format has no checksum."""
-
     own_states: Mapping[str, Any] = MappingProxyType({})
     """Results of modules' ``get_extra_state``, by the name in a state dict."""
-
     wrappers: Mapping[str, str] = MappingProxyType({})
-    """The facts of tensors that wrap others, by name; ``model`` has the inner tensors.
-
-    Empty if the format does not tell.
-    """
-
+    """The facts of tensors that wrap others, by name; ``model`` has the inner ones."""
     local_ranks: int = 0
     """The number of ranks that have saved tensors or options for themselves."""
     local_tensors: frozenset[str] = frozenset()
     """Names of tensors in no unit, and of extra states, that belong to single ranks."""
     local_states: frozenset[str] = frozenset()
     """Names of parameters of units with scalar state or options per rank."""
-
     saved_ranks: int = 0
     """The number of ranks that have saved values of their own (``per_rank``)."""
 
     @abstractmethod
     def read_model(self, name: str, start: int, stop: int) -> Tensor:
-        """Return elements ``[start, stop)`` of a flattened tensor, ``(stop - start,)``.
+        """Return elements ``[start, stop)`` of a flattened tensor of ``model``.
 
-        The values are on the CPU, in the checkpoint's dtype, and verified as far as the
-        format has checksums.
-
-        Args:
-            name: a key of ``model``.
-            start: the first element.
-            stop: the element after the last.
+        On the CPU, in the checkpoint's dtype, verified as far as the format has
+        checksums.
 
         Raises: CheckpointError, naming the tensor and the file, for missing or damaged
         bytes.
         """
 
     def read_optim(self, name: str, state: str, start: int, stop: int) -> Tensor:
-        """Return elements ``[start, stop)`` of a key of ``optim[name]``.
-
-        As ``read_model``; a scalar has a single element. Raises: KeyError, if there is
-        no such state.
-        """
+        """Return elements of a key of ``optim[name]``, as ``read_model``."""
         raise KeyError((name, state))
 
     def require_checksums(self) -> None:  # noqa: B027  # most formats need none
-        """Verify checksums that ``prepare`` cannot compare for slices alone.
-
-        ``load`` calls this on rank 0 only: the whole checkpoint is read once.
-
-        Raises: CheckpointError, naming the file.
-        """
+        """Verify, on rank 0, checksums that ``prepare`` cannot compare for slices."""
 
     def prepare(self, copies: Sequence[Copy]) -> None:
-        """Verify the bytes that ``copies`` read, and fill destinations that are new.
-
-        Other destinations stay unchanged.
-
-        Raises: CheckpointError, as ``read_model``.
-        """
+        """Verify the bytes that ``copies`` read; fill destinations that are new."""
         for copy in copies:
             # Verified by reading; a format with checksums per block can do less.
             value = self.read(copy)
@@ -194,25 +151,20 @@ class Source(ABC):
     def read(self, copy: Copy) -> Tensor:
         """Return the elements of ``copy``, from ``read_model`` or ``read_optim``."""
         # Of a rectangle, a read for each run: rows of the whole tensor may be large.
-        runs = list(copy.runs()) or [(0, 0)]
-        parts = [self._interval(copy, start, stop) for start, stop in runs]
+        parts = [
+            self.read_model(copy.name, start, stop)
+            if copy.state is None
+            else self.read_optim(copy.name, copy.state, start, stop)
+            for start, stop in list(copy.span.runs()) or [(0, 0)]
+        ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _interval(self, copy: Copy, start: int, stop: int) -> Tensor:
-        """Return elements ``[start, stop)`` of the tensor of ``copy``."""
-        if copy.state is None:
-            return self.read_model(copy.name, start, stop)
-        return self.read_optim(copy.name, copy.state, start, stop)
 
     def rng(self, rank: int, world_size: int) -> dict[str, Any] | None:
         """Return the random state for ``rank`` of ``world_size``, or None."""
         return None
 
     def rank_values(self, rank: int) -> Any:
-        """Return the ``per_rank`` that ``rank`` has saved; see ``saved_ranks``.
-
-        Raises: KeyError, if no such rank has saved values.
-        """
+        """Return the ``per_rank`` that ``rank`` has saved; see ``saved_ranks``."""
         raise KeyError(rank)
 
     def on_rank(self, rank: int | None) -> None:  # noqa: B027  # a default, not forgotten

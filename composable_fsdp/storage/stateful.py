@@ -1,13 +1,4 @@
-"""Saves and fills objects with ``state_dict``, and the random generators of a rank.
-
-Schedulers, gradient scalers and data loaders stand in ``extra`` and ``per_rank`` beside
-plain values::
-
-    save(.., extra={"sched": sched, "epoch": 3})   {"sched": {..}, "epoch": 3}
-    load(.., extra={"sched": sched})               sched.load_state_dict({..})
-
-The generators are torch's, Python's, and numpy's global one if numpy is imported.
-"""
+"""Saves and fills objects with ``state_dict``, and the random generators of a rank."""
 
 from __future__ import annotations
 
@@ -29,10 +20,10 @@ from composable_fsdp.storage.contents import units_in
 from composable_fsdp.storage.source import Source
 from composable_fsdp.storage.team import Team
 
-Redeal = Callable[[list[Any], int, int], dict[str, Any]]
-"""Returns the values of a rank, at another world size, from those of all ranks."""
 _MAX_DEPTH = 100
 """The deepest nesting in which objects are looked for; values are saved no deeper."""
+Redeal = Callable[[list[Any], int, int], dict[str, Any]]
+"""Returns the values of a rank, at another world size, from those of all ranks."""
 
 
 def is_stateful(value: object) -> bool:
@@ -103,7 +94,7 @@ def _require_own_state(value: object, where: str) -> None:
 
 @dataclass(slots=True)
 class Filling:
-    """The states that a load gives to the objects of the caller; see ``fill``."""
+    """The states that a load gives to the objects of the caller."""
 
     value: Any = None
     """The saved value, with the objects in place of their states."""
@@ -120,41 +111,38 @@ class Filling:
             given = _as_given(copy.deepcopy(state), each.state_dict())
             each.load_state_dict(given)
 
+    def take(self, objects: Any, saved: Any, where: str, depth: int = 0) -> Any:
+        """Find the saved state of each object, at the same keys; see ``value``."""
+        if is_stateful(objects):
+            self.states.append((objects, saved))
+            return objects
+        # Plain values of ``objects`` say nothing: users pass the same dict to ``save``.
+        if not _holds_objects(objects, depth):
+            return saved
+        is_dict = isinstance(objects, dict)
+        if not isinstance(saved, dict if is_dict else list | tuple):
+            what = f"{where} was saved as a {type(saved).__name__}"
+            if saved is None:
+                what = f"the checkpoint was saved without {where}"
+            self.problems.append(what)
+            return saved
+        made: Any = dict(saved) if is_dict else list(saved)
+        for key, each in _items(objects):
+            if key in saved if is_dict else key < len(saved):
+                inner = f"{where}[{key!r}]"
+                made[key] = self.take(each, saved[key], inner, depth + 1)
+            elif _holds_objects(each, depth + 1):
+                keys = listed(map(repr, saved)) if is_dict else f"{len(saved)} items"
+                text = f"{where}[{key!r}] was not saved ({where} has {keys})"
+                self.problems.append(text)
+        return type(saved)(made)
+
 
 def fill(objects: Any, saved: Any, where: str) -> Filling:
     """Find the saved state of each object in ``objects``, at the same keys."""
     found = Filling()
-    found.value = _filled(objects, saved, where, found)
+    found.value = found.take(objects, saved, where)
     return found
-
-
-def _filled(
-    objects: Any, saved: Any, where: str, found: Filling, depth: int = 0
-) -> Any:
-    """Return ``saved`` with the objects in place of their states."""
-    if is_stateful(objects):
-        found.states.append((objects, saved))
-        return objects
-    # Plain values of ``objects`` say nothing: users pass the same dict as to ``save``.
-    if not _holds_objects(objects, depth):
-        return saved
-    is_dict = isinstance(objects, dict)
-    if saved is None:
-        found.problems.append(f"the checkpoint was saved without {where}")
-        return saved
-    if not isinstance(saved, dict if is_dict else list | tuple):
-        found.problems.append(f"{where} was saved as a {type(saved).__name__}")
-        return saved
-    made: Any = dict(saved) if is_dict else list(saved)
-    for key, each in _items(objects):
-        if key in saved if is_dict else key < len(saved):
-            place = f"{where}[{key!r}]"
-            made[key] = _filled(each, saved[key], place, found, depth + 1)
-        elif _holds_objects(each, depth + 1):
-            keys = listed(map(repr, saved)) if is_dict else f"{len(saved)} items"
-            text = f"{where}[{key!r}] was not saved ({where} has {keys})"
-            found.problems.append(text)
-    return type(saved)(made)
 
 
 def _holds_objects(value: Any, depth: int) -> bool:
@@ -170,40 +158,38 @@ def own_values(
     source: Source, team: Team, wanted: Any, redeal: Redeal | None
 ) -> Filling:
     """Return the values for this rank's ``per_rank``; see ``load``."""
+    saved, ranks = source.saved_ranks, team.world_size
     if wanted is None:
         return Filling()
-    _require_dict(wanted, "load expects per_rank=None or a dict")
-    saved = source.saved_ranks
+    values = wanted
     # A rank without values of its own saved an empty dict, so the numbers are equal.
-    if saved == team.world_size:
-        return fill(wanted, source.rank_values(team.rank), "per_rank")
+    if saved == ranks:
+        values = source.rank_values(team.rank)
+    elif saved and redeal is not None:
+        everyone = [source.rank_values(rank) for rank in range(saved)]
+        values = redeal(everyone, team.rank, ranks)
+    for what, value in (
+        ("load expects per_rank=None or a dict", wanted),
+        ("redeal must return a dict", values),
+    ):
+        if not isinstance(value, dict):
+            raise TypeError(f"{what}, got a {type(value).__name__}.")
+    problem = ""
     if not saved:
-        return Filling(problems=["the checkpoint was saved without per_rank"])
-    if redeal is None:
-        return Filling(
-            problems=[
-                f"per_rank was saved by {saved} ranks, and {team.world_size} load: "
-                "LoadOptions(redeal=function) gets the values of all of them and "
-                "returns those of a rank"
-            ]
+        problem = "the checkpoint was saved without per_rank"
+    elif saved != ranks and redeal is None:
+        problem = (
+            f"per_rank was saved by {saved} ranks, and {ranks} load: "
+            "LoadOptions(redeal=function) gets the values of all of them and returns "
+            "those of a rank"
         )
-    all_values = [source.rank_values(rank) for rank in range(saved)]
-    dealt = redeal(all_values, team.rank, team.world_size)
-    _require_dict(dealt, "redeal must return a dict")
-    return fill(wanted, dealt, "per_rank")
-
-
-def _require_dict(value: object, expected: str) -> None:
-    """Raise TypeError, unless ``value`` is a dict."""
-    if not isinstance(value, dict):
-        raise TypeError(f"{expected}, got a {type(value).__name__}.")
+    return Filling(problems=[problem]) if problem else fill(wanted, values, "per_rank")
 
 
 def rng_state() -> dict[str, Any]:
     """Return the states of this rank's generators, as tensors of ``uint8``."""
     others: dict[str, Any] = {"python": random.getstate()}
-    numpy_random: Any = sys.modules.get("numpy.random")
-    if numpy_random is not None:
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:
         kind, keys, *rest = numpy_random.get_state()
         # The default kind of numpy's global generator; other kinds have other states.
         if kind == "MT19937":
@@ -212,14 +198,10 @@ def rng_state() -> dict[str, Any]:
     cuda: list[Tensor] = []
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no type
         cuda = torch.cuda.get_rng_state_all()
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": cuda,
-        # As bytes: Python's generator alone has 625 numbers per rank.
-        "others": torch.tensor(
-            list(json.dumps(others).encode()), dtype=torch.uint8, device="cpu"
-        ),
-    }
+    # As bytes: Python's generator alone has 625 numbers per rank.
+    text = list(json.dumps(others).encode())
+    told = torch.tensor(text, dtype=torch.uint8, device="cpu")
+    return {"torch": torch.get_rng_state(), "cuda": cuda, "others": told}
 
 
 def set_rng_state(state: dict[str, Any], where: str, *, is_trial: bool = False) -> None:
@@ -235,13 +217,13 @@ def set_rng_state(state: dict[str, Any], where: str, *, is_trial: bool = False) 
             numpy = numpy_random.RandomState() if is_trial else numpy_random
             numpy.set_state(tuple(others["numpy"]))
         host.set_state(state["torch"])
-        if state["cuda"] and torch.cuda.is_available():
-            # Devices that do not exist now are left out.
-            for i, each in enumerate(state["cuda"][: torch.cuda.device_count()]):
-                if is_trial:
-                    torch.Generator(f"cuda:{i}").set_state(each)
-                else:
-                    torch.cuda.set_rng_state(each, i)
+        # Devices that do not exist now are left out.
+        devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        for i, each in enumerate(state["cuda"][:devices]):
+            if is_trial:
+                torch.Generator(f"cuda:{i}").set_state(each)
+            else:
+                torch.cuda.set_rng_state(each, i)
     except Exception as error:  # Damaged states raise many kinds of errors.
         raise CheckpointError(
             f"{where}: a random state is of another kind than this version of Python "

@@ -1,8 +1,4 @@
-"""Finds the storage of a URL by its scheme: fsspec's, or one of the user.
-
-fsspec finds the package of a scheme (``s3fs`` for ``s3``), and reads credentials and
-endpoints from the environment or its own configuration.
-"""
+"""Finds the storage of a URL by its scheme: fsspec's, or one of the user."""
 
 from __future__ import annotations
 
@@ -73,21 +69,12 @@ class Storage(ABC):
     def put(self, name: str, data: bytes, *, absent: bool) -> None:
         """Write a small object at once: a reader sees no object, the old, or the new.
 
-        Args:
-            name: the name.
-            data: the content.
-            absent: raise FileExistsError if there is an object of that name.
+        ``absent``: raise FileExistsError if there is an object of that name.
         """
 
     @abstractmethod
     def read(self, name: str, begin: int, end: int) -> bytes:
-        """Return bytes ``[begin, end)``, or fewer at the end of the object.
-
-        Args:
-            name: the name.
-            begin: the first byte.
-            end: the byte after the last.
-        """
+        """Return bytes ``[begin, end)``, or fewer at the end of the object."""
 
     @abstractmethod
     def list(self, folder: str) -> Iterable[StoredObject]:
@@ -105,11 +92,7 @@ def is_url(path: object) -> bool:
 
 
 def whole_path(path: str | os.PathLike[str]) -> str:
-    """Return an absolute path, or a URL without a slash at the end.
-
-    >>> whole_path("s3://bucket/runs/"), whole_path("file:///runs/a%20b")
-    ('s3://bucket/runs', '/runs/a b')
-    """
+    """Return an absolute path, or a URL without a slash at the end."""
     text = os.fspath(path)
     if is_url(text):
         scheme, _, name = text.partition("://")

@@ -1,21 +1,26 @@
 """Makes a save or load end alike on all ranks: an error of a rank is raised everywhere.
 
 The ranks of the model's mesh exchange objects over a private gloo group, so checkpoint
-exchanges never mix with the collectives of training. A save or load first waits for the
-previous asynchronous save on the same ranks; a failure that nobody has asked about is
-raised by the next call, on every rank.
+exchanges never mix with the collectives of training. Values that several ranks of a
+load hold are read once: each rank reads a part, and sends it to the others::
+
+    elements of both replicas    | a   b   c | d          e |
+    replica 0 reads, verifies    | a   b   c |              |
+    replica 1 reads, verifies    |           | d          e |
 """
 
 from __future__ import annotations
 
 import atexit
+import hashlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -30,7 +35,9 @@ from composable_fsdp.errors import (
     FSDPError,
 )
 from composable_fsdp.storage.contents import units_in
-from composable_fsdp.storage.mesh_copies import mesh_groups_in, ranks_of
+from composable_fsdp.storage.source import Copy
+from composable_fsdp.storage.tensors import mesh_groups_in, ranks_of
+from composable_fsdp.storage.writer import aligned, is_plain
 
 
 class SaveFuture(Future[None]):
@@ -118,36 +125,25 @@ class Team:
     def agree(self, error: Exception | None, value: Any = None) -> list[Any]:
         """Return every rank's ``value`` in rank order, if no rank has an ``error``.
 
-        Collective: one all-gather of objects over the group; all ranks of the group
-        must call.
+        Collective: one all-gather of objects over the group.
         """
         everyone = self.outcomes(error, value)
         self.raise_first([each.failure for each in everyone], error)
         return [each.value for each in everyone]
 
-    def outcomes(self, error: Exception | None, value: Any = None) -> list[Outcome]:
+    def outcomes(
+        self, error: Exception | None, value: Any = None, *, first: bool = False
+    ) -> list[Outcome]:
         """Return every rank's error and ``value``, in rank order.
 
-        Collective: one all-gather of objects over the group; all ranks of the group
-        must call.
+        With ``first`` on rank 0 alone, and an empty list elsewhere.
+
+        Collective: one all-gather (``first``: gather) of objects over the group.
         """
-        return self._exchanged(error, value, collectives.all_gather_object)
-
-    def to_first(self, error: Exception | None, value: Any) -> list[Outcome]:
-        """Return on rank 0 every rank's outcome; return an empty list elsewhere.
-
-        Collective: one gather of objects over the group; all ranks of the group must
-        call.
-        """
-        return self._exchanged(error, value, collectives.gather_object)
-
-    def _exchanged(
-        self, error: Exception | None, value: Any, send: Callable[..., Any]
-    ) -> list[Outcome]:
-        """Send the error and ``value`` of this rank; return what came back."""
         said = Outcome(self.failure_of(error), value)
         if self.group is None:
             return [said]
+        send = collectives.gather_object if first else collectives.all_gather_object
         with _exchange(error):
             return send(said, self.group) or []
 
@@ -160,8 +156,7 @@ class Team:
     ) -> None:
         """Send ``failures`` from rank 0 to all ranks; raise the first on each rank.
 
-        Collective: one broadcast of objects over the group; all ranks of the group must
-        call.
+        Collective: one broadcast of objects over the group.
         """
         if self.group is not None:
             with _exchange(own):
@@ -190,6 +185,8 @@ def _exchange(own: Exception | None) -> Iterator[None]:
         broke = isinstance(error, CollectiveError)
         if isinstance(error, FSDPError) and not broke:
             raise
+        what = "Another rank was lost, or the process group destroyed, while"
+        way_out = "Start the ranks again and load the last good checkpoint."
         if not dist.is_initialized():
             what = (
                 "The process group was destroyed "
@@ -199,9 +196,6 @@ def _exchange(own: Exception | None) -> Iterator[None]:
                 "Call result() of what async_save returned, on every rank, before "
                 "destroy_process_group."
             )
-        else:
-            what = "Another rank was lost, or the process group destroyed, while"
-            way_out = "Start the ranks again and load the last good checkpoint."
         raise own or CheckpointError(
             f"{what} the ranks agreed on a checkpoint ({error}). Nothing was committed "
             f"unless the path is there now; verify(path) tells. {way_out}"
@@ -236,13 +230,11 @@ def meet_team(module: object, what: str) -> None:
     way_out = f"Call {what} on every rank, outside of any 'if rank == 0'."
     if not is_module:
         way_out = f"This call will raise in any case: {wrong}"
-    # Groups in the store: a rank that is alone would wait to create the team's own.
-    layouts, others = _meshes(module)
+    # Groups in the store: a rank that is alone would wait to create the team's own. The
+    # ranks of a smaller mesh know only their rows and columns, which meet in turn.
+    layouts, others, is_world = _meshes(module)
     pairs = chain.from_iterable((each.shard, each.replicate) for each in layouts)
-    groups: list[dist.ProcessGroup | None] = [*pairs, *others]
-    # The ranks of a smaller mesh know only their rows and columns, which meet in turn.
-    if not layouts or any(_is_world(layout, others) for layout in layouts):
-        groups = [dist.group.WORLD]
+    groups = [dist.group.WORLD] if is_world else [*pairs, *others]
     several = [group for group in groups if group is not None and group.size() > 1]
     try:
         meet(dict.fromkeys(several), Call(what, way_out=way_out))
@@ -253,28 +245,27 @@ def meet_team(module: object, what: str) -> None:
         raise wrong from error
 
 
-def _meshes(module: object) -> tuple[list[Any], list[dist.ProcessGroup]]:
-    """Return the ``RankLayout`` of each mesh of units, and the groups of DTensors."""
+def _meshes(module: object) -> tuple[list[Any], list[dist.ProcessGroup], bool]:
+    """Return the meshes of units, the groups of DTensors, and whether all ranks do."""
     if not isinstance(module, nn.Module):
-        return [], []
+        return [], [], True
     states = units_in(module)
-    layouts = {id(state.ranks): state.ranks for state in states}
-    return list(layouts.values()), mesh_groups_in(module, states)
-
-
-def _is_world(layout: Any, others: Sequence[dist.ProcessGroup]) -> bool:
-    """Return whether the mesh holds all ranks, with the dims of DTensors beside."""
+    layouts = list({id(state.ranks): state.ranks for state in states}.values())
+    others = mesh_groups_in(module, states)
     # Without an exchange: usually data and tensor parallelism take all ranks.
-    count, found = layout.world_size, set(ranks_of(layout.shard))
-    if layout.replicate is not None:
-        found.update(ranks_of(layout.replicate))
-    for group in others:
-        ranks = ranks_of(group)
-        # A dim inside of the ranks of the data adds no rank.
-        if found.isdisjoint(set(ranks) - {dist.get_rank()}):
-            count *= len(ranks)
-            found.update(ranks)
-    return bool(count == dist.get_world_size())
+    is_world = not layouts
+    for layout in layouts:
+        count, found = layout.world_size, set(ranks_of(layout.shard))
+        if layout.replicate is not None:
+            found.update(ranks_of(layout.replicate))
+        for group in others:
+            ranks = ranks_of(group)
+            # A dim inside of the ranks of the data adds no rank.
+            if found.isdisjoint(set(ranks) - {dist.get_rank()}):
+                count *= len(ranks)
+                found.update(ranks)
+        is_world |= count == dist.get_world_size()
+    return layouts, others, is_world
 
 
 def team_of(module: object, purpose: str = "checkpoint") -> Team:
@@ -287,27 +278,157 @@ def team_of(module: object, purpose: str = "checkpoint") -> Team:
     """
     if not dist.is_available() or not dist.is_initialized():
         return Team(None)
-    layouts, others = _meshes(module)
-    ranks: set[int] = set() if layouts else set(range(dist.get_world_size()))
-    for layout in layouts:
-        # The usual case needs no exchange: the mesh holds all ranks.
-        if _is_world(layout, others):
-            ranks = set(range(dist.get_world_size()))
-            break
-        shard, replicate = layout.shard, layout.replicate
-        if replicate is None:
-            ranks |= set(ranks_of(shard))
-            continue
+    layouts, others, is_world = _meshes(module)
+    ranks = set(range(dist.get_world_size())) if is_world else set[int]()
+    for layout in () if is_world else layouts:
         # Together, the replicate groups of all ranks in the shard group are the mesh.
-        for found in collectives.all_gather_object(ranks_of(replicate), shard):
-            ranks |= set(found)
+        rows = [ranks_of(layout.shard)]
+        if layout.replicate is not None:
+            own = ranks_of(layout.replicate)
+            rows = collectives.all_gather_object(own, layout.shard)
+        ranks.update(*rows)
     # Each dim of a DTensor's mesh widens it; meshes are rectangles, alike on all ranks.
     if len(ranks) < dist.get_world_size():
         for group in others:
-            for found in collectives.all_gather_object(sorted(ranks), group):
-                ranks |= set(found)
+            ranks.update(*collectives.all_gather_object(sorted(ranks), group))
     members = tuple(sorted(ranks))
     # A rank that is lost must not be waited for longer here than in training.
     limits = [group_timeout(layout.shard) for layout in layouts]
     timeout = min(limits) if limits else None
     return Team(private_group(members, purpose, timeout), members)
+
+
+Ranks = tuple[int, ...]
+Told = Mapping[Ranks, str]
+"""A digest of the reads that a rank shares with each set of ranks."""
+_SMALL = 1 << 20
+"""Tensors of fewer bytes are not cut between two readers."""
+_BUFFER = 1 << 24
+"""The most bytes of a message, but for a tensor whose elements are not in order."""
+
+
+class SharedReads:
+    """The reads of a load that other ranks make as well."""
+
+    def __init__(self, team: Team, copies: Sequence[Copy], *, is_local: bool) -> None:
+        self._team = team
+        self._alone: list[Copy] = []
+        self._by_ranks: dict[Ranks, list[Copy]] = {}
+        for copy in copies:
+            ranks = () if copy.holders is None else copy.holders()
+            if ranks is None:
+                ranks = () if is_local else team.ranks
+            mine = self._by_ranks.setdefault(ranks, []) if ranks else self._alone
+            mine.append(copy)
+        self.told: Told = {r: _digest(each) for r, each in self._by_ranks.items()}
+        self._messages: list[tuple[dist.ProcessGroup, int, list[Copy]]] = []
+        """In order, each with the group and the rank there that sends it."""
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def divide(self, everyone: Sequence[Told]) -> list[Copy]:
+        """Return the reads of this rank: its own, and its part of shared ones.
+
+        Collective: the creation of a gloo group per set of ranks, at the first call.
+        """
+        team = self._team
+        by_rank = dict(zip(team.ranks, everyone, strict=True))
+        reads = list(self._alone)
+        # Small sets first, on all ranks: two never wait for each other in other groups.
+        for ranks in sorted(self._by_ranks, key=lambda each: (len(each), each)):
+            copies, mine = self._by_ranks[ranks], self.told[ranks]
+            # A rank that has failed tells nothing, and then nobody waits for it.
+            if any(by_rank.get(rank, {}).get(ranks) != mine for rank in ranks):
+                reads += copies
+                continue
+            group = team.group
+            if ranks != team.ranks:
+                limit = group_timeout(team.group)
+                group = private_group(ranks, "shared reads", limit)
+            assert group is not None
+            parts = _divided(copies, len(ranks))
+            reads += parts[group.rank()]
+            for reader, part in enumerate(parts):
+                self._messages += [(group, reader, each) for each in _messages(part)]
+        # Here, where a failure still reaches the other ranks.
+        sizes = [sum(aligned(e.into.nbytes) for e in m) for _, _, m in self._messages]
+        size = max(sizes, default=0)
+        self._buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
+        return reads
+
+    @torch.no_grad()
+    def send(self) -> None:
+        """Fill the elements that other ranks have read.
+
+        Collective: broadcasts over the groups of ranks that share reads, on the CPU;
+        all ranks of the team must call, after each has filled its own elements.
+        """
+        for group, reader, message in self._messages:
+            places, end = [], 0
+            for each in message:
+                part = self._buffer[end : end + each.into.nbytes].view(each.into.dtype)
+                places.append((part.view(each.into.shape), each.into))
+                end += aligned(each.into.nbytes)
+            mine = group.rank() == reader
+            for part, into in places if mine else ():
+                part.copy_(into)
+            collectives.broadcast(self._buffer[:end], group, rank=reader)
+            for part, into in () if mine else places:
+                into.copy_(part)
+
+
+def _digest(copies: Sequence[Copy]) -> str:
+    """Return a text that differs if other elements are read, or sent in other ways."""
+    told = hashlib.sha256()
+    for each in copies:
+        into = each.into
+        what = each.name, each.state, each.span
+        form = (into.dtype, into.device.type, tuple(into.shape), is_plain(into))
+        told.update(repr((what, form, into.is_contiguous())).encode())
+    return told.hexdigest()[:32]
+
+
+def _divided(copies: Sequence[Copy], parts: int) -> list[list[Copy]]:
+    """Return the copies in ``parts`` runs of about as many bytes, in order."""
+    total = sum(copy.into.nbytes for copy in copies)
+    found: list[list[Copy]] = [[] for _ in range(parts)]
+    at = 0
+    for copy in copies:
+        done, numel, size = 0, copy.into.numel(), copy.into.itemsize
+        # Neighbours stay with a reader: few blocks are read twice.
+        is_cut = copy.into.nbytes >= _SMALL and copy.into.is_contiguous()
+        while done < numel:
+            reader, count = at * parts // total, numel - done
+            if is_cut:
+                end = -(-(reader + 1) * total // parts)
+                count = min(count, -(-(end - at) // size))
+            found[reader].append(_cut(copy, done, done + count))
+            done += count
+            at += count * size
+    return found
+
+
+def _cut(copy: Copy, begin: int, end: int) -> Copy:
+    """Return the read of elements ``[begin, end)`` of the destination of ``copy``."""
+    if end - begin == copy.into.numel():
+        return copy
+    into = copy.into.view(-1)[begin:end]
+    return copy._replace(span=copy.span.part(begin, end), into=into)
+
+
+def _messages(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
+    """Yield the copies in lists that a single broadcast sends."""
+    waiting: list[Copy] = []
+    held = 0
+    for copy in copies:
+        into = copy.into
+        step = _BUFFER // into.itemsize if into.is_contiguous() else into.numel()
+        for begin in range(0, into.numel(), max(step, 1)):
+            piece = _cut(copy, begin, min(begin + step, into.numel()))
+            nbytes = aligned(piece.into.nbytes)
+            if waiting and held + nbytes > _BUFFER:
+                yield waiting
+                waiting, held = [], 0
+            waiting.append(piece)
+            held += nbytes
+    if waiting:
+        yield waiting

@@ -1,99 +1,84 @@
-"""Checks how the fields of a manifest fit together, before any payload is read.
-
-- All names are unique; file names are plain, so no file outside is ever opened.
-- The rectangles of a tensor cover the tensor, and the parts cover each rectangle.
-- The entries of a file fill the payload: no overlap, no gap, no entry outside.
-- Every JSON value can be decoded, and each loose tensor belongs to a single value.
-"""
+"""Checks how the fields of a manifest fit together, before any payload is read."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed, quoted
-from composable_fsdp.storage.codec import Json, UnexpectedError, excerpt, parser_of
 from composable_fsdp.storage.manifest import (
+    DAMAGED,
     FORMAT,
     VERSION,
+    Json,
     Local,
+    MalformedError,
     Manifest,
     Rectangle,
     SavedTensor,
+    Span,
     Stored,
+    UnexpectedError,
+    excerpt,
+    parser_of,
 )
 from composable_fsdp.storage.values import decode
 
 RNG_KEYS = ("torch", "cuda", "others")
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}\Z")
 
 
 class Entry(NamedTuple):
-    """The bytes ``[begin, end)`` of a file's payload, which hold a part of a tensor.
-
-    The elements ``[start, stop)`` of ``rectangle``. ``name`` is for messages.
-    """
+    """The bytes ``[begin, end)`` of a file's payload, which hold a part of a tensor."""
 
     begin: int
     end: int
     itemsize: int
     name: str
     state: str | None
-    rectangle: Rectangle
-    start: int
-    stop: int
+    span: Span
 
     @property
     def of(self) -> str:
         """The words for the tensor, and for the rectangle if there are several."""
         of = self.name if self.state is None else f"state {self.state!r} of {self.name}"
-        box = self.rectangle
-        if box.shape == box.whole:
+        box = self.span.rectangle
+        if box is None or box.shape == box.whole:
             return of
         return f"the rectangle {box.shape} at {box.offset} of {of}"
 
     @property
     def what(self) -> str:
         """The words for the part."""
-        if (self.start, self.stop) == (0, self.rectangle.numel):
+        start, stop, box = self.span
+        if box is None or (start, stop) == (0, box.numel):
             return self.of
-        return f"elements {self.start} to {self.stop} of {self.of}"
+        return f"elements {start} to {stop} of {self.of}"
 
 
-_HEADER = Entry(0, 0, 1, "the header", None, Rectangle((), (), ()), 0, 1)
+_HEADER = Entry(0, 0, 1, "the header", None, Span(0, 1))
 
 
 def parse(document: Json, file: str) -> Manifest:
-    """Return the manifest in ``document``, named ``file``, if all fields fit together.
-
-    No file is opened; memory and time are bounded by the size of the document.
-    """
+    """Return the manifest in ``document``, if all fields fit; opens no file."""
     try:
         _require_version(document, file)
         manifest: Manifest = parser_of(Manifest)(document)
-    except UnexpectedError as error:
-        where, expected, got = error.args
-        where = where.removeprefix(".") or "the manifest"
-        _refuse(file, f"{where} is {excerpt(got)}, expected {expected}")
-    _check_files(manifest, file)
-    _check_names(manifest, file)
-    for _, tensor in _tensors(manifest):
-        _check_tensor(tensor, file)
-    # After the checks of files and tensors, on which these rely.
-    entries_by_file(manifest, file)
-    _check_ranks(manifest, file)
-    _check_values(manifest, file)
+        _check_files(manifest)
+        _check_names(manifest)
+        for _, tensor in _tensors(manifest):
+            _check_tensor(tensor)
+        # After the checks of files and tensors, on which these rely.
+        entries_by_file(manifest)
+        _check_ranks(manifest)
+        _check_values(manifest, file)
+    except MalformedError as error:
+        raise CheckpointError(f"{file}: {error}. {DAMAGED}") from None
     return manifest
-
-
-def _refuse(file: str, problem: str) -> NoReturn:
-    """Raise the error for an inconsistent manifest."""
-    raise CheckpointError(
-        f"{file}: {problem}. The manifest is damaged or was edited; use another "
-        "checkpoint."
-    )
 
 
 def _require_version(document: Json, file: str) -> None:
@@ -111,51 +96,49 @@ def _require_version(document: Json, file: str) -> None:
         )
 
 
-def _check_files(manifest: Manifest, file: str) -> None:
+def _check_files(manifest: Manifest) -> None:
     """Check the files: plain, unique names, a checksum per block, a file per rank."""
     names = [each.name for each in manifest.files]
     for each in manifest.files:
         # No separator of any system, no hidden file, no name that is too long.
-        allowed = all(c.isascii() and (c.isalnum() or c in "._-") for c in each.name)
-        if not (0 < len(each.name) <= 255 and allowed) or each.name.startswith("."):
+        if not _PLAIN_NAME.match(each.name):
             name = each.name[:80]
-            _refuse(file, f"file name {name!r} is no plain name inside the directory")
+            raise MalformedError(
+                f"file name {name!r} is no plain name inside the directory"
+            )
         blocks = -(-each.payload_nbytes // manifest.block_nbytes)
         if len(each.blocks) != blocks:
-            _refuse(
-                file,
+            raise MalformedError(
                 f"{each.name} has {len(each.blocks)} checksums for "
-                f"{each.payload_nbytes} bytes of payload, expected {blocks}",
+                f"{each.payload_nbytes} bytes of payload, expected {blocks}"
             )
     if len(set(names)) != len(names):
-        _refuse(file, f"a file stands twice in {names[:8]}")
+        raise MalformedError(f"a file stands twice in {names[:8]}")
     # Every rank writes a file, even without any entry.
-    if len(names) != manifest.world_size:
-        ranks = manifest.world_size
+    if len(names) != (ranks := manifest.world_size):
         told = f"there are {len(names)} files of {ranks} ranks, expected one each"
-        _refuse(file, told)
+        raise MalformedError(told)
 
 
-def _check_names(manifest: Manifest, file: str) -> None:
+def _check_names(manifest: Manifest) -> None:
     """Check that no two tensors have the same name."""
     # Not of ``local``: ranks may have the same names there.
     names = [name for tensor in manifest.tensors for name in tensor.fqns]
-    _refuse_twice([*names, *manifest.wrappers], file)
+    _refuse_twice([*names, *manifest.wrappers])
     around = {name.rpartition(".")[0] for name in (*names, *manifest.wrappers)}
     # A load would compare the facts of nothing.
     if bare := sorted(manifest.wrappers.keys() - around):
-        _refuse(file, f"{quoted(bare[0])} wraps tensors, and none is there")
+        raise MalformedError(f"{quoted(bare[0])} wraps tensors, and none is there")
     for own in manifest.local:
-        mine = [name for tensor in own.tensors for name in tensor.fqns]
-        _refuse_twice([*names, *mine], file)
-        _refuse_twice([*manifest.own_states, *own.own_states], file)
+        _refuse_twice([*names, *(n for tensor in own.tensors for n in tensor.fqns)])
+        _refuse_twice([*manifest.own_states, *own.own_states])
 
 
-def _refuse_twice(names: list[str], file: str) -> None:
-    """Raise CheckpointError if a name stands in ``names`` twice."""
+def _refuse_twice(names: list[str]) -> None:
+    """Refuse a name that stands in ``names`` twice."""
     repeated = [name for name, count in Counter(names).items() if count > 1]
     if repeated:
-        _refuse(file, f"{listed(map(quoted, repeated))} stand there twice")
+        raise MalformedError(f"{listed(map(quoted, repeated))} stand there twice")
 
 
 def _covers(begins: tuple[int, ...], size: int) -> bool:
@@ -165,7 +148,7 @@ def _covers(begins: tuple[int, ...], size: int) -> bool:
     return bool(begins) and not begins[0] and rises
 
 
-def _check_tensor(cut: SavedTensor, file: str) -> None:
+def _check_tensor(cut: SavedTensor) -> None:
     """Check that the rectangles cover the tensor, and the parts each rectangle."""
     where = f"{quoted(cut.fqns[0])} of shape {cut.shape}"
     fits = len(cut.cuts) == len(cut.shape) and all(map(_covers, cut.cuts, cut.shape))
@@ -175,64 +158,59 @@ def _check_tensor(cut: SavedTensor, file: str) -> None:
         count = min(count * len(begins), len(cut.begins) + 1)
     if not fits or count != len(cut.begins):
         cuts = [begins[:8] for begins in cut.cuts[:8]]
-        _refuse(
-            file,
+        raise MalformedError(
             f"{where} has {len(cut.begins)} rectangles cut at {cuts}, which do not "
-            "cover it",
+            "cover it"
         )
     # A gap between parts would come back as bytes of another tensor.
     for begins, rectangle in zip(cut.begins, cut.rectangles(), strict=True):
         if not _covers(begins, rectangle.numel):
-            _refuse(
-                file,
+            raise MalformedError(
                 f"{where} has parts that begin at elements {begins[:8]} of the "
-                f"rectangle at {rectangle.offset}, which do not cover it",
+                f"rectangle at {rectangle.offset}, which do not cover it"
             )
     parts = sum(map(len, cut.begins))
     for state, _, found in cut.entries():
-        of = where if state is None else f"state {state!r} of {where}"
         if len(found) != parts:
-            _refuse(file, f"{of} has {len(found)} parts, expected {parts}")
+            of = where if state is None else f"state {state!r} of {where}"
+            raise MalformedError(f"{of} has {len(found)} parts, expected {parts}")
     # A reader would take either of the two.
     if double := sorted(cut.states.keys() & cut.values.keys()):
-        _refuse(file, f"state {double[0]!r} of {where} stands there twice")
+        raise MalformedError(f"state {double[0]!r} of {where} stands there twice")
 
 
-def _check_ranks(manifest: Manifest, file: str) -> None:
+def _check_ranks(manifest: Manifest) -> None:
     """Check the values of single ranks, and that groups list known parameters."""
     for what in ("local", "rng", "per_rank"):
-        count = len(getattr(manifest, what))
-        if count not in (0, manifest.world_size):
+        if (count := len(getattr(manifest, what))) not in (0, manifest.world_size):
             told = f"{what} has {count} values for {manifest.world_size} ranks"
-            _refuse(file, told)
+            raise MalformedError(told)
     for r, state in enumerate(manifest.rng):
         if not isinstance(state, dict) or not state.keys() <= set(RNG_KEYS):
-            _refuse(file, f"rng[{r}] holds something else than {RNG_KEYS}")
+            raise MalformedError(f"rng[{r}] holds something else than {RNG_KEYS}")
     names = {name for tensor in manifest.tensors for name in tensor.fqns}
     held = {tensor.fqns[0]: tensor.values for tensor in manifest.tensors}
-    _check_groups(manifest.param_groups, names, "param_groups", file)
+    _check_groups(manifest.param_groups, names, "param_groups")
     for r, own in enumerate(manifest.local):
         mine = {name for tensor in own.tensors for name in tensor.fqns}
-        where = f"local[{r}]"
-        _check_groups(own.param_groups, names | mine, f"{where}.param_groups", file)
+        _check_groups(own.param_groups, names | mine, f"local[{r}].param_groups")
         for name, found in own.values.items():
             # A reader would take either of the two.
             double = sorted(found.keys() & held.get(name, {}).keys())
             if name not in names or double:
                 problem = f"{double[0]!r} twice" if double else "of no unit"
-                _refuse(file, f"{where} has state of {quoted(name)} {problem}")
+                told = f"local[{r}] has state of {quoted(name)} {problem}"
+                raise MalformedError(told)
 
 
-def _check_groups(
-    groups: list[Json] | None, known: set[str], where: str, file: str
-) -> None:
+def _check_groups(groups: list[Json] | None, known: set[str], where: str) -> None:
     """Check that the options of groups list parameters that are ``known``."""
     for g, group in enumerate(groups or ()):
         members = group.get("params") if isinstance(group, dict) else None
         if not isinstance(members, list) or not all(
             isinstance(name, str) and name in known for name in members
         ):
-            _refuse(file, f"{where}[{g}] does not list parameters by name")
+            raise MalformedError(f"{where}[{g}] does not list parameters by name")
 
 
 def _check_values(manifest: Manifest, file: str) -> None:
@@ -242,14 +220,14 @@ def _check_values(manifest: Manifest, file: str) -> None:
     def note(index: int) -> Stored:
         # Stands in for the reader; bytes and arrays are checked by dtype and shape.
         if not 0 <= index < len(manifest.loose):
-            _refuse(file, f"loose tensor {index} is asked for and is not there")
+            raise MalformedError(f"loose tensor {index} is asked for and is not there")
         used[index] += 1
         return manifest.loose[index]
 
     for value, where in _values(manifest):
         decode(value, f"{file}: {where}", note)
     if len(used) != len(manifest.loose) or any(n > 1 for n in used.values()):
-        _refuse(file, "loose tensors are not referred to once each")
+        raise MalformedError("loose tensors are not referred to once each")
 
 
 def _values(manifest: Manifest) -> Iterator[tuple[Json, str]]:
@@ -285,33 +263,32 @@ def _tensors(manifest: Manifest) -> Iterator[tuple[str, SavedTensor]]:
 def _all_entries(manifest: Manifest) -> Iterator[tuple[int, Entry]]:
     """Yield every entry of the manifest, with the number of the file."""
     for name, tensor in _tensors(manifest):
-        intervals = list(tensor.intervals())
+        spans = list(tensor.spans())
         for state, dtype, parts in tensor.entries():
             size = dtype.itemsize
-            for at, (box, start, stop) in zip(parts, intervals, strict=True):
-                end = at.begin + (stop - start) * size
-                entry = Entry(at.begin, end, size, name, state, box, start, stop)
-                yield at.file, entry
+            for at, span in zip(parts, spans, strict=True):
+                end = at.begin + span.numel * size
+                yield at.file, Entry(at.begin, end, size, name, state, span)
     for i, each in enumerate(manifest.loose):
         size, at, shape = each.dtype.itemsize, each.at, each.shape
-        box = Rectangle(shape, (0,) * len(shape), shape)
+        span = Span(0, each.numel, Rectangle(shape, (0,) * len(shape), shape))
         name = f"loose tensor {i} (extra, random states)"
         end = at.begin + each.numel * size
-        yield at.file, Entry(at.begin, end, size, name, None, box, 0, each.numel)
+        yield at.file, Entry(at.begin, end, size, name, None, span)
 
 
-def entries_by_file(manifest: Manifest, file: str) -> list[list[Entry]]:
+def entries_by_file(manifest: Manifest) -> list[list[Entry]]:
     """Return the entries of each file in file order; they fill the payload exactly."""
     found: list[list[Entry]] = [[] for _ in manifest.files]
     for number, entry in _all_entries(manifest):
         if number >= len(found):
-            _refuse(file, f"{entry.what} lies in file {number} of {len(found)}")
+            told = f"{entry.what} lies in file {number} of {len(found)}"
+            raise MalformedError(told)
         size, name = manifest.files[number].payload_nbytes, manifest.files[number].name
         if entry.end > size:
-            _refuse(
-                file,
+            raise MalformedError(
                 f"{entry.what} ends at byte {entry.end} of {size} bytes of payload in "
-                f"{name}",
+                f"{name}"
             )
         found[number].append(entry)
     for each, entries in zip(manifest.files, found, strict=True):
@@ -321,16 +298,12 @@ def entries_by_file(manifest: Manifest, file: str) -> list[list[Entry]]:
         for entry in entries:
             # Aligned in the file, too: readers that map the file need aligned elements.
             if entry.begin != end or (each.header_nbytes + end) % entry.itemsize:
-                _refuse(
-                    file,
+                raise MalformedError(
                     f"in {each.name}, {entry.what} begins at byte {entry.begin}, "
-                    f"expected {end}, where {last.what} ends",
+                    f"expected {end}, where {last.what} ends"
                 )
             end, last = entry.end, entry
-        if end != each.payload_nbytes:
-            _refuse(
-                file,
-                f"in {each.name}, {last.what} ends at byte {end} of "
-                f"{each.payload_nbytes} bytes of payload",
-            )
+        if end != (size := each.payload_nbytes):
+            told = f"in {each.name}, {last.what} ends at byte {end} of {size} bytes"
+            raise MalformedError(f"{told} of payload")
     return found

@@ -29,15 +29,14 @@ import torch
 from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.storage.codec import DTYPES, dtype_name, excerpt
-from composable_fsdp.storage.wrappers import require_memory
+from composable_fsdp.storage.manifest import DAMAGED, DTYPES, dtype_name, excerpt
+from composable_fsdp.storage.tensors import require_memory
 from composable_fsdp.storage.writer import bytes_of
 
 Put = Callable[[Tensor, str], int]
 """A function that stores a tensor, given its path, and returns the tensor's number."""
 Get = Callable[[int], Any]
 
-_SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _MAX_DEPTH = 100
 """The deepest nesting that is written and read; programs change Python's own limit."""
 # Numbers, bytes, text, dates: a byte order and the size of an element.
@@ -86,13 +85,12 @@ def _of_numpy(value: Any, where: str, put: Put) -> Any:
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
         dtype = value.dtype.str
-        is_plain = _NUMPY.match(dtype) is not None
         # No subclass: a masked array holds more. Bytes go to the payload.
-        if type(value) is numpy.ndarray and is_plain:
+        if type(value) is numpy.ndarray and _NUMPY.match(dtype):
             place = {"$tensor": put(_tensor_of(value.tobytes()), where)}
             return {"$array": [dtype, list(value.shape), place]}
         # As bytes, and not as a number: exact for each dtype, dates included.
-        if isinstance(value, numpy.generic) and is_plain:
+        if isinstance(value, numpy.generic) and _NUMPY.match(dtype):
             return {"$scalar": [dtype, value.tobytes().hex()]}
     raise _refused(value, where)
 
@@ -130,8 +128,7 @@ def _tensor(value: Tensor, where: str, put: Put, *, python_values: bool) -> Any:
     # As a number: optimizer steps and the like need no entry in a file.
     if python_values and value.ndim == 0 and not value.is_complex():
         number = value.item()
-        if isinstance(number, float):
-            number = _float(number)
+        number = _float(number) if isinstance(number, float) else number
         return {"$number": [dtype_name(value.dtype), number]}
     return {"$tensor": put(value, where)}
 
@@ -152,9 +149,7 @@ def _refused(value: Any, where: str) -> TypeError:
 
 def _float(value: float) -> Any:
     """Return ``value``, or a marked dict for a float that JSON lacks."""
-    if math.isfinite(value):
-        return value
-    return {"$float": "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"}
+    return value if math.isfinite(value) else {"$float": repr(value)}
 
 
 def _tensor_of(value: bytes) -> Tensor:
@@ -170,8 +165,7 @@ def decode(value: Any, where: str, get: Get, depth: int = 0) -> Any:
     if depth > _MAX_DEPTH:
         raise CheckpointError(
             f"{where[:_MAX_DEPTH]}... is nested deeper than any checkpoint is "
-            f"({_MAX_DEPTH} levels). The file is damaged or was edited; use another "
-            "checkpoint."
+            f"({_MAX_DEPTH} levels). {DAMAGED}"
         )
     if value is None or isinstance(value, (bool, int, str)):
         return value
@@ -189,8 +183,7 @@ def decode(value: Any, where: str, get: Get, depth: int = 0) -> Any:
         with suppress(KeyError, TypeError, ValueError):
             return _marked(mark, inner, where, get, within)
     raise CheckpointError(
-        f"{where}: {excerpt(value)} is nothing that a checkpoint writes. The file is "
-        "damaged or was edited; use another checkpoint."
+        f"{where}: {excerpt(value)} is nothing that a checkpoint writes. {DAMAGED}"
     )
 
 
@@ -199,8 +192,8 @@ def _marked(mark: str, inner: Any, where: str, get: Get, depth: int) -> Any:
     match mark, inner:
         case "$tensor", int() if type(inner) is int:
             return get(inner)
-        case "$float", str():
-            return _SPECIAL[inner]
+        case "$float", "nan" | "inf" | "-inf":
+            return float(inner)
         case "$tuple", list():
             return tuple(decode(each, where, get, depth) for each in inner)
         case "$map", list():
@@ -214,7 +207,10 @@ def _marked(mark: str, inner: Any, where: str, get: Get, depth: int) -> Any:
             data = _data(place, where, get, depth)
             return _array(_numpy_dtype(text, where), shape, data)
         case "$scalar", [text, str(digits)]:
-            return _scalar(_numpy_dtype(text, where), digits)
+            dtype = _numpy_dtype(text, where)
+            # The length first: ``fromhex`` allocates as much as the text claims.
+            if digits and len(digits) == 2 * dtype.itemsize:
+                return sys.modules["numpy"].frombuffer(bytes.fromhex(digits), dtype)[0]
     raise ValueError
 
 
@@ -247,10 +243,9 @@ def _number(dtype: torch.dtype, number: Any) -> Tensor:
 
 def _array(dtype: Any, shape: list[Any], data: Any) -> Any:
     """Return an array; without values, what stands for the bytes."""
-    if not all(type(n) is int and n >= 0 for n in shape):
-        raise ValueError
     # The claim is compared with the bytes before anything is allocated.
-    if data.shape[0] != int(dtype.itemsize) * prod(shape):
+    is_shape = all(type(n) is int and n >= 0 for n in shape)
+    if not is_shape or data.shape[0] != int(dtype.itemsize) * prod(shape):
         raise ValueError
     if not isinstance(data, Tensor):
         return data
@@ -261,16 +256,6 @@ def _array(dtype: Any, shape: list[Any], data: Any) -> Any:
     if not memory:
         return numpy.empty(shape, dtype)
     return numpy.frombuffer(memory, dtype).reshape(shape)
-
-
-def _scalar(dtype: Any, digits: str) -> Any:
-    """Return a scalar of numpy from the digits of its bytes."""
-    # The length first: ``fromhex`` and numpy allocate as much as the text claims.
-    if len(digits) != 2 * dtype.itemsize or not digits:
-        raise ValueError
-    import numpy
-
-    return numpy.frombuffer(bytes.fromhex(digits), dtype)[0]
 
 
 def _numpy_dtype(text: object, where: str) -> Any:

@@ -333,7 +333,7 @@ def _parts(saved: SavedTensor) -> tuple[HeldPart, ...]:
         return ()
     return tuple(
         HeldPart(at.file, start, stop)
-        for at, (_, start, stop) in zip(saved.parts, saved.intervals(), strict=True)
+        for at, (start, stop, _) in zip(saved.parts, saved.spans(), strict=True)
     )
 
 

@@ -28,7 +28,7 @@ from composable_fsdp.hugging_face import (
 )
 from composable_fsdp.state_dict.full import gather_unit
 from composable_fsdp.storage import export
-from composable_fsdp.storage.formats.safetensors_files import SafetensorsSource
+from composable_fsdp.storage.formats.files import SafetensorsSource
 from composable_fsdp.storage.source import Copy
 from tests.architectures.zoo import ARCHITECTURES, build, needs_transformers
 from tests.support.on_ranks import on_ranks
@@ -146,7 +146,7 @@ def test_each_rank_reads_its_part_of_the_files(world: World, tmp_path: Path) -> 
     original = SafetensorsSource.finish
 
     def finish(source: SafetensorsSource, copies: Sequence[Copy]) -> None:
-        read.extend((each.name, each.start, each.stop) for each in copies)
+        read.extend((each.name, *each.span[:2]) for each in copies)
         original(source, copies)
 
     with mock.patch.object(SafetensorsSource, "finish", finish):

@@ -20,8 +20,8 @@ from composable_fsdp.storage import (
     manifest,
     part,
     save_parts,
-    shared_reads,
     source,
+    team,
     writer,
 )
 from tests.real_sizes.operations import TOKENS, WIDTH, same
@@ -116,11 +116,10 @@ class Sizes(nn.Module):
 
 SMALLER: tuple[tuple[Any, str, int], ...] = (
     (blocks, "_FILL_BYTES", 1 << 16),
-    (blocks, "_GAP", 64),
     (manifest, "_MOST_BLOCKS", 4),
     (writer, "_BEHIND", 1 << 16),
-    (shared_reads, "_SMALL", 1 << 14),
-    (shared_reads, "_BUFFER", 1 << 16),
+    (team, "_SMALL", 1 << 14),
+    (team, "_BUFFER", 1 << 16),
     (source, "CHUNK_BYTES", 1 << 16),
 )
 """Thresholds above 4 MiB, and those between tensors: the sizes are on both sides."""

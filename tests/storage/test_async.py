@@ -17,15 +17,14 @@ from torch import Tensor, nn
 from composable_fsdp import CustomPolicy, async_save, load, plan, save
 from composable_fsdp.comm.nodes import private_group
 from composable_fsdp.naming import size_text
-from composable_fsdp.storage import async_save as snapshot
 from composable_fsdp.storage import (
     free_save_memory,
     open_source,
     remove_stale,
-    staging,
     writer,
 )
 from composable_fsdp.storage import save as saving
+from composable_fsdp.storage import save as snapshot
 from composable_fsdp.storage.commit import newest_in
 from composable_fsdp.storage.native import NativeSource
 from composable_fsdp.tools.forecast import forecast
@@ -57,7 +56,7 @@ def check_order(world: World, folder: Path) -> list[str]:
         write(*args)
         spans.append((start, time.monotonic()))
 
-    with slowly(0.2), mock.patch("composable_fsdp.storage.async_save.write", timed):
+    with slowly(0.2), mock.patch("composable_fsdp.storage.save.write", timed):
         async_save(folder / "step-1", model)
         # The interpreter waits for it at its exit.
         (thread,) = (t for t in threading.enumerate() if t.name.endswith("fsdp save"))
@@ -174,7 +173,7 @@ def spoil(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def check_reuse(world: World, folder: Path) -> list[bool]:
     model = make("composable")
     optimizer = optimizer_of(model)
-    allocate = mock.Mock(wraps=staging.host_buffer)
+    allocate = mock.Mock(wraps=writer.host_buffer)
     found, places = [], set()
     with mock.patch.object(snapshot, "host_buffer", allocate):
         for at in range(3):

@@ -12,6 +12,7 @@ import torch
 
 from composable_fsdp import load, save, verify
 from composable_fsdp.storage import open_source
+from composable_fsdp.storage.manifest import Span
 from composable_fsdp.storage.native import NativeSource
 from tests.storage.training import everything, make, optimizer_of, same, step
 from tests.support.sharded import RankCount, message_of
@@ -119,7 +120,7 @@ def test_a_flipped_byte_is_reported_with_parameter_and_box(
     """In the second row of the second half of a weight; also in its optimizer state."""
     ranks(2).run(save_once, tmp_path)
     with NativeSource(tmp_path / "run") as source:
-        runs = source._runs("gpt.blocks.0.down.weight", None, 0, 256)
+        runs = source._runs("gpt.blocks.0.down.weight", None, Span(0, 256))
         file = tmp_path / "run" / source.manifest.files[runs[-1].file].name
         header = source.manifest.files[runs[-1].file].header_nbytes
     flip(file, header + runs[-1].begin + 5)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.storage.codec import to_json
+from composable_fsdp.storage.manifest import to_json
 from composable_fsdp.storage.validate import parse
 from composable_fsdp.storage.values import decode, encode
 from tests.support.sharded import message_of

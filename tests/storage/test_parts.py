@@ -22,7 +22,7 @@ from composable_fsdp import (
     verify,
 )
 from composable_fsdp.storage import export_safetensors, open_source
-from composable_fsdp.storage.formats.safetensors_files import SafetensorsSource
+from composable_fsdp.storage.formats.files import SafetensorsSource
 from tests.storage.training import everything
 from tests.support.on_ranks import on_ranks
 from tests.support.place import _same

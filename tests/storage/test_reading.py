@@ -157,7 +157,7 @@ def written(path: Path, size: int) -> tuple[bytes, bytes]:
     data, at = rng.randbytes(size), 0
     with NewFile(str(path)) as file:
         while at < size:
-            count = rng.choice((1, 8, 5000, BUFFER, 3 * BUFFER))
+            count = rng.choice((1, 8, 5000, writer.BUFFER, 3 * writer.BUFFER))
             file.write(memoryview(data)[at : at + count])
             at += count
         file.finish()
@@ -186,6 +186,8 @@ def test_a_write_that_is_cut_short_goes_on_where_it_ended(tmp_path: Path) -> Non
 
 
 Calls = list[tuple[int, int, int]]
+PART = 1 << 14
+"""In place of 4 MiB, which take seconds to make."""
 
 
 @contextmanager
@@ -198,7 +200,10 @@ def ranges(code: int = 0, after: int = 0) -> Iterator[Calls]:
         ctypes.set_errno(code)
         return -1 if code and len(calls) > after else 0
 
-    with mock.patch.object(writer, "_sync_file_range", return_value=called):
+    with (
+        mock.patch.object(writer, "_sync_file_range", return_value=called),
+        mock.patch.multiple(writer, BUFFER=PART, _BEHIND=8 * PART),
+    ):
         yield calls
 
 
@@ -206,15 +211,15 @@ def ranges(code: int = 0, after: int = 0) -> Iterator[Calls]:
 def test_a_file_that_is_kept_goes_to_the_disk_while_it_is_written(
     tmp_path: Path,
 ) -> None:
-    """Each part once, in order; no more than 36 MiB wait, also for small data."""
+    """Each part once, in order; no more than nine wait, also for small data."""
     with ranges() as calls:
-        written(tmp_path / "file", 20 * BUFFER + 5)
+        written(tmp_path / "file", 20 * PART + 5)
     begun = [at for at, _, flags in calls if flags == 2]
     waited = [at for at, _, flags in calls if flags == 7]
 
-    assert begun == [n * BUFFER for n in range(20)]
-    assert waited == [n * BUFFER for n in range(12)]
-    assert {nbytes for _, nbytes, _ in calls} == {BUFFER}
+    assert begun == [n * PART for n in range(20)]
+    assert waited == [n * PART for n in range(12)]
+    assert {nbytes for _, nbytes, _ in calls} == {PART}
 
 
 @pytest.mark.req("K-05", "X-18")
@@ -224,7 +229,7 @@ def test_an_error_while_parts_go_to_the_disk_is_raised(tmp_path: Path) -> None:
         ranges(errno.EIO, after=5),
         pytest.raises(OSError, match="Input/output error") as raised,
     ):
-        written(tmp_path / "file", 20 * BUFFER)
+        written(tmp_path / "file", 20 * PART)
 
     assert raised.value.filename == str(tmp_path / "file")
 

@@ -26,9 +26,9 @@ from composable_fsdp.storage import (
     register_storage,
     remove_stale,
 )
-from composable_fsdp.storage import async_save as saving_behind
+from composable_fsdp.storage import save as saving_behind
 from composable_fsdp.storage import storages as fsspec_storage
-from composable_fsdp.storage.async_save import snapshot
+from composable_fsdp.storage.save import snapshot
 from composable_fsdp.storage.storages import whole_path
 from tests.storage.training import everything, make, optimizer_of, same, step
 from tests.support.on_ranks import on_ranks

@@ -22,7 +22,7 @@ from composable_fsdp import (
 )
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.features import Int8Wire, flat_parameters
-from composable_fsdp.storage.codec import CODES
+from composable_fsdp.storage.manifest import CODES
 from composable_fsdp.storage.native import NativeSource
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.storage.training import State, everything, make, optimizer_of, same, step

@@ -11,8 +11,6 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from composable_fsdp import (
     LoadOptions,
@@ -29,11 +27,10 @@ from composable_fsdp.storage import (
     part,
     register_storage,
     save_parts,
-    shared_reads,
+    team,
 )
 from composable_fsdp.storage.contents import contents_of
 from composable_fsdp.storage.native import NativeSource
-from composable_fsdp.storage.source import Copy
 from tests.storage.test_remote import Folder
 from tests.storage.training import everything, make, optimizer_of, same, step
 from tests.support.on_ranks import on_ranks
@@ -225,7 +222,7 @@ def check_bytes(
             storage.nbytes = 0
             with (
                 collectives.record() as calls,
-                mock.patch.object(shared_reads, "_SMALL", small),
+                mock.patch.object(team, "_SMALL", small),
             ):
                 extra = load("own://b", other, fresh, options=LoadOptions(share=share))
             is_same = extra == 3 and same(everything(other, fresh), expected)
@@ -312,30 +309,3 @@ def test_a_rank_whose_storage_fails_ends_the_load_on_all_ranks(
             assert "the network is gone" in text
             assert same(everything(model, optimizer), before)
     assert failed or not world.rank
-
-
-@given(
-    sizes=st.lists(st.integers(0, 4000), max_size=30),
-    parts=st.integers(1, 6),
-    small=st.sampled_from([1, 64, 1 << 20]),
-)
-def test_parts_cover_all_elements_once_and_are_about_even(
-    sizes: list[int], parts: int, small: int
-) -> None:
-    """In order, and no part is larger than an even one and the largest tensor."""
-    copies = [
-        Copy(f"p{i}", None, 7, 7 + n, torch.zeros(n)) for i, n in enumerate(sizes)
-    ]
-    with mock.patch.object(shared_reads, "_SMALL", small):
-        found = shared_reads._divided(copies, parts)
-        sent = [m for part in found for m in shared_reads._messages(part)]
-
-    cut = [copy for part in found for copy in part]
-    covered = [(c.name, at) for c in cut for at in range(c.start, c.stop)]
-    assert covered == [(c.name, at) for c in copies for at in range(c.start, c.stop)]
-    for copy in cut:
-        assert copy.into.numel() == copy.stop - copy.start
-    loads = [sum(c.into.numel() for c in part) for part in found]
-    whole = [n for n in sizes if 4 * n < small]
-    assert max(loads) <= sum(sizes) / parts + max(whole, default=0) + 1
-    assert sum(c.into.numel() for message in sent for c in message) == sum(sizes)

@@ -1,8 +1,7 @@
 """Reads directories of torch.distributed.checkpoint (DCP), of any placements.
 
 DCP's own loader would run the pickles in the directory. Here ``.metadata`` is read by
-an unpickler that knows DCP's classes alone, and each saved object, a ``torch.save``
-archive somewhere in a ``.distcp`` file, by torch's restricted reader.
+an unpickler that knows DCP's classes alone, and each object by torch's restricted one.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ import pickle
 import reprlib
 import zipfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,13 +26,13 @@ from composable_fsdp.storage.directory import (
     read_document,
     require_document,
 )
-from composable_fsdp.storage.formats.nested import NestedSource
-from composable_fsdp.storage.formats.torch_read import (
+from composable_fsdp.storage.formats.files import (
     lazy_tensors,
     refusal,
     require_bounded,
     require_uncompressed,
 )
+from composable_fsdp.storage.formats.nested import NestedSource
 from composable_fsdp.storage.manifest import LARGEST
 from composable_fsdp.storage.source import LazyTensor, TensorInfo
 
@@ -45,8 +44,7 @@ _SHORT = reprlib.Repr()
 _SHORT.maxlevel = 2
 
 
-@dataclass(frozen=True, slots=True)
-class _Item:
+class _Item(NamedTuple):
     """The place of a saved object: ``length`` bytes at byte ``offset`` of a file."""
 
     file: Path
@@ -54,15 +52,27 @@ class _Item:
     length: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunk:
+class _Chunk(NamedTuple):
     """A box of a tensor, and the place of the box's values."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     item: _Item
 
+    def common(self, offsets: Sequence[int], sizes: Sequence[int]) -> _Common | None:
+        """Return the slices of what a box shares, in that box and in this; or None."""
+        pairs = list(zip(offsets, sizes, self.offsets, self.sizes, strict=True))
+        spans = [(max(a, b), min(a + n, b + m)) for a, n, b, m in pairs]
+        if any(begin >= end for begin, end in spans):
+            return None
+        both = [
+            tuple(slice(b - at, e - at) for (b, e), at in zip(spans, own, strict=True))
+            for own in (offsets, self.offsets)
+        ]
+        return both[0], both[1]
 
+
+_Common = tuple[tuple[slice, ...], tuple[slice, ...]]
 _UNREAD = frozenset(
     ("_MEM_FORMAT_ENCODING", "_get_layout", "Path", "PosixPath", "WindowsPath")
 )
@@ -154,14 +164,13 @@ def _values(
             isinstance(part, str | int) for part in told
         ):
             raise _Malformed(f"{_short(key)} lies at {_short(path)}")
-        if isinstance(about, BytesStorageMetadata):
-            item = items[key, None]
-            require_document(f"{item.file}, {key!r},", item.length)
-            value = reader.load(key, item)
-            value = lazy_tensors(value, f"{item.file}, {key!r}", item.length)
-        else:
-            value = _lazy(directory, reader, key, about, items)
-        yield key, path, value
+        if not isinstance(about, BytesStorageMetadata):
+            yield key, path, _lazy(directory, reader, key, about, items)
+            continue
+        item = items[key, None]
+        where = f"{item.file}, {key!r}"
+        require_document(f"{where},", item.length)
+        yield key, path, lazy_tensors(reader.load(key, item), where, item.length)
 
 
 def _lazy(
@@ -172,28 +181,35 @@ def _lazy(
     items: dict[tuple[str, Any], _Item],
 ) -> LazyTensor:
     """Return a tensor whose chunks cover every element exactly once."""
-    dtype, shape = about.properties.dtype, _sizes(about.size)
-    if not isinstance(dtype, torch.dtype):
-        raise _Malformed(f"the dtype of {key!r} is {_short(dtype)}")
-    info, chunks = TensorInfo(dtype, shape), list[_Chunk]()
+    info = TensorInfo(about.properties.dtype, _sizes(about.size))
+    if not isinstance(info.dtype, torch.dtype):
+        raise _Malformed(f"the dtype of {key!r} is {_short(info.dtype)}")
+    chunks, held = list[_Chunk](), 0
     for each in about.chunks:
         offsets, sizes = _sizes(each.offsets), _sizes(each.sizes)
-        item, nbytes = items[key, offsets], TensorInfo(dtype, sizes).nbytes
+        item, box = items[key, offsets], TensorInfo(info.dtype, sizes)
         # Before memory is allocated by the sizes that the metadata claims.
-        if nbytes > item.length:
+        if box.nbytes > item.length:
             raise _Malformed(
                 f"a box of {key!r} is of {sizes}, its {item.length} bytes hold less"
             )
         # DCP writes each box as an archive of its own, which is read whole.
-        require_document(f"{item.file}, {key!r},", item.length - nbytes)
+        require_document(f"{item.file}, {key!r},", item.length - box.nbytes)
+        spans = zip(offsets, sizes, info.shape, strict=True)
+        if box.numel and any(at + n > size for at, n, size in spans):
+            raise _Malformed(f"a box of {key!r} reaches beyond its shape {info.shape}")
+        held += box.numel
         chunks.append(_Chunk(offsets, sizes, item))
-    _require_cover(directory, key, info, chunks)
-
-    def read(start: int, stop: int) -> Tensor:
-        return _read_interval(reader, key, info, chunks, start, stop)
-
+    overlap = _overlap([c for c in chunks if 0 not in c.sizes], len(info.shape))
+    # A gap would leave elements of ``torch.empty`` unfilled, without an error.
+    if held != info.numel or overlap:
+        raise CheckpointError(
+            f"{directory}: {key!r} has {info.numel} elements, its boxes hold {held}"
+            f"{f' and overlap at {overlap.offsets}' if overlap else ''}. The "
+            "checkpoint is incomplete; take another one."
+        )
     # Without ``storage``: DCP stores a tensor per key and does not tell tied keys.
-    return LazyTensor(info, read)
+    return LazyTensor(info, partial(_read_interval, reader, key, info, chunks))
 
 
 def _items(directory: Path, storage: Any) -> dict[tuple[str, Any], _Item]:
@@ -242,27 +258,6 @@ def _short(value: Any) -> str:
         return f"a {type(value).__name__}"
 
 
-def _require_cover(
-    directory: Path, key: str, info: TensorInfo, chunks: Sequence[_Chunk]
-) -> None:
-    """Raise if chunks leave elements out, overlap, or reach beyond the tensor."""
-    filled = [chunk for chunk in chunks if 0 not in chunk.sizes]
-    held = 0
-    for chunk in filled:
-        held += TensorInfo(info.dtype, chunk.sizes).numel
-        ends = map(sum, zip(chunk.offsets, chunk.sizes, strict=True))
-        if any(end > size for end, size in zip(ends, info.shape, strict=True)):
-            raise _Malformed(f"a box of {key!r} reaches beyond its shape {info.shape}")
-    overlap = _overlap(filled, len(info.shape))
-    # A gap would leave elements of ``torch.empty`` unfilled, without an error.
-    if held != info.numel or overlap:
-        raise CheckpointError(
-            f"{directory}: {key!r} has {info.numel} elements, its boxes hold {held}"
-            f"{f' and overlap at {overlap.offsets}' if overlap else ''}. The "
-            "checkpoint is incomplete; take another one."
-        )
-
-
 def _overlap(chunks: list[_Chunk], dims: int) -> _Chunk | None:
     """Return a chunk that shares elements with another chunk, or None."""
     if dims == 0:
@@ -273,7 +268,7 @@ def _overlap(chunks: list[_Chunk], dims: int) -> _Chunk | None:
     for chunk in sorted(chunks, key=lambda c: c.offsets[cut]):
         begin = chunk.offsets[cut]
         active = [c for c in active if c.offsets[cut] + c.sizes[cut] > begin]
-        if any(_common(chunk.offsets, chunk.sizes, other) for other in active):
+        if any(other.common(chunk.offsets, chunk.sizes) for other in active):
             return chunk
         active.append(chunk)
     return None
@@ -329,41 +324,20 @@ def _read_interval(
         # A view: the copies below write into ``result``.
         target = result[box.start : box.stop].view(box.sizes)
         for chunk in chunks:
-            common = _common(box.offsets, box.sizes, chunk)
+            common = chunk.common(box.offsets, box.sizes)
             if common is None:
                 continue
             saved = reader.load(key, chunk.item)
+            facts = getattr(saved, "shape", None), getattr(saved, "dtype", None)
             # The metadata was checked without reading the objects.
-            if (
-                not isinstance(saved, Tensor)
-                or tuple(saved.shape) != chunk.sizes
-                or saved.dtype != info.dtype
-            ):
+            if not isinstance(saved, Tensor) or facts != (chunk.sizes, info.dtype):
                 raise CheckpointError(
                     f"{chunk.item.file} holds something else than a {chunk.sizes} "
                     f"tensor of {info.dtype} where {key!r} at {chunk.offsets} should "
                     "be. The checkpoint is damaged; take another one."
                 )
-            target[_within(common, box.offsets)] = saved[_within(common, chunk.offsets)]
+            target[common[0]] = saved[common[1]]
     return result
-
-
-_Span = tuple[int, int]
-
-
-def _common(
-    offsets: Sequence[int], sizes: Sequence[int], chunk: _Chunk
-) -> list[_Span] | None:
-    """Return the part of a box in a chunk as (begin, end) per dim, or None."""
-    pairs = zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)
-    spans = [(max(a, b), min(a + n, b + m)) for a, n, b, m in pairs]
-    return spans if all(begin < end for begin, end in spans) else None
-
-
-def _within(spans: Sequence[_Span], offsets: Sequence[int]) -> tuple[slice, ...]:
-    """Return the slices of ``spans`` in a box that begins at ``offsets``."""
-    pairs = zip(spans, offsets, strict=True)
-    return tuple(slice(begin - at, end - at) for (begin, end), at in pairs)
 
 
 def _place(

@@ -42,7 +42,7 @@ class NestedSource(Source):
         self.path = where
         # Others on first use: weights can be read beside an unreadable optimizer.
         model, self._optim_tree, self._extra_tree = _split(where, tree)
-        self._own = {name: v for name, v in model.items() if _is_own_state(name)}
+        self._own = {k: v for k, v in model.items() if _is_own(k)}
         tensors = {name: v for name, v in model.items() if name not in self._own}
         self._model, self.aliases = _tied(where, tensors, aliases or {})
         self.model = {name: tensor.info for name, tensor in self._model.items()}
@@ -163,7 +163,7 @@ def _split(
     model_key = _one_of(where, tree, MODEL_KEYS)
     if model_key is None:
         # Without a key for the model, the dictionary itself must be a state dict.
-        if tree and _has_names(tree) and all(_fits_model(*i) for i in tree.items()):
+        if tree and all(_fits_model(*item) for item in tree.items()):
             return tree, None, None
         keys = listed(map(repr, sorted(map(str, tree)))) or "(none)"
         raise CheckpointError(
@@ -173,32 +173,28 @@ def _split(
         )
     optim_key = _one_of(where, tree, OPTIM_KEYS)
     rest = {key: tree[key] for key in tree if key not in (model_key, optim_key)}
-    # All other keys are the user's own, unless ``extra`` is the only one.
-    extra = rest["extra"] if list(rest) == ["extra"] else rest or None
     model = tree[model_key]
     for name, value in model.items():
-        if not isinstance(name, str) or not _fits_model(name, value):
+        if not _fits_model(name, value):
             raise CheckpointError(
                 f"{where}: {name!r} of the model is a {type(value).__name__}, expected "
                 "a tensor with a name. Save the tensors under the model, other values "
                 "beside it."
             )
-    return model, None if optim_key is None else tree[optim_key], extra
-
-
-def _is_own_state(name: object) -> bool:
-    """Return whether ``name`` is the key of a module's extra state."""
-    return str(name).rpartition(".")[2] == OWN_STATE
-
-
-def _has_names(value: Any) -> bool:
-    """Return whether ``value`` is a dictionary whose keys are strings."""
-    return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+    # All other keys are the user's own, unless ``extra`` is the only one.
+    extra = rest["extra"] if list(rest) == ["extra"] else rest or None
+    return model, tree.get(optim_key) if optim_key else None, extra
 
 
 def _fits_model(name: object, value: Any) -> bool:
     """Return whether a model's state dict may hold the item."""
-    return isinstance(value, LazyTensor) or _is_own_state(name)
+    is_value = isinstance(value, LazyTensor) or _is_own(name)
+    return isinstance(name, str) and is_value
+
+
+def _is_own(name: object) -> bool:
+    """Return whether ``name`` is the key of a module's extra state."""
+    return str(name).rpartition(".")[2] == OWN_STATE
 
 
 def _one_of(where: str, tree: Mapping[str, Any], keys: Sequence[str]) -> str | None:
@@ -266,7 +262,7 @@ def _named_optim(
         raise CheckpointError(
             f"{where}: the optimizer holds {sorted(map(str, tree))[:8]}; expected "
             "'state' and 'param_groups'. Save composable_fsdp.optim_state_dict(model, "
-            "optim) with FULL_STATE_DICT set, or convert with --weights-only."
+            f"optim) with FULL_STATE_DICT set, or {_WAY_OUT}"
         )
     if not isinstance(state, Mapping) or not isinstance(groups, list):
         raise CheckpointError(
@@ -279,12 +275,8 @@ def _named_optim(
         # As text: some formats keep the keys of dictionaries only as text.
         name: Any = by_id.get(str(key), key)
         # State of an unknown parameter must not be lost without an error.
-        if name not in names or not _has_names(values):
-            raise CheckpointError(
-                f"{where}: the optimizer has state of {name!r}, which is no parameter "
-                "of the model in it, or state without names. Save the two again, or "
-                "convert with --weights-only."
-            )
+        if name not in names or not isinstance(values, Mapping):
+            raise _unknown(where, f"state of {name!r}")
         # A parameter without values counts as a parameter without state.
         if values:
             found[names[name]] = dict(values)
@@ -299,11 +291,22 @@ def _named_optim(
     ]
 
 
+_WAY_OUT = "convert with --weights-only."
+
+
+def _unknown(where: str, what: str) -> CheckpointError:
+    """Return the error for values of the optimizer that belong to no parameter."""
+    return CheckpointError(
+        f"{where}: the optimizer has {what}, which is no parameter of the model in it, "
+        f"or has no names. Save the two again, or {_WAY_OUT}"
+    )
+
+
 def _names_of_ids(where: str, groups: Sequence[Any]) -> dict[str, str]:
     """Return id -> name for groups whose ``params`` are ids; empty without ids."""
     found: dict[str, str] = {}
     for group in groups:
-        params = group.get("params", []) if _has_names(group) else None
+        params = group.get("params", []) if isinstance(group, Mapping) else None
         if not isinstance(params, list | tuple):
             raise CheckpointError(
                 f"{where}: a group of the optimizer is {repr(group)[:200]}; expected a "
@@ -313,14 +316,13 @@ def _names_of_ids(where: str, groups: Sequence[Any]) -> dict[str, str]:
             continue
         # torch saves ``param_names`` if the optimizer was built from named parameters.
         known = group.get("param_names", ())
-        is_list = isinstance(known, list | tuple)
-        named = is_list and all(isinstance(name, str) for name in known)
-        if not named or len(known) != len(params):
+        is_list = isinstance(known, list | tuple) and len(known) == len(params)
+        if not is_list or not all(isinstance(name, str) for name in known):
             raise CheckpointError(
                 f"{where}: the optimizer's parameters are numbers, which say nothing "
                 "without the model's code. Save composable_fsdp.optim_state_dict("
                 "model, optim), which keys them by name, or build the optimizer from "
-                "model.named_parameters(); or convert with --weights-only."
+                f"model.named_parameters(); or {_WAY_OUT}"
             )
         found.update(zip(map(str, params), known, strict=True))
     return found
@@ -337,19 +339,15 @@ def _unflatten(
         kind, _, rest = key.partition(".")
         name, _, last = rest.rpartition(".")
         if name not in names:
-            raise CheckpointError(
-                f"{where}: {key!r} of the optimizer belongs to no parameter of the "
-                "model in it. Convert with --weights-only, or save the two again."
-            )
-        (state if kind == "state" else options).setdefault(name, {})[last] = value
+            raise _unknown(where, f"{key!r} of {name!r}")
+        into = (state if kind == "state" else options).setdefault(name, {})
+        if kind == "state" or last != "params":
+            into[last] = value
     # The flattened form has options per parameter: the original groups are not known.
-    groups: list[Group] = []
+    groups: list[tuple[Group, list[str]]] = []
     for name, own in options.items():
-        own = {key: value for key, value in own.items() if key != "params"}
-        for group in groups:
-            if {k: v for k, v in group.items() if k != "params"} == own:
-                group["params"].append(name)
-                break
-        else:
-            groups.append({**own, "params": [name]})
-    return state, groups
+        members = next((members for known, members in groups if known == own), None)
+        if members is None:
+            groups.append((own, members := []))
+        members.append(name)
+    return state, [{**own, "params": members} for own, members in groups]

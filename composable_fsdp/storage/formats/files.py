@@ -1,0 +1,451 @@
+"""Reads ``torch.save`` files, by torch's restricted reader, and safetensors.
+
+Files are mapped into memory. safetensors is a file, or a directory in Hugging Face's
+layout.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import pickletools
+import re
+import zipfile
+from collections.abc import Hashable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import IO, Any, BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from composable_fsdp.errors import CheckpointError
+from composable_fsdp.planning.boxes import interval_boxes
+from composable_fsdp.storage.directory import (
+    bounded,
+    inner_file,
+    read_document,
+    require_document,
+)
+from composable_fsdp.storage.formats.nested import NestedSource
+from composable_fsdp.storage.manifest import CODES, require_storable
+from composable_fsdp.storage.source import LazyTensor, Source, TensorInfo
+from composable_fsdp.storage.writer import bytes_of, header_bytes, in_host_memory
+
+END = ".safetensors"
+SINGLE = f"model{END}"
+INDEX = "model.safetensors.index.json"
+
+_DTYPES = {code: dtype for dtype, code in CODES.items()}
+
+
+class SafetensorsSource(Source):
+    """Weights in safetensors files; without optimizer and extra state."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+        self._maps: dict[Path, Tensor] = {}
+        self._at: dict[str, tuple[Path, int]] = {}
+        self._model: dict[str, TensorInfo] = {}
+        self.optim: Mapping[str, Mapping[str, TensorInfo]] = {}
+        self.param_groups = None
+        self.extra = None
+        told: dict[str, str] = {}
+        for file, wanted in _files(path).items():
+            told.update(self._open(file, wanted))
+        self.model = self._model
+        # The metadata may hold any texts, also of other programs.
+        self.aliases = {
+            name: kept
+            for name, kept in told.items()
+            if kept in self.model and name not in self.model and name != "format"
+        }
+
+    def _open(self, file: Path, wanted: set[str] | None) -> dict[str, str]:
+        """Add the tensors of a file, and return the file's metadata."""
+        header, begin = _header(file)
+        # The only key that is no tensor; the safetensors library accepts null there.
+        metadata: dict[str, str] = header.pop("__metadata__", None) or {}
+        if wanted is not None and not wanted <= header.keys():
+            missing = sorted(wanted - header.keys())
+            raise CheckpointError(
+                f"{file} lacks {missing[:8]}, which {INDEX} says are in it. Copy the "
+                "checkpoint again, with all its files."
+            )
+        # Tensors that the index does not assign to this file are ignored.
+        for name, entry in header.items():
+            if wanted is not None and name not in wanted:
+                continue
+            if (dtype := _DTYPES.get(entry["dtype"])) is None:
+                raise CheckpointError(
+                    f"{file}: {name!r} has the dtype {entry['dtype']}, which torch "
+                    "cannot hold."
+                )
+            self._model[name] = TensorInfo(dtype, tuple(entry["shape"]))
+            self._at[name] = (file, begin + entry["data_offsets"][0])
+        return metadata
+
+    def read_model(self, name: str, start: int, stop: int) -> Tensor:
+        info = self.model[name]
+        file, begin = self._at[name]
+        if start == stop:
+            return torch.empty(0, dtype=info.dtype, device="cpu")
+        if file not in self._maps:
+            size = file.stat().st_size
+            # Private (``shared=False``): writing into the result changes no file.
+            self._maps[file] = torch.from_file(
+                str(file), shared=False, size=size, dtype=torch.uint8
+            )
+        size = info.dtype.itemsize
+        raw = self._maps[file][begin + start * size : begin + stop * size]
+        if raw.numel() != (stop - start) * size:
+            raise CheckpointError(f"{file} ends before {name!r} does.")
+        if raw.storage_offset() % size:
+            raw = raw.clone()  # a view in ``dtype`` needs an aligned offset
+        return raw.view(info.dtype)
+
+    def close(self) -> None:
+        """Drop the mappings; each ends with the last tensor that shares the memory."""
+        self._maps.clear()
+
+
+def _files(path: Path) -> dict[Path, set[str] | None]:
+    """Return the files, and the names to read from each (None: all tensors)."""
+    if not path.is_dir():
+        return {path: None}
+    # If both files exist, the index is used.
+    if not (path / INDEX).exists():
+        return {inner_file(path, SINGLE): None}
+    index = inner_file(path, INDEX)
+    data = read_document(str(index))
+    try:
+        pairs = list(json.loads(data)["weight_map"].items())
+    except Exception as error:  # Deeply nested JSON exhausts the stack, too.
+        raise CheckpointError(
+            f"{index} expected JSON with a 'weight_map' from names to files; it is "
+            f"damaged: {error}."
+        ) from error
+    names: dict[object, set[str]] = {}
+    for name, file in pairs:
+        # ``inner_file`` refuses a value that is not a plain file name.
+        names.setdefault(file if isinstance(file, str) else repr(file), set()).add(name)
+    return {inner_file(path, file): wanted for file, wanted in names.items()}
+
+
+def _header(file: Path) -> tuple[dict[str, Any], int]:
+    """Return a file's table of tensors, and the byte where the data begins."""
+    try:
+        with safe_open(file, framework="pt"):
+            pass  # The library checks offsets, sizes and file length.
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            return json.loads(stream.read(length)), 8 + length
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{file} is no complete safetensors file: {error}. Copy it again."
+        ) from error
+
+
+class SafetensorsWriter:
+    """The files of a set of tensors while they are written."""
+
+    def __init__(
+        self,
+        out: Path,
+        tensors: Mapping[str, TensorInfo],
+        aliases: Mapping[str, str],
+        *,
+        max_shard_bytes: int,
+        single: bool = False,
+    ) -> None:
+        for name, info in tensors.items():
+            require_storable(info.dtype, repr(name))
+        self._tensors = tensors
+        self._files: list[BinaryIO] = []
+        self._at: dict[str, tuple[BinaryIO, int]] = {}
+        # Elements that have not been written yet, by name.
+        self._left = {name: info.numel for name, info in tensors.items()}
+        shards = [list(tensors)] if single else _shards(tensors, max_shard_bytes)
+        names, count = [SINGLE], len(shards)
+        if count > 1:
+            names = [f"model-{i + 1:05d}-of-{count:05d}{END}" for i in range(count)]
+        if not single:
+            out.mkdir()
+        for file, held in zip(names, shards, strict=True):
+            self._begin(out if single else out / file, held, aliases)
+        if count > 1:
+            pairs = zip(names, shards, strict=True)
+            total = sum(info.nbytes for info in tensors.values())
+            index = {
+                "metadata": {"total_size": total},
+                "weight_map": {name: file for file, held in pairs for name in held},
+            }
+            (out / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+    def _begin(self, path: Path, names: list[str], aliases: Mapping[str, str]) -> None:
+        """Write the header of a file, and compute the places of the tensors."""
+        file = path.open("wb")
+        self._files.append(file)
+        # As ``safetensors.torch.save_model`` writes ties; other readers ignore them.
+        told = {name: kept for name, kept in aliases.items() if kept in names}
+        end, places = 0, {}
+        # Largest elements first: each begins at a multiple of the element size.
+        for name in sorted(names, key=lambda n: -self._tensors[n].dtype.itemsize):
+            places[name] = [end, end + self._tensors[name].nbytes]
+            end = places[name][1]
+        # The header lists the tensors in the model's order; the places may differ.
+        header = {"__metadata__": {"format": "pt", **told}} | {
+            name: {
+                "dtype": CODES[self._tensors[name].dtype],
+                "shape": self._tensors[name].shape,
+                "data_offsets": places[name],
+            }
+            for name in names
+        }
+        # The data begins at a multiple of the largest element size.
+        text = header_bytes(header, 8)
+        file.write(text)
+        # The file has the final size from the start; elements are written in any order.
+        file.truncate(len(text) + end)
+        for name, (begin, _) in places.items():
+            self._at[name] = (file, len(text) + begin)
+
+    def write(self, name: str, start: int, values: Tensor) -> None:
+        """Write ``values`` of any shape at element ``start`` of tensor ``name``."""
+        file, begin = self._at[name]
+        file.seek(begin + start * values.dtype.itemsize)
+        host = in_host_memory(values)
+        file.write(bytes_of(host))
+        # Counted, so ``finish`` can tell a tensor that is incomplete.
+        self._left[name] -= values.numel()
+
+    def finish(self) -> None:
+        """Close the files. Raises: CheckpointError, for tensors that are incomplete."""
+        self.close()
+        short = [name for name, left in self._left.items() if left]
+        if short:
+            raise CheckpointError(f"Elements of {short[:8]} were not written.")
+
+    def close(self) -> None:
+        """Close the files, complete or not."""
+        for file in self._files:
+            file.close()
+
+
+def _shards(tensors: Mapping[str, TensorInfo], limit: int) -> list[list[str]]:
+    """Return the names per file, in order: up to ``limit`` bytes or a single tensor."""
+    # The rule of huggingface_hub, so that both write the same files.
+    shards: list[list[str]] = []
+    current: list[str] = []
+    used = 0
+    for name, info in tensors.items():
+        if info.nbytes > limit:
+            shards.append([name])
+            continue
+        if used + info.nbytes > limit:
+            shards.append(current)
+            current, used = [], 0
+        current.append(name)
+        used += info.nbytes
+    # A model without tensors still has a file.
+    return [*shards, current] if current or not shards else shards
+
+
+def open_torch(path: Path) -> NestedSource:
+    """Open a file that ``torch.save`` wrote."""
+    try:
+        require_uncompressed(path)
+        tree = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise refusal(path, error) from error
+    except Exception as error:  # torch's reader raises many kinds of errors.
+        raise CheckpointError(
+            f"{path} is damaged or no torch.save file: {_first_line(error)} Copy it "
+            "again."
+        ) from error
+    if not isinstance(tree, Mapping):
+        raise CheckpointError(
+            f"{path} holds a {type(tree).__name__}; expected a dictionary. Save "
+            '{"model": model.state_dict(), ...}.'
+        )
+    return TorchSource(str(path), lazy_tensors(tree, str(path), path.stat().st_size))
+
+
+class TorchSource(NestedSource):
+    """A file that ``torch.save`` wrote, whose archive has a checksum per tensor."""
+
+    def require_checksums(self) -> None:
+        # ``torch.load`` does not compare them (checked on torch 2.13).
+        try:
+            with bounded(self.path) as file, zipfile.ZipFile(file) as archive:
+                record = archive.testzip()
+        except Exception as error:  # zipfile raises many kinds of errors.
+            raise CheckpointError(
+                f"{self.path} is damaged: {error}. Copy it again."
+            ) from error
+        if record is not None:
+            raise CheckpointError(
+                f"{self.path} is damaged: its record {record!r} has another checksum "
+                "than it says. Copy it again (unless it was saved after "
+                "torch.serialization.set_crc32_options(False), which writes wrong "
+                "ones)."
+            )
+
+
+def require_uncompressed(file: Path | IO[bytes]) -> None:
+    """Raise zipfile.BadZipFile, naming the record, if a record is compressed."""
+    # ``torch.save`` compresses none; mapped, packed bytes would be taken for values.
+    # Bytes in memory were judged before they were read.
+    opened = bounded(file) if isinstance(file, Path) else nullcontext(file)
+    with opened as found, zipfile.ZipFile(found) as archive:
+        for record in archive.infolist():
+            # torch reads the pickle whole; the tensors are in records beside it.
+            if record.filename.endswith("/data.pkl"):
+                require_document(record.filename, record.file_size)
+                require_bounded(archive.read(record))
+            if record.compress_type != zipfile.ZIP_STORED:
+                raise zipfile.BadZipFile(f"record {record.filename!r} is compressed")
+
+
+_DEEPEST = 25
+"""The most tuples within one another; a key of as many may stand for 2 ** 25 items."""
+
+
+def require_bounded(data: bytes) -> None:
+    """Raise UnpicklingError for a pickle that takes any memory or time."""
+    # Readers call ``bytearray(n)`` with the number in the pickle, hash keys (tuples
+    # that share their halves stand for any number of items), and make a table as long
+    # as the largest number of a memoized value.
+    # The nesting of tuples in each value of the stack and of the memo.
+    stack: list[int] = []
+    marks: list[int] = []
+    memo: dict[Any, int] = {}
+    for opcode, argument, _ in pickletools.genops(data):
+        name = opcode.name
+        if name == "GLOBAL" and str(argument).endswith(" bytearray"):
+            raise pickle.UnpicklingError("global builtins.bytearray")
+        if "PUT" in name or name == "MEMOIZE":
+            number = len(memo) if argument is None else argument
+            if number > len(data):
+                raise pickle.UnpicklingError(f"value {number} of {len(data)} bytes")
+            memo[number] = stack[-1]
+        elif name in ("GET", "BINGET", "LONG_BINGET"):
+            stack.append(memo[argument])
+        elif name == "MARK":
+            marks.append(len(stack))
+        else:
+            before = opcode.stack_before
+            if pickletools.markobject in before:
+                at = marks.pop() - before.index(pickletools.markobject)
+            else:
+                at = len(stack) - len(before)
+            depth = max(stack[at:], default=0) + name.startswith("TUPLE")
+            if depth > _DEEPEST:
+                raise pickle.UnpicklingError(f"more than {_DEEPEST} tuples in a tuple")
+            stack[at:] = [depth] * len(opcode.stack_after)
+
+
+def refusal(what: object, error: Exception) -> CheckpointError:
+    """Return the error for a pickle with more than tensors and plain values."""
+    return CheckpointError(
+        f"{what} holds a pickle with more in it than tensors and plain values, or a "
+        f"damaged one, and was refused; nothing in it was run: {_first_line(error)} "
+        "Save state dicts instead of objects."
+    )
+
+
+def _first_line(error: Exception) -> str:
+    """Return the reason of a load error, without the rest of the message."""
+    # torch's message goes on to explain how to switch the protection off.
+    asked = re.search(r"(?i:global) (?:GLOBAL )?([\w.]+\.\w+)", str(error))
+    if asked:
+        return f"it asks for {asked[1]}."
+    line = str(error).strip().partition("\n")[0].strip()
+    if not line or "weights_only" in line:
+        line = type(error).__name__
+    return line if line.endswith(".") else f"{line}."
+
+
+_MAX_DEPTH = 100
+"""The deepest nesting that is read; a native checkpoint holds no deeper one."""
+_EXPANDED = 2**30
+"""The bytes that tensors of few bytes in the file may stand for: saved masks."""
+
+
+def lazy_tensors(value: Any, where: str, nbytes: int) -> Any:
+    """Return an unpickled value of ``nbytes`` with a ``LazyTensor`` for each tensor."""
+    # A value that is pickled once takes a byte; tuples that share their halves do not.
+    left, space = nbytes + 1000, nbytes + _EXPANDED
+    places: set[Hashable] = set()
+
+    def lazy(value: Any, where: str, depth: int) -> Any:
+        nonlocal left, space
+        left -= 1
+        problem = ""
+        if left < 0 or depth > _MAX_DEPTH:
+            problem = "more nested values than bytes, or too deep ones"
+        elif isinstance(value, Tensor):
+            found = _lazy_tensor(value, where)
+            if found.storage not in places:
+                places.add(found.storage)
+                space -= found.info.nbytes
+            if space >= 0:
+                return found
+            problem = f"a tensor of {found.info.shape}"
+        if problem:
+            raise CheckpointError(
+                f"{where[:1000]} holds {problem}, which no checkpoint does. The "
+                "checkpoint is damaged or hostile; use another one."
+            )
+        if isinstance(value, dict):
+            copied = {}
+            # ``dict.items``: a pickle can set an attribute of the name on a dict.
+            for key, each in dict.items(value):
+                key = lazy(key, where, depth + 1)
+                # A key may be a text of any length.
+                copied[key] = lazy(each, f"{where}, {str(key)[:200]}", depth + 1)
+            return copied
+        if isinstance(value, list | tuple):
+            items = [lazy(each, where, depth + 1) for each in value]
+            return items if isinstance(value, list) else tuple(items)
+        return value
+
+    return lazy(value, where, 0)
+
+
+def _lazy_tensor(tensor: Tensor, where: str) -> LazyTensor:
+    """Return a ``LazyTensor`` of ``tensor``, which must have plain values."""
+    # Other classes may hold only a part of the values, as DTensor does.
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
+        raise CheckpointError(
+            f"{where} is a {type(tensor).__name__} of layout {tensor.layout}; expected "
+            "a plain dense tensor. Save a full state dict, or with "
+            "torch.distributed.checkpoint, whose directories can be read."
+        )
+    if tensor.is_meta or tensor.is_quantized:
+        raise CheckpointError(f"{where} is a meta or quantized tensor without values.")
+    tensor = tensor.detach()
+    # Equal views of the same memory are tied; an empty tensor has no memory.
+    place = (
+        tensor.untyped_storage().data_ptr(),
+        tensor.storage_offset(),
+        tensor.stride(),
+        tensor.shape,
+        tensor.dtype,
+    )
+
+    def read(start: int, stop: int) -> Tensor:
+        if tensor.is_contiguous():
+            return tensor.view(-1)[start:stop]
+        # ``reshape(-1)`` would copy the whole of an expanded tensor for one element.
+        result = torch.empty(stop - start, dtype=tensor.dtype, device="cpu")
+        for box in interval_boxes(tuple(tensor.shape), start, stop):
+            part = tensor
+            for dim, (at, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+                part = part.narrow(dim, at, size)
+            result[box.start : box.stop].view(box.sizes).copy_(part)
+        return result
+
+    info = TensorInfo(tensor.dtype, tuple(tensor.shape))
+    return LazyTensor(info, read, place if tensor.numel() else None)

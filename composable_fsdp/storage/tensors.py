@@ -1,0 +1,269 @@
+"""Tells what a tensor is to a checkpoint: its wrappers, its place on meshes.
+
+Tensors that wrap others, such as quantized weights, are stored by their inner tensors.
+Along the dim of tensor parallelism, ranks hold other rectangles of a parameter that is
+cut, and equal values of all others, which the first of these ranks stores.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from composable_fsdp.errors import CheckpointError, PlanError
+from composable_fsdp.flat.param_ref import ParamRef
+from composable_fsdp.naming import quoted
+from composable_fsdp.optim.own_state_dict import is_wrapper
+from composable_fsdp.planning import walk
+from composable_fsdp.planning.dtensors import (
+    is_dtensor,
+    local_of,
+    refuse_cuts,
+    whole_of,
+)
+from composable_fsdp.planning.layout import Whole
+from composable_fsdp.storage.manifest import Rectangle, Span
+
+Groups = Sequence[dist.ProcessGroup]
+
+
+def ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """Return the global ranks of a group."""
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def mesh_groups_in(module: nn.Module, units: Iterable[Any]) -> list[dist.ProcessGroup]:
+    """Return the groups of the meshes of DTensors and experts, each set once."""
+    # Units first: modules show plain parameters, and the units' forms know the meshes.
+    found: list[dist.ProcessGroup] = []
+    for unit in units:
+        # By index, because ranks of tensor parallelism may have other regions.
+        forms = unit.handle.layout.forms
+        for index in sorted(forms):
+            found += forms[index].mesh_groups
+        # Ranks with other experts are ranks of the model as well.
+        found += filter(None, [unit.handle.groups.experts])
+    for each in walk.modules(module):
+        for tensor in (*each._parameters.values(), *each._buffers.values()):
+            # Alike on all ranks. Outside of the mesh there is no group.
+            if is_dtensor(tensor):
+                given: Any = tensor
+                mesh = given.device_mesh
+                inside = mesh.get_coordinate() is not None
+                dims = range(mesh.ndim if inside else 0)
+                found += [mesh.get_group(dim) for dim in dims]
+    # Each slice of a mesh may have made a group of its own for the same ranks.
+    by_ranks = {ranks_of(group): group for group in reversed(found)}
+    return [by_ranks[r] for r in dict.fromkeys(map(ranks_of, found)) if len(r) > 1]
+
+
+def others_of(ref: ParamRef) -> Groups:
+    """Return the groups with replicas, or with other elements, of a parameter."""
+    groups = ref.handle.groups
+    return (*groups.present, *groups.cut, *ref.form.cut_over)
+
+
+def copies_of(others: Groups, groups: Groups) -> list[tuple[int, ...]]:
+    """Return the ranks along each dim of the meshes with copies, without ``others``."""
+    if not groups:
+        return []
+    me = dist.get_rank()
+    # Also ranks of experts, whose mesh lies inside of the data ranks of other units.
+    apart = {me}.union(*map(ranks_of, others))
+    found = map(ranks_of, groups)
+    return [ranks for ranks in found if apart.isdisjoint(set(ranks) - {me})]
+
+
+def is_first_copy(others: Groups, groups: Groups) -> bool:
+    """Return whether this rank is the first of those that hold copies."""
+    return all(ranks[0] == dist.get_rank() for ranks in copies_of(others, groups))
+
+
+def is_first_part(ref: ParamRef) -> bool:
+    """Return whether this rank is the first of the ranks that divide a parameter."""
+    is_first = ref.handle.groups.rank == 0
+    return is_first and all(group.rank() == 0 for group in ref.form.cut_over)
+
+
+def span_of(place: Whole | None, shape: Sequence[int], start: int, stop: int) -> Span:
+    """Return elements of a tensor, or of this rank's rectangle of it, as a span.
+
+    In the whole tensor where possible: a load on another mesh reads intervals.
+    """
+    if place is None:
+        return Span(start, stop)
+    box = Rectangle(place.shape, place.offset, tuple(shape))
+    cut = {dim for _, size, dim in place.axes if dim is not None and size > 1}
+    # By the placement and not by this rank's part, which may be a single row.
+    if len(cut) > 1 or any(prod(place.shape[:dim]) != 1 for dim in cut):
+        return Span(start, stop, box)
+    # A rank without rows has an offset behind the end, and no element.
+    first = next(box.runs(0, 1))[0] if start < stop else 0
+    return Span(first + start, first + stop)
+
+
+def loose_span(tensor: Tensor, name: str, what: str) -> Span:
+    """Return this rank's elements of a tensor in no unit."""
+    local = local_of(tensor)
+    given: Any = tensor
+    if not is_dtensor(tensor):
+        return Span(0, local.numel())
+    # The rule of ``fully_shard``: all ranks see the same placements, and raise alike.
+    try:
+        refuse_cuts(tensor, name, f"pass a module without the tensor to {what}")
+    except PlanError as error:
+        raise CheckpointError(f"{error} Nothing was done.") from None
+    if given.device_mesh.get_coordinate() is None:
+        return Span(0, 0)
+    return span_of(whole_of(tensor), local.shape, 0, local.numel())
+
+
+def stores_loose(tensor: Tensor, first_rank: int) -> bool:
+    """Return whether this rank stores its rectangle of a DTensor in no unit."""
+    given: Any = tensor
+    at, mesh = given.device_mesh.get_coordinate(), given.device_mesh.mesh
+    if at is None or first_rank not in mesh.flatten().tolist():
+        return False
+    # With more ranks than rows, some hold nothing to store.
+    if given.numel() and not local_of(tensor).numel():
+        return False
+    # An empty tensor has no rectangles to tell apart.
+    return all(
+        (placement.is_shard() and given.numel()) or not index
+        for placement, index in zip(given.placements, at, strict=True)
+    )
+
+
+@torch.no_grad()
+def whole_value(tensor: Tensor) -> Tensor:
+    """Return the values of a tensor, and of a DTensor those of all ranks.
+
+    Collective: for a DTensor an all-gather over each dim of the mesh that cuts.
+    """
+    given: Any = tensor
+    if not is_dtensor(tensor) or given.device_mesh.get_coordinate() is None:
+        return tensor.detach()
+    whole: Tensor = given.full_tensor()
+    return whole.detach()
+
+
+def local_state(value: Tensor, parameter: Tensor, where: str) -> Tensor:
+    """Return this rank's part of a state of a DTensor."""
+    # A step that all ranks count alike, or the state of a plain parameter.
+    if not is_dtensor(value):
+        return value
+    given: Any = value
+    own: Any = parameter
+    alike = given.placements == own.placements and given.device_mesh == own.device_mesh
+    if not is_dtensor(parameter) or not alike:
+        raise CheckpointError(
+            f"{quoted(where)} is a DTensor placed as {tuple(given.placements)}; "
+            f"expected the placements of the parameter, {tuple(own.placements)}. "
+            "Nothing was done. Redistribute the state, or keep plain tensors."
+        )
+    return local_of(value)
+
+
+def require_readable(tensor: Tensor, name: str, what: str) -> None:
+    """Raise CheckpointError for a tensor without dense values in its own memory."""
+    kind = kind_of(tensor)
+    # Read by this rank's part, which is a tensor of its own.
+    tensor = local_of(tensor)
+    # There is no address: a read of the memory would end the process by a signal.
+    if is_wrapper(tensor) or _has_no_memory(tensor):
+        form = f"a {kind}, which wraps other tensors"
+    elif tensor.layout is not torch.strided or tensor.is_quantized:
+        form = "quantized" if tensor.is_quantized else f"of layout {tensor.layout}"
+    else:
+        require_memory(tensor, name, what)
+        return
+    raise CheckpointError(
+        f"{quoted(name)} is {form}; {what} expects plain dense tensors, and did "
+        "nothing. Convert it (to_dense(), dequantize()), or pass a module without it "
+        "and save it apart, by torch.distributed.checkpoint."
+    )
+
+
+def _has_no_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor of another class has elements and no address."""
+    if type(tensor) in (Tensor, nn.Parameter) or tensor.is_meta or not tensor.numel():
+        return False
+    # Past the class's own ``data_ptr``, which may raise or invent an address.
+    with torch._C.DisableTorchFunctionSubclass():
+        try:
+            return tensor.untyped_storage().data_ptr() == 0
+        except RuntimeError:  # torch refuses to tell an address that does not exist
+            return True
+
+
+def require_memory(tensor: Tensor, name: str, what: str) -> None:
+    """Raise CheckpointError for a dense tensor whose storage was resized."""
+    numel = tensor.numel()
+    if tensor.is_meta or not numel:
+        return
+    # For any strides: none is negative.
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    last = tensor.storage_offset() + sum((size - 1) * step for size, step in pairs)
+    nbytes = tensor.untyped_storage().nbytes()
+    # A read behind the end, or of no address, would end the process by a signal.
+    if nbytes <= last * tensor.element_size():
+        raise CheckpointError(
+            f"{quoted(name)} has {numel} elements, and its storage was resized to "
+            f"{nbytes} bytes; {what} expects tensors with memory, and did nothing. "
+            "Resize the storage and set the values, or leave the tensor out."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class HeldWrapper:
+    """A tensor of a module that wraps others; ``tensor`` is the wrapper itself."""
+
+    name: str
+    tensor: Tensor
+    facts: str
+    """The class, the shape and the other facts that a load compares."""
+
+
+def opened(
+    tensor: Tensor, name: str, what: str, found: list[HeldWrapper]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors with memory in ``tensor``, with names; note the wrappers."""
+    if not is_wrapper(tensor):
+        yield name, tensor
+        return
+    found.append(HeldWrapper(name, tensor, _facts_of(tensor)))
+    given: Any = tensor
+    for key in given.__tensor_flatten__()[0]:
+        inner = getattr(given, key)
+        # A load would fill a tensor that the wrapper forgets.
+        if inner is not getattr(given, key):
+            raise CheckpointError(
+                f"{quoted(name)} is a {kind_of(tensor)}, which makes its tensor "
+                f"{key!r} anew when asked; {what} expects tensors that the wrapper "
+                "holds, and did nothing. Pass a module without the tensor."
+            )
+        # A tensor in a wrapper may be a wrapper again.
+        yield from opened(inner, f"{name}.{key}", what, found)
+
+
+def _facts_of(wrapper: Tensor) -> str:
+    """Return the facts of a wrapper that its inner tensors do not tell, as text."""
+    given: Any = wrapper
+    context = repr(given.__tensor_flatten__()[1])
+    # The address of an object is another one in each process.
+    context = re.sub(r" at 0x[0-9a-fA-F]+", "", context)
+    # Without the module: libraries move classes from release to release.
+    kind, shape = type(wrapper).__qualname__, tuple(wrapper.shape)
+    return f"{kind} {shape} of {wrapper.dtype}, {context}"
+
+
+def kind_of(tensor: Tensor) -> str:
+    """Return the class of a tensor with its module."""
+    return f"{type(tensor).__module__}.{type(tensor).__qualname__}"
