@@ -12,26 +12,7 @@ from composable_fsdp.errors import PlanError
 from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.optim.owner_choice import Candidate, Owner, choose_owners
 from composable_fsdp.planning.unit_plan import UnitPlan
-
-
-class OwnerTraffic(NamedTuple):
-    """The bytes of a rank in a call of ``map_on_owners``.
-
-    Args:
-        all_to_all_calls: two per unit and dtype of which a matrix is cut.
-        all_to_all_bytes: bytes that the rank puts into them, those that stay included.
-        broadcast_calls: with hybrid sharding one per replica and unit.
-        broadcast_bytes: bytes of results that the replicas exchange.
-    """
-
-    all_to_all_calls: int = 0
-    all_to_all_bytes: int = 0
-    broadcast_calls: int = 0
-    broadcast_bytes: int = 0
-
-    def by_op(self) -> dict[str, tuple[int, int]]:
-        """Return calls and bytes by kind of collective."""
-        return {"all_to_all": self[:2], "broadcast": self[2:]}
+from composable_fsdp.tools.unit_costs import Traffic
 
 
 class _Owned(NamedTuple):
@@ -52,8 +33,12 @@ class OwnerPlan:
     _exchanges: tuple[tuple[int, tuple[_Owned, ...]], ...]
     """Per unit and dtype the number of replicas, and the matrices."""
 
-    def traffic(self, rank: int, *, replica: int = 0) -> OwnerTraffic:
-        """Return the bytes that a rank of a shard group sends in a call."""
+    def traffic(self, rank: int, *, replica: int = 0) -> Traffic:
+        """Return what a rank of a shard group sends in a call.
+
+        Two all-to-alls per unit and dtype of which a matrix is cut, with the bytes that
+        stay; with hybrid sharding a broadcast of results per replica and unit.
+        """
         calls = sent = broadcasts = results = 0
         for replicas, owned in self._exchanges:
             here = [each for each in owned if each.owner[0] == replica]
@@ -71,10 +56,15 @@ class OwnerPlan:
                 ]
                 broadcasts += any(parts)
                 results += sum(parts)
-        return OwnerTraffic(calls, sent, broadcasts, results)
+        return Traffic(
+            all_to_all_calls=calls,
+            all_to_all_bytes=sent,
+            broadcast_calls=broadcasts,
+            broadcast_bytes=results,
+        )
 
     @property
-    def most(self) -> OwnerTraffic:
+    def most(self) -> Traffic:
         """The traffic of the rank with most bytes."""
         ranks = max((len(o[0].sizes) for _, o in self._exchanges), default=0)
         found = [
@@ -85,7 +75,7 @@ class OwnerPlan:
         return max(
             found,
             key=lambda each: each.all_to_all_bytes + each.broadcast_bytes,
-            default=OwnerTraffic(),
+            default=Traffic(),
         )
 
 
