@@ -19,7 +19,7 @@ from composable_fsdp.errors import FSDPError, PlanError
 from composable_fsdp.naming import size_text
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.policies import SizePolicy
-from composable_fsdp.tools import plan_report
+from composable_fsdp.tools import plan_models, plan_report, tensor_parallel
 from composable_fsdp.tools.activations import measure_activations
 from composable_fsdp.tools.arguments import DTYPES, PREFETCH, STRATEGIES, WIRES
 from composable_fsdp.tools.command import BAD, USAGE, Command, Report
@@ -28,23 +28,11 @@ from composable_fsdp.tools.fit import at_world_sizes, fit
 from composable_fsdp.tools.forecast import forecast
 from composable_fsdp.tools.model_units import NoSplitPolicy, guess_units, unit_names
 from composable_fsdp.tools.plan import plan
-from composable_fsdp.tools.plan_models import (
-    Model,
-    inputs_for,
-    is_sharded,
-    load_model,
-    object_of,
-)
 from composable_fsdp.tools.plan_pictures import draw_memory
 from composable_fsdp.tools.simulate import simulate
 from composable_fsdp.tools.simulated_clock import Clock, Machine
 from composable_fsdp.tools.simulated_world import simulated_world
 from composable_fsdp.tools.simulation import Simulation
-from composable_fsdp.tools.tensor_parallel import (
-    check_sizes,
-    job_mesh,
-    without_arguments,
-)
 
 
 def _plan(given: argparse.Namespace) -> Report:
@@ -103,7 +91,7 @@ def _report_of(
         raise PlanError("--checkpointing needs --batch, as --batch 1x4096.")
     # The report says if activations are left out.
     if inputs is not None:
-        if is_sharded(model.module):
+        if plan_models.is_sharded(model.module):
             raise PlanError(
                 f"plan counts activations before sharding, and {model.source} shards "
                 "its model itself. Let the function return the model after "
@@ -204,10 +192,10 @@ def _step(given: argparse.Namespace) -> Simulation:
 
 def _maker(given: argparse.Namespace) -> Callable[[DeviceMesh], nn.Module]:
     """Return the function of MODEL, from the mesh to the model alone."""
-    function = object_of(given.model)
+    function = plan_models.object_of(given.model)
 
     def make(mesh: DeviceMesh) -> nn.Module:
-        found = without_arguments(function, mesh, given.model)()
+        found = tensor_parallel.without_arguments(function, mesh, given.model)()
         # The batch and the loss are known from the model on meta.
         return _cast(found[0] if isinstance(found, tuple) else found, given)
 
@@ -240,12 +228,12 @@ def _job(given: argparse.Namespace) -> Iterator[DeviceMesh | None]:
         yield None
         return
     sizes = (given.world_size, given.shard_world_size, given.tensor_parallel_size)
-    check_sizes(*sizes)
+    tensor_parallel.check_sizes(*sizes)
     # A function that cuts its model needs the process groups of the job, which here are
     # those of a simulated world. No step runs, so nobody reads the times.
     world = simulated_world(sizes[0], Clock(Machine()), streams=False)
     with world, simulated_meshes():
-        yield job_mesh(*sizes)
+        yield tensor_parallel.job_mesh(*sizes)
 
 
 class _Asked(NamedTuple):
@@ -254,7 +242,7 @@ class _Asked(NamedTuple):
     ``units_from`` says for a reader how the units were selected.
     """
 
-    model: Model
+    model: plan_models.Model
     inputs: Any
     chosen: dict[str, Any]
     options: dict[str, Any]
@@ -265,9 +253,9 @@ def _asked(target: str, given: argparse.Namespace, mesh: DeviceMesh | None) -> _
     """Return what the arguments ask for, with the model on meta."""
     # ``--hf`` says that the path is that of a configuration.
     is_config = target == getattr(given, "hf", None)
-    model = load_model(target, mesh, is_config=is_config)
+    model = plan_models.load_model(target, mesh, is_config=is_config)
     # A batch on the command line goes before inputs that the function returned.
-    inputs = inputs_for(model, given.batch) if given.batch else model.inputs
+    inputs = plan_models.inputs_for(model, given.batch) if given.batch else model.inputs
     _cast(model.module, given)
     chosen, units_from = _chosen_of(model, given)
     return _Asked(model, inputs, chosen, _options_of(given), units_from)
@@ -279,7 +267,9 @@ def _cast(module: nn.Module, given: argparse.Namespace) -> nn.Module:
     return module.to(DTYPES[given.dtype]) if given.dtype else module
 
 
-def _chosen_of(model: Model, given: argparse.Namespace) -> tuple[dict[str, Any], str]:
+def _chosen_of(
+    model: plan_models.Model, given: argparse.Namespace
+) -> tuple[dict[str, Any], str]:
     """Return the policy or the units that the arguments select, and how they do."""
     selections = [given.min_parameters, given.unit_class, given.units]
     if sum(map(bool, selections)) > 1:
@@ -297,7 +287,7 @@ def _chosen_of(model: Model, given: argparse.Namespace) -> tuple[dict[str, Any],
     if given.units:
         return {"units": given.units}, ", ".join(given.units)
     # A function of MODEL that shards has chosen its units itself.
-    if is_sharded(model.module):
+    if plan_models.is_sharded(model.module):
         return {}, f"those that {model.source} shards"
     names, units_from = guess_units(model.module)
     return {"units": names}, units_from

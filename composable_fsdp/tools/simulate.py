@@ -22,14 +22,7 @@ from composable_fsdp.errors import PlanError
 from composable_fsdp.flat.region import FlatParameter, TrainableRegion
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning import walk
-from composable_fsdp.tools.fake_world import (
-    default_loss,
-    explained,
-    fake_arguments,
-    fake_like,
-    fake_tensors,
-    simulated_meshes,
-)
+from composable_fsdp.tools import fake_world, tensor_parallel
 from composable_fsdp.tools.memory import OPTIMIZERS
 from composable_fsdp.tools.model_units import unit_names
 from composable_fsdp.tools.plan import plan
@@ -38,15 +31,6 @@ from composable_fsdp.tools.simulated_clock import Clock, Machine
 from composable_fsdp.tools.simulated_world import replaced, simulated_world, tensors_of
 from composable_fsdp.tools.simulation import Simulation
 from composable_fsdp.tools.storages import MemoryLog
-from composable_fsdp.tools.tensor_parallel import (
-    check_cut,
-    check_sizes,
-    data_mesh,
-    first_dtensor,
-    job_mesh,
-    name_of,
-    without_arguments,
-)
 from composable_fsdp.tree.traversal import walk_states
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -131,7 +115,7 @@ def simulate(
         print(found.peak.memory.total, [each.title for each in found.collectives])
     """
     sizes = (world_size, shard_world_size, tensor_parallel_size)
-    check_sizes(*sizes)
+    tensor_parallel.check_sizes(*sizes)
     _check(model, tensor_parallel_size, optimizer, device_type)
     # A default in the signature would print all speeds in ``help``.
     clock = Clock(machine or Machine())
@@ -141,14 +125,14 @@ def simulate(
         # The ranks of a mesh are read as numbers, which fake tensors do not have.
         mesh = None
         if shard_world_size is not None or tensor_parallel_size is not None:
-            mesh = job_mesh(*sizes)
+            mesh = tensor_parallel.job_mesh(*sizes)
         with (
-            simulated_meshes(),
-            fake_tensors(makes_dtensors=not isinstance(model, nn.Module)),
+            fake_world.simulated_meshes(),
+            fake_world.fake_tensors(makes_dtensors=not isinstance(model, nn.Module)),
             # The ranges of a profiler tell which unit is running.
             replaced(torch.autograd.profiler, "_is_profiler_enabled", True),
             MemoryLog(clock) as log,
-            explained(name_of(model), log.place),
+            fake_world.explained(tensor_parallel.name_of(model), log.place),
         ):
             module, given = _build(model, units, options, mesh)
             given = given if batch is None else batch
@@ -158,9 +142,11 @@ def simulate(
                     "simulate expects a batch: the arguments of the forward on a rank, "
                     "such as batch=torch.zeros(8, 1024, device='meta')."
                 )
-            args, kwargs = fake_arguments(given)
+            args, kwargs = fake_world.fake_arguments(given)
             made = _optimizer(optimizer, module, streams=streams)
-            step = _Step(module, args, kwargs, loss or default_loss, made, max_norm)
+            step = _Step(
+                module, args, kwargs, loss or fake_world.default_loss, made, max_norm
+            )
             mark = partial(_mark, step, log, streams=streams)
             _run(step, clock, mark)
             # Cycles of the first step would be counted as living in the second.
@@ -220,7 +206,9 @@ def _build(
         _check_plain(model)
         module, batch = _copy(model), None
     else:
-        found = without_arguments(model, mesh if is_cut else None, name_of(model))()
+        found = tensor_parallel.without_arguments(
+            model, mesh if is_cut else None, tensor_parallel.name_of(model)
+        )()
         # A pair has the arguments of the forward, as for ``plan`` on the command line.
         module, batch = found if isinstance(found, tuple) else (found, None)
         if not isinstance(module, nn.Module):
@@ -239,19 +227,27 @@ def _build(
             )
         return module, batch
     if mesh is not None:
-        options = {**options, "device_mesh": data_mesh(mesh)}
+        options = {**options, "device_mesh": tensor_parallel.data_mesh(mesh)}
         if is_cut:
-            check_cut(module, mesh, name_of(model))
+            tensor_parallel.check_cut(module, mesh, tensor_parallel.name_of(model))
+    _shard(module, names, options)
+    return module, batch
+
+
+def _shard(
+    module: nn.Module, names: Sequence[Sequence[str]], options: dict[str, Any]
+) -> None:
+    """Shard a module with units of these names."""
     # Units below come before those above, as in a training script.
     for group in sorted(names, key=lambda group: -group[0].count(".")):
         parts = [module.get_submodule(name) for name in group]
         fully_shard(parts[0] if len(parts) == 1 else parts, **options)
-    return fully_shard(module, **options), batch
+    fully_shard(module, **options)
 
 
 def _check_plain(model: nn.Module) -> None:
     """Raise PlanError for a module with units or DTensors, which are of a world."""
-    name = first_dtensor(model)
+    name = tensor_parallel.first_dtensor(model)
     if is_sharded(model) or name is not None:
         what = "is sharded" if name is None else f"has a DTensor, {quoted(name)},"
         raise PlanError(
@@ -270,7 +266,7 @@ def _copy(model: nn.Module) -> nn.Module:
         for tensor in [*own, *vars(each).values()]:
             # Tied parameters get a single copy.
             if isinstance(tensor, Tensor) and id(tensor) not in memo:
-                made = fake_like(tensor)
+                made = fake_world.fake_like(tensor)
                 if isinstance(tensor, nn.Parameter):
                     made = nn.Parameter(made, requires_grad=tensor.requires_grad)
                 memo[id(tensor)] = made
