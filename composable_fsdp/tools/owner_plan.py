@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -14,13 +13,8 @@ from composable_fsdp.optim.owner_choice import Candidate, Owner, choose_owners
 from composable_fsdp.planning.unit_plan import UnitPlan
 from composable_fsdp.tools.unit_costs import Traffic
 
-
-class _Owned(NamedTuple):
-    """A matrix in the exchange of its unit."""
-
-    sizes: list[int]
-    owner: Owner
-    itemsize: int
+_Owned = tuple[list[int], Owner, int]
+"""A matrix in the exchange of its unit: sizes of its parts, owner, bytes an element."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +35,9 @@ class OwnerPlan:
         """
         calls = sent = broadcasts = results = 0
         for replicas, owned in self._exchanges:
-            here = [each for each in owned if each.owner[0] == replica]
+            here = [each for each in owned if each[1][0] == replica]
             # A matrix that its owner holds whole needs no message.
-            if any(max(each.sizes) < sum(each.sizes) for each in here):
+            if any(max(sizes) < sum(sizes) for sizes, _, _ in here):
                 calls += 2
                 for sizes, owner, itemsize in here:
                     whole = sum(sizes) if owner[1] == rank else 0
@@ -66,7 +60,7 @@ class OwnerPlan:
     @property
     def most(self) -> Traffic:
         """The traffic of the rank with most bytes."""
-        ranks = max((len(o[0].sizes) for _, o in self._exchanges), default=0)
+        ranks = max((len(o[0][0]) for _, o in self._exchanges), default=0)
         found = [
             self.traffic(rank, replica=replica)
             for rank in range(ranks)
@@ -119,7 +113,7 @@ def plan_owners(
     ):
         owners[name] = owner
         own = exchanges.setdefault((index, region.dtype, unit.replicas), [])
-        own.append(_Owned(matrix.sizes(), owner, (dtype or region.dtype).itemsize))
+        own.append((matrix.sizes(), owner, (dtype or region.dtype).itemsize))
     return OwnerPlan(
         owners,
         tuple((key[2], tuple(owned)) for key, owned in exchanges.items()),
