@@ -1,109 +1,39 @@
 """Measures what a step holds beside the plan's buffers, by unit, on fake tensors.
 
-A ``Window`` is a stretch of the step in which one unit computes. The stretches have the
-places of the plan's events, so their bytes are added to those of the plan.
+A window is a stretch of the step in which one unit computes. The stretches have the
+names of the plan's events, so their bytes are added to those of the plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from composable_fsdp.errors import PlanError
-from composable_fsdp.naming import join_name
+from composable_fsdp.naming import ROOT_NAME, join_name
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.dtensors import is_dtensor, local_of
 from composable_fsdp.tools.fake_world import (
     default_loss,
+    explained,
+    fake_arguments,
     fake_like,
     fake_tensors,
     needing_gradients,
 )
+from composable_fsdp.tools.memory import Activations
 from composable_fsdp.tools.sharding_plan import ShardingPlan
 from composable_fsdp.tools.simulated_world import tensors_of
-from composable_fsdp.tools.step_memory import COMPUTE, Event
+from composable_fsdp.tools.step_memory import Event
 from composable_fsdp.tools.storages import Block, Change, StorageLog
 
 LIVE, HELD, GRADIENTS = "live", "held", "gradients"
 """Kinds of a block: tensors of the step; parameters and buffers; their gradients."""
-
-
-class Window(NamedTuple):
-    """A stretch of a step, with the names that ``step_memory.Event`` has.
-
-    Args:
-        phase: "forward" or "backward".
-        unit: name of the unit that computes.
-        is_entry: of a unit with nested units: forward before them, or backward after
-            them. True for a unit without nested units.
-    """
-
-    phase: str
-    unit: str
-    is_entry: bool
-
-
-class Held(NamedTuple):
-    """Bytes at an event: kept for backward, and beside these while the event runs."""
-
-    saved: int
-    beside: int
-
-
-class _Bytes(NamedTuple):
-    """Bytes at the start of a window, the most in the window, and at its end."""
-
-    start: int
-    most: int
-    end: int
-
-
-@dataclass(frozen=True)
-class Activations:
-    """Tensors of a step beside parameters, their gradients and the optimizer.
-
-    Args:
-        batch: the inputs as text, for a reader.
-        windows: bytes per ``Window``: at its start, the most, and at its end.
-        order: names of the units in the order in which their forwards began.
-        checkpointed: whether each unit directly below the root runs under activation
-            checkpointing.
-        measure: measures the same step for another plan, or with checkpointing.
-    """
-
-    batch: str
-    windows: Mapping[Window, tuple[int, int, int]] = field(repr=False)
-    order: tuple[str, ...] = field(repr=False)
-    checkpointed: bool
-    measure: Callable[..., Activations] = field(repr=False, compare=False)
-
-    def with_checkpointing(self) -> Activations:
-        """Measure again, with checkpointing of each unit directly below the root."""
-        return self.measure(checkpointing=True)
-
-    def through(self, events: Iterable[Event], fqns: Sequence[str]) -> list[Held]:
-        """Return the bytes at each event; ``fqns`` names the units of the plan."""
-        found, level = [], 0
-        for event in events:
-            window = Window(event.phase, fqns[event.unit], event.is_entry)
-            held = Held(level, 0)
-            if event.kind == COMPUTE and window in self.windows:
-                start, most, level = self.windows[window]
-                # What forward allocates is kept, and backward frees what was kept.
-                kept = level if window.phase == "forward" else start
-                # Backward frees it while gradients of parameters come.
-                held = Held(min(kept, most), max(0, most - kept))
-            found.append(held)
-        return found
 
 
 def measure_activations(
@@ -144,32 +74,34 @@ def measure_activations(
     """
     # Copies, because an iterator would be exhausted by the text of the shapes.
     given = dict(inputs) if isinstance(inputs, Mapping) else list(inputs)
-    text = batch or ", ".join(
-        # A scalar has an empty shape.
-        "x".join(map(str, tensor.shape)) or "1"
-        for tensor in tensors_of(given)
-    )
-    log = StepLog({unit.fqn for unit in plan.units})
-    try:
-        with fake_tensors(makes_dtensors=False), log:
-            # The module keeps its own parameters; the step sees the stand-ins.
-            tensors = _stand_ins(module, plan)
-            log.hold(tensors)
-            args, kwargs = _fake_inputs(given, plan)
-            step = _Step(module, loss, log)
-            # The names of the module's parameters, inside the step.
-            named = {f"module.{name}": each for name, each in tensors.items()}
-            with log.watch(module), _checkpointed(module, plan, wanted=checkpointing):
-                torch.func.functional_call(step, named, args, kwargs, tie_weights=False)
-    # The step is the user's code and may raise anything.
-    except Exception as error:
-        raise PlanError(
-            "The activations could not be measured, because the "
-            f"{log.window.phase} of this {type(module).__name__} fails on fake "
-            f"tensors, which have shapes and no values: {first_line(error)}. Check the "
-            "inputs, the loss and the dtypes; leave the batch out to plan without "
-            "activations."
-        ) from error
+    # A scalar has an empty shape.
+    shapes = ("x".join(map(str, each.shape)) or "1" for each in tensors_of(given))
+    text = batch or ", ".join(shapes)
+    log = StepLog()
+    with (
+        explained(type(module).__name__, log.place),
+        fake_tensors(makes_dtensors=False),
+        log,
+        ExitStack() as stack,
+    ):
+        # The module keeps its own parameters; the step sees the stand-ins, which live
+        # longer than the log: an end of their gradients is no part of the step.
+        held = _stand_in(module, plan, stack)
+        log.hold(held)
+        # FSDP1's default casts the inputs of the root alone.
+        mixed = plan.units[0].options.mixed_precision
+        low = mixed.param_dtype if mixed and mixed.cast_root_forward_inputs else None
+        args, kwargs = fake_arguments(given, low)
+        if checkpointing:
+            _checkpoint_units(module, plan, stack)
+        stack.enter_context(log.watch(module, {unit.fqn for unit in plan.units}))
+        output = module(*args, **kwargs)
+        log.window = log.window_of("")
+        # Without anything to train there is only the forward.
+        if loss is not None or needing_gradients(output):
+            # The output stays alive in the caller of a training step, as here.
+            (loss or default_loss)(output).backward()  # type: ignore[no-untyped-call]
+        del output
     # The log enters units as their forwards begin. Models need not run their modules in
     # the order of ``.modules()``: CLIP registers the text model first and runs the
     # vision model first.
@@ -190,14 +122,8 @@ def measure_activations(
     )
 
 
-def first_line(error: Exception) -> str:
-    """Return the class and the first line of an error, without its full stop."""
-    text = next(iter(str(error).splitlines()), "").rstrip(".")
-    return f"{type(error).__name__}: {text}"
-
-
-def _stand_ins(module: nn.Module, plan: ShardingPlan) -> dict[str, Tensor]:
-    """Return fake tensors for all parameters and buffers of ``module``, by name."""
+def _stand_in(module: nn.Module, plan: ShardingPlan, stack: ExitStack) -> list[Tensor]:
+    """Give ``module`` fake parameters and buffers in a block, and return them."""
     compute = {
         join_name(unit.fqn, fqn): unit.options.dtypes(region.dtype).compute
         for unit in plan.units
@@ -206,113 +132,70 @@ def _stand_ins(module: nn.Module, plan: ShardingPlan) -> dict[str, Tensor]:
         for fqn in slot.fqns
     }
     mixed = plan.units[0].options.mixed_precision
-    known: dict[tuple[int, str], Tensor] = {}
-    found: dict[str, Tensor] = {}
-    for prefix, each in walk.named(module, every_path=True):
-        for name, value in [*each._parameters.items(), *each._buffers.items()]:
-            if value is None:
-                continue
-            fqn = join_name(prefix, name)
-            # Parameters that no unit holds keep their dtype.
-            dtype = compute.get(fqn, value.dtype)
-            if name in each._buffers and mixed and value.is_floating_point():
-                dtype = mixed.buffer_dtype or dtype
-            # A shared module has several paths. A parameter that is tied to another has
-            # a stand-in of its own: autograd would keep the first of its gradients to
-            # itself, and the plan counts that gradient.
-            key = (id(each), name)
-            if key not in known:
-                # Sizes of a rank's part of a DTensor; the whole is on no rank.
+    found: list[Tensor] = []
+    for prefix, each in walk.named(module):
+        tables: tuple[dict[str, Any], ...] = (each._parameters, each._buffers)
+        for table in tables:
+            plain = dict(table)
+            stack.callback(table.update, plain)
+            for name, value in plain.items():
+                if value is None:
+                    continue
+                # Parameters that no unit holds keep their dtype.
+                dtype = compute.get(join_name(prefix, name), value.dtype)
+                is_buffer = table is each._buffers
+                if is_buffer and mixed and value.is_floating_point():
+                    dtype = mixed.buffer_dtype or dtype
+                # A parameter that is tied to another has a stand-in of its own:
+                # autograd would keep the first of its gradients to itself, and the plan
+                # counts that gradient. Sizes of a DTensor are those of a rank's part;
+                # the whole is on no rank.
                 made = _like_dtensor(fake_like(local_of(value), dtype), value)
-                known[key] = made.requires_grad_(value.requires_grad)
-            found[fqn] = known[key]
+                found.append(made.requires_grad_(value.requires_grad))
+                table[name] = made
     return found
 
 
-def _like_dtensor(local: Tensor, tensor: Tensor) -> Tensor:
+def _like_dtensor(local: Tensor, tensor: Any) -> Tensor:
     """Return a DTensor placed as ``tensor``, of ``local``; ``local`` if it is none."""
     if not is_dtensor(tensor):
         return local
     from torch.distributed.tensor import DTensor
 
-    dtensor: Any = tensor
     made: Tensor = DTensor.from_local(
         local,
-        dtensor.device_mesh,
-        dtensor.placements,
+        tensor.device_mesh,
+        tensor.placements,
         run_check=False,
-        shape=dtensor.shape,
-        stride=dtensor.stride(),
+        shape=tensor.shape,
+        stride=tensor.stride(),
     )
     return made
 
 
-def _fake_inputs(given: Any, plan: ShardingPlan) -> tuple[Any, Any]:
-    """Return the arguments with fake tensors, as the root casts them."""
-    mixed = plan.units[0].options.mixed_precision
-    # FSDP1's default casts the inputs of the root alone.
-    low = mixed.param_dtype if mixed and mixed.cast_root_forward_inputs else None
-    made = pytree.tree_map_only(
-        Tensor, lambda t: fake_like(t, low if t.is_floating_point() else None), given
-    )
-    return ((), made) if isinstance(made, dict) else (tuple(made), {})
-
-
-@contextmanager
-def _checkpointed(
-    module: nn.Module, plan: ShardingPlan, *, wanted: bool
-) -> Iterator[None]:
+def _checkpoint_units(module: nn.Module, plan: ShardingPlan, stack: ExitStack) -> None:
     """Let each unit directly below the root repeat its forward in backward."""
     outer: list[str] = []
-    for unit in plan.units if wanted else ():
+    for unit in plan.units:
         # The root would repeat the whole forward.
-        if unit.fqn and not any(unit.fqn.startswith(f"{name}.") for name in outer):
-            outer.append(unit.fqn)
-    modules = [module.get_submodule(name) for name in outer]
-    for each in modules:
+        if not unit.fqn or any(unit.fqn.startswith(f"{name}.") for name in outer):
+            continue
+        outer.append(unit.fqn)
+        each = module.get_submodule(unit.fqn)
         each.forward = partial(
             checkpoint, each.forward, use_reentrant=False, preserve_rng_state=False
         )
-    try:
-        yield
-    finally:
-        for each in modules:
-            del each.forward
-
-
-class _Step(nn.Module):
-    """A module whose forward is a step of ``module``: forward, loss and backward.
-
-    ``torch.func.functional_call`` gives parameters to a forward, and a checkpointed
-    part repeats its forward in backward, with the same parameters.
-    """
-
-    def __init__(
-        self, module: nn.Module, loss: Callable[[Any], Tensor] | None, log: StepLog
-    ) -> None:
-        super().__init__()
-        self.module, self._loss, self._log = module, loss, log
-
-    def forward(self, *args: Any, **kwargs: Any) -> None:
-        """Run the step; without anything to train, only the forward."""
-        output = self.module(*args, **kwargs)
-        self._log.begin_backward()
-        if self._loss is None and not needing_gradients(output):
-            return
-        loss = (self._loss or default_loss)(output)
-        # The output stays alive in the caller of a training step, as here.
-        loss.backward()  # type: ignore[no-untyped-call]
+        stack.callback(delattr, each, "forward")
 
 
 class StepLog(StorageLog):  # type: ignore[no-untyped-call]  # torch has no types
-    """Counts the bytes of a step by the unit that computes, of units named ``fqns``."""
+    """Counts the bytes of a step by the unit that computes."""
 
-    def __init__(self, fqns: set[str]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._fqns = fqns
         self.begun = {"": None}
         """The units in the order in which their forwards began."""
-        self.window = Window("forward", "", is_entry=True)
+        self.window = Event("forward", "")
         """The stretch of the step that runs."""
         self._running = [""]
         # Units in whose forward a nested unit has run.
@@ -323,27 +206,30 @@ class StepLog(StorageLog):  # type: ignore[no-untyped-call]  # torch has no type
     def new_kind(self) -> str:
         return LIVE
 
-    def here(self) -> Window:
+    def here(self) -> Event:
         return self.window
 
-    def hold(self, tensors: Mapping[str, Tensor]) -> None:
+    def place(self) -> str:
+        window = self.changes[-1].at if self.changes else self.window
+        return f"{window.phase} of {window.unit or ROOT_NAME}"
+
+    def hold(self, tensors: Sequence[Tensor]) -> None:
         """Leave parameters and buffers out; tell their gradients from the rest."""
-        self.mark(tensors.values(), HELD)
+        self.mark(tensors, HELD)
 
         def note(leaf: Tensor) -> None:
             self.mark([leaf.grad], GRADIENTS)
 
-        # The parameters of a shared module have several names.
-        for tensor in {id(t): t for t in tensors.values()}.values():
+        for tensor in tensors:
             if tensor.requires_grad:
                 tensor.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 
     @contextmanager
-    def watch(self, module: nn.Module) -> Iterator[None]:
-        """Follow the forwards of the units of ``module`` in this block."""
+    def watch(self, module: nn.Module, fqns: set[str]) -> Iterator[None]:
+        """Follow the forwards of the units named ``fqns`` in a block."""
         handles = []
         for fqn, each in walk.named(module):
-            if fqn and fqn in self._fqns:
+            if fqn and fqn in fqns:
                 begin, end = partial(self._begin, fqn), partial(self._end, fqn)
                 handles += [
                     each.register_forward_pre_hook(begin, with_kwargs=True),
@@ -371,26 +257,26 @@ class StepLog(StorageLog):  # type: ignore[no-untyped-call]  # torch has no type
         # Without such an input, nothing tells when the unit's backward ends.
         if inputs:
             register_multi_grad_hook(inputs, lambda _: self._end_backward(above))
-        self.window = Window("forward", fqn, is_entry=True)
+        self.window = Event("forward", fqn)
 
     def _end(self, fqn: str, module: nn.Module, args: Any, output: Any) -> None:
         """End the forward of unit ``fqn``."""
         self._running.pop()
         if self.window.phase == "backward":
             return
-        # A unit with nested units computes first in backward where they come last.
-        window = Window("backward", fqn, is_entry=fqn not in self._entered)
+        window = self.window_of(fqn)
 
         def begin_backward(gradient: Tensor) -> None:
             self.window = window
 
         for tensor in needing_gradients(output):
             tensor.register_hook(begin_backward)  # type: ignore[no-untyped-call]
-        self.window = Window("forward", self._running[-1], is_entry=False)
+        self.window = Event("forward", self._running[-1], is_entry=False)
 
-    def begin_backward(self) -> None:
-        """Begin with the loss, which counts to the root's backward."""
-        self.window = Window("backward", "", is_entry="" not in self._entered)
+    def window_of(self, fqn: str) -> Event:
+        """Return the first window of a unit in backward; the root's has the loss."""
+        # A unit with nested units computes first in backward where they come last.
+        return Event("backward", fqn, is_entry=fqn not in self._entered)
 
     def _end_backward(self, above: str) -> None:
         """End the backward of a unit inside unit ``above``."""
@@ -398,25 +284,24 @@ class StepLog(StorageLog):  # type: ignore[no-untyped-call]  # torch has no type
         self._pending[above] -= 1
         # What the unit around them computes first in forward, it computes last here.
         if not self._pending[above]:
-            self.window = Window("backward", above, is_entry=True)
+            self.window = Event("backward", above)
 
-    def measured(self) -> dict[Window, _Bytes]:
+    def measured(self) -> dict[Event, tuple[int, int, int]]:
         """Return the bytes of each window, without its parameters' gradients.
 
         The plan counts a unit's gradients as present through the unit's backward, so
         the most is what is missing beside them, at the window's maximum.
         """
-        found: dict[Window, _Bytes] = {}
+        found: dict[Event, tuple[int, int, int]] = {}
         live = start = most = gradients = 0
         window: Any = self.changes[0].at if self.changes else None
         # An end that belongs to no window closes the last one.
         for block, more, at in [*self.changes, Change(Block(HELD), 0, None)]:
             if at != window:
                 # A unit that runs twice has two stretches with the same name.
-                known = found.get(window, _Bytes(start, 0, 0))
-                found[window] = _Bytes(
-                    max(known.start, start), max(known.most, most - gradients), live
-                )
+                before, highest, _ = found.get(window, (start, 0, 0))
+                highest = max(highest, most - gradients)
+                found[window] = max(before, start), highest, live
                 window, start, most, gradients = at, live, live, 0
             if block.kind == GRADIENTS:
                 gradients += more

@@ -18,12 +18,9 @@ from composable_fsdp.storage.source import Read, Source, TensorInfo
 from composable_fsdp.tools.command import (
     BAD,
     USAGE,
-    WEIGHTS_ONLY,
     Advance,
     Command,
     Report,
-    bound,
-    option,
     progress,
 )
 from composable_fsdp.tools.texts import counted, dtype_text
@@ -244,10 +241,8 @@ def _show(found: Report) -> None:
         different = list(entries["different"].items())
         tensors = counted(entries["tensors"], "tensor")
         print(f"  {part:10} {tensors} in both, {len(different)} differ")
-        for path, names in (
-            (first, entries["only_first"]),
-            (second, entries["only_second"]),
-        ):
+        for path, key in ((first, "only_first"), (second, "only_second")):
+            names = entries[key]
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             if names:
                 shown = ", ".join(map(printable, names[:_SHOWN]))
@@ -285,18 +280,6 @@ examples:
 
 exit status: 0 equal, 1 different, 2 wrong usage, or a checkpoint cannot be read
 """,
-    [
-        option("first", "a checkpoint; a path or URL", metavar="A"),
-        option("second", "the other checkpoint", metavar="B"),
-        WEIGHTS_ONLY,
-        option(
-            "--tolerance",
-            "values that differ by X or less count as equal (default: 0)",
-            type=bound,
-            default=0.0,
-            metavar="X",
-        ),
-    ],
     _run,
     _show,
     lambda found: 0 if found["equal"] else BAD,

@@ -10,16 +10,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from composable_fsdp.errors import CheckpointError, FSDPError
+from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import printable, size_text
 from composable_fsdp.storage.convert import (
-    MAX_SHARD_BYTES,
     check_readable,
     convert,
     open_whole,
@@ -28,7 +28,6 @@ from composable_fsdp.storage.export import CastWeights
 from composable_fsdp.storage.native import read_manifest
 from composable_fsdp.storage.opening import (
     DCP,
-    FORMATS,
     NATIVE,
     SAFETENSORS,
     find_checkpoint,
@@ -36,28 +35,12 @@ from composable_fsdp.storage.opening import (
     verify,
 )
 from composable_fsdp.storage.source import Source
-from composable_fsdp.tools import (
-    checkpoint_diff,
-    environment,
-    plan_command,
-    simulate_command,
-)
+from composable_fsdp.tools import checkpoint_diff, environment, model_commands
+from composable_fsdp.tools.arguments import DTYPES, add_arguments
 from composable_fsdp.tools.checkpoint_diff import nbytes_of
-from composable_fsdp.tools.command import (
-    DTYPES,
-    USAGE,
-    WEIGHTS_ONLY,
-    Command,
-    Report,
-    UsageError,
-    byte_size,
-    dtype_name,
-    error_text,
-    option,
-    progress,
-)
+from composable_fsdp.tools.command import Command, Report, error_text, progress
 from composable_fsdp.tools.describe import describe
-from composable_fsdp.tools.texts import counted
+from composable_fsdp.tools.texts import counted, did_you_mean
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C: 128 + SIGINT, the shells' convention."""
@@ -82,13 +65,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises: SystemExit, for ``--help`` (status 0) and wrong usage (status 2).
     """
     # argparse ends the program by itself after ``--help`` and for wrong usage.
-    given = _parser().parse_args(arguments)
+    given, unknown = _parser().parse_known_args(arguments)
     command: Command = given.command
+    # By the parser of the command, which knows its options.
+    if unknown:
+        given.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         found = command.run(given)
-    except (FSDPError, OSError) as error:
-        text, status = error_text(error), command.bad
-        status = USAGE if isinstance(error, UsageError) else status
+    except command.errors as error:
+        text = error_text(error)
         # Standard output is always a JSON object with ``--json``, so a script can
         # parse failures, too.
         if given.json:
@@ -96,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # A message may have several lines, and hold names from a file.
         lines = "\n".join(map(printable, text.split("\n")))
         print(f"error: {lines}", file=sys.stderr)
-        return status
+        return command.bad
     except KeyboardInterrupt:
         print("interrupted; nothing was left behind", file=sys.stderr)
         return INTERRUPTED
@@ -111,6 +96,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return command.status(found)
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that says which command, option or value was meant."""
+
+    def error(self, message: str) -> NoReturn:
+        wrong = re.search(r"(?:choice: '|arguments: )([\w-]+)", message)
+        _, _, choices = message.partition("(choose from ")
+        known = re.findall(r"[\w-]+", choices) or re.findall(
+            r"--[\w-]+", self.format_help()
+        )
+        super().error(message + (did_you_mean(wrong[1], known) if wrong else ""))
+
+
 def _parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
     # ``sys.argv`` is that of the test runner in a test, and of ``__main__`` with -m.
@@ -120,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
         next(line for line in each.epilog.splitlines() if line.startswith("  python"))
         for each in COMMANDS.values()
     ]
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=name if name == "composable-fsdp" else "python -m composable_fsdp",
         description="Plan the sharding of a model; check, compare, convert and export\n"
         "checkpoints. COMMAND --help shows how.",
@@ -134,12 +131,6 @@ def _parser() -> argparse.ArgumentParser:
         help="print the version",
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    json_ = option(
-        "--json",
-        'print one JSON object instead of text; false under "ok" says that the command '
-        "failed",
-        action="store_true",
-    )
     for name, command in COMMANDS.items():
         about = command.about
         each = commands.add_parser(
@@ -149,12 +140,8 @@ def _parser() -> argparse.ArgumentParser:
             epilog=command.epilog,
             formatter_class=raw,
         )
-        groups: dict[str, Any] = {"": each}
-        for found in (json_, *command.options):
-            if found.group not in groups:
-                groups[found.group] = each.add_argument_group(found.group)
-            groups[found.group].add_argument(found.name, **found.words)
-        each.set_defaults(command=command)
+        add_arguments(each, name)
+        each.set_defaults(command=command, parser=each)
     return parser
 
 
@@ -279,19 +266,9 @@ def _show(found: Report) -> None:
     print("\n".join(map(printable, lines)))
 
 
-_PATH = option("path", "the checkpoint; a path or URL", metavar="PATH")
-_SOURCE = option("source", "the checkpoint; a path or URL", metavar="SRC")
-_MAX_SHARD = option(
-    "--max-shard-size",
-    "largest safetensors file, as 5GB or 500MB (default: 5GB)",
-    type=byte_size,
-    metavar="SIZE",
-    default=MAX_SHARD_BYTES,
-)
-
 COMMANDS = {
-    "plan": plan_command.COMMAND,
-    "simulate": simulate_command.COMMAND,
+    "plan": model_commands.PLAN,
+    "simulate": model_commands.SIMULATE,
     "inspect": Command(
         "show what is in a checkpoint, and which rank wrote it",
         """\
@@ -303,7 +280,6 @@ In a program, composable_fsdp.describe(model) shows the same of a sharded model.
 
 """
         + _FORMATS_HELP,
-        [_PATH],
         # JSON has no use for the text.
         lambda given: (
             describe(given.path).as_dict()
@@ -321,7 +297,6 @@ examples:
 
 """
         + _FORMATS_HELP,
-        [_PATH, WEIGHTS_ONLY],
         _verify,
         _show,
     ),
@@ -335,13 +310,6 @@ examples:
 
 """
         + _FORMATS_HELP,
-        [
-            _SOURCE,
-            option("destination", "what to make", type=Path, metavar="DST"),
-            _MAX_SHARD,
-            option("--to", "format of DST", choices=FORMATS, required=True),
-            WEIGHTS_ONLY,
-        ],
         _write,
         _show,
     ),
@@ -354,22 +322,6 @@ examples:
 
 """
         + _FORMATS_HELP,
-        [
-            _SOURCE,
-            option(
-                "destination",
-                "directory to make, or one file if it ends in .safetensors",
-                type=Path,
-                metavar="DST",
-            ),
-            _MAX_SHARD,
-            option(
-                "--dtype",
-                "dtype of the floating-point weights (default: as in SRC)",
-                type=dtype_name,
-                choices=DTYPES,
-            ),
-        ],
         _export,
         _show,
     ),

@@ -292,18 +292,10 @@ def _of_checkpoint(path: str | PathLike[str]) -> Description:
         also: dict[str, tuple[str, ...]] = {}
         for name, kept in source.aliases.items():
             also[kept] = (*also.get(kept, ()), name)
-        parts: dict[str, tuple[HeldPart, ...]] = {}
-        # Tensors that ranks have saved for themselves.
-        own: list[DescribedTensor] = []
-        if isinstance(source, NativeSource):
-            parts = {each.fqns[0]: _parts(each) for each in source.manifest.tensors}
-            for rank, local in enumerate(source.manifest.local):
-                for each in local.tensors:
-                    name, *more = each.fqns
-                    kind_, dtype = f"tensor of rank {rank}", dtype_text(each.dtype)
-                    own.append(
-                        DescribedTensor(name, kind_, dtype, each.shape, tuple(more))
-                    )
+        native = source.manifest if isinstance(source, NativeSource) else None
+        parts = {
+            each.fqns[0]: _parts(each) for each in (native.tensors if native else ())
+        }
         tensors = [
             DescribedTensor(
                 name,
@@ -315,6 +307,18 @@ def _of_checkpoint(path: str | PathLike[str]) -> Description:
             )
             for name, info in source.model.items()
         ]
+        # Tensors that ranks have saved for themselves.
+        tensors += [
+            DescribedTensor(
+                each.fqns[0],
+                f"tensor of rank {rank}",
+                dtype_text(each.dtype),
+                each.shape,
+                tuple(each.fqns[1:]),
+            )
+            for rank, local in enumerate(native.local if native else ())
+            for each in local.tensors
+        ]
         infos = [each for states in source.optim.values() for each in states.items()]
     optimizer = {
         "tensors": len(infos),
@@ -323,7 +327,7 @@ def _of_checkpoint(path: str | PathLike[str]) -> Description:
         "states": list(dict.fromkeys(state for state, _ in infos)),
     }
     title = f"{found}, {kind} checkpoint"
-    return Description(title, (), (*tensors, *own), optimizer if infos else None)
+    return Description(title, (), tuple(tensors), optimizer if infos else None)
 
 
 def _parts(saved: SavedTensor) -> tuple[HeldPart, ...]:

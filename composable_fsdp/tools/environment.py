@@ -123,7 +123,6 @@ examples:
   python -m composable_fsdp env
   torchrun --nproc-per-node 2 -m composable_fsdp env
 """,
-    [],
     _run,
     _show,
 )

@@ -24,9 +24,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from composable_fsdp.errors import PlanError
+from composable_fsdp.errors import FSDPError, PlanError
 from composable_fsdp.tools.simulated_world import SimulatedGroup, replaced, tensors_of
 
 _KINDS = {
@@ -173,6 +174,24 @@ def fake_tensors(*, makes_dtensors: bool) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def explained(name: str, place: Callable[[], str]) -> Iterator[None]:
+    """Turn errors of the model's code in this block into PlanError."""
+    try:
+        yield
+    except FSDPError:
+        raise
+    # Models, losses and optimizers are the user's code and may raise anything.
+    except Exception as error:
+        text = next(iter(str(error).splitlines()), "").rstrip(".")
+        raise PlanError(
+            f"The step of {name} fails on fake tensors, which have shapes and no "
+            f"values, in {place()}: {type(error).__name__}: {text}. Check the batch, "
+            "the loss and the dtypes; keep tensors on the CPU; shapes may not depend "
+            "on values. plan without a batch needs no step."
+        ) from error
+
+
 def _with(block: Callable[[], Any], method: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``method``, which runs in a ``block``."""
 
@@ -190,6 +209,18 @@ def fake_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device="cpu"
     )
+
+
+def fake_arguments(
+    given: Any, low: torch.dtype | None = None
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Return the arguments of a forward with fake tensors, real numbers in ``low``."""
+    made = pytree.tree_map_only(
+        Tensor,
+        lambda t: fake_like(t, low if t.is_floating_point() else None),
+        [given] if isinstance(given, Tensor) else given,
+    )
+    return ((), made) if isinstance(made, Mapping) else (tuple(made), {})
 
 
 def needing_gradients(values: Any) -> list[Tensor]:

@@ -17,9 +17,9 @@ from composable_fsdp.config import (
     MixedPrecision,
     ShardingStrategy,
 )
-from composable_fsdp.tools.activations import Activations
-from composable_fsdp.tools.forecast import Forecast
+from composable_fsdp.tools.memory import Activations
 from composable_fsdp.tools.replan import replan
+from composable_fsdp.tools.sharding_plan import Forecast
 
 MOST_RANKS = 1 << 17
 """The largest world size that ``smallest_world_size`` tries."""
@@ -33,13 +33,14 @@ class _Change(NamedTuple):
     changes: Mapping[str, Any]
 
 
-def fit(found: Forecast, capacity: int) -> dict[str, Any]:
+def fit(found: Forecast, capacity: int, cut: int = 1) -> dict[str, Any]:
     """Return whether ``found`` fits into ``capacity`` bytes, and what else would."""
     fits = found.total <= capacity
+    smallest = smallest_world_size(found, capacity)
     return {
         "capacity": capacity,
         "fits": fits,
-        "smallest_world_size": smallest_world_size(found, capacity),
+        "smallest_world_size": smallest and cut * smallest,
         "changes": [] if fits else _what_helps(found, capacity),
     }
 
@@ -84,6 +85,28 @@ def _what_helps(found: Forecast, capacity: int) -> list[dict[str, Any]]:
                     }
                 )
     return changes
+
+
+def at_world_sizes(
+    found: Forecast, sizes: Sequence[int], cut: int, capacity: int | None
+) -> list[dict[str, Any]]:
+    """Return a row per world size, of which ``cut`` ranks share a model's layers."""
+    rows = []
+    for size in sizes:
+        # Only layouts change with the world size; the model is walked once.
+        other = at_world_size(found, size // cut)
+        kinds = ("parameters", "gradients", "optimizer")
+        row: dict[str, Any] = {
+            "world_size": size,
+            "padding": other.plan.padded_numel - other.plan.numel,
+            **{name: sum(getattr(row, name) for row in other.rows) for name in kinds},
+            "peak": other.total,
+            "when": other.peak.when,
+        }
+        rows.append(
+            row if capacity is None else {**row, "fits": other.total <= capacity}
+        )
+    return rows
 
 
 def at_world_size(found: Forecast, world_size: int) -> Forecast:

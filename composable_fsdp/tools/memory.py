@@ -1,8 +1,15 @@
-"""``Memory``: the bytes of a rank by kind, and ``StepMoment``, when they are there."""
+"""The bytes of a rank by kind, and moments of a step; of activations and optimizers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
+
+import torch
+
+from composable_fsdp.planning.unit_plan import UnitPlan
 
 
 class Memory(NamedTuple):
@@ -67,3 +74,108 @@ class StepMoment(NamedTuple):
     def when(self) -> str:
         """The part of the step, as "backward of blocks.3"."""
         return self.memory.when
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Tensors of a step beside parameters, their gradients and the optimizer.
+
+    Args:
+        batch: the inputs as text, for a reader.
+        windows: bytes per window: at its start, the most, and at its end.
+        order: names of the units in the order in which their forwards began.
+        checkpointed: whether each unit directly below the root runs under activation
+            checkpointing.
+        measure: measures the same step for another plan, or with checkpointing.
+    """
+
+    batch: str
+    windows: Mapping[Any, tuple[int, int, int]] = field(repr=False)
+    order: tuple[str, ...] = field(repr=False)
+    checkpointed: bool
+    measure: Callable[..., Activations] = field(repr=False, compare=False)
+
+    def with_checkpointing(self) -> Activations:
+        """Measure again, with checkpointing of each unit directly below the root."""
+        return self.measure(checkpointing=True)
+
+    def beside(self, moments: Sequence[StepMoment]) -> tuple[StepMoment, ...]:
+        """Return the moments of a plan with the bytes of the activations.
+
+        While a unit computes: those kept for backward, and temporaries beside them. At
+        the last moment, the optimizer's step, none are left.
+        """
+        found, level = [], 0
+        for memory, event, _ in moments[:-1]:
+            saved = most = level
+            if event in self.windows:
+                start, most, level = self.windows[event]
+                # What forward allocates is kept, and backward frees what was kept,
+                # while gradients of parameters come.
+                saved = level if event.phase == "forward" else start
+            now = memory._replace(
+                activations=min(saved, most), temporaries=max(0, most - saved)
+            )
+            found.append(StepMoment(now, event))
+        return (*found, moments[-1])
+
+
+class OptimizerMemory(NamedTuple):
+    """Bytes of an optimizer, for this rank's shards.
+
+    Args:
+        name: the name, for a reader.
+        states: tensors that the optimizer keeps per trainable parameter, in the
+            parameter's dtype. Default 0.
+        temporaries: tensors of the parameter's dtype and size that the step allocates
+            for all parameters together, as the ``foreach`` form of AdamW does. Default
+            0.
+        bytes_per_element: bytes that the optimizer keeps per element of a trainable
+            parameter, besides ``states``. Default 0.
+        make: the optimizer itself, for a simulated step. Default None.
+    """
+
+    name: str
+    states: int = 0
+    temporaries: int = 0
+    bytes_per_element: float = 0
+    make: Callable[..., torch.optim.Optimizer] | None = None
+
+    def state_bytes(self, unit: UnitPlan) -> int:
+        """Return the bytes of the states of this rank's shards, padding included."""
+        return _bytes(unit, self.states, self.bytes_per_element)
+
+    def temporary_bytes(self, unit: UnitPlan) -> int:
+        """Return the bytes that the step allocates beside the states."""
+        return _bytes(unit, self.temporaries)
+
+
+def _bytes(unit: UnitPlan, tensors: int, each: float = 0) -> int:
+    """Return the bytes of tensors per trainable parameter, and per element."""
+    return sum(
+        tensors * r.shard_numel * r.dtype.itemsize + round(each * r.shard_numel)
+        for r in unit.regions
+        if r.trainable
+    )
+
+
+_AdamW, _Adam, _SGD = torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD
+
+# The default of torch on CUDA is the ``foreach`` form, whose step holds the square
+# roots of all second moments at once.
+OPTIMIZERS = {
+    "adamw": OptimizerMemory("AdamW", 2, 1, make=_AdamW),
+    "adamw-fused": OptimizerMemory(
+        "AdamW(fused=True)", 2, make=partial(_AdamW, fused=True)
+    ),
+    "adam": OptimizerMemory("Adam", 2, 1, make=_Adam),
+    "adam-fused": OptimizerMemory(
+        "Adam(fused=True)", 2, make=partial(_Adam, fused=True)
+    ),
+    "sgd": OptimizerMemory("SGD", make=_SGD),
+    "sgd-momentum": OptimizerMemory(
+        "SGD with momentum", 1, make=partial(_SGD, momentum=0.9)
+    ),
+    "none": OptimizerMemory("no optimizer"),
+}
+"""Optimizers of torch by the names that ``forecast`` and ``simulate`` accept."""

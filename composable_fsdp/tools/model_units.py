@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from fnmatch import fnmatchcase
@@ -15,6 +14,7 @@ from composable_fsdp.naming import quoted
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.assign import Chosen
 from composable_fsdp.planning.checks import refuse_container
+from composable_fsdp.tools.texts import did_you_mean
 
 _SHOWN = 5
 """Largest number of classes that a message lists."""
@@ -60,8 +60,7 @@ class NoSplitPolicy:
         there = sorted({type(module).__name__ for module in walk.modules(root_module)})
         for name in self._classes or ():
             if name not in there:
-                near = difflib.get_close_matches(name, there, n=1)
-                hint = f" Did you mean {near[0]}?" if near else ""
+                hint = did_you_mean(name, there)
                 more = f" and {len(there) - _SHOWN} more" if len(there) > _SHOWN else ""
                 raise PlanError(
                     f"{self!r} names the class {name}, and this "
@@ -214,10 +213,9 @@ def _modules_of(
     matching = [names[name] for name in names if _matches(name, entry)]
     # A typing error must not plan a model without units.
     if not matching:
-        near = difflib.get_close_matches(entry, list(names), n=3, cutoff=0.4)
-        hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
         raise PlanError(
-            f"units names {entry!r}, which matches no module.{hint} Names are those of "
+            f"units names {entry!r}, which matches no module."
+            f"{did_you_mean(entry, map(repr, names), most=3)} Names are those of "
             "named_modules(); 'blocks.*' matches every block."
         )
     return matching

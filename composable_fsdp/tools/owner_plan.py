@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -12,34 +11,10 @@ from composable_fsdp.errors import PlanError
 from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.optim.owner_choice import Candidate, Owner, choose_owners
 from composable_fsdp.planning.unit_plan import UnitPlan
+from composable_fsdp.tools.unit_costs import Traffic
 
-
-class OwnerTraffic(NamedTuple):
-    """The bytes of a rank in a call of ``map_on_owners``.
-
-    Args:
-        all_to_all_calls: two per unit and dtype of which a matrix is cut.
-        all_to_all_bytes: bytes that the rank puts into them, those that stay included.
-        broadcast_calls: with hybrid sharding one per replica and unit.
-        broadcast_bytes: bytes of results that the replicas exchange.
-    """
-
-    all_to_all_calls: int = 0
-    all_to_all_bytes: int = 0
-    broadcast_calls: int = 0
-    broadcast_bytes: int = 0
-
-    def by_op(self) -> dict[str, tuple[int, int]]:
-        """Return calls and bytes by kind of collective."""
-        return {"all_to_all": self[:2], "broadcast": self[2:]}
-
-
-class _Owned(NamedTuple):
-    """A matrix in the exchange of its unit."""
-
-    sizes: list[int]
-    owner: Owner
-    itemsize: int
+_Owned = tuple[list[int], Owner, int]
+"""A matrix in the exchange of its unit: sizes of its parts, owner, bytes an element."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +27,17 @@ class OwnerPlan:
     _exchanges: tuple[tuple[int, tuple[_Owned, ...]], ...]
     """Per unit and dtype the number of replicas, and the matrices."""
 
-    def traffic(self, rank: int, *, replica: int = 0) -> OwnerTraffic:
-        """Return the bytes that a rank of a shard group sends in a call."""
+    def traffic(self, rank: int, *, replica: int = 0) -> Traffic:
+        """Return what a rank of a shard group sends in a call.
+
+        Two all-to-alls per unit and dtype of which a matrix is cut, with the bytes that
+        stay; with hybrid sharding a broadcast of results per replica and unit.
+        """
         calls = sent = broadcasts = results = 0
         for replicas, owned in self._exchanges:
-            here = [each for each in owned if each.owner[0] == replica]
+            here = [each for each in owned if each[1][0] == replica]
             # A matrix that its owner holds whole needs no message.
-            if any(max(each.sizes) < sum(each.sizes) for each in here):
+            if any(max(sizes) < sum(sizes) for sizes, _, _ in here):
                 calls += 2
                 for sizes, owner, itemsize in here:
                     whole = sum(sizes) if owner[1] == rank else 0
@@ -71,12 +50,17 @@ class OwnerPlan:
                 ]
                 broadcasts += any(parts)
                 results += sum(parts)
-        return OwnerTraffic(calls, sent, broadcasts, results)
+        return Traffic(
+            all_to_all_calls=calls,
+            all_to_all_bytes=sent,
+            broadcast_calls=broadcasts,
+            broadcast_bytes=results,
+        )
 
     @property
-    def most(self) -> OwnerTraffic:
+    def most(self) -> Traffic:
         """The traffic of the rank with most bytes."""
-        ranks = max((len(o[0].sizes) for _, o in self._exchanges), default=0)
+        ranks = max((len(o[0][0]) for _, o in self._exchanges), default=0)
         found = [
             self.traffic(rank, replica=replica)
             for rank in range(ranks)
@@ -85,7 +69,7 @@ class OwnerPlan:
         return max(
             found,
             key=lambda each: each.all_to_all_bytes + each.broadcast_bytes,
-            default=OwnerTraffic(),
+            default=Traffic(),
         )
 
 
@@ -129,7 +113,7 @@ def plan_owners(
     ):
         owners[name] = owner
         own = exchanges.setdefault((index, region.dtype, unit.replicas), [])
-        own.append(_Owned(matrix.sizes(), owner, (dtype or region.dtype).itemsize))
+        own.append((matrix.sizes(), owner, (dtype or region.dtype).itemsize))
     return OwnerPlan(
         owners,
         tuple((key[2], tuple(owned)) for key, owned in exchanges.items()),

@@ -215,22 +215,17 @@ def plan(
     )
 
 
-def _world_size(given: object, sharded: dict[nn.Module, UnitPlan]) -> int:
+def _world_size(given: int | None, sharded: dict[nn.Module, UnitPlan]) -> int:
     """Return the number of ranks: as given, or those of the units that are sharded."""
+    if given is not None:
+        return given
     # All units of a model are over the same ranks, in shards or replicas.
-    if given is None:
-        for unit in sharded.values():
-            return unit.shard_world_size * unit.replicas
-        raise PlanError(
-            "plan expects world_size, the number of ranks, for a module that is not "
-            "sharded. Pass for example world_size=8."
-        )
-    # bool is a subclass of int, and ``world_size=True`` is a mistake.
-    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-        raise PlanError(
-            f"world_size expects a positive number of ranks, got {given!r}."
-        )
-    return given
+    for unit in sharded.values():
+        return unit.shard_world_size * unit.replicas
+    raise PlanError(
+        "plan expects world_size, the number of ranks, for a module that is not "
+        "sharded. Pass for example world_size=8."
+    )
 
 
 def _kept(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -11,10 +10,9 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,33 +20,26 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp.errors import PlanError
 from composable_fsdp.planning import walk
-from composable_fsdp.tools.command import UsageError
 from composable_fsdp.tools.tensor_parallel import check_cut, without_arguments
+from composable_fsdp.tools.texts import did_you_mean
 from composable_fsdp.tree.traversal import walk_states
 
 CONFIG = "config.json"
 """The name of a configuration in a directory of a Hugging Face model."""
 
 
-@dataclass(frozen=True)
-class Model:
-    """A model on meta, and how a forward is called.
-
-    Args:
-        module: the model.
-        source: the text that named the model.
-        inputs: arguments of a forward; None if none are known.
-        loss: a function from the output to the loss; None for the default.
-        config: the configuration of transformers; None for other models.
-        notes: sentences for the report.
-    """
+class Model(NamedTuple):
+    """A model on meta, and how a forward is called; None for what is not known."""
 
     module: nn.Module
     source: str
+    """The text that named the model."""
     inputs: Sequence[Any] | Mapping[str, Any] | None = None
     loss: Callable[[Any], torch.Tensor] | None = None
     config: Any = None
-    notes: list[str] = field(default_factory=list)
+    """The configuration of transformers."""
+    notes: tuple[str, ...] = ()
+    """Sentences for the report."""
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -56,26 +47,27 @@ def is_sharded(module: nn.Module) -> bool:
     return any(True for _ in walk_states(module))
 
 
-def load_model(target: str, mesh: DeviceMesh | None = None) -> Model:
+def load_model(
+    target: str, mesh: DeviceMesh | None = None, *, is_config: bool = False
+) -> Model:
     """Return the model that ``target`` names; its function may take the mesh."""
-    is_config = target.endswith(".json") or Path(target).is_dir()
+    is_config = is_config or target.endswith(".json") or Path(target).is_dir()
     found = None if is_config else object_of(target)
     # A class of modules is callable and no module.
     if not is_config and not isinstance(found, nn.Module):
         if callable(found):
             return _from_function(found, target, mesh)
-        raise UsageError(
+        raise PlanError(
             f"{target} expects to be a module, or a function or class without "
             f"arguments that makes one; got {found!r:.80}."
         )
     if mesh is not None:
-        raise UsageError(
-            f"{target} is no function, and so does not say how its model is cut over "
-            "--tensor-parallel-size ranks. Write a function of the mesh that makes the "
-            'model and calls parallelize_module(model, mesh["tp"], {...}), and pass '
-            "MODULE:FUNCTION."
+        raise PlanError(
+            f"{target} is no function, and so does not say how its model is cut. Write "
+            "a function of the mesh that makes the model and calls "
+            'parallelize_module(model, mesh["tp"], {...}), and pass MODULE:FUNCTION.'
         )
-    return Model(found, target) if isinstance(found, nn.Module) else load_config(target)
+    return Model(found, target) if isinstance(found, nn.Module) else _config(target)
 
 
 def object_of(target: str) -> Any:
@@ -83,18 +75,18 @@ def object_of(target: str) -> Any:
     # The last colon: a path of Windows has another.
     path, _, name = target.rpartition(":")
     if not path or not name:
-        raise UsageError(
+        raise PlanError(
             f"{target!r} names no model. Write MODULE:FUNCTION, such as "
-            "train:build_model or train.py:build_model, or the path of a config.json."
+            "train:build_model or train.py:build_model, or the path of a config.json, "
+            "which `hf download MODEL config.json` gets."
         )
     found: Any = _import(path)
     # A method or a nested class has several components.
     for part in name.split("."):
         if not hasattr(found, part):
             given = [each for each in vars(found) if not each.startswith("_")]
-            near = difflib.get_close_matches(part, given, n=3, cutoff=0.4)
-            hint = f" Did you mean {' or '.join(near)}?" if near else ""
-            raise UsageError(f"{path} has no {part!r}.{hint}")
+            hint = did_you_mean(part, given, most=3)
+            raise PlanError(f"{path} has no {part!r}.{hint}")
         found = getattr(found, part)
     return found
 
@@ -106,7 +98,7 @@ def _import(path: str) -> ModuleType:
         sys.path.insert(0, os.getcwd())
     is_file = path.endswith(".py")
     if is_file and not Path(path).is_file():
-        raise UsageError(f"There is no file {path!r}.")
+        raise PlanError(f"There is no file {path!r}.")
     try:
         if not is_file:
             return importlib.import_module(path)
@@ -125,12 +117,12 @@ def _import(path: str) -> ModuleType:
         # The module itself is missing, or a module that it imports.
         first = path.partition(".")[0]
         if isinstance(error, ModuleNotFoundError) and error.name in (path, first):
-            raise UsageError(
+            raise PlanError(
                 f"There is no module {path!r} here or among the installed packages. "
                 f"Run the command in the directory of {first}.py, or pass the path of "
                 "the file."
             ) from error
-        raise UsageError(
+        raise PlanError(
             f"Importing {path} fails: {type(error).__name__}: {error}. A script that "
             'trains when it is imported needs: if __name__ == "__main__".'
         ) from error
@@ -141,19 +133,13 @@ def _from_function(
 ) -> Model:
     """Return the model that ``function`` makes."""
     # The call would fail with the same, but from inside of the user's code.
-    try:
-        make = without_arguments(
-            function, mesh, source, option="--tensor-parallel-size"
-        )
-    except PlanError as error:
-        # The same text; ``args`` is without the rank, which is none of the user's.
-        raise UsageError(*error.args) from error
+    make = without_arguments(function, mesh, source, option="--tensor-parallel-size")
     try:
         with torch.device("meta"):
             made = make()
     # The function is the user's code and may raise anything, also SystemExit.
     except (Exception, SystemExit) as error:
-        raise UsageError(
+        raise PlanError(
             f"{source}() fails on the meta device, where tensors have shapes and no "
             f"values: {type(error).__name__}: {error}. Build the model alone, and load "
             "or read no values."
@@ -165,7 +151,7 @@ def _from_function(
         if isinstance(inputs, torch.Tensor):
             inputs = [inputs]
     if not isinstance(made, nn.Module):
-        raise UsageError(
+        raise PlanError(
             f"{source}() expects to return a module, or a pair of a module and the "
             f"arguments of its forward; got {made!r:.80}."
         )
@@ -174,11 +160,11 @@ def _from_function(
     return Model(made, source, inputs, loss)
 
 
-def load_config(path: str) -> Model:
+def _config(path: str) -> Model:
     """Return the model of a configuration of transformers, on meta."""
     file = Path(path) / CONFIG if Path(path).is_dir() else Path(path)
     if not file.is_file():
-        raise UsageError(
+        raise PlanError(
             f"There is no file {str(file)!r}. Nothing is downloaded: get the file "
             f"with `hf download MODEL {CONFIG}`, or from the model's page."
         )
@@ -186,15 +172,15 @@ def load_config(path: str) -> Model:
     try:
         given = json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        raise UsageError(f"{file} holds no JSON: {error}.") from error
+        raise PlanError(f"{file} holds no JSON: {error}.") from error
     if not isinstance(given, dict) or "model_type" not in given:
-        raise UsageError(
+        raise PlanError(
             f"{file} is no configuration of transformers: it has no model_type."
         )
     try:
         transformers = importlib.import_module("transformers")
     except ImportError as error:
-        raise UsageError(
+        raise PlanError(
             f"{path} is a configuration of transformers, which is not installed. Run "
             "pip install transformers, or pass MODULE:FUNCTION."
         ) from error
@@ -211,15 +197,15 @@ def load_config(path: str) -> Model:
             module = make(config)
     # transformers raises many kinds of errors for a configuration.
     except Exception as error:
-        raise UsageError(
+        raise PlanError(
             f"transformers {transformers.__version__} makes no model of {path}: "
             f"{' '.join(str(error).split())}"
         ) from error
-    notes = [
+    note = (
         "the configuration names no class of transformers under architectures, so the "
         f"model is a {type(module).__name__} without a head"
-    ]
-    return Model(module, path, config=config, notes=notes if kind is None else [])
+    )
+    return Model(module, path, config=config, notes=(note,) * (kind is None))
 
 
 def inputs_for(model: Model, shape: Sequence[int]) -> Any:
@@ -228,7 +214,7 @@ def inputs_for(model: Model, shape: Sequence[int]) -> Any:
     Models of transformers that read token ids get ids, and labels if they predict ids.
     Other models get one tensor: ids if they begin with an embedding, else floats.
 
-    Raises: UsageError, if the model takes something else.
+    Raises: PlanError, if the model takes something else.
     """
     first = next((m for m in walk.modules(model.module) if m._parameters), None)
     reads_ids = model.config is not None or isinstance(first, nn.Embedding)
@@ -242,7 +228,7 @@ def inputs_for(model: Model, shape: Sequence[int]) -> Any:
     # Better refused by name than a forward that fails without its input.
     missing = [n for n in (main, "pixel_values") if n in takes and n != "input_ids"]
     if missing:
-        raise UsageError(
+        raise PlanError(
             f"--batch makes token ids and no {missing[0]}, which {kind.__name__} "
             "takes. Write a function that returns (model, {...arguments of forward...})"
             " and pass MODULE:FUNCTION."

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from composable_fsdp.errors import PlanError
 from composable_fsdp.naming import size_text
-from composable_fsdp.tools.forecast import Forecast
 from composable_fsdp.tools.plan_report import KINDS
+from composable_fsdp.tools.sharding_plan import Forecast
 
 
 def draw_memory(path: Path, found: Forecast, capacity: int | None) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from composable_fsdp.config import Block
 from composable_fsdp.naming import size_text
-from composable_fsdp.tools.fit import at_world_size, fit
-from composable_fsdp.tools.forecast import Forecast, UnitRow
-from composable_fsdp.tools.sharding_plan import ShardingPlan, owner_lines
+from composable_fsdp.planning.unit_plan import UnitPlan
+from composable_fsdp.tools.step_memory import StepMemory
 from composable_fsdp.tools.texts import counted, dtype_text, sent_text, table
 from composable_fsdp.tools.unit_costs import Traffic
 
@@ -30,31 +30,40 @@ KINDS = {
 }
 """Kinds of memory, with the words that a reader sees."""
 
+_WORDS = ("unit", "", "class", "regions")
+"""Columns of words, which are aligned to the left."""
+
 _KEPT = ("parameters", "gradients", "optimizer")
 """Kinds that stay between steps."""
 
 
 def report_of(
-    found: Forecast,
+    found: Any,
     *,
-    source: str,
-    units_from: str,
-    capacity: int | None = None,
-    world_sizes: Sequence[int] = (),
+    source: str = "",
+    units_from: str = "",
     tensor_parallel_size: int | None = None,
     notes: Sequence[str] = (),
 ) -> Report:
-    """Return the numbers of a forecast, for JSON. Bytes are per rank.
-
-    Raises: PlanError, if a world size is not possible.
-    """
+    """Return the numbers of a ``Forecast``, for JSON. Bytes are per rank."""
     plan, peak, activations = found.plan, found.peak.memory, found.activations
-    rows = [_row(row) for row in found.rows]
+    columns = ("numel", "padded_numel", *_KEPT, "sharded", "full")
+    rows = [
+        {
+            "unit": row.fold.name,
+            "times": row.fold.times,
+            "class": row.fold.unit.class_name,
+            **{name: getattr(row, name) for name in columns},
+            "regions": _regions(row.fold.unit, plan.units[0]),
+            **_traffic(row.traffic),
+        }
+        for row in found.rows
+    ]
     cut = tensor_parallel_size or 1
     # The root of a hybrid plan may be unsharded; the units below tell the groups.
     groups = max(plan.units, key=lambda unit: unit.shard_world_size)
     whole = plan.whole_numel
-    report: Report = {
+    return {
         KEY: 1,
         "model": {
             "source": source,
@@ -77,64 +86,26 @@ def report_of(
         },
         "rows": rows,
         "total": {
-            name: sum(row[name] for row in rows)
-            for name in ("times", "numel", "padded_numel", *_KEPT, "sharded")
+            name: sum(row[name] for row in rows) for name in ("times", *columns[:-1])
         }
         # Units take turns, so the largest of them counts.
         | {"full": max(row["full"] for row in rows)},
         "peak": {
             "when": peak.when,
             "bytes": peak.total,
-            "kinds": {kind: getattr(peak, kind) for kind in KINDS},
+            "kinds": {kind: peak.by_kind()[kind] for kind in KINDS},
             "activations_of": activations.batch if activations else None,
         },
         "host_bytes": found.host_bytes,
         "save_bytes": found.save_bytes,
         "step": _traffic(plan.traffic),
-        "owners": owner_lines(plan),
+        "owners": _owners(plan),
+        "further": [*_arena(plan.step_memory()), *_mixed(found.rows)],
         "warnings": [*notes, *plan.warnings],
     }
-    # A key that is absent was not asked for.
-    if capacity is not None:
-        report["fit"] = fit(found, capacity)
-        smallest = report["fit"]["smallest_world_size"]
-        report["fit"]["smallest_world_size"] = smallest and cut * smallest
-    # Only layouts change with the world size; the model is walked once.
-    if world_sizes:
-        report["world_sizes"] = [
-            {"world_size": n, **_at(at_world_size(found, n // cut), capacity)}
-            for n in world_sizes
-        ]
-    return report
 
 
-def _row(row: UnitRow) -> Report:
-    """Return the numbers of equal units."""
-    columns = ("numel", "padded_numel", *_KEPT, "sharded", "full")
-    return {
-        "unit": row.fold.name,
-        "times": row.fold.times,
-        "class": row.fold.unit.class_name,
-        **{name: getattr(row, name) for name in columns},
-        **_traffic(row.traffic),
-    }
-
-
-def _at(found: Forecast, capacity: int | None) -> Report:
-    """Return the row of a world size."""
-    fits = {} if capacity is None else {"fits": found.total <= capacity}
-    return {
-        "padding": found.plan.padded_numel - found.plan.numel,
-        "parameters": found.plan.parameter_bytes,
-        "gradients": found.plan.gradient_bytes,
-        "optimizer": sum(row.optimizer for row in found.rows),
-        "peak": found.total,
-        "when": found.peak.when,
-        **fits,
-    }
-
-
-def _options(plan: ShardingPlan) -> Report:
+def _options(plan: Any) -> Report:
     """Return the options of the plan, the root's where units differ."""
     options = plan.units[0].options
     mixed, prefetch = options.mixed_precision, options.backward_prefetch
@@ -154,6 +125,59 @@ def _options(plan: ShardingPlan) -> Report:
     }
 
 
+def _regions(unit: UnitPlan, root: UnitPlan) -> str:
+    """Return the regions of a unit as text: dtype, frozen, group and parameters."""
+    words = []
+    for region in unit.regions:
+        frozen = "" if region.trainable else " frozen"
+        group = "" if region.group is None else f" group {region.group!r}"
+        count = counted(len(region.parameters), "parameter")
+        words.append(f"{count} in {dtype_text(region.dtype)}{frozen}{group}")
+    # Experts are sharded over fewer ranks than the model.
+    ranks, most = (u.shard_world_size * u.replicas for u in (unit, root))
+    over = "" if ranks == most else f", over {counted(ranks, 'rank')}"
+    return (", ".join(words) or "no parameters") + over
+
+
+def _arena(step: StepMemory) -> Iterator[str]:
+    """Yield a line on the slots of the arena, if there are any."""
+    full, reduce = step.kept
+    units = sum(len(slot.units) for slot in step.slots)
+    reductions = f", {size_text(reduce)} for reductions" if reduce else ""
+    if full + reduce:
+        yield (
+            f"arena: {counted(len(step.slots), 'slot')} of {size_text(full)} in all "
+            f"for the full parameters of {counted(units, 'unit')}{reductions}, between "
+            "steps, too"
+        )
+
+
+def _owners(plan: Any) -> list[str]:
+    """Return a sentence on ``map_on_owners``, for plans with ``Block.TENSOR``."""
+    if not any(unit.options.block is Block.TENSOR for unit in plan.units):
+        return []
+    found = plan.owners()
+    count = len(found.owners)
+    return [
+        f"map_on_owners over {count} matri{'x' if count == 1 else 'ces'}, from the "
+        f"rank with most: {sent_text(found.most.by_op())}"
+    ]
+
+
+def _mixed(rows: Sequence[Any]) -> Iterator[str]:
+    """Yield a sentence on units that hold trainable and frozen parameters."""
+    for fold in (row.fold for row in rows):
+        trainable, frozen = fold.unit.trainable, fold.unit.frozen
+        more = f" and {len(trainable) - 4} more" if len(trainable) > 4 else ""
+        if trainable and frozen:
+            yield (
+                f"unit {fold.name} trains {len(trainable)} of "
+                f"{len(trainable) + len(frozen)} parameters "
+                f"({sum(trainable.values()):,} elements; {sum(frozen.values()):,} are "
+                f"frozen): {', '.join(list(trainable)[:4])}{more}"
+            )
+
+
 def _traffic(traffic: Traffic) -> Report:
     """Return calls and bytes of each kind of collective."""
     found = traffic.by_op().items()
@@ -166,6 +190,8 @@ def text_of(report: Report, width: int | None = None) -> str:
     step = {op: (each["calls"], each["bytes"]) for op, each in report["step"].items()}
     lines.append(f"Per step and rank: {sent_text(step)}.")
     lines += [f"{line}." for line in report["owners"]]
+    # A report that an earlier version saved has none.
+    lines += report.get("further", ())
     if report["host_bytes"]:
         lines.append(
             f"On the host: {size_text(report['host_bytes'])} per rank (parameters, "
@@ -174,7 +200,7 @@ def text_of(report: Report, width: int | None = None) -> str:
     saved = size_text(report["save_bytes"])
     lines.append(f"async_save holds {saved} of host memory per rank.")
     if report["peak"]["activations_of"] is None:
-        lines.append("Activations are left out; --batch, such as 1x4096, adds them.")
+        lines.append("Activations are left out; a batch, as --batch 1x4096, adds them.")
     if "fit" in report:
         lines += ["", *_verdict(report)]
     if "world_sizes" in report:
@@ -212,8 +238,8 @@ def _headline(report: Report) -> str:
         f"{model['class']}, {model['parameters']:,} parameters"
         f"{'' if whole is None else f' per rank of {whole:,}'}"
         f"{f' ({frozen:,} frozen)' if frozen else ''}, on {ranks}: "
-        f"{', '.join(filter(None, given))}\n"
-        f"units below the root: {model['units_from']}"
+        f"{', '.join(filter(None, given))}"
+        + (f"\nunits below the root: {model['units_from']}" if model["source"] else "")
     )
 
 
@@ -233,13 +259,14 @@ def _units(report: Report, width: int | None) -> list[str]:
             ),
             # Units are full in turns, so this column has no sum.
             "one unit full": "most " * (row is total) + size_text(row["full"]),
+            "regions": row.get("regions", ""),
         }
         for row in (*report["rows"], total)
     ]
     names = list(rows[0])
     # A reader misses the sums and the names last.
-    for dropped in ("padding", "class", "elements", "one unit full", None):
-        left = range(3 if "class" in names else 2)
+    for dropped in ("regions", "padding", "class", "elements", "one unit full", None):
+        left = [i for i, name in enumerate(names) if name in _WORDS]
         lines = table(names, [[r[n] for n in names] for r in rows], left)
         if width is None or dropped is None or max(map(len, lines)) <= width:
             break

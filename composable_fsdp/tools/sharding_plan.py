@@ -4,25 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from math import prod
 from operator import or_
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from composable_fsdp.config import Block
-from composable_fsdp.naming import ROOT_NAME, size_text
 from composable_fsdp.planning.assign import PlanRequest
-from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.planner import Target, plan_targets
 from composable_fsdp.planning.unit_plan import UnitPlan
 from composable_fsdp.storage.save_parts import save_bytes
 from composable_fsdp.tools.fold import Fold, fold_units
-from composable_fsdp.tools.memory import Memory
+from composable_fsdp.tools.memory import (
+    OPTIMIZERS,
+    Activations,
+    Memory,
+    OptimizerMemory,
+    StepMoment,
+)
 from composable_fsdp.tools.owner_plan import OwnerPlan, plan_owners
+from composable_fsdp.tools.plan_report import report_of, text_of
 from composable_fsdp.tools.step_memory import StepMemory, memory_of_step
-from composable_fsdp.tools.texts import counted, dtype_text, sent_text, table
 from composable_fsdp.tools.unit_costs import Traffic, UnitMemory, traffic_of
 
 
@@ -123,7 +128,9 @@ class ShardingPlan:
         """Return the collectives and bytes of a training step per unit."""
         return [
             traffic_of(unit, is_root=i == 0, in_backward=flows)
-            for i, (unit, flows) in enumerate(self._with_flow())
+            for i, (unit, flows) in enumerate(
+                zip(self.units, self._flows(), strict=True)
+            )
         ]
 
     def owners(
@@ -141,15 +148,51 @@ class ShardingPlan:
         """
         return plan_owners(self.units, names, dtype=dtype)
 
-    def _with_flow(self) -> list[tuple[UnitPlan, bool]]:
-        """Return pairs of a unit and whether gradients flow through the unit."""
+    def _flows(self) -> list[bool]:
+        """Return whether gradients flow through each unit."""
         # Backward runs until the first trainable unit in forward order, so gradients
         # flow through every unit after that unit, frozen units included.
-        trainable = accumulate((unit.is_trainable for unit in self.units), or_)
-        return list(zip(self.units, trainable, strict=True))
+        return list(accumulate((unit.is_trainable for unit in self.units), or_))
+
+    def moments(
+        self, optimizer: OptimizerMemory, *, device_type: str = "cuda"
+    ) -> tuple[StepMoment, ...]:
+        """Return the memory at each operation of a step, without activations.
+
+        The last moment is the optimizer's step; ``device_type`` is as in ``peak``.
+        """
+        units = [u for u in self.units if device_type == "cpu" or not u.is_offloaded]
+        step = self.step_memory(device_type=device_type)
+        # The optimizer steps after backward, when no full parameters are left, but the
+        # slots of an arena. What stays from step to step is there at every moment.
+        end = Memory(
+            parameters=sum(unit.parameter_bytes for unit in units),
+            gradients=sum(unit.gradient_bytes for unit in units),
+            optimizer=sum(map(optimizer.state_bytes, units)),
+            full=step.kept[0],
+            reduce=step.kept[1],
+            temporaries=sum(map(optimizer.temporary_bytes, units)),
+            when="optimizer step",
+        )
+        # Gradients with memory from step to step; the walk counts all others.
+        own = sum(unit.gradient_bytes for unit in units if unit.is_offloaded)
+        return (
+            *(
+                StepMoment(
+                    now._replace(
+                        parameters=end.parameters,
+                        gradients=now.gradients + own,
+                        optimizer=end.optimizer,
+                    ),
+                    event,
+                )
+                for now, event, _ in step.moments
+            ),
+            StepMoment(end),
+        )
 
     def peak(self, *, device_type: str = "cuda", optimizer_states: int = 0) -> Memory:
-        """Return the largest memory that a step needs per rank on the device.
+        """Return the largest memory that forward and backward need on the device.
 
         Activations are not counted. ``tools.step_memory`` states the assumptions about
         the step.
@@ -164,172 +207,44 @@ class ShardingPlan:
         Returns: bytes by kind; ``when`` is the moment, and ``full`` has all full
         parameters.
         """
-        kept = self.on_device(device_type)
-        # An optimizer keeps state for this rank's shards only, padding included.
-        states = sum(
-            r.shard_numel * r.dtype.itemsize
-            for unit in kept
-            for r in unit.regions
-            if r.trainable
-        )
-        most = self.step_memory(device_type=device_type).most
-        return most._replace(
-            parameters=sum(unit.parameter_bytes for unit in kept),
-            gradients=most.gradients + offloaded_gradients(kept),
-            full=most.full + most.ahead,
-            ahead=0,
-            optimizer=optimizer_states * states,
-        )
-
-    def on_device(self, device_type: str) -> list[UnitPlan]:
-        """Return the units whose shards are on the compute device."""
-        return [u for u in self.units if device_type == "cpu" or not u.is_offloaded]
+        kept = OptimizerMemory("", optimizer_states)
+        *moments, _ = self.moments(kept, device_type=device_type)
+        most = max((each.memory for each in moments), key=lambda now: now.total)
+        return most._replace(full=most.full + most.ahead, ahead=0)
 
     def step_memory(self, *, device_type: str = "cuda") -> StepMemory:
         """Return the memory of a step, operation by operation.
 
         ``device_type`` is as in ``peak``.
         """
-        flow = self._with_flow()
-        parents = _parents(self.units)
+        flows = self._flows()
         on_cuda = device_type == "cuda"
-        return memory_of_step(
-            [
-                UnitMemory(
-                    unit,
-                    parent=parents[i],
-                    in_backward=flows,
-                    # Inputs need gradients if a trainable unit precedes in forward
-                    # order.
-                    fed=i > 0 and flow[i - 1][1],
-                    # On CPU a copy casts on the way, without a tensor of its own.
-                    on_host=unit.is_offloaded and on_cuda,
-                )
-                for i, (unit, flows) in enumerate(flow)
-            ],
-            streams=on_cuda,
+        # Inputs need gradients if a trainable unit precedes in forward order. On CPU a
+        # copy casts on the way, without a tensor of its own.
+        facts = zip(
+            self.units, _parents(self.units), flows, [False, *flows], strict=False
         )
+        units = [
+            UnitMemory(u, parent, flow, fed, u.is_offloaded and on_cuda)
+            for u, parent, flow, fed in facts
+        ]
+        return memory_of_step(units, streams=on_cuda)
 
     def __str__(self) -> str:
-        peak, root = self.peak(), self.units[0] if self.units else None
-        # A dict and not a set: the report lists strategies in the order of units.
-        strategies = {unit.options.strategy.name: None for unit in self.units}
-        of_whole = ""
-        if self.whole_numel != self.numel:
-            of_whole = f" on this rank (tensor parallelism cuts {self.whole_numel:,})"
-        # Experts are sharded over fewer ranks than the model.
-        everyone = root.shard_world_size * root.replicas if root else 1
-        header = ("unit", "", "class", "elements", "per rank", "padding", "regions")
-        rows = [_row(fold, everyone) for fold in fold_units(self.units)]
-        return "\n".join(
-            [
-                *table(header, rows, (0, 2, 6)),
-                f"{counted(len(self.units), 'unit')}, {self.numel:,} parameters"
-                f"{of_whole}, world size {self.world_size}, {', '.join(strategies)}",
-                f"per rank: parameters {size_text(self.parameter_bytes)}, gradients "
-                f"{size_text(self.gradient_bytes)}; the largest unit is "
-                f"{size_text(max(u.full_bytes for u in self.units))} while it is full",
-                f"at the peak {size_text(peak.total)} on the device, in {peak.when}: "
-                f"full parameters {size_text(peak.full)}, reduction "
-                f"{size_text(peak.reduce)}, gradients in flight "
-                f"{size_text(peak.in_flight)}; without activations and optimizer",
-                *_arena_text(self.step_memory()),
-                f"per step: {sent_text(self.traffic.by_op())}",
-                *owner_lines(self),
-                *(_mixed_text(u) for u in self.units if u.frozen and u.trainable),
-                *self.warnings,
-            ]
-        )
-
-
-def offloaded_gradients(units: Iterable[UnitPlan]) -> int:
-    """Return the bytes of gradients that have memory from step to step.
-
-    The walk through a step counts the gradients of all other units.
-    """
-    return sum(unit.gradient_bytes for unit in units if unit.is_offloaded)
+        return text_of(report_of(Forecast(self, OPTIMIZERS["none"])))
 
 
 def _parents(units: Sequence[UnitPlan]) -> list[int]:
     """Return, per unit, the index of the enclosing unit; -1 for the root."""
     parents: list[int] = []
-    inside: list[int] = []
+    # Units come in ``.modules()`` order, so the enclosing units form a stack.
+    inside = [(-1, "")]
     for index, unit in enumerate(units):
-        # Units come in ``.modules()`` order, so the enclosing units form a stack.
-        while inside and not _is_inside(unit.fqn, units[inside[-1]].fqn):
+        while not unit.fqn.startswith(inside[-1][1]):
             inside.pop()
-        parents.append(inside[-1] if inside else -1)
-        inside.append(index)
+        parents.append(inside[-1][0])
+        inside.append((index, f"{unit.fqn}." if unit.fqn else ""))
     return parents
-
-
-def _is_inside(fqn: str, outer: str) -> bool:
-    """Return whether the module named ``fqn`` lies below the module named ``outer``."""
-    return not outer or fqn.startswith(f"{outer}.")
-
-
-def _row(fold: Fold, everyone: int) -> tuple[str, ...]:
-    """Return the line of equal units, with the sums of all of them."""
-    unit = fold.unit
-    numel = sum(r.numel for r in unit.regions)
-    padded = sum(r.padded_numel for r in unit.regions)
-    ranks = unit.shard_world_size * unit.replicas
-    over = "" if ranks == everyone else f", over {counted(ranks, 'rank')}"
-    return (
-        fold.name,
-        f"{fold.times} x",
-        unit.class_name,
-        f"{fold.times * numel:,}",
-        size_text(fold.times * unit.parameter_bytes),
-        f"{(padded - numel) / numel:.2%}" if numel else "-",
-        (", ".join(map(_region_text, unit.regions)) or "no parameters") + over,
-    )
-
-
-def _arena_text(step: StepMemory) -> list[str]:
-    """Return a line on the slots of the arena, if there are any."""
-    full, reduce = step.kept
-    units = sum(len(slot.units) for slot in step.slots)
-    reductions = f", {size_text(reduce)} for reductions" if reduce else ""
-    if not full + reduce:
-        return []
-    return [
-        f"arena: {counted(len(step.slots), 'slot')} of {size_text(full)} in all for "
-        f"the full parameters of {counted(units, 'unit')}{reductions}, between steps, "
-        "too"
-    ]
-
-
-def owner_lines(plan: ShardingPlan) -> list[str]:
-    """Return a sentence on ``map_on_owners``, for plans with ``Block.TENSOR``."""
-    if not any(unit.options.block is Block.TENSOR for unit in plan.units):
-        return []
-    found = plan.owners()
-    count = len(found.owners)
-    return [
-        f"map_on_owners over {count} matri{'x' if count == 1 else 'ces'}, from the "
-        f"rank with most: {sent_text(found.most.by_op())}"
-    ]
-
-
-def _mixed_text(unit: UnitPlan) -> str:
-    """Return a sentence on a unit that holds trainable and frozen parameters."""
-    trainable, frozen = unit.trainable, unit.frozen
-    shown = list(trainable)[:4]
-    more = f" and {len(trainable) - 4} more" if len(trainable) > 4 else ""
-    return (
-        f"unit {unit.fqn or ROOT_NAME} trains {len(trainable)} of "
-        f"{len(trainable) + len(frozen)} parameters ({sum(trainable.values()):,} "
-        f"elements; {sum(frozen.values()):,} are frozen): {', '.join(shown)}{more}"
-    )
-
-
-def _region_text(region: RegionLayout) -> str:
-    """Return a region as text: dtype, frozen, group and number of parameters."""
-    frozen = "" if region.trainable else " frozen"
-    group = "" if region.group is None else f" group {region.group!r}"
-    count = counted(len(region.parameters), "parameter")
-    return f"{count} in {dtype_text(region.dtype)}{frozen}{group}"
 
 
 def plan_modules(
@@ -342,3 +257,103 @@ def plan_modules(
     targets, notes = plan_targets(modules, request)
     plan = ShardingPlan(tuple(t.plan for t in targets), request.world_size, notes)
     return plan, targets
+
+
+class UnitRow(NamedTuple):
+    """Equal units, with the bytes of all of them per rank.
+
+    Args:
+        fold: the units.
+        numel: elements of the parameters.
+        padded_numel: elements of the parameters, padding included.
+        parameters: bytes of sharded parameters.
+        gradients: bytes of sharded gradients.
+        optimizer: bytes of optimizer states.
+        full: bytes of a single unsharded unit.
+        traffic: collectives of a step and their bytes.
+    """
+
+    fold: Fold
+    numel: int
+    padded_numel: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    full: int
+    traffic: Traffic
+
+    @property
+    def sharded(self) -> int:
+        """Bytes that stay between steps: parameters, gradients and optimizer states."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a rank holds and sends in a training step.
+
+    Args:
+        plan: the plan of the model.
+        optimizer: the optimizer's memory. Default: AdamW in its ``foreach`` form, the
+            default of torch.
+        activations: what a step holds beside the plan's buffers. Default None: left
+            out.
+        device_type: "cuda" (default) or "cpu", as in ``ShardingPlan.peak``.
+    """
+
+    plan: ShardingPlan
+    optimizer: OptimizerMemory = OPTIMIZERS["adamw"]
+    activations: Activations | None = None
+    device_type: str = "cuda"
+
+    @cached_property
+    def rows(self) -> tuple[UnitRow, ...]:
+        """A row per group of equal units; the columns sum to the plan's totals."""
+        # Equal units may have unequal traffic: the first trainable unit ends backward.
+        traffic = self.plan.unit_traffic()
+        return tuple(
+            UnitRow(
+                fold,
+                fold.times * sum(region.numel for region in fold.unit.regions),
+                fold.times * sum(region.padded_numel for region in fold.unit.regions),
+                fold.times * fold.unit.parameter_bytes,
+                fold.times * fold.unit.gradient_bytes,
+                fold.times * self.optimizer.state_bytes(fold.unit),
+                fold.unit.full_bytes,
+                sum((traffic[i] for i in fold.indices), Traffic()),
+            )
+            for fold in fold_units(self.plan.units)
+        )
+
+    @cached_property
+    def moments(self) -> tuple[StepMoment, ...]:
+        """The memory at each operation of a step, ending with the optimizer's step."""
+        found = self.plan.moments(self.optimizer, device_type=self.device_type)
+        return found if self.activations is None else self.activations.beside(found)
+
+    @cached_property
+    def peak(self) -> StepMoment:
+        """The first moment of a step with most bytes on the device."""
+        return max(self.moments, key=lambda moment: moment.memory.total)
+
+    @property
+    def total(self) -> int:
+        """Bytes on the device at the peak."""
+        return self.peak.memory.total
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes on the host: shards, gradients and states of offloaded units."""
+        # On CPU the host's memory is the device's, which the moments count.
+        if self.device_type == "cpu":
+            return 0
+        offloaded = [unit for unit in self.plan.units if unit.is_offloaded]
+        return self.plan.host_bytes + sum(map(self.optimizer.state_bytes, offloaded))
+
+    @property
+    def save_bytes(self) -> int:
+        """Bytes on the host that ``async_save`` holds; see ``save_bytes`` of a plan."""
+        kept = self.optimizer
+        return self.plan.save_bytes(
+            optimizer_states=kept.states, bytes_per_element=kept.bytes_per_element
+        )

@@ -8,61 +8,32 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
 from composable_fsdp.access.grads import clip_grad_norm_
 from composable_fsdp.entries.fully_shard import fully_shard
-from composable_fsdp.errors import FSDPError, PlanError
+from composable_fsdp.errors import PlanError
 from composable_fsdp.flat.region import FlatParameter, TrainableRegion
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning import walk
-from composable_fsdp.tools.activations import first_line
-from composable_fsdp.tools.fake_world import (
-    default_loss,
-    fake_like,
-    fake_tensors,
-    simulated_meshes,
-)
+from composable_fsdp.tools import fake_world, tensor_parallel
+from composable_fsdp.tools.memory import OPTIMIZERS
 from composable_fsdp.tools.model_units import unit_names
 from composable_fsdp.tools.plan import plan
 from composable_fsdp.tools.plan_models import is_sharded
 from composable_fsdp.tools.simulated_clock import Clock, Machine
-from composable_fsdp.tools.simulated_memory import MemoryLog
 from composable_fsdp.tools.simulated_world import replaced, simulated_world, tensors_of
 from composable_fsdp.tools.simulation import Simulation
-from composable_fsdp.tools.tensor_parallel import (
-    check_cut,
-    check_sizes,
-    data_mesh,
-    first_dtensor,
-    job_mesh,
-    name_of,
-    without_arguments,
-)
+from composable_fsdp.tools.storages import MemoryLog
 from composable_fsdp.tree.traversal import walk_states
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-
-_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adamw": torch.optim.AdamW,
-    "adamw-fused": partial(torch.optim.AdamW, fused=True),
-    "adam": torch.optim.Adam,
-    "adam-fused": partial(torch.optim.Adam, fused=True),
-    "sgd": torch.optim.SGD,
-    "sgd-momentum": partial(torch.optim.SGD, momentum=0.9),
-}
-"""Optimizers by the names that ``forecast`` has for them."""
-
-OPTIMIZERS = (*_OPTIMIZERS, "none")
-"""The names that ``simulate`` accepts."""
 
 
 class _Step(NamedTuple):
@@ -144,7 +115,8 @@ def simulate(
         print(found.peak.memory.total, [each.title for each in found.collectives])
     """
     sizes = (world_size, shard_world_size, tensor_parallel_size)
-    _check(model, *sizes, optimizer, device_type)
+    tensor_parallel.check_sizes(*sizes)
+    _check(model, tensor_parallel_size, optimizer, device_type)
     # A default in the signature would print all speeds in ``help``.
     clock = Clock(machine or Machine())
     # The order of CUDA needs streams, which stand-ins are.
@@ -153,19 +125,28 @@ def simulate(
         # The ranks of a mesh are read as numbers, which fake tensors do not have.
         mesh = None
         if shard_world_size is not None or tensor_parallel_size is not None:
-            mesh = job_mesh(*sizes)
+            mesh = tensor_parallel.job_mesh(*sizes)
         with (
-            simulated_meshes(),
-            fake_tensors(makes_dtensors=not isinstance(model, nn.Module)),
+            fake_world.simulated_meshes(),
+            fake_world.fake_tensors(makes_dtensors=not isinstance(model, nn.Module)),
             # The ranges of a profiler tell which unit is running.
             replaced(torch.autograd.profiler, "_is_profiler_enabled", True),
             MemoryLog(clock) as log,
-            _explained(model),
+            fake_world.explained(tensor_parallel.name_of(model), log.place),
         ):
             module, given = _build(model, units, options, mesh)
-            args, kwargs = _inputs(given if batch is None else batch)
+            given = given if batch is None else batch
+            # A step without inputs is no step of training.
+            if given is None:
+                raise PlanError(
+                    "simulate expects a batch: the arguments of the forward on a rank, "
+                    "such as batch=torch.zeros(8, 1024, device='meta')."
+                )
+            args, kwargs = fake_world.fake_arguments(given)
             made = _optimizer(optimizer, module, streams=streams)
-            step = _Step(module, args, kwargs, loss or default_loss, made, max_norm)
+            step = _Step(
+                module, args, kwargs, loss or fake_world.default_loss, made, max_norm
+            )
             mark = partial(_mark, step, log, streams=streams)
             _run(step, clock, mark)
             # Cycles of the first step would be counted as living in the second.
@@ -185,12 +166,7 @@ def simulate(
 
 
 def _check(
-    model: object,
-    world_size: object,
-    shard_world_size: int | None,
-    tensor_parallel_size: int | None,
-    optimizer: object,
-    device_type: object,
+    model: object, tensor_parallel_size: int | None, optimizer: Any, device_type: object
 ) -> None:
     """Raise PlanError or TypeError for wrong arguments."""
     if not isinstance(model, nn.Module) and not callable(model):
@@ -198,12 +174,6 @@ def _check(
             "simulate expects a module, or a function that returns one, got a "
             f"{type(model).__name__}."
         )
-    # True is an int in Python.
-    if type(world_size) is not int or world_size < 1:
-        raise PlanError(
-            f"world_size expects a positive number of ranks, got {world_size!r}."
-        )
-    check_sizes(world_size, shard_world_size, tensor_parallel_size)
     # A module has its parameters whole; only code can cut them.
     if tensor_parallel_size is not None and isinstance(model, nn.Module):
         raise PlanError(
@@ -212,7 +182,7 @@ def _check(
             'parallelize_module(model, mesh["tp"], {...}).'
         )
     # A function is called with the parameters; a wrong name is found here.
-    if optimizer not in OPTIMIZERS and (
+    if optimizer not in list(OPTIMIZERS) and (
         isinstance(optimizer, str) or not callable(optimizer)
     ):
         raise PlanError(
@@ -221,23 +191,6 @@ def _check(
         )
     if device_type not in ("cuda", "cpu"):
         raise PlanError(f'device_type expects "cuda" or "cpu", got {device_type!r}.')
-
-
-@contextmanager
-def _explained(model: object) -> Iterator[None]:
-    """Turn errors of the model's code in this block into PlanError."""
-    try:
-        yield
-    except FSDPError:
-        raise
-    # Models, losses and optimizers are the user's code and may raise anything.
-    except Exception as error:
-        raise PlanError(
-            f"The step of {name_of(model)} fails on fake tensors, which have shapes "
-            f"and no values: {first_line(error)}. Check the batch and the loss; keep "
-            "tensors on the CPU; shapes may not depend on values. plan without a batch "
-            "needs no step."
-        ) from error
 
 
 def _build(
@@ -251,11 +204,11 @@ def _build(
     # A module is copied; a function makes a new module, on fake tensors, itself.
     if isinstance(model, nn.Module):
         _check_plain(model)
-        # Modules in ``units`` are those of ``model``, and names hold in the copy.
-        names = unit_names(model, units)
         module, batch = _copy(model), None
     else:
-        found = without_arguments(model, mesh if is_cut else None, name_of(model))()
+        found = tensor_parallel.without_arguments(
+            model, mesh if is_cut else None, tensor_parallel.name_of(model)
+        )()
         # A pair has the arguments of the forward, as for ``plan`` on the command line.
         module, batch = found if isinstance(found, tuple) else (found, None)
         if not isinstance(module, nn.Module):
@@ -263,7 +216,8 @@ def _build(
                 "simulate expects a function that returns a module, or a module and "
                 f"the arguments of its forward; got a {type(module).__name__}."
             )
-        names = unit_names(module, units)
+    # Modules in ``units`` are those of ``model``, and names hold in the copy.
+    names = unit_names(model if isinstance(model, nn.Module) else module, units)
     # A function that shards has chosen everything itself.
     if is_sharded(module):
         if options or names or (mesh is not None and not is_cut):
@@ -273,9 +227,9 @@ def _build(
             )
         return module, batch
     if mesh is not None:
-        options = {**options, "device_mesh": data_mesh(mesh)}
+        options = {**options, "device_mesh": tensor_parallel.data_mesh(mesh)}
         if is_cut:
-            check_cut(module, mesh, name_of(model))
+            tensor_parallel.check_cut(module, mesh, tensor_parallel.name_of(model))
     _shard(module, names, options)
     return module, batch
 
@@ -293,7 +247,7 @@ def _shard(
 
 def _check_plain(model: nn.Module) -> None:
     """Raise PlanError for a module with units or DTensors, which are of a world."""
-    name = first_dtensor(model)
+    name = tensor_parallel.first_dtensor(model)
     if is_sharded(model) or name is not None:
         what = "is sharded" if name is None else f"has a DTensor, {quoted(name)},"
         raise PlanError(
@@ -312,26 +266,12 @@ def _copy(model: nn.Module) -> nn.Module:
         for tensor in [*own, *vars(each).values()]:
             # Tied parameters get a single copy.
             if isinstance(tensor, Tensor) and id(tensor) not in memo:
-                made = fake_like(tensor)
+                made = fake_world.fake_like(tensor)
                 if isinstance(tensor, nn.Parameter):
                     made = nn.Parameter(made, requires_grad=tensor.requires_grad)
                 memo[id(tensor)] = made
     # ``deepcopy`` takes copies from ``memo``, so no values are copied.
     return copy.deepcopy(model, memo)
-
-
-def _inputs(batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Return the arguments of the forward, with fake tensors."""
-    if isinstance(batch, Tensor):
-        batch = [batch]
-    # A step without inputs is no step of training.
-    if batch is None:
-        raise PlanError(
-            "simulate expects a batch: the arguments of the forward on a single rank, "
-            "such as batch=torch.zeros(8, 1024, device='meta')."
-        )
-    given = pytree.tree_map_only(Tensor, fake_like, batch)
-    return ((), given) if isinstance(given, Mapping) else (tuple(given), {})
 
 
 def _optimizer(
@@ -340,14 +280,15 @@ def _optimizer(
     """Return the optimizer of the trainable parameters; None if there is none."""
     # Frozen parameters have no states.
     parameters = [p for p in model.parameters() if p.requires_grad]
-    if given == "none" or not parameters:
+    if not parameters:
         return None
     # The user's function chooses the form of its optimizer itself.
     if not isinstance(given, str):
         return given(parameters)
     # torch chooses the form by the device, which stands for a GPU here.
     form = {"foreach": True} if streams and not given.endswith("fused") else {}
-    return _OPTIMIZERS[given](parameters, lr=1e-3, **form)
+    make = OPTIMIZERS[given].make
+    return make and make(parameters, lr=1e-3, **form)
 
 
 def _run(step: _Step, clock: Clock, mark: Callable[[], None]) -> None:

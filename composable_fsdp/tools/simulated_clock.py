@@ -93,7 +93,7 @@ class Clock:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self.stage = "forward"
+        self.stage = "set-up"
         """The part of the step that runs, as the driver of the step says."""
         self.operations: list[SimulatedOperation] = []
         self.current = SimulatedStream(self, 0)

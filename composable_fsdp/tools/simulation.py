@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -69,43 +68,36 @@ class Simulation:
         return self.seconds - sum(each.end - each.begin for each in busy)
 
     def __str__(self) -> str:
-        found = self.as_dict()
-        # Calls and bytes by kind, of the runtime (in no group) and of the model itself.
-        sent: dict[str, dict[str, list[int]]] = {"": defaultdict(list)}
-        for each in found["collectives"]:
-            group = f"{each['group']} ({counted(each['ranks'], 'rank')})"
-            table = sent.setdefault(
-                group if each["by_model"] else "", defaultdict(list)
-            )
-            table[each["op"]].append(each["bytes"])
-        peak = found["peak"]
-        width = max(map(len, peak["by_kind"]))
-        return "\n".join(
-            [
-                f"step of {counted(len(self.plan.units), 'unit')} on "
-                f"{counted(self.world_size, 'rank')}, in the order of "
-                f"{self.device_type}, optimizer {self.optimizer}",
-                f"peak per rank: {size_text(peak['bytes'])} in {peak['when']}",
-                *(
-                    f"  {kind:<{width}}  {size_text(size):>12}"
-                    for kind, size in peak["by_kind"].items()
-                    if size
-                ),
-                *(
-                    f"collectives{group and f' of the model itself over {group}'}: "
-                    + (
-                        ", ".join(
-                            f"{len(sizes)} x {op} of {size_text(sum(sizes))} in all"
-                            for op, sizes in table.items()
-                        )
-                        or "none"
-                    )
-                    for group, table in sent.items()
-                ),
-                f"time on the assumed machine: {1e3 * self.seconds:.3g} ms, of which "
-                f"{1e3 * self.exposed:.3g} ms wait for collectives",
+        # Sizes by kind of collective, of the runtime and of the model itself.
+        sent: dict[str, dict[str, list[int]]] = {"": {}}
+        for each in self.collectives:
+            over = f" of the model itself over {each.group} ("
+            over = f"{over}{counted(each.ranks, 'rank')})" if each.by_model else ""
+            sent.setdefault(over, {}).setdefault(each.name, []).append(each.nbytes)
+        lines = [
+            f"step of {counted(len(self.plan.units), 'unit')} on "
+            f"{counted(self.world_size, 'rank')}, in the order of {self.device_type}, "
+            f"optimizer {self.optimizer}",
+            f"peak per rank: {size_text(self.peak.memory.total)} in {self.peak.when}",
+        ]
+        kinds = _kinds(self.peak)
+        width = max(map(len, kinds))
+        lines += [
+            f"  {kind:<{width}}  {size_text(size):>12}"
+            for kind, size in kinds.items()
+            if size
+        ]
+        for over, table in sent.items():
+            words = [
+                f"{len(sizes)} x {op} of {size_text(sum(sizes))} in all"
+                for op, sizes in table.items()
             ]
+            lines.append(f"collectives{over}: {', '.join(words) or 'none'}")
+        lines.append(
+            f"time on the assumed machine: {1e3 * self.seconds:.3g} ms, of which "
+            f"{1e3 * self.exposed:.3g} ms wait for collectives"
         )
+        return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the simulation as numbers, for JSON."""

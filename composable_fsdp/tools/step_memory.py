@@ -20,39 +20,35 @@ from typing import NamedTuple
 
 from composable_fsdp.config import Arena, BackwardPrefetch
 from composable_fsdp.naming import ROOT_NAME
-from composable_fsdp.tools.memory import Memory
+from composable_fsdp.tools.memory import Memory, StepMoment
 from composable_fsdp.tools.slots import Slot, assign_slots, reduce_slots
 from composable_fsdp.tools.unit_costs import UnitMemory
-
-
-class Event(NamedTuple):
-    """An operation of a step and the memory while the operation runs.
-
-    Args:
-        kind: ``GATHER``, ``COMPUTE``, ``REDUCE`` or ``FREE``.
-        phase: "forward" or "backward".
-        unit: index of the unit.
-        is_entry: of ``COMPUTE`` of a unit with nested units: forward before them, or
-            backward after them. True for a unit without nested units.
-        memory: bytes of the buffers that a step allocates and frees.
-    """
-
-    kind: str
-    phase: str
-    unit: int
-    is_entry: bool
-    memory: Memory
-
 
 GATHER, COMPUTE, REDUCE, FREE = "all-gather", "compute", "reduce", "free"
 """Kinds of an ``Event``. Casts and copies of a unit of a single rank are gathers."""
 
 
-class StepMemory(NamedTuple):
-    """The memory of a step: the moment with most bytes, all operations, all slots."""
+class Event(NamedTuple):
+    """An operation of a step.
 
-    most: Memory
-    events: tuple[Event, ...]
+    Args:
+        phase: "forward" or "backward".
+        unit: name of the unit.
+        is_entry: of ``COMPUTE`` of a unit with nested units: forward before them, or
+            backward after them. True for a unit without nested units.
+        kind: ``GATHER``, ``COMPUTE`` (default), ``REDUCE`` or ``FREE``.
+    """
+
+    phase: str
+    unit: str
+    is_entry: bool = True
+    kind: str = COMPUTE
+
+
+class StepMemory(NamedTuple):
+    """The bytes that a step allocates and frees, by operation, and all slots."""
+
+    moments: tuple[StepMoment, ...]
     slots: tuple[Slot, ...] = ()
     reduce_slots: tuple[tuple[Arena, int], ...] = ()
 
@@ -63,11 +59,11 @@ class StepMemory(NamedTuple):
         return sum(slot.nbytes for slot in self.slots), reductions
 
 
-_NO_SLOTS = StepMemory(Memory(), ())
+_NO_SLOTS = StepMemory(())
 
 
 def memory_of_step(units: Sequence[UnitMemory], *, streams: bool) -> StepMemory:
-    """Return the moment at which the units' buffers take most bytes, and all others.
+    """Return the bytes of the units' buffers at each operation of a step.
 
     With ``streams``, resharded units are freed late, as on CUDA; else at once.
     """
@@ -79,12 +75,12 @@ def memory_of_step(units: Sequence[UnitMemory], *, streams: bool) -> StepMemory:
     arenas = [unit.arena for unit in units]
     slots = assign_slots([unit.slots[0] for unit in units], arenas, learning.together)
     reductions = reduce_slots([unit.slots[1] for unit in units], arenas)
-    found = StepMemory(Memory(), (), slots, reductions)
+    found = StepMemory((), slots, reductions)
     return _walk(_Step(units, streams=streams, kept=found))
 
 
 def _walk(step: _Step) -> StepMemory:
-    """Run the step; return the moment with most bytes, and all others."""
+    """Run the step; return all operations."""
     # The calls below have the order of the runtime's calls. While unit k is unsharded
     # in backward, memory also holds the prefetched unit, k's gradients as autograd made
     # them, and a single reduce buffer: first k+1's, then k's. Without prefetch, k+1's
@@ -99,7 +95,7 @@ def _walk(step: _Step) -> StepMemory:
     following = dict(pairwise(gathered))
     for index, enters in events:
         if enters:
-            step.unshard(index, "forward")
+            step.unshard(index)
             if units[index].plan.options.forward_prefetch and index in following:
                 step.unshard_ahead(following[index])
             step.tell(COMPUTE, index)
@@ -125,7 +121,7 @@ def _walk(step: _Step) -> StepMemory:
             step.begin_backward(index, coming)
             if index in parents:
                 step.tell(COMPUTE, index, is_entry=False)
-    return step.kept._replace(most=step.most, events=tuple(step.told))
+    return step.kept._replace(moments=tuple(step.told))
 
 
 def _events(units: Sequence[UnitMemory]) -> list[tuple[int, bool]]:
@@ -173,16 +169,8 @@ class _Step:
         self.replicated = self.replicating = 0
         # Units whose all-gather was issued ahead, until their own forward or backward.
         self.ahead: set[int] = set()
-        self.most = Memory(full=self.full, reduce=self.reduce)
         self.phase = "forward"
-        self.told: list[Event] = []
-
-    def _note(self, kind: str, when: str, index: int, gradients: int = 0) -> None:
-        """Add an event; keep its moment, if no earlier moment had as many bytes."""
-        self.tell(kind, index, when=when, gradients=gradients)
-        now = self.told[-1].memory
-        if now.total > self.most.total:
-            self.most = now
+        self.told: list[StepMoment] = []
 
     def tell(
         self,
@@ -194,6 +182,7 @@ class _Step:
         gradients: int = 0,
     ) -> None:
         """Add an event with the present bytes."""
+        unit = self.units[index].plan.fqn
         ahead = sum(self.units[each].full for each in self.ahead)
         memory = Memory(
             gradients=self.reduced,
@@ -201,15 +190,16 @@ class _Step:
             ahead=ahead,
             reduce=self.reduce,
             in_flight=self.early + gradients,
-            when=f"{when or self.phase} of {self.units[index].plan.fqn or ROOT_NAME}",
+            when=f"{when or self.phase} of {unit or ROOT_NAME}",
         )
-        self.told.append(Event(kind, self.phase, index, is_entry, memory))
+        event = Event(self.phase, unit, is_entry, kind)
+        self.told.append(StepMoment(memory, event))
 
     def _is_full(self, index: int) -> bool:
         """Return whether unit ``index`` is unsharded."""
         return index in self.gathered and index not in self.retiring
 
-    def unshard(self, index: int, when: str, *, ahead: bool = False) -> None:
+    def unshard(self, index: int, *, ahead: bool = False) -> None:
         """Allocate the full parameters of unit ``index``, if sharded."""
         unit = self.units[index]
         # A unit that was gathered ahead is in use from here on.
@@ -232,7 +222,7 @@ class _Step:
             self.encoded.add(index)
             self.full += unit.wire
         self.full += unit.scratch
-        self._note(GATHER, when, index)
+        self.tell(GATHER, index)
         self.full -= unit.scratch
         self._decode(index, ahead=ahead)
 
@@ -248,7 +238,7 @@ class _Step:
         """Gather unit ``index`` ahead; if the limit is reached, free a unit first."""
         if self.units[index].full and not self._is_full(index):
             self._make_room(index)
-            self.unshard(index, "forward", ahead=True)
+            self.unshard(index, ahead=True)
 
     def _make_room(self, index: int) -> None:
         """Free resharded units, so that gathering unit ``index`` keeps the limit."""
@@ -288,17 +278,17 @@ class _Step:
             and not self._is_full(index)
         ):
             self._finish_reduction()
-        self.unshard(index, "backward")
+        self.unshard(index)
         ahead = unit.plan.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
         if ahead and before is not None:
-            self.unshard(before, "backward", ahead=True)
+            self.unshard(before, ahead=True)
         self.early += unit.early
 
     def end_backward(self, index: int, before: int | None) -> None:
         """Reshard and reduce unit ``index``; BACKWARD_POST gathers ``before``."""
         unit = self.units[index]
         self.early -= unit.early
-        self._note(COMPUTE, "backward", index, unit.gradients)
+        self.tell(COMPUTE, index, gradients=unit.gradients)
         # The root stays unsharded until the end of backward. So does a unit whose
         # inputs need no gradient: no hook tells when the unit's backward is done.
         if unit.parent >= 0 and unit.fed:
@@ -308,7 +298,7 @@ class _Step:
         if behind and before is not None:
             # The gradients wait for the reduction, which follows the all-gather.
             self.early += unit.gradients
-            self.unshard(before, "backward", ahead=True)
+            self.unshard(before, ahead=True)
             self.early -= unit.gradients
         if unit.buffers:
             self._reduce(index)
@@ -319,10 +309,10 @@ class _Step:
         # The previous reduction is finished and freed before this buffer is allocated.
         self._finish_reduction()
         self.reduce += self.reduces[index]
-        self._note(REDUCE, "reduction", index, unit.gradients)
+        self.tell(REDUCE, index, when="reduction", gradients=unit.gradients)
         self.reduce += unit.output + unit.brief
         self.reduced += unit.kept
-        self._note(REDUCE, "reduction", index)
+        self.tell(REDUCE, index, when="reduction")
         self.reduce -= unit.brief
         self.reducing = self.reduces[index] + unit.output
         self.replicated = unit.output if self.streams and unit.replicates else 0

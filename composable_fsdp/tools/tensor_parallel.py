@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -23,33 +23,38 @@ from composable_fsdp.planning.dtensors import is_dtensor
 
 
 def check_sizes(
-    world_size: int,
+    world_size: object,
     shard_world_size: object,
-    tensor_parallel_size: int | None = None,
+    tensor_parallel_size: object = None,
 ) -> None:
     """Raise PlanError, naming the argument, if a size does not divide the ranks."""
-    cut = tensor_parallel_size
-    # bool is a subclass of int, and True is a mistake.
-    if cut is not None and (
-        isinstance(cut, bool) or not isinstance(cut, int) or cut < 1 or world_size % cut
-    ):
+    if not _is_size(world_size):
         raise PlanError(
-            "tensor_parallel_size expects a number of ranks that divides world_size="
-            f"{world_size}, got {cut!r}."
+            f"world_size expects a positive number of ranks, got {world_size!r}."
         )
-    data = world_size // (cut or 1)
+    data: Any = world_size
     ranks = f"world_size={world_size}"
+    cut: Any = tensor_parallel_size
     if cut is not None:
+        if not _is_size(cut) or data % cut:
+            raise PlanError(
+                "tensor_parallel_size expects a number of ranks that divides "
+                f"{ranks}, got {cut!r}."
+            )
+        data //= cut
         ranks = f"the {data} data ranks of {ranks} and tensor_parallel_size={cut}"
     if shard_world_size is not None and (
-        not isinstance(shard_world_size, int)
-        or shard_world_size < 1
-        or data % shard_world_size
+        not _is_size(shard_world_size) or data % shard_world_size
     ):
         raise PlanError(
             f"shard_world_size expects a number of ranks that divides {ranks}, got "
             f"{shard_world_size!r}."
         )
+
+
+def _is_size(given: object) -> TypeGuard[int]:
+    """Return whether ``given`` is a number of ranks; True is an int in Python."""
+    return type(given) is int and given > 0
 
 
 def job_mesh(

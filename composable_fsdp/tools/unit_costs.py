@@ -15,7 +15,7 @@ from composable_fsdp.tools.slots import slot_bytes
 
 
 class Traffic(NamedTuple):
-    """Collectives of a training step and their bytes, per rank.
+    """Collectives and their bytes, per rank: of a training step, or of a call.
 
     Regions whose collectives are issued together count as a single call. Bytes are
     those of the whole buffer that a collective fills or reduces (``padded_numel`` x
@@ -31,6 +31,8 @@ class Traffic(NamedTuple):
     all_reduce_bytes: int = 0
     all_to_all_calls: int = 0
     all_to_all_bytes: int = 0
+    broadcast_calls: int = 0
+    broadcast_bytes: int = 0
 
     def __add__(self, other: tuple[int, ...]) -> Traffic:  # type: ignore[override]
         """Return the sum by field, where a tuple would be appended."""
@@ -43,24 +45,13 @@ class Traffic(NamedTuple):
 
 
 class UnitMemory:
-    """Bytes of a unit's buffers, and the facts that determine their lifetimes.
+    """Bytes of a unit's buffers, and the facts that determine their lifetimes."""
 
-    Args:
-        unit: the plan of the unit.
-        parent: index of the enclosing unit; -1 for the root.
-        in_backward: whether gradients flow through the unit.
-        fed: whether the inputs need gradients, as a trainable unit precedes.
-        on_host: whether shards are in host memory, which is not the device's.
-    """
-
+    # ``parent`` is the index of the enclosing unit, -1 for the root; gradients flow
+    # through a unit ``in_backward``; inputs of a unit that is ``fed`` need gradients;
+    # shards ``on_host`` are in memory which is not the device's.
     def __init__(
-        self,
-        unit: UnitPlan,
-        *,
-        parent: int,
-        in_backward: bool,
-        fed: bool,
-        on_host: bool,
+        self, unit: UnitPlan, parent: int, in_backward: bool, fed: bool, on_host: bool
     ) -> None:
         self.plan, self.parent = unit, parent
         self.in_backward, self.fed = in_backward, fed

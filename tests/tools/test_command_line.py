@@ -85,6 +85,19 @@ def test_wrong_usage_is_status_2(run: Run, arguments: tuple[str, ...]) -> None:
     assert err.startswith("usage: python -m composable_fsdp")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [(("plna",), "plan"), (("verify", "a", "--weights-olny"), "--weights-only")],
+)
+def test_a_typing_error_is_told_with_what_was_meant(
+    run: Run, arguments: tuple[str, ...], meant: str
+) -> None:
+    """Commands, and options of the command that was given."""
+    status, _, err = run(*arguments)
+
+    assert (status, f"Did you mean {meant}?" in err) == (2, True)
+
+
 MODELS = """
 import torch
 from torch import nn

@@ -208,6 +208,7 @@ def test_paths_that_are_not_there_say_where_to_go(run: Run, tmp_path: Path) -> N
         f"{tmp_path}/none.py:build": "There is no file",
         f"{bad}:build": "Importing .* fails: .*No module named 'no_such_package",
         f"{tmp_path}/none.json": "Nothing is downloaded: get the file",
+        "gpt2": "`hf download MODEL config.json` gets",
         str(wrong): "it has no model_type",
         str(unknown): "transformers .* makes no model of",
     }.items():

@@ -1,0 +1,384 @@
+"""``python -m composable_fsdp plan`` and ``simulate``: a model without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from composable_fsdp.config import CPUOffload, MixedPrecision
+from composable_fsdp.errors import FSDPError, PlanError
+from composable_fsdp.naming import size_text
+from composable_fsdp.planning.options import UnitOptions
+from composable_fsdp.planning.policies import SizePolicy
+from composable_fsdp.tools import plan_models, plan_report, tensor_parallel
+from composable_fsdp.tools.activations import measure_activations
+from composable_fsdp.tools.arguments import DTYPES, PREFETCH, STRATEGIES, WIRES
+from composable_fsdp.tools.command import BAD, USAGE, Command, Report
+from composable_fsdp.tools.fake_world import simulated_meshes
+from composable_fsdp.tools.fit import at_world_sizes, fit
+from composable_fsdp.tools.forecast import forecast
+from composable_fsdp.tools.model_units import NoSplitPolicy, guess_units, unit_names
+from composable_fsdp.tools.plan import plan
+from composable_fsdp.tools.plan_pictures import draw_memory
+from composable_fsdp.tools.simulate import simulate
+from composable_fsdp.tools.simulated_clock import Clock, Machine
+from composable_fsdp.tools.simulated_world import simulated_world
+from composable_fsdp.tools.simulation import Simulation
+
+
+def _plan(given: argparse.Namespace) -> Report:
+    """Make the plan, and return its report."""
+    # ``--hf`` is another way to write a MODEL.
+    targets = [*given.models, *([given.hf] if given.hf else [])]
+    if len(targets) != (2 if given.diff else 1):
+        raise PlanError(
+            f"plan{' --diff' if given.diff else ''} expects "
+            f"{'two MODELs' if given.diff else 'one MODEL'}, got {len(targets)}. Write "
+            "MODULE:FUNCTION or the path of a config.json; see --help."
+        )
+    saved = [_saved(target) for target in targets]
+    # A picture is of one plan, whose model is needed.
+    if given.plot and (given.diff or saved[0]):
+        raise PlanError("--plot draws the plan of one model; leave it or --diff out.")
+    found: list[Report] = []
+    for report, target in zip(saved, targets, strict=True):
+        # Measuring activations sends, and so does planning for other dtypes.
+        with _job(given) as mesh:
+            found.append(report or _report_of(target, given, mesh))
+    if given.diff:
+        told = plan_report.differences(*found)
+        return {"differences": told, "a": found[0], "b": found[1]}
+    return found[0]
+
+
+def _saved(target: str) -> Report | None:
+    """Return the report that ``--json`` printed to the file ``target``, or None."""
+    path = Path(target)
+    if path.suffix != ".json" or not path.is_file():
+        return None
+    try:
+        found = json.loads(path.read_text())
+    # The reader of configurations tells the error.
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and plan_report.KEY in found else None
+
+
+def _report_of(
+    target: str, given: argparse.Namespace, mesh: DeviceMesh | None
+) -> Report:
+    """Return the report of a model that is built now."""
+    model, inputs, chosen, options, units_from = _asked(target, given, mesh)
+    cut = given.tensor_parallel_size or 1
+    planned = plan(
+        model.module,
+        world_size=given.world_size // cut,
+        shard_world_size=given.shard_world_size,
+        **chosen,
+        **options,
+    )
+    activations = None
+    if given.checkpointing and inputs is None:
+        raise PlanError("--checkpointing needs --batch, as --batch 1x4096.")
+    # The report says if activations are left out.
+    if inputs is not None:
+        if plan_models.is_sharded(model.module):
+            raise PlanError(
+                f"plan counts activations before sharding, and {model.source} shards "
+                "its model itself. Let the function return the model after "
+                "parallelize_module and select --units, leave the batch out, or run "
+                "simulate."
+            )
+        activations = measure_activations(
+            model.module,
+            planned,
+            inputs,
+            loss=model.loss,
+            batch="x".join(map(str, given.batch or ())) or None,
+            checkpointing=given.checkpointing,
+        )
+    found = forecast(planned, optimizer=given.optimizer, activations=activations)
+    # A plan has the collectives of sharding; the model's own depend on its forward.
+    own = (
+        f"collectives over the {cut} tensor-parallel ranks are not counted; `python "
+        "-m composable_fsdp simulate` counts them"
+    )
+    report = plan_report.report_of(
+        found,
+        source=model.source,
+        units_from=units_from,
+        tensor_parallel_size=given.tensor_parallel_size,
+        notes=[*model.notes, *([own] if cut > 1 else [])],
+    )
+    # A key that is absent was not asked for.
+    if given.gpu_memory is not None:
+        report["fit"] = fit(found, given.gpu_memory, cut)
+    if given.world_sizes:
+        report["world_sizes"] = at_world_sizes(
+            found, given.world_sizes, cut, given.gpu_memory
+        )
+    if given.plot:
+        draw_memory(given.plot, found, given.gpu_memory)
+        # The report says where the picture is, also in JSON.
+        report["plot"] = str(given.plot)
+    return report
+
+
+def _show_plan(found: Report) -> None:
+    """Print a report on standard output."""
+    # A report of a difference holds the two reports, too.
+    if "differences" in found:
+        names = (found["a"]["model"]["source"], found["b"]["model"]["source"])
+        print(plan_report.text_of_differences(found["differences"], names))
+        return
+    # A file or a pipe gets all columns.
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    print(plan_report.text_of(found, width))
+    if "plot" in found:
+        print(f"\nwrote {found['plot']}")
+
+
+def _simulate(given: argparse.Namespace) -> Report:
+    """Simulate the step, write the trace, and return the report."""
+    found = _step(given)
+    report = {"model": given.model, **found.as_dict()}
+    # The text is made only if it is printed.
+    if not given.json:
+        report["text"] = str(found)
+    if given.trace:
+        found.save_trace(given.trace)
+        report["trace"] = str(given.trace)
+    if given.gpu_memory:
+        report["fits"] = found.peak.memory.total <= given.gpu_memory
+        report["gpu_memory"] = given.gpu_memory
+    return report
+
+
+def _step(given: argparse.Namespace) -> Simulation:
+    """Run the step of a model on meta, or of one that its function cuts."""
+    # Inputs and units are those of the model on meta, also if the step builds another.
+    with _job(given) as mesh:
+        model, inputs, chosen, options, _ = _asked(given.model, given, mesh)
+        # Names hold in the model of the step, too.
+        if "units" in chosen:
+            chosen["units"] = unit_names(model.module, chosen["units"])
+    if inputs is None:
+        raise PlanError(
+            "simulate needs --batch, as --batch 4x2048, or a function that returns "
+            "(model, arguments of its forward)."
+        )
+    return simulate(
+        model.module if mesh is None else _maker(given),
+        world_size=given.world_size,
+        batch=inputs,
+        loss=model.loss,
+        shard_world_size=given.shard_world_size,
+        tensor_parallel_size=given.tensor_parallel_size,
+        optimizer=given.optimizer,
+        max_norm=given.max_norm,
+        **chosen,
+        **options,
+    )
+
+
+def _maker(given: argparse.Namespace) -> Callable[[DeviceMesh], nn.Module]:
+    """Return the function of MODEL, from the mesh to the model alone."""
+    function = plan_models.object_of(given.model)
+
+    def make(mesh: DeviceMesh) -> nn.Module:
+        found = tensor_parallel.without_arguments(function, mesh, given.model)()
+        # The batch and the loss are known from the model on meta.
+        return _cast(found[0] if isinstance(found, tuple) else found, given)
+
+    # Messages name MODEL, not this function.
+    make.__name__ = given.model
+    return make
+
+
+def _show_step(found: Report) -> None:
+    """Print a report on standard output."""
+    print(f"{found['model']}: {found['text']}")
+    # Without ``--gpu-memory`` there is nothing to fit into.
+    if "fits" in found:
+        verdict = "fits" if found["fits"] else "does not fit"
+        need, size = found["peak"]["bytes"], found["gpu_memory"]
+        print(f"{verdict}: {size_text(need)} of {size_text(size)}")
+    if "trace" in found:
+        print(f"trace, for https://ui.perfetto.dev: {found['trace']}")
+
+
+_BAD_INPUT = (FSDPError, OSError, TypeError, ValueError)
+"""What a model or its arguments may raise: refusals of the planner and the runtime,
+wrong values of options, files that cannot be written."""
+
+
+@contextmanager
+def _job(given: argparse.Namespace) -> Iterator[DeviceMesh | None]:
+    """Be a rank of the job that the arguments describe; yields its mesh, or None."""
+    if given.tensor_parallel_size is None:
+        yield None
+        return
+    sizes = (given.world_size, given.shard_world_size, given.tensor_parallel_size)
+    tensor_parallel.check_sizes(*sizes)
+    # A function that cuts its model needs the process groups of the job, which here are
+    # those of a simulated world. No step runs, so nobody reads the times.
+    world = simulated_world(sizes[0], Clock(Machine()), streams=False)
+    with world, simulated_meshes():
+        yield tensor_parallel.job_mesh(*sizes)
+
+
+class _Asked(NamedTuple):
+    """A model, arguments of its forward (None: unknown), and those of ``fully_shard``.
+
+    ``units_from`` says for a reader how the units were selected.
+    """
+
+    model: plan_models.Model
+    inputs: Any
+    chosen: dict[str, Any]
+    options: dict[str, Any]
+    units_from: str
+
+
+def _asked(target: str, given: argparse.Namespace, mesh: DeviceMesh | None) -> _Asked:
+    """Return what the arguments ask for, with the model on meta."""
+    # ``--hf`` says that the path is that of a configuration.
+    is_config = target == getattr(given, "hf", None)
+    model = plan_models.load_model(target, mesh, is_config=is_config)
+    # A batch on the command line goes before inputs that the function returned.
+    inputs = plan_models.inputs_for(model, given.batch) if given.batch else model.inputs
+    _cast(model.module, given)
+    chosen, units_from = _chosen_of(model, given)
+    return _Asked(model, inputs, chosen, _options_of(given), units_from)
+
+
+def _cast(module: nn.Module, given: argparse.Namespace) -> nn.Module:
+    """Cast a module to ``--dtype``, if there is a ``--dtype``, and return it."""
+    # On meta a cast changes dtypes and copies nothing.
+    return module.to(DTYPES[given.dtype]) if given.dtype else module
+
+
+def _chosen_of(
+    model: plan_models.Model, given: argparse.Namespace
+) -> tuple[dict[str, Any], str]:
+    """Return the policy or the units that the arguments select, and how they do."""
+    selections = [given.min_parameters, given.unit_class, given.units]
+    if sum(map(bool, selections)) > 1:
+        raise PlanError(
+            "--units, --unit-class and --min-parameters select all units each; give "
+            "one of them."
+        )
+    if given.min_parameters:
+        number = f"{given.min_parameters:,}"
+        policy: object = SizePolicy(given.min_parameters)
+        return {"policy": policy}, f"the smallest modules of {number} parameters"
+    if given.unit_class:
+        policy = NoSplitPolicy(given.unit_class)
+        return {"policy": policy}, f"modules of class {', '.join(given.unit_class)}"
+    if given.units:
+        return {"units": given.units}, ", ".join(given.units)
+    # A function of MODEL that shards has chosen its units itself.
+    if plan_models.is_sharded(model.module):
+        return {}, f"those that {model.source} shards"
+    names, units_from = guess_units(model.module)
+    return {"units": names}, units_from
+
+
+def _options_of(given: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of ``fully_shard`` that the arguments select."""
+    # Without a dtype there is no mixed precision, as in ``fully_shard``.
+    mixed = None
+    if given.param_dtype or given.reduce_dtype:
+        mixed = MixedPrecision(
+            param_dtype=DTYPES.get(given.param_dtype),
+            reduce_dtype=DTYPES.get(given.reduce_dtype),
+        )
+    found = {
+        "strategy": STRATEGIES[given.strategy],
+        "mixed_precision": mixed,
+        "cpu_offload": CPUOffload(offload_params=True) if given.cpu_offload else None,
+        "backward_prefetch": PREFETCH[given.backward_prefetch],
+        "forward_prefetch": given.forward_prefetch,
+        "block": given.block,
+        # ``get``: None without ``--wire``.
+        "wire": WIRES.get(given.wire),
+        "tied_params": given.tied_params,
+    }
+    # Without defaults, which a function that shards by itself would be asked to change;
+    # "error" is that of ``tied_params``, which is no option of a unit.
+    default = UnitOptions()
+    return {
+        name: each
+        for name, each in found.items()
+        if each != getattr(default, name, "error")
+    }
+
+
+_MODEL_HELP = """\
+MODEL is one of:
+  train:build_model     a function without arguments (or a class, or a module) of a
+                        module; it is called with torch.device("meta"), so no weight
+                        takes memory. It may return (model, inputs of its forward),
+                        or (model, inputs, function from the output to the loss).
+                        With --tensor-parallel-size its argument is the mesh of the
+                        job, ("dp", "tp") or ("replicate", "shard", "tp"), and it
+                        calls parallelize_module(model, mesh["tp"], {...})
+  train.py:build_model  the same, in a file
+  config.json           a configuration of transformers, or its directory
+"""
+
+PLAN = Command(
+    "tell whether a model fits on your GPUs",
+    f"""\
+examples:
+  python -m composable_fsdp plan train:build_model --world-size 64 --gpu-memory 80GiB
+  python -m composable_fsdp plan --hf config.json --world-size 64 --batch 1x4096 \\
+      --param-dtype bfloat16 --checkpointing --gpu-memory 80GiB
+  python -m composable_fsdp plan train:small train:large --diff
+
+Without --batch the activations are not counted, and "fits" does not include them.
+
+{_MODEL_HELP}\
+  plan.json             what --json printed, for --diff
+
+exit status: 0 fits, or --gpu-memory is not given; 1 does not fit; 2 no plan could be
+made, such as a wrong path or option
+""",
+    _plan,
+    _show_plan,
+    # Without ``--gpu-memory`` there is nothing to fit into, and a difference fits.
+    lambda found: 0 if found.get("fit", {}).get("fits", True) else BAD,
+    USAGE,
+    _BAD_INPUT,
+)
+
+SIMULATE = Command(
+    "show memory, collectives and times of a training step, without GPUs",
+    f"""\
+examples:
+  python -m composable_fsdp simulate train:build_model --batch 4x2048 --world-size 64
+  python -m composable_fsdp simulate config.json --batch 1x4096 --trace step.json
+
+The step runs on tensors that have shapes and no values. https://ui.perfetto.dev opens
+the file of --trace: a row of compute, a row of communication, and live bytes by kind.
+Times are those of an assumed machine; composable_fsdp.simulate takes another.
+
+{_MODEL_HELP}
+exit status: 0 simulated; 1 the step needs more than --gpu-memory; 2 no step could be
+simulated, such as a wrong path or option
+""",
+    _simulate,
+    _show_step,
+    lambda found: 0 if found.get("fits", True) else BAD,
+    USAGE,
+    _BAD_INPUT,
+)
