@@ -70,9 +70,9 @@ def scatter_full_optim_state_dict(
         broadcast per tensor, over ``group``; all its ranks must call.
     Raises: as ``optim_state_dict_to_load``, on all ranks alike.
     """
-    what = "scatter_full_optim_state_dict"
-    how: dict[str, Any] = {"from_first": True, "group": group}
-    return _to_load(full_optim_state_dict, model, optim, optim_input, what, **how)
+    saved, what = full_optim_state_dict, "scatter_full_optim_state_dict"
+    how = {"from_first": True, "group": group}
+    return _to_load(saved, model, optim, optim_input, what, **how)
 
 
 def sharded_optim_state_dict(

@@ -20,15 +20,8 @@ from composable_fsdp.config import (
     StateDictType,
 )
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.naming import quoted
-from composable_fsdp.optim.broadcast_state import (
-    Described,
-    routes_of,
-    share_structure,
-    share_tensor,
-    unpacked,
-)
-from composable_fsdp.optim.experts import without_other_experts
+from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
+from composable_fsdp.naming import quoted, strip_wrapper
 from composable_fsdp.optim.flat_state import flatten_state, originals
 from composable_fsdp.optim.keys import aligned_groups, state_by_name
 from composable_fsdp.optim.names import (
@@ -48,7 +41,19 @@ from composable_fsdp.optim.sharded import (
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.optim.step_checks import needs_whole_params, require_elementwise
 from composable_fsdp.runtime.recover import require_between_steps
-from composable_fsdp.state_dict.other_experts import expert_units, refuse_experts
+from composable_fsdp.state_dict.other_experts import (
+    expert_units,
+    refuse_experts,
+    require_own_names,
+)
+from composable_fsdp.state_dict.sent import (
+    Described,
+    Route,
+    routes_of,
+    send,
+    share_structure,
+    unpacked,
+)
 from composable_fsdp.state_dict.settings import get_state_dict_type
 from composable_fsdp.tree.traversal import _get_fsdp_states, require_module
 
@@ -164,7 +169,7 @@ def state_to_load(
     meets = not local and not from_first
     if meets and expert_units(handles):
         meet_for_state(units, what, replicas=True)
-        saved = without_other_experts(saved, model, handles)
+        saved = _without_other_experts(saved, model, handles)
     ranks, senders = routes_of(units, group) if from_first else ((), ())
     if from_first:
         # The first rank sends over the data ranks alone.
@@ -177,40 +182,46 @@ def state_to_load(
         saved = unpacked(shared)
         for state in units:
             require_between_steps(state, what)
-        own = [each for mine in groups_of for each in originals(mine)]
-        groups = name_parameters(model, own, given)
-        sizes = list(map(len, groups_of))
-        saved = state_by_name(saved, model, groups, own, what)
-        for mine, each in zip(_split(groups, sizes), elementwise, strict=True):
+        own = [originals(mine) for mine in groups_of]
+        sizes = list(map(len, own))
+        # ``table`` has the groups of all optimizers, which get theirs back.
+        table = name_parameters(model, chain(*own), given)
+        saved = state_by_name(saved, table, what)
+        for mine, each in zip(_split(table.groups, sizes), elementwise, strict=True):
             _require_shapes(chain(*mine), saved, elementwise=each)
         # Before the first tensor is gathered or broadcast.
-        require_own_parts(list(chain(*groups)), saved, from_first=bool(senders))
+        require_own_parts(table.members, saved, from_first=bool(senders))
     if meets:
         meet_for_state(units, what, replicas=True)
-    state_of = _own_state(chain(*groups), saved["state"], senders)
-    # ``groups`` are the groups of all optimizers; return them to their optimizers.
-    options = _split(aligned_groups(groups, saved, own), sizes)
+    state_of = _own_state(table.members, saved["state"], senders)
+    options = _split(aligned_groups(table, saved), sizes)
     chosen = [_chosen(state_of, each, named=named) for each in options]
     # A state keyed by names stays per original, because flat parameters have no names.
     return chosen if named else list(map(flatten_state, groups_of, chosen))
 
 
 def _own_state(
-    members: Iterable[Named],
-    saved: Mapping[str, Mapping[str, Any]],
-    senders: tuple[dist.ProcessGroup, ...],
+    members: list[Named], saved: Mapping[str, Mapping[str, Any]], senders: Route
 ) -> dict[str, dict[str, Any]]:
-    """Return the state of this rank by the name of the parameter.
+    """Return copies of this rank's state by the name of the parameter.
 
-    Collective: those of ``_part``, in the same order on all ranks.
+    Collective: one broadcast per group of ``senders`` for a tensor with dimensions;
+        else as ``whole_of_other``; in the same order on all ranks.
     """
     found = {}
     # By name: the order of parameters may differ between ranks.
     for member in sorted(members, key=attrgetter("fqn")):
-        values = saved.get(member.fqn, {})
-        parts = {
-            name: _part(member, name, values[name], senders) for name in sorted(values)
-        }
+        handle, values = member.handle, saved.get(member.fqn, {})
+        device = member.parameter.device if handle is None else handle.layout.device
+        parts = {}
+        for name in sorted(values):
+            value = values[name]
+            # Scalars were sent with the structure.
+            if senders and isinstance(value, (Tensor, Described)) and value.shape:
+                value = send(value, senders, device)
+            part = part_for(member, name, whole_of_other(member, value, device))
+            # A view would keep the full tensor alive, and the optimizer writes into it.
+            parts[name] = part.clone() if isinstance(part, Tensor) else part
         # No step would update state of a parameter without elements here. In the saved
         # order of the state names, as a plain optimizer has them.
         if member.fqn in saved and not member.is_absent:
@@ -243,9 +254,7 @@ def _require_shapes(
     members: Iterable[Named], saved: dict[str, Any], *, elementwise: bool
 ) -> None:
     """Refuse tensors that are neither scalars nor of the parameter's full shape."""
-    for named in members:
-        if not elementwise and not named.is_cut:
-            continue
+    for named in members if elementwise else (m for m in members if m.is_cut):
         for name, value in saved["state"].get(named.fqn, {}).items():
             if not isinstance(value, (Tensor, Described)):
                 continue
@@ -259,19 +268,29 @@ def _require_shapes(
                 )
 
 
-def _part(
-    named: Named, name: str, value: Any, senders: tuple[dist.ProcessGroup, ...]
+def _without_other_experts(
+    saved: Any, model: nn.Module, handles: Iterable[FlatParamHandle]
 ) -> Any:
-    """Return this rank's part of a state value, as a copy.
+    """Return a saved state without the experts that other ranks hold.
 
-    Collective: one broadcast per group of ``senders`` for a tensor with dimensions;
-        else as ``whole_of_other``.
+    Collective, Raises: over each ``expert_mesh`` as ``require_own_names``.
     """
-    handle = named.handle
-    device = named.parameter.device if handle is None else handle.layout.device
-    # Scalars were sent with the structure.
-    if senders and isinstance(value, (Tensor, Described)) and value.shape:
-        value = share_tensor(value, senders, device)
-    part = part_for(named, name, whole_of_other(named, value, device))
-    # A view would keep the full tensor alive, and the optimizer would write into it.
-    return part.clone() if isinstance(part, Tensor) else part
+    others: set[str] = set()
+    for group, units in expert_units(handles).items():
+        own = [
+            strip_wrapper(name)
+            for name, parameter in model.named_parameters()
+            if (found := find_leaf(parameter)) is not None and found[0] in units
+        ]
+        others.update(require_own_names(own, group))
+    state = saved.get("state") if isinstance(saved, dict) else None
+    # Another form is refused later, with the text for this form.
+    if not isinstance(state, dict) or not isinstance(saved.get("param_groups"), list):
+        return saved
+    # New dicts: the caller may load the same state into another optimizer.
+    left = [
+        {**each, "params": [key for key in each["params"] if key not in others]}
+        for each in saved["param_groups"]
+    ]
+    kept = {key: value for key, value in state.items() if key not in others}
+    return {**saved, "state": kept, "param_groups": left}

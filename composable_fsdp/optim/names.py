@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -46,6 +47,11 @@ class Named:
         return self.ref.handle if self.ref else None
 
     @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The shard group of the unit; None if every rank holds the parameter whole."""
+        return self.ref.handle.groups.shard if self.ref else None
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the parameter in the plain model."""
         return self.ref.shape if self.ref else tuple(self.parameter.shape)
@@ -75,6 +81,25 @@ class Named:
     def is_scalar(self, name: str, value: Any) -> bool:
         """Return whether this rank's state ``value`` is a scalar, not element-wise."""
         return is_scalar(name, value, self.parameter.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The parameters of optimizers by group, and the options of the groups."""
+
+    model: nn.Module
+    groups: list[list[Named]] = field(default_factory=list)
+    own: list[Group] = field(default_factory=list)
+
+    @property
+    def members(self) -> list[Named]:
+        """The parameters of all groups."""
+        return list(chain.from_iterable(self.groups))
+
+    @property
+    def given(self) -> list[str]:
+        """The names that the optimizers were made with; empty if there are none."""
+        return [name for group in self.own for name in group.get("param_names", ())]
 
 
 def is_absent(parameter: object) -> bool:
@@ -164,23 +189,18 @@ def name_parameters(
     model: nn.Module,
     param_groups: Iterable[Group],
     given: Mapping[int, str] | None = None,
-) -> list[list[Named]]:
+) -> Table:
     """Name the parameters of each group as ``model`` does; of flat ones the originals.
-
-    A parameter that ``model`` does not hold takes its name from ``given``; every rank
-    holds such a parameter whole. Units may be unsharded during the call.
 
     Raises: CheckpointError, for a parameter outside ``model`` that has no name in
     ``given``, or whose name ``model`` uses for another parameter.
-    Warns: as ``names_of``.
     """
-    members_of = originals(list(param_groups))
+    table = Table(model, own=originals(list(param_groups)))
     names = names_of(model)
-    names |= _names_behind(names, members_of)
+    names |= _names_behind(names, table.own)
     # Two parameters of one name would share a key.
     taken = set(names.values())
-    groups = []
-    for g, group in enumerate(members_of):
+    for g, group in enumerate(table.own):
         members = []
         for i, parameter in enumerate(group["params"]):
             fqn = names.get(id(parameter)) or (given or {}).get(id(parameter))
@@ -194,8 +214,8 @@ def name_parameters(
                     "does not use."
                 )
             members.append(Named(fqn, parameter, find_param(parameter)))
-        groups.append(members)
-    return groups
+        table.groups.append(members)
+    return table
 
 
 def _names_behind(names: Mapping[int, str], groups: Iterable[Group]) -> dict[int, str]:
@@ -211,16 +231,13 @@ def _names_behind(names: Mapping[int, str], groups: Iterable[Group]) -> dict[int
 
 
 def names_of(model: nn.Module) -> dict[int, str]:
-    """Return the first name of each parameter in the tree of ``model``, by ``id``.
-
-    A parameter that ``named_parameters()`` leaves out is named by its place.
-
-    Warns: if a name of ``named_parameters()`` differs from every place of the
-    parameter.
-    """
+    """Return the first name of each parameter in the tree of ``model``, by ``id``."""
+    # By its places: a parameter that ``named_parameters()`` leaves out has a name, too.
     places: dict[int, list[str]] = {}
-    for name, parameter in _places(model):
-        places.setdefault(id(parameter), []).append(name)
+    for path, module in walk.named(model):
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append(join_name(path, name))
     names: dict[int, str] = {}
     # A class may override ``named_parameters``, and its checkpoints have these names.
     for name, parameter in model.named_parameters():
@@ -238,14 +255,6 @@ def names_of(model: nn.Module) -> dict[int, str]:
     return {**{key: found[0] for key, found in places.items()}, **names}
 
 
-def _places(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield every place of every parameter, by name; each module once."""
-    for path, module in walk.named(model):
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                yield join_name(path, name), parameter
-
-
 def meet_for_state(
     units: Sequence[_FSDPState],
     what: str,
@@ -253,10 +262,7 @@ def meet_for_state(
     first_only: bool = False,
     replicas: bool = False,
 ) -> None:
-    """Wait until every rank of the units calls ``what``, a function of optimizer state.
-
-    Raises: DesyncError, as ``meet``.
-    """
+    """Wait until every rank of the units calls ``what``."""
     # With and without ``rank0_only`` other collectives are sent.
     if first_only:
         details += ("rank0_only=True",)

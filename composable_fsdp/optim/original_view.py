@@ -33,10 +33,7 @@ def over_originals(optim: Any) -> Any:
 
 
 class OverOriginals:
-    """``param_groups``, ``state``, ``defaults`` and ``load_state_dict`` per original.
-
-    ``state`` shows each original its part of the optimizer's state, without a copy.
-    """
+    """An optimizer over flat parameters as one over the originals."""
 
     def __init__(self, optim: torch.optim.Optimizer) -> None:
         self.optim = optim
@@ -80,10 +77,7 @@ class OverOriginals:
         keep_given(self._given.get(parameter, {}), self.optim.state[parameter])
 
     def require_joinable(self, given: Callable[[nn.Parameter], Values]) -> None:
-        """Refuse values that ``load_state_dict`` would refuse, before they are read.
-
-        ``given`` returns an original's state, as ``require_flattenable`` takes it.
-        """
+        """Refuse values that ``load_state_dict`` would refuse, before they are read."""
         for _, parts in self.flats:
             require_flattenable(parts, [given(part.leaf) for part in parts])
 

@@ -18,19 +18,12 @@ from composable_fsdp.state_dict.parts import mismatch, sharded_value
 from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.tree.state import _get_module_fsdp_state
 
-_FULL = StateDictType.FULL_STATE_DICT
-
 
 def as_sharded(named: Named, value: Any) -> Any:
     """Return this rank's ``value`` as a ``ShardedValue``; scalars stay as they are."""
+    is_part = isinstance(value, Tensor) and value.shape == named.parameter.shape
     # Of a parameter that this rank holds whole, state may have any shape.
-    if (
-        named.ref is None
-        or not isinstance(value, Tensor)
-        or value.shape != named.parameter.shape
-    ):
-        return value
-    return sharded_value(named.ref, value)
+    return sharded_value(named.ref, value) if named.ref and is_part else value
 
 
 def mark_partial(handle: FlatParamHandle, values: dict[str, Any], name: str) -> None:
@@ -39,9 +32,8 @@ def mark_partial(handle: FlatParamHandle, values: dict[str, Any], name: str) -> 
     Frameworks write the ``optimizer.state_dict()`` of the first rank to a file.
     """
     unit = _get_module_fsdp_state(handle.layout.owners[0])
-    if unit is None or unit.settings.state_dict.state_dict_type is not _FULL:
-        return
-    for key, value in values.items():
+    kind = None if unit is None else unit.settings.state_dict.state_dict_type
+    for key, value in values.items() if kind is StateDictType.FULL_STATE_DICT else ():
         if isinstance(value, ShardedValue) and value.is_partial:
             value.not_alone = f"state {key!r} of {name}"
 
@@ -53,12 +45,18 @@ def require_own_parts(
     for named in members:
         for key, value in saved["state"].get(named.fqn, {}).items():
             # ``part``: a ``Described`` stands for the first rank's sharded value.
-            if isinstance(value, ShardedValue) or getattr(value, "part", False):
-                problem = _FROM_FIRST if from_first else _mismatch(named, value)
-                if problem and (from_first or not _is_gathered(named, value)):
-                    raise CheckpointError(
-                        f"Optimizer state {key!r} of {quoted(named.fqn)}: {problem}"
-                    )
+            if from_first and (
+                isinstance(value, ShardedValue) or getattr(value, "part", False)
+            ):
+                raise _unfit(named, key, _FROM_FIRST)
+            if isinstance(value, ShardedValue):
+                problem = _mismatch(named, value)
+                known = value.home is not None and value.home.group is not None
+                is_gathered = tuple(value.shape) == named.shape and (
+                    known or not value.is_partial
+                )
+                if problem and not is_gathered:
+                    raise _unfit(named, key, problem)
 
 
 _FROM_FIRST = (
@@ -67,10 +65,8 @@ _FROM_FIRST = (
 )
 
 
-def _is_gathered(named: Named, value: ShardedValue) -> bool:
-    """Return whether ranks can gather a sharded value of another plan."""
-    known = value.home is not None and value.home.group is not None
-    return tuple(value.shape) == named.shape and (known or not value.is_partial)
+def _unfit(named: Named, key: str, problem: str) -> CheckpointError:
+    return CheckpointError(f"Optimizer state {key!r} of {quoted(named.fqn)}: {problem}")
 
 
 def _mismatch(named: Named, value: ShardedValue) -> str:
@@ -105,17 +101,12 @@ def part_for(named: Named, key: str, value: Any) -> Any:
     if isinstance(value, ShardedValue):
         problem = _mismatch(named, value)
         if problem:
-            raise CheckpointError(
-                f"Optimizer state {key!r} of {quoted(named.fqn)}: {problem}"
-            )
+            raise _unfit(named, key, problem)
         return value.local
-    if is_scalar(key, value, named.shape):
-        return value
     # First this rank's shape: if both are equal, this rank holds the whole parameter.
-    if value.shape == named.parameter.shape:
+    if is_scalar(key, value, named.shape) or value.shape == named.parameter.shape:
         return value
-    if tuple(value.shape) == named.shape:
-        assert named.ref is not None
+    if named.ref is not None and tuple(value.shape) == named.shape:
         return named.ref.part_of(value)
     if not named.is_cut:
         # State that is not element-wise, of a parameter that this rank holds whole.
