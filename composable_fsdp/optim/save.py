@@ -76,8 +76,7 @@ def optim_state_dict(
         optim_state_dict: a state dict that ``optim.state_dict()`` returned, keyed by
             numbers or by names; a list of state dicts for a list of optimizers.
             Default: the current state of ``optim``.
-        group: ignored, because each unit knows its process groups. Accepted because
-            FSDP1 has this argument.
+        group: ignored, because each unit knows its process groups.
 
     Returns: the state dict, or ``{}`` on the other ranks with ``rank0_only``.
 
@@ -86,11 +85,9 @@ def optim_state_dict(
     ``rank0_only`` one gather per region. All ranks must call. Sharded state needs only
     the exchange of names; local state needs no collective.
     Raises: CompositionError, if the optimizer needs whole parameters, or if units
-    differ in their state dict settings; CheckpointError, for state that is not
-    element-wise or for a parameter that is not in ``model``; DesyncError, if ranks have
-    different state names; PhaseError, inside a forward, a backward or
-    ``unshard_params``; TypeError, if ``model``, ``optim`` or the number of state dicts
-    is wrong.
+    differ in their settings; CheckpointError, for state that is not element-wise or a
+    parameter that is not in ``model``; DesyncError, if ranks have different state
+    names; PhaseError, inside a forward, a backward or ``unshard_params``; TypeError.
     """
     optims = require_pairs(model, optim, "optim_state_dict")
     units = _get_fsdp_states(model)

@@ -52,7 +52,7 @@ def get_full_optim_state(
     for key, value in sorted(result.items()):
         if named.ref is not None and named.is_cut and not named.is_scalar(key, value):
             value = gather_slot(named.ref, value)
-        result[key] = _clone(value)
+        result[key] = value.detach().clone() if isinstance(value, Tensor) else value
     return result
 
 
@@ -103,10 +103,10 @@ def _part(named: Named, key: str, value: Any, before: Any) -> Any:
     """Return a copy of this rank's part of a full value, in place of ``before``."""
     if not isinstance(value, Tensor):
         return value
-    scalar = is_scalar(key, value, named.shape)
-    if not scalar and value.ndim == 0 and before is not None:
-        # For a 0-d parameter the optimizer's own state tells.
-        scalar = named.is_scalar(key, before)
+    # For a 0-d parameter the optimizer's own state tells.
+    scalar = is_scalar(key, value, named.shape) or (
+        value.ndim == 0 and before is not None and named.is_scalar(key, before)
+    )
     if named.ref is not None and not scalar:
         value = named.ref.part_of(value)
     # Optimizers keep ``step`` on the CPU.
@@ -114,15 +114,10 @@ def _part(named: Named, key: str, value: Any, before: Any) -> Any:
         value = value.to(before.device, before.dtype)
     elif not scalar:
         value = value.to(named.parameter.device)
-    return _clone(value)
+    return value.detach().clone()
 
 
-def _find(
-    model: nn.Module,
-    optim: torch.optim.Optimizer,
-    fqn: str,
-    what: str,
-) -> Named:
+def _find(model: nn.Module, optim: torch.optim.Optimizer, fqn: str, what: str) -> Named:
     """Find the parameter by name and check that ``optim`` holds the parameter."""
     require_pair(model, optim, what)
     found = find_parameter(model, fqn, what)
@@ -133,14 +128,10 @@ def _find(
     meet_for_state(units, what, repr(fqn), replicas=what.startswith("set"))
     install_optimizer_hooks(optim)
     require_elementwise(optim)
-    mine = {id(p) for g in originals(optim.param_groups) for p in g["params"]}
-    if id(named.parameter) not in mine:
+    held = [p for group in originals(optim.param_groups) for p in group["params"]]
+    if all(p is not named.parameter for p in held):
         raise CompositionError(
             f"{what}: parameter {quoted(fqn)} is not in the {type(optim).__name__}. "
             "Pass the optimizer that trains it."
         )
     return named
-
-
-def _clone(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value

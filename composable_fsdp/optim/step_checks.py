@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from composable_fsdp.access.unsharded_unit import UNSHARDED
 from composable_fsdp.comm.agreement import Peers, can_compare
@@ -85,7 +86,7 @@ def held_by(optim: object) -> list[Held]:
     return [held for held in map(find_held, parameters_of(optim)) if held is not None]
 
 
-def handles_of(optim: torch.optim.Optimizer) -> list[FlatParamHandle]:
+def handles_of(optim: Optimizer) -> list[FlatParamHandle]:
     """Return the units whose parameters or flat parameters ``optim`` holds."""
     return list({id(held.handle): held.handle for held in held_by(optim)}.values())
 
@@ -132,7 +133,7 @@ def require_elementwise(optim: object) -> None:
         )
 
 
-def require_outside_unshard_params(optim: torch.optim.Optimizer) -> None:
+def require_outside_unshard_params(optim: Optimizer) -> None:
     """Refuse a step on sharded parameters while ``unshard_params`` shows full ones."""
     for held in held_by(optim) if UNSHARDED else ():
         if held.handle.phase is Phase.SUMMON:
@@ -143,7 +144,7 @@ def require_outside_unshard_params(optim: torch.optim.Optimizer) -> None:
             )
 
 
-def steps_on_full_params(optim: torch.optim.Optimizer) -> bool:
+def steps_on_full_params(optim: Optimizer) -> bool:
     """Return whether ``optim`` steps on full parameters that have gradients."""
     strangers = [p for p in parameters_of(optim) if find_held(p) is None]
     # Full and sharded parameter share a ``__dict__``.
@@ -170,7 +171,7 @@ def steps_on_full_params(optim: torch.optim.Optimizer) -> bool:
     )
 
 
-def prepare_flats(optim: torch.optim.Optimizer) -> None:
+def prepare_flats(optim: Optimizer) -> None:
     """Move gradients of originals into the flat gradients; refuse retired ones."""
     flats = flats_in(optim.param_groups)
     for flat in flats:
@@ -187,7 +188,7 @@ def prepare_flats(optim: torch.optim.Optimizer) -> None:
     move_own_gradients(flats)
 
 
-def require_no_flat_originals(optim: torch.optim.Optimizer) -> None:
+def require_no_flat_originals(optim: Optimizer) -> None:
     """Refuse original parameters whose gradients go to a flat parameter."""
     for held in held_by(optim):
         if held.flat is None and param_ref(*held[1:3]).region.flat is not None:
@@ -200,7 +201,7 @@ def require_no_flat_originals(optim: torch.optim.Optimizer) -> None:
             )
 
 
-def require_current(optim: torch.optim.Optimizer) -> None:
+def require_current(optim: Optimizer) -> None:
     """Refuse parameters that were replaced in their module, unless both are held."""
     own = set(map(id, parameters_of(optim)))
     # Each with the parameter that is in its place now.
@@ -217,9 +218,7 @@ def require_current(optim: torch.optim.Optimizer) -> None:
         )
 
 
-def require_agreement(
-    optim: torch.optim.Optimizer, refused: str | None, *, is_first: bool
-) -> None:
+def require_agreement(optim: Optimizer, refused: str | None, *, is_first: bool) -> None:
     """Refuse, on all ranks, state that misfits and options that differ between ranks.
 
     Collective: ranks wait for each other in the key-value store, at most ``_PATIENCE``
@@ -268,7 +267,7 @@ _compared: weakref.WeakKeyDictionary[Peers, Counter[str]] = weakref.WeakKeyDicti
 """Number of comparisons over an order log, by the unit with the least name."""
 
 
-def _options(optim: torch.optim.Optimizer, group: dist.ProcessGroup) -> dict[str, Any]:
+def _options(optim: Optimizer, group: dist.ProcessGroup) -> dict[str, Any]:
     """Return the numbers among the options of each parameter in units of ``group``."""
     held: dict[str, Any] = {}
     # By name, because the order of the groups may differ.
@@ -290,7 +289,7 @@ def _options(optim: torch.optim.Optimizer, group: dist.ProcessGroup) -> dict[str
 
 
 def _difference(
-    optim: torch.optim.Optimizer,
+    optim: Optimizer,
     ours: dict[str, Any],
     theirs: dict[str, Any],
     rank: int,
@@ -316,13 +315,12 @@ def _difference(
 
 
 def _groups_of(
-    optim: torch.optim.Optimizer,
+    optim: Optimizer,
 ) -> dict[dist.ProcessGroup, FlatParamHandle]:
     """Return each shard group, with the unit of the optimizer of the least name."""
     firsts: dict[dist.ProcessGroup, FlatParamHandle] = {}
     # Ranks may order the parameters of an optimizer differently.
-    leaves = filter(None, map(find_leaf, parameters_of(optim)))
-    handles = dict.fromkeys(handle for handle, _ in leaves)
+    handles = dict.fromkeys(h.handle for h in held_by(optim) if h.flat is None)
     for handle in sorted(handles, key=attrgetter("full_fqn")):
         # Not by ``optim.state``: a rank whose elements are all frozen has no state, and
         # the other ranks would wait for that rank.
@@ -332,7 +330,7 @@ def _groups_of(
     return firsts
 
 
-def _misfit(optim: torch.optim.Optimizer) -> str | None:
+def _misfit(optim: Optimizer) -> str | None:
     """Return the error for state whose shapes do not fit this rank's shards."""
     for parameter, values in optim.state.items():
         held = find_held(parameter)
@@ -371,9 +369,7 @@ def misfit_text(
     )
 
 
-def _warn_of_unreduced(
-    optim: torch.optim.Optimizer, plain: list[nn.Parameter], rank: int
-) -> None:
+def _warn_of_unreduced(optim: Optimizer, plain: list[nn.Parameter], rank: int) -> None:
     """Warn of gradients, of parameters outside units, that differ between ranks."""
     warnings.warn(
         f"{type(optim).__name__} steps {len(plain)} parameters that no unit holds, of "

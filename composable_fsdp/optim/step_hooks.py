@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import (
+    Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
@@ -45,7 +46,7 @@ _LOOKED_AT = 2
 """Steps that are checked in full: the second sees the state that the first created."""
 
 
-FIRST_STEPS: list[Callable[[torch.optim.Optimizer], None]] = []
+FIRST_STEPS: list[Callable[[Optimizer], None]] = []
 """Called before the first step of an optimizer, once the checks have passed."""
 
 
@@ -54,7 +55,7 @@ class _KnownOptimizer:
 
     __slots__ = ("at", "counted", "has_empty", "handles", "looks", "uncounted")
 
-    def __init__(self, at: object, optim: torch.optim.Optimizer) -> None:
+    def __init__(self, at: object, optim: Optimizer) -> None:
         self.at = at
         """Numbers of ``fully_shard`` calls and of replaced parameters, and identity and
         length of each group's list."""
@@ -79,10 +80,10 @@ class _KnownOptimizer:
         return [handle for link in self.handles if (handle := link()) is not None]
 
 
-_known: weakref.WeakKeyDictionary[torch.optim.Optimizer, _KnownOptimizer] = (
+_known: weakref.WeakKeyDictionary[Optimizer, _KnownOptimizer] = (
     weakref.WeakKeyDictionary()
 )
-_unwritten: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[FlatParamHandle]] = (
+_unwritten: weakref.WeakKeyDictionary[Optimizer, list[FlatParamHandle]] = (
     weakref.WeakKeyDictionary()
 )
 """Units whose recorded versions were current before a step that only creates state,
@@ -103,7 +104,7 @@ def install_step_hooks() -> None:
     _applications += 1
 
 
-def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optim: Optimizer, args: Any, kwargs: Any) -> None:
     """Check ``optim`` before its step; the global pre-hook."""
     global _any_counts
     if torch.compiler.is_compiling():
@@ -143,7 +144,7 @@ def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     _known[optim] = met
 
 
-def _note_unwritten(optim: torch.optim.Optimizer) -> None:
+def _note_unwritten(optim: Optimizer) -> None:
     """Note units that stay valid in a step that only creates state."""
     # An entry is here if such a step raised before the hook after the step.
     _unwritten.pop(optim, None)
@@ -156,7 +157,7 @@ def _note_unwritten(optim: torch.optim.Optimizer) -> None:
         ]
 
 
-def _after_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _after_step(optim: Optimizer, args: Any, kwargs: Any) -> None:
     """Count the step for units that are kept unsharded; the global post-hook."""
     # Count after the step: a closure inside ``step`` may run the backward after which
     # units are kept unsharded.
@@ -176,7 +177,7 @@ def _after_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             _count_writes(optim, met)
 
 
-def _warn_of_unreduced(optim: torch.optim.Optimizer, met: _KnownOptimizer) -> None:
+def _warn_of_unreduced(optim: Optimizer, met: _KnownOptimizer) -> None:
     """Warn of units whose gradients wait for a reduction, which this step passes by."""
     waiting = [handle.name for handle in met.units() if has_arrived(handle)]
     if waiting:
@@ -189,14 +190,14 @@ def _warn_of_unreduced(optim: torch.optim.Optimizer, met: _KnownOptimizer) -> No
         )
 
 
-def _only_creates_state(optim: torch.optim.Optimizer) -> bool:
+def _only_creates_state(optim: Optimizer) -> bool:
     """Return whether the running step creates state and changes no value."""
     # DCP sets ``lr`` of each group to zero. A group without ``lr`` is stepped at its
     # own rate, and weight decay changes its parameters without any gradient.
     return is_state_init_step() and all("lr" in g for g in optim.param_groups)
 
 
-def _count_writes(optim: torch.optim.Optimizer, met: _KnownOptimizer) -> None:
+def _count_writes(optim: Optimizer, met: _KnownOptimizer) -> None:
     """Move versions that the step has not moved, as other steps and ranks do.
 
     Backward would else use the new weights, or raise on the ranks that hold elements.
@@ -238,7 +239,7 @@ def _hide_old_values(met: _KnownOptimizer) -> None:
             handle.form.handed(handle)
 
 
-def _may_have_stepped(optim: torch.optim.Optimizer, met: _KnownOptimizer) -> bool:
+def _may_have_stepped(optim: Optimizer, met: _KnownOptimizer) -> bool:
     """Return whether the step may have changed parameters, on this or another rank."""
     # If this rank's gradients were cleared before the step, so were those of other
     # ranks. Only a parameter that the last reduction gave a gradient tells; a rank that

@@ -10,7 +10,7 @@ torch loads module by module, ``module._load_from_state_dict``, and so does this
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -55,7 +55,8 @@ def load_from_state_dict(
         the shard group, for full values; else none, but all ranks must call.
     """
     given = state_dict, prefix, local_metadata, strict
-    load, lists = type(self)._load_from_state_dict, (missing_keys, unexpected_keys)
+    own: Any = type(self)
+    load, lists = own._load_from_state_dict, (missing_keys, unexpected_keys)
     state = OWNERS.get(self)
     if state is None:  # a deep copy of a part without its unit
         return load(self, *given, *lists, error_msgs)
@@ -80,29 +81,18 @@ def load_from_state_dict(
     for key, hook in self._load_state_dict_post_hooks.items():
         if not _is_known(hook):
             self._load_state_dict_post_hooks[key] = _OnWholeValues(hook)
-    if _runs_other_code(self):
-        values = [value for key, value in state_dict.items() if key.startswith(prefix)]
-        with _whole_values(state, sharded=_is_sharded(values, kind)):
+    code = chain(self._load_state_dict_pre_hooks.values(), [load, own.set_extra_state])
+    if not all(map(_is_known, code)):
+        kinds = {type(v) for key, v in state_dict.items() if key.startswith(prefix)}
+        # Under any type of state dict either may be given.
+        is_plain = kind is StateDictType.FULL_STATE_DICT or kinds & {
+            Tensor,
+            nn.Parameter,
+        }
+        with _whole_values(state, sharded=not is_plain or ShardedValue in kinds):
             return load(self, *given, *lists, error_msgs)
     _take_values(state, self, state_dict, prefix, local_metadata, error_msgs)
     return load(self, *given, *lists, error_msgs)
-
-
-def _is_sharded(values: Sequence[Any], kind: StateDictType) -> bool:
-    """Return whether sharded values are loaded; under any type either may be given."""
-    if kind is StateDictType.FULL_STATE_DICT or any(
-        type(value) in (Tensor, nn.Parameter) for value in values
-    ):
-        return any(isinstance(value, ShardedValue) for value in values)
-    return True
-
-
-def _runs_other_code(module: nn.Module) -> bool:
-    """Return whether loading runs code that is neither torch's nor this package's."""
-    kind: Any = type(module)
-    hooks = module._load_state_dict_pre_hooks.values()
-    methods = kind._load_from_state_dict, kind.set_extra_state
-    return not all(map(_is_known, chain(hooks, methods)))
 
 
 def _is_known(function: Any) -> bool:
