@@ -62,25 +62,15 @@ class Part(NamedTuple):
     ref: ParamRef
     at: int
 
-    @property
-    def leaf(self) -> nn.Parameter:
-        """The original parameter."""
-        return self.ref.leaf
-
-    @property
-    def name(self) -> str:
-        """The name of the original parameter."""
-        return self.ref.name
-
     def view(self, flat: Tensor) -> Tensor:
         """Return the leaf-shaped view of this part of ``flat`` ``(shard_numel,)``."""
-        return flat[self.at : self.at + self.leaf.numel()].view(self.leaf.shape)
+        return flat[self.at : self.at + self.ref.leaf.numel()].view(self.ref.leaf.shape)
 
     def is_elementwise(self, name: str, value: Any) -> bool:
         """Return whether a state has an element per element that this rank holds."""
-        if is_scalar(name, value, self.leaf.shape):
+        if is_scalar(name, value, self.ref.leaf.shape):
             return False
-        return bool(value.numel() == self.leaf.numel())
+        return bool(value.numel() == self.ref.leaf.numel())
 
 
 def parts_of(handle: FlatParamHandle, flat: FlatParamRecord) -> list[Part]:
@@ -112,7 +102,7 @@ def originals(param_groups: list[Group]) -> list[Group]:
 def _leaves(parameter: nn.Parameter) -> list[nn.Parameter]:
     """Return the originals of a parameter in an optimizer."""
     found = find_flat(parameter)
-    return [parameter] if found is None else [p.leaf for p in parts_of(*found)]
+    return [parameter] if found is None else [p.ref.leaf for p in parts_of(*found)]
 
 
 def flat_keys(
@@ -184,12 +174,12 @@ def _value_of(part: Part, flat: FlatParamRecord, name: str, value: Any) -> Any:
         return part.view(value)
     if value.ndim == 0:
         return value.clone()
-    if value.shape == part.leaf.shape and len(flat.layout.parameters) == 1:
+    if value.shape == part.ref.leaf.shape and len(flat.layout.parameters) == 1:
         # A flat parameter of a single original may keep state in the original's shape.
         return value
     raise CheckpointError(
-        f"Optimizer state {name!r} of the flat parameter with {quoted(part.name)} has "
-        f"shape {tuple(value.shape)}; expected a scalar or this rank's shard, "
+        f"Optimizer state {name!r} of the flat parameter with {quoted(part.ref.name)} "
+        f"has shape {tuple(value.shape)}; expected a scalar or this rank's shard, "
         f"{(flat.layout.shard_numel,)}. State that is not element-wise cannot be told "
         "apart by parameters. Use an element-wise optimizer."
     )
@@ -253,7 +243,7 @@ def _joined(
             # Zeros fill the padding, and parts without this state.
             made = found[0][1].new_zeros(flat.layout.shard_numel)
             for part, value in found:
-                part.view(made).copy_(value.view(part.leaf.shape))
+                part.view(made).copy_(value.view(part.ref.leaf.shape))
             yield name, made
 
 
@@ -274,20 +264,20 @@ def require_flattenable(parts: list[Part], each: list[Values]) -> None:
             if not same_scalar(value, other):
                 raise CheckpointError(
                     f"Optimizer state {name!r} is {_brief(value)} for "
-                    f"{quoted(first.name)} and {_brief(other)} for "
-                    f"{quoted(part.name)}, which are in one flat parameter and so have "
-                    f"one value. {_WAY_OUT}"
+                    f"{quoted(first.ref.name)} and {_brief(other)} for "
+                    f"{quoted(part.ref.name)}, which are in one flat parameter and so "
+                    f"have one value. {_WAY_OUT}"
                 )
         # A parameter without elements on this rank cannot lack state.
         lacking = [
-            part.name
+            part.ref.name
             for part, values in zip(parts, each, strict=True)
-            if name not in values and part.leaf.numel()
+            if name not in values and part.ref.leaf.numel()
         ]
         if lacking and not found and name not in _ZERO_AT_FIRST:
             raise CheckpointError(
-                f"Optimizer state {name!r} is there for {quoted(held[0][0].name)} and "
-                f"not for {listed(map(quoted, lacking))}, which are in one flat "
+                f"Optimizer state {name!r} is there for {quoted(held[0][0].ref.name)} "
+                f"and not for {listed(map(quoted, lacking))}, which are in one flat "
                 f"parameter. {_WAY_OUT}"
             )
 
@@ -353,7 +343,7 @@ def _mark(parameter: nn.Parameter) -> str:
     layout = found[1].layout
     # The slots of this layout: ``ParamRef.slot`` is that of the current one.
     pairs = zip(parts_of(*found), layout.parameters, strict=True)
-    places = [(part.name, slot.offset, slot.shape) for part, slot in pairs]
+    places = [(part.ref.name, slot.offset, slot.shape) for part, slot in pairs]
     told = repr((layout.world_size, layout.padded_numel, places))
     return hashlib.sha256(told.encode()).hexdigest()[:16]
 

@@ -9,19 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from composable_fsdp.config import OptimStateKeyType, ShardingStrategy
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import strip_wrapper
-from composable_fsdp.optim.names import (
-    Group,
-    Named,
-    Table,
-    groups_of,
-    name_parameters,
-)
+from composable_fsdp.optim.names import Group, Named, Table, groups_of, name_parameters
 from composable_fsdp.planning.options import by_name
 
 Keys = dict[Any, Any]
@@ -196,7 +190,7 @@ def rekey_optim_state_dict(
     optim_state_key_type: OptimStateKeyType,
     model: nn.Module,
     optim_input: Iterable[Any] | None = None,
-    optim: torch.optim.Optimizer | None = None,
+    optim: Optimizer | None = None,
 ) -> dict[str, Any]:
     """Return the state dict keyed by parameter names or by the optimizer's numbers.
 

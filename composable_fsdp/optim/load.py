@@ -7,9 +7,9 @@ from itertools import chain, islice
 from operator import attrgetter
 from typing import Any, TypeVar, overload
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from composable_fsdp.access.other_parts import refuse_forms
 from composable_fsdp.comm.consensus import require_success_on_all_ranks
@@ -33,11 +33,7 @@ from composable_fsdp.optim.names import (
     name_parameters,
     require_pairs,
 )
-from composable_fsdp.optim.sharded import (
-    part_for,
-    require_own_parts,
-    whole_of_other,
-)
+from composable_fsdp.optim.sharded import part_for, require_own_parts, whole_of_other
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.optim.step_checks import needs_whole_params, require_elementwise
 from composable_fsdp.runtime.recover import require_between_steps
@@ -63,7 +59,7 @@ T = TypeVar("T")
 @overload
 def optim_state_dict_to_load(
     model: nn.Module,
-    optim: torch.optim.Optimizer,
+    optim: Optimizer,
     optim_state_dict: dict[str, Any],
     is_named_optimizer: bool = False,
     load_directly: bool = False,
@@ -74,7 +70,7 @@ def optim_state_dict_to_load(
 @overload
 def optim_state_dict_to_load(
     model: nn.Module,
-    optim: Sequence[torch.optim.Optimizer],
+    optim: Sequence[Optimizer],
     optim_state_dict: dict[str, Any],
     is_named_optimizer: bool = False,
     load_directly: bool = False,

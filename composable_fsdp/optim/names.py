@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from composable_fsdp.access.other_parts import refuse_forms
 from composable_fsdp.comm.meeting import Call
@@ -28,7 +29,7 @@ from composable_fsdp.tree.state import _FSDPState
 Group = dict[str, Any]
 """An entry of an optimizer's ``param_groups``."""
 
-Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+Optimizers: TypeAlias = Optimizer | Sequence[Optimizer]
 """An optimizer, or several optimizers over different parameters of a model."""
 
 
@@ -113,7 +114,7 @@ def is_absent(parameter: object) -> bool:
 
 def require_pair(model: object, optim: object, what: str) -> None:
     """Raise TypeError unless they are a module and have ``param_groups``."""
-    # Not ``torch.optim.Optimizer``, of which wrappers need not be subclasses.
+    # Not ``Optimizer``, of which wrappers need not be subclasses.
     if not isinstance(model, nn.Module) or not hasattr(optim, "param_groups"):
         raise TypeError(
             f"{what} expects a model and its optimizer, got a {type(model).__name__} "
@@ -156,7 +157,7 @@ def optimizers_of(optim: object) -> list[Any]:
 
 def groups_of(
     model: nn.Module,
-    optim: torch.optim.Optimizer | None,
+    optim: Optimizer | None,
     optim_input: Iterable[Any] | None,
     what: str,
 ) -> list[Group]:

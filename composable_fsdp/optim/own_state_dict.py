@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from composable_fsdp.errors import CheckpointError
@@ -21,7 +21,7 @@ wants_parts: ContextVar[bool] = ContextVar("wants_parts", default=False)
 """True, in this thread, while the package calls ``optim.state_dict()``."""
 
 
-def local_state_dict(optim: torch.optim.Optimizer) -> dict[str, Any]:
+def local_state_dict(optim: Optimizer) -> dict[str, Any]:
     """Return ``optim.state_dict()`` per original, with plain tensors of this rank."""
     token = wants_parts.set(True)
     try:
@@ -50,9 +50,7 @@ def is_empty(values: Any) -> bool:
     )
 
 
-def plain_values(
-    optim: torch.optim.Optimizer, values: dict[str, Any]
-) -> dict[str, Any]:
+def plain_values(optim: Optimizer, values: dict[str, Any]) -> dict[str, Any]:
     """Return the state ``values`` of a parameter with quantized tensors dequantized."""
     if not any(map(is_wrapper, values.values())):
         return values
@@ -70,7 +68,7 @@ def is_wrapper(value: Any) -> bool:
     return wraps
 
 
-def _dequantised(optim: torch.optim.Optimizer, name: str, value: Any) -> Tensor:
+def _dequantised(optim: Optimizer, name: str, value: Any) -> Tensor:
     """Return ``value.dequantize()``, or raise CheckpointError without that method."""
     # ``Tensor.dequantize`` reads memory, which wrappers do not have.
     if type(value).dequantize is not Tensor.dequantize:
@@ -99,7 +97,7 @@ def unwrapped(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 def joined_state(
     model: nn.Module,
-    optims: Sequence[torch.optim.Optimizer],
+    optims: Sequence[Optimizer],
     given: Sequence[dict[str, Any]],
     what: str,
 ) -> tuple[Table, dict[str, Any]]:

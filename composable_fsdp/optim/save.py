@@ -7,9 +7,9 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils import _pytree
 
 from composable_fsdp.access.gather import gather_flat_values, whole_in
@@ -111,7 +111,7 @@ def optim_state_dict(
     return sharded_state(model, optims, given, to_cpu=to_cpu, alone=is_local)
 
 
-def _given(optims: list[torch.optim.Optimizer], given: Any) -> list[dict[str, Any]]:
+def _given(optims: list[Optimizer], given: Any) -> list[dict[str, Any]]:
     """Return a state dict per optimizer: the given ones, or the current ones."""
     if given is None:
         return [local_state_dict(each) for each in optims]
@@ -126,7 +126,7 @@ def _given(optims: list[torch.optim.Optimizer], given: Any) -> list[dict[str, An
 
 def full_state(
     model: nn.Module,
-    optims: Sequence[torch.optim.Optimizer],
+    optims: Sequence[Optimizer],
     given: Sequence[dict[str, Any]],
     *,
     first_only: bool,
@@ -163,7 +163,7 @@ def full_state(
 
 def sharded_state(
     model: nn.Module,
-    optims: Sequence[torch.optim.Optimizer],
+    optims: Sequence[Optimizer],
     given: Sequence[dict[str, Any]],
     *,
     to_cpu: bool,
@@ -191,7 +191,7 @@ def sharded_state(
 
 def _agreed(
     model: nn.Module,
-    optims: Sequence[torch.optim.Optimizer],
+    optims: Sequence[Optimizer],
     given: Sequence[dict[str, Any]],
     *,
     alone: bool = False,

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from composable_fsdp.access.gather import gather_slot
 from composable_fsdp.access.single import closest_names, find_parameter, unit_of
@@ -22,7 +23,7 @@ from composable_fsdp.optim.step_checks import require_elementwise
 
 
 def get_full_optim_state(
-    model: nn.Module, optim: torch.optim.Optimizer, fqn: str
+    model: nn.Module, optim: Optimizer, fqn: str
 ) -> dict[str, Any]:
     """Return the state that ``optim`` keeps for a parameter, in full shapes.
 
@@ -58,7 +59,7 @@ def get_full_optim_state(
 
 @torch.no_grad()
 def set_full_optim_state(
-    model: nn.Module, optim: torch.optim.Optimizer, fqn: str, state: dict[str, Any]
+    model: nn.Module, optim: Optimizer, fqn: str, state: dict[str, Any]
 ) -> None:
     """Write optimizer state of a parameter from full values.
 
@@ -117,7 +118,7 @@ def _part(named: Named, key: str, value: Any, before: Any) -> Any:
     return value.detach().clone()
 
 
-def _find(model: nn.Module, optim: torch.optim.Optimizer, fqn: str, what: str) -> Named:
+def _find(model: nn.Module, optim: Optimizer, fqn: str, what: str) -> Named:
     """Find the parameter by name and check that ``optim`` holds the parameter."""
     require_pair(model, optim, what)
     found = find_parameter(model, fqn, what)

@@ -42,9 +42,7 @@ class _Entry(NamedTuple):
 
 
 def require_same_state(
-    members: list[Named],
-    states: list[Values],
-    units: Sequence[_FSDPState] = (),
+    members: list[Named], states: list[Values], units: Sequence[_FSDPState] = ()
 ) -> None:
     """Check on all ranks that state can be gathered; complete ``states``.
 

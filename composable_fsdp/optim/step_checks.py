@@ -289,10 +289,7 @@ def _options(optim: Optimizer, group: dist.ProcessGroup) -> dict[str, Any]:
 
 
 def _difference(
-    optim: Optimizer,
-    ours: dict[str, Any],
-    theirs: dict[str, Any],
-    rank: int,
+    optim: Optimizer, ours: dict[str, Any], theirs: dict[str, Any], rank: int
 ) -> str | None:
     """Return the error for options that another rank has otherwise."""
     if ours == theirs:  # 1 and 1.0
@@ -314,9 +311,7 @@ def _difference(
     )
 
 
-def _groups_of(
-    optim: Optimizer,
-) -> dict[dist.ProcessGroup, FlatParamHandle]:
+def _groups_of(optim: Optimizer) -> dict[dist.ProcessGroup, FlatParamHandle]:
     """Return each shard group, with the unit of the optimizer of the least name."""
     firsts: dict[dist.ProcessGroup, FlatParamHandle] = {}
     # Ranks may order the parameters of an optimizer differently.

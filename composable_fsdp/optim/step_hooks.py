@@ -214,14 +214,14 @@ def _count_writes(optim: Optimizer, met: _KnownOptimizer) -> None:
         for region in handle.layout.trainable if unseen or met.has_empty else ():
             flat = region.flat is not None and region.flat.grad is not None
             for leaf, shown in zip(region.leaves, region.gradient.shown, strict=True):
-                # An optimizer passes by parameters without a gradient. For a parameter
-                # without elements here ``shown`` tells of the other ranks: it is as the
-                # last reduction set it, and ``zero_grad`` on this rank does not clear
-                # it. DCP's step that creates state gives these gradients, too.
-                has_grad, elsewhere = leaf.grad is not None, shown and not leaf.numel()
-                if (unseen and (flat or has_grad or elsewhere)) or (
-                    elsewhere and not has_grad and id(leaf) in met.counted
-                ):
+                # Of a parameter without elements here ``shown`` tells of the other
+                # ranks: it is as the last reduction set it, and ``zero_grad`` on this
+                # rank does not clear it. DCP's step that creates state gives these
+                # parameters gradients, too.
+                elsewhere = shown and not leaf.numel()
+                there = elsewhere and leaf.grad is None and id(leaf) in met.counted
+                # An optimizer passes by parameters without a gradient.
+                if there or (unseen and (flat or elsewhere or leaf.grad is not None)):
                     written.append(leaf)
     if written and _may_have_stepped(optim, met):
         increment_version(written)

@@ -136,12 +136,7 @@ def _begin(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     _running[state] = saving
 
 
-def _end(
-    module: nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: dict[str, Any],
-) -> None:
+def _end(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: object) -> None:
     """Show the sharded parameters again, and apply the settings to all entries below.
 
     Collective, Raises: of plain experts as ``add_other_experts``; else none.
@@ -155,8 +150,8 @@ def _end(
     _running.pop(state).hide()
     kind = saving.settings.state_dict_type
     keys = dict(_keys(state, module, prefix, state_dict))
-    if module is state.module:
-        _tell_of_plain_tensors(state, kind, prefix, state_dict, set(keys.values()))
+    if module is state.module and kind is StateDictType.SHARDED_STATE_DICT:
+        _tell_of_plain_tensors(state, prefix, state_dict, set(keys.values()))
     if state.handle.groups.experts is not None:
         add_other_experts(
             state, module, prefix, keys, state_dict, kind, first_only=saving.first_only
@@ -174,16 +169,12 @@ def _end(
 
 
 def _tell_of_plain_tensors(
-    state: _FSDPState,
-    kind: StateDictType,
-    prefix: str,
-    state_dict: dict[str, Any],
-    found: set[int],
+    state: _FSDPState, prefix: str, state_dict: dict[str, Any], found: set[int]
 ) -> None:
     """Log that a hook has put plain tensors in the place of sharded values."""
     slots = [s for r in state.handle.layout.regions for s in r.layout.parameters]
     lost = [slot.fqn for slot in slots if slot.index not in found]
-    if not lost or kind is not StateDictType.SHARDED_STATE_DICT:
+    if not lost:
         return
     known = {prefix + name for name, _ in named_tensors(state.module)}
     added = [

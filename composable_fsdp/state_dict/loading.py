@@ -10,7 +10,7 @@ torch loads module by module, ``module._load_from_state_dict``, and so does this
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -28,11 +28,7 @@ from composable_fsdp.runtime.recover import free_all_full_params, require_betwee
 from composable_fsdp.state_dict import lost_writes
 from composable_fsdp.state_dict.barrier import barrier_before_load
 from composable_fsdp.state_dict.full import full_values
-from composable_fsdp.state_dict.parts import (
-    mismatch,
-    named_tensors,
-    sharded_values,
-)
+from composable_fsdp.state_dict.parts import mismatch, named_tensors, sharded_values
 from composable_fsdp.state_dict.settings import effective_settings
 from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.state_dict.shown import Shown
@@ -56,7 +52,8 @@ def load_from_state_dict(
     """
     given = state_dict, prefix, local_metadata, strict
     own: Any = type(self)
-    load, lists = own._load_from_state_dict, (missing_keys, unexpected_keys)
+    load: Callable[..., None] = own._load_from_state_dict
+    lists = missing_keys, unexpected_keys
     state = OWNERS.get(self)
     if state is None:  # a deep copy of a part without its unit
         return load(self, *given, *lists, error_msgs)
@@ -91,7 +88,8 @@ def load_from_state_dict(
         }
         with _whole_values(state, sharded=not is_plain or ShardedValue in kinds):
             return load(self, *given, *lists, error_msgs)
-    _take_values(state, self, state_dict, prefix, local_metadata, error_msgs)
+    assign = bool(local_metadata.get("assign_to_params_buffers", False))
+    _take_values(state, self, state_dict, prefix, error_msgs, assign=assign)
     return load(self, *given, *lists, error_msgs)
 
 
@@ -206,11 +204,11 @@ def _take_values(
     module: nn.Module,
     state_dict: dict[str, Any],
     prefix: str,
-    local_metadata: Mapping[str, Any],
     error_msgs: list[str],
+    *,
+    assign: bool,
 ) -> None:
     """Write this rank's part of the module's own entries into the shard."""
-    assign = bool(local_metadata.get("assign_to_params_buffers", False))
     layout = state.handle.layout
     # torch itself reports missing keys and values of a wrong type.
     own = [

@@ -10,11 +10,7 @@ from torch import Tensor, nn
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_ref import ParamRef, param_refs
 from composable_fsdp.naming import strip_wrapper
-from composable_fsdp.state_dict.sharded import (
-    Home,
-    ShardedValue,
-    describe,
-)
+from composable_fsdp.state_dict.sharded import Home, ShardedValue, describe
 
 
 def sharded_value(ref: ParamRef, local: Tensor) -> Tensor:

@@ -170,10 +170,8 @@ class ShardedValue(Tensor):
     @property
     def boxes(self) -> tuple[Box, ...]:
         """Return ``local`` as rectangles of the full value; one if no row is cut."""
-        if self.within is None:
-            return interval_boxes(tuple(self.shape), self.start, self.stop)
-        inner, offset, _ = self.within
-        return moved(interval_boxes(inner, self.start, self.stop), offset)
+        found = interval_boxes(self._inner, self.start, self.stop)
+        return found if self.within is None else moved(found, self.within[1])
 
     def with_local(self, local: Tensor) -> ShardedValue:
         """Return the same part of another full value, with the elements ``local``."""
@@ -225,14 +223,14 @@ class ShardedValue(Tensor):
                 "the state dict under StateDictType.FULL_STATE_DICT, that of an "
                 "optimizer by optim_state_dict(model, optim)."
             )
-        inner = shape if self.within is None else self.within[0]
         if home.group is None:
-            whole = self.local.to(home.device, copy=True).view(inner)
+            whole = self.local.to(home.device, copy=True).view(self._inner)
         else:
             # All ranks compute all intervals from the same cut.
             intervals = [self._interval(rank) for rank in range(self.world_size)]
-            group = home.group.get()
-            whole = gather_part(self.local, inner, intervals, group, home.device)
+            whole = gather_part(
+                self.local, self._inner, intervals, home.group.get(), home.device
+            )
         # The rectangles lie side by side on the ranks of tensor parallelism. The
         # backend sent from the compute device; the value may be in host memory.
         return home.form.whole(whole).to(self.device)
@@ -241,13 +239,14 @@ class ShardedValue(Tensor):
         """Return the elements ``[start, stop)`` of the full value on ``rank``."""
         # The rank's interval of the flat buffer, shifted by the parameter's offset and
         # clipped to the parameter.
-        low, numel = rank * self.shard_numel - self.offset, self._inner_numel()
+        low, numel = rank * self.shard_numel - self.offset, prod(self._inner)
         start = min(max(low, 0), numel)
         return start, min(max(low + self.shard_numel, 0), numel)
 
-    def _inner_numel(self) -> int:
-        """Return the elements that the ranks of the shard group hold together."""
-        return self.shape.numel() if self.within is None else prod(self.within[0])
+    @property
+    def _inner(self) -> tuple[int, ...]:
+        """The shape of what the ranks of the shard group hold together."""
+        return tuple(self.shape) if self.within is None else self.within[0]
 
     @property
     def placements(self) -> None:
@@ -325,7 +324,7 @@ def describe(value: ShardedValue) -> str:
     if value.within is not None:
         place = f", of the rectangle {value.within[0]} at {value.within[1]}"
     return (
-        f"elements [{value.start}, {value.stop}) of {value._inner_numel()} on rank "
+        f"elements [{value.start}, {value.stop}) of {prod(value._inner)} on rank "
         f"{value.rank} of {value.world_size}{place}"
     )
 
@@ -438,7 +437,14 @@ def _copy(func: Op, to: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
         )
     part = source.local if is_sharded else None
     if isinstance(to, ShardedValue) and type(source) is Tensor:
-        part = _part_of_plain(to, source)
+        # Optimizers that load in place pass this rank's part.
+        if source.shape == to.local.shape:
+            part = source
+        # A load hook has made a full value, which torch copies into the parameter
+        # shown.
+        elif hooks_may_run() and source.shape == to.shape:
+            whole = source if to.home is None else to.home.form.part(source)
+            part = whole.reshape(-1)[to.start : to.stop].view(to.local.shape)
     if part is None:
         given = to if isinstance(to, ShardedValue) else source
         text = _refusal(func, given)
@@ -452,18 +458,6 @@ def _copy(func: Op, to: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(text)
     func(to.local, part, *args, **kwargs)
     return to
-
-
-def _part_of_plain(to: ShardedValue, source: Tensor) -> Tensor | None:
-    """Return this rank's part of a plain value of ``to``; None for another tensor."""
-    # Optimizers that load in place pass this rank's part.
-    if source.shape == to.local.shape:
-        return source
-    # A load hook has made a full value, which torch copies into the parameter shown.
-    if hooks_may_run() and source.shape == to.shape:
-        whole = source if to.home is None else to.home.form.part(source)
-        return whole.reshape(-1)[to.start : to.stop].view(to.local.shape)
-    return None
 
 
 _aten = torch.ops.aten
