@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, islice
 from operator import attrgetter
-from typing import Any, TypeVar, overload
+from typing import Any, overload
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -22,18 +21,19 @@ from composable_fsdp.config import (
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
 from composable_fsdp.naming import quoted, strip_wrapper
-from composable_fsdp.optim.flat_state import flatten_state, originals
+from composable_fsdp.optim.flat_state import flatten_state
 from composable_fsdp.optim.keys import aligned_groups, state_by_name
 from composable_fsdp.optim.names import (
     Group,
     Named,
     Optimizers,
+    Table,
     given_names,
     meet_for_state,
     name_parameters,
     require_pairs,
 )
-from composable_fsdp.optim.sharded import part_for, require_own_parts, whole_of_other
+from composable_fsdp.optim.sharded import part_for, part_problem, whole_of_other
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.optim.step_checks import needs_whole_params, require_elementwise
 from composable_fsdp.runtime.recover import require_between_steps
@@ -52,8 +52,6 @@ from composable_fsdp.state_dict.sent import (
 )
 from composable_fsdp.state_dict.settings import get_state_dict_type
 from composable_fsdp.tree.traversal import _get_fsdp_states, require_module
-
-T = TypeVar("T")
 
 
 @overload
@@ -178,19 +176,17 @@ def state_to_load(
         saved = unpacked(shared)
         for state in units:
             require_between_steps(state, what)
-        own = [originals(mine) for mine in groups_of]
-        sizes = list(map(len, own))
-        # ``table`` has the groups of all optimizers, which get theirs back.
-        table = name_parameters(model, chain(*own), given)
-        saved = state_by_name(saved, table, what)
-        for mine, each in zip(_split(table.groups, sizes), elementwise, strict=True):
-            _require_shapes(chain(*mine), saved, elementwise=each)
+        tables = [name_parameters(model, each, given) for each in groups_of]
+        joined = Table.joined(model, tables)
+        saved = state_by_name(saved, joined, what)
         # Before the first tensor is gathered or broadcast.
-        require_own_parts(table.members, saved, from_first=bool(senders))
+        for table, each in zip(tables, elementwise, strict=True):
+            first = bool(senders)
+            _require_fit(table.members, saved, elementwise=each, from_first=first)
     if meets:
         meet_for_state(units, what, replicas=True)
-    state_of = _own_state(table.members, saved["state"], senders)
-    options = _split(aligned_groups(table, saved), sizes)
+    state_of = _own_state(joined.members, saved["state"], senders)
+    options = [aligned_groups(table, saved) for table in tables]
     chosen = [_chosen(state_of, each, named=named) for each in options]
     # A state keyed by names stays per original, because flat parameters have no names.
     return chosen if named else list(map(flatten_state, groups_of, chosen))
@@ -201,23 +197,13 @@ def _own_state(
 ) -> dict[str, dict[str, Any]]:
     """Return copies of this rank's state by the name of the parameter.
 
-    Collective: one broadcast per group of ``senders`` for a tensor with dimensions;
-        else as ``whole_of_other``; in the same order on all ranks.
+    Collective: those of ``_part``, in the same order on all ranks.
     """
     found = {}
     # By name: the order of parameters may differ between ranks.
     for member in sorted(members, key=attrgetter("fqn")):
-        handle, values = member.handle, saved.get(member.fqn, {})
-        device = member.parameter.device if handle is None else handle.layout.device
-        parts = {}
-        for name in sorted(values):
-            value = values[name]
-            # Scalars were sent with the structure.
-            if senders and isinstance(value, (Tensor, Described)) and value.shape:
-                value = send(value, senders, device)
-            part = part_for(member, name, whole_of_other(member, value, device))
-            # A view would keep the full tensor alive, and the optimizer writes into it.
-            parts[name] = part.clone() if isinstance(part, Tensor) else part
+        values = saved.get(member.fqn, {})
+        parts = {k: _part(member, k, values[k], senders) for k in sorted(values)}
         # No step would update state of a parameter without elements here. In the saved
         # order of the state names, as a plain optimizer has them.
         if member.fqn in saved and not member.is_absent:
@@ -225,10 +211,21 @@ def _own_state(
     return found
 
 
-def _split(items: list[T], sizes: list[int]) -> list[list[T]]:
-    """Cut ``items`` into consecutive lists of the given sizes."""
-    rest = iter(items)
-    return [list(islice(rest, size)) for size in sizes]
+def _part(named: Named, name: str, value: Any, senders: Route) -> Any:
+    """Return this rank's part of a state value, as a copy.
+
+    Collective: one broadcast per group of ``senders`` for a tensor with dimensions;
+        else as ``whole_of_other``.
+    """
+    # A function, so that the whole is freed before the next is made.
+    handle = named.handle
+    device = named.parameter.device if handle is None else handle.layout.device
+    # Scalars were sent with the structure.
+    if senders and isinstance(value, (Tensor, Described)) and value.shape:
+        value = send(value, senders, device)
+    part = part_for(named, name, whole_of_other(named, value, device))
+    # A view would keep the full tensor alive, and the optimizer would write into it.
+    return part.clone() if isinstance(part, Tensor) else part
 
 
 def _chosen(
@@ -246,22 +243,25 @@ def _chosen(
     }
 
 
-def _require_shapes(
-    members: Iterable[Named], saved: dict[str, Any], *, elementwise: bool
+def _require_fit(
+    members: list[Named], saved: dict[str, Any], *, elementwise: bool, from_first: bool
 ) -> None:
-    """Refuse tensors that are neither scalars nor of the parameter's full shape."""
-    for named in members if elementwise else (m for m in members if m.is_cut):
+    """Refuse values of another shape, and parts that no rank can use."""
+    for named in members:
         for name, value in saved["state"].get(named.fqn, {}).items():
-            if not isinstance(value, (Tensor, Described)):
-                continue
-            shape = tuple(value.shape)
-            if shape not in ((), named.shape):
+            who = f"Optimizer state {name!r} of {quoted(named.fqn)}"
+            is_tensor = isinstance(value, (Tensor, Described))
+            shape = tuple(value.shape) if is_tensor else ()
+            if shape not in ((), named.shape) and (elementwise or named.is_cut):
                 raise CheckpointError(
-                    f"Optimizer state {name!r} of {quoted(named.fqn)} has shape "
-                    f"{shape}; expected a scalar or the parameter's full shape "
-                    f"{named.shape}. Pass what optim_state_dict(model, optim) "
-                    "returned; optim.state_dict() of a sharded model is one rank's."
+                    f"{who} has shape {shape}; expected a scalar or the parameter's "
+                    f"full shape {named.shape}. Pass what optim_state_dict(model, "
+                    "optim) returned; optim.state_dict() of a sharded model is one "
+                    "rank's."
                 )
+            problem = part_problem(named, value, from_first=from_first)
+            if problem:
+                raise CheckpointError(f"{who}: {problem}")
 
 
 def _without_other_experts(

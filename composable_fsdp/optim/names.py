@@ -92,6 +92,13 @@ class Table:
     groups: list[list[Named]] = field(default_factory=list)
     own: list[Group] = field(default_factory=list)
 
+    @classmethod
+    def joined(cls, model: nn.Module, tables: Sequence[Table]) -> Table:
+        """Return the table of several optimizers, as of one with all groups."""
+        groups = chain.from_iterable(each.groups for each in tables)
+        own = chain.from_iterable(each.own for each in tables)
+        return cls(model, list(groups), list(own))
+
     @property
     def members(self) -> list[Named]:
         """The parameters of all groups."""

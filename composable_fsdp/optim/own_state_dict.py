@@ -102,17 +102,16 @@ def joined_state(
     what: str,
 ) -> tuple[Table, dict[str, Any]]:
     """Merge the states of all optimizers, keyed by name."""
-    joined = Table(model)
+    tables: list[Table] = []
     state: dict[str, Any] = {}
     options: list[Any] = []
     for optim, saved in zip(optims, given, strict=True):
         table = name_parameters(model, optim.param_groups, given_names(optim))
+        tables.append(table)
         # First per original, because flat parameters have no names.
         saved = unflatten_state(optim.param_groups, saved)
         saved = unwrapped(state_by_name(saved, table, what))
-        joined.groups.extend(table.groups)
-        joined.own.extend(table.own)
         # No name occurs twice, because ``optimizers_of`` refuses shared parameters.
         state.update(saved["state"])
         options += saved["param_groups"]
-    return joined, {"state": state, "param_groups": options}
+    return Table.joined(model, tables), {"state": state, "param_groups": options}

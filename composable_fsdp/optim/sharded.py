@@ -38,35 +38,19 @@ def mark_partial(handle: FlatParamHandle, values: dict[str, Any], name: str) -> 
             value.not_alone = f"state {key!r} of {name}"
 
 
-def require_own_parts(
-    members: list[Named], saved: dict[str, Any], *, from_first: bool
-) -> None:
-    """Refuse sharded values of another plan that ranks cannot gather."""
-    for named in members:
-        for key, value in saved["state"].get(named.fqn, {}).items():
-            # ``part``: a ``Described`` stands for the first rank's sharded value.
-            if from_first and (
-                isinstance(value, ShardedValue) or getattr(value, "part", False)
-            ):
-                raise _unfit(named, key, _FROM_FIRST)
-            if isinstance(value, ShardedValue):
-                problem = _mismatch(named, value)
-                known = value.home is not None and value.home.group is not None
-                is_gathered = tuple(value.shape) == named.shape and (
-                    known or not value.is_partial
-                )
-                if problem and not is_gathered:
-                    raise _unfit(named, key, problem)
-
-
-_FROM_FIRST = (
-    "expected a whole tensor on the first rank, which gives it to all, got a "
-    "ShardedValue. Load sharded values on every rank, with rank0_only=False."
-)
-
-
-def _unfit(named: Named, key: str, problem: str) -> CheckpointError:
-    return CheckpointError(f"Optimizer state {key!r} of {quoted(named.fqn)}: {problem}")
+def part_problem(named: Named, value: Any, *, from_first: bool) -> str:
+    """Return why ranks can neither take nor gather a sharded value; else empty."""
+    # ``part``: a ``Described`` stands for the first rank's sharded value.
+    if not isinstance(value, ShardedValue) and not getattr(value, "part", False):
+        return ""
+    if from_first:
+        return (
+            "expected a whole tensor on the first rank, which gives it to all, got a "
+            "ShardedValue. Load sharded values on every rank, with rank0_only=False."
+        )
+    known = value.home is not None and value.home.group is not None
+    is_gathered = tuple(value.shape) == named.shape and (known or not value.is_partial)
+    return "" if is_gathered else _mismatch(named, value)
 
 
 def _mismatch(named: Named, value: ShardedValue) -> str:
@@ -101,7 +85,9 @@ def part_for(named: Named, key: str, value: Any) -> Any:
     if isinstance(value, ShardedValue):
         problem = _mismatch(named, value)
         if problem:
-            raise _unfit(named, key, problem)
+            raise CheckpointError(
+                f"Optimizer state {key!r} of {quoted(named.fqn)}: {problem}"
+            )
         return value.local
     # First this rank's shape: if both are equal, this rank holds the whole parameter.
     if is_scalar(key, value, named.shape) or value.shape == named.parameter.shape:
