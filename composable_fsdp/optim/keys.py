@@ -50,21 +50,25 @@ def state_by_name(
             f"{[k for k in keys if not isinstance(k, str)][:3]}. Pass what "
             "optim_state_dict(model, optim) or optim.state_dict() returned."
         )
-    for each in (saved["state"], listed):
-        first: dict[str, Any] = {}
-        for key in each:
-            name = known.get(key, key)
-            # Either may be the right key.
-            if name in first:
-                raise CheckpointError(
-                    f"{what} got two keys for parameter {name!r}: {first[name]!r} and "
-                    f"{key!r}. Leave one of them out."
-                )
-            first[name] = key
+    _require_once(known, saved["state"], what)
+    _require_once(known, listed, what)
     # Unknown keys stay as they are, and are refused below.
     named = _rekeyed(saved, known)
     _require_same_names(table.members, named, partial=partial)
     return named
+
+
+def _require_once(known: Keys, keys: Iterable[Any], what: str) -> None:
+    """Refuse two keys for the same parameter, because either may be the right key."""
+    first: dict[str, Any] = {}
+    for key in keys:
+        name = known.get(key, key)
+        if name in first:
+            raise CheckpointError(
+                f"{what} got two keys for parameter {name!r}: {first[name]!r} and "
+                f"{key!r}. Leave one of them out."
+            )
+        first[name] = key
 
 
 def _rekeyed(saved: dict[str, Any], known: Keys) -> dict[str, Any]:

@@ -142,29 +142,38 @@ def _on_state_dict(optim: Optimizer, state_dict: StateDict) -> Any:
     if wants_parts.get():
         return None
     refuse_flats_with_forms(optim, "optimizer.state_dict()")
-    asked = dcp_request()
     if has_flats(optim.param_groups):
         return _flat(optim, state_dict)
-    if asked is not None and asked.full:
+    asked = dcp_request()
+    if asked is None:
+        return _own(optim, state_dict)
+    if asked.full:
         return _full(optim, state_dict, asked)
     # In a checkpoint, what every rank holds whole is a sharded value, too, so that a
     # load checks that the file has all elements.
-    members = _members(optim, state_dict["param_groups"], whole=asked is not None)
+    members = _members(optim, state_dict["param_groups"], whole=True)
+    units = _get_fsdp_states(asked.model)
+    with raise_on_all_ranks(shard_groups(units)):
+        state = _all_shown(members, state_dict["state"])
+    return {**state_dict, "state": _with_absent(members, state_dict, state, units)}
+
+
+def _own(optim: Optimizer, state_dict: StateDict) -> StateDict:
+    """Return the state dict that a user sees.
+
+    Collective: if ``SHOWN_ON_ALL`` says so and a rank lacks elements, as
+        ``require_same_state``.
+    """
+    members = _members(optim, state_dict["param_groups"])
     absent = [named for named in members.values() if named.has_absent]
-    units: list[_FSDPState] = []
-    if asked is not None:
-        units = _get_fsdp_states(asked.model)
-        groups = shard_groups(units)
     # Equal on all ranks: the plan says which parameters a rank lacks, and all ranks
     # have sharded their modules by the same function.
-    elif all(any(says(n.parameter) for says in SHOWN_ON_ALL) for n in absent):
-        handles = [named.handle for named in absent]
-        groups = _met(optim, handles, "optimizer.state_dict()") if absent else []
-    else:
-        groups = []
+    on_all = all(any(says(n.parameter) for says in SHOWN_ON_ALL) for n in absent)
+    handles = [named.handle for named in absent] if on_all else []
+    groups = _met(optim, handles, "optimizer.state_dict()")
     with raise_on_all_ranks(groups):
         state = _all_shown(members, state_dict["state"])
-    for key, named in members.items() if asked is None else ():
+    for key, named in members.items():
         values = state.get(key, {})
         if named.handle is not None:
             mark_partial(named.handle, values, quoted(named.fqn))
@@ -172,8 +181,8 @@ def _on_state_dict(optim: Optimizer, state_dict: StateDict) -> Any:
             if isinstance(value, ShardedValue):
                 # ``full_tensor`` would wait for ranks that lack the entry.
                 value.home = None
-    if groups or asked is not None:
-        state = _with_absent(members, state_dict, state, units)
+    if groups:
+        state = _with_absent(members, state_dict, state)
     return {**state_dict, "state": state}
 
 
@@ -215,7 +224,7 @@ def _with_absent(
     members: dict[Any, Named],
     state_dict: StateDict,
     state: dict[Any, Any],
-    units: Sequence[_FSDPState],
+    units: Sequence[_FSDPState] = (),
 ) -> dict[Any, Any]:
     """Return ``state`` with that of parameters without elements on this rank.
 

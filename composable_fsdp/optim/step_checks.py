@@ -226,12 +226,7 @@ def require_agreement(optim: Optimizer, refused: str | None, *, is_first: bool) 
     """
     own = refused or _misfit(optim)
     told = None
-    # By ``requires_grad`` and not by ``.grad``, which may differ between ranks.
-    plain = [
-        p
-        for p in parameters_of(optim)
-        if p.requires_grad and not hasattr(p, IGNORED) and find_held(p) is None
-    ]
+    plain = _unmanaged(optim)
     for group, handle in _groups_of(optim).items():
         log = handle.logs.reduce
         # Without a log there was no forward, and no gradient. Its keys are the same on
@@ -374,6 +369,16 @@ def _warn_of_unreduced(optim: Optimizer, plain: list[nn.Parameter], rank: int) -
         "after its parts, replicate what is left, or name them in ignored_states.",
         stacklevel=5,
     )
+
+
+def _unmanaged(optim: Optimizer) -> list[nn.Parameter]:
+    """Return the trainable parameters that no unit holds and no option leaves out."""
+    # By ``requires_grad`` and not by ``.grad``, which may differ between ranks.
+    return [
+        p
+        for p in parameters_of(optim)
+        if p.requires_grad and not hasattr(p, IGNORED) and find_held(p) is None
+    ]
 
 
 @torch.no_grad()

@@ -210,21 +210,34 @@ def _count_writes(optim: Optimizer, met: _KnownOptimizer) -> None:
             and handle.phase is BACKWARD_PRE
             and not _only_creates_state(optim)
         )
-        # Loops without calls, because this runs in every step.
-        for region in handle.layout.trainable if unseen or met.has_empty else ():
-            flat = region.flat is not None and region.flat.grad is not None
-            for leaf, shown in zip(region.leaves, region.gradient.shown, strict=True):
-                # Of a parameter without elements here ``shown`` tells of the other
-                # ranks: it is as the last reduction set it, and ``zero_grad`` on this
-                # rank does not clear it. DCP's step that creates state gives these
-                # parameters gradients, too.
-                elsewhere = shown and not leaf.numel()
-                there = elsewhere and leaf.grad is None and id(leaf) in met.counted
-                # An optimizer passes by parameters without a gradient.
-                if there or (unseen and (flat or elsewhere or leaf.grad is not None)):
-                    written.append(leaf)
+        if unseen or met.has_empty:
+            written += _unmoved(handle, met.counted, unseen=unseen)
     if written and _may_have_stepped(optim, met):
         increment_version(written)
+
+
+def _unmoved(
+    handle: FlatParamHandle, counted: frozenset[int], *, unseen: bool
+) -> list[torch.Tensor]:
+    """Return the parameters of a unit whose versions a step has not moved.
+
+    ``unseen``: the step may have written any of them.
+    """
+    # A loop without calls, because this runs in every step.
+    found: list[torch.Tensor] = []
+    for region in handle.layout.trainable:
+        flat = region.flat is not None and region.flat.grad is not None
+        for leaf, shown in zip(region.leaves, region.gradient.shown, strict=True):
+            # Of a parameter without elements here ``shown`` tells of the other ranks:
+            # it is as the last reduction set it, and ``zero_grad`` on this rank does
+            # not clear it. DCP's step that creates state gives these parameters
+            # gradients, too.
+            elsewhere = shown and not leaf.numel()
+            there = elsewhere and leaf.grad is None and id(leaf) in counted
+            # An optimizer passes by parameters without a gradient.
+            if there or (unseen and (flat or elsewhere or leaf.grad is not None)):
+                found.append(leaf)
+    return found
 
 
 def _hide_old_values(met: _KnownOptimizer) -> None:

@@ -150,8 +150,8 @@ def _end(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: object) 
     _running.pop(state).hide()
     kind = saving.settings.state_dict_type
     keys = dict(_keys(state, module, prefix, state_dict))
-    if module is state.module and kind is StateDictType.SHARDED_STATE_DICT:
-        _tell_of_plain_tensors(state, prefix, state_dict, set(keys.values()))
+    if kind is StateDictType.SHARDED_STATE_DICT:
+        _tell_of_plain_tensors(saving, state_dict, set(keys.values()))
     if state.handle.groups.experts is not None:
         add_other_experts(
             state, module, prefix, keys, state_dict, kind, first_only=saving.first_only
@@ -169,12 +169,13 @@ def _end(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: object) 
 
 
 def _tell_of_plain_tensors(
-    state: _FSDPState, prefix: str, state_dict: dict[str, Any], found: set[int]
+    saving: _Saving, state_dict: dict[str, Any], found: set[int]
 ) -> None:
     """Log that a hook has put plain tensors in the place of sharded values."""
+    state, prefix = saving.state, saving.prefix
     slots = [s for r in state.handle.layout.regions for s in r.layout.parameters]
     lost = [slot.fqn for slot in slots if slot.index not in found]
-    if not lost:
+    if not lost or saving.module is not state.module:
         return
     known = {prefix + name for name, _ in named_tensors(state.module)}
     added = [
