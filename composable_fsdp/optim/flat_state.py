@@ -62,25 +62,15 @@ class Part(NamedTuple):
     ref: ParamRef
     at: int
 
-    @property
-    def leaf(self) -> nn.Parameter:
-        """The original parameter."""
-        return self.ref.leaf
-
-    @property
-    def name(self) -> str:
-        """The name of the original parameter."""
-        return self.ref.name
-
     def view(self, flat: Tensor) -> Tensor:
         """Return the leaf-shaped view of this part of ``flat`` ``(shard_numel,)``."""
-        return flat[self.at : self.at + self.leaf.numel()].view(self.leaf.shape)
+        return flat[self.at : self.at + self.ref.leaf.numel()].view(self.ref.leaf.shape)
 
     def is_elementwise(self, name: str, value: Any) -> bool:
         """Return whether a state has an element per element that this rank holds."""
-        if is_scalar(name, value, self.leaf.shape):
+        if is_scalar(name, value, self.ref.leaf.shape):
             return False
-        return bool(value.numel() == self.leaf.numel())
+        return bool(value.numel() == self.ref.leaf.numel())
 
 
 def parts_of(handle: FlatParamHandle, flat: FlatParamRecord) -> list[Part]:
@@ -112,7 +102,18 @@ def originals(param_groups: list[Group]) -> list[Group]:
 def _leaves(parameter: nn.Parameter) -> list[nn.Parameter]:
     """Return the originals of a parameter in an optimizer."""
     found = find_flat(parameter)
-    return [parameter] if found is None else [p.leaf for p in parts_of(*found)]
+    return [parameter] if found is None else [p.ref.leaf for p in parts_of(*found)]
+
+
+def flat_keys(
+    param_groups: list[Group], groups: list[Group]
+) -> Iterator[tuple[Any, tuple[FlatParamHandle, FlatParamRecord]]]:
+    """Yield key, unit and record of the flat parameters in groups of a state dict."""
+    for own, saved in zip(param_groups, groups, strict=True):
+        for parameter, key in zip(own["params"], saved["params"], strict=True):
+            found = find_flat(parameter)
+            if found is not None:
+                yield key, found
 
 
 def _group(options: Group, params: list[Any]) -> Group:
@@ -122,10 +123,7 @@ def _group(options: Group, params: list[Any]) -> Group:
 
 
 def unflatten_state(param_groups: list[Group], given: Any) -> Any:
-    """Convert a state dict over flat parameters into a state dict over originals.
-
-    Tensors of the result are views of those in ``given``; numbers count the originals.
-    A state that is per original already, or of other groups, is returned unchanged.
+    """Convert state over flat parameters into views by originals; else as it is.
 
     Raises: CheckpointError, for state that is not element-wise, or of another layout.
     """
@@ -140,14 +138,13 @@ def unflatten_state(param_groups: list[Group], given: Any) -> Any:
         first = number
         for parameter, key in zip(own["params"], saved["params"], strict=True):
             values, found = given["state"].get(key), find_flat(parameter)
-            for part in [None] if found is None else parts_of(*found):
-                if values is not None:
-                    state[number] = (
-                        values
-                        if found is None or part is None
-                        else values_of(part, found[1], values)
-                    )
-                number += 1
+            parts = [] if found is None else parts_of(*found)
+            if values is not None and found is None:
+                state[number] = values
+            elif values is not None and found is not None:
+                each = (values_of(part, found[1], values) for part in parts)
+                state |= dict(enumerate(each, number))
+            number += len(parts) or 1
         groups.append(_group(saved, list(range(first, number))))
     return {**given, "state": state, "param_groups": groups}
 
@@ -156,12 +153,10 @@ def _is_flat_form(param_groups: list[Group], given: Any) -> bool:
     """Return whether the groups of ``given`` have numbers, as many as parameters."""
     if not isinstance(given, dict) or "param_groups" not in given:
         return False
-    pairs = zip(given["param_groups"], param_groups, strict=False)
-    return len(given["param_groups"]) == len(param_groups) and all(
-        len(theirs["params"]) == len(own["params"])
-        and all(isinstance(key, int) for key in theirs["params"])
-        for theirs, own in pairs
-    )
+    theirs = [group["params"] for group in given["param_groups"]]
+    sizes = [len(group["params"]) for group in param_groups]
+    numbers = all(isinstance(key, int) for keys in theirs for key in keys)
+    return numbers and list(map(len, theirs)) == sizes
 
 
 def values_of(part: Part, flat: FlatParamRecord, values: Values) -> Values:
@@ -179,12 +174,12 @@ def _value_of(part: Part, flat: FlatParamRecord, name: str, value: Any) -> Any:
         return part.view(value)
     if value.ndim == 0:
         return value.clone()
-    if value.shape == part.leaf.shape and len(flat.layout.parameters) == 1:
+    if value.shape == part.ref.leaf.shape and len(flat.layout.parameters) == 1:
         # A flat parameter of a single original may keep state in the original's shape.
         return value
     raise CheckpointError(
-        f"Optimizer state {name!r} of the flat parameter with {quoted(part.name)} has "
-        f"shape {tuple(value.shape)}; expected a scalar or this rank's shard, "
+        f"Optimizer state {name!r} of the flat parameter with {quoted(part.ref.name)} "
+        f"has shape {tuple(value.shape)}; expected a scalar or this rank's shard, "
         f"{(flat.layout.shard_numel,)}. State that is not element-wise cannot be told "
         "apart by parameters. Use an element-wise optimizer."
     )
@@ -198,8 +193,6 @@ def flatten_state(
     """Convert a state dict over originals, keyed by numbers, into the flat form.
 
     ``present``: state by parameter, whose tensors are used where the parts view them.
-
-    Raises: CheckpointError, as ``require_flattenable``.
     """
     if not has_flats(param_groups):
         return given
@@ -208,7 +201,7 @@ def flatten_state(
     number = 0
     for own, saved in zip(param_groups, given["param_groups"], strict=True):
         first, keys = number, iter(saved["params"])
-        for parameter in own["params"]:
+        for number, parameter in enumerate(own["params"], first):
             found = find_flat(parameter)
             if found is None:
                 values = given["state"].get(next(keys))
@@ -219,7 +212,7 @@ def flatten_state(
                 values = dict(_joined(found[1], parts, each, there)) or None
             if values is not None:
                 state[number] = values
-            number += 1
+        number = first + len(own["params"])
         groups.append(_group(saved, list(range(first, number))))
         # The saved names count originals; the optimizer's own names count parameters.
         if "param_names" in own:
@@ -250,7 +243,7 @@ def _joined(
             # Zeros fill the padding, and parts without this state.
             made = found[0][1].new_zeros(flat.layout.shard_numel)
             for part, value in found:
-                part.view(made).copy_(value.view(part.leaf.shape))
+                part.view(made).copy_(value.view(part.ref.leaf.shape))
             yield name, made
 
 
@@ -258,9 +251,6 @@ def require_flattenable(parts: list[Part], each: list[Values]) -> None:
     """Refuse states of the originals that a flat parameter cannot represent.
 
     In ``each`` an ``Ellipsis`` stands for an element-wise tensor that is not read yet.
-
-    Raises: CheckpointError, naming parameters whose scalars differ, or that lack state
-    which others have and which does not begin with zeros.
     """
     for name in dict.fromkeys(name for values in each for name in values):
         held = [(p, v[name]) for p, v in zip(parts, each, strict=True) if name in v]
@@ -274,20 +264,20 @@ def require_flattenable(parts: list[Part], each: list[Values]) -> None:
             if not same_scalar(value, other):
                 raise CheckpointError(
                     f"Optimizer state {name!r} is {_brief(value)} for "
-                    f"{quoted(first.name)} and {_brief(other)} for "
-                    f"{quoted(part.name)}, which are in one flat parameter and so have "
-                    f"one value. {_WAY_OUT}"
+                    f"{quoted(first.ref.name)} and {_brief(other)} for "
+                    f"{quoted(part.ref.name)}, which are in one flat parameter and so "
+                    f"have one value. {_WAY_OUT}"
                 )
         # A parameter without elements on this rank cannot lack state.
         lacking = [
-            part.name
+            part.ref.name
             for part, values in zip(parts, each, strict=True)
-            if name not in values and part.leaf.numel()
+            if name not in values and part.ref.leaf.numel()
         ]
         if lacking and not found and name not in _ZERO_AT_FIRST:
             raise CheckpointError(
-                f"Optimizer state {name!r} is there for {quoted(held[0][0].name)} and "
-                f"not for {listed(map(quoted, lacking))}, which are in one flat "
+                f"Optimizer state {name!r} is there for {quoted(held[0][0].ref.name)} "
+                f"and not for {listed(map(quoted, lacking))}, which are in one flat "
                 f"parameter. {_WAY_OUT}"
             )
 
@@ -326,10 +316,7 @@ def sharded_state(flat: FlatParamRecord, value: Any) -> Any:
 
 
 def flat_part(flat: FlatParamRecord, name: str, value: Any) -> Any:
-    """Return this rank's ``(shard_numel,)`` of a flat parameter's state, or a scalar.
-
-    Raises: CheckpointError, for another shape or a sharded value of another layout.
-    """
+    """Return this rank's ``(shard_numel,)`` of a flat state, or a scalar."""
     numel = flat.layout.shard_numel
     if isinstance(value, ShardedValue):
         expected = sharded_state(flat, value.local)
@@ -356,19 +343,15 @@ def _mark(parameter: nn.Parameter) -> str:
     layout = found[1].layout
     # The slots of this layout: ``ParamRef.slot`` is that of the current one.
     pairs = zip(parts_of(*found), layout.parameters, strict=True)
-    places = [(part.name, slot.offset, slot.shape) for part, slot in pairs]
+    places = [(part.ref.name, slot.offset, slot.shape) for part, slot in pairs]
     told = repr((layout.world_size, layout.padded_numel, places))
     return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
 def take_marks(param_groups: list[Group], groups: list[Group]) -> None:
-    """Remove the fingerprints from ``groups``; refuse those of other parameters.
-
-    The positions of parameters in a flat value depend on the world size, and a load by
-    DCP would not notice.
-
-    Raises: CheckpointError.
-    """
+    """Remove the fingerprints from ``groups``; refuse those of other parameters."""
+    # The positions of parameters in a flat value depend on the world size, and a load
+    # by DCP would not notice.
     told = [group.pop(_MARK, None) for group in groups]
     own = [[_mark(p) for p in group["params"]] for group in param_groups]
     if any(marks is not None for marks in told) and told != own:
@@ -394,12 +377,7 @@ def take_flat(param_groups: list[Group], state_dict: StateDict) -> StateDict:
             f"{theirs}: by numbers of originals nobody can tell whose. {BY_NAME}"
         )
     state = dict(state_dict["state"])
-    for own, saved in zip(param_groups, groups, strict=True):
-        for parameter, key in zip(own["params"], saved["params"], strict=True):
-            found = find_flat(parameter)
-            if found is not None and key in state:
-                state[key] = {
-                    name: flat_part(found[1], name, value)
-                    for name, value in state[key].items()
-                }
+    for key, (_, flat) in flat_keys(param_groups, groups):
+        if key in state:
+            state[key] = {k: flat_part(flat, k, v) for k, v in state[key].items()}
     return {**state_dict, "state": state}

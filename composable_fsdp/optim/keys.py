@@ -7,37 +7,27 @@ names that the optimizer was made with (``param_names``). An ambiguous key raise
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
-import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from composable_fsdp.config import OptimStateKeyType, ShardingStrategy
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import strip_wrapper
-from composable_fsdp.optim.names import Group, Named, groups_of, name_parameters
+from composable_fsdp.optim.names import Group, Named, Table, groups_of, name_parameters
 from composable_fsdp.planning.options import by_name
 
-Table = dict[Any, Any]
+Keys = dict[Any, Any]
 """Maps a key of the given state dict to the key in the result."""
 
 
 def state_by_name(
-    saved: Any,
-    model: nn.Module,
-    groups: list[list[Named]],
-    own: list[Group],
-    what: str,
-    *,
-    partial: bool = False,
+    saved: Any, table: Table, what: str, *, partial: bool = False
 ) -> dict[str, Any]:
     """Return ``saved`` with the plain model's names as keys; new dicts, same values.
 
-    ``partial``: parameters may be missing, and numbers count those of ``groups``.
-
-    Raises: CheckpointError, listing names that are missing, left over or given twice,
-    or if numbers and names are mixed.
+    ``partial``: parameters may be missing, and numbers count those of ``table``.
     """
     wanted = ("state", "param_groups")
     if not isinstance(saved, dict) or any(key not in saved for key in wanted):
@@ -47,11 +37,12 @@ def state_by_name(
             f"{got if isinstance(got, list) else got.__name__}. Pass what "
             "optim_state_dict(model, optim) returned."
         )
-    keys = [*saved["state"], *(k for g in saved["param_groups"] for k in g["params"])]
+    listed = [key for group in saved["param_groups"] for key in group["params"]]
+    keys = [*saved["state"], *listed]
     if all(isinstance(key, int) for key in keys):
-        table = _of_numbers(saved, model, groups, own, what, partial=partial)
+        known = _of_numbers(saved, listed, table, what, partial=partial)
     elif all(isinstance(key, str) for key in keys):
-        table = _of_names(keys, model, groups, own)
+        known = _of_names(keys, table)
     else:
         raise CheckpointError(
             f"{what} expects a state keyed by names or by numbers; got both: "
@@ -59,73 +50,77 @@ def state_by_name(
             f"{[k for k in keys if not isinstance(k, str)][:3]}. Pass what "
             "optim_state_dict(model, optim) or optim.state_dict() returned."
         )
-    _require_once(table, saved, what)
+    _require_once(known, saved["state"], what)
+    _require_once(known, listed, what)
     # Unknown keys stay as they are, and are refused below.
-    named = _rekeyed(saved, table)
-    _require_same_names(groups, named, partial=partial)
+    named = _rekeyed(saved, known)
+    _require_same_names(table.members, named, partial=partial)
     return named
 
 
-def _rekeyed(saved: dict[str, Any], table: Table) -> dict[str, Any]:
-    """Return ``saved`` with the keys that ``table`` knows replaced."""
+def _require_once(known: Keys, keys: Iterable[Any], what: str) -> None:
+    """Refuse two keys for the same parameter, because either may be the right key."""
+    first: dict[str, Any] = {}
+    for key in keys:
+        name = known.get(key, key)
+        if name in first:
+            raise CheckpointError(
+                f"{what} got two keys for parameter {name!r}: {first[name]!r} and "
+                f"{key!r}. Leave one of them out."
+            )
+        first[name] = key
+
+
+def _rekeyed(saved: dict[str, Any], known: Keys) -> dict[str, Any]:
+    """Return ``saved`` with the keys that ``known`` has replaced."""
     return {
         **saved,
-        "state": {table.get(key, key): v for key, v in saved["state"].items()},
+        "state": {known.get(key, key): v for key, v in saved["state"].items()},
         "param_groups": [
-            {**group, "params": [table.get(key, key) for key in group["params"]]}
+            {**group, "params": [known.get(key, key) for key in group["params"]]}
             for group in saved["param_groups"]
         ],
     }
 
 
 def _of_numbers(
-    saved: dict[str, Any],
-    model: nn.Module,
-    groups: list[list[Named]],
-    own: list[Group],
-    what: str,
-    *,
-    partial: bool,
-) -> Table:
+    saved: dict[str, Any], numbers: list[int], table: Table, what: str, *, partial: bool
+) -> Keys:
     """Map numbers to names by ``param_names``, else by position in the groups."""
     theirs = saved["param_groups"]
     names = [name for group in theirs for name in group.get("param_names", ())]
-    numbers = [number for group in theirs for number in group["params"]]
     # Better than positions, because the order of parameters may have changed.
     if len(names) == len(numbers) > 0:
-        known = _of_names(names, model, groups, own)
+        known = _of_names(names, table)
         if len({known.get(name) for name in names} - {None}) == len(names):
             return {i: known[name] for i, name in zip(numbers, names, strict=True)}
-    fqns = [named.fqn for members in groups for named in members]
+    fqns = [named.fqn for named in table.members]
     if partial:
         return dict(enumerate(fqns))
-    sizes = [len(members) for members in groups]
-    if [len(group["params"]) for group in theirs] != sizes:
+    given, sizes = [len(g["params"]) for g in theirs], list(map(len, table.groups))
+    if given != sizes:
         raise CheckpointError(
             f"{what} got a state keyed by numbers, which count the parameters of "
-            f"groups of {[len(group['params']) for group in theirs]}; the optimizer's "
-            f"groups have {sizes}, so the numbers mean other parameters. Save with "
-            "optim_state_dict(model, optim), which gives names."
+            f"groups of {given}; the optimizer's groups have {sizes}, so the numbers "
+            "mean other parameters. Save with optim_state_dict(model, optim), which "
+            "gives names."
         )
     return dict(zip(numbers, fqns, strict=True))
 
 
-def _of_names(
-    keys: list[str], model: nn.Module, groups: list[list[Named]], own: list[Group]
-) -> Table:
+def _of_names(keys: list[str], table: Table) -> Keys:
     """Map given names to the model's names."""
-    members = [named for group_members in groups for named in group_members]
+    members = table.members
     # First the names in use; a tied parameter has several, and all are accepted.
-    known: Table = {named.fqn: named.fqn for named in members}
+    known: Keys = {named.fqn: named.fqn for named in members}
     mine = {id(named.parameter): named.fqn for named in members}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in table.model.named_parameters(remove_duplicate=False):
         if id(parameter) in mine:
             known.setdefault(strip_wrapper(name), mine[id(parameter)])
     by_model = {key: known.get(strip_wrapper(key)) for key in keys}
-    given = [name for group in own for name in group.get("param_names", ())]
-    made_with: Table = {}
-    if len(given) == len(members):
-        made_with = dict(zip(given, (m.fqn for m in members), strict=True))
+    made_with: Keys = {}
+    if len(table.given) == len(members):
+        made_with = dict(zip(table.given, (m.fqn for m in members), strict=True))
     by_optim = {key: made_with.get(key) for key in keys}
     # All keys must come from the same table: a mixture of both would be a guess.
     whole = (each for each in (by_model, by_optim) if None not in each.values())
@@ -133,51 +128,29 @@ def _of_names(
     return {key: name for key, name in found.items() if name is not None}
 
 
-def _require_once(table: Table, saved: dict[str, Any], what: str) -> None:
-    """Refuse two keys for the same parameter, because either may be the right key."""
-    for keys in (
-        list(saved["state"]),
-        [key for group in saved["param_groups"] for key in group["params"]],
-    ):
-        first: dict[str, Any] = {}
-        for key in keys:
-            name = table.get(key, key)
-            if name in first:
-                raise CheckpointError(
-                    f"{what} got two keys for parameter {name!r}: {first[name]!r} and "
-                    f"{key!r}. Leave one of them out."
-                )
-            first[name] = key
-
-
 def _require_same_names(
-    groups: list[list[Named]], saved: dict[str, Any], *, partial: bool
+    members: list[Named], saved: dict[str, Any], *, partial: bool
 ) -> None:
     """Refuse names that are missing in ``saved`` and names that are left over."""
-    ours = {named.fqn: named for members in groups for named in members}
     theirs = {name for group in saved["param_groups"] for name in group["params"]}
     # A parameter that no unit shards (an ignored one, an adapter) may be new, and
-    # starts without state, as with FSDP1.
+    # starts without state, as with FSDP1. Not by ``is_cut``: the same state is accepted
+    # or refused at every world size.
     missing = sorted(
-        name
-        for name, named in ours.items()
-        if name not in theirs and _may_be_cut(named) and not partial
+        named.fqn
+        for named in members
+        if named.fqn not in theirs
+        and not partial
+        and named.handle is not None
+        and named.handle.layout.plan.options.strategy is not ShardingStrategy.NO_SHARD
     )
-    extra = sorted((theirs | set(saved["state"])) - ours.keys())
+    extra = sorted((theirs | set(saved["state"])) - {named.fqn for named in members})
     if missing or extra:
         raise CheckpointError(
             f"The optimizer state is of another model: missing {missing or 'nothing'}, "
             f"left over {extra or 'nothing'}. Load it into an optimizer over the same "
             "parameters."
         )
-
-
-def _may_be_cut(named: Named) -> bool:
-    """Return whether a unit shards the parameter at some world size."""
-    # Not ``is_cut``: the same state is accepted or refused at every world size.
-    if named.handle is None:
-        return False
-    return named.handle.layout.plan.options.strategy is not ShardingStrategy.NO_SHARD
 
 
 def require_same_options(
@@ -199,27 +172,19 @@ def require_same_options(
         )
 
 
-def aligned_groups(
-    groups: list[list[Named]], saved: dict[str, Any], own: list[Group]
-) -> list[Group]:
-    """Return the optimizer's groups with the saved options, found by parameter names.
-
-    Raises: CheckpointError, as ``require_same_options``.
-    """
-    home = {
-        name: i
-        for i, group in enumerate(saved["param_groups"])
-        for name in group["params"]
-    }
+def aligned_groups(table: Table, saved: dict[str, Any]) -> list[Group]:
+    """Return the optimizer's groups with the saved options, found by names."""
+    theirs = saved["param_groups"]
+    home = {name: i for i, group in enumerate(theirs) for name in group["params"]}
     result = []
-    for g, members in enumerate(groups):
+    for g, (members, own) in enumerate(zip(table.groups, table.own, strict=True)):
         origins = {home[named.fqn] for named in members if named.fqn in home}
-        require_same_options(g, origins, saved["param_groups"])
-        options = dict(saved["param_groups"][origins.pop()] if origins else own[g])
+        require_same_options(g, origins, theirs)
+        options = dict(theirs[origins.pop()] if origins else own)
         # In the order of the parameters, which is the optimizer's.
         options.pop("param_names", None)
-        if "param_names" in own[g]:
-            options["param_names"] = own[g]["param_names"]
+        if "param_names" in own:
+            options["param_names"] = own["param_names"]
         result.append({**options, "params": [named.fqn for named in members]})
     return result
 
@@ -229,7 +194,7 @@ def rekey_optim_state_dict(
     optim_state_key_type: OptimStateKeyType,
     model: nn.Module,
     optim_input: Iterable[Any] | None = None,
-    optim: torch.optim.Optimizer | None = None,
+    optim: Optimizer | None = None,
 ) -> dict[str, Any]:
     """Return the state dict keyed by parameter names or by the optimizer's numbers.
 
@@ -254,14 +219,12 @@ def rekey_optim_state_dict(
         OptimStateKeyType, optim_state_key_type, argument="optim_state_key_type"
     )
     what = "rekey_optim_state_dict"
-    own = groups_of(model, optim, optim_input, what)
-    groups = name_parameters(model, own)
-    found = state_by_name(optim_state_dict, model, groups, own, what, partial=True)
+    table = name_parameters(model, groups_of(model, optim, optim_input, what))
+    found = state_by_name(optim_state_dict, table, what, partial=True)
     if kind is OptimStateKeyType.PARAM_NAME:
         return found
     # ``optim.state_dict()`` numbers the parameters through all groups.
-    numbers = {named.fqn: n for n, named in enumerate(chain.from_iterable(groups))}
-    result = _rekeyed(found, numbers)
+    result = _rekeyed(found, {named.fqn: n for n, named in enumerate(table.members)})
     for group in result["param_groups"]:
         # An optimizer assigns numbers by position.
         group["params"].sort()

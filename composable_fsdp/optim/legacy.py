@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from composable_fsdp.optim.load import state_to_load
 from composable_fsdp.optim.names import groups_of, meet_for_state, require_pair
@@ -24,7 +24,7 @@ from composable_fsdp.tree.traversal import _get_fsdp_states
 
 def full_optim_state_dict(
     model: nn.Module,
-    optim: torch.optim.Optimizer,
+    optim: Optimizer,
     optim_input: Iterable[Any] | None = None,
     rank0_only: bool = True,
     group: dist.ProcessGroup | None = None,
@@ -44,7 +44,7 @@ def shard_full_optim_state_dict(
     full_optim_state_dict: dict[str, Any],
     model: nn.Module,
     optim_input: Iterable[Any] | None = None,
-    optim: torch.optim.Optimizer | None = None,
+    optim: Optimizer | None = None,
 ) -> dict[str, Any]:
     """Return a state dict to load, of a state that every rank holds in full.
 
@@ -58,7 +58,7 @@ def scatter_full_optim_state_dict(
     full_optim_state_dict: dict[str, Any] | None,
     model: nn.Module,
     optim_input: Iterable[Any] | None = None,
-    optim: torch.optim.Optimizer | None = None,
+    optim: Optimizer | None = None,
     group: Any | None = None,
 ) -> dict[str, Any]:
     """Return a state dict to load, of a full state that only the first rank holds.
@@ -70,15 +70,13 @@ def scatter_full_optim_state_dict(
         broadcast per tensor, over ``group``; all its ranks must call.
     Raises: as ``optim_state_dict_to_load``, on all ranks alike.
     """
-    what = "scatter_full_optim_state_dict"
-    how: dict[str, Any] = {"from_first": True, "group": group}
-    return _to_load(full_optim_state_dict, model, optim, optim_input, what, **how)
+    saved, what = full_optim_state_dict, "scatter_full_optim_state_dict"
+    how = {"from_first": True, "group": group}
+    return _to_load(saved, model, optim, optim_input, what, **how)
 
 
 def sharded_optim_state_dict(
-    model: nn.Module,
-    optim: torch.optim.Optimizer,
-    group: dist.ProcessGroup | None = None,
+    model: nn.Module, optim: Optimizer, group: dist.ProcessGroup | None = None
 ) -> dict[str, Any]:
     """Return the state as copies in sharded values, by names; ``group`` is ignored.
 
@@ -90,9 +88,7 @@ def sharded_optim_state_dict(
 
 
 def flatten_sharded_optim_state_dict(
-    sharded_optim_state_dict: dict[str, Any],
-    model: nn.Module,
-    optim: torch.optim.Optimizer,
+    sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: Optimizer
 ) -> dict[str, Any]:
     """Return a state dict to load, of a state in sharded values.
 
@@ -106,11 +102,7 @@ def flatten_sharded_optim_state_dict(
 
 
 def _own_state(
-    model: nn.Module,
-    optim: torch.optim.Optimizer,
-    what: str,
-    *,
-    first_only: bool = False,
+    model: nn.Module, optim: Optimizer, what: str, *, first_only: bool = False
 ) -> dict[str, Any]:
     """Return the optimizer's own state, after all ranks have called ``what``."""
     require_pair(model, optim, what)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, islice
 from operator import attrgetter
-from typing import Any, TypeVar, overload
+from typing import Any, overload
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from composable_fsdp.access.other_parts import refuse_forms
 from composable_fsdp.comm.consensus import require_success_on_all_ranks
@@ -20,45 +19,45 @@ from composable_fsdp.config import (
     StateDictType,
 )
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.naming import quoted
-from composable_fsdp.optim.broadcast_state import (
-    Described,
-    routes_of,
-    share_structure,
-    share_tensor,
-    unpacked,
-)
-from composable_fsdp.optim.experts import without_other_experts
-from composable_fsdp.optim.flat_state import flatten_state, originals
+from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
+from composable_fsdp.naming import quoted, strip_wrapper
+from composable_fsdp.optim.flat_state import flatten_state
 from composable_fsdp.optim.keys import aligned_groups, state_by_name
 from composable_fsdp.optim.names import (
     Group,
     Named,
     Optimizers,
+    Table,
     given_names,
     meet_for_state,
     name_parameters,
     require_pairs,
 )
-from composable_fsdp.optim.sharded import (
-    part_for,
-    require_own_parts,
-    whole_of_other,
-)
+from composable_fsdp.optim.sharded import part_for, part_problem, whole_of_other
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.optim.step_checks import needs_whole_params, require_elementwise
 from composable_fsdp.runtime.recover import require_between_steps
-from composable_fsdp.state_dict.other_experts import expert_units, refuse_experts
+from composable_fsdp.state_dict.other_experts import (
+    expert_units,
+    refuse_experts,
+    require_own_names,
+)
+from composable_fsdp.state_dict.sent import (
+    Described,
+    Route,
+    routes_of,
+    send,
+    share_structure,
+    unpacked,
+)
 from composable_fsdp.state_dict.settings import get_state_dict_type
 from composable_fsdp.tree.traversal import _get_fsdp_states, require_module
-
-T = TypeVar("T")
 
 
 @overload
 def optim_state_dict_to_load(
     model: nn.Module,
-    optim: torch.optim.Optimizer,
+    optim: Optimizer,
     optim_state_dict: dict[str, Any],
     is_named_optimizer: bool = False,
     load_directly: bool = False,
@@ -69,7 +68,7 @@ def optim_state_dict_to_load(
 @overload
 def optim_state_dict_to_load(
     model: nn.Module,
-    optim: Sequence[torch.optim.Optimizer],
+    optim: Sequence[Optimizer],
     optim_state_dict: dict[str, Any],
     is_named_optimizer: bool = False,
     load_directly: bool = False,
@@ -164,7 +163,7 @@ def state_to_load(
     meets = not local and not from_first
     if meets and expert_units(handles):
         meet_for_state(units, what, replicas=True)
-        saved = without_other_experts(saved, model, handles)
+        saved = _without_other_experts(saved, model, handles)
     ranks, senders = routes_of(units, group) if from_first else ((), ())
     if from_first:
         # The first rank sends over the data ranks alone.
@@ -177,30 +176,26 @@ def state_to_load(
         saved = unpacked(shared)
         for state in units:
             require_between_steps(state, what)
-        own = [each for mine in groups_of for each in originals(mine)]
-        groups = name_parameters(model, own, given)
-        sizes = list(map(len, groups_of))
-        saved = state_by_name(saved, model, groups, own, what)
-        for mine, each in zip(_split(groups, sizes), elementwise, strict=True):
-            _require_shapes(chain(*mine), saved, elementwise=each)
+        tables = [name_parameters(model, each, given) for each in groups_of]
+        joined = Table.joined(model, tables)
+        saved = state_by_name(saved, joined, what)
         # Before the first tensor is gathered or broadcast.
-        require_own_parts(list(chain(*groups)), saved, from_first=bool(senders))
+        for table, each in zip(tables, elementwise, strict=True):
+            first = bool(senders)
+            _require_fit(table.members, saved, elementwise=each, from_first=first)
     if meets:
         meet_for_state(units, what, replicas=True)
-    state_of = _own_state(chain(*groups), saved["state"], senders)
-    # ``groups`` are the groups of all optimizers; return them to their optimizers.
-    options = _split(aligned_groups(groups, saved, own), sizes)
+    state_of = _own_state(joined.members, saved["state"], senders)
+    options = [aligned_groups(table, saved) for table in tables]
     chosen = [_chosen(state_of, each, named=named) for each in options]
     # A state keyed by names stays per original, because flat parameters have no names.
     return chosen if named else list(map(flatten_state, groups_of, chosen))
 
 
 def _own_state(
-    members: Iterable[Named],
-    saved: Mapping[str, Mapping[str, Any]],
-    senders: tuple[dist.ProcessGroup, ...],
+    members: list[Named], saved: Mapping[str, Mapping[str, Any]], senders: Route
 ) -> dict[str, dict[str, Any]]:
-    """Return the state of this rank by the name of the parameter.
+    """Return copies of this rank's state by the name of the parameter.
 
     Collective: those of ``_part``, in the same order on all ranks.
     """
@@ -208,9 +203,7 @@ def _own_state(
     # By name: the order of parameters may differ between ranks.
     for member in sorted(members, key=attrgetter("fqn")):
         values = saved.get(member.fqn, {})
-        parts = {
-            name: _part(member, name, values[name], senders) for name in sorted(values)
-        }
+        parts = {k: _part(member, k, values[k], senders) for k in sorted(values)}
         # No step would update state of a parameter without elements here. In the saved
         # order of the state names, as a plain optimizer has them.
         if member.fqn in saved and not member.is_absent:
@@ -218,10 +211,21 @@ def _own_state(
     return found
 
 
-def _split(items: list[T], sizes: list[int]) -> list[list[T]]:
-    """Cut ``items`` into consecutive lists of the given sizes."""
-    rest = iter(items)
-    return [list(islice(rest, size)) for size in sizes]
+def _part(named: Named, name: str, value: Any, senders: Route) -> Any:
+    """Return this rank's part of a state value, as a copy.
+
+    Collective: one broadcast per group of ``senders`` for a tensor with dimensions;
+        else as ``whole_of_other``.
+    """
+    # A function, so that the whole is freed before the next is made.
+    handle = named.handle
+    device = named.parameter.device if handle is None else handle.layout.device
+    # Scalars were sent with the structure.
+    if senders and isinstance(value, (Tensor, Described)) and value.shape:
+        value = send(value, senders, device)
+    part = part_for(named, name, whole_of_other(named, value, device))
+    # A view would keep the full tensor alive, and the optimizer would write into it.
+    return part.clone() if isinstance(part, Tensor) else part
 
 
 def _chosen(
@@ -239,39 +243,50 @@ def _chosen(
     }
 
 
-def _require_shapes(
-    members: Iterable[Named], saved: dict[str, Any], *, elementwise: bool
+def _require_fit(
+    members: list[Named], saved: dict[str, Any], *, elementwise: bool, from_first: bool
 ) -> None:
-    """Refuse tensors that are neither scalars nor of the parameter's full shape."""
+    """Refuse values of another shape, and parts that no rank can use."""
     for named in members:
-        if not elementwise and not named.is_cut:
-            continue
         for name, value in saved["state"].get(named.fqn, {}).items():
-            if not isinstance(value, (Tensor, Described)):
-                continue
-            shape = tuple(value.shape)
-            if shape not in ((), named.shape):
+            who = f"Optimizer state {name!r} of {quoted(named.fqn)}"
+            is_tensor = isinstance(value, (Tensor, Described))
+            shape = tuple(value.shape) if is_tensor else ()
+            if shape not in ((), named.shape) and (elementwise or named.is_cut):
                 raise CheckpointError(
-                    f"Optimizer state {name!r} of {quoted(named.fqn)} has shape "
-                    f"{shape}; expected a scalar or the parameter's full shape "
-                    f"{named.shape}. Pass what optim_state_dict(model, optim) "
-                    "returned; optim.state_dict() of a sharded model is one rank's."
+                    f"{who} has shape {shape}; expected a scalar or the parameter's "
+                    f"full shape {named.shape}. Pass what optim_state_dict(model, "
+                    "optim) returned; optim.state_dict() of a sharded model is one "
+                    "rank's."
                 )
+            problem = part_problem(named, value, from_first=from_first)
+            if problem:
+                raise CheckpointError(f"{who}: {problem}")
 
 
-def _part(
-    named: Named, name: str, value: Any, senders: tuple[dist.ProcessGroup, ...]
+def _without_other_experts(
+    saved: Any, model: nn.Module, handles: Iterable[FlatParamHandle]
 ) -> Any:
-    """Return this rank's part of a state value, as a copy.
+    """Return a saved state without the experts that other ranks hold.
 
-    Collective: one broadcast per group of ``senders`` for a tensor with dimensions;
-        else as ``whole_of_other``.
+    Collective, Raises: over each ``expert_mesh`` as ``require_own_names``.
     """
-    handle = named.handle
-    device = named.parameter.device if handle is None else handle.layout.device
-    # Scalars were sent with the structure.
-    if senders and isinstance(value, (Tensor, Described)) and value.shape:
-        value = share_tensor(value, senders, device)
-    part = part_for(named, name, whole_of_other(named, value, device))
-    # A view would keep the full tensor alive, and the optimizer would write into it.
-    return part.clone() if isinstance(part, Tensor) else part
+    others: set[str] = set()
+    for group, units in expert_units(handles).items():
+        own = [
+            strip_wrapper(name)
+            for name, parameter in model.named_parameters()
+            if (found := find_leaf(parameter)) is not None and found[0] in units
+        ]
+        others.update(require_own_names(own, group))
+    state = saved.get("state") if isinstance(saved, dict) else None
+    # Another form is refused later, with the text for this form.
+    if not isinstance(state, dict) or not isinstance(saved.get("param_groups"), list):
+        return saved
+    # New dicts: the caller may load the same state into another optimizer.
+    left = [
+        {**each, "params": [key for key in each["params"] if key not in others]}
+        for each in saved["param_groups"]
+    ]
+    kept = {key: value for key, value in state.items() if key not in others}
+    return {**saved, "state": kept, "param_groups": left}

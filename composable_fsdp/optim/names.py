@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from composable_fsdp.access.other_parts import refuse_forms
 from composable_fsdp.comm.meeting import Call
@@ -27,7 +29,7 @@ from composable_fsdp.tree.state import _FSDPState
 Group = dict[str, Any]
 """An entry of an optimizer's ``param_groups``."""
 
-Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+Optimizers: TypeAlias = Optimizer | Sequence[Optimizer]
 """An optimizer, or several optimizers over different parameters of a model."""
 
 
@@ -44,6 +46,11 @@ class Named:
     def handle(self) -> FlatParamHandle | None:
         """The unit; None if no unit holds the parameter."""
         return self.ref.handle if self.ref else None
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The shard group of the unit; None if every rank holds the parameter whole."""
+        return self.ref.handle.groups.shard if self.ref else None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -77,6 +84,32 @@ class Named:
         return is_scalar(name, value, self.parameter.shape)
 
 
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The parameters of optimizers by group, and the options of the groups."""
+
+    model: nn.Module
+    groups: list[list[Named]] = field(default_factory=list)
+    own: list[Group] = field(default_factory=list)
+
+    @classmethod
+    def joined(cls, model: nn.Module, tables: Sequence[Table]) -> Table:
+        """Return the table of several optimizers, as of one with all groups."""
+        groups = chain.from_iterable(each.groups for each in tables)
+        own = chain.from_iterable(each.own for each in tables)
+        return cls(model, list(groups), list(own))
+
+    @property
+    def members(self) -> list[Named]:
+        """The parameters of all groups."""
+        return list(chain.from_iterable(self.groups))
+
+    @property
+    def given(self) -> list[str]:
+        """The names that the optimizers were made with; empty if there are none."""
+        return [name for group in self.own for name in group.get("param_names", ())]
+
+
 def is_absent(parameter: object) -> bool:
     """Return whether only other ranks hold elements of a unit's parameter."""
     if not isinstance(parameter, torch.Tensor) or parameter.numel():
@@ -88,7 +121,7 @@ def is_absent(parameter: object) -> bool:
 
 def require_pair(model: object, optim: object, what: str) -> None:
     """Raise TypeError unless they are a module and have ``param_groups``."""
-    # Not ``torch.optim.Optimizer``, of which wrappers need not be subclasses.
+    # Not ``Optimizer``, of which wrappers need not be subclasses.
     if not isinstance(model, nn.Module) or not hasattr(optim, "param_groups"):
         raise TypeError(
             f"{what} expects a model and its optimizer, got a {type(model).__name__} "
@@ -131,7 +164,7 @@ def optimizers_of(optim: object) -> list[Any]:
 
 def groups_of(
     model: nn.Module,
-    optim: torch.optim.Optimizer | None,
+    optim: Optimizer | None,
     optim_input: Iterable[Any] | None,
     what: str,
 ) -> list[Group]:
@@ -164,23 +197,18 @@ def name_parameters(
     model: nn.Module,
     param_groups: Iterable[Group],
     given: Mapping[int, str] | None = None,
-) -> list[list[Named]]:
+) -> Table:
     """Name the parameters of each group as ``model`` does; of flat ones the originals.
-
-    A parameter that ``model`` does not hold takes its name from ``given``; every rank
-    holds such a parameter whole. Units may be unsharded during the call.
 
     Raises: CheckpointError, for a parameter outside ``model`` that has no name in
     ``given``, or whose name ``model`` uses for another parameter.
-    Warns: as ``names_of``.
     """
-    members_of = originals(list(param_groups))
+    table = Table(model, own=originals(list(param_groups)))
     names = names_of(model)
-    names |= _names_behind(names, members_of)
+    names |= _names_behind(names, table.own)
     # Two parameters of one name would share a key.
     taken = set(names.values())
-    groups = []
-    for g, group in enumerate(members_of):
+    for g, group in enumerate(table.own):
         members = []
         for i, parameter in enumerate(group["params"]):
             fqn = names.get(id(parameter)) or (given or {}).get(id(parameter))
@@ -194,8 +222,8 @@ def name_parameters(
                     "does not use."
                 )
             members.append(Named(fqn, parameter, find_param(parameter)))
-        groups.append(members)
-    return groups
+        table.groups.append(members)
+    return table
 
 
 def _names_behind(names: Mapping[int, str], groups: Iterable[Group]) -> dict[int, str]:
@@ -211,16 +239,13 @@ def _names_behind(names: Mapping[int, str], groups: Iterable[Group]) -> dict[int
 
 
 def names_of(model: nn.Module) -> dict[int, str]:
-    """Return the first name of each parameter in the tree of ``model``, by ``id``.
-
-    A parameter that ``named_parameters()`` leaves out is named by its place.
-
-    Warns: if a name of ``named_parameters()`` differs from every place of the
-    parameter.
-    """
+    """Return the first name of each parameter in the tree of ``model``, by ``id``."""
+    # By its places: a parameter that ``named_parameters()`` leaves out has a name, too.
     places: dict[int, list[str]] = {}
-    for name, parameter in _places(model):
-        places.setdefault(id(parameter), []).append(name)
+    for path, module in walk.named(model):
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append(join_name(path, name))
     names: dict[int, str] = {}
     # A class may override ``named_parameters``, and its checkpoints have these names.
     for name, parameter in model.named_parameters():
@@ -238,14 +263,6 @@ def names_of(model: nn.Module) -> dict[int, str]:
     return {**{key: found[0] for key, found in places.items()}, **names}
 
 
-def _places(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield every place of every parameter, by name; each module once."""
-    for path, module in walk.named(model):
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                yield join_name(path, name), parameter
-
-
 def meet_for_state(
     units: Sequence[_FSDPState],
     what: str,
@@ -253,10 +270,7 @@ def meet_for_state(
     first_only: bool = False,
     replicas: bool = False,
 ) -> None:
-    """Wait until every rank of the units calls ``what``, a function of optimizer state.
-
-    Raises: DesyncError, as ``meet``.
-    """
+    """Wait until every rank of the units calls ``what``."""
     # With and without ``rank0_only`` other collectives are sent.
     if first_only:
         details += ("rank0_only=True",)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.flat_parameter import FlatParamRecord, find_flat
@@ -33,12 +34,9 @@ def over_originals(optim: Any) -> Any:
 
 
 class OverOriginals:
-    """``param_groups``, ``state``, ``defaults`` and ``load_state_dict`` per original.
+    """An optimizer over flat parameters as one over the originals."""
 
-    ``state`` shows each original its part of the optimizer's state, without a copy.
-    """
-
-    def __init__(self, optim: torch.optim.Optimizer) -> None:
+    def __init__(self, optim: Optimizer) -> None:
         self.optim = optim
         self.defaults = getattr(optim, "defaults", {})
         self.param_groups = originals(optim.param_groups)
@@ -80,25 +78,20 @@ class OverOriginals:
         keep_given(self._given.get(parameter, {}), self.optim.state[parameter])
 
     def require_joinable(self, given: Callable[[nn.Parameter], Values]) -> None:
-        """Refuse values that ``load_state_dict`` would refuse, before they are read.
-
-        ``given`` returns an original's state, as ``require_flattenable`` takes it.
-        """
+        """Refuse values that ``load_state_dict`` would refuse, before they are read."""
         for _, parts in self.flats:
-            require_flattenable(parts, [given(part.leaf) for part in parts])
+            require_flattenable(parts, [given(part.ref.leaf) for part in parts])
 
 
 class _States:
     """``optim.state`` by originals: ``[leaf]`` and ``.get(leaf, default)``."""
 
     def __init__(
-        self,
-        optim: torch.optim.Optimizer,
-        flats: list[tuple[FlatParamRecord, list[Part]]],
+        self, optim: Optimizer, flats: list[tuple[FlatParamRecord, list[Part]]]
     ) -> None:
         self._optim = optim
         self.places = {
-            id(part.leaf): (flat, part) for flat, parts in flats for part in parts
+            id(part.ref.leaf): (flat, part) for flat, parts in flats for part in parts
         }
 
     def __getitem__(self, leaf: nn.Parameter) -> Values:
@@ -129,9 +122,9 @@ class _PartState(Values):
             # All originals of a flat parameter share this scalar.
             if name in whole and not same_scalar(whole[name], value):
                 raise CheckpointError(
-                    f"Optimizer state {name!r} of {quoted(part.name)} is {whole[name]} "
-                    f"and cannot be set to {value}: the parameters of its flat "
-                    "parameter have one value. Load all of them: "
+                    f"Optimizer state {name!r} of {quoted(part.ref.name)} is "
+                    f"{whole[name]} and cannot be set to {value}: the parameters of "
+                    "its flat parameter have one value. Load all of them: "
                     "optim_state_dict_to_load(model, optim, state)."
                 )
             whole[name] = value
@@ -141,7 +134,7 @@ class _PartState(Values):
             if flat is None:
                 flat = value.new_zeros(self._flat.layout.shard_numel)
             whole[name] = flat = flat.to(value.dtype)
-            value = part.view(flat).copy_(value.view(part.leaf.shape))
+            value = part.view(flat).copy_(value.view(part.ref.leaf.shape))
         super().__setitem__(name, value)
 
     def update(self, *args: Any, **kwargs: Any) -> None:

@@ -6,28 +6,22 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.optim.flat_state import originals, unflatten_state
 from composable_fsdp.optim.keys import state_by_name
-from composable_fsdp.optim.names import (
-    Group,
-    Named,
-    given_names,
-    is_absent,
-    name_parameters,
-)
+from composable_fsdp.optim.names import Table, given_names, is_absent, name_parameters
 from composable_fsdp.planning.dtensors import is_dtensor
-from composable_fsdp.state_dict.sharded import ShardedValue
+from composable_fsdp.state_dict.sharded import local_of
 
 wants_parts: ContextVar[bool] = ContextVar("wants_parts", default=False)
 """True, in this thread, while the package calls ``optim.state_dict()``."""
 
 
-def local_state_dict(optim: torch.optim.Optimizer) -> dict[str, Any]:
+def local_state_dict(optim: Optimizer) -> dict[str, Any]:
     """Return ``optim.state_dict()`` per original, with plain tensors of this rank."""
     token = wants_parts.set(True)
     try:
@@ -56,9 +50,7 @@ def is_empty(values: Any) -> bool:
     )
 
 
-def plain_values(
-    optim: torch.optim.Optimizer, values: dict[str, Any]
-) -> dict[str, Any]:
+def plain_values(optim: Optimizer, values: dict[str, Any]) -> dict[str, Any]:
     """Return the state ``values`` of a parameter with quantized tensors dequantized."""
     if not any(map(is_wrapper, values.values())):
         return values
@@ -76,7 +68,7 @@ def is_wrapper(value: Any) -> bool:
     return wraps
 
 
-def _dequantised(optim: torch.optim.Optimizer, name: str, value: Any) -> Tensor:
+def _dequantised(optim: Optimizer, name: str, value: Any) -> Tensor:
     """Return ``value.dequantize()``, or raise CheckpointError without that method."""
     # ``Tensor.dequantize`` reads memory, which wrappers do not have.
     if type(value).dequantize is not Tensor.dequantize:
@@ -94,37 +86,32 @@ def _dequantised(optim: torch.optim.Optimizer, name: str, value: Any) -> Tensor:
 
 def unwrapped(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return the state dict with every sharded value replaced by ``local``."""
-    state = {}
-    for key, values in state_dict["state"].items():
-        state[key] = values
-        if isinstance(values, dict):
-            state[key] = {
-                name: value.local if isinstance(value, ShardedValue) else value
-                for name, value in values.items()
-            }
+    state = {
+        key: {name: local_of(value) for name, value in values.items()}
+        if isinstance(values, dict)
+        else values
+        for key, values in state_dict["state"].items()
+    }
     return {**state_dict, "state": state}
 
 
 def joined_state(
     model: nn.Module,
-    optims: Sequence[torch.optim.Optimizer],
+    optims: Sequence[Optimizer],
     given: Sequence[dict[str, Any]],
     what: str,
-) -> tuple[list[list[Named]], dict[str, Any], list[Group]]:
+) -> tuple[Table, dict[str, Any]]:
     """Merge the states of all optimizers, keyed by name."""
-    members: list[list[Named]] = []
-    own: list[Group] = []
+    tables: list[Table] = []
     state: dict[str, Any] = {}
-    options: list[Group] = []
+    options: list[Any] = []
     for optim, saved in zip(optims, given, strict=True):
-        groups = originals(optim.param_groups)
-        names = name_parameters(model, groups, given_names(optim))
+        table = name_parameters(model, optim.param_groups, given_names(optim))
+        tables.append(table)
         # First per original, because flat parameters have no names.
         saved = unflatten_state(optim.param_groups, saved)
-        saved = unwrapped(state_by_name(saved, model, names, groups, what))
-        members += names
-        own += groups
+        saved = unwrapped(state_by_name(saved, table, what))
         # No name occurs twice, because ``optimizers_of`` refuses shared parameters.
         state.update(saved["state"])
         options += saved["param_groups"]
-    return members, {"state": state, "param_groups": options}, own
+    return Table.joined(model, tables), {"state": state, "param_groups": options}

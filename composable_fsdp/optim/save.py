@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils import _pytree
 
 from composable_fsdp.access.gather import gather_flat_values, whole_in
 from composable_fsdp.access.other_parts import require_all_data
+from composable_fsdp.comm import collectives
 from composable_fsdp.comm.consensus import raise_on_all_ranks
 from composable_fsdp.config import (
     FULL_BY_DEFAULT,
@@ -22,7 +24,6 @@ from composable_fsdp.config import (
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_ref import ParamRef
-from composable_fsdp.optim.experts import with_all_experts, with_expert_names
 from composable_fsdp.optim.keys import aligned_groups
 from composable_fsdp.optim.names import (
     Group,
@@ -34,10 +35,15 @@ from composable_fsdp.optim.names import (
 )
 from composable_fsdp.optim.own_state_dict import joined_state, local_state_dict
 from composable_fsdp.optim.sharded import as_sharded
-from composable_fsdp.optim.state_exchange import require_same_state
+from composable_fsdp.optim.state_exchange import Values, require_same_state
 from composable_fsdp.optim.step_checks import require_elementwise
 from composable_fsdp.runtime.recover import require_between_steps
-from composable_fsdp.state_dict.other_experts import refuse_experts
+from composable_fsdp.state_dict.other_experts import (
+    expert_units,
+    from_all_ranks,
+    refuse_experts,
+    require_different,
+)
 from composable_fsdp.state_dict.settings import get_state_dict_type
 from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.tree.root import outermost
@@ -70,8 +76,7 @@ def optim_state_dict(
         optim_state_dict: a state dict that ``optim.state_dict()`` returned, keyed by
             numbers or by names; a list of state dicts for a list of optimizers.
             Default: the current state of ``optim``.
-        group: ignored, because each unit knows its process groups. Accepted because
-            FSDP1 has this argument.
+        group: ignored, because each unit knows its process groups.
 
     Returns: the state dict, or ``{}`` on the other ranks with ``rank0_only``.
 
@@ -80,11 +85,9 @@ def optim_state_dict(
     ``rank0_only`` one gather per region. All ranks must call. Sharded state needs only
     the exchange of names; local state needs no collective.
     Raises: CompositionError, if the optimizer needs whole parameters, or if units
-    differ in their state dict settings; CheckpointError, for state that is not
-    element-wise or for a parameter that is not in ``model``; DesyncError, if ranks have
-    different state names; PhaseError, inside a forward, a backward or
-    ``unshard_params``; TypeError, if ``model``, ``optim`` or the number of state dicts
-    is wrong.
+    differ in their settings; CheckpointError, for state that is not element-wise or a
+    parameter that is not in ``model``; DesyncError, if ranks have different state
+    names; PhaseError, inside a forward, a backward or ``unshard_params``; TypeError.
     """
     optims = require_pairs(model, optim, "optim_state_dict")
     units = _get_fsdp_states(model)
@@ -95,8 +98,6 @@ def optim_state_dict(
     first_only = isinstance(config, FullOptimStateDictConfig) and config.rank0_only
     for each in optims:
         require_elementwise(each)
-    if first_only:
-        refuse_experts((unit.handle for unit in units), f"{_WHAT} with rank0_only")
     # Each rank's own shards are local, and may be asked for by a rank alone.
     if not is_local:
         kind = settings.state_dict_type.name
@@ -110,7 +111,7 @@ def optim_state_dict(
     return sharded_state(model, optims, given, to_cpu=to_cpu, alone=is_local)
 
 
-def _given(optims: list[torch.optim.Optimizer], given: Any) -> list[dict[str, Any]]:
+def _given(optims: list[Optimizer], given: Any) -> list[dict[str, Any]]:
     """Return a state dict per optimizer: the given ones, or the current ones."""
     if given is None:
         return [local_state_dict(each) for each in optims]
@@ -125,7 +126,7 @@ def _given(optims: list[torch.optim.Optimizer], given: Any) -> list[dict[str, An
 
 def full_state(
     model: nn.Module,
-    optims: Sequence[torch.optim.Optimizer],
+    optims: Sequence[Optimizer],
     given: Sequence[dict[str, Any]],
     *,
     first_only: bool,
@@ -135,12 +136,14 @@ def full_state(
 
     Collective, Raises: as ``optim_state_dict`` for the full type.
     """
-    units = _get_fsdp_states(model)
+    handles = [unit.handle for unit in _get_fsdp_states(model)]
+    if first_only:
+        refuse_experts(handles, f"{_WHAT} with rank0_only")
     members, options, states = _agreed(model, optims, given)
     # A rank that returns {} still takes part in all collectives.
-    wanted = not (first_only and units and not units[0].handle.groups.is_first)
-    result: dict[str, dict[str, Any]] = {}
-    by_handle: dict[int, list[tuple[Named, dict[str, Any]]]] = {}
+    wanted = not (first_only and handles and not handles[0].groups.is_first)
+    result: dict[str, Values] = {}
+    by_unit: dict[int, list[tuple[Named, Values]]] = {}
     for named, values in zip(members, states, strict=True):
         if values and wanted:
             result[named.fqn] = {
@@ -149,19 +152,18 @@ def full_state(
                 for k, v in values.items()
             }
         if named.is_cut:
-            by_handle.setdefault(id(named.handle), []).append((named, values))
+            by_unit.setdefault(id(named.handle), []).append((named, values))
     # By name: the order of the parameters in the optimizer may differ between ranks.
-    units_found = [sorted(f, key=lambda pair: pair[0].fqn) for f in by_handle.values()]
-    for found in sorted(units_found, key=lambda each: each[0][0].fqn):
-        _gather(found, result, first_only=first_only, to_cpu=to_cpu)
+    units = [sorted(each, key=lambda pair: pair[0].fqn) for each in by_unit.values()]
+    for each in sorted(units, key=lambda unit: unit[0][0].fqn):
+        _gather(each, result, first_only=first_only, to_cpu=to_cpu)
     saved = {"state": result, "param_groups": options} if wanted else {}
-    handles = [unit.handle for unit in units]
-    return with_all_experts(saved, members, handles, to_cpu=to_cpu)
+    return _with_experts(saved, members, handles, to_cpu=to_cpu)
 
 
 def sharded_state(
     model: nn.Module,
-    optims: Sequence[torch.optim.Optimizer],
+    optims: Sequence[Optimizer],
     given: Sequence[dict[str, Any]],
     *,
     to_cpu: bool,
@@ -173,10 +175,7 @@ def sharded_state(
     """
     members, options, states = _agreed(model, optims, given, alone=alone)
     result = {
-        named.fqn: {
-            key: as_sharded(named, _copy(value, to_cpu))
-            for key, value in values.items()
-        }
+        named.fqn: {k: as_sharded(named, _copy(v, to_cpu)) for k, v in values.items()}
         for named, values in zip(members, states, strict=True)
         if values
     }
@@ -187,17 +186,16 @@ def sharded_state(
                 # ``full_tensor`` would wait for ranks that lack the entry.
                 value.home = None
         return saved
-    handles = [unit.handle for unit in _get_fsdp_states(model)]
-    return with_expert_names(saved, members, handles)
+    return _with_experts(saved, members, [u.handle for u in _get_fsdp_states(model)])
 
 
 def _agreed(
     model: nn.Module,
-    optims: Sequence[torch.optim.Optimizer],
+    optims: Sequence[Optimizer],
     given: Sequence[dict[str, Any]],
     *,
     alone: bool = False,
-) -> tuple[list[Named], list[Group], list[dict[str, Any]]]:
+) -> tuple[list[Named], list[Group], list[Values]]:
     """Return named parameters, their groups, and their states.
 
     Collective: one exchange of state names per shard group; none if ``alone``.
@@ -205,18 +203,17 @@ def _agreed(
     units = _get_fsdp_states(model)
     with raise_on_all_ranks([] if alone else shard_groups(units)):
         for state in units:
-            require_between_steps(state, "optim_state_dict")
-        groups, joined, own = joined_state(model, optims, given, "optim_state_dict")
-    members = [named for group_members in groups for named in group_members]
+            require_between_steps(state, _WHAT)
+        table, joined = joined_state(model, optims, given, _WHAT)
     # In the order of the model, which is that of every rank: a loop over the result may
     # call ``full_tensor()``.
     place = {id(parameter): n for n, parameter in enumerate(model.parameters())}
+    members = table.members
     members.sort(key=lambda named: place.get(id(named.parameter), len(place)))
-    states: list[dict[str, Any]] = [joined["state"].get(m.fqn, {}) for m in members]
+    states: list[Values] = [joined["state"].get(m.fqn, {}) for m in members]
     if not alone:
         require_same_state(members, states, units)
-    options = aligned_groups(groups, joined, own)
-    return members, options, states
+    return members, aligned_groups(table, joined), states
 
 
 def _copy(value: Any, to_cpu: bool) -> Any:
@@ -229,8 +226,8 @@ def _copy(value: Any, to_cpu: bool) -> Any:
 
 
 def _gather(
-    members: list[tuple[Named, dict[str, Any]]],
-    result: dict[str, dict[str, Any]],
+    members: list[tuple[Named, Values]],
+    result: dict[str, Values],
     *,
     first_only: bool,
     to_cpu: bool,
@@ -280,3 +277,43 @@ def _shards_of(
             shard[ref.offset :][: value.numel()].copy_(value.reshape(-1))
         shards.append(shard)
     return shards
+
+
+def _with_experts(
+    saved: dict[str, Any],
+    members: Sequence[Named],
+    handles: Sequence[FlatParamHandle],
+    *,
+    to_cpu: bool | None = None,
+) -> dict[str, Any]:
+    """Return a state dict whose groups name the plain experts of all ranks.
+
+    Full state also has the state of all: then ``to_cpu`` is given.
+
+    Collective, Raises: over each ``expert_mesh`` as ``from_all_ranks``.
+    """
+    for group, units in expert_units(handles).items():
+        names = [each.fqn for each in members if each.handle in units]
+        # A file has one list per group, and the plain model needs all names in it.
+        told = collectives.all_gather_object(
+            [[n for n in g["params"] if n in names] for g in saved["param_groups"]],
+            group,
+        )
+        require_different(map(chain.from_iterable, told))
+        if to_cpu is not None:
+            # Taken out, so that the experts of all ranks have one order on all ranks.
+            state = saved["state"]
+            own = {name: state.pop(name) for name in names if name in state}
+            # Units of a tree have one compute device, from which the backend sends.
+            device = units[0].layout.device
+            state |= from_all_ranks(own, group, device, to_cpu=to_cpu)
+        # The groups of all ranks are alike but for the experts in them. The order is
+        # that of no rank: DCP joins the entries of the lists that ranks save.
+        for number, each in enumerate(saved["param_groups"]):
+            more = [
+                n for lists in told for part in lists[number : number + 1] for n in part
+            ]
+            each["params"] = [n for n in each["params"] if n not in names] + more
+            # Names that this rank's optimizer was made with, in its own order.
+            each.pop("param_names", None)
+    return saved

@@ -18,19 +18,12 @@ from composable_fsdp.state_dict.parts import mismatch, sharded_value
 from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.tree.state import _get_module_fsdp_state
 
-_FULL = StateDictType.FULL_STATE_DICT
-
 
 def as_sharded(named: Named, value: Any) -> Any:
     """Return this rank's ``value`` as a ``ShardedValue``; scalars stay as they are."""
+    is_part = isinstance(value, Tensor) and value.shape == named.parameter.shape
     # Of a parameter that this rank holds whole, state may have any shape.
-    if (
-        named.ref is None
-        or not isinstance(value, Tensor)
-        or value.shape != named.parameter.shape
-    ):
-        return value
-    return sharded_value(named.ref, value)
+    return sharded_value(named.ref, value) if named.ref and is_part else value
 
 
 def mark_partial(handle: FlatParamHandle, values: dict[str, Any], name: str) -> None:
@@ -39,38 +32,25 @@ def mark_partial(handle: FlatParamHandle, values: dict[str, Any], name: str) -> 
     Frameworks write the ``optimizer.state_dict()`` of the first rank to a file.
     """
     unit = _get_module_fsdp_state(handle.layout.owners[0])
-    if unit is None or unit.settings.state_dict.state_dict_type is not _FULL:
-        return
-    for key, value in values.items():
+    kind = None if unit is None else unit.settings.state_dict.state_dict_type
+    for key, value in values.items() if kind is StateDictType.FULL_STATE_DICT else ():
         if isinstance(value, ShardedValue) and value.is_partial:
             value.not_alone = f"state {key!r} of {name}"
 
 
-def require_own_parts(
-    members: list[Named], saved: dict[str, Any], *, from_first: bool
-) -> None:
-    """Refuse sharded values of another plan that ranks cannot gather."""
-    for named in members:
-        for key, value in saved["state"].get(named.fqn, {}).items():
-            # ``part``: a ``Described`` stands for the first rank's sharded value.
-            if isinstance(value, ShardedValue) or getattr(value, "part", False):
-                problem = _FROM_FIRST if from_first else _mismatch(named, value)
-                if problem and (from_first or not _is_gathered(named, value)):
-                    raise CheckpointError(
-                        f"Optimizer state {key!r} of {quoted(named.fqn)}: {problem}"
-                    )
-
-
-_FROM_FIRST = (
-    "expected a whole tensor on the first rank, which gives it to all, got a "
-    "ShardedValue. Load sharded values on every rank, with rank0_only=False."
-)
-
-
-def _is_gathered(named: Named, value: ShardedValue) -> bool:
-    """Return whether ranks can gather a sharded value of another plan."""
+def part_problem(named: Named, value: Any, *, from_first: bool) -> str:
+    """Return why ranks can neither take nor gather a sharded value; else empty."""
+    # ``part``: a ``Described`` stands for the first rank's sharded value.
+    if not isinstance(value, ShardedValue) and not getattr(value, "part", False):
+        return ""
+    if from_first:
+        return (
+            "expected a whole tensor on the first rank, which gives it to all, got a "
+            "ShardedValue. Load sharded values on every rank, with rank0_only=False."
+        )
     known = value.home is not None and value.home.group is not None
-    return tuple(value.shape) == named.shape and (known or not value.is_partial)
+    is_gathered = tuple(value.shape) == named.shape and (known or not value.is_partial)
+    return "" if is_gathered else _mismatch(named, value)
 
 
 def _mismatch(named: Named, value: ShardedValue) -> str:
@@ -109,13 +89,10 @@ def part_for(named: Named, key: str, value: Any) -> Any:
                 f"Optimizer state {key!r} of {quoted(named.fqn)}: {problem}"
             )
         return value.local
-    if is_scalar(key, value, named.shape):
-        return value
     # First this rank's shape: if both are equal, this rank holds the whole parameter.
-    if value.shape == named.parameter.shape:
+    if is_scalar(key, value, named.shape) or value.shape == named.parameter.shape:
         return value
-    if tuple(value.shape) == named.shape:
-        assert named.ref is not None
+    if named.ref is not None and tuple(value.shape) == named.shape:
         return named.ref.part_of(value)
     if not named.is_cut:
         # State that is not element-wise, of a parameter that this rank holds whole.

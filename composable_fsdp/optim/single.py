@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from composable_fsdp.access.gather import gather_slot
 from composable_fsdp.access.single import closest_names, find_parameter, unit_of
@@ -22,7 +23,7 @@ from composable_fsdp.optim.step_checks import require_elementwise
 
 
 def get_full_optim_state(
-    model: nn.Module, optim: torch.optim.Optimizer, fqn: str
+    model: nn.Module, optim: Optimizer, fqn: str
 ) -> dict[str, Any]:
     """Return the state that ``optim`` keeps for a parameter, in full shapes.
 
@@ -52,13 +53,13 @@ def get_full_optim_state(
     for key, value in sorted(result.items()):
         if named.ref is not None and named.is_cut and not named.is_scalar(key, value):
             value = gather_slot(named.ref, value)
-        result[key] = _clone(value)
+        result[key] = value.detach().clone() if isinstance(value, Tensor) else value
     return result
 
 
 @torch.no_grad()
 def set_full_optim_state(
-    model: nn.Module, optim: torch.optim.Optimizer, fqn: str, state: dict[str, Any]
+    model: nn.Module, optim: Optimizer, fqn: str, state: dict[str, Any]
 ) -> None:
     """Write optimizer state of a parameter from full values.
 
@@ -103,10 +104,10 @@ def _part(named: Named, key: str, value: Any, before: Any) -> Any:
     """Return a copy of this rank's part of a full value, in place of ``before``."""
     if not isinstance(value, Tensor):
         return value
-    scalar = is_scalar(key, value, named.shape)
-    if not scalar and value.ndim == 0 and before is not None:
-        # For a 0-d parameter the optimizer's own state tells.
-        scalar = named.is_scalar(key, before)
+    # For a 0-d parameter the optimizer's own state tells.
+    scalar = is_scalar(key, value, named.shape) or (
+        value.ndim == 0 and before is not None and named.is_scalar(key, before)
+    )
     if named.ref is not None and not scalar:
         value = named.ref.part_of(value)
     # Optimizers keep ``step`` on the CPU.
@@ -114,15 +115,10 @@ def _part(named: Named, key: str, value: Any, before: Any) -> Any:
         value = value.to(before.device, before.dtype)
     elif not scalar:
         value = value.to(named.parameter.device)
-    return _clone(value)
+    return value.detach().clone()
 
 
-def _find(
-    model: nn.Module,
-    optim: torch.optim.Optimizer,
-    fqn: str,
-    what: str,
-) -> Named:
+def _find(model: nn.Module, optim: Optimizer, fqn: str, what: str) -> Named:
     """Find the parameter by name and check that ``optim`` holds the parameter."""
     require_pair(model, optim, what)
     found = find_parameter(model, fqn, what)
@@ -133,14 +129,10 @@ def _find(
     meet_for_state(units, what, repr(fqn), replicas=what.startswith("set"))
     install_optimizer_hooks(optim)
     require_elementwise(optim)
-    mine = {id(p) for g in originals(optim.param_groups) for p in g["params"]}
-    if id(named.parameter) not in mine:
+    held = [p for group in originals(optim.param_groups) for p in group["params"]]
+    if all(p is not named.parameter for p in held):
         raise CompositionError(
             f"{what}: parameter {quoted(fqn)} is not in the {type(optim).__name__}. "
             "Pass the optimizer that trains it."
         )
     return named
-
-
-def _clone(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value

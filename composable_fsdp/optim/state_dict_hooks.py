@@ -24,6 +24,7 @@ from composable_fsdp.flat.param_ref import param_ref
 from composable_fsdp.naming import quoted
 from composable_fsdp.optim.flat_state import (
     BY_NAME,
+    flat_keys,
     flat_part,
     has_flats,
     marked,
@@ -35,7 +36,7 @@ from composable_fsdp.optim.names import Named, refuse_flats_with_forms, shard_gr
 from composable_fsdp.optim.own_state_dict import is_empty, unwrapped, wants_parts
 from composable_fsdp.optim.save import full_state
 from composable_fsdp.optim.sharded import as_sharded, mark_partial, part_for
-from composable_fsdp.optim.state_exchange import require_same_state
+from composable_fsdp.optim.state_exchange import Values, require_same_state
 from composable_fsdp.optim.step_checks import (
     cut_leaf,
     flat_name,
@@ -43,15 +44,15 @@ from composable_fsdp.optim.step_checks import (
     misfit_text,
     steps_on_full_params,
 )
-from composable_fsdp.state_dict.dcp_caller import (
-    DcpRequest,
-    dcp_request,
-)
+from composable_fsdp.state_dict.dcp_caller import DcpRequest, dcp_request
 from composable_fsdp.state_dict.other_experts import refuse_experts
 from composable_fsdp.state_dict.settings import rank_0_is_first
 from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
 from composable_fsdp.tree.traversal import _get_fsdp_states
+
+Optimizer = torch.optim.Optimizer
+StateDict = dict[str, Any]
 
 SHOWN_ON_ALL: list[Callable[[Tensor], bool]] = []
 """Each says whether every rank shows the state of a parameter, also a rank without
@@ -60,7 +61,7 @@ elements, as for modules that ``composable_fsdp.fsdp2`` has sharded."""
 
 def install_optimizer_hooks(optim: object) -> None:
     """Register both hooks, if ``optim`` is torch's and holds sharded parameters."""
-    if not isinstance(optim, torch.optim.Optimizer) or not hasattr(
+    if not isinstance(optim, Optimizer) or not hasattr(
         optim, "_optimizer_state_dict_post_hooks"
     ):
         # A wrapper that did not call ``Optimizer.__init__``: the wrapped optimizer gets
@@ -95,18 +96,26 @@ def prepare_for_dcp(optim: object) -> bool:
     Raises: CompositionError, if ``optim`` was made of full parameters.
     """
     install_optimizer_hooks(optim)
-    if not isinstance(optim, torch.optim.Optimizer):
+    if not isinstance(optim, Optimizer):
         return False
     steps_on_full_params(optim)
     grads = (p.grad for group in optim.param_groups for p in group["params"])
     is_used = bool(optim.state) or any(grad is not None for grad in grads)
-    shards = (handle.groups.shard for handle in handles_of(optim))
     # A rank that asks alone must not come to the exchange.
-    groups = dict.fromkeys(shard for shard in shards if shard is not None)
-    meet(groups, Call("state_dict or load_state_dict of DCP", type(optim).__name__))
+    groups = _met(optim, handles_of(optim), "state_dict or load_state_dict of DCP")
     for group in groups:
         is_used = any(each.value for each in exchange(None, is_used, group))
     return is_used
+
+
+def _met(
+    optim: Optimizer, handles: Sequence[Any], what: str
+) -> list[dist.ProcessGroup]:
+    """Return the shard groups of the units, whose ranks have all called ``what``."""
+    groups = [handle.groups.shard for handle in handles]
+    found = list(dict.fromkeys(group for group in groups if group is not None))
+    meet(found, Call(what, type(optim).__name__))
+    return found
 
 
 def _named(parameter: Any, *, whole: bool = False) -> Named | None:
@@ -118,26 +127,18 @@ def _named(parameter: Any, *, whole: bool = False) -> Named | None:
     return Named(ref.name, parameter, ref)
 
 
-def _members(
-    optim: torch.optim.Optimizer, groups: Any, *, whole: bool = False
-) -> dict[Any, Named]:
+def _members(optim: Optimizer, groups: Any, *, whole: bool = False) -> dict[Any, Named]:
     """Return parameters of units by the keys that ``groups`` of the state dict use."""
-    pairs = zip(groups, optim.param_groups, strict=False)
     return {
         key: named
-        for saved, own in pairs
+        for saved, own in zip(groups, optim.param_groups, strict=False)
         for key, parameter in zip(saved["params"], own["params"], strict=False)
         if (named := _named(parameter, whole=whole)) is not None
     }
 
 
-def _on_state_dict(optim: torch.optim.Optimizer, state_dict: dict[str, Any]) -> Any:
-    """Return the state dict with sharded values, or in the form torch asks for.
-
-    State of a parameter without elements on this rank is left out, because it is stale.
-
-    Raises: CheckpointError, for state that is not element-wise.
-    """
+def _on_state_dict(optim: Optimizer, state_dict: StateDict) -> Any:
+    """Return the state dict with sharded values, or in the form torch asks for."""
     if wants_parts.get():
         return None
     refuse_flats_with_forms(optim, "optimizer.state_dict()")
@@ -157,34 +158,7 @@ def _on_state_dict(optim: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
     return {**state_dict, "state": _with_absent(members, state_dict, state, units)}
 
 
-def _flat(optim: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return the state dict of flat parameters with sharded values and fingerprints."""
-    _refuse_torchs_functions()
-    state = dict(state_dict["state"])
-    groups = []
-    for own, saved in zip(optim.param_groups, state_dict["param_groups"], strict=True):
-        for parameter, key in zip(own["params"], saved["params"], strict=True):
-            found = find_flat(parameter)
-            if found is not None and key in state:
-                state[key] = {
-                    k: sharded_state(found[1], v) for k, v in state[key].items()
-                }
-                mark_partial(found[0], state[key], flat_name(*found))
-        groups.append(marked(saved, own))
-    return {**state_dict, "state": state, "param_groups": groups}
-
-
-def _refuse_torchs_functions() -> None:
-    """Raise CheckpointError if a function of DCP is calling."""
-    if dcp_request() is not None:
-        raise CheckpointError(
-            "torch.distributed.checkpoint.state_dict names an optimizer's parameters "
-            "by the model's, and got an optimizer over flat parameters, which are none "
-            f"of them. {BY_NAME}"
-        )
-
-
-def _own(optim: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def _own(optim: Optimizer, state_dict: StateDict) -> StateDict:
     """Return the state dict that a user sees.
 
     Collective: if ``SHOWN_ON_ALL`` says so and a rank lacks elements, as
@@ -192,7 +166,11 @@ def _own(optim: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     """
     members = _members(optim, state_dict["param_groups"])
     absent = [named for named in members.values() if named.has_absent]
-    groups = _groups_that_show(optim, absent)
+    # Equal on all ranks: the plan says which parameters a rank lacks, and all ranks
+    # have sharded their modules by the same function.
+    on_all = all(any(says(n.parameter) for says in SHOWN_ON_ALL) for n in absent)
+    handles = [named.handle for named in absent] if on_all else []
+    groups = _met(optim, handles, "optimizer.state_dict()")
     with raise_on_all_ranks(groups):
         state = _all_shown(members, state_dict["state"])
     for key, named in members.items():
@@ -208,10 +186,33 @@ def _own(optim: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     return {**state_dict, "state": state}
 
 
+def _flat(optim: Optimizer, state_dict: StateDict) -> StateDict:
+    """Return the state dict of flat parameters with sharded values and fingerprints."""
+    _refuse_torchs_functions()
+    state, groups = dict(state_dict["state"]), state_dict["param_groups"]
+    for key, (handle, flat) in flat_keys(optim.param_groups, groups):
+        if key in state:
+            state[key] = {k: sharded_state(flat, v) for k, v in state[key].items()}
+            mark_partial(handle, state[key], flat_name(handle, flat))
+    groups = list(map(marked, groups, optim.param_groups))
+    return {**state_dict, "state": state, "param_groups": groups}
+
+
+def _refuse_torchs_functions() -> None:
+    """Raise CheckpointError if a function of DCP is calling."""
+    if dcp_request() is not None:
+        raise CheckpointError(
+            "torch.distributed.checkpoint.state_dict names an optimizer's parameters "
+            "by the model's, and got an optimizer over flat parameters, which are none "
+            f"of them. {BY_NAME}"
+        )
+
+
 def _all_shown(members: dict[Any, Named], given: dict[Any, Any]) -> dict[Any, Any]:
     """Return the state of all parameters with sharded values."""
     state = dict(given)
     for key, named in members.items():
+        # State of a parameter without elements on this rank is stale.
         if named.is_absent and is_empty(state.get(key, {})):
             state.pop(key, None)
         elif key in state:
@@ -219,24 +220,9 @@ def _all_shown(members: dict[Any, Named], given: dict[Any, Any]) -> dict[Any, An
     return state
 
 
-def _groups_that_show(
-    optim: torch.optim.Optimizer, absent: list[Named]
-) -> list[dist.ProcessGroup]:
-    """Return the groups whose ranks exchange state that some of them lack."""
-    # Equal on all ranks: the plan says which parameters a rank lacks, and all ranks
-    # have sharded their modules by the same function.
-    if not all(any(says(n.parameter) for says in SHOWN_ON_ALL) for n in absent):
-        return []
-    handles = [named.handle for named in absent]
-    shards = (None if handle is None else handle.groups.shard for handle in handles)
-    groups = list(dict.fromkeys(shard for shard in shards if shard is not None))
-    meet(groups, Call("optimizer.state_dict()", type(optim).__name__))
-    return groups
-
-
 def _with_absent(
     members: dict[Any, Named],
-    state_dict: dict[str, Any],
+    state_dict: StateDict,
     state: dict[Any, Any],
     units: Sequence[_FSDPState] = (),
 ) -> dict[Any, Any]:
@@ -255,7 +241,7 @@ def _with_absent(
     return {key: state[key] for key in (*members, *state) if key in state}
 
 
-def _shown(named: Named, values: dict[str, Any]) -> dict[str, Any]:
+def _shown(named: Named, values: Values) -> Values:
     """Return state with tensors as ``ShardedValue``; scalars stay as they are."""
     shape = named.parameter.shape
     for name, value in values.items() if named.is_cut else ():
@@ -268,13 +254,8 @@ def _shown(named: Named, values: dict[str, Any]) -> dict[str, Any]:
     return {name: as_sharded(named, value) for name, value in values.items()}
 
 
-def _full(
-    optim: torch.optim.Optimizer, given: dict[str, Any], asked: DcpRequest
-) -> dict[str, Any]:
+def _full(optim: Optimizer, given: StateDict, asked: DcpRequest) -> StateDict:
     """Return full state under the optimizer's own keys.
-
-    If the request puts the state on the CPU and rank 0 is first in the shard group, the
-    other ranks return no state.
 
     Collective, Raises: as ``full_state``; CompositionError, for experts of this rank.
     """
@@ -300,9 +281,7 @@ def _full(
     }
 
 
-def _on_load_state_dict(
-    optim: torch.optim.Optimizer, state_dict: dict[str, Any]
-) -> Any:
+def _on_load_state_dict(optim: Optimizer, state_dict: StateDict) -> Any:
     """Return this rank's part of the given state dict, ready to load."""
     refuse_flats_with_forms(optim, "optimizer.load_state_dict()")
     if has_flats(optim.param_groups):
@@ -322,7 +301,7 @@ def _on_load_state_dict(
     return unwrapped({**state_dict, "state": state})
 
 
-def _parts(named: Named, values: dict[str, Any]) -> dict[str, Any]:
+def _parts(named: Named, values: Values) -> Values:
     """Return this rank's part of the state of a parameter."""
     # Of a 0-d parameter, the shape of another state tells parts from full values.
     are_parts = named.shape == () != named.parameter.shape and any(

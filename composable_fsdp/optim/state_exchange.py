@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import zip_longest
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -30,34 +30,19 @@ from composable_fsdp.tree.state import _FSDPState
 Values = dict[str, Any]
 
 
-class _Elements(NamedTuple):
-    """Description of an element-wise state."""
-
-    dtype: torch.dtype
-
-
-class _Number(NamedTuple):
-    """Description of a state that is a 0-d tensor."""
-
-    value: Tensor
-    """A copy on the CPU."""
-    is_on_cpu: bool
-
-
 class _Entry(NamedTuple):
     """What a rank says of a parameter."""
 
     fqn: str
     keys: list[str]
     """The sorted names of its element-wise states."""
-    described: Values
-    """The state for ranks without elements; empty if there are none."""
+    told: Values
+    """The state for ranks without elements, if this rank describes it: a dtype, or of a
+    scalar the value, on the CPU, and whether it was there."""
 
 
 def require_same_state(
-    members: list[Named],
-    states: list[Values],
-    units: Sequence[_FSDPState] = (),
+    members: list[Named], states: list[Values], units: Sequence[_FSDPState] = ()
 ) -> None:
     """Check on all ranks that state can be gathered; complete ``states``.
 
@@ -71,27 +56,24 @@ def require_same_state(
     problem = next(filter(None, misfits), None)
     # The groups of ``units`` first, in an order equal on all ranks, also without a
     # parameter to describe.
-    cut: dict[dist.ProcessGroup, list[int]]
-    cut = {group: [] for group in shard_groups(units)}
+    cut: dict[dist.ProcessGroup, list[int]] = {g: [] for g in shard_groups(units)}
     # By name: the order of the parameters in the optimizer may differ between ranks.
     for i, named in sorted(enumerate(members), key=lambda pair: pair[1].fqn):
-        if named.handle is not None and named.handle.groups.shard is not None:
-            cut.setdefault(named.handle.groups.shard, []).append(i)
+        if named.group is not None:
+            cut.setdefault(named.group, []).append(i)
+    own = [[_entry(members[i], states[i]) for i in each] for each in cut.values()]
     # All exchanges before any error: a rank that raised would be missing in the next.
-    told = [
-        # Plain tuples, because the name of a class takes more bytes than the entry.
-        exchange(problem, [(*_entry(members[i], states[i]),) for i in indices], group)
-        for group, indices in cut.items()
-    ]
+    outcomes = [exchange(problem, *pair) for pair in zip(own, cut, strict=True)]
     if problem is not None:
         raise problem
-    for outcomes in told:
-        failure = first_failure(each.failure for each in outcomes)
-        if failure is not None:
-            raise failure.rebuilt()
-    for indices, outcomes in zip(cut.values(), told, strict=True):
-        answers = [[_Entry(*entry) for entry in each.value] for each in outcomes]
-        _take(members, states, indices, answers)
+    failure = first_failure(each.failure for said in outcomes for each in said)
+    if failure is not None:
+        raise failure.rebuilt()
+    for mine, said, numbers in zip(own, outcomes, cut.values(), strict=True):
+        for rank, each in enumerate(said):
+            _require_same_names(mine, each.value, rank)
+        for i, *entries in zip(numbers, *(each.value for each in said), strict=True):
+            _take(members[i], states, i, entries)
 
 
 def _misfit(named: Named, values: Values) -> CheckpointError | None:
@@ -110,67 +92,53 @@ def _entry(named: Named, values: Values) -> _Entry:
     assert named.ref is not None
     keys = sorted(k for k, value in values.items() if not named.is_scalar(k, value))
     speaks = named.has_absent and named.ref.region.rank == named.holders[0]
-    return _Entry(named.fqn, keys, _described(values) if speaks else {})
-
-
-def _described(values: Values) -> Values:
-    """Describe the state ``values``, without elements, for ranks that hold none."""
-    described: Values = {}
-    for key, value in values.items():
-        if not isinstance(value, Tensor):
-            try:
-                pickle.dumps(value)
-            except Exception:
-                # It cannot be sent; leave it out.
-                continue
-            described[key] = value
-        elif value.ndim:
-            described[key] = _Elements(value.dtype)
+    told: Values = {}
+    for key, value in values.items() if speaks else ():
+        if isinstance(value, Tensor) and value.ndim:
+            told[key] = value.dtype
+        elif isinstance(value, Tensor):
+            told[key] = value.detach().cpu(), value.device.type == "cpu"
         else:
-            described[key] = _Number(value.detach().cpu(), value.device.type == "cpu")
-    return described
+            # What cannot be sent is left out.
+            with suppress(Exception):
+                pickle.dumps(value)
+                told[key] = value, True
+    return _Entry(named.fqn, keys, told)
 
 
 def _made(told: Any, leaf: Tensor) -> Any:
     """Create the described state for ``leaf``, which has no elements."""
-    if isinstance(told, _Elements):
-        return torch.empty(leaf.shape, dtype=told.dtype, device=leaf.device)
-    if isinstance(told, _Number):
-        return told.value if told.is_on_cpu else told.value.to(leaf.device)
-    return told
+    if isinstance(told, torch.dtype):
+        return torch.empty(leaf.shape, dtype=told, device=leaf.device)
+    value, is_on_cpu = told
+    return value if is_on_cpu else value.to(leaf.device)
+
+
+def _require_same_names(own: list[_Entry], theirs: list[_Entry], rank: int) -> None:
+    """Refuse the entries of a rank that are of other parameters than this rank's."""
+    nothing = _Entry("nothing more", [], {})
+    for mine, other in zip_longest(own, theirs, fillvalue=nothing):
+        if mine.fqn != other.fqn:
+            raise _differing("here", mine, f"on rank {rank} of the shard group", other)
 
 
 def _take(
-    members: list[Named],
-    states: list[Values],
-    indices: list[int],
-    answers: list[list[_Entry]],
+    named: Named, states: list[Values], i: int, entries: Sequence[_Entry]
 ) -> None:
-    """Compare the entries of a group's ranks; take over states that this rank lacks."""
-    own = [_entry(members[i], states[i]) for i in indices]
-    name_of = attrgetter("fqn")
-    for rank, entries in enumerate(answers):
-        if list(map(name_of, entries)) != list(map(name_of, own)):
-            pairs = zip_longest(own, entries, fillvalue=_Entry("nothing more", [], {}))
-            mine, theirs = next(pair for pair in pairs if pair[0].fqn != pair[1].fqn)
-            raise _differing("here", mine, f"on rank {rank} of the shard group", theirs)
-    for at, i in enumerate(indices):
-        named = members[i]
-        assert named.ref is not None
-        # Holders only, which the layout tells: state of other ranks may be stale.
-        holders, own_rank = named.holders, named.ref.region.rank
-        said = {rank: answers[rank][at] for rank in holders}
-        here = own_rank if own_rank in said else holders[0]
-        keys = said[here].keys
-        other = next((rank for rank in holders if said[rank].keys != keys), None)
-        if other is not None:
-            where = "here" if here == own_rank else f"on rank {here} of the shard group"
-            there = f"on rank {other} of the shard group"
-            raise _differing(where, said[here], there, said[other])
-        if own_rank not in said:
-            # Also in place of state that an earlier load or step left here.
-            described = said[here].described
-            states[i] = {k: _made(v, named.parameter) for k, v in described.items()}
+    """Compare what ranks say of a parameter; take over state that this rank lacks."""
+    assert named.ref is not None
+    # Holders only, which the layout tells: state of other ranks may be stale.
+    holders, own_rank = named.holders, named.ref.region.rank
+    here = own_rank if own_rank in holders else holders[0]
+    for rank in holders:
+        if entries[rank].keys != entries[here].keys:
+            where, there = (f"on rank {r} of the shard group" for r in (here, rank))
+            where = "here" if here == own_rank else where
+            raise _differing(where, entries[here], there, entries[rank])
+    if here != own_rank:
+        # Also in place of state that an earlier load or step left here.
+        told = entries[here].told.items()
+        states[i] = {key: _made(each, named.parameter) for key, each in told}
 
 
 def _differing(here: str, mine: _Entry, there: str, theirs: _Entry) -> DesyncError:

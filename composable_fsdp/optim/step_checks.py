@@ -11,11 +11,12 @@ import warnings
 import weakref
 from collections import Counter
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from composable_fsdp.access.unsharded_unit import UNSHARDED
 from composable_fsdp.comm.agreement import Peers, can_compare
@@ -43,16 +44,51 @@ _REASONS: Final = {
 """Optimizers of torch, whose calls the audit passes by. Subclasses are refused, too."""
 
 
+class Held(NamedTuple):
+    """A parameter that an optimizer and a unit hold, original or flat."""
+
+    parameter: Tensor
+    handle: FlatParamHandle
+    number: int
+    """As ``find_leaf`` gives it; -1 for a flat parameter."""
+    flat: FlatParamRecord | None = None
+
+    @property
+    def name(self) -> str:
+        """The name for messages."""
+        if self.flat is not None:
+            return flat_name(self.handle, self.flat)
+        return quoted(param_path(self.handle, self.number))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank holds all of an original parameter."""
+        # A flat parameter also on a single rank: it joins several in a vector.
+        return self.flat is None and cut_leaf(self.parameter) is None
+
+
 def parameters_of(optim: Any) -> list[nn.Parameter]:
     """Return the parameters of all groups, in order."""
     # A list: the hook after each step asks, and each ``yield`` would be a call.
     return [p for group in getattr(optim, "param_groups", ()) for p in group["params"]]
 
 
-def handles_of(optim: torch.optim.Optimizer) -> list[FlatParamHandle]:
+def find_held(parameter: Tensor) -> Held | None:
+    """Return the parameter with its unit; None if no unit holds it."""
+    if (leaf := find_leaf(parameter)) is not None:
+        return Held(parameter, *leaf)
+    flat = find_flat(parameter)
+    return None if flat is None else Held(parameter, flat[0], -1, flat[1])
+
+
+def held_by(optim: object) -> list[Held]:
+    """Return what an optimizer holds of units, in order."""
+    return [held for held in map(find_held, parameters_of(optim)) if held is not None]
+
+
+def handles_of(optim: Optimizer) -> list[FlatParamHandle]:
     """Return the units whose parameters or flat parameters ``optim`` holds."""
-    owners = (find_leaf(p) or find_flat(p) for p in parameters_of(optim))
-    return list({id(owner[0]): owner[0] for owner in owners if owner}.values())
+    return list({id(held.handle): held.handle for held in held_by(optim)}.values())
 
 
 def cut_leaf(parameter: object) -> tuple[FlatParamHandle, int] | None:
@@ -63,11 +99,6 @@ def cut_leaf(parameter: object) -> tuple[FlatParamHandle, int] | None:
     if found is None or found[0].groups.shard_ref is not None:
         return found
     return found if param_ref(*found).is_cut else None
-
-
-def leaf_name(handle: FlatParamHandle, index: int) -> str:
-    """Return the name of a parameter of ``handle`` for messages."""
-    return quoted(param_path(handle, index))
 
 
 def flat_name(handle: FlatParamHandle, flat: FlatParamRecord) -> str:
@@ -87,17 +118,12 @@ def needs_whole_params(optim: object) -> str:
 def require_elementwise(optim: object) -> None:
     """Refuse an optimizer that needs whole parameters and holds sharded parameters."""
     reason = needs_whole_params(optim)
-    for parameter in parameters_of(optim) if reason else ():
-        # A flat parameter also on a single rank: it joins several in a vector.
-        flat, leaf = find_flat(parameter), cut_leaf(parameter)
-        if flat is None and leaf is None:
-            continue
+    cut = (held for held in held_by(optim) if not held.is_whole) if reason else ()
+    for held in cut:
         part = (
-            f"{flat_name(*flat)} joins what this rank holds of several"
-            if flat is not None
-            else f"of {leaf_name(*leaf)} each rank holds a part only"
-            if leaf is not None
-            else ""
+            f"of {held.name} each rank holds a part only"
+            if held.flat is None
+            else f"{held.name} joins what this rank holds of several"
         )
         raise CompositionError(
             f"{type(optim).__name__} {reason}, and {part}: its step would not be that "
@@ -107,27 +133,20 @@ def require_elementwise(optim: object) -> None:
         )
 
 
-def require_outside_unshard_params(optim: torch.optim.Optimizer) -> None:
-    """Refuse a step on sharded parameters while ``unshard_params`` shows the full ones.
-
-    Raises: PhaseError.
-    """
-    for parameter in parameters_of(optim) if UNSHARDED else ():
-        leaf, flat = find_leaf(parameter), find_flat(parameter)
-        found = leaf or flat
-        if found is None or found[0].phase is not Phase.SUMMON:
-            continue
-        name = leaf_name(*leaf) if leaf else flat_name(*flat) if flat else ""
-        raise PhaseError(
-            f"{type(optim).__name__}.step() was called inside unshard_params, which "
-            f"shows {name} full; the end of the block would write the full values over "
-            "the step. Call it after the block."
-        )
+def require_outside_unshard_params(optim: Optimizer) -> None:
+    """Refuse a step on sharded parameters while ``unshard_params`` shows full ones."""
+    for held in held_by(optim) if UNSHARDED else ():
+        if held.handle.phase is Phase.SUMMON:
+            raise PhaseError(
+                f"{type(optim).__name__}.step() was called inside unshard_params, "
+                f"which shows {held.name} full; the end of the block would write the "
+                "full values over the step. Call it after the block."
+            )
 
 
-def steps_on_full_params(optim: torch.optim.Optimizer) -> bool:
+def steps_on_full_params(optim: Optimizer) -> bool:
     """Return whether ``optim`` steps on full parameters that have gradients."""
-    strangers = [p for p in parameters_of(optim) if not (find_leaf(p) or find_flat(p))]
+    strangers = [p for p in parameters_of(optim) if find_held(p) is None]
     # Full and sharded parameter share a ``__dict__``.
     originals = originals_by_vars() if strangers else {}
     found = [
@@ -142,7 +161,7 @@ def steps_on_full_params(optim: torch.optim.Optimizer) -> bool:
         p.grad is not None for p, *_ in found
     ):
         return True
-    names = listed(leaf_name(handle, i) for _, handle, i in found)
+    names = listed(quoted(param_path(handle, i)) for _, handle, i in found)
     raise CompositionError(
         f"{type(optim).__name__} holds the full parameters of {names}, which "
         "modules showed when it was given them (inside unshard_params, after unshard, "
@@ -152,11 +171,8 @@ def steps_on_full_params(optim: torch.optim.Optimizer) -> bool:
     )
 
 
-def prepare_flats(optim: torch.optim.Optimizer) -> None:
-    """Move gradients of original parameters into the flat gradients, before each step.
-
-    Raises: CompositionError, for a retired flat parameter.
-    """
+def prepare_flats(optim: Optimizer) -> None:
+    """Move gradients of originals into the flat gradients; refuse retired ones."""
     flats = flats_in(optim.param_groups)
     for flat in flats:
         handle = flat()
@@ -172,13 +188,12 @@ def prepare_flats(optim: torch.optim.Optimizer) -> None:
     move_own_gradients(flats)
 
 
-def require_no_flat_originals(optim: torch.optim.Optimizer) -> None:
+def require_no_flat_originals(optim: Optimizer) -> None:
     """Refuse original parameters whose gradients go to a flat parameter."""
-    for parameter in parameters_of(optim):
-        found = find_leaf(parameter)
-        if found is not None and param_ref(*found).region.flat is not None:
+    for held in held_by(optim):
+        if held.flat is None and param_ref(*held[1:3]).region.flat is not None:
             raise CompositionError(
-                f"{type(optim).__name__} holds {leaf_name(*found)}, of which "
+                f"{type(optim).__name__} holds {held.name}, of which "
                 "flat_parameters(module) has handed out the flat parameter: that gets "
                 "the gradient, and this optimizer would step on nothing, or on the "
                 "same elements again. Make it of features.flat_parameters(module), or "
@@ -186,13 +201,13 @@ def require_no_flat_originals(optim: torch.optim.Optimizer) -> None:
             )
 
 
-def require_current(optim: torch.optim.Optimizer) -> None:
+def require_current(optim: Optimizer) -> None:
     """Refuse parameters that were replaced in their module, unless both are held."""
-    held = set(map(id, parameters_of(optim)))
+    own = set(map(id, parameters_of(optim)))
     # Each with the parameter that is in its place now.
     replaced = [found[1] for p in parameters_of(optim) if (found := successor(p))]
-    new = [p for p in replaced if id(p) not in held and p.requires_grad]
-    gone = [leaf_name(*leaf) for leaf in map(find_leaf, new) if leaf is not None]
+    new = [find_held(p) for p in replaced if id(p) not in own and p.requires_grad]
+    gone = [held.name for held in new if held is not None and held.flat is None]
     if gone:
         raise CompositionError(
             f"{type(optim).__name__} holds what {listed(gone)} were "
@@ -203,9 +218,7 @@ def require_current(optim: torch.optim.Optimizer) -> None:
         )
 
 
-def require_agreement(
-    optim: torch.optim.Optimizer, refused: str | None, *, is_first: bool
-) -> None:
+def require_agreement(optim: Optimizer, refused: str | None, *, is_first: bool) -> None:
     """Refuse, on all ranks, state that misfits and options that differ between ranks.
 
     Collective: ranks wait for each other in the key-value store, at most ``_PATIENCE``
@@ -213,7 +226,7 @@ def require_agreement(
     """
     own = refused or _misfit(optim)
     told = None
-    plain = _unmanaged(optim) if is_first else []
+    plain = _unmanaged(optim)
     for group, handle in _groups_of(optim).items():
         log = handle.logs.reduce
         # Without a log there was no forward, and no gradient. Its keys are the same on
@@ -249,16 +262,20 @@ _compared: weakref.WeakKeyDictionary[Peers, Counter[str]] = weakref.WeakKeyDicti
 """Number of comparisons over an order log, by the unit with the least name."""
 
 
-def _options(optim: torch.optim.Optimizer, group: dist.ProcessGroup) -> dict[str, Any]:
+def _options(optim: Optimizer, group: dist.ProcessGroup) -> dict[str, Any]:
     """Return the numbers among the options of each parameter in units of ``group``."""
     held: dict[str, Any] = {}
     # By name, because the order of the groups may differ.
     for each in optim.param_groups:
-        # As JSON returns them, which has no tuples.
+        # As JSON returns them, which has no tuples. Betas are several numbers.
+        several = {k: list(v) if isinstance(v, tuple) else v for k, v in each.items()}
         numbers = {
-            k: list(v) if isinstance(v, tuple) else v
-            for k, v in each.items()
-            if _is_number(v)
+            key: value
+            for key, value in several.items()
+            if all(
+                isinstance(n, (int, float))
+                for n in (value if isinstance(value, list) else [value])
+            )
         }
         leaves = filter(None, map(find_leaf, each["params"]))
         names = (param_path(*leaf) for leaf in leaves if leaf[0].groups.shard is group)
@@ -267,10 +284,7 @@ def _options(optim: torch.optim.Optimizer, group: dist.ProcessGroup) -> dict[str
 
 
 def _difference(
-    optim: torch.optim.Optimizer,
-    ours: dict[str, Any],
-    theirs: dict[str, Any],
-    rank: int,
+    optim: Optimizer, ours: dict[str, Any], theirs: dict[str, Any], rank: int
 ) -> str | None:
     """Return the error for options that another rank has otherwise."""
     if ours == theirs:  # 1 and 1.0
@@ -292,20 +306,11 @@ def _difference(
     )
 
 
-def _is_number(value: object) -> bool:
-    """Return whether an option is a number or a tuple of numbers, as betas are."""
-    values = value if isinstance(value, (tuple, list)) else (value,)
-    return all(isinstance(each, (int, float)) for each in values)
-
-
-def _groups_of(
-    optim: torch.optim.Optimizer,
-) -> dict[dist.ProcessGroup, FlatParamHandle]:
+def _groups_of(optim: Optimizer) -> dict[dist.ProcessGroup, FlatParamHandle]:
     """Return each shard group, with the unit of the optimizer of the least name."""
     firsts: dict[dist.ProcessGroup, FlatParamHandle] = {}
     # Ranks may order the parameters of an optimizer differently.
-    leaves = filter(None, map(find_leaf, parameters_of(optim)))
-    handles = dict.fromkeys(handle for handle, _ in leaves)
+    handles = dict.fromkeys(h.handle for h in held_by(optim) if h.flat is None)
     for handle in sorted(handles, key=attrgetter("full_fqn")):
         # Not by ``optim.state``: a rank whose elements are all frozen has no state, and
         # the other ranks would wait for that rank.
@@ -315,21 +320,21 @@ def _groups_of(
     return firsts
 
 
-def _misfit(optim: torch.optim.Optimizer) -> str | None:
+def _misfit(optim: Optimizer) -> str | None:
     """Return the error for state whose shapes do not fit this rank's shards."""
     for parameter, values in optim.state.items():
-        flat, leaf = find_flat(parameter), cut_leaf(parameter)
-        for key, value in values.items() if isinstance(values, dict) else ():
+        held = find_held(parameter)
+        if held is None or held.is_whole or not isinstance(values, dict):
+            continue
+        for key, value in values.items():
             # Shapes cannot tell counters of a single element from other state.
             if (
-                (flat or leaf)
-                and isinstance(value, Tensor)
+                isinstance(value, Tensor)
                 and value.numel() != 1
                 and value.shape != parameter.shape
             ):
-                name = flat_name(*flat) if flat else leaf and leaf_name(*leaf)
-                who = f"{type(optim).__name__}'s state {key!r} of {name}"
-                whole = param_ref(*leaf).shape if leaf else None
+                who = f"{type(optim).__name__}'s state {key!r} of {held.name}"
+                whole = None if held.flat else param_ref(*held[1:3]).shape
                 return misfit_text(who, tuple(value.shape), parameter, whole)
     return None
 
@@ -354,21 +359,7 @@ def misfit_text(
     )
 
 
-def _unmanaged(optim: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """Return the trainable parameters that no unit holds and no option leaves out."""
-    # By ``requires_grad`` and not by ``.grad``, which may differ between ranks.
-    return [
-        p
-        for p in parameters_of(optim)
-        if p.requires_grad
-        and not hasattr(p, IGNORED)
-        and not (find_leaf(p) or find_flat(p))
-    ]
-
-
-def _warn_of_unreduced(
-    optim: torch.optim.Optimizer, plain: list[nn.Parameter], rank: int
-) -> None:
+def _warn_of_unreduced(optim: Optimizer, plain: list[nn.Parameter], rank: int) -> None:
     """Warn of gradients, of parameters outside units, that differ between ranks."""
     warnings.warn(
         f"{type(optim).__name__} steps {len(plain)} parameters that no unit holds, of "
@@ -378,6 +369,16 @@ def _warn_of_unreduced(
         "after its parts, replicate what is left, or name them in ignored_states.",
         stacklevel=5,
     )
+
+
+def _unmanaged(optim: Optimizer) -> list[nn.Parameter]:
+    """Return the trainable parameters that no unit holds and no option leaves out."""
+    # By ``requires_grad`` and not by ``.grad``, which may differ between ranks.
+    return [
+        p
+        for p in parameters_of(optim)
+        if p.requires_grad and not hasattr(p, IGNORED) and find_held(p) is None
+    ]
 
 
 @torch.no_grad()

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import (
+    Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
@@ -21,8 +22,7 @@ from torch.optim.optimizer import (
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat import residency
 from composable_fsdp.flat.gradients import has_arrived
-from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
-from composable_fsdp.flat.param_ref import find_param
+from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle, find_leaf
 from composable_fsdp.flat.replaced_params import times_replaced
 from composable_fsdp.flat.step_counts import count_step, is_counting_steps
 from composable_fsdp.naming import listed
@@ -46,32 +46,44 @@ _LOOKED_AT = 2
 """Steps that are checked in full: the second sees the state that the first created."""
 
 
-FIRST_STEPS: list[Callable[[torch.optim.Optimizer], None]] = []
+FIRST_STEPS: list[Callable[[Optimizer], None]] = []
 """Called before the first step of an optimizer, once the checks have passed."""
 
 
 class _KnownOptimizer:
     """Facts about an optimizer, valid while ``at`` is unchanged."""
 
-    __slots__ = ("at", "empty", "handles", "looks", "uncounted")
+    __slots__ = ("at", "counted", "has_empty", "handles", "looks", "uncounted")
 
-    def __init__(self, at: object, optim: torch.optim.Optimizer) -> None:
+    def __init__(self, at: object, optim: Optimizer) -> None:
         self.at = at
         """Numbers of ``fully_shard`` calls and of replaced parameters, and identity and
         length of each group's list."""
         # Weak, so that a deleted model is free.
         self.handles = tuple([weakref.ref(handle) for handle in handles_of(optim)])
-        self.empty = _empty_leaves(optim)
-        """Parameters whose elements, and steps, are all on other ranks."""
-        self.uncounted = _writes_uncounted(optim)
+        # Fused kernels do not move version counters, on any rank.
+        groups = [group for group in optim.param_groups if not group.get("fused")]
+        held = [p for group in groups for p in group["params"]]
+        self.counted = frozenset(map(id, held))
+        """Ids of the parameters whose versions move in a step that writes them."""
+        self.has_empty = any(not p.numel() and find_leaf(p) for p in held)
+        """Whether elements, and steps, of some of these are all on other ranks."""
+        # A foreign optimizer may have such kernels, too. A version that moves twice
+        # does no harm.
+        is_torchs = type(optim).__module__.startswith("torch.optim")
+        self.uncounted = not is_torchs or len(groups) < len(optim.param_groups)
         """Whether the step may write without moving version counters."""
         self.looks = 0
 
+    def units(self) -> list[FlatParamHandle]:
+        """Return the units of models that still exist."""
+        return [handle for link in self.handles if (handle := link()) is not None]
 
-_known: weakref.WeakKeyDictionary[torch.optim.Optimizer, _KnownOptimizer] = (
+
+_known: weakref.WeakKeyDictionary[Optimizer, _KnownOptimizer] = (
     weakref.WeakKeyDictionary()
 )
-_unwritten: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[FlatParamHandle]] = (
+_unwritten: weakref.WeakKeyDictionary[Optimizer, list[FlatParamHandle]] = (
     weakref.WeakKeyDictionary()
 )
 """Units whose recorded versions were current before a step that only creates state,
@@ -92,7 +104,7 @@ def install_step_hooks() -> None:
     _applications += 1
 
 
-def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optim: Optimizer, args: Any, kwargs: Any) -> None:
     """Check ``optim`` before its step; the global pre-hook."""
     global _any_counts
     if torch.compiler.is_compiling():
@@ -117,7 +129,7 @@ def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             # All ranks raise below: one that holds nothing of it has seen nothing.
             refused = str(error.args[0])
         met = _KnownOptimizer(at, optim)
-        _any_counts = _any_counts or met.uncounted or bool(met.empty)
+        _any_counts = _any_counts or met.uncounted or met.has_empty
     elif met.looks == _LOOKED_AT:
         return
     require_elementwise(optim)
@@ -125,14 +137,14 @@ def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     require_agreement(optim, refused, is_first=not met.looks)
     if not met.looks:
         require_current(optim)
-        _warn_of_unreduced(optim, met.handles)
+        _warn_of_unreduced(optim, met)
         for look in FIRST_STEPS:
             look(optim)
     met.looks += 1
     _known[optim] = met
 
 
-def _note_unwritten(optim: torch.optim.Optimizer) -> None:
+def _note_unwritten(optim: Optimizer) -> None:
     """Note units that stay valid in a step that only creates state."""
     # An entry is here if such a step raised before the hook after the step.
     _unwritten.pop(optim, None)
@@ -145,7 +157,7 @@ def _note_unwritten(optim: torch.optim.Optimizer) -> None:
         ]
 
 
-def _after_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _after_step(optim: Optimizer, args: Any, kwargs: Any) -> None:
     """Count the step for units that are kept unsharded; the global post-hook."""
     # Count after the step: a closure inside ``step`` may run the backward after which
     # units are kept unsharded.
@@ -160,128 +172,79 @@ def _after_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
                     handle.writes.gathered_at = shard_versions(handle)
             else:
                 count_step(met.handles)
-                _hide_old_values(met.handles)
-        if met.uncounted or met.empty:
+                _hide_old_values(met)
+        if met.uncounted or met.has_empty:
             _count_writes(optim, met)
 
 
-def _warn_of_unreduced(
-    optim: torch.optim.Optimizer, handles: Sequence[weakref.ref[FlatParamHandle]]
-) -> None:
+def _warn_of_unreduced(optim: Optimizer, met: _KnownOptimizer) -> None:
     """Warn of units whose gradients wait for a reduction, which this step passes by."""
-    waiting = [h for link in handles if (h := link()) is not None and has_arrived(h)]
+    waiting = [handle.name for handle in met.units() if has_arrived(handle)]
     if waiting:
-        names = listed(handle.name for handle in waiting)
         warnings.warn(
-            f"{type(optim).__name__}.step() was called while gradients of {names} wait "
-            "for a reduction (a backward under no_sync, or without gradient "
-            "synchronization): the step does not train them. Run the last backward "
-            "before the step outside no_sync.",
+            f"{type(optim).__name__}.step() was called while gradients of "
+            f"{listed(waiting)} wait for a reduction (a backward under no_sync, or "
+            "without gradient synchronization): the step does not train them. Run the "
+            "last backward before the step outside no_sync.",
             stacklevel=5,
         )
 
 
-def _only_creates_state(optim: torch.optim.Optimizer) -> bool:
+def _only_creates_state(optim: Optimizer) -> bool:
     """Return whether the running step creates state and changes no value."""
     # DCP sets ``lr`` of each group to zero. A group without ``lr`` is stepped at its
     # own rate, and weight decay changes its parameters without any gradient.
     return is_state_init_step() and all("lr" in g for g in optim.param_groups)
 
 
-def _writes_uncounted(optim: torch.optim.Optimizer) -> bool:
-    """Return whether a step may write without moving version counters."""
-    # A foreign optimizer is taken for one of those, since its kernels are not known. A
-    # version that moves twice does no harm.
-    is_torchs = type(optim).__module__.startswith("torch.optim")
-    return not is_torchs or any(group.get("fused") for group in optim.param_groups)
-
-
-def _count_writes(optim: torch.optim.Optimizer, met: _KnownOptimizer) -> None:
+def _count_writes(optim: Optimizer, met: _KnownOptimizer) -> None:
     """Move versions that the step has not moved, as other steps and ranks do.
 
     Backward would else use the new weights, or raise on the ranks that hold elements.
     """
-    # Lists: this runs in every step, where each item of a generator is a call.
-    if [1 for each in met.empty if each.is_old()]:
-        met.empty = _empty_leaves(optim)
-    written = _uncounted(optim, met) if met.uncounted else []
-    for link, _, leaves in met.empty:
-        if (unit := link()) is not None:
-            # ``shown`` tells of the other ranks: it is as the last reduction set it,
-            # and ``zero_grad`` on this rank does not clear it. DCP's step that creates
-            # state gives these parameters gradients, too.
-            written += [
-                leaf
-                for leaf, region, index in leaves
-                if leaf.grad is None
-                and unit.layout.regions[region].gradient.shown[index]
-            ]
-    if written and _may_have_stepped(optim, met.handles):
+    written: list[torch.Tensor] = []
+    for handle in met.units():
+        # Backward must not refuse after a step that has changed no value.
+        unseen = (
+            met.uncounted
+            and handle.phase is BACKWARD_PRE
+            and not _only_creates_state(optim)
+        )
+        if unseen or met.has_empty:
+            written += _unmoved(handle, met.counted, unseen=unseen)
+    if written and _may_have_stepped(optim, met):
         increment_version(written)
 
 
-def _uncounted(
-    optim: torch.optim.Optimizer, met: _KnownOptimizer
+def _unmoved(
+    handle: FlatParamHandle, counted: frozenset[int], *, unseen: bool
 ) -> list[torch.Tensor]:
-    """Return what a step between forward and backward may have written uncounted."""
-    written: list[torch.Tensor] = []
-    for handle in filter(None, (link() for link in met.handles)):
-        # Backward must not refuse after a step that has changed no value.
-        if handle.phase is not BACKWARD_PRE or _only_creates_state(optim):
-            continue
-        for region in handle.layout.trainable:
-            flat = region.flat is not None and region.flat.grad is not None
-            # An optimizer passes by parameters without a gradient. For a parameter
-            # without elements here, ``shown`` tells of the other ranks.
-            written += [
-                leaf
-                for leaf, shown in zip(
-                    region.leaves, region.gradient.shown, strict=True
-                )
-                if flat or leaf.grad is not None or (shown and not leaf.numel())
-            ]
-    return written
+    """Return the parameters of a unit whose versions a step has not moved.
 
-
-class _EmptyLeaves(NamedTuple):
-    """Parameters of a unit whose elements are all on other ranks."""
-
-    handle: weakref.ref[FlatParamHandle]
-    epoch: int
-    """The handle's epoch; a later epoch has other regions."""
-    leaves: list[tuple[torch.Tensor, int, int]]
-    """Per parameter: the tensor, the region's number, the number inside the region."""
-
-    def is_old(self) -> bool:
-        """Return whether the unit has other regions now."""
-        unit = self.handle()
-        return unit is not None and unit.layout.epoch != self.epoch
-
-
-def _empty_leaves(optim: torch.optim.Optimizer) -> list[_EmptyLeaves]:
-    """Return, per unit, the parameters of ``optim`` without elements on this rank.
-
-    Fused kernels do not move version counters, so their groups are left out.
+    ``unseen``: the step may have written any of them.
     """
-    found: dict[int, _EmptyLeaves] = {}
-    groups = [group for group in optim.param_groups if not group.get("fused")]
-    for leaf in [p for group in groups for p in group["params"]]:
-        place = None if leaf.numel() else find_param(leaf)
-        if place is not None:
-            handle = place.handle
-            unit = _EmptyLeaves(weakref.ref(handle), handle.layout.epoch, [])
-            number = handle.layout.regions.index(place.region)
-            row = leaf, number, place.index
-            found.setdefault(id(handle), unit).leaves.append(row)
-    return list(found.values())
+    # A loop without calls, because this runs in every step.
+    found: list[torch.Tensor] = []
+    for region in handle.layout.trainable:
+        flat = region.flat is not None and region.flat.grad is not None
+        for leaf, shown in zip(region.leaves, region.gradient.shown, strict=True):
+            # Of a parameter without elements here ``shown`` tells of the other ranks:
+            # it is as the last reduction set it, and ``zero_grad`` on this rank does
+            # not clear it. DCP's step that creates state gives these parameters
+            # gradients, too.
+            elsewhere = shown and not leaf.numel()
+            there = elsewhere and leaf.grad is None and id(leaf) in counted
+            # An optimizer passes by parameters without a gradient.
+            if there or (unseen and (flat or elsewhere or leaf.grad is not None)):
+                found.append(leaf)
+    return found
 
 
-def _hide_old_values(handles: Sequence[weakref.ref[FlatParamHandle]]) -> None:
+def _hide_old_values(met: _KnownOptimizer) -> None:
     """Show sharded parameters where a step has made full ones old."""
-    for link in handles:
-        handle = link()
+    for handle in met.units():
         # A unit in forward or backward reads the full parameters.
-        if handle is None or handle.backward.task != NO_TASK or handle.running.calls:
+        if handle.backward.task != NO_TASK or handle.running.calls:
             continue
         if handle.residency is residency.UNSHARDED:
             residency.use_sharded(handle)
@@ -289,9 +252,7 @@ def _hide_old_values(handles: Sequence[weakref.ref[FlatParamHandle]]) -> None:
             handle.form.handed(handle)
 
 
-def _may_have_stepped(
-    optim: torch.optim.Optimizer, handles: Sequence[weakref.ref[FlatParamHandle]]
-) -> bool:
+def _may_have_stepped(optim: Optimizer, met: _KnownOptimizer) -> bool:
     """Return whether the step may have changed parameters, on this or another rank."""
     # If this rank's gradients were cleared before the step, so were those of other
     # ranks. Only a parameter that the last reduction gave a gradient tells; a rank that
@@ -300,8 +261,7 @@ def _may_have_stepped(
     # Lazily: usually the first has a gradient, and the hook runs in every step.
     found = (
         each.grad is not None
-        for link in handles
-        if (handle := link()) is not None
+        for handle in met.units()
         for each in _reduced(handle)
         if id(each) in stepped and each.numel()
     )

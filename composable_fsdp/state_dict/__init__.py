@@ -11,10 +11,7 @@ if TYPE_CHECKING:
     from composable_fsdp.state_dict.sharded import ShardedValue as ShardedValue
 
 _resolve, __all__ = resolver(
-    {
-        "state_dict.settings": "get_state_dict_type",
-        "state_dict.sharded": "ShardedValue",
-    }
+    {"state_dict.settings": "get_state_dict_type", "state_dict.sharded": "ShardedValue"}
 )
 if not TYPE_CHECKING:
     __getattr__ = _resolve

@@ -10,18 +10,15 @@ from composable_fsdp.tree.meeting import compare_models, meet_over
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import walk_states
 
-_WAY_OUT = (
+_SAVE_EVERYWHERE = (
     "Full values are gathered from all ranks: call state_dict() on every rank, outside "
     "of any 'if rank == 0', and write the result on one. "
     "FullStateDictConfig(rank0_only=True) spares the others the memory."
 )
-"""The end of the warning and of the error of ``state_dict``."""
-
 _LOAD_EVERYWHERE = (
     "Each rank writes only the rank's own shards: call load_state_dict on every rank, "
     "with the same values."
 )
-"""The end of the warning and of the error of ``load_state_dict``."""
 
 
 def barrier_before_gather(
@@ -29,10 +26,7 @@ def barrier_before_gather(
 ) -> None:
     """Wait until all ranks of the shard group have called a full ``state_dict()``, too.
 
-    Collective: before the first gather of a tree as ``compare_models``; else none, as
-        ``meet``.
-    Raises: DesyncError, if other ranks do not call within the timeout, or as
-        ``compare_models``.
+    Collective: before the first gather of a tree as ``compare_models``; else none.
     """
     # Sharded values and local shards are not gathered, so a rank may be alone.
     if (
@@ -51,35 +45,29 @@ def barrier_before_gather(
         # The parts of tensor parallelism are gathered, too, by torch and unseen by the
         # watch: ranks that are still in a step there must not pair with this call.
         cut = [each for _, _, each in walk_states(module) if each.handle.layout.forms]
-        call = Call("state_dict", state.title, details, _WAY_OUT)
+        call = Call("state_dict", state.title, details, _SAVE_EVERYWHERE)
         meet_over(dict.fromkeys([state, *cut]), call)
     compare_models(state, replicas=False)
 
 
-class _OpenLoad:
-    """The ``load_state_dict`` that runs now, or ran last, on this rank."""
-
-    errors: object = None
-    """torch's list of errors, the same list in all hooks of a call."""
-    prefixes: dict[int, list[str]]
-    """By identity of a unit: the prefixes of the modules that have begun to load."""
-
-
-_open = _OpenLoad()
+_open: tuple[object, dict[int, list[str]]] = None, {}
+"""torch's list of errors of the ``load_state_dict`` that runs now, or ran last, and by
+identity of a unit the prefixes of the modules that have begun to load."""
 
 
 def barrier_before_load(state: _FSDPState, prefix: str, error_msgs: list[str]) -> bool:
     """Wait until all ranks that hold the unit load the module at ``prefix``."""
+    global _open
     # torch passes the same list to all hooks of a call, and a new list to those of the
     # next call. The reference keeps the list alive, so that its identity stays its own.
-    if _open.errors is not error_msgs:
-        _open.errors, _open.prefixes = error_msgs, {}
-    begun = _open.prefixes.setdefault(id(state), [])
+    if _open[0] is not error_msgs:
+        _open = error_msgs, {}
+    begun = _open[1].setdefault(id(state), [])
     if any(prefix.startswith(each) for each in begun):
         return False
     begun.append(prefix)
     # A unit below a unit loads in the same call.
-    if state.parent is None or id(state.parent) not in _open.prefixes:
+    if state.parent is None or id(state.parent) not in _open[1]:
         call = Call("load_state_dict", state.title, way_out=_LOAD_EVERYWHERE)
         meet_over([state], call, replicas=True)
     return True

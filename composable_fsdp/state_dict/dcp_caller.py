@@ -8,7 +8,7 @@ arguments of the running call for the hooks::
       -> _get_model_state_dict(model, info)       keeps the model and info's options
         -> module.state_dict() -> hook            calls dcp_request()
 
-Names checked on torch 2.13 and 2.11: the functions in ``_FUNCTIONS``, the attributes
+Names checked on torch 2.13 and 2.11: the functions in ``_waiting``, the attributes
 ``full_state_dict`` and ``cpu_offload`` of ``info``, the arguments ``no_dist``,
 ``process_group``, ``fqn``, ``checkpoint_md`` and ``local_chunks``.
 """
@@ -19,14 +19,13 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial, wraps
 from importlib.abc import MetaPathFinder
 from importlib.util import find_spec
 from inspect import signature
 from math import prod
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,8 +42,7 @@ _PACKAGE = "torch.distributed.checkpoint"
 _MODULE = f"{_PACKAGE}.state_dict"
 
 
-@dataclass(frozen=True, slots=True)
-class DcpRequest:
+class DcpRequest(NamedTuple):
     """The options of a running DCP call, and the model that DCP was given."""
 
     model: nn.Module
@@ -54,18 +52,18 @@ class DcpRequest:
     """Copy the tensors to host memory."""
 
 
-class CheckedChunks(list[Any]):
-    """DCP's chunks to load for ``boxes``, of which a checkpoint must hold the whole."""
+class _Running(NamedTuple):
+    """What is known of the DCP call that runs."""
 
-    def __init__(self, boxes: Sequence[Box]) -> None:
-        super().__init__(chunks(boxes))
-        self.boxes = boxes
+    request: DcpRequest | None = None
+    makes_state: bool = False
+    """Whether a step only makes an optimizer create its state."""
+    saving_ranks: int | None = None
+    """The number of ranks that save; None if DCP is not saving."""
 
 
-# Context variables and not globals: async_save runs DCP in another thread.
-_request: ContextVar[DcpRequest | None] = ContextVar("dcp_request", default=None)
-_is_init_step: ContextVar[bool] = ContextVar("dcp_init_step", default=False)
-_saving_ranks: ContextVar[int | None] = ContextVar("dcp_saving_ranks", default=None)
+# A context variable and not a global: async_save runs DCP in another thread.
+_running: ContextVar[_Running] = ContextVar("dcp_running", default=_Running())  # noqa: B039  # immutable
 
 Call = Callable[..., Any]
 """Any function."""
@@ -73,26 +71,26 @@ Call = Callable[..., Any]
 
 def dcp_request() -> DcpRequest | None:
     """Return the options of the running DCP call; None if no call is running."""
-    return _request.get()
+    return _running.get().request
 
 
 def is_state_init_step() -> bool:
     """Return whether the running step only makes an optimizer create its state."""
-    return _is_init_step.get()
+    return _running.get().makes_state
 
 
 @contextmanager
-def _kept(variable: ContextVar[Any], value: Any) -> Iterator[None]:
-    """Set ``variable`` to ``value`` while the block runs."""
-    token = variable.set(value)
+def _knowing(**facts: Any) -> Iterator[None]:
+    """Have hooks know ``facts`` while the block runs."""
+    token = _running.set(_running.get()._replace(**facts))
     try:
         yield
     finally:
-        variable.reset(token)
+        _running.reset(token)
 
 
 def _with_request(run: Call, given: dict[str, Any]) -> Any:
-    """Run a DCP function with its options in ``_request``."""
+    """Run a DCP function with its options in ``_running``."""
     info, model = given.get("info"), given.get("model")
     full = getattr(info, "full_state_dict", None)
     to_cpu = getattr(info, "cpu_offload", None)
@@ -107,7 +105,7 @@ def _with_request(run: Call, given: dict[str, Any]) -> Any:
             "module.state_dict() under state_dict_type(...), and "
             "optim_state_dict(model, optim)."
         )
-    with _kept(_request, DcpRequest(model, full, to_cpu)):
+    with _knowing(request=DcpRequest(model, full, to_cpu)):
         return run()
 
 
@@ -151,18 +149,26 @@ def _with_init_step(run: Call, given: dict[str, Any]) -> Any:
     # rank without elements.
     if any(callback(given.get("optim")) for callback in _before_optimizer):
         return None
-    with _kept(_is_init_step, True):
+    with _knowing(makes_state=True):
         return run()
 
 
 def _with_saving_ranks(run: Call, given: dict[str, Any]) -> Any:
-    """Run DCP's save function with the number of saving ranks in ``_saving_ranks``."""
+    """Run DCP's save function with the number of saving ranks in ``_running``."""
     count = 1
     # With ``no_dist`` a single process saves, also inside an initialized process group.
     if not given.get("no_dist") and dist.is_initialized():
         count = dist.get_world_size(given.get("process_group"))
-    with _kept(_saving_ranks, count):
+    with _knowing(saving_ranks=count):
         return run()
+
+
+class CheckedChunks(list[Any]):
+    """DCP's chunks to load for ``boxes``, of which a checkpoint must hold the whole."""
+
+    def __init__(self, boxes: Sequence[Box]) -> None:
+        super().__init__(chunks(boxes))
+        self.boxes = boxes
 
 
 def _with_check(run: Call, given: dict[str, Any]) -> Any:
@@ -189,7 +195,7 @@ def _overlap(box: Box, chunk: Any) -> int:
     return prod(max(0, min(a + n, b + m) - max(a, b)) for a, n, b, m in cut)
 
 
-_FUNCTIONS: dict[str, dict[str, Call]] = {
+_waiting: dict[str, dict[str, Call]] = {
     _MODULE: {
         "_get_model_state_dict": _with_request,
         "_get_optim_state_dict": _with_sharded_leaves,
@@ -200,27 +206,22 @@ _FUNCTIONS: dict[str, dict[str, Call]] = {
     f"{_PACKAGE}.state_dict_saver": {"_save_state_dict": _with_saving_ranks},
     f"{_PACKAGE}.planner_helpers": {"create_read_items_for_chunk_list": _with_check},
 }
-"""By module and name of torch: wrappers, called with the call without arguments and a
-dict of the arguments by name."""
-
-_waiting = dict(_FUNCTIONS)
-"""Modules of ``_FUNCTIONS`` whose functions have not been replaced yet."""
+"""By module of torch that is not imported yet, the wrappers of its functions, called
+with the call without arguments and a dict of the arguments by name."""
 
 
 def install() -> None:
-    """Replace the functions of ``_FUNCTIONS``, now or when their module is imported."""
+    """Put wrappers around the functions of torch, now or when they are imported."""
+    for name in [name for name in _waiting if name in sys.modules]:
+        _put_in_front(sys.modules[name], _waiting.pop(name))
     # Importing DCP takes longer than importing this package.
-    for name in list(_waiting):
-        module = sys.modules.get(name)
-        if module is not None:
-            _put_in_front(module)
     if _waiting and _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
 
 
-def _put_in_front(module: ModuleType) -> None:
-    """Replace the functions of an imported module, of those that this torch has."""
-    for name, front in _waiting.pop(module.__name__, {}).items():
+def _put_in_front(module: ModuleType, wrappers: dict[str, Call]) -> None:
+    """Put wrappers around the functions of a module, of those that this torch has."""
+    for name, front in wrappers.items():
         function = getattr(module, name, None)
         if function is not None:
             setattr(module, name, _in_front(function, front))
@@ -241,21 +242,18 @@ def _in_front(function: Call, front: Call) -> Call:
 
 
 class _Finder(MetaPathFinder):
-    """A module finder that replaces functions after a module was executed."""
-
-    def __init__(self) -> None:
-        self.busy: set[str] = set()
-        """Modules for which ``find_spec`` is asking the other finders."""
+    """A module finder that puts wrappers in place after a module was executed."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        """Return the spec of other finders, with a loader that replaces functions."""
-        if name not in _waiting or name in self.busy:
+        """Return the spec of other finders, with a loader that does more."""
+        wrappers = _waiting.pop(name, None)
+        if wrappers is None:
             return None
-        self.busy.add(name)
+        # Taken out meanwhile: the other finders are asked through this one.
         try:
             spec = find_spec(name)
         finally:
-            self.busy.discard(name)
+            _waiting[name] = wrappers
         if spec is None or spec.loader is None:
             return None
         loader: Any = spec.loader
@@ -263,7 +261,7 @@ class _Finder(MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             run(module)
-            _put_in_front(module)
+            _put_in_front(module, _waiting.pop(name, {}))
 
         loader.exec_module = exec_module
         return spec
@@ -284,52 +282,29 @@ def chunks(boxes: Sequence[Box]) -> list[Any]:
 
 
 def write_items(
-    fqn: str,
-    local: Tensor,
-    shape: torch.Size,
-    boxes: Sequence[Box],
-    *,
-    world_size: int,
+    fqn: str, local: Tensor, shape: torch.Size, boxes: Sequence[Box], *, parts: int
 ) -> list[Any]:
-    """Return a ``WriteItem`` per box of ``local``."""
+    """Return a ``WriteItem`` per box of ``local``, one of ``parts`` parts."""
+    from torch.distributed.checkpoint import planner
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-    from torch.distributed.checkpoint.planner import (
-        TensorWriteData,
-        WriteItem,
-        WriteItemType,
-    )
 
-    ranks = _saving_ranks.get()
+    ranks = _running.get().saving_ranks
     if ranks is None:
         ranks = dist.get_world_size() if dist.is_initialized() else 1
     # Of a save on a single rank DCP does not check that the boxes cover the tensor, and
     # a load would leave the other elements as they were.
-    if ranks < world_size:
+    if ranks < parts:
         raise CheckpointError(
-            f"{fqn!r} is in {world_size} parts, got {ranks} ranks to save it: "
+            f"{fqn!r} is in {parts} parts, got {ranks} ranks to save it: "
             "the checkpoint would have holes. Save on all ranks that hold parts, or "
             "take the state dict under FULL_STATE_DICT."
         )
     properties = TensorProperties.create_from_tensor(local)
     return [
-        WriteItem(
-            # Offsets identify a box: view_at gets the same offsets back.
-            index=MetadataIndex(fqn, chunk.offsets),
-            type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=shape),
+        planner.WriteItem(
+            MetadataIndex(fqn, chunk.offsets),
+            planner.WriteItemType.SHARD,
+            tensor_data=planner.TensorWriteData(chunk, properties, shape),
         )
         for chunk in chunks(boxes)
     ]
-
-
-def view_at(local: Tensor, boxes: Sequence[Box], index: Any) -> Tensor:
-    """Return the elements of the box at ``index.offset``, as a view of ``local``."""
-    wanted = () if index.offset is None else tuple(index.offset)
-    for box in boxes:
-        if box.offsets == wanted:
-            return local.reshape(-1)[box.start : box.stop].view(box.sizes)
-    raise CheckpointError(
-        f"{index.fqn!r} was asked for its box at {wanted}, but this rank holds boxes "
-        f"at {[box.offsets for box in boxes]}. Plan and read with the same state "
-        "dict."
-    )

@@ -27,8 +27,6 @@ def full_values(
 
     Collective: as ``gather_unit``; inside ``unshard_params`` none but of parameters
         that tensor parallelism cuts.
-    Raises: PhaseError, inside forward or backward, and where the block of another rank
-        alone shows full parameters.
     """
     handle, context = state.handle, state.context
     # Other ranks show sharded parameters and cannot gather inside a block.
@@ -48,7 +46,11 @@ def full_values(
             )
             if (held := table.get(key)) is not None
         }
-        return {index: _whole(handle, index, shown[index]) for index in sorted(shown)}
+        # Inside a block the modules show DTensors, whole over the data ranks alone.
+        return {
+            index: handle.layout.forms[index].whole(local_of(shown[index].clone()))
+            for index in sorted(shown)
+        }
     require_between_steps(state, "state_dict")
     values = gather_unit(handle, first_only=first_only, to_cpu=to_cpu)
     if first_only and not handle.groups.is_first:
@@ -59,15 +61,6 @@ def full_values(
             for ref in param_refs(handle)
         }
     return values
-
-
-def _whole(handle: FlatParamHandle, index: int, held: Tensor) -> Tensor:
-    """Return a copy of a full parameter that a block shows, of the plain model's shape.
-
-    Collective: over tensor-parallel ranks, if the parameter is cut.
-    """
-    # Inside a block the modules show DTensors, whole over the data ranks alone.
-    return handle.layout.forms[index].whole(local_of(held.clone()))
 
 
 @torch.no_grad()

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from itertools import chain
 from types import MethodType
 from typing import Any
 
@@ -31,7 +30,7 @@ from composable_fsdp.state_dict.barrier import barrier_before_gather
 from composable_fsdp.state_dict.full import full_values
 from composable_fsdp.state_dict.loading import load_from_state_dict
 from composable_fsdp.state_dict.other_experts import add_other_experts
-from composable_fsdp.state_dict.parts import sharded_values
+from composable_fsdp.state_dict.parts import named_tensors, sharded_values
 from composable_fsdp.state_dict.settings import effective_settings
 from composable_fsdp.state_dict.shown import Shown, owns_below
 from composable_fsdp.tree.root import outermost
@@ -99,8 +98,6 @@ def _begin(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
     Collective: an all-gather over the shard group (with ``rank0_only`` a gather per
         region); none for sharded values, local shards and inside ``unshard_params``.
-    Raises: PhaseError, inside forward or backward; DesyncError; CompositionError, if
-        units below have another type.
     """
     state = OWNERS.get(module)
     if state is None:  # a deep copy of a part without its unit
@@ -124,7 +121,12 @@ def _begin(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if settings.state_dict_type is not StateDictType.LOCAL_STATE_DICT:
             require_all_data(state.handle, outermost(state).handle, "state_dict")
         barrier_before_gather(state, module, settings)
-        saving.show(_values(state, settings, first_only=saving.first_only))
+        if settings.state_dict_type is StateDictType.FULL_STATE_DICT:
+            first, to_cpu = saving.first_only, config.offload_to_cpu
+            saving.show(full_values(state, first_only=first, to_cpu=to_cpu))
+        else:
+            require_between_steps(state, "state_dict")
+            saving.show(sharded_values(state.handle, to_cpu=config.offload_to_cpu))
     if state.precision is not None:
         # Buffers have the dtype that they had before mixed precision cast them.
         dtypes = state.precision.buffer_dtypes
@@ -134,23 +136,7 @@ def _begin(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     _running[state] = saving
 
 
-def _values(
-    state: _FSDPState, settings: StateDictSettings, *, first_only: bool
-) -> dict[int, Tensor]:
-    """Return the unit's values by slot index. Collective, Raises: as ``_begin``."""
-    to_cpu = settings.state_dict_config.offload_to_cpu
-    if settings.state_dict_type is StateDictType.FULL_STATE_DICT:
-        return full_values(state, first_only=first_only, to_cpu=to_cpu)
-    require_between_steps(state, "state_dict")
-    return sharded_values(state.handle, to_cpu=to_cpu)
-
-
-def _end(
-    module: nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: dict[str, Any],
-) -> None:
+def _end(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: object) -> None:
     """Show the sharded parameters again, and apply the settings to all entries below.
 
     Collective, Raises: of plain experts as ``add_other_experts``; else none.
@@ -164,8 +150,8 @@ def _end(
     _running.pop(state).hide()
     kind = saving.settings.state_dict_type
     keys = dict(_keys(state, module, prefix, state_dict))
-    if module is state.module:
-        _tell_of_plain_tensors(state, kind, prefix, state_dict, set(keys.values()))
+    if kind is StateDictType.SHARDED_STATE_DICT:
+        _tell_of_plain_tensors(saving, state_dict, set(keys.values()))
     if state.handle.groups.experts is not None:
         add_other_experts(
             state, module, prefix, keys, state_dict, kind, first_only=saving.first_only
@@ -183,23 +169,15 @@ def _end(
 
 
 def _tell_of_plain_tensors(
-    state: _FSDPState,
-    kind: StateDictType,
-    prefix: str,
-    state_dict: dict[str, Any],
-    found: set[int],
+    saving: _Saving, state_dict: dict[str, Any], found: set[int]
 ) -> None:
     """Log that a hook has put plain tensors in the place of sharded values."""
+    state, prefix = saving.state, saving.prefix
     slots = [s for r in state.handle.layout.regions for s in r.layout.parameters]
     lost = [slot.fqn for slot in slots if slot.index not in found]
-    if not lost or kind is not StateDictType.SHARDED_STATE_DICT:
+    if not lost or saving.module is not state.module:
         return
-    top = state.module
-    named = chain(
-        top.named_parameters(remove_duplicate=False),
-        top.named_buffers(remove_duplicate=False),
-    )
-    known = {prefix + strip_wrapper(name) for name, _ in named}
+    known = {prefix + name for name, _ in named_tensors(state.module)}
     added = [
         key
         for key, value in state_dict.items()

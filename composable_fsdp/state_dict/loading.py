@@ -10,7 +10,7 @@ torch loads module by module, ``module._load_from_state_dict``, and so does this
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -28,17 +28,11 @@ from composable_fsdp.runtime.recover import free_all_full_params, require_betwee
 from composable_fsdp.state_dict import lost_writes
 from composable_fsdp.state_dict.barrier import barrier_before_load
 from composable_fsdp.state_dict.full import full_values
-from composable_fsdp.state_dict.parts import mismatch, sharded_values
+from composable_fsdp.state_dict.parts import mismatch, named_tensors, sharded_values
 from composable_fsdp.state_dict.settings import effective_settings
 from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.state_dict.shown import Shown
 from composable_fsdp.tree.state import OWNERS, _FSDPState
-
-_ON_META = (
-    "the parameter is on meta and cannot be copied into. Call model.to_empty("
-    "device=...) first, or load_state_dict(..., assign=True)."
-)
-"""The reason in the error of ``load_state_dict`` for a parameter on meta."""
 
 
 def load_from_state_dict(
@@ -53,17 +47,13 @@ def load_from_state_dict(
 ) -> None:
     """Load the module's own entries, as ``nn.Module._load_from_state_dict`` does.
 
-    Every rank passes the same full values, or the rank's own sharded values.
-
     Collective: if code of the user runs, an all-gather per module with such code over
         the shard group, for full values; else none, but all ranks must call.
-    Raises: PhaseError, inside forward or backward; CheckpointError, for shards of
-        another plan, for values on meta, and for a parameter that code of the user has
-        given another shape; DesyncError, if another rank does not load, or loads other
-        values.
     """
     given = state_dict, prefix, local_metadata, strict
-    load, lists = type(self)._load_from_state_dict, (missing_keys, unexpected_keys)
+    own: Any = type(self)
+    load: Callable[..., None] = own._load_from_state_dict
+    lists = missing_keys, unexpected_keys
     state = OWNERS.get(self)
     if state is None:  # a deep copy of a part without its unit
         return load(self, *given, *lists, error_msgs)
@@ -88,29 +78,19 @@ def load_from_state_dict(
     for key, hook in self._load_state_dict_post_hooks.items():
         if not _is_known(hook):
             self._load_state_dict_post_hooks[key] = _OnWholeValues(hook)
-    if _runs_other_code(self):
-        values = [value for key, value in state_dict.items() if key.startswith(prefix)]
-        with _whole_values(state, sharded=_is_sharded(values, kind)):
+    code = chain(self._load_state_dict_pre_hooks.values(), [load, own.set_extra_state])
+    if not all(map(_is_known, code)):
+        kinds = {type(v) for key, v in state_dict.items() if key.startswith(prefix)}
+        # Under any type of state dict either may be given.
+        is_plain = kind is StateDictType.FULL_STATE_DICT or kinds & {
+            Tensor,
+            nn.Parameter,
+        }
+        with _whole_values(state, sharded=not is_plain or ShardedValue in kinds):
             return load(self, *given, *lists, error_msgs)
-    _take_values(state, self, state_dict, prefix, local_metadata, error_msgs)
+    assign = bool(local_metadata.get("assign_to_params_buffers", False))
+    _take_values(state, self, state_dict, prefix, error_msgs, assign=assign)
     return load(self, *given, *lists, error_msgs)
-
-
-def _is_sharded(values: Sequence[Any], kind: StateDictType) -> bool:
-    """Return whether sharded values are loaded; under any type either may be given."""
-    if kind is StateDictType.FULL_STATE_DICT or any(
-        type(value) in (Tensor, nn.Parameter) for value in values
-    ):
-        return any(isinstance(value, ShardedValue) for value in values)
-    return True
-
-
-def _runs_other_code(module: nn.Module) -> bool:
-    """Return whether loading runs code that is neither torch's nor this package's."""
-    kind: Any = type(module)
-    hooks = module._load_state_dict_pre_hooks.values()
-    methods = kind._load_from_state_dict, kind.set_extra_state
-    return not all(map(_is_known, chain(hooks, methods)))
 
 
 def _is_known(function: Any) -> bool:
@@ -204,14 +184,11 @@ def _require_values(
         if isinstance(value, Tensor) and value.is_meta and key.startswith(prefix)
     }
     # Most state dicts have no tensor on meta: skip the walk over the module.
-    if not empty:
-        return
-    named = chain(
-        module.named_parameters(remove_duplicate=False),
-        module.named_buffers(remove_duplicate=False),
-    )
-    names = [strip_wrapper(prefix + name) for name, own in named if not own.is_meta]
-    found = [quoted(name) for name in names if name in empty]
+    found = [
+        quoted(key)
+        for name, own in (named_tensors(module) if empty else ())
+        if (key := strip_wrapper(prefix) + name) in empty and not own.is_meta
+    ]
     if found:
         raise CheckpointError(
             "load_state_dict expects values, and got tensors on meta for "
@@ -221,21 +198,17 @@ def _require_values(
         )
 
 
+@torch.no_grad()
 def _take_values(
     state: _FSDPState,
     module: nn.Module,
     state_dict: dict[str, Any],
     prefix: str,
-    local_metadata: Mapping[str, Any],
     error_msgs: list[str],
+    *,
+    assign: bool,
 ) -> None:
-    """Write this rank's part of the module's own entries into the shard.
-
-    An entry is replaced by the sharded parameter, or, for ``assign=True`` and a
-    parameter on meta, by this rank's part. Values that do not fit are added to
-    ``error_msgs``.
-    """
-    assign = bool(local_metadata.get("assign_to_params_buffers", False))
+    """Write this rank's part of the module's own entries into the shard."""
     layout = state.handle.layout
     # torch itself reports missing keys and values of a wrong type.
     own = [
@@ -245,45 +218,47 @@ def _take_values(
     ]
     refs = {ref.slot.index: ref for ref in param_refs(state.handle)} if own else {}
     for place in own:
-        ref, name = refs[place.slot_index], place.name
-        key, leaf = prefix + name, ref.leaf
-        value: Tensor = state_dict[key]
-        problem = _take(ref, value, assign=assign)
-        if leaf.is_meta and not problem:
+        ref, key = refs[place.slot_index], prefix + place.name
+        leaf, value = ref.leaf, state_dict[key]
+        # torch accepts a tensor of shape (1,) for a 0-d parameter (files from before
+        # torch 0.4).
+        if type(value) is Tensor and value.shape == (1,) and ref.shape == ():
+            value = value[0]
+        problem = _problem(ref, value)
+        if not problem:
+            _write(leaf, _part(ref, value), assign=assign)
+        if not problem and leaf.is_meta:
             if assign:
                 # torch assigns a parameter of the part, which the unit adopts later.
                 state_dict[key] = _part(ref, value).clone()
                 continue
             # torch ignores a copy into a tensor on meta with a mere warning.
-            problem = _ON_META
+            problem = (
+                "the parameter is on meta and cannot be copied into. Call "
+                "model.to_empty(device=...) first, or load_state_dict(..., assign=True)"
+                "."
+            )
         if problem:
             error_msgs.append(f"{quoted(strip_wrapper(key))}: {problem}")
         # torch copies the parameter onto itself, and ``assign=True`` keeps the object.
-        state_dict[key] = module._parameters[name] if leaf.is_meta else leaf
+        state_dict[key] = module._parameters[place.name] if leaf.is_meta else leaf
 
 
-def _part(ref: ParamRef, value: Tensor) -> Tensor:
-    """Return this rank's part of a sharded or full value; no copy."""
-    return value.local if isinstance(value, ShardedValue) else ref.part_of(value)
-
-
-@torch.no_grad()
-def _take(ref: ParamRef, value: Tensor, *, assign: bool) -> str:
-    """Copy this rank's part of ``value`` into the shard, or return the problem."""
+def _problem(ref: ParamRef, value: Tensor) -> str:
+    """Return why ``value`` does not fit; empty if it does."""
     problem = mismatch(ref, value) if isinstance(value, ShardedValue) else ""
-    # torch accepts a tensor of shape (1,) for a 0-d parameter (files from before torch
-    # 0.4).
-    if not problem and value.shape == (1,) and ref.shape == ():
-        value = value[0]
     if not problem and tuple(value.shape) != ref.shape:
         problem = (
             f"expected the full parameter of shape {ref.shape}, got "
             f"{tuple(value.shape)}. Load a state dict of the plain model's shapes, on "
             "every rank."
         )
-    if not problem:
-        _write(ref.leaf, _part(ref, value), assign=assign)
     return problem
+
+
+def _part(ref: ParamRef, value: Tensor) -> Tensor:
+    """Return this rank's part of a sharded or full value; no copy."""
+    return value.local if isinstance(value, ShardedValue) else ref.part_of(value)
 
 
 def _write(leaf: Tensor, part: Tensor, *, assign: bool) -> None:

@@ -8,14 +8,14 @@ Experts are told apart by their names::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_map
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.config import StateDictType
@@ -24,16 +24,8 @@ from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import join_name, listed, quoted
 from composable_fsdp.planning.walk import named
 from composable_fsdp.state_dict.dcp_caller import dcp_request
+from composable_fsdp.state_dict.sent import Described, described, send
 from composable_fsdp.tree.state import OWNERS, _FSDPState
-
-
-# A leaf of a tree of values, which a named tuple would not be.
-@dataclass(frozen=True, slots=True)
-class _Described:
-    """A tensor without its elements, as ranks tell each other of it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 def expert_units(
@@ -68,12 +60,12 @@ def require_own_names(names: Iterable[str], group: dist.ProcessGroup) -> list[st
     Raises: CheckpointError, on all ranks of ``group``.
     """
     told = collectives.all_gather_object(list(names), group)
-    _require_different(told)
+    require_different(told)
     mine = group.rank()
     return [name for rank, each in enumerate(told) if rank != mine for name in each]
 
 
-def _require_different(told: Sequence[Sequence[str]]) -> None:
+def require_different(told: Iterable[Iterable[str]]) -> None:
     """Raise CheckpointError if two ranks use a name for different experts."""
     seen: set[str] = set()
     twice: list[str] = []
@@ -105,57 +97,38 @@ def from_all_ranks(
     Collective: an all-gather of objects and a broadcast per tensor over ``group``.
     Raises: CheckpointError, on all ranks of ``group``, for a name of two ranks.
     """
-    told = collectives.all_gather_object(
-        {name: tree_map(_described, value) for name, value in own.items()}, group
-    )
+    told = collectives.all_gather_object(tree_map(described, dict(own)), group)
     # Before the first tensor, so that a refusal sends nothing.
     if not may_repeat:
-        _require_different([list(each) for each in told])
+        require_different(told)
     found: dict[str, Any] = {}
     # All ranks go through the descriptions, and so the broadcasts, in the same order.
     for rank, each in enumerate(told):
-        for name, value in each.items():
-            parts, tree = tree_flatten(value)
-            # Only the sender has elements; the others make room.
-            is_here = rank == group.rank()
-            held = tree_leaves(own[name]) if is_here else [None] * len(parts)
-            got = [
-                _sent(part, mine, group, rank, device, to_cpu=to_cpu)
-                for part, mine in zip(parts, held, strict=True)
-            ]
-            found.setdefault(name, tree_unflatten(got, tree))
+        # Only the sender has elements; the others make room.
+        values = own if rank == group.rank() else each
+        move = partial(_moved, group=group, rank=rank, device=device, to_cpu=to_cpu)
+        for name in each:
+            found.setdefault(name, tree_map(move, values[name]))
     return {**found, **own}
 
 
-def _described(value: Any) -> Any:
-    """Return the description of a tensor, any other value as it is."""
-    if isinstance(value, Tensor) and value.dim():
-        return _Described(tuple(value.shape), value.dtype)
-    # Numbers, such as a step, travel as they are.
-    return value.cpu() if isinstance(value, Tensor) else value
-
-
-def _sent(
-    told: Any,
-    mine: Any,
+def _moved(
+    value: Any,
+    *,
     group: dist.ProcessGroup,
     rank: int,
     device: torch.device,
-    *,
     to_cpu: bool,
 ) -> Any:
-    """Return a value of ``rank``, by a broadcast if the value is a described tensor."""
-    if not isinstance(told, _Described):
-        return told if mine is None else mine
-    value = torch.empty(told.shape, dtype=told.dtype, device=device)
+    """Return a value of ``rank``, by a broadcast if it has elements."""
+    is_here = isinstance(value, Tensor) and value.dim() > 0
+    if not is_here and not isinstance(value, Described):
+        return value
     # As in plain torch, a model on meta has a state dict of names and shapes.
     if device.type == "meta":
-        return value
-    if mine is not None:
-        collectives.broadcast(mine.to(device).contiguous(), group, rank=rank)
-        return mine
-    collectives.broadcast(value, group, rank=rank)
-    return value.cpu() if to_cpu else value
+        return torch.empty(value.shape, dtype=value.dtype, device=device)
+    whole = send(value, [group], device, rank=rank)
+    return whole.cpu() if to_cpu and not is_here else whole
 
 
 def add_other_experts(
@@ -172,9 +145,6 @@ def add_other_experts(
 
     Collective: over the ranks of the ``expert_mesh`` an all-gather of objects, and for
         full values a broadcast per tensor; none for local shards.
-    Raises: CheckpointError, on all ranks, for a name of several ranks;
-        CompositionError, for full values on the first rank only, or by names that torch
-        looks up in the module.
     """
     group = state.handle.groups.experts
     assert group is not None

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import prod
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_ref import ParamRef, param_refs
-from composable_fsdp.planning.layout import ParameterSlot
-from composable_fsdp.state_dict.sharded import (
-    GroupAndDevice,
-    ShardedValue,
-    Within,
-    describe,
-)
+from composable_fsdp.naming import strip_wrapper
+from composable_fsdp.state_dict.sharded import Home, ShardedValue, describe
 
 
 def sharded_value(ref: ParamRef, local: Tensor) -> Tensor:
@@ -25,6 +21,12 @@ def sharded_value(ref: ParamRef, local: Tensor) -> Tensor:
         return local.new_empty(ref.shape)
     if handle.groups.shard is None and not slot.shape:
         return local
+    within = None
+    # Of a parameter that tensor parallelism cuts, the rectangle here. Plain tuples,
+    # which ``torch.load(weights_only=True)`` reads.
+    if slot.whole is not None:
+        cuts = prod(size for _, size, dim in slot.whole.axes if dim is not None)
+        within = slot.shape, slot.whole.offset, cuts
     # Also without a shard group, so that DCP reads and writes boxes.
     return ShardedValue(
         local,
@@ -33,18 +35,9 @@ def sharded_value(ref: ParamRef, local: Tensor) -> Tensor:
         region.layout.shard_numel,
         region.rank,
         region.layout.world_size,
-        GroupAndDevice(handle.groups.shard, handle.layout.device, ref.form),
-        _within(slot),
+        Home(handle.groups.shard_ref, handle.layout.device, ref.form),
+        within,
     )
-
-
-def _within(slot: ParameterSlot) -> Within | None:
-    """Return the rectangle of a parameter that tensor parallelism cuts; else None."""
-    if slot.whole is None:
-        return None
-    # Plain tuples, which ``torch.load(weights_only=True)`` reads.
-    cuts = prod(size for _, size, dim in slot.whole.axes if dim is not None)
-    return slot.shape, slot.whole.offset, cuts
 
 
 def sharded_values(handle: FlatParamHandle, *, to_cpu: bool) -> dict[int, Tensor]:
@@ -53,6 +46,13 @@ def sharded_values(handle: FlatParamHandle, *, to_cpu: bool) -> dict[int, Tensor
         ref.slot.index: sharded_value(ref, copied(ref.leaf, to_cpu=to_cpu))
         for ref in param_refs(handle)
     }
+
+
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and buffers of ``module`` under all their names."""
+    for named in (module.named_parameters, module.named_buffers):
+        for name, value in named(remove_duplicate=False):
+            yield strip_wrapper(name), value
 
 
 def copied(value: Tensor, *, to_cpu: bool) -> Tensor:

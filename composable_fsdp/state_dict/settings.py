@@ -34,26 +34,15 @@ from composable_fsdp.state_dict.dcp_caller import dcp_request
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import walk_states
 
+_FULL, _SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 _CONFIGS: dict[
     StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]
 ] = {
-    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    _FULL: (FullStateDictConfig, FullOptimStateDictConfig),
+    _SHARDED: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
     StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
-    StateDictType.SHARDED_STATE_DICT: (
-        ShardedStateDictConfig,
-        ShardedOptimStateDictConfig,
-    ),
 }
 """The configuration classes of each type, of the model and of the optimizer."""
-
-
-_NO_DTENSOR = (
-    "{}(_use_dtensor=True) expects every parameter to be cut into equal numbers of "
-    "rows, as a DTensor is; here a parameter is cut where its flat buffer is. Leave it "
-    "out: sharded values are ShardedValue, whose checkpoints load into DTensors, and "
-    "the other way round."
-)
-"""The error for ``_use_dtensor=True``."""
 
 
 def set_state_dict_type(
@@ -81,20 +70,24 @@ def set_state_dict_type(
     # Torch's own enum and configuration classes are taken, too.
     kind = by_name(StateDictType, state_dict_type, argument="state_dict_type")
     model_form, optim_form = _CONFIGS[kind]
-    settings = StateDictSettings(
-        kind,
-        by_fields(
-            model_form, state_dict_config or model_form(), argument="state_dict_config"
-        ),
-        by_fields(
-            optim_form,
-            optim_state_dict_config or optim_form(),
-            argument="optim_state_dict_config",
-        ),
+    model_config = by_fields(
+        model_form, state_dict_config or model_form(), argument="state_dict_config"
     )
-    for config in (settings.state_dict_config, settings.optim_state_dict_config):
+    optim_config = by_fields(
+        optim_form,
+        optim_state_dict_config or optim_form(),
+        argument="optim_state_dict_config",
+    )
+    for config in (model_config, optim_config):
         if getattr(config, "_use_dtensor", False):
-            raise ValueError(_NO_DTENSOR.format(type(config).__name__))
+            raise ValueError(
+                f"{type(config).__name__}(_use_dtensor=True) expects every parameter "
+                "to be cut into equal numbers of rows, as a DTensor is; here a "
+                "parameter is cut where its flat buffer is. Leave it out: sharded "
+                "values are ShardedValue, whose checkpoints load into DTensors, and "
+                "the other way round."
+            )
+    settings = StateDictSettings(kind, model_config, optim_config)
     states = units_of(module, "set_state_dict_type", recurse=True)
     # As FSDP1, which returns the settings of the first unit for the whole model.
     before = states[0].settings.state_dict
@@ -159,19 +152,13 @@ def effective_settings(state: _FSDPState) -> StateDictSettings:
     asked = dcp_request()
     if asked is None:
         return state.settings.state_dict
-    if asked.full:
-        # With both options DCP keeps the result on rank 0 only.
-        first = asked.to_cpu and rank_0_is_first(state.handle.groups)
-        return StateDictSettings(
-            StateDictType.FULL_STATE_DICT,
-            FullStateDictConfig(offload_to_cpu=asked.to_cpu, rank0_only=first),
-            FULL_BY_DEFAULT.optim_state_dict_config,
-        )
-    return StateDictSettings(
-        StateDictType.SHARDED_STATE_DICT,
-        ShardedStateDictConfig(offload_to_cpu=asked.to_cpu),
-        ShardedOptimStateDictConfig(),
-    )
+    if not asked.full:
+        sharded = ShardedStateDictConfig(offload_to_cpu=asked.to_cpu)
+        return StateDictSettings(_SHARDED, sharded, ShardedOptimStateDictConfig())
+    # With both options DCP keeps the result on rank 0 only.
+    first = asked.to_cpu and rank_0_is_first(state.handle.groups)
+    config = FullStateDictConfig(offload_to_cpu=asked.to_cpu, rank0_only=first)
+    return StateDictSettings(_FULL, config, FULL_BY_DEFAULT.optim_state_dict_config)
 
 
 def rank_0_is_first(groups: Groups) -> bool:

@@ -12,12 +12,12 @@ alone. torch.distributed.checkpoint (DCP) asks the value for boxes::
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -49,22 +49,15 @@ class LocalShard(NamedTuple):
     metadata: ShardPlace
 
 
-class GroupAndDevice:
-    """The process group and device for ``full_tensor``; not pickled with the value."""
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Where ``full_tensor`` gathers; not pickled with the value."""
 
-    __slots__ = ("device", "form", "group")
+    group: GroupRef | None
+    device: torch.device
+    form: ParamForm
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        device: torch.device,
-        form: ParamForm | None = None,
-    ) -> None:
-        self.group = None if group is None else GroupRef(group)
-        self.device = device
-        self.form = form
-
-    def __deepcopy__(self, memo: dict[int, object]) -> GroupAndDevice:
+    def __deepcopy__(self, memo: dict[int, object]) -> Home:
         return self
 
 
@@ -98,7 +91,7 @@ class ShardedValue(Tensor):
     """Elements of the flat buffer per rank."""
     rank: int
     world_size: int
-    home: GroupAndDevice | None
+    home: Home | None
     """The group and device for ``full_tensor``; None after unpickling, and for values
     of ``optimizer.state_dict()``.
     """
@@ -117,7 +110,7 @@ class ShardedValue(Tensor):
         shard_numel: int,
         rank: int,
         world_size: int,
-        home: GroupAndDevice | None = None,
+        home: Home | None = None,
         within: Within | None = None,
     ) -> ShardedValue:
         value: ShardedValue = Tensor._make_wrapper_subclass(
@@ -166,21 +159,19 @@ class ShardedValue(Tensor):
 
     @property
     def start(self) -> int:
-        """Return the first element of the flattened full value that ``local`` holds."""
+        """The first element of the flattened full value that ``local`` holds."""
         return self._interval(self.rank)[0]
 
     @property
     def stop(self) -> int:
-        """Return the end of ``local``'s elements; ``start`` if this rank holds none."""
+        """The end of ``local``'s elements; ``start`` if this rank holds none."""
         return self.start + self.local.numel()
 
     @property
     def boxes(self) -> tuple[Box, ...]:
         """Return ``local`` as rectangles of the full value; one if no row is cut."""
-        if self.within is None:
-            return interval_boxes(tuple(self.shape), self.start, self.stop)
-        inner, offset, _ = self.within
-        return moved(interval_boxes(inner, self.start, self.stop), offset)
+        found = interval_boxes(self._inner, self.start, self.stop)
+        return found if self.within is None else moved(found, self.within[1])
 
     def with_local(self, local: Tensor) -> ShardedValue:
         """Return the same part of another full value, with the elements ``local``."""
@@ -220,12 +211,10 @@ class ShardedValue(Tensor):
         # A value on meta has nothing to gather.
         if self.is_meta:
             return self.local.new_empty(shape)
-        form = None if self.home is None else self.home.form
-        cut = () if self.within is None else (form,)
-        if self.world_size == 1 and not cut:
+        home, is_cut = self.home, self.within is not None
+        if self.world_size == 1 and not is_cut:
             return self.local.clone().view(shape)
-        known = self.home is not None and (self.home.group or self.world_size == 1)
-        if self.home is None or not known or None in cut:
+        if home is None or (home.group is None and self.world_size > 1):
             raise CheckpointError(
                 f"full_tensor expects a value whose process group is known, got one of "
                 f"shape {shape} that was pickled, with {describe(self)}, or that "
@@ -234,32 +223,30 @@ class ShardedValue(Tensor):
                 "the state dict under StateDictType.FULL_STATE_DICT, that of an "
                 "optimizer by optim_state_dict(model, optim)."
             )
-        device = self.home.device
-        inner = shape if self.within is None else self.within[0]
-        if self.home.group is None:
-            whole = self.local.to(device, copy=True).view(inner)
+        if home.group is None:
+            whole = self.local.to(home.device, copy=True).view(self._inner)
         else:
             # All ranks compute all intervals from the same cut.
             intervals = [self._interval(rank) for rank in range(self.world_size)]
-            group = self.home.group.get()
-            whole = gather_part(self.local, inner, intervals, group, device)
-        # The rectangles lie side by side on the ranks of tensor parallelism.
-        if form is not None:
-            whole = form.whole(whole)
-        # The backend sent from the compute device; the value may be in host memory.
-        return whole.to(self.device)
+            whole = gather_part(
+                self.local, self._inner, intervals, home.group.get(), home.device
+            )
+        # The rectangles lie side by side on the ranks of tensor parallelism. The
+        # backend sent from the compute device; the value may be in host memory.
+        return home.form.whole(whole).to(self.device)
 
     def _interval(self, rank: int) -> tuple[int, int]:
         """Return the elements ``[start, stop)`` of the full value on ``rank``."""
         # The rank's interval of the flat buffer, shifted by the parameter's offset and
         # clipped to the parameter.
-        low, numel = rank * self.shard_numel - self.offset, self._inner_numel()
+        low, numel = rank * self.shard_numel - self.offset, prod(self._inner)
         start = min(max(low, 0), numel)
         return start, min(max(low + self.shard_numel, 0), numel)
 
-    def _inner_numel(self) -> int:
-        """Return the elements that the ranks of the shard group hold together."""
-        return self.shape.numel() if self.within is None else prod(self.within[0])
+    @property
+    def _inner(self) -> tuple[int, ...]:
+        """The shape of what the ranks of the shard group hold together."""
+        return tuple(self.shape) if self.within is None else self.within[0]
 
     @property
     def placements(self) -> None:
@@ -281,9 +268,7 @@ class ShardedValue(Tensor):
     def __create_write_items__(self, fqn: str, value: Any) -> list[Any]:
         """Return DCP's write items for the boxes."""
         parts = self.world_size * (1 if self.within is None else self.within[2])
-        return dcp.write_items(
-            fqn, self.local, self.shape, self.boxes, world_size=parts
-        )
+        return dcp.write_items(fqn, self.local, self.shape, self.boxes, parts=parts)
 
     def __create_chunk_list__(self) -> list[Any]:
         """Return DCP's chunks to load for the boxes."""
@@ -291,7 +276,16 @@ class ShardedValue(Tensor):
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         """Return the box at ``index.offset``, as a view of ``local``; for DCP."""
-        return dcp.view_at(self.local, self.boxes, index)
+        # Offsets identify a box, as in the write items.
+        wanted = () if index.offset is None else tuple(index.offset)
+        for shard in self.local_shards():
+            if shard.metadata.shard_offsets == wanted:
+                return shard.tensor
+        raise CheckpointError(
+            f"{index.fqn!r} was asked for its box at {wanted}, but this rank holds "
+            f"boxes at {[box.offsets for box in self.boxes]}. Plan and read with the "
+            "same state dict."
+        )
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]  # torch has an option
         return (
@@ -330,9 +324,14 @@ def describe(value: ShardedValue) -> str:
     if value.within is not None:
         place = f", of the rectangle {value.within[0]} at {value.within[1]}"
     return (
-        f"elements [{value.start}, {value.stop}) of {value._inner_numel()} on rank "
+        f"elements [{value.start}, {value.stop}) of {prod(value._inner)} on rank "
         f"{value.rank} of {value.world_size}{place}"
     )
+
+
+def local_of(value: Any) -> Any:
+    """Return the elements of a sharded value; any other value as it is."""
+    return value.local if isinstance(value, ShardedValue) else value
 
 
 def args_of(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[Any]:
@@ -390,7 +389,7 @@ def _elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     for row in zip(*lists, strict=True) if lists else [()]:
         _require_alike(func, [*row, *loose])
     # Operators in place have written into the elements of their first argument.
-    result = func(*tree_map(_local, args), **tree_map(_local, kwargs))
+    result = func(*tree_map(local_of, args), **tree_map(local_of, kwargs))
     if func._schema.is_mutable:
         return args[0] if isinstance(result, Tensor) else None
     if isinstance(result, Tensor):
@@ -416,63 +415,49 @@ def _require_alike(func: Any, tensors: list[Any]) -> None:
             )
 
 
-def _local(value: Any) -> Any:
-    """Return the elements of a sharded value; any other value as it is."""
-    return value.local if isinstance(value, ShardedValue) else value
-
-
-def _whole(value: Any) -> Any:
-    """Return a sharded value in full; any other value as it is."""
-    return value.full_tensor() if isinstance(value, ShardedValue) else value
-
-
 def _on_whole(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Apply an operator to full values. Collective: as ``full_tensor``, per value."""
-    return func(*tree_map(_whole, args), **tree_map(_whole, kwargs))
+
+    def whole(value: Any) -> Any:
+        return value.full_tensor() if isinstance(value, ShardedValue) else value
+
+    return func(*tree_map(whole, args), **tree_map(whole, kwargs))
 
 
 def _copy(func: Op, to: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
     """Copy between values of the same cut, or from this rank's plain part."""
-    if not (isinstance(to, ShardedValue) and isinstance(source, ShardedValue)):
-        part = None
-        if isinstance(to, ShardedValue) and type(source) is Tensor:
-            part = _part_of_plain(to, source)
-        if part is None:
-            given = to if isinstance(to, ShardedValue) else source
-            text = _refusal(func, given)
-            # A single rank has the element, so no other could save the value.
-            if not given.shape:
-                text += (
-                    " If this is async_save with a storage_writer, pass checkpoint_id "
-                    "instead: the writer's own stager makes a plain tensor of a "
-                    "parameter without dimensions."
-                )
-            raise TypeError(text)
-        func(to.local, part, *args, **kwargs)
-        return to
+    is_sharded = isinstance(to, ShardedValue) and isinstance(source, ShardedValue)
     # Under another cut the same positions hold other elements.
-    if not to.is_part_like(source):
+    if is_sharded and not to.is_part_like(source):
         raise TypeError(
             f"{func} expects another ShardedValue with {describe(to)} of shape "
             f"{tuple(to.shape)}, got {describe(source)} of shape "
             f"{tuple(source.shape)}. Use torch.distributed.checkpoint to go from one "
             "way of sharding to another."
         )
-    func(to.local, source.local, *args, **kwargs)
+    part = source.local if is_sharded else None
+    if isinstance(to, ShardedValue) and type(source) is Tensor:
+        # Optimizers that load in place pass this rank's part.
+        if source.shape == to.local.shape:
+            part = source
+        # A load hook has made a full value, which torch copies into the parameter
+        # shown.
+        elif hooks_may_run() and source.shape == to.shape:
+            whole = source if to.home is None else to.home.form.part(source)
+            part = whole.reshape(-1)[to.start : to.stop].view(to.local.shape)
+    if part is None:
+        given = to if isinstance(to, ShardedValue) else source
+        text = _refusal(func, given)
+        # A single rank has the element, so no other could save the value.
+        if not given.shape:
+            text += (
+                " If this is async_save with a storage_writer, pass checkpoint_id "
+                "instead: the writer's own stager makes a plain tensor of a "
+                "parameter without dimensions."
+            )
+        raise TypeError(text)
+    func(to.local, part, *args, **kwargs)
     return to
-
-
-def _part_of_plain(to: ShardedValue, source: Tensor) -> Tensor | None:
-    """Return this rank's part of a plain value of ``to``; None for another tensor."""
-    # Optimizers that load in place pass this rank's part.
-    if source.shape == to.local.shape:
-        return source
-    # A load hook has made a full value, which torch copies into the parameter shown.
-    if hooks_may_run() and source.shape == to.shape:
-        form = to.home.form if to.home is not None else None
-        whole = source if form is None else form.part(source)
-        return whole.reshape(-1)[to.start : to.stop].view(to.local.shape)
-    return None
 
 
 _aten = torch.ops.aten

@@ -25,11 +25,7 @@ def install_wrapper_hooks(wrapper: nn.Module, component: str = WRAPPED_MODULE) -
 
 
 def _strip_keys(
-    component: str,
-    module: nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: dict[str, Any],
+    component: str, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
 ) -> None:
     """Rename the wrapped module's keys and metadata to the wrapper's names."""
     inner = f"{prefix}{component}"
@@ -49,15 +45,7 @@ def _rename(table: dict[str, Any], old: str, new: str) -> None:
 
 
 def _add_component(
-    component: str,
-    module: nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: dict[str, Any],
-    strict: bool,
-    missing_keys: list[str],
-    unexpected_keys: list[str],
-    error_msgs: list[str],
+    component: str, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
 ) -> None:
     """Insert the component into the keys below the wrapper, before torch loads them."""
     _rename(state_dict, prefix, f"{prefix}{component}.")

@@ -20,7 +20,7 @@ from tests.optim.models import (
 )
 from tests.support.place import _same
 from tests.support.reference import PATHS, differences
-from tests.support.sharded import RankCount, both_paths
+from tests.support.sharded import RankCount
 from tests.support.world import World
 
 Make = Callable[[list[dict[str, Any]]], optim.Optimizer]
@@ -44,18 +44,20 @@ EVERY: dict[str, Make] = {
     "Rprop": partial(optim.Rprop, lr=0.05),
     "ASGD": partial(optim.ASGD, lr=0.05, t0=2.0, weight_decay=0.1),
 }
-every_optimizer = pytest.mark.parametrize("name", EVERY)
 WAYS: dict[str, dict[str, bool]] = {
     "one": {"foreach": False},
     "foreach": {"foreach": True},
     "fused": {"fused": True},
 }
+FUSED = "SGD", "Adam", "AdamW amsgrad", "Adagrad"
+NAMED = [
+    *((name, ("one", "foreach")[at % 2]) for at, name in enumerate(EVERY)),
+    *((name, "fused") for name in FUSED),
+]
+# Path, optimizer and kernel do not interact.
 each_way = pytest.mark.parametrize(
-    ("name", "way"),
-    [
-        *((name, ("one", "foreach")[at % 2]) for at, name in enumerate(EVERY)),
-        *((name, "fused") for name in ("SGD", "Adam", "AdamW amsgrad", "Adagrad")),
-    ],
+    ("path", "name", "way"),
+    [(PATHS[at // 2 % 2], *way) for at, way in enumerate(NAMED)],
 )
 
 
@@ -113,7 +115,6 @@ def plain_goes_on(
 
 @pytest.mark.req("U-04")
 @each_way
-@both_paths
 def test_the_state_is_the_plain_one_and_the_plain_model_goes_on_with_it(
     ranks: RankCount, path: str, name: str, way: str
 ) -> None:
@@ -152,8 +153,9 @@ def check_loaded(
 
 
 @pytest.mark.req("U-04")
-@pytest.mark.parametrize("world_size", [1, 3])
-@every_optimizer
+@pytest.mark.parametrize(
+    ("name", "world_size"), [(name, (1, 3)[at % 2]) for at, name in enumerate(EVERY)]
+)
 def test_another_number_of_ranks_goes_on_with_it(
     ranks: RankCount, name: str, world_size: int
 ) -> None:

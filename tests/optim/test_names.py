@@ -157,20 +157,6 @@ def test_a_module_that_shows_its_child_as_itself_gives_names_once(
     assert _same(part, local_state_dict(ours))
 
 
-@pytest.mark.req("S1-08")
-@on_ranks(2)
-def test_ordinary_models_are_not_warned_of(world: World) -> None:
-    """Wrappers of ours and a model inside others are ordinary."""
-    model = put(sharded_children(Mixed(), "wrapper"), "wrapper")
-    optimizer = optim.AdamW(model.parameters())
-    train_sharded(model, optimizer, world, range(1))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        state = optim_state_dict(model, optimizer)
-        optim_state_dict_to_load(model, optimizer, state)
-        optim_state_dict(nn.Sequential(nn.Sequential(model)), optimizer)
-
-
 class Tricky(nn.Module):
     """Children of names that look like wrappers and are none."""
 

@@ -111,24 +111,6 @@ def test_a_state_that_does_not_fit_is_refused_by_name(world: World) -> None:
     assert "Pass the model that the optimizer trains." in text
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["cut", "on one rank"])
-@on_ranks(2)
-def test_state_made_before_sharding_is_refused(world: World, whole: bool) -> None:
-    """On all ranks, a rank that holds it all, too; with both shapes and the way out."""
-    model: nn.Module = nn.Linear(1, 1, bias=False) if whole else tiny_mlp()
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 1 if whole else 8)).sum().backward()
-    optimizer.step()
-    model = apply_units(model, [])
-
-    text = message_of(lambda: optim_state_dict(model, optimizer))
-    assert text.startswith("CheckpointError: ")
-    if not whole:
-        assert "Optimizer state 'exp_avg' of '0.weight' has the full shape (12" in text
-        assert "expected a scalar or this rank's shard" in text
-        assert "or make the optimizer after fully_shard" in text
-
-
 @on_ranks(2)
 def test_what_one_rank_refuses_is_refused_on_all(world: World) -> None:
     """Nobody waits for a rank that has raised before anything was exchanged."""

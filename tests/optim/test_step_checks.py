@@ -198,25 +198,6 @@ def test_full_state_from_before_sharding_is_refused_with_a_way_out_that_works(
     assert _same(dict(sharded.state_dict()), dict(plain.state_dict()))
 
 
-@on_ranks(3)
-@pytest.mark.parametrize("shapes", [[(2, 2)], [(2, 2), (1,)], [(3, 2), (4, 1)]])
-def test_ranks_that_hold_parameters_whole_refuse_state_with_the_others(
-    world: World, shapes: list[tuple[int, ...]]
-) -> None:
-    """They cannot see by shapes that the state is that of a plain model."""
-    model = nn.Module()
-    for index, shape in enumerate(shapes):
-        model.register_parameter(f"p{index}", nn.Parameter(torch.ones(shape)))
-    optimizer = optim.Adagrad(model.parameters(), lr=0.1)
-    fully_shard(model)
-
-    text = message_of(optimizer.step)
-
-    assert text.startswith("CompositionError: ")
-    assert "Adagrad's state 'sum' of 'p" in text
-    assert "It was made before fully_shard, or loaded from a plain model." in text
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("rows", [8, 7, 1])
 def test_state_that_a_constructor_made_is_right_or_refused_if_rank_0_wrote_it(

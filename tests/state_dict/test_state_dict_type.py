@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import pytest
@@ -247,28 +246,6 @@ def test_local_shards_are_not_given_where_full_parameters_are_shown(
     with state_dict_type(model, LOCAL), unshard_params(model):
         text = message_of(model.state_dict)
     assert "state_dict was called on (root) inside unshard_params" in text
-
-
-@pytest.mark.req("U-02")
-@on_ranks(2)
-def test_local_state_of_another_plan_is_refused(world: World) -> None:
-    """The parameter, what differs, and the way out; the model is as it was."""
-    saved, state = local_states(*trained(world, "wrapper"))
-    other = apply_units(TinyGPT(), ["blocks.0"])
-    optimizer = adamw(other.parameters())
-    set_state_dict_type(other, LOCAL)
-    before = {name: p.detach().clone() for name, p in other.named_parameters()}
-
-    texts = (
-        message_of(partial(other.load_state_dict, saved)),
-        message_of(partial(optim_state_dict_to_load, other, optimizer, state)),
-    )
-
-    for text in texts:
-        assert "expected elements [" in text
-        assert "or save under FULL_STATE_DICT" in text
-    after = {name: p.detach() for name, p in other.named_parameters()}
-    assert differences(after, {**before, **after}) == {}
 
 
 WAYS: list[Any] = [

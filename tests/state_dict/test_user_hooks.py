@@ -222,8 +222,9 @@ def check_round_trip(
 
 
 @pytest.mark.req("S1-31", "S1-32", "R-04")
-@pytest.mark.parametrize("kind", [FULL, SHARDED], ids=lambda kind: kind.name)
-@pytest.mark.parametrize("door", ["functional", "wrapper", "door"])
+@pytest.mark.parametrize(
+    ("door", "kind"), [("functional", SHARDED), ("wrapper", FULL), ("door", SHARDED)]
+)
 @on_ranks(2)
 def test_hooks_save_and_load_as_on_the_plain_model(
     world: World, door: str, kind: StateDictType

@@ -1,4 +1,4 @@
-"""Broadcast optimizer state from the first rank to all ranks, tensor by tensor."""
+"""Send values between ranks: descriptions as objects, elements by broadcasts."""
 
 from __future__ import annotations
 
@@ -21,14 +21,47 @@ from composable_fsdp.tree.state import _FSDPState
 Route = tuple[dist.ProcessGroup, ...]
 
 
+# A leaf of a tree of values, which a named tuple would not be.
 @dataclass(frozen=True, slots=True)
 class Described:
-    """Placeholder for a tensor that only the first rank holds."""
+    """A tensor without its elements, as ranks tell each other of it."""
 
     shape: torch.Size
     dtype: torch.dtype
     part: bool
     """Whether the tensor is a sharded value, which holds only a part."""
+
+
+def described(value: Any) -> Any:
+    """Return a ``Described`` for a tensor with dimensions; other values travel."""
+    if not isinstance(value, Tensor):
+        return value
+    part = isinstance(value, ShardedValue)
+    if value.ndim or part:
+        return Described(value.shape, value.dtype, part)
+    # On the CPU: a pickled CUDA tensor would be restored on the sender's device.
+    return value.cpu()
+
+
+def send(
+    value: Tensor | Described,
+    groups: Sequence[dist.ProcessGroup],
+    device: torch.device,
+    *,
+    rank: int = 0,
+) -> Tensor:
+    """Return the tensor of ``rank`` on every rank, on ``device``.
+
+    Collective: one broadcast per group.
+    """
+    if isinstance(value, Tensor):
+        whole = value.detach().to(device).contiguous()
+    else:
+        flat = memory.new_buffer(value.shape.numel(), value.dtype, device)
+        whole = flat.view(value.shape)
+    for group in groups:
+        collectives.broadcast(whole, group, rank=rank)
+    return whole
 
 
 def routes_of(
@@ -55,15 +88,12 @@ def routes_of(
 def share_structure(saved: Any, groups: Route) -> Any:
     """Return the first rank's ``saved``; other ranks get bytes for ``unpacked``.
 
-    One object, so that all ranks refuse alike before the first tensor is sent.
-
     Collective: one broadcast of an object per group.
     Raises: CheckpointError on all ranks, if the structure cannot be pickled.
     """
     is_first = all(group.rank() == 0 for group in groups)
-    if not groups:
-        return saved
-    told: Any = _packed(saved) if is_first else None
+    # One object, so that all ranks refuse alike before the first tensor is sent.
+    told: Any = _packed(saved) if groups and is_first else None
     for group in groups:
         told = collectives.broadcast_object(told, group)
     # The error text of the first rank.
@@ -80,7 +110,7 @@ def unpacked(shared: Any) -> Any:
 def _packed(saved: Any) -> bytes | str:
     """Return the structure as bytes, or a string that says why pickling failed."""
     try:
-        return pickle.dumps(_pytree.tree_map(_describe, saved))
+        return pickle.dumps(_pytree.tree_map(described, saved))
     except Exception as error:
         # Not raised: the other ranks wait for the broadcast.
         return (
@@ -94,37 +124,7 @@ def _unsent(saved: Any) -> str:
     """Return path and type of the first value that does not pickle."""
     for path, value in _pytree.tree_leaves_with_path(saved):
         try:
-            pickle.dumps(_describe(value))
+            pickle.dumps(described(value))
         except Exception:
             return f"{_pytree.keystr(path)} is a {type(value).__name__}"
     return "its keys do not pickle"
-
-
-def _describe(value: Any) -> Any:
-    """Replace a tensor with dimensions or a sharded value by a ``Described``."""
-    if not isinstance(value, Tensor):
-        return value
-    part = isinstance(value, ShardedValue)
-    if value.ndim or part:
-        return Described(value.shape, value.dtype, part)
-    # On the CPU: a pickled CUDA tensor would be restored on the sender's device.
-    return value.cpu()
-
-
-def share_tensor(
-    value: Tensor | Described,
-    groups: Route,
-    device: torch.device,
-) -> Tensor:
-    """Return the first rank's tensor on every rank, on ``device``.
-
-    Collective: one broadcast per group; all its ranks must call.
-    """
-    if isinstance(value, Tensor):
-        whole = value.detach().to(device).contiguous()
-    else:
-        flat = memory.new_buffer(value.shape.numel(), value.dtype, device)
-        whole = flat.view(value.shape)
-    for group in groups:
-        collectives.broadcast(whole, group)
-    return whole
