@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from composable_fsdp.access.settings import units_of
-from composable_fsdp.access.unshard_params import _summon, _unshard_states
+from composable_fsdp.access.unshard_params import _summoned, _unshard_states
 from composable_fsdp.errors import PlanError
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.phases import Phase
 from composable_fsdp.runtime.materialize import Init, empty_like
-from composable_fsdp.runtime.recover import require_idle
 from composable_fsdp.tree.root import ensure_root, forget_root, outermost
 from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
 from composable_fsdp.tree.traversal import (
@@ -87,9 +86,9 @@ def apply_whole(module: nn.Module, fn: Init, what: str, *, wrappers: bool) -> No
             # A tree that was not initialized must stay so: units above may be made yet.
             if top.context is None:
                 stack.callback(forget_root, ensure_root(top))
-            if ensure_root(top).summoned is None:
-                context = require_idle(top, what)
-                stack.enter_context(_summon(context, top, rank0_only=False))
+        # Inside a block of ``unshard_params`` a tree has its mark.
+        free = [top for top in tops.values() if ensure_root(top).summoned is None]
+        stack.enter_context(_summoned(free, rank0_only=False, what=what))
         units = [u for top in tops.values() for u in _get_fsdp_states(top.module)]
         shown = _FullOnTouch(units, stack.enter_context(ExitStack()), what)
         for each in _children_first(module):
