@@ -49,8 +49,15 @@ def _expert_ranks(top: FlatParamHandle, name: str, handle: FlatParamHandle) -> i
     told = handle.groups.expert_ranks
     if told > 1:
         # A tree may hold nothing but experts.
-        if handle is not top and top.groups.expert_ranks == 1:
-            _require_product(name, own, told, everyone)
+        nested = handle is not top and top.groups.expert_ranks == 1
+        if nested and own * told != everyone:
+            raise CompositionError(
+                f"Unit {quoted(name)} has an expert_mesh of {told} ranks and is "
+                f"sharded over {own}; the model is sharded over {everyone}. Expected "
+                "that the numbers multiply to that of the model, so that all data "
+                "reaches each expert. Make one mesh of all data ranks, (edp, ep), and "
+                "pass device_mesh=mesh['edp'], expert_mesh=mesh['ep']."
+            )
         return told
     if own == everyone:
         return 1
@@ -74,18 +81,6 @@ def _expert_ranks(top: FlatParamHandle, name: str, handle: FlatParamHandle) -> i
         )
     _refuse_plain(name, handle)
     return everyone // own
-
-
-def _require_product(name: str, own: int, told: int, everyone: int) -> None:
-    """Raise CompositionError unless the model is sharded over ``own * told`` ranks."""
-    if own * told != everyone:
-        raise CompositionError(
-            f"Unit {quoted(name)} has an expert_mesh of {told} ranks and is sharded "
-            f"over {own}; the model is sharded over {everyone}. Expected that the "
-            "numbers multiply to that of the model, so that all data reaches each "
-            "expert. Make one mesh of all data ranks, (edp, ep), and pass "
-            "device_mesh=mesh['edp'], expert_mesh=mesh['ep']."
-        )
 
 
 def _refuse_plain(name: str, handle: FlatParamHandle) -> None:
