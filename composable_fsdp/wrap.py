@@ -1,7 +1,5 @@
 """Policies and wrapping, under torch FSDP1's path ``fsdp.wrap``."""
 
-from __future__ import annotations
-
 from composable_fsdp.doors.wrapping import (
     _or_policy,
     always_wrap_policy,

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch.distributed as dist
@@ -202,18 +202,15 @@ def _unshard_states(
     ``what`` names the caller in messages; ``how`` is passed to ``_unshard_state``.
     Collective, Raises: as ``unshard_params``.
     """
-    # ``offload_to_cpu`` copies on this rank alone, and may differ between ranks.
-    sent = {**how, "writeback": writeback, "check_same": check_same}
-    decide = ("writeback", "rank0_only", "with_grads", "check_same")
-    details = tuple(f"{name}=True" for name in decide if sent.get(name))
-    title = states[0].title if states else ""
-    call = Call(what.partition("(")[0], title, details, _ENTER_EVERYWHERE)
+    call = _call(
+        states, what, {**how, "writeback": writeback, "check_same": check_same}
+    )
     # A block in a training loop repeats, and an expected call visits no store.
     meet_over(states, call, replicas=writeback, always=False)
     for state in states:
         compare_models(state, replicas=writeback, written=writeback)
     routes = {_route(state): state.handle.layout.device for state in states}
-    failed: dict[Route, int | None] = {}
+    rank = None
     with ExitStack() as stack:
         shown = [
             stack.enter_context(_unshard_state(each, writeback=writeback, **how))
@@ -237,17 +234,26 @@ def _unshard_states(
         if writeback:
             # Each _unshard_state writes back on exit, so the agreement must come first.
             failed = {route: failed_rank(route, at) for route, at in routes.items()}
+            rank = next((each for each in failed.values() if each is not None), None)
             for state, unit in zip(states, shown, strict=True):
                 unit.is_agreed = failed[_route(state)] is None
-                if check_same and unit.is_agreed:
-                    require_same_values(unit.handle, unit.fulls)
-    rank = next((rank for rank in failed.values() if rank is not None), None)
+                if check_same:
+                    require_same_values(unit)
     if rank is not None:
         raise DesyncError(
             f"Rank {rank} raised inside {what}, so nothing was written here either, "
             "and all ranks have the values from before the block. Look at the error of "
             f"rank {rank}."
         )
+
+
+def _call(states: Sequence[_FSDPState], what: str, how: Mapping[str, bool]) -> Call:
+    """Return the block as ranks compare it, with the arguments that are set."""
+    # ``offload_to_cpu`` copies on this rank alone, and may differ between ranks.
+    decide = ("writeback", "rank0_only", "with_grads", "check_same")
+    details = tuple(f"{name}=True" for name in decide if how.get(name))
+    title = states[0].title if states else ""
+    return Call(what.partition("(")[0], title, details, _ENTER_EVERYWHERE)
 
 
 def _route(state: _FSDPState) -> Route:

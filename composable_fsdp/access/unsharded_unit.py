@@ -328,21 +328,23 @@ def _unshard_state(
 
 
 @torch.no_grad()
-def require_same_values(handle: FlatParamHandle, fulls: Sequence[Tensor]) -> None:
-    """Refuse full values ``(padded_numel,)`` that differ between the unit's ranks.
+def require_same_values(unit: UnshardedUnit) -> None:
+    """Refuse full values of a block that differ between the unit's ranks.
 
     Collective: a single all-reduce with two numbers per parameter over the shard group
         and over the replicate group.
     Raises: DesyncError with the parameter's name, on all ranks alike.
     """
+    handle = unit.handle
     names: list[str] = []
     whole: list[Tensor] = []
-    for region, full in zip(handle.layout.regions, fulls, strict=True):
+    for region, full in zip(handle.layout.regions, unit.fulls, strict=True):
         pieces, _ = full_views(region.layout, full)
         for slot, piece in zip(region.layout.parameters, pieces, strict=True):
             names.append(slot_path(handle, slot))
             whole.append(piece)
-    if not whole:
+    # Where a rank raised, nothing is written.
+    if not (whole and unit.is_agreed):
         return
     mine = hash_values(whole).to(handle.layout.device)
     # A single maximum gives the maximum and, of the inverted bits, the minimum; equal

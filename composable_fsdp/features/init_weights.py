@@ -67,8 +67,15 @@ def init_weights(
     if _get_module_fsdp_state(module) is None:
         units_of(module, "init_weights", recurse=True)
     # Before memory is given, so that the model is unchanged after a refusal.
-    if fn is None:
-        _require_initializers(module)
+    for name, each in module.named_modules() if fn is None else ():
+        tensors = chain(each._parameters.items(), each._buffers.items())
+        on_meta = [key for key, t in tensors if t is not None and t.is_meta]
+        if on_meta and _initializer(each) is None:
+            raise PlanError(
+                f"{type(each).__name__} {quoted(name)} holds "
+                f"{listed(map(repr, on_meta))} on meta and has no reset_parameters() "
+                "to initialise it. Give it one, or call init_weights(model, fn)."
+            )
     _give_memory(module)
     apply_whole(module, fn or _reset, "init_weights", wrappers=False)
 
@@ -196,19 +203,6 @@ def _initializer(module: nn.Module) -> Callable[[], object] | None:
             found: Callable[[], object] = method
             return found
     return None
-
-
-def _require_initializers(top: nn.Module) -> None:
-    """Raise PlanError if a module on meta has no method to initialize it."""
-    for name, module in top.named_modules():
-        tensors = chain(module._parameters.items(), module._buffers.items())
-        on_meta = [key for key, each in tensors if each is not None and each.is_meta]
-        if on_meta and _initializer(module) is None:
-            raise PlanError(
-                f"{type(module).__name__} {quoted(name)} holds "
-                f"{listed(map(repr, on_meta))} on meta and has no reset_parameters() "
-                "to initialise it. Give it one, or call init_weights(model, fn)."
-            )
 
 
 def _give_memory(top: nn.Module) -> None:

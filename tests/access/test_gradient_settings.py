@@ -90,7 +90,7 @@ def test_units_that_do_not_sync_accumulate_without_communication(
     )
     synced = {"blocks": root, "root": sum(blocks)}.get(who, 0)
     assert sent(quiet, op) == 2 * synced
-    assert synced or unreduced == [None] * len(unreduced)
+    assert who in ("blocks", "root") or unreduced == [None] * len(unreduced)
     assert sent(calls, op) == root + sum(blocks)
     assert_gradients(model, summed_then_averaged(world, [0, 1, 2]), 1e-5)
 

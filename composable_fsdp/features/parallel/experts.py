@@ -79,12 +79,6 @@ def _expert_ranks(top: FlatParamHandle, name: str, handle: FlatParamHandle) -> i
             "each expert. Make one mesh of all data ranks, (edp, ep): distribute the "
             "experts over mesh['ep'], and pass mesh['edp'] to their fully_shard."
         )
-    _refuse_plain(name, handle)
-    return everyone // own
-
-
-def _refuse_plain(name: str, handle: FlatParamHandle) -> None:
-    """Raise CompositionError for a trainable plain parameter beside DTensor experts."""
     for region in handle.layout.trainable:
         for slot in region.layout.parameters:
             if slot.whole is None:
@@ -92,7 +86,8 @@ def _refuse_plain(name: str, handle: FlatParamHandle) -> None:
                 raise CompositionError(
                     f"Parameter {quoted(join_name(name, slot.fqn))} is plain, in a "
                     "unit of DTensors over other ranks: its gradient would be summed "
-                    f"over {handle.groups.world_size} ranks alone, and another on the "
-                    "others. Make it a DTensor over the same mesh (Replicate), or move "
-                    "it out of the unit."
+                    f"over {own} ranks alone, and another on the others. Make it a "
+                    "DTensor over the same mesh (Replicate), or move it out of the "
+                    "unit."
                 )
+    return everyone // own
