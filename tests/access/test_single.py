@@ -172,6 +172,17 @@ def test_parameters_that_no_unit_holds_are_found_as_well(world: World) -> None:
         assert torch.equal(again["exp_avg_sq"], state["exp_avg_sq"])
 
 
+@on_ranks(2)
+def test_an_assigned_parameter_is_found_also_from_inside_its_unit(world: World) -> None:
+    """Before any forward has taken it up; by the name that each module gives it."""
+    model = fully_shard(tiny_mlp())
+    part = model[0].weight
+    model[0].weight = nn.Parameter(torch.full_like(part, 2.0))
+
+    for module, name in ((model, "0.weight"), (model[0], "weight")):
+        assert torch.equal(get_full_param(module, name), torch.full((12, 8), 2.0))
+
+
 @pytest.mark.req("U-02")
 @on_ranks(2)
 def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(world: World) -> None:
