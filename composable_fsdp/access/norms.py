@@ -230,7 +230,9 @@ def _tensors_of(
         if not handle.layout.forms:
             # Without such a group every rank holds all elements. Not ``route_of``, a
             # call per parameter.
-            found = [g for region in regions for g in _gradients(region, chosen)]
+            found: list[Tensor] = []
+            for region in regions:
+                found += _gradients(region, chosen)
             return [(handle.groups.cut, found)]
     routes: list[tuple[Route, list[Tensor]]] = []
     # In model order: tensor-parallel ranks with parts of other sizes have other
@@ -341,7 +343,8 @@ def parameters_given(
         raise TypeError(
             f"{what} expects a module or parameters, got a {type(given).__name__}."
         )
-    for parameter in parameters:
+    # Those of a module need no look, which clipping would pay in every step.
+    for parameter in () if isinstance(given, nn.Module) else parameters:
         if not isinstance(parameter, Tensor):
             raise TypeError(
                 f"{what} expects a module or parameters, got an iterable with "
