@@ -1,14 +1,13 @@
 """Policies and wrapping, under torch FSDP1's path ``fsdp.wrap``."""
 
-from __future__ import annotations
-
-from composable_fsdp.doors.auto_wrap import (
+from composable_fsdp.doors.wrapping import (
     _or_policy,
     always_wrap_policy,
+    enable_wrap,
     lambda_auto_wrap_policy,
     transformer_auto_wrap_policy,
+    wrap,
 )
-from composable_fsdp.doors.wrapping import enable_wrap, wrap
 from composable_fsdp.planning.policies import (
     CustomPolicy,
     ModuleWrapPolicy,

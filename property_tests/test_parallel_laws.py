@@ -46,6 +46,7 @@ def _is_possible(recipe: experts.Recipe) -> bool:
 EXPERTS = st.builds(
     experts.Recipe,
     experts=st.integers(2, 9),
+    layers=st.sampled_from([1, 2]),
     top=st.integers(1, 3),
     shared=st.booleans(),
     listed=st.booleans(),
@@ -57,6 +58,7 @@ TENSORS = st.builds(
     sequence=st.booleans(),
     tied=st.booleans(),
     hidden=st.sampled_from([32, 9, 18]),
+    blocks=st.sampled_from([1, 2]),
 )
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 # A wider dtype is exact, so that the law can hold for each element.

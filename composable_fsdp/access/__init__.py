@@ -6,23 +6,17 @@ from composable_fsdp.lazy import resolver
 
 if TYPE_CHECKING:
     from composable_fsdp.access.manual import full_shape as full_shape
-    from composable_fsdp.access.schedule import (
-        set_modules_to_backward_prefetch as set_modules_to_backward_prefetch,
-    )
-    from composable_fsdp.access.schedule import (
-        set_modules_to_forward_prefetch as set_modules_to_forward_prefetch,
-    )
-    from composable_fsdp.access.schedule import (
-        set_reshard_after_backward as set_reshard_after_backward,
-    )
-    from composable_fsdp.access.schedule import (
-        set_reshard_after_forward as set_reshard_after_forward,
-    )
     from composable_fsdp.access.settings import (
         set_gradient_divide_factor as set_gradient_divide_factor,
     )
     from composable_fsdp.access.settings import (
         set_is_last_backward as set_is_last_backward,
+    )
+    from composable_fsdp.access.settings import (
+        set_modules_to_backward_prefetch as set_modules_to_backward_prefetch,
+    )
+    from composable_fsdp.access.settings import (
+        set_modules_to_forward_prefetch as set_modules_to_forward_prefetch,
     )
     from composable_fsdp.access.settings import (
         set_reduce_scatter_unused_params as set_reduce_scatter_unused_params,
@@ -34,20 +28,24 @@ if TYPE_CHECKING:
         set_requires_gradient_sync as set_requires_gradient_sync,
     )
     from composable_fsdp.access.settings import (
+        set_reshard_after_backward as set_reshard_after_backward,
+    )
+    from composable_fsdp.access.settings import (
+        set_reshard_after_forward as set_reshard_after_forward,
+    )
+    from composable_fsdp.access.settings import (
         set_separate_reduce_scatter_group as set_separate_reduce_scatter_group,
     )
 
 _resolve, __all__ = resolver(
     {
         "access.manual": "full_shape",
-        "access.schedule": (
-            "set_modules_to_backward_prefetch set_modules_to_forward_prefetch "
-            "set_reshard_after_backward set_reshard_after_forward"
-        ),
         "access.settings": (
             "set_gradient_divide_factor set_is_last_backward "
+            "set_modules_to_backward_prefetch set_modules_to_forward_prefetch "
             "set_reduce_scatter_unused_params set_requires_all_reduce "
-            "set_requires_gradient_sync set_separate_reduce_scatter_group"
+            "set_requires_gradient_sync set_reshard_after_backward "
+            "set_reshard_after_forward set_separate_reduce_scatter_group"
         ),
     }
 )

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from composable_fsdp.access.block import block
 from composable_fsdp.access.norms import Norm, as_number, as_order, norm_of
-from composable_fsdp.access.schedule import set_reshard
-from composable_fsdp.access.settings import set_sync, units_of
+from composable_fsdp.access.settings import set_reshard, units_of
 
 NAME_NONFINITE: list[Callable[[Norm], str]] = []
 """Returns in words which gradients make a norm NaN or inf (``features.nonfinite``)."""
@@ -38,7 +37,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         (s.settings.sync_gradients, s.settings.reshard_after_backward) for s in states
     ]
     for state in states:
-        set_sync(state, False)
+        state.settings.sync_gradients = False
         # No optimizer step follows, so full parameters stay valid for the next forward.
         if not state.options.reshard_after_forward:
             set_reshard(state, False)
@@ -46,7 +45,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         for state, (sync, reshard) in zip(states, before, strict=True):
-            set_sync(state, sync)
+            state.settings.sync_gradients = sync
             set_reshard(state, reshard)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp.access.schedule import state_of_unit
+from composable_fsdp.access.settings import state_of_unit
 from composable_fsdp.comm.meeting import Call
 from composable_fsdp.errors import CompositionError, PhaseError
 from composable_fsdp.flat.flat_parameter import find_flat
@@ -267,7 +267,9 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         )
     state = _get_unit_state(module)
     if state is None:
-        _require_plain(module, name)
+        # A part of a sharded model cannot gather what it shows.
+        if _get_module_fsdp_state(module) is not None or _get_fsdp_states(module):
+            raise no_unit(module, f"register_forward_method({name!r})", recurse=False)
         return
     # ``functools.partial`` has ``func``: the method is registered already.
     if name == "forward" or getattr(method, "func", None) is call_method:
@@ -284,9 +286,3 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
 register_fsdp_forward_method = register_forward_method
 """The name of this function in torch."""
-
-
-def _require_plain(module: nn.Module, name: str) -> None:
-    """Refuse a module that is part of a sharded model without being a unit."""
-    if _get_module_fsdp_state(module) is not None or _get_fsdp_states(module):
-        raise no_unit(module, f"register_forward_method({name!r})", recurse=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import is_
 from typing import NamedTuple, NoReturn, SupportsFloat, cast
@@ -111,11 +111,13 @@ def norm_of(
 
     Collective, Raises: as ``clip_grad_norm_``.
     """
-    parameters = parameters_given(module_or_params, call)
-    chosen = dict(zip(map(id, parameters), parameters, strict=True))
+    chosen = parameters_given(module_or_params, call)
     handles, others = units_and_others(chosen)
     # Ranks without a gradient send over the same groups as the others.
-    found: dict[Route, list[Tensor]] = {(): _of_plain(call, others)}
+    of = Tensor.detach if call == "param_norm" else grad_of
+    found: dict[Route, list[Tensor]] = {
+        (): [each for each in map(of, others) if each is not None]
+    }
     for handle in handles:
         for route, tensors in _tensors_of(call, handle, chosen):
             found.setdefault(route, []).extend(tensors)
@@ -148,13 +150,6 @@ def norm_of(
     total = stacked.amax() if infinite else stacked.sum() ** (1.0 / norm_type)
     every = list(chain(*found.values()))
     return Norm(total.to(dtype), every, handles, chosen, routes, parts[1:])
-
-
-def _of_plain(call: str, others: Iterable[Tensor]) -> list[Tensor]:
-    """Return the values or gradients of parameters that no unit holds."""
-    if call == "param_norm":
-        return [p.detach() for p in others]
-    return [p.grad for p in others if p.grad is not None]
 
 
 def _over_ranks(
@@ -225,33 +220,59 @@ def _device_and_dtype(
 
 def _tensors_of(
     call: str, handle: FlatParamHandle, chosen: dict[int, Tensor]
-) -> Iterable[tuple[Route, list[Tensor]]]:
+) -> list[tuple[Route, list[Tensor]]]:
     """Return routes, and the gradients or parameters of a unit that go each route."""
-    if call == "param_norm":
-        return _parameters(handle, chosen)
-    if handle.layout.forms:
-        return _gradients_in_form(handle, chosen)
-    found: list[Tensor] = []
-    for region in handle.layout.regions:
-        if region.layout.trainable:
-            found += _gradients(handle, region, chosen)
-        else:
-            # Left from before freezing, or set by hand: optimizers step on these, too.
-            held = (p.grad for p in region.leaves if id(p) in chosen)
-            found += [grad for grad in held if grad is not None]
-    # Without such a group every rank holds all elements. Not ``route_of``, a call.
-    return [(handle.groups.cut, found)]
-
-
-def _parameters(
-    handle: FlatParamHandle, chosen: dict[int, Tensor]
-) -> Iterator[tuple[Route, list[Tensor]]]:
-    """Yield route and shard of each chosen parameter of a unit."""
-    # By index: tensor-parallel ranks with parts of other sizes have other regions.
+    regions = handle.layout.regions
+    if call != "param_norm":
+        for region in regions:
+            if region.flat is not None:
+                add_own_gradients(handle, region)
+        if not handle.layout.forms:
+            # Without such a group every rank holds all elements. Not ``route_of``, a
+            # call per parameter.
+            found: list[Tensor] = []
+            for region in regions:
+                found += _gradients(region, chosen)
+            return [(handle.groups.cut, found)]
+    routes: list[tuple[Route, list[Tensor]]] = []
+    # In model order: tensor-parallel ranks with parts of other sizes have other
+    # regions, and must meet the groups in the same order.
     for ref in in_model_order(handle):
         if is_chosen(ref, chosen):
-            views, _ = shard_views(ref.region.cuts, ref.region.shard)
-            yield route_of(handle, ref.slot.index), [views[ref.index]]
+            held: Sequence[Tensor | None]
+            if call == "param_norm":
+                held, _ = shard_views(ref.region.cuts, ref.region.shard)
+            else:
+                held = leaf_gradients(ref.region)
+            each = held[ref.index]
+            route = route_of(handle, ref.slot.index)
+            routes.append((route, [] if each is None else [each]))
+    return routes
+
+
+def _gradients(region: FlatParameter, chosen: dict[int, Tensor]) -> list[Tensor]:
+    """Return the gradients of the chosen parameters of a region."""
+    flat = region.flat
+    every = all(map(chosen.__contains__, map(id, region.leaves)))
+    if flat is not None:
+        # A flat parameter stands for all parameters of its region.
+        if every or id(flat) in chosen:
+            return [] if flat.grad is None else [flat.grad]
+    # The padding of the flat gradient is zero, so one operation scales all of it.
+    elif every and region.layout.trainable and _is_whole(region):
+        assert region.gradient.shard is not None
+        return [region.gradient.shard]
+    # Of a frozen one, left from before or set by hand: optimizers step on these, too.
+    pairs = zip(region.leaves, leaf_gradients(region), strict=True)
+    return [g for leaf, g in pairs if g is not None and id(leaf) in chosen]
+
+
+def _is_whole(region: FlatParameter) -> bool:
+    """Return whether every ``.grad`` of the region still views the flat gradient."""
+    if region.gradient.shard is None:
+        return False
+    shown = all(map(is_, map(grad_of, region.leaves), region.gradient.views))
+    return shown and views_are_intact(region)
 
 
 _WAY_OUT = (
@@ -282,59 +303,6 @@ def as_number(name: str, given: object, call: str) -> float:
     raise TypeError(f"{call} expects a number for {name}, got {given!r}.")
 
 
-def _gradients_in_form(
-    handle: FlatParamHandle, chosen: dict[int, Tensor]
-) -> Iterator[tuple[Route, list[Tensor]]]:
-    """Yield route and gradient of each chosen parameter of a unit with forms."""
-    refs: dict[int, tuple[FlatParameter, int]] = {}
-    for region in handle.layout.regions:
-        if region.flat is not None:
-            add_own_gradients(handle, region)
-        for index, slot in enumerate(region.layout.parameters):
-            flat, leaf = region.flat, region.leaves[index]
-            # A flat parameter stands for all parameters of its region.
-            if id(leaf) in chosen or (flat is not None and id(flat) in chosen):
-                refs[slot.index] = region, index
-    # By index: tensor-parallel ranks with parts of other sizes have other regions, and
-    # must meet the groups in the same order.
-    for key in sorted(refs):
-        region, index = refs[key]
-        gradient = leaf_gradients(region)[index]
-        yield route_of(handle, key), [] if gradient is None else [gradient]
-
-
-def _gradients(
-    handle: FlatParamHandle, region: FlatParameter, chosen: dict[int, Tensor]
-) -> list[Tensor]:
-    """Return the gradients of the chosen parameters of a trainable region."""
-    flat = region.flat
-    if flat is not None:
-        add_own_gradients(handle, region)
-        if id(flat) in chosen or all(map(chosen.__contains__, map(id, region.leaves))):
-            return [] if flat.grad is None else [flat.grad]
-        return [
-            gradient
-            for leaf, gradient in zip(
-                region.leaves, leaf_gradients(region), strict=True
-            )
-            if gradient is not None and id(leaf) in chosen
-        ]
-    # The padding of the flat gradient is zero, so one operation scales all of it.
-    if all(map(chosen.__contains__, map(id, region.leaves))) and _is_whole(region):
-        assert region.gradient.shard is not None
-        return [region.gradient.shard]
-    leaves = [leaf for leaf in region.leaves if id(leaf) in chosen]
-    return [leaf.grad for leaf in leaves if leaf.grad is not None]
-
-
-def _is_whole(region: FlatParameter) -> bool:
-    """Return whether every ``.grad`` of the region still views the flat gradient."""
-    if region.gradient.shard is None:
-        return False
-    shown = all(map(is_, map(grad_of, region.leaves), region.gradient.views))
-    return shown and views_are_intact(region)
-
-
 def is_chosen(ref: ParamRef, chosen: dict[int, Tensor]) -> bool:
     """Return whether a parameter, or the flat parameter of its region, is chosen."""
     return id(ref.leaf) in chosen or id(ref.region.flat) in chosen
@@ -362,27 +330,28 @@ def _power(
 
 
 def parameters_given(
-    module_or_params: nn.Module | Iterable[Tensor] | Tensor, what: str
-) -> list[Tensor]:
-    """Return the parameters of an argument of ``what``. Raises: TypeError."""
-    if isinstance(module_or_params, nn.Module):
-        return _parameters_in(module_or_params)
-    if isinstance(module_or_params, Tensor):
-        return [module_or_params]
-    if not isinstance(module_or_params, Iterable):
+    given: nn.Module | Iterable[Tensor] | Tensor, what: str
+) -> dict[int, Tensor]:
+    """Return the parameters of an argument of ``what``, by id. Raises: TypeError."""
+    if isinstance(given, nn.Module):
+        parameters = _parameters_in(given)
+    elif isinstance(given, Tensor):
+        parameters = [given]
+    elif isinstance(given, Iterable):
+        parameters = list(given)
+    else:
         raise TypeError(
-            f"{what} expects a module or parameters, got a "
-            f"{type(module_or_params).__name__}."
+            f"{what} expects a module or parameters, got a {type(given).__name__}."
         )
-    parameters = list(module_or_params)
-    for parameter in parameters:
+    # Those of a module need no look, which clipping would pay in every step.
+    for parameter in () if isinstance(given, nn.Module) else parameters:
         if not isinstance(parameter, Tensor):
             raise TypeError(
                 f"{what} expects a module or parameters, got an iterable with "
                 f"a {type(parameter).__name__}. Pass the values, not (name, parameter) "
                 "pairs."
             )
-    return parameters
+    return dict(zip(map(id, parameters), parameters, strict=True))
 
 
 def _parameters_in(module: nn.Module) -> list[Tensor]:

@@ -20,12 +20,11 @@ from composable_fsdp.errors import CompositionError, PhaseError
 from composable_fsdp.flat.flat_parameter import leaf_gradients, set_leaf_gradient
 from composable_fsdp.flat.param_form import mesh_groups
 from composable_fsdp.flat.param_ref import ParamRef, find_param, param_refs
-from composable_fsdp.naming import join_name, quoted, strip_wrapper
-from composable_fsdp.planning.layout import ParameterSlot
+from composable_fsdp.naming import quoted, strip_wrapper
 from composable_fsdp.runtime.recover import free_all_full_params, require_between_steps
 from composable_fsdp.tree.meeting import compare_models, meet_over
 from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
-from composable_fsdp.tree.traversal import require_module, walk_states
+from composable_fsdp.tree.traversal import _get_fsdp_states, require_module
 
 
 def get_full_param(module: nn.Module, fqn: str) -> Tensor:
@@ -157,48 +156,37 @@ def find_parameter(module: nn.Module, fqn: str, what: str) -> ParamRef | nn.Para
     Raises: CompositionError, with similar names; PhaseError, inside a step.
     """
     require_module(module, what)
+    found = module.named_parameters(remove_duplicate=False)
+    named = {strip_wrapper(name): parameter for name, parameter in found}
     name = strip_wrapper(fqn)
-    # Units first: their plans know all names, also while modules show other tensors.
-    known = []
-    for prefix, _, state in walk_states(module):
-        several = names_in_several(module, state) if len(state.modules) > 1 else None
-        for ref in param_refs(state.handle):
-            # A tied parameter has a name per place in the unit.
-            if several is None:
-                names = [join_name(prefix, each) for each in ref.slot.fqns]
-            else:
-                names = several[ref.slot.index]
-            known += names
-            if name in names:
-                return _settled(state, ref.slot, what)
-    for other, parameter in module.named_parameters(remove_duplicate=False):
-        if strip_wrapper(other) == name:
-            found = find_param(parameter)
-            if found is None:
-                return parameter
-            # A class that overrides named_parameters has renamed a parameter of a unit.
-            handle = found.handle
-            owner = next(s for _, _, s in walk_states(module) if s.handle is handle)
-            return _settled(owner, found.slot, what)
-        known.append(strip_wrapper(other))
-    raise CompositionError(
-        f"{what}: {type(module).__name__} has no parameter {fqn!r}. "
-        f"{closest_names(name, known)}"
-    )
+    if name not in named:
+        raise CompositionError(
+            f"{what}: {type(module).__name__} has no parameter {fqn!r}. "
+            f"{closest_names(name, named)}"
+        )
+    parameter = named[name]
+    place = _place_of(module, parameter)
+    if place is None:
+        return parameter
+    state, slot = place
+    require_between_steps(state, what)
+    # This may have rebuilt the regions, so the parameter is found by its slot.
+    return next(ref for ref in param_refs(state.handle) if ref.slot.index == slot)
 
 
-def names_in_several(module: nn.Module, state: _FSDPState) -> dict[int, list[str]]:
-    """Return the names below ``module`` of the unit's parameters, by slot index."""
-    # The plan's names begin at the unit's module that holds the parameter.
-    prefixes = {id(each): fqn for fqn, each in module.named_modules()}
-    names: dict[int, list[str]] = {}
-    for info in state.handle.infos:
-        # A module of the unit may be outside ``module``.
-        prefix = prefixes.get(id(info.module))
-        found = names.setdefault(info.slot_index, [])
-        if prefix is not None:
-            found.append(strip_wrapper(join_name(prefix, info.name)))
-    return names
+def _place_of(
+    module: nn.Module, parameter: nn.Parameter
+) -> tuple[_FSDPState, int] | None:
+    """Return the unit and the slot of a parameter that a module below shows."""
+    # By what modules show: full parameters, or one that the user has just assigned.
+    for state in _get_fsdp_states(module):
+        places = state.handle.layout.places
+        for place, (table, key, *_) in zip(places, state.handle.swaps, strict=True):
+            if table.get(key) is parameter:
+                return state, place.slot_index
+    # A unit above may hold it.
+    ref = find_param(parameter)
+    return None if ref is None else (unit_of(ref), ref.slot.index)
 
 
 def closest_names(name: str, known: Iterable[str]) -> str:
@@ -208,16 +196,6 @@ def closest_names(name: str, known: Iterable[str]) -> str:
     if near:
         return f"Close to it are {', '.join(map(repr, near))}."
     return f"It has {len(known)}; the first are {known[:3]}."
-
-
-def _settled(state: _FSDPState, slot: ParameterSlot, what: str) -> ParamRef:
-    """Return the parameter. Raises: PhaseError, inside a step."""
-    require_between_steps(state, what)
-    # This may have rebuilt the regions: find the parameter again by slot.
-    for ref in param_refs(state.handle):
-        if ref.slot.index == slot.index:
-            return ref
-    raise AssertionError(f"unit {state.name} lost a parameter")
 
 
 def _checked(

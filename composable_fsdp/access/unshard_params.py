@@ -9,10 +9,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -22,20 +21,14 @@ from composable_fsdp.access.unsharded_unit import _unshard_state, require_same_v
 from composable_fsdp.comm.consensus import failed_rank, send_failure
 from composable_fsdp.comm.meeting import Call
 from composable_fsdp.errors import DesyncError
-from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_form import groups_of
 from composable_fsdp.planning import walk
 from composable_fsdp.runtime.offload import synchronize_copy_stream
 from composable_fsdp.runtime.recover import require_idle
 from composable_fsdp.runtime.unshard import free_oldest
 from composable_fsdp.tree.meeting import compare_models, meet_over
-from composable_fsdp.tree.root import ensure_root
-from composable_fsdp.tree.state import (
-    RuntimeContext,
-    Summon,
-    _FSDPState,
-    _get_module_fsdp_state,
-)
+from composable_fsdp.tree.root import ensure_root, outermost
+from composable_fsdp.tree.state import Summon, _FSDPState, _get_module_fsdp_state
 from composable_fsdp.tree.traversal import _get_fsdp_states, require_module
 
 Route = tuple[dist.ProcessGroup, ...]
@@ -99,15 +92,15 @@ def unshard_params(
     ...     model.head.weight.data.zero_()
     """
     around = _units_around(module) if recurse else []
-    tops = [*around, *_tops(module, recurse=recurse, needed=not around)]
-    units: list[_FSDPState] = []
-    for state in tops:
-        below = recurse and state not in around
-        units += _get_fsdp_states(state.module) if below else [state]
+    if around:
+        below = _get_fsdp_states(module)
+    else:
+        what = "unshard_params" if recurse else "unshard_params(recurse=False)"
+        below = units_of(module, what, recurse=recurse)
     with (
-        _summoned(tops, rank0_only),
+        _summoned([*around, *below], rank0_only=rank0_only),
         _unshard_states(
-            units,
+            [*around, *below],
             writeback=writeback,
             rank0_only=rank0_only,
             offload_to_cpu=offload_to_cpu,
@@ -133,54 +126,30 @@ def _units_around(module: nn.Module) -> list[_FSDPState]:
 
 
 @contextmanager
-def _summoned(tops: Iterable[_FSDPState], rank0_only: bool) -> Iterator[None]:
-    """Mark the trees of ``tops``: no forward and no second block may start meanwhile.
+def _summoned(
+    states: Sequence[_FSDPState], *, rank0_only: bool, what: str = "unshard_params"
+) -> Iterator[None]:
+    """Mark the trees of ``states``: no forward and no second block may start meanwhile.
 
     Raises: PhaseError, inside a step or another block.
     """
-    # All trees are settled before the first is marked: units side by side may share a
-    # tree, and a second require_idle would meet the first block.
-    idle = [(state, require_idle(state, "unshard_params")) for state in tops]
-    firsts = {id(context): (context, state) for state, context in reversed(idle)}
-    with ExitStack() as stack:
-        for context, state in firsts.values():
-            stack.enter_context(_summon(context, state, rank0_only))
-        yield
-
-
-@contextmanager
-def _summon(
-    context: RuntimeContext, state: _FSDPState, rank0_only: bool
-) -> Iterator[None]:
-    """Mark a tree, whose units share the context."""
-    context.summoned = Summon(state, rank0_only)
+    firsts: dict[int, _FSDPState] = {}
+    for state in states:
+        firsts.setdefault(id(outermost(state)), state)
+    # All trees are settled before the first is marked, so that a refusal marks none.
+    trees = [(require_idle(state, what), state) for state in firsts.values()]
+    for context, state in trees:
+        context.summoned = Summon(state, rank0_only)
     try:
         yield
     finally:
-        context.summoned = None
-        # Free all deferred memory, and wait for copies of the block between host and
-        # device: the caller may write shards in host memory next.
-        free_oldest(context, keep=0)
-        synchronize_copy_stream(context)
-
-
-def _tops(module: nn.Module, *, recurse: bool, needed: bool) -> list[_FSDPState]:
-    """Return the uppermost units in ``module``, or its own without ``recurse``."""
-    if not needed and not _get_fsdp_states(module):
-        return []
-    what = "unshard_params" if recurse else "unshard_params(recurse=False)"
-    states = units_of(module, what, recurse=recurse)
-    if not recurse:
-        return states
-    tops: list[_FSDPState] = []
-    covered: set[int] = set()
-    # Outer units come first. Not ``state.parent``: a unit at two places has a single
-    # parent, but may be below another unit of this list as well.
-    for state in states:
-        if id(state) not in covered:
-            tops.append(state)
-            covered.update(map(id, _get_fsdp_states(state.module)))
-    return tops
+        for context, _ in trees:
+            context.summoned = None
+        for context, _ in trees:
+            # Free all deferred memory, and wait for copies of the block between host
+            # and device: the caller may write shards in host memory next.
+            free_oldest(context, keep=0)
+            synchronize_copy_stream(context)
 
 
 @contextmanager
@@ -198,9 +167,9 @@ def _unshard_params_recurse(
     The name and the arguments are FSDP1's. Collective, Raises: as ``unshard_params``.
     """
     # Inside another block of the tree the mark is set already.
-    tops = [state] if ensure_root(state).summoned is None else []
+    marked = [state] if ensure_root(state).summoned is None else []
     with (
-        _summoned(tops, rank0_only),
+        _summoned(marked, rank0_only=rank0_only),
         _unshard_states(
             _get_fsdp_states(module) if recurse else [state],
             writeback=writeback,
@@ -210,6 +179,13 @@ def _unshard_params_recurse(
         ),
     ):
         yield
+
+
+_ENTER_EVERYWHERE = (
+    "Full values are gathered from all ranks: enter the block on every rank, outside "
+    "of any 'if rank == 0'. rank0_only=True spares the others the memory."
+)
+"""The end of an error of a rank that enters a block alone."""
 
 
 @contextmanager
@@ -226,12 +202,15 @@ def _unshard_states(
     ``what`` names the caller in messages; ``how`` is passed to ``_unshard_state``.
     Collective, Raises: as ``unshard_params``.
     """
-    call = _call(states, what, writeback=writeback, check_same=check_same, **how)
+    call = _call(
+        states, what, {**how, "writeback": writeback, "check_same": check_same}
+    )
     # A block in a training loop repeats, and an expected call visits no store.
     meet_over(states, call, replicas=writeback, always=False)
     for state in states:
         compare_models(state, replicas=writeback, written=writeback)
-    failed: dict[Route, int | None] = {}
+    routes = {_route(state): state.handle.layout.device for state in states}
+    rank = None
     with ExitStack() as stack:
         shown = [
             stack.enter_context(_unshard_state(each, writeback=writeback, **how))
@@ -249,20 +228,17 @@ def _unshard_states(
         except BaseException:
             if writeback:
                 # The other ranks wait for this rank's flag before they write.
-                for groups, device in _routes(states).items():
+                for groups, device in routes.items():
                     send_failure(groups, device)
             raise
         if writeback:
             # Each _unshard_state writes back on exit, so the agreement must come first.
-            failed = {
-                groups: failed_rank(groups, at)
-                for groups, at in _routes(states).items()
-            }
-            for unit in shown:
-                unit.is_agreed = failed[_route(unit.handle)] is None
-                if check_same and unit.is_agreed:
-                    require_same_values(unit.handle, unit.fulls)
-    rank = next((rank for rank in failed.values() if rank is not None), None)
+            failed = {route: failed_rank(route, at) for route, at in routes.items()}
+            rank = next((each for each in failed.values() if each is not None), None)
+            for state, unit in zip(states, shown, strict=True):
+                unit.is_agreed = failed[_route(state)] is None
+                if check_same:
+                    require_same_values(unit)
     if rank is not None:
         raise DesyncError(
             f"Rank {rank} raised inside {what}, so nothing was written here either, "
@@ -271,32 +247,18 @@ def _unshard_states(
         )
 
 
-def _call(states: Sequence[_FSDPState], what: str, **how: bool) -> Call:
+def _call(states: Sequence[_FSDPState], what: str, how: Mapping[str, bool]) -> Call:
     """Return the block as ranks compare it, with the arguments that are set."""
     # ``offload_to_cpu`` copies on this rank alone, and may differ between ranks.
     decide = ("writeback", "rank0_only", "with_grads", "check_same")
     details = tuple(f"{name}=True" for name in decide if how.get(name))
-    name = what.partition("(")[0]
-    return Call(name, states[0].title if states else "", details, _ENTER_EVERYWHERE)
+    title = states[0].title if states else ""
+    return Call(what.partition("(")[0], title, details, _ENTER_EVERYWHERE)
 
 
-_ENTER_EVERYWHERE = (
-    "Full values are gathered from all ranks: enter the block on every rank, outside "
-    "of any 'if rank == 0'. rank0_only=True spares the others the memory."
-)
-"""The end of an error of a rank that enters a block alone."""
-
-
-def _routes(states: Sequence[_FSDPState]) -> dict[Route, torch.device]:
-    """Return each route once, in the order of the units, with a device to send on."""
-    found: dict[Route, torch.device] = {}
-    for state in states:
-        found.setdefault(_route(state.handle), state.handle.layout.device)
-    return found
-
-
-def _route(handle: FlatParamHandle) -> Route:
+def _route(state: _FSDPState) -> Route:
     """Return the groups over which an outcome reaches all ranks of a unit."""
     # Ranks of tensor parallelism hold other parts of the parameters that the block
     # writes: all of them write, or none.
+    handle = state.handle
     return (*handle.groups.present, *groups_of(handle.layout.forms))

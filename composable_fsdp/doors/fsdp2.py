@@ -7,7 +7,8 @@ changes classes. Parameters stay plain tensors, as everywhere.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, Concatenate, ParamSpec, Protocol, cast, overload
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp.access import manual
-from composable_fsdp.access.schedule import set_reshard_after_forward
+from composable_fsdp.access.settings import set_reshard_after_forward
 from composable_fsdp.config import ShardingStrategy, StateDictType
 from composable_fsdp.doors.fsdp2_module import FSDPModule, change_class
 from composable_fsdp.doors.fsdp2_policies import (
@@ -116,7 +117,10 @@ def fully_shard(
             "mesh of DTensor parameters; parameters are plain tensors here. Pass the "
             "dims as a mesh: mesh=mesh['shard'] or mesh=mesh['replicate', 'shard']."
         )
-    device = _default_device() if mesh is None else None
+    device = None
+    if mesh is None and torch.cuda.is_available():
+        # FSDP2 makes a mesh of the accelerator, wherever the parameters are.
+        device = torch.device("cuda", torch.cuda.current_device())
     # Needed before the unit finds its device, which changes nothing yet.
     device_type = device.type if device else mesh.device_type if mesh else "cpu"
     modules = _roots(module)
@@ -174,14 +178,6 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
                 "Apply fully_shard first."
             )
     manual.share_streams(modules)
-
-
-def _default_device() -> torch.device | None:
-    """Return the device of a call without a mesh: the current GPU, if there is one."""
-    # FSDP2 makes a mesh of the accelerator, wherever the parameters are.
-    if not torch.cuda.is_available():
-        return None
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _roots(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
@@ -245,7 +241,10 @@ def _require_rows(
 ) -> None:
     """Raise PlanError unless ``placement_of`` returns placements; warn of columns."""
     columns: list[str] = []
-    for name, parameter in _new_parameters(modules, ignored):
+    # FSDP2, too, asks only for the parameters that this call shards.
+    named = chain(*(module.named_parameters() for module in modules))
+    new = [(n, p) for n, p in named if id(p) not in LEAVES and p not in ignored]
+    for name, parameter in new:
         placement = placement_of(parameter)
         if placement is None:
             continue
@@ -270,14 +269,3 @@ def _require_rows(
             "divisible, so the dim changes no value. Leave shard_placement_fn out.",
             stacklevel=3,
         )
-
-
-def _new_parameters(
-    modules: Sequence[nn.Module], ignored: set[nn.Parameter]
-) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield names and parameters that no earlier call manages."""
-    for module in modules:
-        for name, parameter in module.named_parameters():
-            # FSDP2, too, asks only for the parameters that this call shards.
-            if id(parameter) not in LEAVES and parameter not in ignored:
-                yield name, parameter

@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import nn
 
-from composable_fsdp.access import manual, schedule, settings
+from composable_fsdp.access import manual, settings
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.features.init_weights import apply_whole
 from composable_fsdp.features.wires import custom
@@ -76,11 +76,11 @@ class FSDPModule(nn.Module):
         self, reshard_after_forward: bool, recurse: bool = True
     ) -> None:
         """Set whether full parameters are freed between forward and backward."""
-        schedule.set_reshard_after_forward(self, reshard_after_forward, recurse=recurse)
+        settings.set_reshard_after_forward(self, reshard_after_forward, recurse=recurse)
 
-    set_reshard_after_backward = schedule.set_reshard_after_backward
-    set_modules_to_forward_prefetch = schedule.set_modules_to_forward_prefetch
-    set_modules_to_backward_prefetch = schedule.set_modules_to_backward_prefetch
+    set_reshard_after_backward = settings.set_reshard_after_backward
+    set_modules_to_forward_prefetch = settings.set_modules_to_forward_prefetch
+    set_modules_to_backward_prefetch = settings.set_modules_to_backward_prefetch
 
     # How gradients are reduced.
 
@@ -98,7 +98,7 @@ class FSDPModule(nn.Module):
         begin later than under FSDP2.
         """
         # The gather stream waits for the current stream when the next forward begins.
-        if schedule.state_of_unit(self, "set_post_optim_event").device.type != "cpu":
+        if settings.state_of_unit(self, "set_post_optim_event").device.type != "cpu":
             event.wait()
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -149,7 +149,7 @@ class FSDPModule(nn.Module):
         The gradients are the same: False saves an all-gather in FSDP2, for a unit whose
         backward reads no parameter.
         """
-        state = schedule.state_of_unit(self, "set_unshard_in_backward")
+        state = settings.state_of_unit(self, "set_unshard_in_backward")
         # Hooks of backward read the full leaves, which a sharded unit does not show.
         if not unshard_in_backward:
             warnings.warn(

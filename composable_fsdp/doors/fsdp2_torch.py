@@ -85,7 +85,9 @@ def _clip_by_kind(plain: Any) -> Any:
         # Equal on all ranks, also on a rank that has no row of a parameter.
         if not any(map(_is_of_the_door, given)):
             return plain(given, *args, **kwargs)
-        return own_clip(**_own_names(signature, given, args, kwargs))
+        # By name, so that an argument that torch adds raises and is not mistaken.
+        bound = dict(signature.bind(given, *args, **kwargs).arguments)
+        return own_clip(bound.pop("parameters"), **bound)
 
     setattr(clip, _MARK, True)
     return clip
@@ -142,18 +144,6 @@ def _handle_of_the_door(parameter: Tensor) -> FlatParamHandle | None:
     state = _get_module_fsdp_state(found[0].layout.owners[0])
     of_the_door = state is not None and isinstance(state.module, FSDPModule)
     return found[0] if of_the_door else None
-
-
-def _own_names(
-    signature: inspect.Signature,
-    given: list[Tensor],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> dict[str, Any]:
-    """Return the arguments of torch's function by the names of this package's."""
-    # By name, so that an argument that torch adds raises and is not mistaken.
-    bound = dict(signature.bind(given, *args, **kwargs).arguments)
-    return {"module_or_params": bound.pop("parameters"), **bound}
 
 
 def _advise(attribute: str, parameter: nn.Parameter) -> None:

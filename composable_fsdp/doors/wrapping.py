@@ -1,8 +1,8 @@
-"""Applies a policy's choice to a tree; wraps modules during construction."""
+"""Applies a policy's choice to a tree, wraps modules, and FSDP1's policy functions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from torch import nn
 from composable_fsdp.errors import PlanError
 from composable_fsdp.naming import quoted, strip_wrapper
 from composable_fsdp.planning import walk
+from composable_fsdp.planning.policies import is_named
 
 
 class PlainNames(nn.Module):
@@ -65,22 +66,15 @@ def post_order_apply(
                 places[edge.child].append(edge)
     for module in order:
         if module is not root and module in targets:
-            replacement: object = fn(module, dict(targets[module]))
-            _put(replacement, places[module])
-
-
-def _put(replacement: object, places: list[walk.Edge]) -> None:
-    """Put ``replacement`` at all ``places`` of a module; None keeps the module."""
-    if replacement is None:
-        return
-    if not isinstance(replacement, nn.Module):
-        raise TypeError(
-            "post_order_apply expects fn to return a module or None, got "
-            f"{replacement!r} for the {type(places[0].child).__name__} that its parent "
-            f"calls {quoted(places[0].name)}."
-        )
-    for parent, name, _ in places:
-        setattr(parent, name, replacement)
+            made: object = fn(module, dict(targets[module]))
+            if made is not None and not isinstance(made, nn.Module):
+                raise TypeError(
+                    "post_order_apply expects fn to return a module or None, got "
+                    f"{made!r} for the {type(module).__name__} that its parent calls "
+                    f"{quoted(places[module][0].name)}."
+                )
+            for parent, name, _ in places[module] if made is not None else ():
+                setattr(parent, name, made)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,3 +132,48 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
     if current is None:
         return module
     return current.wrapper_cls(module, **{**current.kwargs, **wrap_overrides})
+
+
+# FSDP1's policies as functions: ``(module, recurse, nonwrapped_numel) -> bool``.
+
+
+def transformer_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    transformer_layer_cls: set[type[nn.Module]],
+) -> bool:
+    """Return whether ``module`` is of a layer class; always True on the way down.
+
+    ``ModuleWrapPolicy`` decides the same; ``nonwrapped_numel`` has no influence.
+
+    Raises: PlanError, if the module is a container such as ``nn.ModuleList``.
+    """
+    return recurse or is_named(module, tuple(transformer_layer_cls))
+
+
+def lambda_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    lambda_fn: Callable[[nn.Module], bool],
+) -> bool:
+    """Return ``lambda_fn(module)``; True on the way down; see ``CustomPolicy``."""
+    return recurse or lambda_fn(module)
+
+
+def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
+    """Return True: every module becomes a unit."""
+    return True
+
+
+def _or_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    policies: Iterable[Callable[..., bool]],
+) -> bool:
+    """Return whether any of ``policies`` returns True."""
+    # By keyword, as FSDP1 does: a policy may order its parameters differently.
+    ask = {"module": module, "recurse": recurse, "nonwrapped_numel": nonwrapped_numel}
+    return any(policy(**ask) for policy in policies)

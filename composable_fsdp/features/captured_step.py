@@ -124,8 +124,9 @@ class CapturedStep(Generic[P, T]):
                 self._capture(graph, args, kwargs)
             if graph.replay is not None:
                 graph.replay()
-                output: T = _copied(graph.output)
-                return output
+                # Copied, because a replay writes over the tensors of the graph.
+                copied: T = _pytree.tree_map_only(Tensor, Tensor.clone, graph.output)
+                return copied
         elif graph is None and self.reason is None:
             # Memory for the inputs comes with the capture: not all shapes come again.
             self._graphs[key] = _Graph([])
@@ -138,7 +139,14 @@ class CapturedStep(Generic[P, T]):
 
     def _is_ready(self, graph: _Graph) -> bool:
         """Return whether the call can be a replay, now or after a capture."""
-        settings = tuple(map(_settings, self._optimizers.values()))
+        # The graph keeps these settings of the optimizers as they are.
+        settings = tuple(
+            (name, value)
+            for optimizer in self._optimizers.values()
+            for group in optimizer.param_groups
+            for name, value in group.items()
+            if isinstance(value, (int, float, tuple))
+        )
         if graph.replay is not None:
             if graph.settings == settings:
                 return True
@@ -228,15 +236,6 @@ def _key(args: Any, kwargs: Any) -> tuple[Hashable, list[Tensor]]:
     return key, tensors
 
 
-def _settings(optimizer: Optimizer) -> Hashable:
-    """Return the settings of an optimizer that a graph keeps as they are."""
-    kinds = (int, float, tuple)
-    return tuple(
-        tuple((k, v) for k, v in group.items() if isinstance(v, kinds))
-        for group in optimizer.param_groups
-    )
-
-
 def _on_gpu(tensors: list[Tensor]) -> bool:
     """Return whether a call may be captured: all its tensors are on a GPU."""
     return torch.cuda.is_available() and all(t.is_cuda for t in tensors)
@@ -261,9 +260,3 @@ def _record(step: Callable[[], T], pool: Any) -> tuple[Callable[[], None], T, An
     with torch.cuda.graph(graph, pool=pool):
         output = step()
     return graph.replay, output, graph.pool()
-
-
-def _copied(output: T) -> T:
-    """Return ``output`` with new tensors; a replay writes over those of the graph."""
-    copied: T = _pytree.tree_map_only(Tensor, Tensor.clone, output)
-    return copied

@@ -11,7 +11,7 @@ from torch.serialization import add_safe_globals
 from composable_fsdp.access.grads import NAME_NONFINITE
 from composable_fsdp.comm import device, meeting, operations
 from composable_fsdp.features import engine
-from composable_fsdp.features.arena.slots import give_slots
+from composable_fsdp.features.arena.slot import give_slots
 from composable_fsdp.features.audit.first_step import (
     around_hook,
     begin_audit,

@@ -15,7 +15,7 @@ import torch
 
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.flat_parameter import find_flat
-from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
+from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.flat.param_paths import param_path
 from composable_fsdp.naming import quoted
 from composable_fsdp.runtime.graph_task import run_backward
@@ -91,21 +91,13 @@ def _in_graph(given: Any) -> tuple[Any, ...]:
     return (given, *[leaf for leaf in full if leaf.requires_grad])
 
 
-def _units(inputs: Sequence[Any]) -> list[FlatParamHandle]:
-    """Return the units of all sharded and flat parameters in ``inputs``, each once."""
-    # A dict keeps the order of the inputs, which is equal on all ranks.
-    found = [find_flat(each) or find_leaf(each) for each in inputs]
-    return list(dict.fromkeys(each[0] for each in found if each is not None))
-
-
 def _require_no_fill(inputs: Sequence[Any]) -> None:
     """Raise PhaseError if zeros would be reduced for parameters not in ``inputs``."""
-    for handle in _units(inputs):
-        owner = (
-            handle.layout.trainable[0].reduce.owner()
-            if handle.layout.trainable
-            else None
-        )
+    found = [find_flat(each) or find_leaf(each) for each in inputs]
+    # A dict keeps the order of the inputs, which is equal on all ranks.
+    handles = dict.fromkeys(each[0] for each in found if each is not None)
+    for region in chain.from_iterable(h.layout.trainable[:1] for h in handles):
+        owner = region.reduce.owner()
         context = None if owner is None else owner.context
         if context is not None and any(each.rule.fill for each in context.handles):
             name = _first_name(inputs)
@@ -119,13 +111,6 @@ def _require_no_fill(inputs: Sequence[Any]) -> None:
 
 def _first_name(inputs: Sequence[Any]) -> str:
     """Return the name of the first sharded or flat parameter, for error messages."""
-    return next(_name(each) for each in inputs if find_leaf(each) or find_flat(each))
-
-
-def _name(each: Any) -> str:
-    """Return the name of an input for error messages."""
-    found = find_leaf(each)
-    if found is None:
-        flat = find_flat(each)
-        return "a flat parameter" if flat is not None else "an input"
-    return quoted(param_path(*found))
+    first = next(each for each in inputs if find_leaf(each) or find_flat(each))
+    found = find_leaf(first)
+    return "a flat parameter" if found is None else quoted(param_path(*found))

@@ -113,7 +113,16 @@ def unscale_together(
     # Gradients that the caller set on single parameters of a flat parameter are
     # moved into the flat gradient that the optimizer sees.
     move_own_gradients(flats_in(optimizer.param_groups))
-    _require_real_gradients(optimizer)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for ref in map(find_param, filter(torch.is_complex, parameters)):
+        # torch raises only on a rank that holds elements, and the other ranks would
+        # wait in the all-reduce.
+        if ref is not None and ref.region.gradient.shown[ref.index]:
+            raise TypeError(
+                f"ShardedGradScaler got the gradient of parameter {quoted(ref.name)} "
+                f"of dtype {ref.leaf.dtype}, and torch unscales real gradients only. "
+                "Step complex parameters by an optimizer of their own, unscaled."
+            )
     # torch checks only devices that hold a gradient. A rank without a gradient must
     # still take part in the all-reduce.
     found = unscale() or {found_inf.device: found_inf}
@@ -132,19 +141,3 @@ def unscale_together(
     for flag in found.values():
         flag.copy_(any_found)
     return found
-
-
-def _require_real_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse gradients of complex parameters, for which torch has no kernel.
-
-    Raises: TypeError, on all ranks; torch raises only on a rank that holds elements,
-        and the other ranks would wait in the all-reduce.
-    """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for ref in map(find_param, filter(torch.is_complex, parameters)):
-        if ref is not None and ref.region.gradient.shown[ref.index]:
-            raise TypeError(
-                f"ShardedGradScaler got the gradient of parameter {quoted(ref.name)} "
-                f"of dtype {ref.leaf.dtype}, and torch unscales real gradients only. "
-                "Step complex parameters by an optimizer of their own, unscaled."
-            )

@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from composable_fsdp.access.settings import units_of
-from composable_fsdp.access.unshard_params import _summon, _unshard_states
+from composable_fsdp.access.unshard_params import _summoned, _unshard_states
 from composable_fsdp.errors import PlanError
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.phases import Phase
 from composable_fsdp.runtime.materialize import Init, empty_like
-from composable_fsdp.runtime.recover import require_idle
 from composable_fsdp.tree.root import ensure_root, forget_root, outermost
 from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
 from composable_fsdp.tree.traversal import (
@@ -68,8 +67,15 @@ def init_weights(
     if _get_module_fsdp_state(module) is None:
         units_of(module, "init_weights", recurse=True)
     # Before memory is given, so that the model is unchanged after a refusal.
-    if fn is None:
-        _require_initializers(module)
+    for name, each in module.named_modules() if fn is None else ():
+        tensors = chain(each._parameters.items(), each._buffers.items())
+        on_meta = [key for key, t in tensors if t is not None and t.is_meta]
+        if on_meta and _initializer(each) is None:
+            raise PlanError(
+                f"{type(each).__name__} {quoted(name)} holds "
+                f"{listed(map(repr, on_meta))} on meta and has no reset_parameters() "
+                "to initialise it. Give it one, or call init_weights(model, fn)."
+            )
     _give_memory(module)
     apply_whole(module, fn or _reset, "init_weights", wrappers=False)
 
@@ -87,9 +93,9 @@ def apply_whole(module: nn.Module, fn: Init, what: str, *, wrappers: bool) -> No
             # A tree that was not initialized must stay so: units above may be made yet.
             if top.context is None:
                 stack.callback(forget_root, ensure_root(top))
-            if ensure_root(top).summoned is None:
-                context = require_idle(top, what)
-                stack.enter_context(_summon(context, top, rank0_only=False))
+        # Inside a block of ``unshard_params`` a tree has its mark.
+        free = [top for top in tops.values() if ensure_root(top).summoned is None]
+        stack.enter_context(_summoned(free, rank0_only=False, what=what))
         units = [u for top in tops.values() for u in _get_fsdp_states(top.module)]
         shown = _FullOnTouch(units, stack.enter_context(ExitStack()), what)
         for each in _children_first(module):
@@ -197,19 +203,6 @@ def _initializer(module: nn.Module) -> Callable[[], object] | None:
             found: Callable[[], object] = method
             return found
     return None
-
-
-def _require_initializers(top: nn.Module) -> None:
-    """Raise PlanError if a module on meta has no method to initialize it."""
-    for name, module in top.named_modules():
-        tensors = chain(module._parameters.items(), module._buffers.items())
-        on_meta = [key for key, each in tensors if each is not None and each.is_meta]
-        if on_meta and _initializer(module) is None:
-            raise PlanError(
-                f"{type(module).__name__} {quoted(name)} holds "
-                f"{listed(map(repr, on_meta))} on meta and has no reset_parameters() "
-                "to initialise it. Give it one, or call init_weights(model, fn)."
-            )
 
 
 def _give_memory(top: nn.Module) -> None:

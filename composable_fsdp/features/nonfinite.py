@@ -81,8 +81,8 @@ def find_nonfinite(
     >>> for each in find_nonfinite(model):
     ...     print(each)
     """
-    parameters = parameters_given(module_or_params, "find_nonfinite")
-    for each in parameters:
+    chosen = parameters_given(module_or_params, "find_nonfinite")
+    for each in chosen.values():
         lost = each.grad_fn is not None and not each.retains_grad
         if lost or not (each.requires_grad or isinstance(each, nn.Parameter)):
             raise TypeError(
@@ -90,7 +90,6 @@ def find_nonfinite(
                 f"shape {tuple(each.shape)} that gets none. For a loss or an output "
                 "ask torch.isfinite(tensor).all()."
             )
-    chosen = dict(zip(map(id, parameters), parameters, strict=True))
     handles, others = units_and_others(chosen)
     require_one_world(handles, "find_nonfinite")
     routes = _routes(handles, chosen, replicas=True)
@@ -188,8 +187,7 @@ def _joined(
 
 def _own_rank() -> int:
     """Return this rank's global number; 0 without torch.distributed."""
-    is_alone = not dist.is_available() or not dist.is_initialized()
-    return 0 if is_alone else dist.get_rank()
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 _Held = tuple[str, str, Tensor, bool]

@@ -6,7 +6,7 @@ joins gets this state. The manager of torchft decides who is alive.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ def replica_state_dict(
             for group in optim.param_groups
         ],
         # By position: replicas make equal optimizers, also over flat parameters.
-        "states": [dict(optim.state.get(p, {})) for p in _parameters(optim)],
+        "states": [dict(optim.state.get(p, {})) for p, _ in _parameters(optim)],
     }
 
 
@@ -63,7 +63,7 @@ def load_replica_state_dict(
     require_module(module, "load_replica_state_dict")
     ours, theirs = dict(_tensors(module)), state["tensors"]
     _require_same(ours, theirs)
-    parameters = list(_parameters(optim))
+    parameters = _parameters(optim)
     groups, states = state["groups"], state["states"]
     if len(groups) != len(optim.param_groups) or len(states) != len(parameters):
         raise CheckpointError(
@@ -80,9 +80,7 @@ def load_replica_state_dict(
         each.copy_(theirs[name])
     for group, options in zip(optim.param_groups, groups, strict=True):
         group.update(options)
-    for parameter, group, values in zip(
-        parameters, _groups(optim), states, strict=True
-    ):
+    for (parameter, group), values in zip(parameters, states, strict=True):
         # A rank without elements of the parameter has no state, and an optimizer takes
         # an empty entry for state.
         optim.state.pop(parameter, None)
@@ -130,15 +128,11 @@ def _require_same(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> N
             )
 
 
-def _parameters(optim: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Yield the parameters of all groups, in order."""
-    for group in optim.param_groups:
-        yield from group["params"]
-
-
-def _groups(optim: torch.optim.Optimizer) -> Sequence[dict[str, Any]]:
-    """Return the group of each parameter."""
-    return [group for group in optim.param_groups for _ in group["params"]]
+def _parameters(
+    optim: torch.optim.Optimizer,
+) -> list[tuple[Tensor, dict[str, Any]]]:
+    """Return the parameters of all groups in order, each with its group."""
+    return [(p, group) for group in optim.param_groups for p in group["params"]]
 
 
 def _own(value: Any, parameter: Tensor, group: Mapping[str, Any]) -> Any:

@@ -97,9 +97,16 @@ class ShardedAccelerator(Accelerator):
         """
         bf16 = self.mixed_precision == "bf16"
         if _get_unit_state(model) is not None:
-            # A unit's precision is chosen when the unit is made.
-            if bf16:
-                _require_precision(model)
+            for state in units_in(model) if bf16 else ():
+                # Chosen when the unit is made; one without would compute in float32.
+                if state.options.mixed_precision is None:
+                    raise ValueError(
+                        "bf16 was asked for, and the model was sharded before without "
+                        f"a mixed precision (unit {state.fqn or 'of the root'}). Pass "
+                        "the model unsharded, or call fully_shard(..., mixed_precision"
+                        "=MixedPrecision(param_dtype=torch.bfloat16)) yourself, or "
+                        "leave bf16 away."
+                    )
             return model
         options = dict(self.sharding.options)
         if bf16:
@@ -323,16 +330,3 @@ def _require_known_engine(accelerator: Accelerator) -> None:
             f"{precision!r}. With fp16 each rank would skip steps by its own shards: "
             "take bf16, or a loop of your own with ShardedGradScaler."
         )
-
-
-def _require_precision(model: nn.Module) -> None:
-    """Raise ValueError if a unit of ``model`` computes in the parameters' dtype."""
-    # Each unit: a single unit without would compute in float32.
-    for state in units_in(model):
-        if state.options.mixed_precision is None:
-            raise ValueError(
-                f"bf16 was asked for, and the model was sharded before without a mixed "
-                f"precision (unit {state.fqn or 'of the root'}). Pass the model "
-                "unsharded, or call fully_shard(..., mixed_precision=MixedPrecision("
-                "param_dtype=torch.bfloat16)) yourself, or leave bf16 away."
-            )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, TypeVar
@@ -157,7 +157,13 @@ def from_hf_config(config: Mapping[str, Any]) -> HFSharding:
         given[name] = value
     unknown = [name for name in given if name not in _READERS]
     if unknown:
-        raise ValueError(_unknown_text(unknown))
+        # All unknown names at once, so that a user corrects the file once.
+        near = {n: difflib.get_close_matches(n, _READERS, n=1) for n in unknown}
+        told = [f"{n} (did you mean {m[0]}?)" if m else n for n, m in near.items()]
+        raise ValueError(
+            f"from_hf_config got unknown settings: {', '.join(told)}. It takes, with "
+            f"the prefix fsdp_ or without, {', '.join([*_READERS, *_SAME])}."
+        )
     found: dict[str, Any] = {}
     for name, value in given.items():
         # None stands for the default in a plugin's fields and in YAML.
@@ -310,11 +316,6 @@ def _ignored(name: str, value: object) -> dict[str, Any]:
     return {"ignored_modules": value}
 
 
-def _loading(name: str, value: object) -> dict[str, Any]:
-    # Only the first rank has read the weights, so they are sent to the others.
-    return {"sync_module_states": True} if _flag(name, value) else {}
-
-
 def _version(name: str, value: object) -> dict[str, Any]:
     # Both versions mean the same sharding here; a later one may mean another.
     if str(value) not in ("1", "2"):
@@ -350,7 +351,10 @@ _READERS: dict[str, Callable[[str, Any], dict[str, Any]]] = {
     "activation_checkpointing_offload": _unless_set,
     "auto_wrap_policy": lambda name, value: {},  # see ``_policy``
     "backward_prefetch": _prefetch,
-    "cpu_ram_efficient_loading": _loading,
+    # Only the first rank has read the weights, so they are sent to the others.
+    "cpu_ram_efficient_loading": lambda name, value: (
+        {"sync_module_states": True} if _flag(name, value) else {}
+    ),
     "forward_prefetch": _as("forward_prefetch"),
     "ignored_modules": _ignored,
     "limit_all_gathers": _as("limit_all_gathers"),
@@ -373,15 +377,3 @@ _READERS: dict[str, Callable[[str, Any], dict[str, Any]]] = {
     "xla_fsdp_v2": _unless_set,
 }
 """Every name, without prefix, and the function that reads the value."""
-
-
-def _unknown_text(names: Sequence[str]) -> str:
-    # All unknown names at once, so that a user corrects the file once.
-    told = []
-    for name in names:
-        near = difflib.get_close_matches(name, _READERS, n=1)
-        told.append(f"{name} (did you mean {near[0]}?)" if near else name)
-    return (
-        f"from_hf_config got unknown settings: {', '.join(told)}. It takes, with the "
-        f"prefix fsdp_ or without, {', '.join([*_READERS, *_SAME])}."
-    )

@@ -86,7 +86,15 @@ class FileSource(Source):
             else:
                 self._made.setdefault(found, []).append((name, pattern))
         self._last: tuple[str, dict[str, Tensor]] = ("", {})
-        self.model = self._infos()
+        # Names that are the same cost nothing; others are made from tensors on meta.
+        infos = {name: source.model[at] for name, at in self._same.items()}
+        # A conversion may make several tensors, of which ``_made`` has the first name.
+        self._first: dict[str, str] = {}
+        for first in self._made:
+            for name, value in self._convert(first, on_meta=True).items():
+                infos[name] = TensorInfo(value.dtype, tuple(value.shape))
+                self._first[name] = first
+        self.model = infos
         self.aliases = source.aliases
         self.optim, self.param_groups, self.extra = {}, None, None
         self.fingerprint = source.fingerprint
@@ -96,18 +104,6 @@ class FileSource(Source):
     def differs(self) -> bool:
         """Whether any tensor has another name or form than in the files."""
         return bool(self._made) or any(k != v for k, v in self._same.items())
-
-    def _infos(self) -> dict[str, TensorInfo]:
-        """Return dtypes and shapes by the model's names, from tensors on meta."""
-        # Names that are the same cost nothing.
-        infos = {name: self._source.model[at] for name, at in self._same.items()}
-        # A conversion may make several tensors, of which ``_made`` has the first name.
-        self._first: dict[str, str] = {}
-        for first in self._made:
-            for name, value in self._convert(first, on_meta=True).items():
-                infos[name] = TensorInfo(value.dtype, tuple(value.shape))
-                self._first[name] = first
-        return infos
 
     def _convert(self, first: str, *, on_meta: bool) -> dict[str, Tensor]:
         """Return the tensors of the model that are made with ``first``."""

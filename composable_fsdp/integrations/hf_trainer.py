@@ -111,8 +111,19 @@ class ShardedTrainer(Trainer):
         tokens = inputs.get(getattr(model, "main_input_name", "input_ids"))
         if not units_in(model) or tokens is None:
             return int(super().floating_point_ops(inputs))
-        # ``Trainer`` would count this rank's rows.
-        return 6 * int(tokens.numel()) * _num_parameters(model)
+        # ``Trainer`` would count this rank's rows. Without embeddings, by name, as
+        # transformers does: a head that is tied to an embedding has its name.
+        embeddings = {
+            f"{name}.weight"
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Embedding)
+        }
+        numel = sum(
+            param_ref(*found).slot.numel if (found := find_leaf(each)) else each.numel()
+            for name, each in model.named_parameters()
+            if name not in embeddings
+        )
+        return 6 * int(tokens.numel()) * numel
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave the shards where they are: under CPU offload, in host memory."""
@@ -238,21 +249,6 @@ def _sharding_of(
     # Otherwise the trainer would make accelerate's plugin for torch's FSDP.
     args.fsdp, args.fsdp_config, args.fsdp_plugin_args = False, {}, None
     return as_sharding(config)
-
-
-def _num_parameters(model: nn.Module) -> int:
-    """Return the elements of the parameters over all ranks, without embeddings."""
-    # By name, as transformers does: a head that is tied to an embedding has its name.
-    embeddings = {
-        f"{name}.weight"
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding)
-    }
-    return sum(
-        param_ref(*found).slot.numel if (found := find_leaf(each)) else each.numel()
-        for name, each in model.named_parameters()
-        if name not in embeddings
-    )
 
 
 def _inner(optimizer: Any) -> torch.optim.Optimizer:

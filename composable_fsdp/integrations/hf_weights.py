@@ -171,8 +171,14 @@ def _file_names(model: nn.Module) -> dict[str, str]:
     # Buffers that transformers computes again.
     left_out = set(getattr(base, "_keys_to_ignore_on_save", None) or ())
     held = [each.names[0] for each in contents_of(model, "save_pretrained").each()]
-    # In the order of the plain model's state dict, which decides on the files.
-    order, inner = _order(model), base_names(model)
+    # The order of the plain model's state dict decides on the files: a module's
+    # parameters, its buffers, its children.
+    every = (
+        f"{path}.{key}" if path else key
+        for path, each in places(model)
+        for key in (*each._parameters, *each._buffers)
+    )
+    order, inner = {name: at for at, name in enumerate(every)}, base_names(model)
     names = {name: inner(name) for name in sorted(held, key=order.__getitem__)}
     return {
         # transformers drops the same name of a tied parameter in every save.
@@ -180,17 +186,6 @@ def _file_names(model: nn.Module) -> dict[str, str]:
         for name, file_name in names.items()
         if file_name is not None and file_name not in left_out
     }
-
-
-def _order(model: nn.Module) -> dict[str, int]:
-    """Return the position of each name in the plain model's state dict."""
-    # As ``state_dict`` visits: a module's parameters, its buffers, its children.
-    names = (
-        f"{path}.{key}" if path else key
-        for path, each in places(model)
-        for key in (*each._parameters, *each._buffers)
-    )
-    return {name: at for at, name in enumerate(names)}
 
 
 def load_pretrained(

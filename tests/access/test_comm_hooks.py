@@ -12,8 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._comm_hooks import default_hooks as torchs
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP1
-from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel as TorchFSDP1,
+)
+from torch.distributed.fsdp import (
+    ShardingStrategy as TorchStrategy,
+)
 
 from composable_fsdp import FullyShardedDataParallel, ShardingStrategy, features
 from composable_fsdp.comm.collectives import record

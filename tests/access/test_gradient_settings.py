@@ -45,7 +45,6 @@ from tests.support.reference import (
     adamw,
     gpt_input,
     loss_of,
-    tolerance_at,
     train,
 )
 from tests.support.sharded import both_paths, gpt, message_of, own_gradient, own_parts
@@ -61,27 +60,38 @@ def sent(calls: Sequence[CallRecord], op: str) -> int:
 
 
 @pytest.mark.req("B-14")
-@on_ranks(3)
+@on_ranks(1, 2, 3)
 @both_paths
-@pytest.mark.parametrize("who", ["all", "blocks", "root"])
+@pytest.mark.parametrize("who", ["no_sync", "all", "blocks", "root"])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
 def test_units_that_do_not_sync_accumulate_without_communication(
-    world: World, path: str, who: str
+    world: World, path: str, who: str, strategy: ShardingStrategy
 ) -> None:
     """Of all units, some or the root alone: the sum is that of the plain model."""
-    model = gpt(path)
+    model = gpt(path, strategy=strategy)
     target = model.get_submodule("blocks") if who == "blocks" else model
 
-    set_requires_gradient_sync(target, False, recurse=who != "root")
-    with record() as quiet:
+    if who != "no_sync":
+        set_requires_gradient_sync(target, False, recurse=who != "root")
+    with record() as quiet, no_sync(model) if who == "no_sync" else nullcontext():
         backward(model, 0, world.rank)
         backward(model, 1, world.rank)
+    unreduced = [parameter.grad for parameter in model.parameters()]
     set_requires_gradient_sync(model, True)
     with record() as calls:
         backward(model, 2, world.rank)
 
-    waiting = {"all": 3, "blocks": 2, "root": 1}[who]
-    assert sent(quiet, "reduce_scatter") == 2 * (3 - waiting)
-    assert sent(calls, "reduce_scatter") == 3
+    whole = strategy is ShardingStrategy.NO_SHARD
+    op, alone = "all_reduce" if whole else "reduce_scatter", world.world_size == 1
+    # Whole gradients are reduced region by region, shards of a unit at once.
+    root, *blocks = (
+        0 if alone else len(state.handle.layout.trainable) if whole else 1
+        for state in _get_fsdp_states(model)
+    )
+    synced = {"blocks": root, "root": sum(blocks)}.get(who, 0)
+    assert sent(quiet, op) == 2 * synced
+    assert who in ("blocks", "root") or unreduced == [None] * len(unreduced)
+    assert sent(calls, op) == root + sum(blocks)
     assert_gradients(model, summed_then_averaged(world, [0, 1, 2]), 1e-5)
 
 
@@ -240,10 +250,6 @@ def test_wrong_values_and_models_without_units_are_refused(
     assert text.startswith("ValueError: set_gradient_divide_factor expects a positive")
 
 
-def reductions(calls: Sequence[CallRecord]) -> int:
-    return sum(call.op in ("reduce_scatter", "all_reduce") for call in calls)
-
-
 def summed_then_averaged(world: World, batches: Sequence[int]) -> dict[str, Tensor]:
     """Each rank's gradients on the plain model, summed over batches, then averaged."""
     total: dict[str, Tensor] = {}
@@ -267,35 +273,6 @@ def assert_gradients(
             assert torch.allclose(gradient, part, atol=tolerance), name
         else:
             assert torch.equal(gradient, part), name
-
-
-@on_ranks(1, 2, 3)
-@both_paths
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
-def test_micro_batches_inside_cost_no_reduction_and_are_summed_in_one(
-    world: World, path: str, strategy: ShardingStrategy
-) -> None:
-    """Two batches inside and one after equal one reduction of the sum."""
-    model = gpt(path, strategy=strategy)
-
-    with record() as quiet, no_sync(model):
-        backward(model, 0, world.rank)
-        backward(model, 1, world.rank)
-    unreduced = [parameter.grad for parameter in model.parameters()]
-    with record() as calls:
-        backward(model, 2, world.rank)
-
-    assert reductions(quiet) == 0
-    assert unreduced == [None] * len(unreduced)
-    per_region = strategy is ShardingStrategy.NO_SHARD
-    units = sum(
-        len(s.handle.layout.trainable) if per_region else 1
-        for s in _get_fsdp_states(model)
-    )
-    assert reductions(calls) == (units if world.world_size > 1 else 0)
-    assert_gradients(
-        model, summed_then_averaged(world, [0, 1, 2]), tolerance_at(world.world_size)
-    )
 
 
 @pytest.mark.req("B-14")

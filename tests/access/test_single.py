@@ -50,13 +50,20 @@ every_kind = pytest.mark.parametrize("options", KINDS)
 def test_a_parameters_full_value_is_read_and_written_by_its_name(
     world: World, path: str, options: dict[str, Any]
 ) -> None:
-    """Every one, a tied one under all its names; writing sends nothing."""
+    """Every one, a tied one under all its names, each part sent once by its holder.
+
+    Writing sends nothing.
+    """
     model, plain = gpt(path, tied_head=True, **options), TinyGPT(tied_head=True)
     expected = dict(plain.named_parameters(remove_duplicate=False))
 
     for name, value in expected.items():
-        found = get_full_param(model, name)
+        with record_steps() as calls:
+            found = get_full_param(model, name)
         assert torch.equal(found, value), name
+        cut = options.get("strategy") is not ShardingStrategy.NO_SHARD
+        assert sum(call.nbytes for call in calls) == value.numel() * 4 * cut, name
+        assert {call.op for call in calls} <= {"broadcast"}
         assert not found.requires_grad
         found.fill_(3.0)  # a copy
     assert _same(dict(model.state_dict()), dict(plain.state_dict()))
@@ -69,17 +76,6 @@ def test_a_parameters_full_value_is_read_and_written_by_its_name(
     assert calls == []
     assert _same(dict(model.state_dict()), dict(plain.state_dict()))
     loss_of(model, gpt_input(0, 0))
-
-
-@on_ranks(3)
-def test_no_more_bytes_are_sent_than_the_parameter_has(world: World) -> None:
-    """Each part once, from the rank that holds it."""
-    model = gpt("composable")
-    for name, value in TinyGPT().named_parameters():
-        with record_steps() as calls:
-            get_full_param(model, name)
-        assert sum(call.nbytes for call in calls) == value.numel() * 4, name
-        assert {call.op for call in calls} == {"broadcast"}
 
 
 @every_kind
@@ -174,6 +170,17 @@ def test_parameters_that_no_unit_holds_are_found_as_well(world: World) -> None:
         again = get_full_optim_state(model, optimizer, name)
         assert torch.equal(again["exp_avg"], state["exp_avg"] * 2)
         assert torch.equal(again["exp_avg_sq"], state["exp_avg_sq"])
+
+
+@on_ranks(2)
+def test_an_assigned_parameter_is_found_also_from_inside_its_unit(world: World) -> None:
+    """Before any forward has taken it up; by the name that each module gives it."""
+    model = fully_shard(tiny_mlp())
+    part = model[0].weight
+    model[0].weight = nn.Parameter(torch.full_like(part, 2.0))
+
+    for module, name in ((model, "0.weight"), (model[0], "weight")):
+        assert torch.equal(get_full_param(module, name), torch.full((12, 8), 2.0))
 
 
 @pytest.mark.req("U-02")

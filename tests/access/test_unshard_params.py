@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp import (
-    FullyShardedDataParallel,
     fully_shard,
     optim_state_dict,
     unshard_params,
@@ -289,20 +288,3 @@ def test_an_error_in_apply_reaches_every_rank(world: World) -> None:
     assert differences(model.state_dict(), before) == {}
     told = "Rank 1 raised inside apply, so nothing was written here either"
     assert ("ValueError: not here" if world.rank == 1 else told) in text
-
-
-@on_ranks(3)
-def test_apply_shows_each_module_its_full_parameters(world: World) -> None:
-    """One unit is full at a time; the tree can be wrapped after."""
-    model, plain = gpt("wrapper"), TinyGPT().apply(fill)
-    seen: list[int] = []
-
-    def note(module: nn.Module) -> None:
-        fill(module)
-        seen.append(sum(is_full(model)))
-
-    assert model.apply(note) is model
-    assert set(seen) == {1}
-    again = FullyShardedDataParallel(nn.Sequential(model))  # no root was chosen
-    state = {f"0.{name}": value for name, value in plain.state_dict().items()}
-    assert differences(again.state_dict(), state) == {}

@@ -279,7 +279,8 @@ def test_wrong_arguments_are_refused(world: World) -> None:
     text = message_of(lambda: apply([torch.ones(9, 9), *values[1:]], lambda w, _: w))
     assert "parameter 'unused'" in text
     assert "(9, 9)" in text
-    (joined,) = flat_parameters(fully_shard(nn.Linear(4, 4)))
+    kept = fully_shard(nn.Linear(4, 4))
+    (joined,) = flat_parameters(kept)
     text = message_of(lambda: map_on_owners([joined], [joined], lambda w, _: w))
     assert text.startswith("CompositionError: map_on_owners() needs original param")
     fewer = slice(world.rank, None)

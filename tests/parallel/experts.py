@@ -184,12 +184,12 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """An embedding, two layers of experts and a head."""
+    """An embedding, layers of experts and a head."""
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, DIM)
-        self.layers = nn.ModuleList(Layer(recipe) for _ in range(2))
+        self.layers = nn.ModuleList(Layer(recipe) for _ in range(recipe.layers))
         self.head = nn.Linear(DIM, VOCABULARY, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -205,6 +205,7 @@ class Recipe:
     """A mixture of experts, and how the ranks divide the experts."""
 
     experts: int = 4
+    layers: int = 1
     top: int = 2
     shared: bool = False
     listed: bool = False

@@ -40,12 +40,14 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """An embedding, two blocks and a head, which may be tied to the embedding."""
+    """An embedding, blocks and a head, which may be tied to the embedding."""
 
-    def __init__(self, hidden: int = 32, dim: int = 8, *, tied: bool = False) -> None:
+    def __init__(
+        self, hidden: int = 32, dim: int = 8, *, blocks: int = 2, tied: bool = False
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, dim)
-        self.blocks = nn.ModuleList(Block(dim, hidden) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(dim, hidden) for _ in range(blocks))
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, VOCABULARY, bias=False)
         if tied:
@@ -66,11 +68,12 @@ class Recipe:
     sequence: bool = False
     tied: bool = False
     hidden: int = 32
+    blocks: int = 1
 
     def plain(self) -> Model:
         """Return the unsharded model, equal on all ranks."""
         torch.manual_seed(7)
-        return Model(self.hidden, tied=self.tied)
+        return Model(self.hidden, blocks=self.blocks, tied=self.tied)
 
     def parallel(self, mesh: DeviceMesh) -> Model:
         """Return the model with DTensors over the mesh dim ``tp``."""

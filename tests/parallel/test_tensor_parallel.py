@@ -71,30 +71,6 @@ def test_the_norm_is_over_both_axes(world: World) -> None:
 
 
 @on_ranks(4)
-def test_training_is_that_of_the_unsharded_model(world: World) -> None:
-    """Against a model on a single rank that sees the data of all ranks."""
-    mesh = mesh_of(world, 2)
-    model, plain = sharded(Recipe().parallel(mesh), mesh), Recipe().plain()
-    mine, other = adam(model), adam(plain)
-
-    for step in range(2):
-        backward(loss_of(model, batch(step, data_rank(mesh))))
-        halves = [loss_of(plain, batch(step, part)) / 2 for part in range(2)]
-        backward(torch.stack(halves).sum())
-        norms = [
-            clip_grad_norm_(model, 0.5),
-            nn.utils.clip_grad_norm_(plain.parameters(), 0.5),
-        ]
-        torch.testing.assert_close(norms[0], norms[1])
-        for each in (mine, other):
-            each.step()
-            each.zero_grad()
-
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(get_full_param(model, name), parameter.detach())
-
-
-@on_ranks(4)
 def test_mixed_precision_gathers_and_computes_in_the_narrow_dtype(world: World) -> None:
     """As torch's FSDP2 over the same mesh, bit by bit."""
     from torch.distributed.fsdp import MixedPrecisionPolicy

@@ -5,11 +5,14 @@ The next use of a unit detects the change. Seam: ``tree.moments.Changes``.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 
 from composable_fsdp.comm.device import outside_transforms
+from composable_fsdp.comm.operations import leave
 from composable_fsdp.errors import PhaseError, PlanError
 from composable_fsdp.features.changes.new_leaves import (
     rebuild_for_requires_grad,
@@ -57,7 +60,8 @@ class UserChanges:
             or not handle.layout.on_meta
             or any(p is None or not p.is_meta for p in shown)
         ):
-            _adopt(state)
+            with _told_to_all(state):
+                _adopt(state)
 
     def follow_flags(self, state: _FSDPState) -> bool:
         """Move parameters that were frozen or unfrozen to regions of their kind.
@@ -67,7 +71,8 @@ class UserChanges:
         """
         changed = requires_grad_changed(state.handle)
         if changed:
-            _follow_requires_grad(ensure_root(state), state)
+            with _told_to_all(state):
+                _follow_requires_grad(ensure_root(state), state)
         return changed
 
     def is_in_shards(self, handle: FlatParamHandle) -> bool:
@@ -80,6 +85,20 @@ class UserChanges:
     def shards_written(self, handle: FlatParamHandle) -> None:
         """Copy the shard into leaves that lie in memory of the user."""
         write_to_user_memory(handle)
+
+
+@contextmanager
+def _told_to_all(state: _FSDPState) -> Iterator[None]:
+    """Tell the ranks that wait for this one in its tree, if the block raises."""
+    try:
+        yield
+    except (PhaseError, PlanError) as error:
+        # Another rank may have changed nothing, and be in the forward already.
+        context = state.context
+        handles = (state.handle,) if context is None else context.handles
+        for group in dict.fromkeys(g for h in handles for g in h.groups.present):
+            leave(group, str(error.args[0]))
+        raise
 
 
 @outside_transforms

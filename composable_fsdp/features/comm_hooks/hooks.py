@@ -25,13 +25,6 @@ class DefaultState:
     Raises: ValueError, without a process group.
     """
 
-    __slots__ = (
-        "gradient_postdivide_factor",
-        "gradient_predivide_factor",
-        "process_group",
-        "world_size",
-    )
-
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         if process_group is None:
             raise ValueError(
@@ -49,8 +42,6 @@ class DefaultState:
 
 class LowPrecisionState(DefaultState):
     """State of the compressing hooks: the result is cast to ``parameter_type``."""
-
-    __slots__ = ("parameter_type",)
 
     def __init__(
         self,
@@ -79,8 +70,6 @@ class ReplicaState(DefaultState):
     Raises: ValueError, without a process group; TypeError, if ``manager`` has no
     method ``allreduce``.
     """
-
-    __slots__ = ("average", "manager")
 
     def __init__(
         self, process_group: dist.ProcessGroup, manager: ReplicaManager

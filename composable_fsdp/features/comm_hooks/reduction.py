@@ -2,45 +2,37 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from itertools import chain
 
 from composable_fsdp.errors import FSDPError
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.reduce_rule import ReduceRule
-from composable_fsdp.flat.region import TrainableRegion
 from composable_fsdp.runtime.replica_sums import drop_partial_sum
 
 
 def reduce_by_hook(handle: FlatParamHandle) -> None:
-    """Have the communication hook of the user reduce every region."""
-    for regions in handle.layout.reduce_groups:
-        for region in regions:
-            region.reduce.temporary = _call_comm_hook(handle.rule, region)
-            drop_partial_sum(region)
+    """Have the communication hook of the user reduce every region.
 
-
-def _call_comm_hook(rule: ReduceRule, region: TrainableRegion) -> Tensor:
-    """Have the hook reduce the region; return its result ``(shard_numel,)``.
-
-    Raises: FSDPError, if the result has not ``shard_numel`` elements.
+    Raises: FSDPError, if a result has not ``shard_numel`` elements.
     """
+    rule = handle.rule
     assert rule.hook is not None
-    # Pass detached tensors: a hook may give them other memory through ``.data``.
-    gradient = region.reduce.buffer.detach()
-    if region.reduce.partial is not None:
-        gradient.add_(region.reduce.partial)
-    # A shard group of a single rank needs no scatter: the hook reduces in place.
-    if region.layout.world_size == 1:
-        rule.hook(rule.hook_state, gradient)
-        result = gradient
-    else:
-        assert region.reduce.temporary is not None
-        result = region.reduce.temporary.detach()
-        rule.hook(rule.hook_state, gradient, result)
-    if result.numel() != region.layout.shard_numel:
-        raise FSDPError(
-            f"A communication hook left {result.numel()} elements; expected the "
-            f"{region.layout.shard_numel} of this rank's shard. Write the reduced "
-            "gradient into the last argument and keep its size."
-        )
-    return result
+    for region in chain.from_iterable(handle.layout.reduce_groups):
+        # Pass detached tensors: a hook may give them other memory through ``.data``.
+        result = gradient = region.reduce.buffer.detach()
+        if region.reduce.partial is not None:
+            gradient.add_(region.reduce.partial)
+        # A shard group of a single rank needs no scatter: the hook reduces in place.
+        if region.layout.world_size == 1:
+            rule.hook(rule.hook_state, gradient)
+        else:
+            assert region.reduce.temporary is not None
+            result = region.reduce.temporary.detach()
+            rule.hook(rule.hook_state, gradient, result)
+        if result.numel() != region.layout.shard_numel:
+            raise FSDPError(
+                f"A communication hook left {result.numel()} elements; expected the "
+                f"{region.layout.shard_numel} of this rank's shard. Write the reduced "
+                "gradient into the last argument and keep its size."
+            )
+        region.reduce.temporary = result
+        drop_partial_sum(region)

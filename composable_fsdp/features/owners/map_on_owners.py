@@ -127,16 +127,14 @@ def map_on_owners(
             whole = value if dtype is None else value.to(dtype)
             results[at] = _call(function, whole, parameter, whole.dtype, f"number {at}")
     # The exchange of the next unit is on its way while this unit computes.
-    for exchange in exchanges[:1]:
-        exchange.begin()
-    for number, exchange in enumerate(exchanges):
-        for following in exchanges[number + 1 : number + 2]:
-            following.begin()
-        exchange.compute()
-        for before in exchanges[max(0, number - 1) : number]:
-            before.end(results)
-    for exchange in exchanges[-1:]:
-        exchange.end(results)
+    count = len(exchanges)
+    for number in range(count + 2):
+        if number < count:
+            exchanges[number].begin()
+        if 0 < number <= count:
+            exchanges[number - 1].compute()
+        if number > 1:
+            exchanges[number - 2].end(results)
     return results
 
 
@@ -194,17 +192,14 @@ def _items_by_unit(
     units: dict[tuple[int, torch.dtype], list[_Item]] = {}
     for (at, ref), (replica, owner) in zip(known, owners, strict=True):
         # A message has one dtype, and a unit may hold regions of several.
-        key = id(ref.handle), ref.region.layout.dtype
+        layout = ref.region.layout
+        key = id(ref.handle), layout.dtype
+        ranks = range(layout.world_size)
+        intervals = tuple([layout.interval(ref.slot, rank) for rank in ranks])
         units.setdefault(key, []).append(
-            _Item(at, ref, values[at], _intervals(ref), owner, replica)
+            _Item(at, ref, values[at], intervals, owner, replica)
         )
     return list(units.values())
-
-
-def _intervals(ref: ParamRef) -> tuple[tuple[int, int], ...]:
-    """Return the elements of a parameter that each rank of the shard group holds."""
-    layout = ref.region.layout
-    return tuple([layout.interval(ref.slot, r) for r in range(layout.world_size)])
 
 
 def owners_of(refs: Sequence[ParamRef]) -> list[Owner]:
@@ -233,6 +228,7 @@ class _Exchange:
     ) -> None:
         handle = items[0].ref.handle
         self.groups: Groups = handle.groups
+        self.rank = handle.groups.rank
         self.device = handle.layout.device
         self.dtype, self.function = dtype, function
         group = self.groups.replicate
@@ -248,11 +244,6 @@ class _Exchange:
         # Empty outside of ``begin`` and ``end``, because a step has many units.
         self.parts = self.received = self.answers = torch.empty(0, device="cpu")
         self.operation: Operation | None = None
-
-    @property
-    def rank(self) -> int:
-        """This rank's index in the shard group."""
-        return self.groups.rank
 
     def begin(self) -> None:
         """Send this rank's parts to the owners."""
@@ -329,14 +320,12 @@ class _Exchange:
         self, output: Tensor, pieces: Tensor, theirs: list[int], ours: list[int]
     ) -> None:
         """Issue an all-to-all, or copy if each matrix is whole on its owner."""
-        group = self.groups.shard
-        if group is None or not self.is_sent:
+        if self.groups.shard is None or not self.is_sent:
             output.copy_(pieces)
-            return
-        sizes = theirs, ours
-        self.operation = collectives.all_to_all(
-            output, pieces, sizes, group, async_op=True
-        )
+        else:
+            self.operation = collectives.all_to_all(
+                output, pieces, (theirs, ours), self.groups.shard, async_op=True
+            )
 
     def _wait(self) -> None:
         """Wait for the all-to-all that was issued last."""

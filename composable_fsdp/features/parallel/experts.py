@@ -49,8 +49,15 @@ def _expert_ranks(top: FlatParamHandle, name: str, handle: FlatParamHandle) -> i
     told = handle.groups.expert_ranks
     if told > 1:
         # A tree may hold nothing but experts.
-        if handle is not top and top.groups.expert_ranks == 1:
-            _require_product(name, own, told, everyone)
+        nested = handle is not top and top.groups.expert_ranks == 1
+        if nested and own * told != everyone:
+            raise CompositionError(
+                f"Unit {quoted(name)} has an expert_mesh of {told} ranks and is "
+                f"sharded over {own}; the model is sharded over {everyone}. Expected "
+                "that the numbers multiply to that of the model, so that all data "
+                "reaches each expert. Make one mesh of all data ranks, (edp, ep), and "
+                "pass device_mesh=mesh['edp'], expert_mesh=mesh['ep']."
+            )
         return told
     if own == everyone:
         return 1
@@ -72,24 +79,6 @@ def _expert_ranks(top: FlatParamHandle, name: str, handle: FlatParamHandle) -> i
             "each expert. Make one mesh of all data ranks, (edp, ep): distribute the "
             "experts over mesh['ep'], and pass mesh['edp'] to their fully_shard."
         )
-    _refuse_plain(name, handle)
-    return everyone // own
-
-
-def _require_product(name: str, own: int, told: int, everyone: int) -> None:
-    """Raise CompositionError unless the model is sharded over ``own * told`` ranks."""
-    if own * told != everyone:
-        raise CompositionError(
-            f"Unit {quoted(name)} has an expert_mesh of {told} ranks and is sharded "
-            f"over {own}; the model is sharded over {everyone}. Expected that the "
-            "numbers multiply to that of the model, so that all data reaches each "
-            "expert. Make one mesh of all data ranks, (edp, ep), and pass "
-            "device_mesh=mesh['edp'], expert_mesh=mesh['ep']."
-        )
-
-
-def _refuse_plain(name: str, handle: FlatParamHandle) -> None:
-    """Raise CompositionError for a trainable plain parameter beside DTensor experts."""
     for region in handle.layout.trainable:
         for slot in region.layout.parameters:
             if slot.whole is None:
@@ -97,7 +86,8 @@ def _refuse_plain(name: str, handle: FlatParamHandle) -> None:
                 raise CompositionError(
                     f"Parameter {quoted(join_name(name, slot.fqn))} is plain, in a "
                     "unit of DTensors over other ranks: its gradient would be summed "
-                    f"over {handle.groups.world_size} ranks alone, and another on the "
-                    "others. Make it a DTensor over the same mesh (Replicate), or move "
-                    "it out of the unit."
+                    f"over {own} ranks alone, and another on the others. Make it a "
+                    "DTensor over the same mesh (Replicate), or move it out of the "
+                    "unit."
                 )
+    return everyone // own

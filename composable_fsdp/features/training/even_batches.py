@@ -107,18 +107,6 @@ def _turns(source: _Source[T], policy: Policy) -> Iterator[tuple[T, float]]:
 class _Source(Generic[T]):
     """The loader of this rank, and what the ranks have told about their next batch."""
 
-    __slots__ = (
-        "_counts",
-        "_error",
-        "_iterator",
-        "_loader",
-        "_sent",
-        "_taken",
-        "batch",
-        "has_batch",
-        "team",
-    )
-
     batch: T
     """The last batch that the loader gave."""
 

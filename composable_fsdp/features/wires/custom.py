@@ -80,76 +80,42 @@ class _CopiedWorks(Works):
             output.copy_(result)
 
 
-def all_gather(
-    comm: CustomAllGather,
-    full: Sequence[Tensor],
-    shard: Sequence[Tensor],
+def _send(
+    comm: Any,
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
     group: dist.ProcessGroup,
     *,
-    async_op: bool = False,
-    operation: Operation,
-) -> Operation | None:
-    """Do as ``collectives.all_gather_flat``, by a call of ``comm`` per buffer.
-
-    Raises: CollectiveError, if the backend raises; errors of ``comm``.
-    """
-
-    def start() -> _CopiedWorks:
-        works, results = [], []
-        for whole, part in zip(full, shard, strict=True):
-            result = comm.allocate(whole.shape, dtype=whole.dtype, device=whole.device)
-            # The input is a slice of the output, as backends prefer.
-            own = result.narrow(0, group.rank() * len(part), len(part))
-            own.copy_(part)
-            works.append(
-                comm(
-                    output_tensor=result,
-                    input_tensor=own,
-                    group=group,
-                    async_op=async_op,
-                )
-            )
-            results.append(result)
-        # An object that has waited itself returns None.
-        return _CopiedWorks([w for w in works if w is not None], list(full), results)
-
-    return operation.send(start, async_op=async_op)
-
-
-def reduce_scatter(
-    comm: CustomReduceScatter,
-    shard: Sequence[Tensor],
-    full: Sequence[Tensor],
-    group: dist.ProcessGroup,
-    *,
-    average: bool = False,
+    average: bool | None = None,
     overwrite: bool = False,
     async_op: bool = False,
     operation: Operation,
 ) -> Operation | None:
-    """Do as ``collectives.reduce_scatter_flat``, by a call of ``comm`` per buffer.
+    """Do as ``collectives.all_gather_flat``, or, with ``average``, as its reduction.
 
+    Collective: a call of ``comm`` per buffer.
     Raises: CollectiveError, if the backend raises; errors of ``comm``.
     """
-    op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+    how = {}
+    if average is not None:
+        how["op"] = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
 
     def start() -> _CopiedWorks:
         works, results = [], []
-        for part, whole in zip(shard, full, strict=True):
-            allocate = partial(comm.allocate, dtype=whole.dtype, device=whole.device)
-            given, result = allocate(whole.shape), allocate(part.shape)
-            given.copy_(whole)
-            works.append(
-                comm(
-                    output_tensor=result,
-                    input_tensor=given,
-                    group=group,
-                    op=op,
-                    async_op=async_op,
-                )
-            )
+        for output, given in zip(outputs, inputs, strict=True):
+            allocate = partial(comm.allocate, dtype=given.dtype, device=given.device)
+            result = allocate(output.shape)
+            if how:
+                own = allocate(given.shape)
+            else:
+                # The input is a slice of the output, as backends prefer.
+                own = result.narrow(0, group.rank() * len(given), len(given))
+            own.copy_(given)
+            call = partial(comm, output_tensor=result, input_tensor=own, group=group)
+            works.append(call(async_op=async_op, **how))
             results.append(result)
-        return _CopiedWorks([w for w in works if w is not None], list(shard), results)
+        # An object that has waited itself returns None.
+        return _CopiedWorks([w for w in works if w is not None], list(outputs), results)
 
     return operation.send(start, async_op=async_op)
 
@@ -163,7 +129,7 @@ def set_custom_all_gather(module: nn.Module, comm: CustomAllGather) -> None:
     """
     _require_comm("set_custom_all_gather", comm)
     for state in changed_units(module, "set_custom_all_gather", recurse=False):
-        state.handle.rule.all_gather = partial(all_gather, comm)
+        state.handle.rule.all_gather = partial(_send, comm)
 
 
 def set_custom_reduce_scatter(module: nn.Module, comm: CustomReduceScatter) -> None:
@@ -174,7 +140,7 @@ def set_custom_reduce_scatter(module: nn.Module, comm: CustomReduceScatter) -> N
     """
     _require_comm("set_custom_reduce_scatter", comm)
     for state in changed_units(module, "set_custom_reduce_scatter", recurse=False):
-        state.handle.rule.reduce_scatter = partial(reduce_scatter, comm)
+        state.handle.rule.reduce_scatter = partial(_send, comm, average=False)
 
 
 def _require_comm(name: str, comm: object) -> None:

@@ -293,21 +293,16 @@ def _module_of(state: dict[str, Any], optimizer: Optimizer) -> Any:
 
 def _load_full(state: dict[str, Any], found: dict[str, Any], strict: bool) -> None:
     """Load modules, then optimizers, then other values; remove them from ``found``."""
-    others = []
+    saved = {name: value for name, value in state.items() if name in found}
     # Modules come first: a wrong model should be told by its own error.
-    for name, value in sorted(
-        state.items(), key=lambda item: not isinstance(item[1], nn.Module)
-    ):
-        if name not in found:
-            continue
+    for name, value in saved.items():
         if isinstance(value, nn.Module):
             value.load_state_dict(found.pop(name), strict=strict)
-        elif isinstance(value, Optimizer):
+    for name, value in saved.items():
+        if isinstance(value, Optimizer):
             module = _module_of(state, value)
             checkpoints.load_full_optimizer_state(module, value, found.pop(name))
-        else:
-            others.append(name)
-    _load_values(state, found, others)
+    _load_values(state, found, _parts(saved)[2])
 
 
 def _load_values(

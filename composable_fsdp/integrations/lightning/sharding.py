@@ -7,7 +7,6 @@ With manual optimization a step also runs backward, so each child is a root of i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
 
@@ -71,14 +70,6 @@ def shard(
     # says itself which inputs are cast.
     if mixed_precision is not None and own_precision is None and has_one_root:
         _cast_inputs_of_children(module, mixed_precision, ignored)
-
-
-def for_steps(mixed_precision: MixedPrecision | None) -> MixedPrecision | None:
-    """Return the precision of a root whose forwards are steps: it casts no inputs."""
-    # Full precision: nothing is cast.
-    if mixed_precision is None:
-        return None
-    return replace(mixed_precision, cast_root_forward_inputs=False)
 
 
 def _roots(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -83,7 +82,13 @@ class ShardingStrategyMixin:
             )
         own = inspect.signature(super().__init__).parameters
         super().__init__(**{n: sharding.pop(n) for n in own if n in sharding})
-        _require_known(sharding, own, api)
+        # In the constructor: at the first fit, errors come from within Lightning.
+        # fully_shard would name its own arguments alone, and not those of the strategy.
+        mine = ShardingStrategyMixin.__init__.__kwdefaults__ or {}
+        taken = [*mine, *own, *inspect.signature(fully_shard).parameters]
+        taken = [name for name in taken if name not in ("module", "if_sharded")]
+        if unknown := sorted(sharding.keys() - set(taken)):
+            raise TypeError(unknown_text(unknown, taken, api, _OTHER_NAMES, _ORIGIN))
         self._options = {
             "policy": AUTO,
             # As with DDP: ranks that were not seeded alike start from the weights of
@@ -132,18 +137,6 @@ class ShardingStrategyMixin:
                 mesh_dim_names=("replicate", "shard")[-len(mesh) :],
             )
         return chosen
-
-
-def _require_known(given: Mapping[str, Any], own: Mapping[str, Any], api: str) -> None:
-    """Raise TypeError for an argument that neither the strategy nor fully_shard has."""
-    # In the constructor: at the first fit, errors come from within Lightning.
-    # fully_shard would name its own arguments alone, and not those of the strategy.
-    mine = ShardingStrategyMixin.__init__.__kwdefaults__ or {}
-    taken = [*mine, *own, *inspect.signature(fully_shard).parameters]
-    taken = [name for name in taken if name not in ("module", "if_sharded")]
-    unknown = sorted(name for name in given if name not in taken)
-    if unknown:
-        raise TypeError(unknown_text(unknown, taken, api, _OTHER_NAMES, _ORIGIN))
 
 
 def move_to_device(module: nn.Module, device: torch.device) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partialmethod
 from typing import Any
 
@@ -32,11 +33,7 @@ from composable_fsdp.access.grads import no_sync
 from composable_fsdp.access.manual import register_forward_method
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.integrations.lightning import checkpoints, precision
-from composable_fsdp.integrations.lightning.sharding import (
-    for_steps,
-    has_units,
-    shard,
-)
+from composable_fsdp.integrations.lightning.sharding import has_units, shard
 from composable_fsdp.integrations.lightning.strategy import (
     FULL,
     SHARDED,
@@ -128,7 +125,10 @@ class ComposableFSDPStrategy(ShardingStrategyMixin, ParallelStrategy):
         steps = module.automatic_optimization
         # The process group exists from here on, so a mesh can be made.
         options = self._options_here()
-        shard(module, options, for_steps(mixed) if steps else mixed, has_one_root=steps)
+        if steps and mixed is not None:
+            # A root whose forwards are steps casts no batch.
+            mixed = replace(mixed, cast_root_forward_inputs=False)
+        shard(module, options, mixed, has_one_root=steps)
         for name in self.forward_methods:
             register_forward_method(module, name)
         self.model = module
