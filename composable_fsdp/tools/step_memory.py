@@ -167,8 +167,8 @@ class _Step:
         # Units whose encoded parameters are not decoded yet.
         self.encoded: set[int] = set()
         # Bytes of the reduction in flight; only one reduction is in flight at a time.
-        # The reduce buffers in it, if a later all-gather takes their memory.
-        self.reducing = self.buffers = 0
+        # Of these, what an all-gather takes; and the rest.
+        self.reducing = (0, 0)
         # The part of it, or of the reduction before, that an all-reduce still writes.
         self.replicated = self.replicating = 0
         # Units whose all-gather was issued ahead, until their own forward or backward.
@@ -319,8 +319,8 @@ class _Step:
         self.reduced += unit.kept
         self._note(REDUCE, "reduction", index)
         self.reduce -= unit.brief
-        self.reducing = self.reduces[index] + unit.output
-        self.buffers = 0 if unit.plan.int8_gradients else self.reduces[index]
+        buffers = 0 if unit.plan.int8_gradients else self.reduces[index]
+        self.reducing = buffers, self.reduces[index] - buffers + unit.output
         self.replicated = unit.output if self.streams and unit.replicates else 0
         # A reduction of a single rank on CPU is finished at once.
         if not self.streams and not unit.sends:
@@ -328,14 +328,14 @@ class _Step:
 
     def _finish_reduction(self) -> None:
         """Free the reduction in flight, and outputs kept for the last all-reduce."""
-        self.reduce -= self.replicating + self.reducing - self.replicated
-        self.replicating, self.reducing, self.replicated = self.replicated, 0, 0
-        self.buffers = 0
+        self.reduce -= self.replicating + sum(self.reducing) - self.replicated
+        self.replicating, self.replicated = self.replicated, 0
+        self.reducing = (0, 0)
 
     def _free_reduction(self) -> None:
         """Free what an all-gather takes of the reduction in flight."""
         if not self.streams:
             self._finish_reduction()
-        self.reduce -= self.buffers
-        self.reducing -= self.buffers
-        self.buffers = 0
+        buffers, others = self.reducing
+        self.reduce -= buffers
+        self.reducing = 0, others

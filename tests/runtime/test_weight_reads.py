@@ -287,7 +287,7 @@ def test_a_graph_may_be_run_again_after_a_parameter_was_kept(
 @on_ranks(2)
 def test_a_manual_update_ends_the_use_of_a_kept_parameter(world: World) -> None:
     """As an optimizer step does: the next reshard frees the full memory."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     fully_shard(model[0])
     fully_shard(model)
     unshard(model[0])
