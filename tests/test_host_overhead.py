@@ -14,12 +14,12 @@ from benchmarks.counting import Counts, counts, set_up_counts
 from benchmarks.variants import PLAIN, load_flat, load_ours
 
 # Per unit and step over plain with torch 2.13 and Python 3.11, of 64 units with six
-# parameters: 233.8 and 36.9 calls, 9.1 and -0.9 operators. The goals are 300 and 25.
+# parameters: 214.8 and 17.8 calls, 9.1 and -0.8 operators. The goals are 300 and 25.
 # Of these 8 set and compare the version counters of full leaves, four times a step: a
 # read of weights outside their window is an error and not garbage. 18 record the three
 # collectives with the times of issue, wait and end.
-CALLS_FORWARD_BACKWARD = 236
-CALLS_STEP = 38
+CALLS_FORWARD_BACKWARD = 217
+CALLS_STEP = 19
 OPS = 10
 # Per parameter of a unit beyond six, measured: 4.6 and -8.9 calls, half an operator
 # (a matrix's gradient is viewed in its shape; clipping goes over flat gradients,

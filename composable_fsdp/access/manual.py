@@ -71,8 +71,8 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
     Writes to full parameters, and attributes set on them (``requires_grad``), are lost;
     see ``unshard_params``. A full parameter that is kept shows this rank's rows after
     the reshard; one that a forward has read does so after the next optimizer step, and
-    keeps the unit's full memory until then. An update without a ``torch.optim``
-    optimizer does not count as a step.
+    keeps the unit's full memory until then. After an update in place without a
+    ``torch.optim`` optimizer, it does so at the next reshard.
 
     If the shards change meanwhile by anything but ``load_state_dict`` or
     ``set_full_param``, for example by an optimizer step, the next forward raises; a

@@ -139,7 +139,7 @@ class UnitEvents:
         self.all_reduce = new_event()
         """End of a hybrid unit's all-reduce on the all-reduce stream."""
         self.reduce_owner: torch.cuda.Stream | None = None
-        """The stream on which the reduce buffers were allocated."""
+        """The stream that first copied gradients into the reduce buffers."""
         self.leaf_streams: tuple[torch.cuda.Stream, ...] = ()
         """The streams on which AccumulateGrad nodes and hooks of full leaves run
         (``runtime.grad_hooks``); usually a single stream."""
@@ -229,7 +229,7 @@ class CudaStreams(Streams):
 
         stream    owner of the storage of     allocates and frees after waiting for
         gather    full buffers                the last reader on compute
-        compute   reduce buffers              the end of the reduction on reduce
+        gather    reduce buffers              the end of the reduction on reduce
         compute   flat gradients              (freed by the user)
         reduce    outputs of a reduction      compute, which waited for the end of the
                   with another dtype          reduction, or for all-reduce

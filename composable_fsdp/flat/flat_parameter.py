@@ -238,7 +238,7 @@ def move_gradients_in(handles: Iterable[FlatParamHandle]) -> None:
 
 def _is_settled(handle: FlatParamHandle) -> bool:
     """Return whether no reduction is writing into the unit's flat gradients."""
-    return not (handle.reduction.has_memory or handle.reduction.replicates)
+    return not (handle.reduction.has_memory or handle.reduction.in_flight)
 
 
 def _hold(handle: FlatParamHandle, region: FlatParameter) -> None:

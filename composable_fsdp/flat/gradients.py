@@ -105,7 +105,7 @@ def views_are_intact(region: FlatParameter) -> bool:
 def free_cleared(handle: FlatParamHandle) -> None:
     """Release the flat gradients that no leaf shows."""
     # A reduction may be writing into the flat gradients.
-    if handle.reduction.has_memory or handle.reduction.replicates:
+    if handle.reduction.has_memory or handle.reduction.in_flight:
         return
     for region in handle.layout.trainable:
         # A flat gradient in host memory takes no memory from activations.
@@ -272,7 +272,7 @@ def note_shown(region: FlatParameter, parts: bytes) -> None:
 
 
 def allocate_reduce(handle: FlatParamHandle, owner: torch.cuda.Stream | None) -> None:
-    """Allocate the reduce buffers on the current stream ``owner``; None on CPU."""
+    """Allocate the reduce buffers; ``owner`` copies gradients there, None on CPU."""
     # Without an arena, or if gradients of another unit wait in its slot.
     slot = handle.reduction.slot
     if slot is None or not slot.take_reductions(handle):
@@ -287,7 +287,7 @@ def allocate_reduce(handle: FlatParamHandle, owner: torch.cuda.Stream | None) ->
 
 
 def free_reduce(handle: FlatParamHandle) -> None:
-    """Free the reduce buffers, on the stream that allocated the buffers."""
+    """Free the reduce buffers, behind which the stream that allocated them is."""
     if handle.reduction.home is not None:
         assert handle.reduction.slot is not None
         handle.reduction.slot.give_back()

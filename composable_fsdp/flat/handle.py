@@ -229,7 +229,10 @@ class ReductionProgress:
     """The arena's slot for reductions; ``home``: its memory, if buffers lie there."""
     home: Tensor | None = None
     has_memory: bool = False
-    """Whether the reduce buffers are allocated; also during a reduction."""
+    """Whether the reduce buffers are allocated; also during a reduction, until an
+    all-gather takes the memory."""
+    in_flight: bool = False
+    """Whether a reduction may be writing the flat gradients."""
     replicates: bool = False
     """Whether an all-reduce on a stream of its own writes the flat gradients."""
     held: tuple[bytes, ...] | None = None

@@ -48,13 +48,13 @@ from composable_fsdp.runtime.reduce import (
     copy_grads_to_reduce_buffers,
     expect_gradients,
     reduce_gradients,
-    unshard_in_backward,
 )
 from composable_fsdp.runtime.unshard import (
     keep_full,
     prefetch_backward,
     prefetch_listed,
     reshard,
+    unshard,
     wait_for_freed_memory,
     wait_unsharded,
 )
@@ -148,6 +148,7 @@ class UnitForward:
         through = progress.open_calls == progress.pending == 0 and not progress.retained
         if through:
             reshard_after_backward(state, handle)
+        reduces = through and handle.reduction.due and state.settings.sync_gradients
         progress.expected_calls -= 1
         # ``reached`` and not ``self.index``: units inside this unit have run since, so
         # the next unit is the one before the earliest use that backward has reached.
@@ -157,11 +158,14 @@ class UnitForward:
             and order.reached > 0
             and not state.ahead_in_backward
         ):
+            if reduces:
+                # Before the all-gather, which the copy would wait for (``reduce``).
+                copy_grads_to_reduce_buffers(context, handle)
             order.prefetch(context, order, order.reached)
         # The reduce-scatter is issued after the prefetch: a backend runs collectives in
         # order. The next unit waits for the all-gather, whereas no compute waits for
         # this reduction until the next reduction is due.
-        if through and handle.reduction.due and state.settings.sync_gradients:
+        if reduces:
             order.reduce(context, handle)
 
 
@@ -270,7 +274,7 @@ def pre_backward(call: UnitForward, aliases: tuple[Any, ...], _: object = None) 
         handle.backward.open_calls += order.open_calls.get(handle, 0)
     order.reach(context, handle, call.index)
     if handle.residency in NOT_GATHERED:
-        unshard_in_backward(context, handle)
+        unshard(context, handle)
     wait_unsharded(handle)
     if order.task != task:
         order.task, order.reached = task, call.index
@@ -304,7 +308,7 @@ def pre_next_backward(call: UnitForward, _: object = None) -> None:
     # of the graph task reshards the unit.
     handle.backward.retained = True
     if handle.residency in NOT_GATHERED:
-        unshard_in_backward(context, handle)
+        unshard(context, handle)
     wait_unsharded(handle)
 
 

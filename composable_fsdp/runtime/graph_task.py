@@ -276,11 +276,11 @@ def reset_failed_graph_tasks(context: RuntimeContext) -> None:
             handle = state.handle
             if handle.backward.task == task:
                 reset_backward(handle)
-                drop_unreduced_grads(handle)
+                drop_unreduced_grads(context, handle)
                 reshard(context, handle)
             # The end of the graph task had begun when a hook of the user raised.
             elif handle.backward.task == NO_TASK:
-                drop_unreduced_grads(handle)
+                drop_unreduced_grads(context, handle)
 
 
 def reset_backward(handle: FlatParamHandle) -> None:

@@ -263,7 +263,7 @@ def recover(context: RuntimeContext, *, drop_gradients: bool) -> None:
         handle.running.calls.clear()
         graph_task.reset_backward(handle)
         if drop_gradients:
-            reduce.drop_unreduced_grads(handle)
+            reduce.drop_unreduced_grads(context, handle)
         if will_be_full(handle):
             restore_functional_params(handle)
             continue

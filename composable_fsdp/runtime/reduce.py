@@ -7,10 +7,19 @@ all-reduce, on a stream and a communicator of its own, may outlast the next one:
     reduce             [reduce-scatter k+1]  [reduce-scatter k]
     all-reduce                            [== all-reduce k+1 ==][== all-reduce k ==]
 
-A reduce buffer is allocated after the one before was freed, so one is alive at a time,
-but for those that hold gradients of ``no_sync``; outputs of two reductions at most are.
-Its owner is the stream of the first copy into it (``comm.device``), and one event frees
-it: ``events.reduce``, behind the reduce-scatter.
+Reduce buffers and full buffers use the same memory by turns, which the gather stream
+allocates and frees, so a backward holds at most three such buffers (B_k, F_k) and the
+gradients that are computed (G_k), without prefetch two::
+
+    compute    [ G_k arrive ]                  [ G_k -> B_k ][ G_k-1 arrive ]
+    reduce     [reduce-scatter B_k+1]                        [reduce-scatter B_k]
+    gather                    [all-gather F_k-1]                               [F_k-2]
+    memory     F_k G_k B_k+1 | F_k G_k F_k-1   | B_k G_k F_k-1 | F_k-1 G_k-1 B_k | ..
+
+The all-gather of F_k-1 takes its memory behind the reduce-scatter that reads B_k+1: a
+backend runs the two one after the other in any case. B_k takes the memory of F_k. The
+copy into it waits for the all-gather of F_k-1, which the compute behind the copy needs
+at once. So the host waits for nothing on CUDA; on CPU it waits for the reduction.
 """
 
 from __future__ import annotations
@@ -48,7 +57,6 @@ from composable_fsdp.runtime.replica_sums import (
     hold_partial_sums,
     replicate,
 )
-from composable_fsdp.runtime.unshard import unshard
 from composable_fsdp.tree import moments
 from composable_fsdp.tree.state import Reduction, RuntimeContext
 
@@ -67,14 +75,21 @@ def copy_grads_to_reduce_buffers(
         # The reduction in flight reads the reduce buffers, so finish before writing.
         finish_reduction(context)
     streams = context.streams
-    owner: Any = None  # of the memory, on CUDA
+    owner: Any = None  # of the copy, on CUDA
     others: list[torch.cuda.Stream] = []
     if not streams.host_waits:
         owner, *others = streams.users(handle.events)
     for stream in others:
         owner.wait_stream(stream)
     if not handle.reduction.has_memory:
-        allocate_reduce(handle, owner)
+        if owner is None:
+            allocate_reduce(handle, None)
+        else:
+            with streams.on(streams.gather):
+                allocate_reduce(handle, owner)
+            # The last user of the memory, a reduction or the compute of a full unit,
+            # is one that the gather stream has waited for.
+            owner.wait_stream(streams.gather)
     for region in handle.layout.trainable:
         waiting = region.reduce.waiting
         gradients = [gradient for gradient in waiting if gradient is not None]
@@ -129,7 +144,7 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
         handle.reduction.held = None
     handle.reduction.due = False
     reduction = Reduction(handle, [], arrived, final=final)
-    context.reducing = reduction
+    context.reducing, handle.reduction.in_flight = reduction, True
     if not context.streams.host_waits:
         _reduce_on_stream(context.streams, reduction)
         return
@@ -215,6 +230,7 @@ def finish_reduction(
         return
     context.reducing = None
     handle, streams = reduction.handle, context.streams
+    handle.reduction.in_flight = handle.reduction.replicates
     if streams.host_waits:
         try:
             for work in reduction.works:
@@ -235,16 +251,26 @@ def finish_reduction(
         # The side streams write buffers that no parameter shows.
         applies = not handle.layout.offload and not handle.reduction.replicates
         _wait_on_streams(streams, reduction, handle.events.reduce, applies=applies)
-    if handle.reduction.replicates:
+    if handle.reduction.has_memory:
+        if not streams.host_waits:
+            streams.gather.wait_stream(streams.current())
         free_reduce(handle)
-        context.replicating = reduction
-        # A second reduction of the unit would write into the same outputs.
-        if ahead_of is None or ahead_of is handle:
-            _finish_all_reduce(context, reduction)
+    if not handle.reduction.replicates:
+        _forget_outputs(handle)
         return
-    for region in handle.layout.trainable:
-        region.reduce.temporary = None
-    free_reduce(handle)
+    context.replicating = reduction
+    # A second reduction of the unit would write into the same outputs.
+    if ahead_of is None or ahead_of is handle:
+        _finish_all_reduce(context, reduction)
+
+
+def free_behind_reduction(reduction: Reduction) -> None:
+    """Free the reduce buffers on the current stream, which waits for the reduction."""
+    handle = reduction.handle
+    # The result of a communication hook may be a reduce buffer, which is read later.
+    if handle.reduction.has_memory and handle.rule.hook is None:
+        handle.events.reduce.wait()
+        free_reduce(handle)
 
 
 def _wait_on_streams(
@@ -281,7 +307,7 @@ def _finish_all_reduce(context: RuntimeContext, reduction: Reduction) -> None:
 
 def _forget_outputs(handle: FlatParamHandle) -> None:
     """Give up the outputs of a reduction whose end all readers wait for."""
-    handle.reduction.replicates = False
+    handle.reduction.replicates = handle.reduction.in_flight = False
     for region in handle.layout.trainable:
         region.reduce.temporary = None
 
@@ -301,15 +327,17 @@ def drop_reduction(context: RuntimeContext) -> None:
             raise
         # Wait for the streams and not for events: if a hook raised, the event has not
         # been recorded for this reduction.
-        for stream in context.streams.users(handle.events):
-            stream.wait_stream(context.streams.reduce)
-            stream.wait_stream(context.streams.all_reduce)
+        if not context.streams.host_waits:
+            streams = context.streams
+            for stream in (*streams.users(handle.events), streams.gather):
+                stream.wait_stream(streams.reduce)
+                stream.wait_stream(streams.all_reduce)
         _forget_outputs(handle)
         if handle.reduction.has_memory:
             free_reduce(handle)
 
 
-def drop_unreduced_grads(handle: FlatParamHandle) -> None:
+def drop_unreduced_grads(context: RuntimeContext, handle: FlatParamHandle) -> None:
     """Discard gradients that have arrived and were not fully reduced."""
     clear_arrived(handle)
     drop_partial_sums(handle)
@@ -317,11 +345,9 @@ def drop_unreduced_grads(handle: FlatParamHandle) -> None:
         region.reduce.waiting[:] = [None] * len(region.reduce.waiting)
     handle.reduction.due = False
     if handle.reduction.has_memory:
-        if handle.events.reduce_owner is not None:
-            # Kernels on the hooks' streams may still copy gradients into the reduce
-            # buffers.
-            for stream in handle.events.leaf_streams:
-                handle.events.reduce_owner.wait_stream(stream)
+        # Kernels may still copy gradients into the reduce buffers.
+        for stream in context.streams.users(handle.events):
+            context.streams.gather.wait_stream(stream)
         free_reduce(handle)
 
 
@@ -420,16 +446,3 @@ def _apply_reduced_gradients(reduction: Reduction) -> None:
             hooked += region.show(region, reduce.temporary, arrived)
     if hooked:
         call_post_hooks(hooked)
-
-
-def unshard_in_backward(context: RuntimeContext, handle: FlatParamHandle) -> None:
-    """Unshard a unit whose backward begins and that was not prefetched."""
-    # Without prefetch, finish the reduction in flight first, so that the reduce buffer
-    # is free while gradients arrive. This wait costs nothing: a backend runs
-    # collectives in order, so the all-gather runs after the reduction in any case.
-    if (
-        handle.layout.plan.options.backward_prefetch is None
-        and context.reducing is not None
-    ):
-        finish_reduction(context, ahead_of=handle)
-    unshard(context, handle)

@@ -42,6 +42,7 @@ from composable_fsdp.flat.residency import (
     make_unreadable,
 )
 from composable_fsdp.planning.options import RETIRING_LIMIT, RETIRING_UNLIMITED
+from composable_fsdp.runtime.reduce import finish_reduction, free_behind_reduction
 from composable_fsdp.runtime.wires import decoding, encode_shards, free_encoded
 from composable_fsdp.tree.state import RuntimeContext, StepOrder, _FSDPState
 
@@ -70,6 +71,9 @@ def unshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
     if not handle.form.needs_gather:
         residency.hold_full(handle)
     elif context.streams.host_waits:
+        if context.reducing is not None:
+            # The full buffers take the memory of the reduction (``runtime.reduce``).
+            finish_reduction(context, ahead_of=handle)
         residency.allocate_full(handle)
         handle.ready = _gather(handle, async_op=True)
     else:
@@ -105,6 +109,8 @@ def _unshard_on_stream(
 ) -> None:
     """Allocate the full buffers and all-gather, both on the gather stream."""
     with streams.on(streams.gather):
+        if context.reducing is not None:
+            free_behind_reduction(context.reducing)
         if handle.residency is FREE_PENDING:
             # The unit was resharded and the memory is not freed yet. The all-gather
             # writes the same memory again, so the gather stream must wait for the last

@@ -3,9 +3,9 @@
 The walk allocates and frees in the order of the runtime::
 
     forward    unit 0 full, 1 full, ...            resharded units freed
-    backward   full k-1 ahead | gradients of k arrive, and wait for each other |
-               k+1's reduction is finished | reduce buffer k, gradients move into it |
-               k is reduced, and then freed
+    backward   k+1's reduce buffer freed | full k-1 ahead | gradients of k arrive, and
+               wait for each other | k freed | reduce buffer k, gradients move into it |
+               k is reduced
 
 The result holds for a step in the steady state: every unit runs once, in the plan's
 order, every trainable parameter gets a gradient, and ``.grad`` was cleared before.
@@ -82,9 +82,8 @@ def memory_of_step(units: Sequence[UnitMemory], *, streams: bool) -> StepMemory:
 def _walk(step: _Step) -> StepMemory:
     """Run the step; return all operations."""
     # The calls below have the order of the runtime's calls. While unit k is unsharded
-    # in backward, memory also holds the prefetched unit, k's gradients as autograd made
-    # them, and a single reduce buffer: first k+1's, then k's. Without prefetch, k+1's
-    # buffer is freed before k is gathered.
+    # in backward, memory also holds k's gradients as autograd made them, and the
+    # prefetched unit, in the place of k+1's reduce buffer.
     # A unit with nested units counts as using own parameters both before and after the
     # nested units, as a root with an embedding and a head does. If the unit does not,
     # the step needs less than the result.
@@ -164,7 +163,8 @@ class _Step:
         # Units whose encoded parameters are not decoded yet.
         self.encoded: set[int] = set()
         # Bytes of the reduction in flight; only one reduction is in flight at a time.
-        self.reducing = 0
+        # Of these, what an all-gather takes; and the rest.
+        self.reducing = (0, 0)
         # The part of it, or of the reduction before, that an all-reduce still writes.
         self.replicated = self.replicating = 0
         # Units whose all-gather was issued ahead, until their own forward or backward.
@@ -210,6 +210,7 @@ class _Step:
             return
         if ahead:
             self.ahead.add(index)
+        self._free_reduction()
         # Resharded, but not freed yet: the same memory is used again.
         if index in self.retiring:
             self.retiring.remove(index)
@@ -270,14 +271,6 @@ class _Step:
     def begin_backward(self, index: int, before: int | None) -> None:
         """Unshard unit ``index``; with BACKWARD_PRE, gather unit ``before``."""
         unit = self.units[index]
-        # Without prefetch, the runtime finishes the reduction in flight before the
-        # all-gather, so that the reduce buffer is free.
-        if (
-            unit.plan.options.backward_prefetch is None
-            and unit.full
-            and not self._is_full(index)
-        ):
-            self._finish_reduction()
         self.unshard(index)
         ahead = unit.plan.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
         if ahead and before is not None:
@@ -294,27 +287,30 @@ class _Step:
         if unit.parent >= 0 and unit.fed:
             self.reshard(index)
             self._make_room(index)
-        behind = unit.plan.options.backward_prefetch is BackwardPrefetch.BACKWARD_POST
-        if behind and before is not None:
-            # The gradients wait for the reduction, which follows the all-gather.
-            self.early += unit.gradients
-            self.unshard(before, ahead=True)
-            self.early -= unit.gradients
+        post = unit.plan.options.backward_prefetch is BackwardPrefetch.BACKWARD_POST
+        ahead = before if post else None
+        if unit.buffers:
+            if ahead is None:
+                self._finish_reduction()
+            # The gradients move into the reduce buffers, before an all-gather.
+            self.reduce += self.reduces[index]
+            self.tell(REDUCE, index, when="reduction", gradients=unit.gradients)
+        if ahead is not None:
+            self.unshard(ahead, ahead=True)
+            if unit.buffers:
+                self._finish_reduction()
         if unit.buffers:
             self._reduce(index)
 
     def _reduce(self, index: int) -> None:
-        """Reduce unit ``index``, after the previous reduction is finished."""
+        """Reduce unit ``index``; the previous reduction is finished."""
         unit = self.units[index]
-        # The previous reduction is finished and freed before this buffer is allocated.
-        self._finish_reduction()
-        self.reduce += self.reduces[index]
-        self.tell(REDUCE, index, when="reduction", gradients=unit.gradients)
         self.reduce += unit.output + unit.brief
         self.reduced += unit.kept
         self.tell(REDUCE, index, when="reduction")
         self.reduce -= unit.brief
-        self.reducing = self.reduces[index] + unit.output
+        buffers = 0 if unit.plan.int8_gradients else self.reduces[index]
+        self.reducing = buffers, self.reduces[index] - buffers + unit.output
         self.replicated = unit.output if self.streams and unit.replicates else 0
         # A reduction of a single rank on CPU is finished at once.
         if not self.streams and not unit.sends:
@@ -322,5 +318,14 @@ class _Step:
 
     def _finish_reduction(self) -> None:
         """Free the reduction in flight, and outputs kept for the last all-reduce."""
-        self.reduce -= self.replicating + self.reducing - self.replicated
-        self.replicating, self.reducing, self.replicated = self.replicated, 0, 0
+        self.reduce -= self.replicating + sum(self.reducing) - self.replicated
+        self.replicating, self.replicated = self.replicated, 0
+        self.reducing = (0, 0)
+
+    def _free_reduction(self) -> None:
+        """Free what an all-gather takes of the reduction in flight."""
+        if not self.streams:
+            self._finish_reduction()
+        buffers, others = self.reducing
+        self.reduce -= buffers
+        self.reducing = 0, others

@@ -25,6 +25,7 @@ from composable_fsdp import (
 from composable_fsdp.config import BackwardPrefetch
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.features import flat_parameters
+from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.runtime.corners import OPEN, WRAPS
 from tests.runtime.parity import trains_as
 from tests.support.on_ranks import on_ranks
@@ -249,6 +250,26 @@ def test_a_graph_may_be_run_again_after_a_parameter_was_kept(
 
     with unshard_params(model):
         assert torch.allclose(model[0].weight, plain[0].weight)
+
+
+@on_ranks(2)
+def test_a_manual_update_ends_the_use_of_a_kept_parameter(world: World) -> None:
+    """As an optimizer step does: the next reshard frees the full memory."""
+    model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    fully_shard(model[0])
+    fully_shard(model)
+    unshard(model[0])
+    kept = model[0].weight
+    backward(model(torch.ones(1, 8)).sum())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad)
+        model(torch.ones(1, 8))
+
+    assert torch.equal(kept, model[0].weight)
+    (region,) = _get_fsdp_handles(model[0])[0].layout.regions
+    assert region.full.buffer.untyped_storage().nbytes() == 0
 
 
 class Keeper(nn.Module):

@@ -230,6 +230,14 @@ class StreamOrder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
                     f"{access.stream} in {access.where}"
                 )
 
+    def hand_out(self, block: Block, nbytes: int) -> None:
+        """Other streams may use the block behind its allocation only."""
+        stream, where = self.current, _place()
+        time = stream.clock[stream] = stream.clock.get(stream, 0) + 1
+        block.accesses[stream, 0, nbytes, True] = Access(
+            stream, time, 0, nbytes, True, where, dict(stream.clock)
+        )
+
     def free(self, block: Block) -> None:
         """Give the memory back to the stream it was allocated on."""
         if not block.is_host and not block.is_recorded:
@@ -385,6 +393,7 @@ def _of_memory(order: StreamOrder) -> Patches:
         block = order.block(storage)
         if nbytes:
             order.allocate(block)
+            order.hand_out(block, nbytes)
         else:
             order.free(block)
         return resize(storage, nbytes)

@@ -24,6 +24,7 @@ from composable_fsdp.phases import BACKWARD_POST, BACKWARD_PRE
 from composable_fsdp.planning.dtensors import is_dtensor
 from composable_fsdp.runtime.grad_hooks import make_nodes
 from composable_fsdp.runtime.graph_task import current_task
+from composable_fsdp.runtime.unshard import shard_versions
 
 
 def hand_out(handle: FlatParamHandle) -> None:
@@ -44,20 +45,20 @@ class _Handed:
 
     def __init__(self, before: tuple[int, ...]) -> None:
         self._before = before
-        self._read_at = -1
-        """The number of steps when a graph that reads the parameters was met last."""
+        self._read_at: tuple[int, ...] = ()
+        """``shard_versions`` when a graph that reads the parameters was met last."""
 
     def __call__(self, handle: FlatParamHandle) -> bool:
         """Make kept parameters show the shards; return if their memory must stay."""
         waits = handle.phase is BACKWARD_PRE
         if waits or handle.phase is BACKWARD_POST or current_task() != NO_TASK:
-            self._read_at = handle.writes.steps
+            self._read_at = shard_versions(handle)
         kept = _references(handle) != self._before
         # A graph that waits for its first backward views the memory, too.
         viewed = not waits and _is_viewed(handle)
         # The graph may be retained for a further backward, also by a rank that has kept
-        # nothing: only a step, which makes all values old, ends that.
-        if self._read_at == handle.writes.steps:
+        # nothing. A step or a write, which makes all values old, ends that.
+        if self._read_at == shard_versions(handle):
             if kept:
                 make_unreadable(handle)
             elif viewed:

@@ -20,12 +20,13 @@ from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle, FullForm
 from composable_fsdp.flat.residency import NOT_GATHERED, SHARDED
 from composable_fsdp.runtime.graph_task import parameters_not_requested, will_run
 from composable_fsdp.runtime.precision import select_form
-from composable_fsdp.runtime.reduce import reduce_gradients, unshard_in_backward
+from composable_fsdp.runtime.reduce import reduce_gradients
 from composable_fsdp.runtime.unshard import (
     keep_full,
     prefetch_backward,
     prefetch_listed,
     reshard,
+    unshard,
     wait_unsharded,
 )
 from composable_fsdp.tree.state import RuntimeContext, StepOrder, _FSDPState
@@ -132,7 +133,7 @@ def _gather_in_turn(context: RuntimeContext, order: CommonOrder, at: int) -> Non
     state = order.uses[at]
     handle = state.handle
     if handle.residency in NOT_GATHERED:
-        unshard_in_backward(context, handle)
+        unshard(context, handle)
     # BACKWARD_POST has no point in time that is the same on all ranks, so only
     # BACKWARD_PRE and listed units are prefetched.
     pre = handle.layout.plan.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
