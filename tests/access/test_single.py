@@ -176,7 +176,7 @@ def test_parameters_that_no_unit_holds_are_found_as_well(world: World) -> None:
 def test_an_assigned_parameter_is_found_also_from_inside_its_unit(world: World) -> None:
     """Before any forward has taken it up; by the name that each module gives it."""
     model = fully_shard(tiny_mlp())
-    part = model[0].weight
+    part = model[0].get_parameter("weight")
     model[0].weight = nn.Parameter(torch.full_like(part, 2.0))
 
     for module, name in ((model, "0.weight"), (model[0], "weight")):
