@@ -29,7 +29,7 @@ CALLS_PER_PARAMETER_STEP = -7
 OPS_PER_PARAMETER = 0.5
 # Set-up, per unit: calls of ``fully_shard``, and of the first forward and backward
 # beyond those of a later step.
-CALLS_SHARD = 800
+CALLS_SHARD = 580
 # The first step hooks the AccumulateGrad node of each sharded parameter, and audits
 # the calls behind the first forward: about 150 calls of 498.
 CALLS_FIRST = 498

@@ -23,7 +23,7 @@ from composable_fsdp.flat.param_ref import ParamRef, find_param, param_refs
 from composable_fsdp.naming import join_name, quoted, strip_wrapper
 from composable_fsdp.planning.layout import ParameterSlot
 from composable_fsdp.runtime.recover import free_all_full_params, require_between_steps
-from composable_fsdp.tree.meeting import compare_models, meet_over
+from composable_fsdp.tree.root import compare_models, meet_over
 from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
 from composable_fsdp.tree.traversal import require_module, walk_states
 
@@ -192,12 +192,13 @@ def names_in_several(module: nn.Module, state: _FSDPState) -> dict[int, list[str
     # The plan's names begin at the unit's module that holds the parameter.
     prefixes = {id(each): fqn for fqn, each in module.named_modules()}
     names: dict[int, list[str]] = {}
-    for info in state.handle.infos:
+    layout = state.handle.layout
+    for place, owner in zip(layout.places, layout.owners, strict=True):
         # A module of the unit may be outside ``module``.
-        prefix = prefixes.get(id(info.module))
-        found = names.setdefault(info.slot_index, [])
+        prefix = prefixes.get(id(owner))
+        found = names.setdefault(place.slot_index, [])
         if prefix is not None:
-            found.append(strip_wrapper(join_name(prefix, info.name)))
+            found.append(strip_wrapper(join_name(prefix, place.name)))
     return names
 
 

@@ -21,15 +21,13 @@ from composable_fsdp.comm.device import Streams, Waitable
 from composable_fsdp.comm.groups import RankLayout
 from composable_fsdp.compose.registry import OwnerMap
 from composable_fsdp.errors import NotRootError
-from composable_fsdp.flat.casts import Precision
-from composable_fsdp.flat.changed_flags import ChangedFlag, backward_mode
 from composable_fsdp.flat.handle import FlatParamHandle, FullForm
-from composable_fsdp.flat.use_order import UseOrder
+from composable_fsdp.flat.use_order import ChangedFlag, UseOrder, backward_mode
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.tree.initial_weights import InitialWeights
 from composable_fsdp.tree.moments import PASSAGES, Observer
-from composable_fsdp.tree.unit_settings import UnitSettings
+from composable_fsdp.tree.unit_settings import Precision, UnitSettings
 
 Reduced = tuple[FlatParamHandle, int, tuple[bytes, ...]]
 """A reduction in a log: the unit, the ``structure`` of the unit's layout, and, per
@@ -39,7 +37,10 @@ _ROOT_ONLY = ("_all_fsdp_states", "_all_handles")
 
 
 class StepOrder:
-    """The uses of units in a forward of the root, and how backward goes through."""
+    """The uses of units in a forward of the root, and how backward goes through.
+
+    Without a forward, as here; ``moments.ORDERS`` makes those of forwards.
+    """
 
     # Kept alive by hooks in the autograd graph alone (and, the latest, by the context),
     # so a forward without a backward leaves nothing behind.
@@ -199,9 +200,13 @@ class RuntimeContext:
         states = root._root_states if root is not None else ()
         syncs = tuple([state.settings.sync_gradients for state in states])
         if self.marked.experts or self.changed_flags:
-            of = (syncs, [s.handle for s in states], self.changed_flags)
             groups = (use if isinstance(use, FlatParamHandle) else use[0]).groups
-            return log.depart(use, backward_mode(forward, *of, groups))
+            units = [
+                (s.handle.layout.structure, s.handle.groups.expert_names)
+                for s in states
+            ]
+            of = (syncs, units, self.changed_flags, groups)
+            return log.depart(use, backward_mode(forward, *of))
         structures = tuple([s.handle.layout.structure for s in states])
         log.depart(use, (forward, syncs, structures, self.changed_flags))
 

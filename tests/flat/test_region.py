@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.build_region import build_region
 from composable_fsdp.flat.region import FlatParameter
-from composable_fsdp.planning.layout import ParameterSpec, plan_regions, row_block
+from composable_fsdp.planning.layout import ParameterSpec, row_block
 from composable_fsdp.planning.options import Dtypes
+from composable_fsdp.planning.partition import plan_regions
 
 SHAPES = ((5, 4), (8,), (), (3, 2, 2), (0, 3))
 

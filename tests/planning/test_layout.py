@@ -8,10 +8,10 @@ import torch
 from composable_fsdp.planning.layout import (
     ParameterSpec,
     RegionLayout,
-    plan_regions,
     row_block,
     sharded_shape,
 )
+from composable_fsdp.planning.partition import plan_regions
 
 Shapes = dict[str, tuple[int, ...]]
 WIDE = 10**15
