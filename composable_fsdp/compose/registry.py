@@ -138,10 +138,6 @@ class OwnerMap(Generic[S]):
             if (entry := entries.get(id(module))) is None or entry.owner() is None
         ]
 
-    def clear(self, module: nn.Module) -> None:
-        """Remove the owner of ``module``; do nothing if ``module`` has no owner."""
-        self._entries.pop(id(module), None)
-
     def __len__(self) -> int:
         """Return the number of modules that have an owner."""
         return len(self._entries)

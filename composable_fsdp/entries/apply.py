@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 # Imported when used: policies, initial values, and registered memory.
 
+_is_plain = attrgetter("is_plain")
+
 
 class Application(NamedTuple):
     """The checked arguments of one application."""
@@ -292,8 +294,11 @@ def _refuse_ranks(
     device: torch.device,
 ) -> None:
     """Refuse targets that do not fit the groups; planning knows only their sizes."""
-    for check in moments.UNITS_PLANNED:
-        check(targets, ranks)
+    # Equal units share their layouts, so plain models pay one test per region.
+    layouts = [layout for target in targets for layout in target.plan.regions]
+    if not all(map(_is_plain, layouts)):
+        for check in moments.UNITS_PLANNED:
+            check(targets, ranks)
     # Other ranks would wait for this rank where they exchange names and norms.
     if ranks.experts is not None and not parameters:
         raise PlanError(

@@ -12,16 +12,11 @@ from composable_fsdp.comm import device, meeting, operations
 from composable_fsdp.features import engine
 from composable_fsdp.features.changes.adopt import UserChanges
 from composable_fsdp.features.changes.late_registration import watch_registrations
-from composable_fsdp.features.deepcopy import let_copy
 from composable_fsdp.features.guard.foreign_strategies import guard_strategies
 from composable_fsdp.features.guard.meetings import meet_in_store
 from composable_fsdp.features.guard.progress import note_capture
 from composable_fsdp.features.guard.under_ddp import install_ddp_hook
 from composable_fsdp.features.guard.watch import watch
-from composable_fsdp.features.parallel.dtensor_form import (
-    refuse_shared_ranks,
-    with_plain_parameters,
-)
 from composable_fsdp.features.passages.casts import keep_full_precision
 from composable_fsdp.features.passages.full import FIRST, FULL, MOVING, Searches
 from composable_fsdp.features.shown_units import show_units
@@ -40,15 +35,19 @@ from composable_fsdp.tree.changed_settings import changed_settings
 operations.RECORDING.append(watch)
 meeting.MEETS.append(meet_in_store)
 device.CAPTURES.append(note_capture)
-moments.UNITS_PLANNED.append(refuse_shared_ranks)
-moments.FORMS_TAKEN.append(with_plain_parameters)
+moments.UNITS_PLANNED.append(
+    later("composable_fsdp.features.parallel.dtensor_form", "refuse_shared_ranks")
+)
+moments.FORMS_TAKEN.append(
+    later("composable_fsdp.features.parallel.dtensor_form", "with_plain_parameters")
+)
 moments.TREE_FOUND.append(
     later("composable_fsdp.features.parallel.experts", "count_expert_ranks")
 )
 moments.BEFORE_SYNC.append(
     later("composable_fsdp.features.guard.same_models", "meet_to_sync")
 )
-moments.UNIT_BUILT.extend((install_state_dict_hooks, let_copy, show_units))
+moments.UNIT_BUILT.extend((install_state_dict_hooks, show_units))
 # These are installed once for the process.
 moments.MODULES_SHARDED.extend(
     (
@@ -83,6 +82,7 @@ moments.HANDED_OUT.append(
     later("composable_fsdp.features.passages.handed_params", "hand_out")
 )
 moments.changes = UserChanges()
+moments.copy_state = later("composable_fsdp.features.deepcopy", "copy_state")
 moments.reduce_by_hook = later(
     "composable_fsdp.features.comm_hooks.reduction", "reduce_by_hook"
 )

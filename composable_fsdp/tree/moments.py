@@ -16,7 +16,7 @@ from torch import nn
 BEFORE_SYNC: list[Callable[[str, nn.Module, Any], None]] = []
 """Before a broadcast of values: the name of the API, the module, and the ranks."""
 UNITS_PLANNED: list[Callable[[Any, Any], None]] = []
-"""Before any change: the targets and the ranks, to refuse."""
+"""Before any change, if a parameter is not plain: the targets and the ranks."""
 FORMS_TAKEN: list[Callable[[Any], tuple[Any, Any]]] = []
 """Of a target with parameters that are not plain: puts plain ones in their places and
 returns the target, and the forms by slot index."""
@@ -76,6 +76,8 @@ class Changes(Protocol):
 
 # Set by ``features.defaults``.
 changes: Changes
+copy_state: Callable[[Any, dict[int, Any]], Any]
+"""Returns the state of a copied unit, for ``copy.deepcopy``: the state, the memo."""
 reduce_by_hook: Callable[[Any], None]
 """Has the communication hook of the user reduce every region of a handle."""
 

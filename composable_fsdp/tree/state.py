@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from composable_fsdp.flat.handle import FlatParamHandle, FullForm
 from composable_fsdp.flat.use_order import ChangedFlag, UseOrder, backward_mode
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning.options import UnitOptions
+from composable_fsdp.tree import moments
 from composable_fsdp.tree.initial_weights import InitialWeights
 from composable_fsdp.tree.moments import PASSAGES, Observer
 from composable_fsdp.tree.unit_settings import Precision, UnitSettings
@@ -264,7 +265,6 @@ class _FSDPState:
         "ahead_in_backward",
         "ahead_in_forward",
         "context",
-        "copier",
         "fqn",
         "handle",
         "initial",
@@ -300,8 +300,6 @@ class _FSDPState:
         """Units to prefetch in backward. Empty: the unit used before in forward."""
         self.remaining: frozenset[int] = frozenset()
         """Of a unit of several modules: ids of those still to run in this forward."""
-        self.copier: Callable[[_FSDPState, dict[int, Any]], _FSDPState]
-        """Implementation of ``copy.deepcopy``, set at ``moments.UNIT_BUILT``."""
 
     def fill(
         self,
@@ -373,8 +371,8 @@ class _FSDPState:
         kind = {True: "root", False: "below a root", None: "not initialised"}
         return f"{type(self).__name__}(unit {self.name}, {kind[self._is_root]})"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _FSDPState:
-        return self.copier(self, memo)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return moments.copy_state(self, memo)
 
     def __reduce__(self) -> str:
         # Process groups exist only in this run, so an unpickled state could not work.
