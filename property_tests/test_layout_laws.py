@@ -96,11 +96,11 @@ def lawful(regions: Layouts, specs: list[ParameterSpec], world_size: int) -> Non
             spec = asked[slot.fqn]
             assert (spec.dtype, spec.trainable) == (region.dtype, region.trainable)
             held.update(elements(region, slot, spec, world_size))
-        gaps = [i for start, stop in region.gaps() for i in range(start, stop)]
-        assert set(held.values()) <= {1}
-        assert sorted([*held, *gaps]) == list(range(region.padded_numel))
         sizes, parameters, others = region.cuts
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        gaps = [starts[i] + n for i in others for n in range(sizes[i])]
+        assert set(held.values()) <= {1}
+        assert sorted([*held, *gaps]) == list(range(region.padded_numel))
         assert sum(sizes) == region.padded_numel
         pieces = [i for i, _ in parameters]
         assert sorted([*pieces, *others]) == list(range(len(sizes)))

@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
@@ -244,11 +243,6 @@ class RegionLayout:
     def is_plain(self) -> bool:
         """Whether no parameter is cut by tensor parallelism, so none has a form."""
         return all(slot.whole is None for slot in self.parameters)
-
-    def gaps(self) -> tuple[tuple[int, int], ...]:
-        """Return the intervals of the buffer that hold padding, in memory order."""
-        sizes, ends = self.cuts.sizes, list(accumulate(self.cuts.sizes))
-        return tuple((ends[i] - sizes[i], ends[i]) for i in self.cuts.gaps)
 
     def shard_cuts(self, rank: int, *, rows: bool) -> ShardCuts:
         """Return the cuts of ``rank``'s shard into parts of parameters and padding."""

@@ -59,12 +59,12 @@ def pack(members: Members, itemsize: int, world_size: int, grid: int = 1) -> Pac
         numel, block = members[i]
         # At a multiple of the block, so that shard boundaries fall between blocks, and
         # of 16 bytes, because the full parameter is a view at this offset.
-        offsets[i] = _round_up(end, lcm(block, align))
+        offsets[i] = round_up(end, lcm(block, align))
         end = offsets[i] + numel
         # An empty parameter has no block that a boundary could cut.
         grid = lcm(grid, block) if numel else grid
     # The shard size is a multiple of every block, so each boundary is, too.
-    shard_numel = _round_up(-(-end // world_size), grid)
+    shard_numel = round_up(-(-end // world_size), grid)
     padding = shard_numel * world_size - sum(numel for numel, _ in members)
     return Packing(tuple(offsets), shard_numel, grid, padding)
 
@@ -81,9 +81,9 @@ def pack_whole(
     for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         end, rank = heappop(ranks)
         placed[i] = rank, end
-        heappush(ranks, (_round_up(end + sizes[i], align), rank))
+        heappush(ranks, (round_up(end + sizes[i], align), rank))
     block = lcm(align, grid)
-    shard_numel = _round_up(max(end for end, _ in ranks), block)
+    shard_numel = round_up(max(end for end, _ in ranks), block)
     offsets = tuple(rank * shard_numel + end for rank, end in placed)
     padding = shard_numel * world_size - sum(sizes)
     return Packing(offsets, shard_numel, block, padding)
@@ -166,7 +166,7 @@ def _greedy(
     return groups
 
 
-def _round_up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
     """Return the smallest multiple of ``multiple`` that is at least ``value``."""
     return -(-value // multiple) * multiple
 

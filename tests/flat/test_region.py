@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.flat import memory
-from composable_fsdp.flat.build_region import build_region
+from composable_fsdp.flat.build_region import build_region, full_views
 from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.planning.layout import ParameterSpec, row_block
 from composable_fsdp.planning.options import Dtypes
@@ -88,7 +88,7 @@ def test_shards_of_all_ranks_rebuild_every_parameter(
     for slot, full in zip(region.layout.parameters, region.full.leaves, strict=True):
         assert torch.equal(full, originals[int(slot.fqn)])
         assert full.data_ptr() % 16 == 0 or not full.numel()
-    padding = [region.full.buffer[start:stop] for start, stop in region.layout.gaps()]
+    _, padding = full_views(region.layout, region.full.buffer)
     assert all(not piece.any() for piece in padding)
 
 
